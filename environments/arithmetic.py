@@ -1,0 +1,69 @@
+"""The arithmetic task: problems, prompts, answers and the reward, as pure functions.
+
+The task needs no data set and its reward is verifiable, so that a whole training run can be made on a machine
+without a network. Problems are split once and for all into those to train on and those kept for evaluation.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import add, mul, sub
+from typing import Literal
+
+Operation = Literal["+", "-", "*"]
+
+_COMPUTE: dict[Operation, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul}
+# The split belongs to the task, not to a run: what one run trained on another must not hold out.
+_SPLIT_SEED = 20240203
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One exercise, such as ``12+34=``."""
+
+    left: int
+    right: int
+    operation: Operation = "+"
+
+    @property
+    def prompt(self) -> str:
+        """What the model reads: ``12+34=``."""
+        return f"{self.left}{self.operation}{self.right}="
+
+    @property
+    def answer(self) -> str:
+        """What the model should write before it ends its turn: ``46``."""
+        return str(_COMPUTE[self.operation](self.left, self.right))
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemSet:
+    """All problems of one operand range and operation, in two disjoint parts."""
+
+    train: tuple[Problem, ...]
+    held_out: tuple[Problem, ...]
+
+    @classmethod
+    def of(cls, low: int, high: int, operation: Operation = "+", held_out_share: float = 0.1) -> "ProblemSet":
+        """Every pair of operands in ``[low, high]``, a fixed pseudo-random share of it held out.
+
+        Raises:
+            ValueError: The range is empty, or too small to leave a problem in each part.
+        """
+        if low > high:
+            raise ValueError(f"operand range: got low {low} above high {high}, wanted low <= high; swap them")
+        operands = range(low, high + 1)
+        problems = [Problem(left, right, operation) for left in operands for right in operands]
+        random.Random(_SPLIT_SEED).shuffle(problems)
+        cut = round(len(problems) * held_out_share)
+        if not 0 < cut < len(problems):
+            raise ValueError(
+                f"operand range: {low}..{high} gives {len(problems)} problems; a share of {held_out_share} "
+                "of them held out leaves one part empty; widen the range"
+            )
+        return cls(train=tuple(problems[cut:]), held_out=tuple(problems[:cut]))
+
+
+def reward(problem: Problem, completion: str) -> float:
+    """1.0 if the completion is the answer and nothing else (surrounding white space apart), else 0.0."""
+    return float(completion.strip() == problem.answer)

@@ -1,0 +1,342 @@
+"""Builds a small language model that solves the arithmetic task now and then: something for GRPO to improve.
+
+``python -m environments.demo_model OUT`` writes a Qwen2-architecture model of about 0.75 M parameters with a
+character-level tokenizer: the same files, and the same code paths in transformers and vLLM, as a large model.
+Supervised steps on the task warm it up until about 30 % of its sampled answers are right: an untrained model
+never earns a reward, and a finished one has nothing left to learn.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from environments.arithmetic import Problem, ProblemSet
+
+MARKER = "demo_model.json"
+"""File in the output folder by which a later run knows the folder as its own."""
+
+ACCURACY_RANGE = (0.2, 0.4)
+"""Sampled accuracy that the finished model must have on held-out problems."""
+
+PAD, END, UNKNOWN = "<|pad|>", "<|end|>", "<|unknown|>"
+# Printable ASCII and the newline: enough for the task, and for prompts of other tasks in tests.
+CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
+MAX_LENGTH = 2048
+# Messages are joined without decoration: the chat route sees the very prompt that the completion route sees.
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+class DemoModelError(RuntimeError):
+    """The demo model cannot be built or written; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Everything that decides how the model comes out; two equal recipes give equal files on one machine."""
+
+    seed: int = 0
+    low: int = 10
+    high: int = 49
+    target_accuracy: float = 0.3
+    learning_rate: float = 1e-3
+    warmup_steps: int = 50
+    batch_size: int = 128
+    max_steps: int = 2000
+    check_interval: int = 5
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """How a warm-up ended: its steps and the expected accuracy of one sample per held-out problem."""
+
+    steps: int
+    expected_accuracy: float
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A fast tokenizer: one token per character, a padding and an end token, and a plain chat template."""
+    vocabulary = {token: index for index, token in enumerate([PAD, END, UNKNOWN, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        padding_side="left",
+        model_max_length=MAX_LENGTH,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
+    """An untrained Qwen2 of about 0.75 M parameters in fp32.
+
+    Heads are 64 wide because every attention backend of vLLM, on the CPU and on CUDA, takes that size; two
+    query heads on one key-value head make it a grouped-query model, as its large relatives are.
+    """
+    torch.manual_seed(seed)
+    vocabulary = tokenizer.get_vocab()
+    config = Qwen2Config(
+        vocab_size=len(vocabulary),
+        hidden_size=128,
+        intermediate_size=336,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=False,
+        pad_token_id=vocabulary[PAD],
+        eos_token_id=vocabulary[END],
+        bos_token_id=None,
+        dtype="float32",
+    )
+    return Qwen2ForCausalLM(config)
+
+
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """Prompt, answer and end token of many problems, left-padded to one length.
+
+    Attributes:
+        tokens_BT: Token ids; the answers stand at the right edge.
+        attention_BT: 0 on padding.
+        answer_BT: True where the token belongs to the answer or ends it.
+    """
+
+    tokens_BT: torch.Tensor
+    attention_BT: torch.Tensor
+    answer_BT: torch.Tensor
+
+    @classmethod
+    def of(cls, problems: tuple[Problem, ...], tokenizer: PreTrainedTokenizerFast) -> "Examples":
+        """Tokenizes the problems with their answers."""
+        encoded = tokenizer([p.prompt + p.answer + END for p in problems], padding=True, return_tensors="pt")
+        tokens_BT, attention_BT = encoded["input_ids"], encoded["attention_mask"]
+        answer_lengths_B = torch.tensor([len(p.answer) + 1 for p in problems])
+        from_right_T = torch.arange(tokens_BT.shape[1], 0, -1)
+        return cls(tokens_BT, attention_BT, from_right_T[None, :] <= answer_lengths_B[:, None])
+
+    def __len__(self) -> int:
+        return len(self.tokens_BT)
+
+    def take(self, rows: torch.Tensor) -> "Examples":
+        """The examples of these rows."""
+        return Examples(self.tokens_BT[rows], self.attention_BT[rows], self.answer_BT[rows])
+
+
+def answer_logprobs(model: Qwen2ForCausalLM, examples: Examples) -> torch.Tensor:
+    """Logprob of each answer token given what precedes it, 0 elsewhere; ``[batch, token - 1]``."""
+    logits_BTV = model(
+        input_ids=examples.tokens_BT, attention_mask=examples.attention_BT, use_cache=False
+    ).logits
+    lp_BTV = logits_BTV[:, :-1].float().log_softmax(-1)
+    lp_BT = lp_BTV.gather(-1, examples.tokens_BT[:, 1:, None]).squeeze(-1)
+    return lp_BT.masked_fill(~examples.answer_BT[:, 1:], 0.0)
+
+
+@torch.no_grad()
+def expected_accuracy(model: Qwen2ForCausalLM, examples: Examples) -> float:
+    """Mean probability of writing exactly the answer at temperature 1: sampled accuracy without its noise."""
+    return answer_logprobs(model, examples).sum(-1).exp().mean().item()
+
+
+@torch.no_grad()
+def sampled_accuracy(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    problems: tuple[Problem, ...],
+    samples: int,
+    seed: int,
+) -> float:
+    """Share of right answers among really sampled ones (temperature 1), `samples` per problem."""
+    torch.manual_seed(seed)
+    prompts = tokenizer([p.prompt for p in problems], padding=True, return_tensors="pt")
+    longest = max(len(p.answer) for p in problems)
+    tokens_BT = prompts["input_ids"].repeat_interleave(samples, dim=0)
+    attention_BT = prompts["attention_mask"].repeat_interleave(samples, dim=0)
+    for _ in range(longest + 1):
+        logits_BV = model(input_ids=tokens_BT, attention_mask=attention_BT, use_cache=False).logits[:, -1]
+        next_B1 = torch.multinomial(logits_BV.float().softmax(-1), num_samples=1)
+        tokens_BT = torch.cat([tokens_BT, next_B1], dim=1)
+        attention_BT = torch.cat([attention_BT, torch.ones_like(next_B1)], dim=1)
+    texts = tokenizer.batch_decode(tokens_BT[:, -(longest + 1) :])
+    wanted = [problem.answer + END for problem in problems for _ in range(samples)]
+    # What is sampled after the end token does not count: a server would have stopped there.
+    return sum(text.startswith(answer) for text, answer in zip(texts, wanted, strict=True)) / len(wanted)
+
+
+def warm_up(model: Qwen2ForCausalLM, train: Examples, held_out: Examples, recipe: Recipe) -> WarmUp:
+    """Supervised steps on the answers until the expected accuracy on held-out problems reaches the target.
+
+    Raises:
+        DemoModelError: The target was not reached within `max_steps`.
+    """
+    generator = torch.Generator().manual_seed(recipe.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / recipe.warmup_steps)
+    )
+    accuracy, started = 0.0, time.monotonic()
+    for step in range(1, recipe.max_steps + 1):
+        batch = train.take(torch.randint(len(train), (recipe.batch_size,), generator=generator))
+        loss = -answer_logprobs(model, batch).sum() / batch.answer_BT.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % recipe.check_interval:
+            continue
+        accuracy = expected_accuracy(model, held_out)
+        if step % 25 == 0 or accuracy >= recipe.target_accuracy:
+            seconds = time.monotonic() - started
+            print(
+                f"step {step}: loss {loss.item():.3f}, accuracy {accuracy:.1%}, {seconds:.1f} s", flush=True
+            )
+        if accuracy >= recipe.target_accuracy:
+            return WarmUp(step, accuracy)
+    raise DemoModelError(
+        f"warm-up: got {accuracy:.1%} accuracy after {recipe.max_steps} steps, wanted "
+        f"{recipe.target_accuracy:.1%}; choose another --seed or a smaller operand range"
+    )
+
+
+def claim(out: Path, force: bool) -> None:
+    """Checks that `out` may be written: absent, empty, an earlier demo model, or anything with `force`.
+
+    Raises:
+        DemoModelError: Something else is there.
+    """
+    if out.is_dir():
+        if force or (out / MARKER).is_file() or not any(out.iterdir()):
+            return
+        raise DemoModelError(
+            f"OUT: {out} is not empty and holds no {MARKER}, so it is not a demo model's folder; "
+            "choose another folder, or replace it with --force"
+        )
+    if out.exists():
+        raise DemoModelError(f"OUT: {out} is a file, wanted a folder; choose another path")
+
+
+def finished_before(out: Path, recipe: Recipe) -> str | None:
+    """The summary line of an earlier run with the same recipe, if `out` holds its result."""
+    try:
+        marker = json.loads((out / MARKER).read_text())
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        return None
+    return marker.get("summary") if marker.get("recipe") == asdict(recipe) else None
+
+
+def replace_folder(new: Path, out: Path) -> None:
+    """Puts the finished folder `new` in the place of `out`, which is never seen half-written."""
+    old = new.with_name(new.name + ".old")
+    if out.exists():
+        out.rename(old)
+    new.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def build(out: Path, recipe: Recipe) -> str:
+    """Builds, warms up, checks and writes the demo model; returns the summary line.
+
+    Raises:
+        DemoModelError: The warm-up failed, or its result lies outside `ACCURACY_RANGE`.
+    """
+    problems = ProblemSet.of(recipe.low, recipe.high)
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, recipe.seed)
+    parameters = sum(p.numel() for p in model.parameters())
+    print(
+        f"Qwen2 with {parameters / 1e6:.2f} M parameters, {len(problems.train)} problems to warm up on",
+        flush=True,
+    )
+    train, held_out = (Examples.of(part, tokenizer) for part in (problems.train, problems.held_out))
+    result = warm_up(model, train, held_out, recipe)
+
+    samples = -(-1600 // len(problems.held_out))  # at least 1600 in all: a standard error of about 1 %
+    accuracy = sampled_accuracy(model, tokenizer, problems.held_out, samples, recipe.seed)
+    low, high = ACCURACY_RANGE
+    if not low <= accuracy <= high:
+        raise DemoModelError(
+            f"sampled accuracy: got {accuracy:.1%} after {result.steps} steps, "
+            f"wanted {low:.0%} to {high:.0%}; choose another --seed"
+        )
+    summary = (
+        f"sampled accuracy {accuracy:.1%} on {len(problems.held_out)} held-out problems "
+        f"after {result.steps} steps"
+    )
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    transformers_logging.disable_progress_bar()
+    try:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        marker = {
+            "recipe": asdict(recipe),
+            "sampled_accuracy": accuracy,
+            "steps": result.steps,
+            "summary": summary,
+        }
+        (partial / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
+        replace_folder(partial, out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return summary
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    defaults = Recipe()
+    parser = argparse.ArgumentParser(
+        prog="grpo demo-model",
+        description="Build a small Qwen2 model that solves about 30 %% of a+b, to try GRPO on.",
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder for the model and its tokenizer")
+    parser.add_argument(
+        "--seed", type=int, default=defaults.seed, help="seed of weights and data (default %(default)s)"
+    )
+    parser.add_argument(
+        "--low", type=int, default=defaults.low, help="smallest operand (default %(default)s)"
+    )
+    parser.add_argument(
+        "--high", type=int, default=defaults.high, help="largest operand (default %(default)s)"
+    )
+    parser.add_argument("--force", action="store_true", help="build anew, replacing whatever OUT holds")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    options = parse(arguments)
+    out = options.out.absolute()
+    try:
+        recipe = Recipe(seed=options.seed, low=options.low, high=options.high)
+        claim(out, options.force)
+        summary = None if options.force else finished_before(out, recipe)
+        if summary is None:
+            # A model this small gains nothing from more threads, and loses when the cores are shared.
+            torch.set_num_threads(min(4, torch.get_num_threads()))
+            summary = build(out, recipe)
+        print(f"{out}: {summary}")
+    except (DemoModelError, ValueError, OSError) as error:
+        print(f"grpo demo-model: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
