@@ -1,0 +1,405 @@
+"""The rollout API's wire contract: every request and answer, in JSON and in MessagePack.
+
+Environments post scored groups, the trainer leases batches of them. Each structure here is one body of the
+protocol in `docs/wire_protocol.md`. Only the standard library and msgspec are imported, so that a client of the
+API needs neither torch nor a web framework.
+
+A *group* (`ScoredData`) is several answers to one prompt. JSON carries it as lists, MessagePack packed:
+
+    tokens, masks              int32, little-endian, all sequences one after another
+    advantages, *_logprobs     float32 where that loses nothing, else float64 (told apart by their length)
+    lengths                    tokens in each sequence
+
+`encode_group` / `decode_group` and `encode_batch` / `decode_batch` are the pairs for clients; `PackedGroup.tokens`
+and its neighbours may be read without a copy (`torch.frombuffer`, `numpy.frombuffer`).
+"""
+
+from itertools import accumulate, pairwise
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from environments.api.packing import pack_floats, pack_ints, unpack_floats, unpack_ints
+
+JSON = "application/json"
+MSGPACK = "application/msgpack"
+MSGPACK_TYPES = frozenset({MSGPACK, "application/x-msgpack", "application/vnd.msgpack"})
+
+IGNORED = -100
+"""A mask entry of this value says that the token is not trained; any other says that it is."""
+MASKED_LOGPROB = 1.0
+"""What environments put in `inference_logprobs` where no token was sampled (a logprob is never positive)."""
+
+# Whole numbers stay within 2**53: the same number in JSON, JavaScript, SQLite and MessagePack.
+_Int = Annotated[int, Meta(ge=-(2**53), le=2**53)]
+_Count = Annotated[int, Meta(ge=1, le=2**31)]
+_Id = Annotated[int, Meta(ge=0, le=2**53)]
+_Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+_Name = Annotated[str, Meta(max_length=1024)]
+_Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
+
+T = TypeVar("T")
+
+
+class Register(Struct, frozen=True, kw_only=True):
+    """POST /register: a trainer announces itself, or takes the run over from one that has gone.
+
+    Queued groups are kept, the former trainer's leases return to the queue. `batch_size` counts sequences. With the
+    `uuid` of an earlier answer the trainer keeps that identity; without it a new one is given.
+    """
+
+    wandb_group: _Name
+    wandb_project: _Name
+    batch_size: _Count
+    max_token_len: _Int
+    checkpoint_dir: _Name
+    save_checkpoint_interval: _Int
+    starting_step: _Id
+    num_steps: _Int
+    uuid: _Id | None = None
+
+
+class RegisterResponse(Struct, frozen=True, kw_only=True):
+    """Answer to POST /register."""
+
+    uuid: int
+
+
+class RegisterEnv(Struct, frozen=True, kw_only=True):
+    """POST /register-env: an environment asks for its id, once a second until `status` is `success`."""
+
+    max_token_length: _Count
+    desired_name: _Name | None
+    weight: Annotated[float, Meta(ge=0.0)]
+    group_size: _Count
+    min_batch_allocation: _Fraction | None = None
+
+
+class RegisterEnvResponse(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Answer to POST /register-env; only `status` until a trainer has asked for a batch."""
+
+    status: Literal["success", "wait for trainer to start"]
+    env_id: int | None = None
+    wandb_name: str | None = None
+    checkpoint_dir: str | None = None
+    starting_step: int | None = None
+    checkpoint_interval: int | None = None
+    num_steps: int | None = None
+
+
+class EnvIdentifier(Struct, frozen=True, kw_only=True):
+    """POST /disconnect-env, and the body of GET /status-env (which may also be `?env_id=`)."""
+
+    env_id: _Id
+
+
+class DisconnectResponse(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Answer to POST /disconnect-env."""
+
+    status: Literal["success", "failure"]
+    error: str | None = None
+
+
+class WandbInfo(Struct, frozen=True, kw_only=True):
+    """Answer to GET /wandb_info: nulls until a trainer has registered."""
+
+    group: str | None
+    project: str | None
+
+
+class Info(Struct, frozen=True, kw_only=True):
+    """Answer to GET /info: -1 until a trainer has registered."""
+
+    batch_size: int
+    max_token_len: int
+
+
+class StatusEnv(Struct, frozen=True, kw_only=True):
+    """Answer to GET /status-env. Queue sizes are in groups of the asking environment's size."""
+
+    current_step: int
+    queue_size: int
+    unallocated_fraction: float
+    self_queue_size: int
+    max_group_size: int
+    env_weight: float
+
+
+class EnvStatus(Struct, frozen=True, kw_only=True):
+    """One environment in `Status`: `reserved` in sequences per batch, `idle_s` since it was heard of."""
+
+    env_id: int
+    name: str
+    group_size: int
+    connected: bool
+    alive: bool
+    idle_s: float
+    weight: float
+    reserved: int
+    queued_groups: int
+    queued_sequences: int
+    buffered_sequences: int
+    received_groups: int
+
+
+class LeaseStatus(Struct, frozen=True, kw_only=True):
+    """A batch that a trainer holds and has not acknowledged."""
+
+    batch_id: str
+    groups: int
+    expires_in_s: float
+
+
+class Staleness(Struct, frozen=True, kw_only=True):
+    """Policy versions of the queued groups; `behind` is the current step less the oldest version."""
+
+    oldest_version: int
+    newest_version: int
+    behind: int
+
+
+class Status(Struct, frozen=True, kw_only=True):
+    """Answer to GET /status: the step, the queue (in groups), and why a batch does or does not come."""
+
+    current_step: int
+    queue_size: int
+    registered: bool = False
+    started: bool = False
+    batch_size: int = -1
+    num_steps: int = -1
+    queued_sequences: int = 0
+    queued_bytes: int = 0
+    buffered_groups: int = 0
+    leased_groups: int = 0
+    batch_ready: bool = False
+    waiting_for: str | None = None
+    warnings: list[str] = []
+    groups_by_size: dict[str, int] = {}
+    environments: list[EnvStatus] = []
+    leases: list[LeaseStatus] = []
+    staleness: Staleness | None = None
+    durable: bool = False
+
+
+class ScoredData(Struct, frozen=True, kw_only=True):
+    """POST /scored_data: one group of `n` sequences. An empty list or dictionary means absent.
+
+    `tokens[i]`, `masks[i]`, `advantages[i]`, `ref_logprobs[i]` and `inference_logprobs[i]` are equally long; there
+    is one score per sequence. `policy_versions` (optional) is the policy version that sampled each sequence.
+    """
+
+    tokens: list[list[_Int32]]
+    masks: list[list[_Int32]]
+    scores: list[float]
+    advantages: list[list[float]] | None = None
+    ref_logprobs: list[list[float]] | None = None
+    messages: list[list[dict[str, Any]]] | None = None
+    generation_params: dict[str, Any] | None = None
+    inference_logprobs: list[list[float]] | None = None
+    overrides: list[dict[str, Any]] | None = None
+    group_overrides: dict[str, Any] | None = None
+    images: Any = None
+    env_id: _Id | None = None
+    distill_token_ids: list[list[list[_Int32]]] | None = None
+    distill_logprobs: list[list[list[float]]] | None = None
+    policy_versions: list[_Int] | None = None
+
+
+class PackedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A group as MessagePack carries it and as the server keeps it; the module's head gives the formats."""
+
+    lengths: list[Annotated[int, Meta(ge=0, le=2**31 - 1)]]
+    tokens: bytes
+    masks: bytes
+    scores: list[float]
+    advantages: bytes | None = None
+    ref_logprobs: bytes | None = None
+    messages: list[list[dict[str, Any]]] | None = None
+    generation_params: dict[str, Any] | None = None
+    inference_logprobs: bytes | None = None
+    overrides: list[dict[str, Any]] | None = None
+    group_overrides: dict[str, Any] | None = None
+    images: Any = None
+    env_id: _Id | None = None
+    distill_token_ids: list[list[list[_Int32]]] | None = None
+    distill_logprobs: list[list[list[float]]] | None = None
+    policy_versions: list[_Int] | None = None
+
+
+class ScoredDataResponse(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Answer to POST /scored_data; `buffer_size` (sequences) wait to sum to the environment's group size."""
+
+    status: Literal["received", "buffered"]
+    buffer_size: int | None = None
+
+
+class RejectedGroup(Struct, frozen=True, kw_only=True):
+    """A group of a list that was refused: its place in the list, the field, and what is wrong with it."""
+
+    group: int
+    field: str
+    detail: str
+
+
+class ScoredDataListResponse(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Answer to POST /scored_data_list. With `rejected` its status is 422, and the others were received."""
+
+    status: Literal["received", "partial"]
+    groups_processed: int
+    buffered: int | None = None
+    last_buffer_size: int | None = None
+    rejected: list[RejectedGroup] | None = None
+
+
+class Batch(Struct, frozen=True, kw_only=True):
+    """Answer to GET /batch, in whole groups, oldest first, exactly `batch_size` sequences.
+
+    `batch` is None while no batch can be made. With `?lease=SECONDS` it bears a `batch_id`: acknowledge it (POST
+    /batch/{batch_id}/ack) before `expires_in_s` has passed, or the groups return to the front of the queue.
+    Before POST /register `status` is `error` and `message` says why.
+    """
+
+    batch: list[ScoredData] | None
+    batch_id: str | None = None
+    expires_in_s: float | None = None
+    current_step: int | None = None
+    status: str | None = None
+    message: str | None = None
+
+
+class PackedBatch(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`Batch` as MessagePack carries it."""
+
+    batch: list[PackedGroup] | None
+    batch_id: str | None = None
+    expires_in_s: float | None = None
+    current_step: int | None = None
+    status: str | None = None
+    message: str | None = None
+
+
+class Ack(Struct, frozen=True, kw_only=True):
+    """POST /batch/{batch_id}/ack: trained. `step` is the step now reached; absent, it goes up by one."""
+
+    step: _Id | None = None
+
+
+class LeaseResponse(Struct, frozen=True, kw_only=True):
+    """Answer to acknowledging, extending or releasing a batch."""
+
+    status: Literal["acknowledged", "extended", "released"]
+    current_step: int
+
+
+class ErrorResponse(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Any 4xx: what is wrong, and where it can be named, the field."""
+
+    detail: str
+    field: str | None = None
+
+
+_UNPACKED_FIELDS = (
+    "messages",
+    "generation_params",
+    "overrides",
+    "group_overrides",
+    "images",
+    "distill_token_ids",
+    "distill_logprobs",
+    "policy_versions",
+)
+
+
+def pack(group: ScoredData) -> PackedGroup:
+    """Pack a group; its rows must be as long as its tokens (`environments.api.validate.check_group`)."""
+    return PackedGroup(
+        lengths=[len(row) for row in group.tokens],
+        tokens=pack_ints(group.tokens),
+        masks=pack_ints(group.masks),
+        scores=group.scores,
+        advantages=pack_floats(group.advantages),
+        ref_logprobs=pack_floats(group.ref_logprobs),
+        inference_logprobs=pack_floats(group.inference_logprobs),
+        **{name: getattr(group, name) or None for name in _UNPACKED_FIELDS},
+        env_id=group.env_id,
+    )
+
+
+def unpack(group: PackedGroup) -> ScoredData:
+    """The group as lists, exactly as they were given to `pack`."""
+    ends = [0, *accumulate(group.lengths)]
+    spans = [slice(start, end) for start, end in pairwise(ends)]
+    return ScoredData(
+        tokens=unpack_ints(group.tokens, spans),
+        masks=unpack_ints(group.masks, spans),
+        scores=group.scores,
+        advantages=unpack_floats(group.advantages, spans),
+        ref_logprobs=unpack_floats(group.ref_logprobs, spans),
+        inference_logprobs=unpack_floats(group.inference_logprobs, spans),
+        **{name: getattr(group, name) for name in _UNPACKED_FIELDS},
+        env_id=group.env_id,
+    )
+
+
+def encode_group(group: ScoredData, content_type: str = MSGPACK) -> bytes:
+    """The body of POST /scored_data; send it with `Content-Type: content_type`."""
+    return encode(pack(group) if is_msgpack(content_type) else group, content_type)
+
+
+def decode_group(body: bytes, content_type: str = MSGPACK) -> ScoredData:
+    """The inverse of `encode_group`."""
+    if is_msgpack(content_type):
+        return unpack(decode(body, PackedGroup, content_type))
+    return decode(body, ScoredData, content_type)
+
+
+def encode_batch(batch: Batch, content_type: str = MSGPACK) -> bytes:
+    """The answer to GET /batch, for fakes (the server joins the groups that it keeps packed)."""
+    if not is_msgpack(content_type):
+        return encode(batch, content_type)
+    groups = None if batch.batch is None else [pack(group) for group in batch.batch]
+    return encode(PackedBatch(**(msgspec.structs.asdict(batch) | {"batch": groups})), content_type)
+
+
+def decode_batch(body: bytes, content_type: str = MSGPACK) -> Batch:
+    """The answer to GET /batch, by its own `Content-Type`; ask with `Accept: application/msgpack`."""
+    if not is_msgpack(content_type):
+        return decode(body, Batch, content_type)
+    packed = decode(body, PackedBatch, content_type)
+    groups = None if packed.batch is None else [unpack(group) for group in packed.batch]
+    return Batch(**(msgspec.structs.asdict(packed) | {"batch": groups}))
+
+
+def is_msgpack(content_type: str | None) -> bool:
+    """Whether a `Content-Type` (parameters and case aside) is MessagePack; all else is read as JSON."""
+    return content_type is not None and content_type.partition(";")[0].strip().lower() in MSGPACK_TYPES
+
+
+def prefers_msgpack(accept: str | None) -> bool:
+    """Whether an `Accept` header names MessagePack ahead of JSON. No header, or `*/*`, means JSON."""
+    quality = {JSON: 0.0, MSGPACK: 0.0}
+    for part in (accept or "").lower().split(","):
+        media, *parameters = (piece.strip() for piece in part.split(";"))
+        name = MSGPACK if media in MSGPACK_TYPES else media
+        if name in quality:
+            values = [p.removeprefix("q=") for p in parameters if p.startswith("q=")]
+            quality[name] = float(values[0]) if values and values[0].replace(".", "", 1).isdecimal() else 1.0
+    return quality[MSGPACK] > 0 and quality[MSGPACK] >= quality[JSON]
+
+
+def encode(message: Any, content_type: str = JSON) -> bytes:
+    """A message of this module as bytes."""
+    return msgspec.msgpack.encode(message) if is_msgpack(content_type) else msgspec.json.encode(message)
+
+
+def decode(body: bytes, message_type: type[T], content_type: str = JSON) -> T:
+    """Bytes as a message of this module.
+
+    Raises:
+        msgspec.ValidationError: the body has another shape; the message names the path.
+        msgspec.DecodeError: the body is not JSON (or not MessagePack).
+    """
+    if is_msgpack(content_type):
+        return msgspec.msgpack.decode(body, type=message_type)
+    return msgspec.json.decode(body, type=message_type)
