@@ -1,4 +1,4 @@
-"""Rows of numbers as little-endian bytes, and back: all rows one after another, their lengths kept elsewhere."""
+"""Rows of numbers as little-endian bytes, and back: all rows one after another, lengths kept elsewhere."""
 
 import sys
 from array import array
@@ -17,7 +17,7 @@ def pack_floats(rows: list[list[float]] | None) -> bytes | None:
         return None
     double = _concatenate("d", rows)
     single = array("f", double)
-    # Logprobs come from float32 models: most rows lose nothing at half the size; any that would are kept whole.
+    # Logprobs come from float32 models: most rows lose nothing at half the size, the rest stay whole.
     return _little_endian(single if array("d", single) == double else double).tobytes()
 
 
@@ -36,14 +36,14 @@ def unpack_floats(data: bytes | None, spans: Sequence[slice]) -> list[list[float
     return [numbers[span].tolist() for span in spans]
 
 
-def _little_endian(numbers: array[Any]) -> array[Any]:
+def _little_endian(numbers: "array[Any]") -> "array[Any]":
     if sys.byteorder == "big":
         numbers.byteswap()
     return numbers
 
 
-def _concatenate(typecode: str, rows: list[list[Any]]) -> array[Any]:
-    numbers: array[Any] = array(typecode)
+def _concatenate(typecode: str, rows: list[list[Any]]) -> "array[Any]":
+    numbers = array(typecode)
     for row in rows:
         numbers.fromlist(row)
     return numbers

@@ -1,8 +1,8 @@
 """The rollout API's wire contract: every request and answer, in JSON and in MessagePack.
 
 Environments post scored groups, the trainer leases batches of them. Each structure here is one body of the
-protocol in `docs/wire_protocol.md`. Only the standard library and msgspec are imported, so that a client of the
-API needs neither torch nor a web framework.
+protocol in `docs/wire_protocol.md`. Only the standard library and msgspec are imported, so that a client of
+the API needs neither torch nor a web framework.
 
 A *group* (`ScoredData`) is several answers to one prompt. JSON carries it as lists, MessagePack packed:
 
@@ -10,8 +10,8 @@ A *group* (`ScoredData`) is several answers to one prompt. JSON carries it as li
     advantages, *_logprobs     float32 where that loses nothing, else float64 (told apart by their length)
     lengths                    tokens in each sequence
 
-`encode_group` / `decode_group` and `encode_batch` / `decode_batch` are the pairs for clients; `PackedGroup.tokens`
-and its neighbours may be read without a copy (`torch.frombuffer`, `numpy.frombuffer`).
+`encode_group` / `decode_group` and `encode_batch` / `decode_batch` are the pairs for clients; the bytes of a
+`PackedGroup` may also be read without a copy (`torch.frombuffer`, `numpy.frombuffer`).
 """
 
 from itertools import accumulate, pairwise
@@ -45,8 +45,8 @@ T = TypeVar("T")
 class Register(Struct, frozen=True, kw_only=True):
     """POST /register: a trainer announces itself, or takes the run over from one that has gone.
 
-    Queued groups are kept, the former trainer's leases return to the queue. `batch_size` counts sequences. With the
-    `uuid` of an earlier answer the trainer keeps that identity; without it a new one is given.
+    Queued groups are kept, the former trainer's leases return to the queue. `batch_size` counts sequences. With
+    the `uuid` of an earlier answer the trainer keeps that identity; without it a new one is given.
     """
 
     wandb_group: _Name
@@ -185,8 +185,8 @@ class Status(Struct, frozen=True, kw_only=True):
 class ScoredData(Struct, frozen=True, kw_only=True):
     """POST /scored_data: one group of `n` sequences. An empty list or dictionary means absent.
 
-    `tokens[i]`, `masks[i]`, `advantages[i]`, `ref_logprobs[i]` and `inference_logprobs[i]` are equally long; there
-    is one score per sequence. `policy_versions` (optional) is the policy version that sampled each sequence.
+    `tokens[i]`, `masks[i]`, `advantages[i]`, `ref_logprobs[i]` and `inference_logprobs[i]` are equally long;
+    there is one score per sequence. `policy_versions` (optional) is the policy version that sampled each sequence.
     """
 
     tokens: list[list[_Int32]]
@@ -255,8 +255,8 @@ class ScoredDataListResponse(Struct, frozen=True, kw_only=True, omit_defaults=Tr
 class Batch(Struct, frozen=True, kw_only=True):
     """Answer to GET /batch, in whole groups, oldest first, exactly `batch_size` sequences.
 
-    `batch` is None while no batch can be made. With `?lease=SECONDS` it bears a `batch_id`: acknowledge it (POST
-    /batch/{batch_id}/ack) before `expires_in_s` has passed, or the groups return to the front of the queue.
+    `batch` is None while no batch can be made. With `?lease=SECONDS` it bears a `batch_id`: acknowledge it
+    (POST /batch/{batch_id}/ack) before `expires_in_s` has passed, or the groups return to the front of the queue.
     Before POST /register `status` is `error` and `message` says why.
     """
 
@@ -358,8 +358,9 @@ def encode_batch(batch: Batch, content_type: str = MSGPACK) -> bytes:
     """The answer to GET /batch, for fakes (the server joins the groups that it keeps packed)."""
     if not is_msgpack(content_type):
         return encode(batch, content_type)
-    groups = None if batch.batch is None else [pack(group) for group in batch.batch]
-    return encode(PackedBatch(**(msgspec.structs.asdict(batch) | {"batch": groups})), content_type)
+    fields = msgspec.structs.asdict(batch)
+    fields["batch"] = None if batch.batch is None else [pack(group) for group in batch.batch]
+    return encode(PackedBatch(**fields), content_type)
 
 
 def decode_batch(body: bytes, content_type: str = MSGPACK) -> Batch:
@@ -367,8 +368,9 @@ def decode_batch(body: bytes, content_type: str = MSGPACK) -> Batch:
     if not is_msgpack(content_type):
         return decode(body, Batch, content_type)
     packed = decode(body, PackedBatch, content_type)
-    groups = None if packed.batch is None else [unpack(group) for group in packed.batch]
-    return Batch(**(msgspec.structs.asdict(packed) | {"batch": groups}))
+    fields = msgspec.structs.asdict(packed)
+    fields["batch"] = None if packed.batch is None else [unpack(group) for group in packed.batch]
+    return Batch(**fields)
 
 
 def is_msgpack(content_type: str | None) -> bool:
