@@ -60,9 +60,7 @@ def servable_rank(rank: int) -> int:
         if 1 <= rank <= legal:
             return legal
     ranks = ", ".join(map(str, LEGAL_LORA_RANKS))
-    raise ValueError(
-        f"LoRA rank: got {rank}, wanted 1 to {LEGAL_LORA_RANKS[-1]} (served as {ranks}); choose one"
-    )
+    raise ValueError(f"LoRA rank: got {rank}, wanted 1 to {LEGAL_LORA_RANKS[-1]} (served as {ranks}); choose one")
 
 
 # POST /generate --------------------------------------------------------------------------------------------
@@ -149,9 +147,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 # /lora/... -------------------------------------------------------------------------------------------------
 
 
-class LoraLoadRequest(
-    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
-):
+class LoraLoadRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """`POST /lora/load`: publish the PEFT checkpoint at `adapter_path` (a folder that the server can read).
 
     Without a name it is `version_name(lora_name, version)`; without a version it is the one in the name, or
@@ -180,9 +176,7 @@ class LoraLoadResponse(msgspec.Struct, frozen=True, kw_only=True):
     unloaded: list[str]
 
 
-class LoraUnloadRequest(
-    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
-):
+class LoraUnloadRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """`POST /lora/unload`: withdraw `adapter_name` (by default the active one)."""
 
     adapter_name: str | None = None

@@ -1,0 +1,106 @@
+"""The command line: vLLM's own, plus ours, with defaults that suit a trainer's server."""
+
+import argparse
+import os
+from argparse import Namespace
+
+import psutil
+
+from vllm_server import compat
+from vllm_server.protocol import DEFAULT_KEEP_VERSIONS, DEFAULT_LORA_NAME, DEFAULT_PORT
+
+DEFAULT_HOST = "127.0.0.1"
+
+# Beyond the kept versions: one that is being loaded, and some that still drain.
+SPARE_ADAPTERS = 4
+
+_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    # On a CPU several processes share few cores: bind none, and let idle OpenMP threads sleep, not spin.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_WAIT_POLICY": "passive",
+}
+
+
+def early_arguments(argv: list[str]) -> Namespace:
+    """Host, port and model, read without importing vLLM; the rest is left for `parse`."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--host", default=DEFAULT_HOST)
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT)
+    parser.add_argument("--uds")
+    parser.add_argument("--model")
+    return parser.parse_known_args(argv)[0]
+
+
+def set_environment() -> None:
+    """What vLLM reads from the environment, unless the user set it. Call before vLLM is imported."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+
+
+def parse(argv: list[str]) -> Namespace:
+    """The whole command line. Exits with argparse's message if it is wrong."""
+    parser = compat.server_parser("vLLM's OpenAI server, plus the routes of a GRPO trainer's policy.")
+    group = parser.add_argument_group("policy")
+    group.add_argument(
+        "--lora-name",
+        default=DEFAULT_LORA_NAME,
+        help="versions are named <lora-name>-v<N>",
+    )
+    group.add_argument(
+        "--lora-root",
+        action="append",
+        metavar="DIR",
+        help="adapters may be loaded from under here (repeatable; default: the current folder)",
+    )
+    group.add_argument(
+        "--lora-keep-versions",
+        type=_positive,
+        default=DEFAULT_KEEP_VERSIONS,
+        metavar="N",
+        help="how many versions stay loaded (default %(default)s)",
+    )
+    unset = {"model": None, "max_lora_rank": None, "max_loras": None, "max_cpu_loras": None}
+    plain = {name: parser.get_default(name) for name in unset}
+    parser.set_defaults(
+        host=DEFAULT_HOST,
+        port=DEFAULT_PORT,
+        logprobs_mode="processed_logprobs",  # those of the distribution that was sampled from
+        generation_config="vllm",  # no hidden top_p or top_k from the model's generation_config.json
+        **unset,
+        **(_cpu_defaults() if compat.device_type() == "cpu" else {}),
+    )
+    args = parser.parse_args(argv)
+    args.model = args.model or args.model_tag
+    if not args.model:
+        parser.error("--model: wanted a model's folder or name, got none; say --model PATH")
+    args.lora_root = args.lora_root or ["."]
+    _plan_lora(args, plain)
+    compat.validate_args(args)
+    return args
+
+
+def _plan_lora(args: Namespace, plain: dict[str, object]) -> None:
+    """LoRA is on if its rank is given; slots and cache are sized from the number of versions to keep."""
+    if args.max_lora_rank is not None:
+        args.enable_lora = True
+    if args.enable_lora:
+        args.max_loras = args.max_loras or args.lora_keep_versions
+        args.max_cpu_loras = args.max_cpu_loras or max(args.max_loras, args.lora_keep_versions) + SPARE_ADAPTERS
+    for name, value in plain.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+
+def _cpu_defaults() -> dict[str, object]:
+    """float32 (16 bit is no faster), no compilation, and an eighth of memory for the cache."""
+    available = psutil.virtual_memory().available // 8
+    cache_bytes = min(max(available, 256 << 20), 4 << 30)
+    return {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": cache_bytes}
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, wanted 1 or more")
+    return value

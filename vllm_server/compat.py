@@ -1,0 +1,234 @@
+"""Every seam between this server and vLLM, in one place.
+
+vLLM 0.25 to 0.33 keep the same things in different modules. Each seam is looked for by capability, never
+by version number, and `assert_seams` runs at start: a vLLM that moved something is refused with the symbol's
+name, instead of serving without it.
+"""
+
+import asyncio
+import importlib
+import inspect
+from argparse import ArgumentParser, Namespace
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal, Protocol
+
+from starlette.applications import Starlette
+
+from vllm_server.errors import StartError
+
+_LAUNCHERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
+_CLI_ARGS = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")
+_PARSERS = ("vllm.utils.argparse_utils", "vllm.utils")
+
+# What we call on the engine, and the parameters that we pass by name.
+_ENGINE_SEAMS: dict[str, tuple[str, ...]] = {
+    "generate": ("prompt", "sampling_params", "request_id", "lora_request"),
+    "add_lora": ("lora_request",),
+    "remove_lora": ("lora_id",),
+    "pause_generation": ("mode", "clear_cache"),
+    "resume_generation": (),
+    "is_paused": (),
+    "check_health": (),
+    "get_tokenizer": (),
+}
+
+
+class Engine(Protocol):
+    """The part of vLLM's AsyncLLM that this server uses."""
+
+    vllm_config: Any
+
+    def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, *, lora_request: Any = None
+    ) -> AsyncGenerator[Any, None]: ...
+    async def add_lora(self, lora_request: Any) -> bool: ...
+    async def remove_lora(self, lora_id: int) -> bool: ...
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None: ...
+    async def resume_generation(self) -> None: ...
+    async def is_paused(self) -> bool: ...
+    async def check_health(self) -> None: ...
+    def get_tokenizer(self) -> Any: ...
+
+
+def _seam(modules: tuple[str, ...], *names: str) -> ModuleType:
+    """The first of `modules` that exists; it must have all `names`.
+
+    Raises:
+        StartError: none exists, or a name is missing; the message says which.
+    """
+    for module_name in modules:
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if not module_name.startswith(error.name or "\0"):
+                raise  # the module is there, something that it needs is not
+            continue
+        missing = [name for name in names if not hasattr(module, name)]
+        if missing:
+            raise StartError(_moved(f"{module_name}.{missing[0]}"), exit_code=1)
+        return module
+    raise StartError(_moved(" or ".join(modules)), exit_code=1)
+
+
+def _moved(symbol: str) -> str:
+    return f"vLLM {vllm_version()} has no {symbol}: wanted vLLM 0.25 to 0.33; install one of them"
+
+
+def vllm_version() -> str:
+    """By vLLM's own word: the CPU build's distribution has another name, so its metadata is no help."""
+    return importlib.import_module("vllm.version").__version__
+
+
+def device_type() -> Literal["cpu", "cuda"]:
+    """The platform that this vLLM serves on."""
+    platform = importlib.import_module("vllm.platforms").current_platform
+    return "cpu" if platform.is_cpu() else "cuda"
+
+
+def server_parser(description: str) -> ArgumentParser:
+    """vLLM's own argument parser, with every flag of `vllm serve`."""
+    parser_class = _seam(_PARSERS, "FlexibleArgumentParser").FlexibleArgumentParser
+    cli = _seam(_CLI_ARGS, "make_arg_parser", "validate_parsed_serve_args")
+    return cli.make_arg_parser(parser_class(prog="python -m vllm_server", description=description))
+
+
+def validate_args(args: Namespace) -> None:
+    """vLLM's own checks of parsed arguments."""
+    _seam(_CLI_ARGS, "validate_parsed_serve_args").validate_parsed_serve_args(args)
+
+
+def assert_seams() -> None:
+    """Everything below is there, or a StartError names what is not."""
+    _launcher()
+    sampling_params_class()
+    lora_request_class()
+    engine = _seam(("vllm.v1.engine.async_llm",), "AsyncLLM").AsyncLLM
+    for method, parameters in _ENGINE_SEAMS.items():
+        function = getattr(engine, method, None)
+        known = inspect.signature(function).parameters if function else {}
+        missing = [name for name in parameters if name not in known]
+        if function is None or missing:
+            raise StartError(_moved(f"AsyncLLM.{method}({', '.join(missing)})"), exit_code=1)
+
+
+def _launcher() -> ModuleType:
+    module = _seam(_LAUNCHERS, "build_app", "init_app_state", "run_server")
+    # Both are replaced in the module, which helps only if the launcher looks them up there when it runs.
+    source = inspect.getsource(_seam(_LAUNCHERS, "build_and_serve").build_and_serve)
+    if "build_app(" not in source or "init_app_state(" not in source:
+        raise StartError(_moved(f"{module.__name__}.build_and_serve that calls build_app"), exit_code=1)
+    return module
+
+
+def run(
+    args: Namespace,
+    *,
+    extend: Callable[[Starlette], None],
+    ready_state: Callable[[Starlette, Engine], Awaitable[None]],
+) -> None:
+    """vLLM's own server, with `extend` called on its app and `ready_state` when the engine is up; blocks.
+
+    `extend` runs after vLLM's routes are in; `ready_state` after `app.state` is filled, before requests come.
+    """
+    launcher = _launcher()
+    build_app, init_app_state = launcher.build_app, launcher.init_app_state
+    apps: list[Starlette] = []
+
+    def build_extended_app(*positional: Any, **named: Any) -> Starlette:
+        app = build_app(*positional, **named)
+        extend(app)
+        apps.append(app)
+        return app
+
+    async def init_extended_state(engine: Engine, *positional: Any, **named: Any) -> None:
+        await init_app_state(engine, *positional, **named)
+        await ready_state(apps[-1], engine)
+
+    setattr(launcher, "build_app", build_extended_app)  # noqa: B010 (a module has no declared attributes)
+    setattr(launcher, "init_app_state", init_extended_state)  # noqa: B010
+    _seam(("vllm.entrypoints.serve.utils.api_utils",), "cli_env_setup").cli_env_setup()
+    _run_loop(launcher.run_server(args))
+
+
+def _run_loop(server: Any) -> None:
+    uvloop = importlib.import_module("uvloop")
+    uvloop.run(server)
+
+
+def sampling_params_class() -> Any:
+    """`SamplingParams`, whose fields are the sampling keys that a request may use."""
+    return _seam(("vllm.sampling_params",), "SamplingParams", "RequestOutputKind").SamplingParams
+
+
+def output_kind(*, stream: bool) -> Any:
+    """What a request is to yield: what is new each time, or all of it once, at the end."""
+    kinds = _seam(("vllm.sampling_params",), "RequestOutputKind").RequestOutputKind
+    return kinds.DELTA if stream else kinds.FINAL_ONLY
+
+
+def lora_request_class() -> Any:
+    """`LoRARequest`: build it by keyword only, its fields have moved about."""
+    return _seam(("vllm.lora.request",), "LoRARequest").LoRARequest
+
+
+def request_errors() -> tuple[type[Exception], ...]:
+    """What vLLM raises for a request that it does not take: ValueErrors once, a family of their own later."""
+    own = getattr(importlib.import_module("vllm.exceptions"), "VLLMClientError", ValueError)
+    return (ValueError, TypeError, own)
+
+
+def engine_dead_error() -> type[Exception]:
+    """What the engine raises once its process is gone."""
+    return _seam(("vllm.v1.engine.exceptions",), "EngineDeadError").EngineDeadError
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The engine's adapters, and the table by which vLLM's own /v1 routes find them by name.
+
+    `models` is vLLM's OpenAIServingModels. Ids come from its counter, so that adapters which came by vLLM's
+    own `--lora-modules` or load route never share one with ours.
+    """
+
+    engine: Engine
+    models: Any
+
+    def __post_init__(self) -> None:
+        for name in ("lora_requests", "lora_id_counter"):
+            if not hasattr(self.models, name):
+                raise StartError(_moved(f"OpenAIServingModels.{name}"), exit_code=1)
+
+    def next_id(self) -> int:
+        """An adapter id that was never used in this process."""
+        return self.models.lora_id_counter.inc(1)
+
+    async def add(self, name: str, adapter_id: int, path: str) -> None:
+        """Load it into the engine now: read, check, and copy into a slot; then make it known to /v1.
+
+        Raises:
+            Exception: whatever the engine says; the adapter may be there or not (`remove` it).
+        """
+        request = self.request(name, adapter_id, path)
+        if not await self.engine.add_lora(request):
+            raise RuntimeError(f"the engine did not take adapter {name} (id {adapter_id})")
+        self.models.lora_requests[name] = request
+
+    async def remove(self, name: str, adapter_id: int) -> None:
+        """Free its slot and its place in the engine's cache. No request may be running on it."""
+        self.models.lora_requests.pop(name, None)
+        await self.engine.remove_lora(adapter_id)
+
+    def request(self, name: str, adapter_id: int, path: str) -> Any:
+        """What a request carries to be answered by this adapter."""
+        return lora_request_class()(lora_name=name, lora_int_id=adapter_id, lora_path=path)
+
+
+async def announce(app: Starlette, scheme: str, host: str) -> None:
+    """Print uvicorn's line once requests are accepted: uvicorn is silent when it is handed a socket."""
+    while not (getattr(app.state, "server", None) and app.state.server.started):
+        await asyncio.sleep(0.02)
+    sockets = [sock for server in app.state.server.servers for sock in server.sockets]
+    port = sockets[0].getsockname()[1] if sockets else 0
+    print(f"INFO:     Uvicorn running on {scheme}://{host}:{port} (Press CTRL+C to quit)", flush=True)

@@ -1,0 +1,47 @@
+"""Refusals: each names the field, what came, what was wanted, and the fix."""
+
+from vllm_server.protocol import ErrorDetail, ErrorResponse
+
+_TYPES = {
+    400: "BadRequestError",
+    401: "UnauthorizedError",
+    403: "ForbiddenError",
+    404: "NotFoundError",
+    409: "ConflictError",
+    422: "UnprocessableEntityError",
+    503: "ServiceUnavailableError",
+}
+
+
+class ServeError(ValueError):
+    """A request that cannot be served, with its HTTP status."""
+
+    def __init__(self, status: int, field: str, *, got: object, wanted: str, fix: str) -> None:
+        self.status = status
+        self.field = field
+        self.got = str(got)
+        self.wanted = wanted
+        self.fix = fix
+        super().__init__(f"{field}: got {self.got}, wanted {wanted}; {fix}")
+
+    def response(self) -> ErrorResponse:
+        """The body that the client gets."""
+        return ErrorResponse(
+            ErrorDetail(
+                message=str(self),
+                type=_TYPES.get(self.status, "InternalServerError"),
+                code=self.status,
+                param=self.field,
+                got=self.got,
+                wanted=self.wanted,
+                fix=self.fix,
+            )
+        )
+
+
+class StartError(Exception):
+    """The server cannot start; the message is all that the user needs. `exit_code` 2: a wrong command."""
+
+    def __init__(self, message: str, *, exit_code: int = 2) -> None:
+        self.exit_code = exit_code
+        super().__init__(message)

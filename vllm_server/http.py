@@ -1,0 +1,95 @@
+"""What all routes share: bodies in and out, the key check, and giving up when the client has."""
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import wraps
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from vllm_server.errors import ServeError
+
+T = TypeVar("T")
+Handler = Callable[[Request], Awaitable[Response]]
+
+NDJSON = "application/x-ndjson"
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """A struct (or anything that msgspec encodes) as JSON."""
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def error_response(error: ServeError) -> Response:
+    """The answer to a request that raised it."""
+    return json_response(error.response(), error.status)
+
+
+async def read_body(request: Request, kind: type[T]) -> T:
+    """The request's JSON body; an empty one counts as `{}`.
+
+    Raises:
+        ServeError: 422, it is no JSON or not of that kind.
+    """
+    return parse_body(await request.body(), kind)
+
+
+def parse_body(body: bytes, kind: type[T]) -> T:
+    """See `read_body`."""
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except msgspec.DecodeError as error:  # a ValidationError is one too
+        raise ServeError(
+            422, "body", got=error, wanted="the JSON that docs/server.md describes", fix="correct it"
+        ) from error
+
+
+def guarded(handler: Handler, keys: tuple[str, ...] = ()) -> Handler:
+    """`handler` for clients that show one of `keys` as bearer token (no keys: for all).
+
+    What it raises as ServeError is answered here, because vLLM's app is closed to further exception handlers.
+    """
+
+    def check_key(request: Request) -> None:
+        token = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
+        if keys and not any(secrets.compare_digest(token, key.encode()) for key in keys):
+            raise ServeError(
+                401,
+                "authorization",
+                got="no valid key",
+                wanted="Authorization: Bearer <the server's --api-key>",
+                fix="send the key",
+            )
+
+    @wraps(handler)
+    async def handle(request: Request) -> Response:
+        try:
+            check_key(request)
+            return await handler(request)
+        except ServeError as error:
+            return error_response(error)
+
+    return handle
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`; it is cancelled, and None returned, when the client goes away before.
+
+    Only after the body was read: until then the channel carries the body.
+    """
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)

@@ -1,0 +1,221 @@
+"""The versions of the policy that a server holds: which request gets which, and which may leave.
+
+A pure state machine: no engine, no clock of its own, no asyncio. Its life cycle for one version:
+
+    reserve ──▶ activate ──▶ (begin … end)* ──▶ retire ──▶ idle ──▶ remove
+       └──▶ abandon                               by the keep window, or by request
+
+A name is never activated twice: the engine's caches are keyed by it. A version with requests in flight
+is never handed out by `removable`.
+"""
+
+from dataclasses import dataclass
+
+from vllm_server.errors import ServeError
+from vllm_server.protocol import parse_version, version_name
+
+
+@dataclass(eq=False)
+class Version:
+    """One version in the engine. `adapter_id` is the engine's key; the base model has id 0 and no path."""
+
+    name: str
+    version: int
+    adapter_id: int
+    path: str
+    loaded_at: float
+    in_flight: int = 0
+    served: int = 0
+    retired: bool = False
+
+
+class PolicyRegistry:
+    """Versions by name, in the order in which they were published.
+
+    Args:
+        served_name: what clients call the model; names the base model here.
+        lora_name: versions are named `<lora_name>-v<N>`.
+        aliases: further names that mean "the newest version".
+        keep: how many versions stay loaded; older ones retire.
+        capacity: how many adapters the engine can hold at once, at least `keep`.
+    """
+
+    def __init__(
+        self, *, served_name: str, lora_name: str, aliases: tuple[str, ...] = (), keep: int, capacity: int
+    ) -> None:
+        if not 1 <= keep <= capacity:
+            raise ValueError(f"keep={keep}, capacity={capacity}: wanted 1 <= keep <= capacity")
+        self.lora_name = lora_name
+        self.keep = keep
+        self.capacity = capacity
+        self.base = Version(served_name, version=0, adapter_id=0, path="", loaded_at=0.0)
+        self.load_count = 0
+        self._newest_aliases = {served_name, lora_name, *aliases}
+        self._live: dict[str, Version] = {}  # active and draining, oldest first
+        self._used_names: set[str] = set()
+        self._highest = 0
+
+    @property
+    def newest(self) -> Version:
+        """What a request that names no version gets."""
+        return next((v for v in reversed(self._live.values()) if not v.retired), self.base)
+
+    @property
+    def versions(self) -> list[Version]:
+        """All that the engine holds beside the base model, oldest first."""
+        return list(self._live.values())
+
+    # ------------------------------------------------------------------------------------------- publishing
+
+    def name_for(self, name: str | None, version: int | None) -> tuple[str, int]:
+        """The name and number of the next version, from what the publisher said of them.
+
+        Raises:
+            ServeError: the number is negative, contradicts the name, or the name cannot be used (again).
+        """
+        if name in self._newest_aliases:
+            name = None  # "policy" asks for the next version of it
+        if version is not None and version < 0:
+            raise ServeError(422, "version", got=version, wanted="0 or more", fix="count versions from 1")
+        named = parse_version(name, self.lora_name) if name is not None else None
+        if version is None:
+            version = self._highest + 1 if named is None else named
+        elif named not in (None, version):
+            raise ServeError(
+                422, "version", got=version, wanted=f"{named}, as {name} says", fix="leave one of them out"
+            )
+        name = name or version_name(self.lora_name, version)
+        if name in self._used_names:
+            raise ServeError(
+                409,
+                "adapter_name",
+                got=f"{name}, which this server has had before",
+                wanted="a name that was never used",
+                fix=f"publish version {self._highest + 1} (caches are keyed by name)",
+            )
+        return name, version
+
+    def reserve(self, name: str, version: int, *, adapter_id: int, path: str, now: float) -> Version:
+        """A version that is about to be loaded; `activate` or `abandon` it.
+
+        Raises:
+            ServeError: 409, a version that is still held came from the same path.
+        """
+        assert adapter_id > 0, "id 0 is the base model"
+        assert name not in self._used_names, name
+        holder = next((v for v in self._live.values() if v.path == path), None)
+        if holder is not None:
+            raise ServeError(
+                409,
+                "adapter_path",
+                got=f"{path}, from which {holder.name} is still served",
+                wanted="a folder of its own for each version",
+                fix="save this version to a new folder",
+            )
+        return Version(name, version, adapter_id, path, loaded_at=now)
+
+    def activate(self, version: Version) -> None:
+        """The engine has loaded it: from now on it is the newest. Versions outside the window retire."""
+        assert version.name not in self._used_names, version.name
+        self._live[version.name] = version
+        self._used_names.add(version.name)
+        self._highest = max(self._highest, version.version)
+        self.load_count += 1
+        current = [v for v in self._live.values() if not v.retired]
+        for old in current[: -self.keep]:
+            old.retired = True
+
+    def make_room(self) -> bool:
+        """Retire idle versions, oldest first, until one more adapter fits once `removable` ones are gone.
+
+        False: it does not fit, because requests run on too many of them; ask again when some have ended.
+        """
+        staying = [v for v in self._live.values() if not (v.retired and v.in_flight == 0)]
+        for old in staying[:-1]:  # the newest stays: new requests are routed to it until the next is there
+            if len(staying) < self.capacity:
+                break
+            if old.in_flight == 0:
+                old.retired = True
+                staying.remove(old)
+        return len(staying) < self.capacity
+
+    # -------------------------------------------------------------------------------------------- requests
+
+    def resolve(self, model: str | None = None, policy_version: int | None = None) -> Version:
+        """Which version answers a request that says `model` and `policy_version` (None: unsaid).
+
+        Raises:
+            ServeError: 404, no such version is served (any more), or 422, the two contradict each other.
+        """
+        by_name = None if model is None or model in self._newest_aliases else self._find(model)
+        by_number = None if policy_version is None else self._find_number(policy_version)
+        if by_name and by_number and by_name is not by_number:
+            raise ServeError(
+                422,
+                "policy_version",
+                got=f"{policy_version} beside model {model}",
+                wanted=f"{by_name.version}",
+                fix="leave one of them out",
+            )
+        return by_name or by_number or self.newest
+
+    def begin(self, version: Version) -> None:
+        """A request starts on `version`: it will not leave before `end`."""
+        assert version is self.base or version.name in self._live, version.name
+        version.in_flight += 1
+        version.served += 1
+
+    def end(self, version: Version) -> bool:
+        """A request on `version` has ended. True if the version may leave now."""
+        assert version.in_flight > 0, version.name
+        version.in_flight -= 1
+        return version.retired and version.in_flight == 0
+
+    # --------------------------------------------------------------------------------------------- leaving
+
+    def retire(self, name: str | None = None) -> Version | None:
+        """Withdraw the version `name` (by default the newest); None if there is nothing to withdraw.
+
+        Raises:
+            ServeError: 404, no such version.
+        """
+        version = self.newest if name is None or name in self._newest_aliases else self._find(name)
+        if version is self.base:
+            return None
+        version.retired = True
+        return version
+
+    def removable(self) -> list[Version]:
+        """Retired versions that nothing runs on; `remove` each when the engine has let it go."""
+        return [v for v in self._live.values() if v.retired and v.in_flight == 0]
+
+    def remove(self, version: Version) -> None:
+        """The engine no longer holds it."""
+        assert version.retired and version.in_flight == 0, version.name
+        del self._live[version.name]
+
+    # --------------------------------------------------------------------------------------------- helpers
+
+    def _find(self, name: str) -> Version:
+        version = self._live.get(name)
+        if version is None or version.retired:
+            raise self._not_served("model", name)
+        return version
+
+    def _find_number(self, number: int) -> Version:
+        found = [v for v in self._live.values() if v.version == number and not v.retired]
+        if found:
+            return found[-1]
+        if number == 0 and version_name(self.lora_name, 0) not in self._used_names:
+            return self.base
+        raise self._not_served("policy_version", number)
+
+    def _not_served(self, field: str, got: object) -> ServeError:
+        names = [self.base.name, *(v.name for v in self._live.values() if not v.retired)]
+        return ServeError(
+            404,
+            field,
+            got=got,
+            wanted=f"one of {', '.join(names)}",
+            fix="leave it out for the newest version, or raise --lora-keep-versions to keep more",
+        )

@@ -1,0 +1,103 @@
+"""Would the installed vLLM serve this model? `python -m vllm_server.preflight MODEL` prints one JSON line.
+
+For launchers, which refuse what cannot be served before they start anything. It loads no weights. An
+architecture that vLLM's tables know is answered from them; any other by vLLM's own full check, which takes
+longer.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from vllm_server import compat
+from vllm_server.arguments import set_environment
+from vllm_server.protocol import PreflightReport
+
+
+def inspect_model(model: str, *, trust_remote_code: bool = False) -> PreflightReport:
+    """What vLLM says of the model at a path, or of that name on the hub."""
+    try:
+        config = read_config(model)
+    except (OSError, ValueError) as error:
+        return _report(model, [], f"got no readable config.json ({error}), wanted a saved model; check the path")
+    architectures = [str(name) for name in config.get("architectures") or []]
+    if not architectures:
+        reason = "got a config.json without `architectures`, wanted a causal language model; save it again"
+        return _report(model, [], reason)
+    if set(architectures) & _text_generators() and not config.get("is_encoder_decoder"):
+        return _report(model, architectures, "")
+    return _report(model, architectures, _full_check(model, architectures, trust_remote_code))
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """The model's config.json: from its folder, or else through transformers' cache and the hub.
+
+    Raises:
+        OSError, ValueError: there is none, or it is no JSON object.
+    """
+    if Path(model).is_dir():
+        config = json.loads((Path(model) / "config.json").read_text())
+        if not isinstance(config, dict):
+            raise ValueError(f"{type(config).__name__} instead of an object")
+        return config
+    configuration = importlib.import_module("transformers.configuration_utils")
+    return configuration.PretrainedConfig.get_config_dict(model)[0]
+
+
+def _text_generators() -> frozenset[str]:
+    """Architectures that vLLM itself implements for text generation."""
+    registry = importlib.import_module("vllm.model_executor.models.registry")
+    return frozenset(getattr(registry, "_TEXT_GENERATION_MODELS", ()))  # empty: the full check decides
+
+
+def _full_check(model: str, architectures: list[str], trust_remote_code: bool) -> str:
+    """Why vLLM would refuse the model; empty if it would not."""
+    engine_args = importlib.import_module("vllm.engine.arg_utils").EngineArgs
+    names = ", ".join(architectures)
+    wanted = "wanted a decoder-only causal language model that vLLM serves; choose another model"
+    try:
+        config = engine_args(model=model, trust_remote_code=trust_remote_code).create_model_config()
+    except Exception as error:  # vLLM refuses by many types; each is a reason
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        told = next((line for line in lines if "architectures" in line), lines[-1] if lines else repr(error))
+        return f"got {names}, which vLLM {compat.vllm_version()} does not serve ({told[:300]}); {wanted}"
+    if config.runner_type != "generate":
+        return f"got {names}, which vLLM serves for {config.runner_type} only; {wanted}"
+    if config.is_encoder_decoder:
+        return f"got {names}, an encoder-decoder; {wanted}"
+    return ""
+
+
+def _report(model: str, architectures: list[str], reason: str) -> PreflightReport:
+    return PreflightReport(
+        model=model,
+        supported=not reason,
+        reason=reason,
+        architectures=architectures,
+        vllm_version=compat.vllm_version(),
+        torch_version=str(importlib.import_module("torch").__version__),
+        device=compat.device_type(),
+    )
+
+
+def main(argv: list[str]) -> int:
+    """Print the report: exit 0 if the model is served, 1 if not, 2 for a wrong command."""
+    if len(argv) != 1:
+        print("usage: python -m vllm_server.preflight MODEL", file=sys.stderr)
+        return 2
+    set_environment()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the one line
+        report = inspect_model(argv[0])
+    print(msgspec.json.encode(report).decode())
+    return 0 if report.supported else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,193 @@
+"""Publishing a version: check the adapter, load it into the engine, route to it, let old ones go.
+
+One publish at a time. Generation goes on meanwhile: a request finishes on the version that it began with,
+and the new one takes over for whoever comes after its load.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from vllm_server.adapters import allowed_path, check_adapter
+from vllm_server.errors import ServeError
+from vllm_server.policy import PolicyRegistry, Version
+from vllm_server.protocol import LoraLoadRequest, LoraLoadResponse, LoraUnloadRequest, LoraUnloadResponse
+
+logger = logging.getLogger("vllm.grpo.publisher")  # below "vllm": vLLM's handler and format
+
+ROOM_TIMEOUT_S = 120.0
+
+
+class AdapterEngine(Protocol):
+    """What publishing needs of the engine; `compat.Adapters` is it."""
+
+    def next_id(self) -> int: ...
+    async def add(self, name: str, adapter_id: int, path: str) -> None: ...
+    async def remove(self, name: str, adapter_id: int) -> None: ...
+
+
+@dataclass
+class Publisher:
+    """The registry and the engine, kept in step.
+
+    `fault` says why the engine's adapters are in an unknown state (None: they are not); a publish that
+    succeeds clears it. `max_rank` is None when the engine was started without LoRA.
+    """
+
+    registry: PolicyRegistry
+    engine: AdapterEngine
+    roots: tuple[Path, ...]
+    max_rank: int | None
+    room_timeout_s: float = ROOM_TIMEOUT_S
+    fault: str | None = None
+    last_update_time: float = 0.0
+    _publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _request_ended: asyncio.Event = field(default_factory=asyncio.Event)
+    _sweeps: set[asyncio.Task[list[str]]] = field(default_factory=set)
+
+    @contextmanager
+    def serving(self, model: str | None = None, policy_version: int | None = None) -> Iterator[Version]:
+        """The version that answers a request, held in the engine until the block is left.
+
+        Raises:
+            ServeError: 404 no such version, 503 a publish failed half-way.
+        """
+        self.check_healthy()
+        version = self.registry.resolve(model, policy_version)
+        self.registry.begin(version)
+        try:
+            yield version
+        finally:
+            if self.registry.end(version):
+                sweep = asyncio.get_running_loop().create_task(self._sweep())
+                self._sweeps.add(sweep)
+                sweep.add_done_callback(self._sweeps.discard)
+            self._request_ended.set()
+
+    def check_healthy(self) -> None:
+        """Raise a ServeError, 503, while a publish that failed half-way has not been made good."""
+        if self.fault is not None:
+            raise ServeError(
+                503,
+                "policy",
+                got=self.fault,
+                wanted="adapters in a known state",
+                fix="publish a version again",
+            )
+
+    async def load(self, request: LoraLoadRequest) -> LoraLoadResponse:
+        """Publish a version; when this returns, every new request gets it.
+
+        Raises:
+            ServeError: 403, 404, 409 or 422 for what is wrong with the request or the adapter, 503 if
+                requests held every place in the engine for too long.
+        """
+        if self.max_rank is None:
+            raise ServeError(
+                422,
+                "adapter_path",
+                got="an adapter",
+                wanted="a server with LoRA",
+                fix="start it with --enable-lora",
+            )
+        async with self._publishing:
+            path = allowed_path(request.adapter_path, self.roots)
+            config = await asyncio.to_thread(check_adapter, path, max_rank=self.max_rank)
+            name, number = self.registry.name_for(request.adapter_name, request.version)
+            version = self.registry.reserve(
+                name, number, adapter_id=self.engine.next_id(), path=str(path), now=time.monotonic()
+            )
+            await self._make_room()
+            seconds = await self._load_into_engine(version)
+            self.registry.activate(version)
+            self.fault = None
+            self.last_update_time = time.time()
+            unloaded = await self._sweep()
+        logger.info(
+            "Hot-swapped adapter %s (version %d, id %d) in %.1f ms from %s%s",
+            *(version.name, version.version, version.adapter_id, seconds * 1e3, path),
+            f"; unloaded {', '.join(unloaded)}" if unloaded else "",
+        )
+        return LoraLoadResponse(
+            adapter_path=str(path),
+            adapter_name=version.name,
+            adapter_id=version.adapter_id,
+            load_count=self.registry.load_count,
+            adapter_config=config,
+            policy_version=version.version,
+            load_seconds=seconds,
+            unloaded=unloaded,
+        )
+
+    async def unload(self, request: LoraUnloadRequest) -> LoraUnloadResponse:
+        """Withdraw a version; it leaves the engine now, or with the last request that runs on it.
+
+        Raises:
+            ServeError: 404, no such version.
+        """
+        async with self._publishing:
+            version = self.registry.retire(request.adapter_name)
+            await self._sweep()
+        draining = version is not None and version.in_flight > 0
+        return LoraUnloadResponse(
+            status="draining" if draining else "success",
+            previous_adapter=version.path if version else None,
+            previous_name=version.name if version else None,
+            policy_version=self.registry.newest.version,
+        )
+
+    async def _load_into_engine(self, version: Version) -> float:
+        """Seconds that the engine took. After a failure, what it may have kept of it is taken out."""
+        start = time.perf_counter()
+        try:
+            await self.engine.add(version.name, version.adapter_id, version.path)
+        except Exception as error:
+            try:
+                await self.engine.remove(version.name, version.adapter_id)
+            except Exception as second:
+                self.fault = f"loading {version.name} failed ({error}) and so did taking it out ({second})"
+                logger.exception("Publish failed half-way: %s", self.fault)
+                self.check_healthy()
+            raise ServeError(
+                422,
+                "adapter_path",
+                got=f"{version.path}: {error}",
+                wanted="an adapter that the engine can load",
+                fix="train only modules that vLLM serves for this architecture (all linear layers are)",
+            ) from error
+        return time.perf_counter() - start
+
+    async def _make_room(self) -> None:
+        """Wait until the engine can hold one more adapter without pushing out one that requests run on."""
+        deadline = asyncio.get_running_loop().time() + self.room_timeout_s
+        while not self.registry.make_room():
+            self._request_ended.clear()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._request_ended.wait()
+            except TimeoutError:
+                raise ServeError(
+                    503,
+                    "adapter_path",
+                    got=f"{self.registry.capacity} versions with requests in flight",
+                    wanted="a free place for one more adapter",
+                    fix="publish less often, shorten max_tokens, or raise --max-cpu-loras",
+                ) from None
+        await self._sweep()
+
+    async def _sweep(self) -> list[str]:
+        """Take versions that may leave out of the engine; their names. Best effort: a failure is logged."""
+        gone = self.registry.removable()
+        for version in gone:
+            self.registry.remove(version)  # first: while we wait for the engine nobody else may sweep it
+        for version in gone:
+            try:
+                await self.engine.remove(version.name, version.adapter_id)
+            except Exception:
+                logger.exception("Could not unload %s (id %d)", version.name, version.adapter_id)
+        return [version.name for version in gone]

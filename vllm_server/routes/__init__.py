@@ -1,0 +1,1 @@
+"""The routes that this server adds to vLLM's own."""

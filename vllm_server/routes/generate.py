@@ -1,0 +1,160 @@
+"""`POST /generate`: tokens in, tokens and their logprobs out, and which policy version made them."""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from vllm_server.compat import engine_dead_error, request_errors
+from vllm_server.errors import ServeError
+from vllm_server.http import NDJSON, json_response, parse_body, unless_disconnected
+from vllm_server.policy import Version
+from vllm_server.protocol import GenerateChunk, GenerateRequest, GenerateResponse, TokenLogprobs
+from vllm_server.sampling import build_sampling_params
+from vllm_server.server import PolicyServer
+
+# JSON has no −∞: a token outside top_p or top_k gets this instead, as in vLLM's own /v1 answers.
+_FLOOR = -9999.0
+
+
+async def generate(request: Request) -> Response:
+    """Answer `GenerateRequest` by `GenerateResponse`, or line by line by `GenerateChunk` if it says `stream`.
+
+    Raises:
+        ServeError: 404 no such version, 422 a key or value that is not legal, 503 not able to generate.
+    """
+    server = PolicyServer.of(request)
+    body = parse_body(await request.body(), dict[str, Any])
+    try:
+        asked = GenerateRequest.from_body(body)
+    except msgspec.ValidationError as error:
+        raise ServeError(
+            422, "prompt or routing", got=str(error), wanted="see docs/server.md", fix="correct it"
+        ) from error
+    params = build_sampling_params(asked.sampling, stream=asked.stream)
+    async with AsyncExitStack() as held:
+        version = held.enter_context(server.publisher.serving(asked.model, asked.policy_version))
+        outputs = await held.enter_async_context(aclosing(_outputs(server, asked, params, version)))
+        if not asked.stream:
+            final = await unless_disconnected(request, _last(outputs))
+        else:
+            # Taken before the headers go out, so that what is wrong with the request is a status, not a line.
+            final = await unless_disconnected(request, _next(outputs))
+            if final is not None:
+                return _HeldStream(_lines(final, outputs, version), held.pop_all())
+    if final is None:
+        return Response(status_code=499)  # nobody reads it
+    return json_response(_response(server, final, params, version))
+
+
+async def health_generate(request: Request) -> Response:
+    """200 after the newest version has made one token; 503 if it cannot."""
+    server = PolicyServer.of(request)
+    asked = GenerateRequest(prompt="", sampling={"max_tokens": 1, "temperature": 0.0})
+    params = build_sampling_params(asked.sampling, stream=False)
+    with server.publisher.serving() as version:
+        await unless_disconnected(request, _last(server.generate([0], params, str(uuid4()), version)))
+    return Response(status_code=200)
+
+
+async def _outputs(
+    server: PolicyServer, asked: GenerateRequest, params: Any, version: Version
+) -> AsyncGenerator[Any, None]:
+    """The engine's outputs; its complaints about the request become refusals."""
+    prompt = asked.prompt if isinstance(asked.prompt, str) else asked.prompt.prompt_token_ids
+    try:
+        async with aclosing(server.generate(prompt, params, str(uuid4()), version)) as outputs:
+            async for output in outputs:
+                yield output
+    except ServeError:
+        raise
+    except engine_dead_error() as error:
+        raise ServeError(503, "engine", got=error, wanted="a live engine", fix="restart the server") from error
+    except request_errors() as error:
+        raise ServeError(422, "request", got=str(error), wanted="what this model takes", fix="correct it") from error
+
+
+async def _next(outputs: AsyncIterator[Any]) -> Any:
+    return await anext(outputs)
+
+
+async def _last(outputs: AsyncIterator[Any]) -> Any:
+    last = None
+    async for output in outputs:
+        last = output
+    assert last is not None, "the engine ended a request without an output"
+    return last
+
+
+def _response(server: PolicyServer, final: Any, params: Any, version: Version) -> GenerateResponse:
+    prompt_ids = list(final.prompt_token_ids)
+    return GenerateResponse(
+        text=[output.text for output in final.outputs],
+        prompt=final.prompt if final.prompt is not None else server.decode(prompt_ids),
+        finish_reasons=[output.finish_reason for output in final.outputs],
+        policy_version=version.version,
+        model=version.name,
+        prompt_token_ids=prompt_ids,
+        token_ids=[list(output.token_ids) for output in final.outputs],
+        logprobs=None if params.logprobs is None else [_positions(o.logprobs) for o in final.outputs],
+        prompt_logprobs=None if params.prompt_logprobs is None else _prompt_logprobs(final.prompt_logprobs),
+    )
+
+
+class _HeldStream(StreamingResponse):
+    """Lines of JSON; what `held` holds (version and engine request) is let go when the response is over.
+
+    Not in the lines' generator: that may never start, if the client leaves early.
+    """
+
+    def __init__(self, lines: AsyncIterator[bytes], held: AsyncExitStack) -> None:
+        super().__init__(lines, media_type=NDJSON)
+        self._held = held
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._held:
+            await super().__call__(scope, receive, send)
+
+
+async def _lines(first: Any, rest: AsyncIterator[Any], version: Version) -> AsyncIterator[bytes]:
+    """One line for what each completion gained in each engine step."""
+    try:
+        yield _chunks(first, version)
+        async for output in rest:
+            yield _chunks(output, version)
+    except ServeError as error:  # the status is sent already: say it in a line
+        yield msgspec.json.encode(error.response()) + b"\n"
+
+
+def _chunks(output: Any, version: Version) -> bytes:
+    chunks = [
+        GenerateChunk(
+            index=part.index,
+            text=part.text,
+            token_ids=list(part.token_ids),
+            policy_version=version.version,
+            model=version.name,
+            finish_reason=part.finish_reason,
+            logprobs=None if part.logprobs is None else _positions(part.logprobs),
+        )
+        for part in output.outputs
+    ]
+    return msgspec.json.Encoder().encode_lines(chunks)
+
+
+def _positions(logprobs: Sequence[Mapping[int, Any]]) -> list[list[TokenLogprobs]]:
+    """vLLM puts the sampled token first in each position's mapping, and so does the wire."""
+    return [[_plain(position)] for position in logprobs]
+
+
+def _prompt_logprobs(logprobs: Sequence[Mapping[int, Any] | None]) -> list[TokenLogprobs | None]:
+    return [None if position is None else _plain(position) for position in logprobs]
+
+
+def _plain(position: Mapping[int, Any]) -> TokenLogprobs:
+    return {token: max(entry.logprob, _FLOOR) for token, entry in position.items()}

@@ -1,0 +1,60 @@
+"""From the sampling keys of a request to vLLM's SamplingParams, with nothing silently ignored."""
+
+import difflib
+import re
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from vllm_server import compat
+from vllm_server.errors import ServeError
+
+# Fields of SamplingParams that are the server's own business, or that would change the shape of the answer.
+_NOT_FOR_REQUESTS = frozenset(
+    {"output_kind", "skip_clone", "output_text_buffer_length", "flat_logprobs", "prompt_logprob_token_ids"}
+)
+_ROUTING_KEYS = ("prompt", "stream", "model", "policy_version")
+
+
+@cache
+def known_keys() -> frozenset[str]:
+    """The sampling keys of the installed vLLM."""
+    fields = compat.sampling_params_class().__struct_fields__
+    return frozenset(name for name in fields if not name.startswith("_")) - _NOT_FOR_REQUESTS
+
+
+def build_sampling_params(sampling: dict[str, Any], *, stream: bool) -> Any:
+    """vLLM's SamplingParams with these values and vLLM's defaults for the rest.
+
+    Raises:
+        ServeError: 422, an unknown key (with the nearest known one), or a value that is not legal.
+    """
+    for key in sampling:
+        if key not in known_keys():
+            near = difflib.get_close_matches(key, [*known_keys(), *_ROUTING_KEYS], n=1, cutoff=0.5)
+            raise ServeError(
+                422,
+                key,
+                got="a key that this server does not know",
+                wanted="a sampling parameter of vLLM",
+                fix=f"did you mean {near[0]}?" if near else f"known are {', '.join(sorted(known_keys()))}",
+            )
+    try:
+        params = msgspec.convert(sampling, compat.sampling_params_class(), str_keys=True)
+    except compat.request_errors() as error:  # msgspec's are ValueErrors and say `$.key`; vLLM's name the key
+        place = re.search(r"`\$\.(\w+)", str(error))
+        field = place.group(1) if place else next((k for k in sampling if k in str(error)), "sampling")
+        raise ServeError(
+            422, field, got=repr(sampling.get(field, sampling)), wanted=str(error), fix="correct the value"
+        ) from error
+    if stream and params.prompt_logprobs is not None:
+        raise ServeError(
+            422,
+            "prompt_logprobs",
+            got="stream",
+            wanted="no stream",
+            fix="ask for prompt_logprobs without stream",
+        )
+    params.output_kind = compat.output_kind(stream=stream)
+    return params
