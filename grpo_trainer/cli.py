@@ -1,0 +1,141 @@
+"""The `grpo` command. Imports stay light: a command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from grpo_trainer import __version__
+from grpo_trainer.config import TrainConfig
+from grpo_trainer.errors import GrpoError, from_os_error
+from grpo_trainer.options import build, with_options
+from grpo_trainer.run_config import ApiProcess, RunOptions, ServerProcess, build_run, read_toml
+
+app = typer.Typer(
+    name="grpo",
+    help="GRPO on your own GPU box: scored rollouts in, policy updates out, a vLLM server kept on the newest weights.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with the same options; flags win.")]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"grpo {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+@with_options(TrainConfig)
+def train(options: dict[str, Any], config: ConfigFile = None) -> None:
+    """Train on rollouts from a rollout API and keep a vLLM server on the newest weights.
+
+    API, server and environments run already; `grpo run` starts them for you.
+    """
+    file = read_toml(config) if config else {}
+    train_config = build(TrainConfig, {**_underscored(file), **options})
+    from grpo_trainer.loop import train as train_loop
+
+    train_loop(train_config)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@with_options(ServerProcess, prefix="server.")
+@with_options(ApiProcess, prefix="api.")
+@with_options(RunOptions)
+@with_options(TrainConfig)
+def run(
+    ctx: typer.Context,
+    options: dict[str, Any],
+    config: ConfigFile = None,
+    env: Annotated[
+        str | None,
+        typer.Option(help="Environment: arithmetic, or your own module; --env.KEY and --openai.KEY set its options."),
+    ] = None,
+) -> None:
+    """Start rollout API, vLLM server, environments and trainer, and watch over them until training is done."""
+    flags = {**options, **({"env": env} if env else {})}
+    run_config = build_run(read_toml(config) if config else {}, flags, ctx.args)
+    from rich.console import Console
+
+    from grpo_trainer.launch.run import run as supervise
+
+    supervise(run_config, Console())
+
+
+@app.command(context_settings=PASS_THROUGH)
+def serve(ctx: typer.Context) -> None:
+    """Run the vLLM server with the routes that weight bridges and environments need. --help lists its options."""
+    _become("vllm_server", ctx.args)
+
+
+@app.command(context_settings=PASS_THROUGH)
+def api(ctx: typer.Context) -> None:
+    """Run the rollout API that environments post to and the trainer pulls from. --help lists its options."""
+    _become("environments.api", ctx.args)
+
+
+@app.command(context_settings=PASS_THROUGH)
+def env(ctx: typer.Context) -> None:
+    """Run an environment: `grpo env arithmetic serve …`, or your own by its module."""
+    from grpo_trainer.launch.plan import BUILT_IN_ENVIRONMENTS, environment_module
+
+    if not ctx.args or ctx.args[0] in ("-h", "--help"):
+        known = ", ".join(BUILT_IN_ENVIRONMENTS)
+        typer.echo(f"Usage: grpo env NAME [serve|process|evaluate] [OPTIONS]\n\nNAME: {known}, or a module of yours.")
+        raise typer.Exit(0 if ctx.args else 2)
+    _become(environment_module(ctx.args[0]), ctx.args[1:])
+
+
+@app.command("demo-model", context_settings=PASS_THROUGH)
+def demo_model(ctx: typer.Context) -> None:
+    """Build the small model of the quickstart: 0.75M parameters that get a third of all sums right."""
+    _become("environments.demo_model", ctx.args)
+
+
+def _become(module: str, arguments: list[str]) -> None:
+    """Replace this process by a module's own command, so that signals and exit codes are its own."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+
+
+def _underscored(table: dict[str, Any]) -> dict[str, Any]:
+    return {key.replace("-", "_"): value for key, value in table.items()}
+
+
+def main() -> None:
+    """Entry point: an error that the user can mend is one message and an exit code, anything else a traceback."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        app()
+    except GrpoError as error:
+        _fail(error)
+    except OSError as error:
+        known = from_os_error(error, "write")
+        if known is None:
+            raise
+        _fail(known)
+
+
+def _fail(error: GrpoError) -> None:
+    sys.stderr.write(f"grpo: {error}\n")
+    sys.stderr.flush()
+    sys.exit(error.exit_code)

@@ -1,0 +1,269 @@
+"""Every option of the trainer and of a run, once: see `options.py` for how flags and TOML come of it.
+
+`TrainConfig` is what `grpo train` takes; names and defaults of the options that the Atropos example trainer had are
+its own. `RunConfig` (in `run_config.py`) adds the processes around it. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from grpo_trainer.errors import NotAvailableError
+from grpo_trainer.options import Section, option
+from vllm_server.protocol import DEFAULT_LORA_NAME, DEFAULT_PORT, LEGAL_LORA_RANKS
+
+ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class ModelConfig(Section):
+    """Model."""
+
+    name: str = option(help="Model folder or hub name.", flags=("--model-name", "--model"))
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", help="Weights and activations; auto: bfloat16 on a GPU, float32 on a CPU."
+    )
+    device: str = option("auto", help="cuda, cuda:1, cpu; auto: the first visible GPU, else the CPU.")
+    attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", help="Attention implementation.")
+    seq_len: int = option(2048, help="Longest sequence trained on, in tokens; longer ones are truncated.", gt=1)
+    gradient_checkpointing: bool = option(False, help="Recompute activations in the backward pass to save memory.")
+    seed: int = option(0, help="Seeds adapter initialisation, dropout and the order of microbatches.")
+
+
+class RolloutConfig(Section):
+    """Rollouts."""
+
+    url: str = option(
+        "http://localhost:8000", help="Address of the rollout API.", flags=("--atropos-url", "--rollout-url")
+    )
+    api_key: str | None = option(None, help="Bearer token of the rollout API.", flags=("--rollout-api-key",))
+    lease_seconds: float = option(600.0, help="A batch not acknowledged within this time goes back to the queue.", gt=0)
+    rollout_timeout: float = option(1800.0, help="Give up when no batch came for this many seconds; 0: never.", ge=0)
+    max_staleness: int | None = option(
+        None,
+        help="Drop groups sampled by a policy more than this many versions old (default: keep all).",
+        ge=0,
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _is_http(cls, value: str) -> str:
+        if not value.startswith(("http://", "https://")):
+            raise ValueError("wanted an address such as http://localhost:8000")
+        return value.rstrip("/")
+
+
+class OptimizerConfig(Section):
+    """Optimizer."""
+
+    optimizer: Literal["adamw"] = option("adamw", help="Optimizer: adamw, fp32 states.")
+    lr: float = option(1e-5, help="Peak learning rate.", gt=0)
+    warmup_steps: int = option(0, help="Steps over which the learning rate rises linearly from 0.", ge=0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = option(
+        "constant", help="After warm-up: constant, or falling to 0 at the last step."
+    )
+    weight_decay: float = option(0.0, help="Decoupled weight decay.", ge=0)
+    adam_beta1: float = option(0.9, help="AdamW beta1.", ge=0, lt=1)
+    adam_beta2: float = option(0.999, help="AdamW beta2.", ge=0, lt=1)
+    adam_epsilon: float = option(1e-8, help="AdamW epsilon.", gt=0)
+    max_grad_norm: float = option(1.0, help="Clip the gradient's norm; 0: off.", ge=0)
+    max_bad_steps: int = option(
+        5,
+        help="Stop after this many steps in a row whose loss or gradient is not finite (each is skipped).",
+        ge=1,
+    )
+
+    @field_validator("optimizer", mode="before")
+    @classmethod
+    def _known_optimizer(cls, value: Any) -> Any:
+        if value in ("adamw_8bit", "adamw_cpu", "adafactor"):
+            raise ValueError("not in this version yet; use adamw")
+        return value
+
+
+class LossConfig(Section):
+    """Loss."""
+
+    loss: Literal["grpo", "dapo", "dr_grpo"] = option(
+        "dapo",
+        help="How token losses are averaged: by sequence (grpo), over all tokens (dapo), by a constant (dr_grpo).",
+    )
+    clip_eps: float = option(0.2, help="The ratio is clipped below 1 - this.", gt=0, lt=1)
+    clip_eps_high: float | None = option(None, help="The ratio is clipped above 1 + this (default: --clip-eps).", gt=0)
+    scale_rewards: Literal["group", "none"] = option(
+        "group", help="Divide a group's advantages by its standard deviation, or not."
+    )
+    ratio_against: Literal["rollout", "trainer"] = option(
+        "rollout",
+        help="Old logprobs: those the server sampled with, or the trainer's own before the update "
+        "(always so for groups that bring none).",
+    )
+    max_completion_len: int | None = option(None, help="Normaliser of dr_grpo, in tokens (default: --seq-len).", gt=0)
+
+
+class VllmConfig(Section):
+    """Inference server."""
+
+    host: str = option("127.0.0.1", help="Host of the inference server.", flags=("--vllm-host",))
+    port: int = option(DEFAULT_PORT, help="Port of the inference server.", flags=("--vllm-port",), ge=1, le=65535)
+    api_key: str | None = option(None, help="Bearer token of the inference server.", flags=("--vllm-api-key",))
+    startup_timeout: float = option(
+        600.0, help="Seconds to wait for the inference server to be ready.", flags=("--vllm-timeout",), gt=0
+    )
+    max_model_len: int | None = option(None, help="Longest sequence served, where this command starts vLLM.", gt=0)
+    gpu_memory_utilization: float | None = option(
+        None, help="Share of the GPU's memory for vLLM, where this command starts it.", gt=0, le=1
+    )
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+
+class LoraOptions(Section):
+    """LoRA."""
+
+    r: int = option(16, help="Rank of the adapter.", flags=("--lora-r", "--lora-rank"))
+    alpha: float = option(32.0, help="The adapter is scaled by alpha / r.", flags=("--lora-alpha",), gt=0)
+    dropout: float = option(0.0, help="Dropout on the adapter's input.", flags=("--lora-dropout",), ge=0, lt=1)
+    target_modules: tuple[str, ...] = option(
+        ALL_LINEAR, help="Modules with an adapter, comma-separated.", flags=("--lora-target-modules",)
+    )
+    name: str = option(DEFAULT_LORA_NAME, help="Versions are served as NAME-v1, NAME-v2, …", flags=("--lora-name",))
+
+    @field_validator("r")
+    @classmethod
+    def _served_rank(cls, value: int) -> int:
+        if value not in LEGAL_LORA_RANKS:
+            fitting = [rank for rank in LEGAL_LORA_RANKS if rank >= value]
+            use = f"; use {fitting[0] if fitting else LEGAL_LORA_RANKS[-1]}"
+            raise ValueError(f"vLLM serves ranks {', '.join(map(str, LEGAL_LORA_RANKS))}{use}")
+        return value
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        names = value.replace(",", " ").split() if isinstance(value, str) else value
+        if not names:
+            raise ValueError("wanted at least one module name, e.g. q_proj,v_proj")
+        return names
+
+
+class RestartOptions(Section):
+    """Server restarts."""
+
+    vllm_restart_interval: int = option(3, help="Restart vLLM on the newest checkpoint every N steps.", ge=1)
+
+
+MODE_FLAGS = ("--weight-bridge-mode",)
+
+
+class CheckpointRestart(RestartOptions):
+    """Server restarts."""
+
+    mode: Literal["none"] = option("none", help="How the server gets new weights.", flags=MODE_FLAGS)
+
+
+class SharedVllm(Section):
+    """Shared weights."""
+
+    mode: Literal["shared_vllm"] = option("shared_vllm", help="How the server gets new weights.", flags=MODE_FLAGS)
+    config_path: Path | None = option(None, help="vllm_bridge_config.json.", flags=("--vllm-config-path",))
+
+
+class LoraOnly(LoraOptions):
+    """LoRA."""
+
+    mode: Literal["lora_only"] = option("lora_only", help="How the server gets new weights.", flags=MODE_FLAGS)
+    keep_versions: int = option(
+        4, help="Adapter versions that stay loaded in the server.", flags=("--lora-keep-versions",), ge=2
+    )
+    lora_root: Path | None = option(
+        None,
+        help="Folder for the adapters on their way to the server, e.g. in /dev/shm (default: in --log-dir).",
+    )
+    proof: bool = option(True, help="Before training, prove that the server generates with what the trainer publishes.")
+
+
+class LoraRestart(LoraOptions, RestartOptions):
+    """LoRA."""
+
+    mode: Literal["lora_restart"] = option("lora_restart", help="How the server gets new weights.", flags=MODE_FLAGS)
+
+
+BRIDGES_TO_COME = (CheckpointRestart, SharedVllm, LoraRestart)
+"""Modes that are known, so that they can be named, but not in this version."""
+
+BridgeConfig = Annotated[CheckpointRestart | SharedVllm | LoraOnly | LoraRestart, Field(discriminator="mode")]
+
+
+class CheckpointConfig(Section):
+    """Checkpoints."""
+
+    save_path: Path = option(Path("trained_model_checkpoints"), help="Folder of the checkpoints.")
+    checkpoint_interval: int = option(3, help="Save every N steps; 0: only the final one.", ge=0)
+    keep_checkpoints: int = option(0, help="Keep only the newest N besides the final one; 0: all.", ge=0)
+    resume: str = option(
+        "never", help="auto: go on from the newest checkpoint in --save-path; never; or a checkpoint's path."
+    )
+
+
+class LogConfig(Section):
+    """Logging."""
+
+    log_dir: Path | None = option(None, help="Folder of metrics.jsonl (default: --save-path).")
+    use_wandb: bool = option(False, help="Log to Weights & Biases as well.")
+    wandb_project: str | None = option(None, help="W&B project.")
+    wandb_group: str | None = option(None, help="W&B group.")
+    benchmark: bool = option(False, help="Print at the end where the time went.")
+
+
+class TrainConfig(Section):
+    """Training."""
+
+    training_steps: int = option(10, help="Optimisation steps in all.", ge=1)
+    batch_size: int = option(2, help="Sequences in a microbatch (one forward and backward pass).", ge=1)
+    gradient_accumulation_steps: int = option(32, help="Microbatches in a step.", ge=1)
+    model: ModelConfig
+    rollouts: RolloutConfig = RolloutConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loss: LossConfig = LossConfig()
+    bridge: BridgeConfig = CheckpointRestart()
+    vllm: VllmConfig = VllmConfig()
+    checkpoints: CheckpointConfig = CheckpointConfig()
+    logging: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> TrainConfig:
+        if self.optimizer.warmup_steps >= self.training_steps and self.optimizer.warmup_steps:
+            raise ValueError(
+                f"--warmup-steps {self.optimizer.warmup_steps}: wanted fewer than --training-steps "
+                f"{self.training_steps}, else the peak learning rate is never reached"
+            )
+        return self
+
+    @property
+    def sequences_per_step(self) -> int:
+        """The rollout API's batch size."""
+        return self.batch_size * self.gradient_accumulation_steps
+
+    @property
+    def log_dir(self) -> Path:
+        return self.logging.log_dir or self.checkpoints.save_path
+
+
+def require_available(bridge: Section) -> LoraOnly:
+    """The bridge's configuration, if this version has that bridge.
+
+    Raises:
+        NotAvailableError: it does not.
+    """
+    if isinstance(bridge, LoraOnly):
+        return bridge
+    assert isinstance(bridge, BRIDGES_TO_COME), bridge
+    raise NotAvailableError(
+        f"--weight-bridge-mode {bridge.mode}: not in this version yet; use lora_only "
+        "(trains a LoRA adapter and swaps it into the running server)"
+    )

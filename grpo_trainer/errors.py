@@ -1,0 +1,97 @@
+"""The errors that end a command with one message instead of a traceback.
+
+Each message names the field, what came, what was wanted and the fix. `exit_code` follows the shell's custom:
+2 for a command that was asked for wrongly, 1 for one that failed on the way, 128 + signal for one that was stopped.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from pathlib import Path
+
+
+class GrpoError(Exception):
+    """Base of every error a user can mend. The command prints the message and exits with `exit_code`."""
+
+    exit_code = 1
+
+
+class ConfigError(GrpoError, ValueError):
+    """An option, a configuration file or a combination of both is wrong."""
+
+    exit_code = 2
+
+
+class NotAvailableError(GrpoError, NotImplementedError):
+    """The option is known, but this version does not have it."""
+
+    exit_code = 2
+
+
+class ModelError(GrpoError, ValueError):
+    """The model can't be trained or served."""
+
+    exit_code = 2
+
+
+class PortBusyError(GrpoError, OSError):
+    """A port that a process of ours needs is taken."""
+
+    exit_code = 2
+
+
+class ServerError(GrpoError, RuntimeError):
+    """The inference server or the rollout API refused, vanished or answered nonsense."""
+
+
+class BridgeError(GrpoError, RuntimeError):
+    """The server does not generate with the weights that the trainer published."""
+
+
+class TrainingError(GrpoError, RuntimeError):
+    """Training can't go on: too many bad steps in a row, or no data."""
+
+
+class ProcessFailedError(GrpoError, RuntimeError):
+    """A child process of a run ended when it should not have."""
+
+
+class DiskFullError(GrpoError, OSError):
+    """No space is left where the run writes."""
+
+
+class StoppedError(GrpoError):
+    """SIGINT or SIGTERM asked the command to end."""
+
+    def __init__(self, message: str, signal_number: int) -> None:
+        super().__init__(message)
+        self.signal_number = signal_number
+        self.exit_code = 128 + signal_number
+
+
+def from_os_error(error: OSError, doing: str) -> GrpoError | None:
+    """The message for an operating system error that a user can mend, or None when it is none of those.
+
+    Args:
+        error: what was raised.
+        doing: what the program was about to do, e.g. "write metrics".
+    """
+    where = error.filename or "the run folder"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return DiskFullError(
+            f"disk full: could not {doing} at {where}: {error.strerror}{_free_space(error.filename)}. "
+            "Free space, or put the run elsewhere (--run-dir, --save-path, --log-dir)"
+        )
+    if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
+        return ConfigError(f"{where}: could not {doing}: {error.strerror}. Choose a folder that you may write")
+    return None
+
+
+def _free_space(filename: str | bytes | None) -> str:
+    if not isinstance(filename, str):
+        return ""
+    folder = Path(filename)
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    return f" ({shutil.disk_usage(folder).free / 1e6:.1f} MB free)"

@@ -1,0 +1,1 @@
+"""Processes as data: `plan` says what runs, `supervisor` runs it and ends it."""

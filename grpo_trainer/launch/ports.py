@@ -1,0 +1,65 @@
+"""Ports for a run's processes: free ones on request, a message with the holder for a busy one."""
+
+from __future__ import annotations
+
+import socket
+
+import psutil
+
+from grpo_trainer.errors import PortBusyError
+
+
+def claim_ports(wanted: dict[str, int], host: str = "127.0.0.1") -> dict[str, int]:
+    """Resolve the ports of several processes.
+
+    Args:
+        wanted: process name -> port, 0 for any free one.
+
+    Raises:
+        PortBusyError: ports are taken; the message names each with its holder.
+    """
+    busy = [
+        f"--{name}.port {port}: busy, held by {port_holder(port)}; stop that, or choose another (0 picks a free one)"
+        for name, port in wanted.items()
+        if port and not _is_free(host, port)
+    ]
+    if len({port for port in wanted.values() if port}) < sum(1 for port in wanted.values() if port):
+        busy.append(f"ports {wanted}: two processes can't share one; choose another (0 picks a free one)")
+    if busy:
+        raise PortBusyError("\n".join(busy))
+    held = []
+    claimed = {}
+    for name, port in wanted.items():
+        if not port:  # keep each socket open until all are known, or the kernel may hand out one port twice
+            probe = socket.socket()
+            probe.bind((host, 0))
+            held.append(probe)
+            port = int(probe.getsockname()[1])
+        claimed[name] = port
+    for probe in held:
+        probe.close()
+    return claimed
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers do: TIME_WAIT is no holder
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def port_holder(port: int) -> str:
+    """Who listens on a port, as far as this user may see it."""
+    try:
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
+                if connection.pid is None:
+                    return "a process of another user"
+                process = psutil.Process(connection.pid)
+                return f"pid {connection.pid} ({' '.join(process.cmdline())[:120] or process.name()})"
+    except psutil.Error:
+        pass  # not allowed to look, or it ended meanwhile: then its name stays unknown
+    return "another process"

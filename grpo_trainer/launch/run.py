@@ -1,0 +1,109 @@
+"""`grpo run`: check, plan, start, watch, and say how it went."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import tomli_w
+from rich.console import Console
+
+from grpo_trainer.config import require_available
+from grpo_trainer.errors import ConfigError, ModelError, StoppedError, from_os_error
+from grpo_trainer.launch.plan import RunPlan, plan_run
+from grpo_trainer.launch.ports import claim_ports
+from grpo_trainer.launch.supervisor import Supervisor
+from grpo_trainer.run_config import RunConfig
+
+PREFLIGHT_SECONDS = 300
+
+
+def run(config: RunConfig, console: Console) -> None:
+    """Start and watch everything that `config` describes, until the trainer is done.
+
+    Raises:
+        GrpoError: nothing was started when the configuration, the model, a port or the run folder was at fault;
+            everything was ended again when a process failed.
+    """
+    require_available(config.trainer.bridge)
+    check_run_folder(config)
+    ports = claim_ports({"api": config.api.port, "server": config.server.port})
+    with console.status("checking the model and vLLM"):
+        report = preflight(config.trainer.model.name)
+    on_gpu = report["device"] == "cuda"
+    console.print(
+        f"model {config.trainer.model.name} ({', '.join(report['architectures'])}), "
+        f"vLLM {report['vllm_version']} on {report['device']}"
+    )
+    plan = plan_run(config, ports, python=sys.executable, on_gpu=on_gpu)
+    try:
+        write_configs(plan)
+        _supervise(config, plan, console)
+    except OSError as error:
+        raise from_os_error(error, "write into the run folder") or error from error
+
+
+def _supervise(config: RunConfig, plan: RunPlan, console: Console) -> None:
+    addresses = ", ".join(f"{name} http://127.0.0.1:{port}" for name, port in plan.ports.items())
+    console.print(f"run folder {config.run_dir}; {addresses}", highlight=False)
+    try:
+        with (
+            console.status("running; Ctrl-C stops the run and keeps it resumable"),
+            Supervisor(
+                config.run_dir / "logs",
+                say=lambda line: console.print(line, style="dim", markup=False, highlight=False),
+                echo=lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True),
+            ) as supervisor,
+        ):
+            supervisor.run(plan.stages)
+    except StoppedError as stopped:
+        message = f"{stopped}; all processes have ended. Go on with the same command and --resume auto"
+        raise StoppedError(message, stopped.signal_number) from None
+    console.print(f"done: {config.run_dir}/checkpoints, {config.run_dir}/metrics.jsonl", highlight=False)
+
+
+def check_run_folder(config: RunConfig) -> None:
+    """Refuse to write a second run over a first one.
+
+    Raises:
+        ConfigError: the folder holds a run and `--resume` does not ask to continue it.
+    """
+    if (config.run_dir / "metrics.jsonl").exists() and config.trainer.checkpoints.resume == "never":
+        raise ConfigError(
+            f"--run-dir {config.run_dir}: holds a run already; continue it with --resume auto, or choose another folder"
+        )
+
+
+def preflight(model: str) -> Mapping[str, Any]:
+    """Ask vLLM, in a process of its own, whether it serves a model, before anything is started.
+
+    Raises:
+        ModelError: the model does not exist, is no decoder-only model, or is not served; or vLLM is not installed.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm_server.preflight", model],
+        capture_output=True,
+        text=True,
+        timeout=PREFLIGHT_SECONDS,
+        check=False,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        said = "\n".join(done.stderr.strip().splitlines()[-5:])
+        raise ModelError(f"vLLM can't be asked whether it serves {model} (exit code {done.returncode}):\n{said}")
+    report = json.loads(lines[-1])
+    if not report["supported"]:
+        raise ModelError(f"--model-name {model}: {report['reason']}")
+    return report
+
+
+def write_configs(plan: RunPlan) -> None:
+    """Write each process's configuration file, whole or not at all."""
+    for path, table in plan.config_files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(tomli_w.dumps(dict(table)))
+        temporary.replace(path)

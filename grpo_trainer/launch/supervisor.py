@@ -1,0 +1,258 @@
+"""Starts a plan's processes, waits until they are ready, watches them, and ends all that it started.
+
+Children run in sessions of their own, so that Ctrl-C reaches only the supervisor, which then ends them in order. Should
+the supervisor itself be killed, the kernel sends each child SIGTERM.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import IO
+
+import httpx
+import psutil
+
+from grpo_trainer.errors import ProcessFailedError, StoppedError, from_os_error
+from grpo_trainer.launch.plan import ProcessSpec
+
+POLL_SECONDS = 0.1
+LAST_LINES = 25
+SHUTDOWN_SECONDS = 9.5
+"""From the first signal until the last child is gone, at most."""
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    """In the child, before exec: ask the kernel for SIGTERM when the supervisor dies."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class Child:
+    """A running process, its log file and its last lines."""
+
+    def __init__(self, spec: ProcessSpec, log_path: Path, echo: Callable[[str], None] | None) -> None:
+        self.spec = spec
+        self.log_path = log_path
+        self.last_lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
+        self.log_error: OSError | None = None
+        self.ready = False
+        self.started = time.monotonic()
+        self._lock = threading.Lock()
+        self._log = log_path.open("a", buffering=1, errors="replace")
+        self._log.write(f"$ {' '.join(spec.argv)}\n")
+        self.process = subprocess.Popen(
+            spec.argv,
+            env={**os.environ, **spec.env},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+        assert self.process.stdout is not None and self.process.stderr is not None
+        self._readers = [
+            threading.Thread(target=self._read, args=(self.process.stdout, echo), daemon=True),
+            threading.Thread(target=self._read, args=(self.process.stderr, None), daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, stream: IO[str], echo: Callable[[str], None] | None) -> None:
+        """Drain one pipe to the end, whatever happens to the log: a full pipe would block the child."""
+        for line in stream:
+            with self._lock:
+                self.last_lines.append(line.rstrip("\n"))
+                if self.log_error is None:
+                    try:
+                        self._log.write(line)
+                    except OSError as error:
+                        error.filename = str(self.log_path)
+                        self.log_error = error
+            if echo is not None:
+                echo(line.rstrip("\n"))
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.process.poll()
+
+    def describe_end(self) -> str:
+        """How it ended, with its last lines."""
+        for reader in self._readers:
+            reader.join(timeout=1.0)
+        code = self.process.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        lines = "\n".join(f"  {line}" for line in self.last_lines if line.strip())
+        return f"{self.name} {how}. Log: {self.log_path}. Its last lines:\n{lines or '  (none)'}"
+
+    def family(self) -> list[psutil.Process]:
+        """The process and all its descendants, also those that left its process group."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self.process.pid)
+            return [process, *process.children(recursive=True)]
+        return []
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        if self.process.poll() is None:
+            self.process.terminate()
+
+    def kill_group(self, family: Iterable[psutil.Process]) -> None:
+        """End what is left of its process group and of the given relatives."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        for relative in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                relative.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        """Wait for the end of its output and close the log."""
+        for reader in self._readers:
+            reader.join(timeout=1.0)
+        with contextlib.suppress(OSError):  # a full disk was reported already
+            self._log.close()
+
+
+class Supervisor:
+    """Owns the processes of one run. Use as a context manager: leaving it ends every child.
+
+    Args:
+        log_folder: each process writes to NAME.log there.
+        say: shows a line of progress to the user.
+        echo: shows a line that the process with `ends_run` wrote to its stdout.
+    """
+
+    def __init__(self, log_folder: Path, say: Callable[[str], None], echo: Callable[[str], None]) -> None:
+        self.children: list[Child] = []
+        self._log_folder = log_folder
+        self._say = say
+        self._echo = echo
+        self._signals: list[int] = []
+        self._handlers: dict[int, signal._HANDLER] = {}
+
+    def __enter__(self) -> Supervisor:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._handlers[number] = signal.signal(number, self._on_signal)
+        self._log_folder.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.stop_all()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        self._signals.append(number)
+
+    def run(self, stages: Sequence[Sequence[ProcessSpec]]) -> None:
+        """Start stage after stage, then watch until the process with `ends_run` is done.
+
+        Raises:
+            ProcessFailedError: a process ended that should not have, or was not ready in time.
+            StoppedError: a signal came.
+            DiskFullError: a log could not be written.
+        """
+        for stage in stages:
+            started = [self._start(spec) for spec in stage]
+            self._wait_ready(started)
+        while not any(child.spec.ends_run and child.exit_code == 0 for child in self.children):
+            self._check()
+            time.sleep(POLL_SECONDS)
+
+    def _start(self, spec: ProcessSpec) -> Child:
+        child = Child(spec, self._log_folder / f"{spec.name}.log", self._echo if spec.ends_run else None)
+        self.children.append(child)
+        return child
+
+    def _check(self) -> None:
+        """Raise for whatever ends the run early."""
+        if self._signals:
+            number = self._signals[0]
+            raise StoppedError(f"stopped by {signal.Signals(number).name}", number)
+        for child in self.children:
+            if child.log_error is not None:
+                raise from_os_error(child.log_error, f"write the log of {child.name}") or child.log_error
+        ended = [child for child in self.children if child.exit_code is not None and not self._as_planned(child)]
+        if ended:
+            # A process that was killed is the cause; one that ended with an error in the same moment may be its victim.
+            culprit = min(ended, key=lambda child: (child.process.returncode >= 0, child.spec.ends_run))
+            raise ProcessFailedError(culprit.describe_end())
+
+    @staticmethod
+    def _as_planned(child: Child) -> bool:
+        return child.exit_code == 0 and (child.spec.may_end or child.spec.ends_run)
+
+    def _wait_ready(self, started: Sequence[Child]) -> None:
+        begun = time.monotonic()
+        said = 0.0
+        with httpx.Client(timeout=1.0, trust_env=False) as http:
+            while waiting := [child for child in started if not child.ready]:
+                self._check()
+                now = time.monotonic()
+                for child in waiting:
+                    child.ready = child.spec.ready_url is None or _answers(http, child.spec.ready_url)
+                    if child.ready:
+                        self._say(f"{child.name}: ready after {now - child.started:.1f} s (log: {child.log_path})")
+                    elif now - child.started > child.spec.ready_timeout:
+                        child.terminate()
+                        lines = "\n".join(f"  {line}" for line in child.last_lines)
+                        raise ProcessFailedError(
+                            f"{child.name}: not ready after {child.spec.ready_timeout:.0f} s; it was asked at "
+                            f"{child.spec.ready_url}. Log: {child.log_path}. Its last lines:\n{lines}"
+                        )
+                if now - begun - said >= 10.0 and (late := [child for child in started if not child.ready]):
+                    said = now - begun
+                    for child in late:
+                        last = next((line for line in reversed(child.last_lines) if line.strip()), "nothing said yet")
+                        self._say(f"{child.name}: starting, {now - child.started:.0f} s: {last.strip()[:150]}")
+                time.sleep(POLL_SECONDS)
+
+    def stop_all(self) -> None:
+        """End every child: those that work for the run first, then the servers that they use.
+
+        Each gets SIGTERM and its time; whatever is left of its process group or its descendants is killed. Takes at
+        most `SHUTDOWN_SECONDS`; a second signal to the supervisor kills at once.
+        """
+        families = {child: child.family() for child in self.children}
+        impatient = len(self._signals)
+        deadline = time.monotonic() + SHUTDOWN_SECONDS
+        workers = [child for child in self.children if child.spec.ready_url is None]
+        servers = [child for child in self.children if child.spec.ready_url is not None]
+        for group in (workers, servers):
+            for child in group:
+                child.terminate()
+            patience = max((child.spec.stop_seconds for child in group), default=0.0)
+            until = min(deadline, time.monotonic() + patience)
+            while any(child.exit_code is None for child in group):
+                if time.monotonic() > until or len(self._signals) > impatient + 1:
+                    break
+                time.sleep(POLL_SECONDS / 2)
+        for child in self.children:
+            child.kill_group(families[child])
+            child.close()
+        self.children.clear()
+
+
+def _answers(http: httpx.Client, url: str) -> bool:
+    try:
+        return http.get(url).status_code == 200
+    except httpx.HTTPError:
+        return False  # not listening yet: that is what is being waited for

@@ -1,0 +1,1 @@
+"""What a step measured, and where it goes."""

@@ -1,0 +1,145 @@
+"""Where a step's numbers go: a line on the console, an object in metrics.jsonl, Weights & Biases on request."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from grpo_trainer.config import TrainConfig
+from grpo_trainer.errors import ConfigError
+from grpo_trainer.metrics.types import Metrics, merge, reduce
+
+
+class Sink(Protocol):
+    """Takes the numbers of one step."""
+
+    def write(self, step: int, numbers: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricLog:
+    """Reduces a step's metrics once and hands them to every sink."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = sinks
+        self._last = time.perf_counter()
+
+    def log(self, step: int, *parts: Metrics) -> dict[str, float]:
+        """Write the metrics of `step` (steps done, from 1)."""
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        numbers = reduce(merge(parts))
+        numbers["train/seconds"] = seconds
+        numbers["train/tokens_per_second"] = numbers.get("batch/tokens", 0.0) / seconds
+        for sink in self._sinks:
+            sink.write(step, numbers)
+        return numbers
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()
+
+
+class JsonlSink:
+    """One JSON object a step, `{"step": …, "time": Unix seconds, key: number, …}`, flushed at once."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._file = path.open("a")
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        finite = {key: value if math.isfinite(value) else None for key, value in sorted(numbers.items())}
+        try:
+            self._file.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            error.filename = str(self._path)  # a write error knows no name
+            raise
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class ConsoleSink:
+    """One aligned line a step."""
+
+    def __init__(self, console: Console, total_steps: int) -> None:
+        self._console = console
+        self._total = total_steps
+        self._explained = False
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        self._console.print(step_line(step, self._total, numbers), markup=False, highlight=False, soft_wrap=True)
+        if not self._explained and abs(numbers.get("train/loss", 1.0)) < 1e-3:
+            self._explained = True
+            self._console.print(
+                "(a loss near 0 is right: the ratio is about 1 and advantages sum to 0; watch the reward)",
+                style="dim",
+            )
+
+    def close(self) -> None:
+        pass
+
+
+def step_line(step: int, total: int, numbers: dict[str, float]) -> str:
+    """A step in one line: reward, loss, ratio, staleness, groups without a spread, tokens/s, seconds."""
+
+    def number(key: str) -> float:
+        return numbers.get(key, math.nan)
+
+    return (
+        f"Step {step:>{len(str(total))}}/{total}  "
+        f"reward {number('reward/mean'):.3f}  loss {number('train/loss'):+.4f}  "
+        f"ratio {number('grpo/mean_ratio'):.3f}  stale {number('rollout/staleness_mean'):.1f}  "
+        f"zero-var {number('batch/zero_variance_share'):.0%}  {number('train/tokens_per_second'):,.0f} tok/s  "
+        f"wait {number('train/data_fetch_time'):.2f} step {number('train/step_time'):.2f} "
+        f"publish {number('train/sync_time'):.3f} s  v{number('publish/version'):.0f}"
+    )
+
+
+class WandbSink:
+    """Weights & Biases, under the same keys."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        wandb = _import_wandb()
+        logging = config.logging
+        self._run = wandb.init(
+            project=logging.wandb_project or "grpo",
+            group=logging.wandb_group,
+            dir=str(config.log_dir),
+            config=config.model_dump(mode="json"),
+        )
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        self._run.log(numbers, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _import_wandb() -> ModuleType:
+    try:
+        import wandb
+    except ImportError:
+        raise ConfigError("--use-wandb: wandb is not installed; pip install wandb") from None
+    return wandb
+
+
+def build_metric_log(config: TrainConfig, console: Console) -> MetricLog:
+    """The sinks that the configuration asks for."""
+    sinks: list[Any] = [
+        JsonlSink(config.log_dir / "metrics.jsonl"),
+        ConsoleSink(console, config.training_steps),
+    ]
+    if config.logging.use_wandb:
+        sinks.append(WandbSink(config))
+    return MetricLog(sinks)

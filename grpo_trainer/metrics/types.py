@@ -1,0 +1,73 @@
+"""Metrics that combine rightly: a mean remembers its weight, a maximum stays one, whatever they are merged with.
+
+Totals may be tensors on a device: they are read only once a step, in `reduce`, so that microbatches need not wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, SupportsFloat, TypeAlias
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A weighted mean: `total / count`."""
+
+    total: SupportsFloat
+    count: SupportsFloat = 1.0
+
+    def merge(self, other: Mean) -> Mean:
+        return Mean(_add(self.total, other.total), _add(self.count, other.count))
+
+    def value(self) -> float:
+        count = float(self.count)
+        return float(self.total) / count if count else 0.0
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A total over all that is merged."""
+
+    total: SupportsFloat
+
+    def merge(self, other: Sum) -> Sum:
+        return Sum(_add(self.total, other.total))
+
+    def value(self) -> float:
+        return float(self.total)
+
+
+@dataclass(frozen=True)
+class Max:
+    """The largest of all that is merged."""
+
+    largest: SupportsFloat
+
+    def merge(self, other: Max) -> Max:
+        return self if float(self.largest) >= float(other.largest) else other
+
+    def value(self) -> float:
+        return float(self.largest)
+
+
+Metric: TypeAlias = Mean | Sum | Max
+Metrics: TypeAlias = Mapping[str, Metric]
+
+
+def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
+    """Combine the metrics of several parts (microbatches, ranks) by key."""
+    merged: dict[str, Any] = {}
+    for part in parts:
+        for key, metric in part.items():
+            merged[key] = merged[key].merge(metric) if key in merged else metric
+    return merged
+
+
+def reduce(metrics: Metrics) -> dict[str, float]:
+    """The numbers to log."""
+    return {key: metric.value() for key, metric in metrics.items()}
+
+
+def _add(left: SupportsFloat, right: SupportsFloat) -> SupportsFloat:
+    return left + right  # type: ignore[operator]  # numbers or tensors

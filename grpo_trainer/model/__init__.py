@@ -1,0 +1,1 @@
+"""The model that is trained: checked, loaded, given its adapter."""

@@ -1,0 +1,52 @@
+"""Is this a model that can be trained here? Answered from its configuration, before anything is loaded or started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
+
+from grpo_trainer.errors import ModelError
+
+
+def check_model(name: str) -> Any:
+    """The model's transformers configuration, if it is a decoder-only causal language model.
+
+    Raises:
+        ModelError: it is not to be found, or it is of another kind.
+    """
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(
+            f"--model-name {name}: no model there: {reason}. Wanted a folder with config.json, or a hub name that "
+            "this machine can reach"
+        ) from None
+    if problem := not_trainable(config):
+        raise ModelError(f"--model-name {name}: {problem}; wanted a decoder-only model (Qwen, Llama, Mistral, …)")
+    return config
+
+
+def not_trainable(config: Any) -> str | None:
+    """Why a model of this configuration can't be trained, or None."""
+    kind = config.model_type
+    architectures = list(getattr(config, "architectures", None) or [])
+    causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    if getattr(config, "is_encoder_decoder", False):
+        return f"{_called(architectures, kind)} is an encoder-decoder"
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return f"{_called(architectures, kind)} has no AutoModelForCausalLM"
+    if architectures and not causal.intersection(architectures):
+        return f"{_called(architectures, kind)} is no causal language model"
+    if kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+        return f"{_called(architectures, kind)} is an encoder"
+    return None
+
+
+def _called(architectures: list[str], kind: str) -> str:
+    return architectures[0] if architectures else kind

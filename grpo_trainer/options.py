@@ -1,0 +1,301 @@
+"""One definition per option: a pydantic tree is read from flags and from TOML under the same names.
+
+A field of a `Section` is an option. Its flag is its name with dashes, or what `option(flags=…)` says; the same name
+(dashes or underscores) is its key in TOML. Sections nest inside a configuration for the code's sake, while flags and
+keys stay flat. A field that is a union of sections is a choice: its members share a discriminator option, and an
+option of a member that was not chosen is refused instead of ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+import typer
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from grpo_trainer.errors import ConfigError
+
+C = TypeVar("C", bound="Section")
+
+TAG = "mode"
+"""The field by which the members of a union of sections are told apart."""
+
+
+class Section(BaseModel):
+    """A group of options: immutable, complete, and without unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+def option(default: Any = ..., *, help: str, flags: tuple[str, ...] = (), **constraints: Any) -> Any:
+    """Declare an option of a `Section`.
+
+    Args:
+        default: its value when it is not given; left out, the option is required.
+        help: one line for `--help`.
+        flags: its flags, first the one that messages and TOML use; by default the field's name with dashes.
+        constraints: pydantic's (`ge`, `gt`, `le`, …).
+    """
+    return Field(default, description=help, json_schema_extra={"flags": list(flags)}, **constraints)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One option of a tree: where it stands and what it is called."""
+
+    path: tuple[str, ...]
+    flags: tuple[str, ...]
+    field: FieldInfo
+    panel: str
+    choice: type[Section] | None  # the union member it belongs to, if any
+
+    @property
+    def key(self) -> str:
+        """Its name in TOML and in messages, with underscores."""
+        return self.flags[0].removeprefix("--").replace("-", "_")
+
+    @property
+    def is_bool(self) -> bool:
+        return self.field.annotation is bool
+
+
+def leaves(root: type[Section], path: tuple[str, ...] = (), choice: type[Section] | None = None) -> Iterator[Leaf]:
+    """Every option of a tree, depth first, union members one after the other."""
+    for name, field in root.model_fields.items():
+        members = _sections(field.annotation)
+        for member in members:
+            yield from leaves(member, (*path, name), member if len(members) > 1 else choice)
+        if not members:
+            extra = field.json_schema_extra
+            declared = extra.get("flags") if isinstance(extra, dict) else None
+            flags = tuple(str(f) for f in declared) if isinstance(declared, list) and declared else ()
+            panel = (inspect.getdoc(root) or root.__name__).splitlines()[0].rstrip(".")
+            yield Leaf((*path, name), flags or (f"--{name.replace('_', '-')}",), field, panel, choice)
+
+
+def _sections(annotation: Any) -> tuple[type[Section], ...]:
+    """The sections that an annotation stands for: one, a union's members, or none."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _sections(get_args(annotation)[0])
+    if origin in (Union, types.UnionType):
+        found = tuple(member for arg in get_args(annotation) for member in _sections(arg))
+        return found if len(found) == len(get_args(annotation)) else ()
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return (annotation,)
+    return ()
+
+
+# ---------------------------------------------------------------- values -> configuration
+
+
+def build(root: type[C], given: Mapping[str, Any], *, where: str = "") -> C:
+    """Build a configuration from flat values.
+
+    Args:
+        given: values by option key (dashes or underscores, any of an option's names).
+        where: put before an option's name in messages, e.g. "server." for a table of a run's file.
+
+    Raises:
+        ConfigError: for an unknown key (suggesting the nearest), a wrong value, a missing one, or an option that
+            does not belong to what was chosen.
+    """
+    tree: dict[str, Any] = {}
+    by_key: dict[str, list[Leaf]] = {}
+    for leaf in leaves(root):
+        if leaf.choice is None and len(leaf.path) > 1:
+            tree.setdefault(leaf.path[0], {})  # so that what a section lacks is reported by its own name
+        for flag in leaf.flags:
+            by_key.setdefault(flag.removeprefix("--").replace("-", "_"), []).append(leaf)
+    for raw_key, value in given.items():
+        candidates = by_key.get(raw_key.replace("-", "_"))
+        if candidates is None:
+            raise ConfigError(unknown_key(raw_key, [leaf.key for leaf in leaves(root)], where))
+        leaf = _chosen(candidates, given, by_key, where)
+        _place(tree, leaf.path, value)
+        if leaf.choice is not None and not _is_tag(leaf):
+            _place(tree, (*leaf.path[:-1], TAG), _tag_of(leaf.choice))
+    try:
+        return root.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_explain(root, error, where)) from None
+
+
+def unknown_key(key: str, known: list[str], where: str = "") -> str:
+    """The message for a key that nothing knows, with the nearest that something does."""
+    nearest = difflib.get_close_matches(key.replace("-", "_"), known, n=1, cutoff=0.5)
+    hint = f"; did you mean {where}{nearest[0]}?" if nearest else f"; known: {', '.join(sorted(set(known)))}"
+    return f"{where}{key}: unknown option{hint}"
+
+
+def _place(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    node = tree
+    for name in path[:-1]:
+        node = node.setdefault(name, {})
+    node[path[-1]] = value
+
+
+def _chosen(candidates: list[Leaf], given: Mapping[str, Any], by_key: Mapping[str, list[Leaf]], where: str) -> Leaf:
+    """The candidate whose union member the discriminator picks; an error names the members that would have it."""
+    first = candidates[0]
+    if first.choice is None:
+        return first
+    selector = next(
+        leaf for leaves_ in by_key.values() for leaf in leaves_ if leaf.choice is first.choice and _is_tag(leaf)
+    )
+    normalised = {key.replace("-", "_"): value for key, value in given.items()}
+    picked = normalised.get(selector.key, _default_tag(by_key[selector.key]))
+    for leaf in candidates:
+        if leaf.choice is not None and (_is_tag(leaf) or _tag_of(leaf.choice) == picked):
+            return leaf
+    fitting = ", ".join(_tag_of(leaf.choice) for leaf in candidates if leaf.choice is not None)
+    name = f"--{where}{first.flags[0].removeprefix('--')}"
+    raise ConfigError(
+        f"{name}: belongs to {selector.flags[0]} {fitting}, but the mode is {picked}; "
+        f"leave it out, or choose {selector.flags[0]} {fitting.split(',')[0]}"
+    )
+
+
+def _is_tag(leaf: Leaf) -> bool:
+    return leaf.choice is not None and leaf.path[-1] == TAG
+
+
+def _tag_of(member: type[Section]) -> str:
+    return str(get_args(member.model_fields[TAG].annotation)[0])
+
+
+def _default_tag(tags: list[Leaf]) -> str:
+    """The first member of a union is what stands when nothing was chosen."""
+    assert tags[0].choice is not None
+    return _tag_of(tags[0].choice)
+
+
+def _explain(root: type[Section], error: ValidationError, where: str) -> str:
+    """Pydantic's findings as lines of ours: option, what came, what was wanted."""
+    names = {leaf.path: leaf.flags[0] for leaf in leaves(root)}
+    tags = {_tag_of(leaf.choice) for leaf in leaves(root) if leaf.choice is not None}
+    lines = []
+    for finding in error.errors():
+        path = tuple(str(part) for part in finding["loc"] if str(part) not in tags and not isinstance(part, int))
+        name = names.get(path) or names.get((*path, TAG)) or ".".join(path) or root.__name__
+        flag = f"--{where}{name.removeprefix('--')}" if where else name
+        if finding["type"] == "missing":
+            lines.append(f"{flag}: required, but not given")
+        elif finding["type"] == "union_tag_invalid":
+            got = finding["ctx"]["tag"]
+            lines.append(f"{flag} {got}: wanted one of {finding['ctx']['expected_tags']}")
+        else:
+            message = finding["msg"].removeprefix("Value error, ")
+            lines.append(f"{flag} {finding['input']}: {message[0].lower()}{message[1:]}" if path else message)
+    return "\n".join(lines)
+
+
+def dump(config: Section, *, only_set: bool = False) -> dict[str, Any]:
+    """A configuration as flat TOML values under its options' keys: `build(type(config), dump(config)) == config`."""
+    values: dict[str, Any] = {}
+    data = config.model_dump(mode="json", exclude_unset=only_set)
+    for leaf in leaves(type(config)):
+        node: Any = config
+        for name in leaf.path[:-1]:
+            node = getattr(node, name)
+        if leaf.choice is not None and not isinstance(node, leaf.choice):
+            continue
+        value: Any = data
+        for name in leaf.path:
+            value = value.get(name) if isinstance(value, dict) else None
+        if value is not None:  # TOML has no null: an option that is None is left out
+            values[leaf.key] = value
+    return values
+
+
+# ---------------------------------------------------------------- configuration -> Typer
+
+
+def with_options(root: type[Section], *, prefix: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a Typer command one flag for each option of a tree.
+
+    The command is called with what the user gave, as `options={key: value}` (its other parameters stay). With a
+    prefix, `--port` becomes `--server.port` and its key `server.port`.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "options"]
+        parameters, keys = [], {}
+        for leaf in unique_leaves(root):
+            parameter = _parameter(leaf, prefix, root)
+            keys[parameter.name] = prefix + leaf.key
+            parameters.append(parameter)
+
+        def wrapped(**values: Any) -> None:
+            options = {keys[n]: values.pop(n) for n in list(values) if n in keys}
+            given = {key: value for key, value in options.items() if value is not None}
+            command(options={**values.pop("options", {}), **given}, **values)
+
+        wrapped.__name__ = command.__name__
+        wrapped.__doc__ = command.__doc__
+        wrapped.__signature__ = inspect.Signature([*own, *parameters])  # type: ignore[attr-defined]
+        wrapped.__annotations__ = {p.name: p.annotation for p in [*own, *parameters]}
+        return wrapped
+
+    return decorate
+
+
+def unique_leaves(root: type[Section]) -> list[Leaf]:
+    """Options by key, once each: union members share options such as the discriminator."""
+    seen: dict[str, Leaf] = {}
+    for leaf in leaves(root):
+        seen.setdefault(leaf.key, leaf)
+    return list(seen.values())
+
+
+def _parameter(leaf: Leaf, prefix: str, root: type[Section]) -> inspect.Parameter:
+    flags = [f"--{prefix}{flag.removeprefix('--')}" for flag in leaf.flags]
+    choices = _choices(leaf, root)
+    text = leaf.field.description or ""
+    if leaf.field.is_required():
+        text += " [required]"
+    annotation: Any
+    if leaf.is_bool:
+        flags[0] = f"{flags[0]}/--{prefix}no-{leaf.flags[0].removeprefix('--')}"
+        annotation = bool | None
+        metavar = None
+    else:
+        annotation = str | None
+        metavar = "|".join(choices) if choices else _metavar(leaf.field.annotation)
+    default = None if leaf.field.is_required() else leaf.field.get_default(call_default_factory=True)
+    if default is not None and default != ():
+        text += f" [default: {_shown(default)}]"
+    info = typer.Option(*flags, help=text, metavar=metavar, show_default=False, rich_help_panel=leaf.panel)
+    name = (prefix + leaf.key).replace(".", "__")
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[annotation, info])
+
+
+def _choices(leaf: Leaf, root: type[Section]) -> tuple[str, ...]:
+    if _is_tag(leaf):
+        return tuple(
+            _tag_of(other.choice) for other in leaves(root) if other.choice and other.key == leaf.key and _is_tag(other)
+        )
+    if get_origin(leaf.field.annotation) is Literal:
+        return tuple(str(value) for value in get_args(leaf.field.annotation))
+    return ()
+
+
+def _metavar(annotation: Any) -> str:
+    kinds = [arg for arg in (get_args(annotation) or (annotation,)) if arg is not type(None)]
+    names = {int: "INT", float: "FLOAT", Path: "PATH"}
+    return names.get(kinds[0], "TEXT") if kinds else "TEXT"
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    if isinstance(default, (list, tuple)):
+        return ",".join(str(value) for value in default)
+    return str(default)

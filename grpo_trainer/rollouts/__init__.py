@@ -1,0 +1,1 @@
+"""Scored groups on their way from the rollout API to the trainer."""

@@ -1,0 +1,119 @@
+"""The trainer's view of the inference server, over HTTP."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+
+from grpo_trainer.config import VllmConfig
+from grpo_trainer.errors import ServerError
+from vllm_server import protocol
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+POLL_SECONDS = 0.25
+PATIENCE_SECONDS = 15.0
+
+
+class ServerClient:
+    """Talks to one inference server.
+
+    Args:
+        check_stop: called while waiting; raises to end the wait.
+    """
+
+    def __init__(self, config: VllmConfig, check_stop: Callable[[], None] = lambda: None) -> None:
+        headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+        self._http = httpx.Client(base_url=config.url, timeout=120.0, headers=headers, trust_env=False)
+        self._config = config
+        self._check_stop = check_stop
+
+    def wait_until_ready(self) -> protocol.BridgeInfo:
+        """Wait for /health, then ask the server who it is.
+
+        Raises:
+            ServerError: it was not ready within `--vllm-timeout`, or is no server of ours.
+        """
+        started = time.monotonic()
+        said = 0.0
+        while not self._is_healthy():
+            self._check_stop()
+            waited = time.monotonic() - started
+            if waited > self._config.startup_timeout:
+                raise ServerError(
+                    f"no inference server at {self._config.url} after {waited:.0f} s; start one with "
+                    f"`grpo serve --port {self._config.port}`, or name its port with --vllm-port"
+                )
+            if waited - said >= PATIENCE_SECONDS:
+                said = waited
+                log.info("waiting %.0f s for the inference server at %s", waited, self._config.url)
+            time.sleep(POLL_SECONDS)
+        return self._ask("GET", protocol.BRIDGE_INFO_ROUTE, protocol.BridgeInfo)
+
+    def _is_healthy(self) -> bool:
+        try:
+            return self._http.get(protocol.HEALTH_ROUTE, timeout=5.0).status_code == 200
+        except httpx.TransportError:
+            return False  # not there yet: that is what is being waited for
+
+    def load_adapter(self, path: Path, name: str, version: int) -> protocol.LoraLoadResponse:
+        """Publish the adapter in a folder that the server can read."""
+        request = protocol.LoraLoadRequest(adapter_path=str(path.absolute()), adapter_name=name, version=version)
+        return self._ask("POST", protocol.LORA_LOAD_ROUTE, protocol.LoraLoadResponse, request)
+
+    def unload_adapter(self, name: str) -> protocol.LoraUnloadResponse:
+        """Withdraw a version."""
+        request = protocol.LoraUnloadRequest(adapter_name=name)
+        return self._ask("POST", protocol.LORA_UNLOAD_ROUTE, protocol.LoraUnloadResponse, request)
+
+    def lora_status(self) -> protocol.LoraStatus:
+        """The versions that the server holds."""
+        return self._ask("GET", protocol.LORA_STATUS_ROUTE, protocol.LoraStatus)
+
+    def generate(
+        self, prompt_token_ids: Sequence[int], *, model: str | None = None, **sampling: Any
+    ) -> protocol.GenerateResponse:
+        """Sample completions of a tokenised prompt; `sampling` as in vLLM's SamplingParams."""
+        prompt = protocol.TokenPrompt(prompt_token_ids=list(prompt_token_ids))
+        request = protocol.GenerateRequest(prompt=prompt, model=model, sampling=sampling)
+        return self._ask("POST", protocol.GENERATE_ROUTE, protocol.GenerateResponse, request.to_body())
+
+    def _ask(self, method: str, route: str, answer_type: type[T], body: Any = None) -> T:
+        """One request.
+
+        Raises:
+            ServerError: no answer, a refusal (with the server's own reason), or an answer of another shape.
+        """
+        content = None if body is None else msgspec.json.encode(body)
+        headers = {"Content-Type": "application/json"} if content else {}
+        try:
+            answer = self._http.request(method, route, content=content, headers=headers)
+        except httpx.TransportError as error:
+            raise ServerError(
+                f"inference server: {method} {self._config.url}{route}: no answer ({type(error).__name__}: {error}); "
+                "is it still running?"
+            ) from error
+        if answer.status_code >= 400:
+            raise ServerError(f"inference server: {method} {route}: {answer.status_code}: {_reason(answer)}")
+        try:
+            return msgspec.json.decode(answer.content, type=answer_type)
+        except msgspec.DecodeError as error:
+            raise ServerError(f"inference server: {method} {route}: not the answer of `grpo serve`: {error}") from error
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._http.close()
+
+
+def _reason(answer: httpx.Response) -> str:
+    try:
+        return msgspec.json.decode(answer.content, type=protocol.ErrorResponse).error.message
+    except msgspec.DecodeError:
+        return answer.text[:500]

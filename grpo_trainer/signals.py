@@ -1,0 +1,39 @@
+"""SIGINT and SIGTERM end a command at the next safe point instead of anywhere."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType, TracebackType
+
+from grpo_trainer.errors import StoppedError
+
+
+class StopSignal:
+    """While active, the first signal is remembered and raised by `check`; a second one interrupts at once."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._before: dict[int, signal._HANDLER] = {}
+
+    def __enter__(self) -> StopSignal:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._remember)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _remember(self, number: int, _: FrameType | None) -> None:
+        if self.number is not None:
+            raise KeyboardInterrupt
+        self.number = number
+
+    def check(self) -> None:
+        """Raise if a signal came.
+
+        Raises:
+            StoppedError: with the signal's exit code.
+        """
+        if self.number is not None:
+            raise StoppedError(f"stopped by {signal.Signals(self.number).name}", self.number)

@@ -1,0 +1,138 @@
+"""One optimisation step: microbatches, backward, clip, update. Knows neither rollout API nor server."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from grpo_trainer.batching import MicroBatch, prepare, split
+from grpo_trainer.config import TrainConfig
+from grpo_trainer.errors import TrainingError
+from grpo_trainer.logprobs import chosen_logprobs
+from grpo_trainer.losses import LossInputs, old_logprobs, policy_loss
+from grpo_trainer.metrics.types import Mean, Metric, Metrics, Sum, merge
+from grpo_trainer.optim import build_optimizer, changed_fraction
+from grpo_trainer.rollouts.types import RolloutBatch
+from grpo_trainer.schedules import learning_rate
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did. `updated` is False when it was skipped and the weights are as before."""
+
+    updated: bool
+    metrics: dict[str, Metric]
+
+
+class Trainer:
+    """Owns the model's trained parameters and their optimizer.
+
+    Args:
+        model: returns an object with `logits` for token ids; its trained parameters are fp32.
+        check_stop: called between microbatches; raises to abandon the step, weights untouched.
+    """
+
+    def __init__(self, model: nn.Module, config: TrainConfig, check_stop: Callable[[], None] = lambda: None) -> None:
+        self.model = model
+        self.config = config
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer = build_optimizer(self.parameters, config.optimizer)
+        self.device = self.parameters[0].device
+        self._check_stop = check_stop
+        self._bad_steps = 0
+
+    def step(self, batch: RolloutBatch, step: int) -> StepResult:
+        """Train once on a batch.
+
+        Args:
+            step: from 0; sets the learning rate.
+
+        Raises:
+            TrainingError: the loss or the gradient was not finite for `--max-bad-steps` steps in a row.
+        """
+        started = time.perf_counter()
+        prepared = prepare(batch, self.config.loss, self.config.model.seq_len)
+        lr = learning_rate(self.config.optimizer, step, self.config.training_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.zero_grad(set_to_none=True)
+        parts: list[Metrics] = [prepared.metrics]
+        microbatches = split(prepared.sequences, self.config.batch_size)
+        for microbatch in microbatches:
+            self._check_stop()
+            parts.append(self._accumulate(microbatch.to(self.device)))
+        metrics = merge(parts)
+        metrics.setdefault("train/loss", Sum(0.0))  # no group had a spread of rewards: nothing to learn from
+        backward_seconds = time.perf_counter() - started
+        updated = bool(microbatches) and self._update(metrics)
+        metrics |= {
+            "train/lr": Mean(lr),
+            "train/skipped": Sum(int(not updated)),
+            "train/forward_backward_time": Sum(backward_seconds),
+            "train/optimizer_time": Sum(time.perf_counter() - started - backward_seconds),
+            "train/step_time": Sum(time.perf_counter() - started),
+        }
+        return StepResult(updated, metrics)
+
+    def _accumulate(self, microbatch: MicroBatch) -> Metrics:
+        """Forward and backward of one microbatch; gradients add up in the parameters."""
+        logits_BTV: Tensor = self.model(input_ids=microbatch.tokens_BT, use_cache=False).logits
+        trainer_logprobs_N, entropy_N = chosen_logprobs(
+            logits_BTV,
+            microbatch.tokens_BT,
+            microbatch.rows_N,
+            microbatch.columns_N,
+            microbatch.temperature_N,
+        )
+        inputs = LossInputs(
+            trainer_logprobs_N=trainer_logprobs_N,
+            entropy_N=entropy_N,
+            rollout_logprobs_N=microbatch.rollout_logprobs_N,
+            has_rollout_N=microbatch.has_rollout_N,
+            advantages_N=microbatch.advantages_N,
+            weights_N=microbatch.weights_N,
+        )
+        loss = self.config.loss
+        output = policy_loss(
+            inputs,
+            old_logprobs(inputs, loss.ratio_against),
+            eps_low=loss.clip_eps,
+            eps_high=loss.clip_eps if loss.clip_eps_high is None else loss.clip_eps_high,
+        )
+        output.loss.backward()
+        return {**output.metrics, "train/loss": Sum(output.loss.detach())}
+
+    def _update(self, metrics: dict[str, Metric]) -> bool:
+        """Clip and step, unless loss or gradient is not finite."""
+        limit = self.config.optimizer.max_grad_norm or float("inf")
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, limit))
+        loss = metrics["train/loss"].value()
+        metrics["train/grad_norm"] = Mean(norm)
+        if not torch.isfinite(torch.tensor([norm, loss])).all():
+            self._bad_steps += 1
+            log.warning("step skipped, weights untouched: loss %s, gradient norm %s", loss, norm)
+            if self._bad_steps >= self.config.optimizer.max_bad_steps:
+                raise TrainingError(
+                    f"{self._bad_steps} steps in a row had a loss or gradient that is not finite "
+                    f"(last: loss {loss}, gradient norm {norm}); lower --lr, or look at the rewards and logprobs "
+                    "in metrics.jsonl (--max-bad-steps sets the limit)"
+                )
+            return False
+        self._bad_steps = 0
+        before = [parameter.detach().clone() for parameter in self.parameters]
+        self.optimizer.step()
+        changed = changed_fraction(before, [parameter.detach() for parameter in self.parameters])
+        metrics["train/changed_fraction"] = Mean(changed)
+        if changed == 0.0 and norm > 0.0:
+            raise TrainingError(
+                f"the optimizer step changed no weight (gradient norm {norm:.3g}, learning rate "
+                f"{self.optimizer.param_groups[0]['lr']:.3g}); raise --lr"
+            )
+        return True

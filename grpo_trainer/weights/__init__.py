@@ -1,0 +1,1 @@
+"""Weight bridges: how the inference server comes to generate with the trainer's newest weights."""

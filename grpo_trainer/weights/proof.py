@@ -1,0 +1,182 @@
+"""Bridge proof: does the server generate with what was published, and with nothing else?
+
+A large synthetic adapter is published; the server's per-token logprobs under it must differ from the base model's and
+equal the trainer's own forward. Then the trainer's true weights come back, and so must their logprobs. A server that
+takes an adapter and goes on serving the base model, serves it under the wrong scale, or lacks a module fails here,
+before a step is trained.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+
+from grpo_trainer.errors import BridgeError
+from grpo_trainer.logprobs import chosen_logprobs
+from grpo_trainer.server_client import ServerClient
+from vllm_server.protocol import BridgeInfo, GenerateResponse
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.08, "float16": 0.02}
+"""Mean |trainer - server| per token in nats, by the server's dtype: the rounding of the two differs, their weights don't."""
+
+MIN_MOVE = 5.0
+"""The synthetic adapter must move the logprobs by this many tolerances."""
+
+RELATIVE_SIZE = 0.5
+"""Norm of the synthetic adapter's change to each module, as a share of the norm of the module's weights."""
+
+SHORT_PROMPT = 12
+LONG_PROMPT = 280
+"""Tokens of the probe prompts; the long one fills two blocks of the server's KV cache (128 tokens on a CPU)."""
+
+COMPLETION_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What the server sampled for one prompt, and with which logprobs."""
+
+    tokens: list[int]
+    prompt_len: int
+    server_logprobs: Tensor
+
+
+def prove_lora(
+    model: PeftModel,
+    server: ServerClient,
+    publish: Callable[[str, int], object],
+    info: BridgeInfo,
+) -> None:
+    """Prove a LoRA bridge.
+
+    Args:
+        publish: publishes the model's present adapter under a name and a version.
+        info: the server.
+
+    Raises:
+        BridgeError: the server's logprobs are not those of the published weights; the message says which way.
+    """
+    prompts = _probe_prompts(model.config.vocab_size, info.max_model_len)
+    tolerance = TOLERANCE[info.dtype.removeprefix("torch.")]
+    synthetic, restored = (f"{info.lora_name}-proof-{uuid4().hex[:8]}" for _ in range(2))
+    with _synthetic_adapter(model):
+        publish(synthetic, info.policy_version)
+        probes = [_ask(server, prompt, synthetic) for prompt in prompts]
+        gap = _gap(probes, [trainer_logprobs(model, probe) for probe in probes])
+        with model.disable_adapter():
+            moved = _gap(probes, [trainer_logprobs(model, probe) for probe in probes])
+    if moved < MIN_MOVE * tolerance:
+        raise BridgeError(
+            _verdict("does not serve the adapter: it answers as the base model does", gap, moved, tolerance)
+        )
+    if gap > tolerance:
+        raise BridgeError(
+            _verdict(
+                "serves an adapter that is not the published one (scale, a missing module?)",
+                gap,
+                moved,
+                tolerance,
+            )
+        )
+    publish(restored, info.policy_version)
+    probes = [_ask(server, prompt, restored) for prompt in prompts]
+    back = _gap(probes, [trainer_logprobs(model, probe) for probe in probes])
+    if back > tolerance:
+        raise BridgeError(
+            _verdict("did not come back to the trainer's weights (a stale prefix cache?)", back, moved, tolerance)
+        )
+    for name in (synthetic, restored):
+        server.unload_adapter(name)
+    log.info(
+        "bridge proved: a synthetic adapter moved the server's logprobs by %.3g nats a token and matched the trainer's "
+        "within %.2g; restored within %.2g (tolerance %.2g)", moved, gap, back, tolerance,
+    )  # fmt: skip
+
+
+def _verdict(what: str, gap: float, moved: float, tolerance: float) -> str:
+    return (
+        f"bridge proof failed: the server {what}. Mean |server - trainer| is {gap:.3g} nats a token (allowed "
+        f"{tolerance:.2g}), |server - base model| {moved:.3g}. Nothing was trained. Are both on the same base model and "
+        "dtype? --no-proof trains all the same"
+    )
+
+
+def _probe_prompts(vocab_size: int, max_model_len: int) -> list[list[int]]:
+    """Random token ids, the same at every start: one short prompt, one over two cache blocks if the server has room."""
+    generator = torch.Generator().manual_seed(0)
+    room = max_model_len - COMPLETION_TOKENS
+    lengths = sorted({min(SHORT_PROMPT, room), min(LONG_PROMPT, room)})
+    return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+
+def _ask(server: ServerClient, prompt: list[int], name: str) -> Probe:
+    answer = server.generate(
+        prompt, model=name, max_tokens=COMPLETION_TOKENS, temperature=1.0, logprobs=0, seed=0, ignore_eos=True
+    )
+    if answer.model != name:
+        raise BridgeError(f"bridge proof failed: asked for {name}, answered by {answer.model}")
+    return probe_of(answer)
+
+
+def probe_of(answer: GenerateResponse) -> Probe:
+    """The first completion of an answer that was asked with `logprobs: 0`."""
+    assert answer.logprobs is not None, "asked with logprobs"
+    sampled = [next(iter(entry[0].values())) for entry in answer.logprobs[0]]
+    return Probe([*answer.prompt_token_ids, *answer.token_ids[0]], len(answer.prompt_token_ids), torch.tensor(sampled))
+
+
+def trainer_logprobs(model: PeftModel, probe: Probe) -> Tensor:
+    """The trainer's own logprobs of the tokens that the server sampled."""
+    device = next(model.parameters()).device
+    tokens_BT = torch.tensor([probe.tokens], device=device)
+    columns_N = torch.arange(probe.prompt_len, len(probe.tokens), device=device)
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            logits_BTV = model(input_ids=tokens_BT, use_cache=False).logits
+            ones_N = torch.ones(len(columns_N), device=device)
+            logprobs_N, _ = chosen_logprobs(logits_BTV, tokens_BT, torch.zeros_like(columns_N), columns_N, ones_N)
+    finally:
+        model.train(training)
+    return logprobs_N.cpu()
+
+
+def _gap(probes: list[Probe], trainer: list[Tensor]) -> float:
+    """Mean |server - trainer| over all sampled tokens, in nats."""
+    differences = [(probe.server_logprobs - own).abs() for probe, own in zip(probes, trainer, strict=True)]
+    return float(torch.cat(differences).mean())
+
+
+@contextmanager
+def _synthetic_adapter(model: PeftModel) -> Iterator[None]:
+    """Within the block every adapted module's B is random and large; afterwards all is bit for bit as it was."""
+    layers: list[Any] = [
+        module for module in model.modules() if hasattr(module, "lora_B") and "default" in module.lora_B
+    ]
+    saved = []
+    with torch.no_grad():
+        for layer in layers:
+            a_rI, b_Or = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+            saved.append((b_Or, b_Or.clone()))
+            generator = torch.Generator().manual_seed(len(saved))
+            b_Or.copy_(torch.randn(b_Or.shape, generator=generator))
+            # |B A|_F^2 = trace((B^T B)(A A^T)): no matrix of the module's own size is built
+            norm = ((b_Or.T @ b_Or) * (a_rI @ a_rI.T)).sum().sqrt() * layer.scaling["default"]
+            b_Or.mul_(RELATIVE_SIZE * layer.get_base_layer().weight.float().norm() / norm)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for weight, before in saved:
+                weight.copy_(before)
