@@ -42,11 +42,17 @@ _Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
 T = TypeVar("T")
 
 
+class Message(Struct, frozen=True, kw_only=True):
+    """Answer to GET / for programs."""
+
+    message: str
+
+
 class Register(Struct, frozen=True, kw_only=True):
     """POST /register: a trainer announces itself, or takes the run over from one that has gone.
 
-    Queued groups are kept, the former trainer's leases return to the queue. `batch_size` counts sequences. With
-    the `uuid` of an earlier answer the trainer keeps that identity; without it a new one is given.
+    Queued groups are kept, the former trainer's leases return to the queue. `batch_size` counts sequences.
+    With the `uuid` of an earlier answer the trainer keeps that identity; without it a new one is given.
     """
 
     wandb_group: _Name
@@ -186,7 +192,7 @@ class ScoredData(Struct, frozen=True, kw_only=True):
     """POST /scored_data: one group of `n` sequences. An empty list or dictionary means absent.
 
     `tokens[i]`, `masks[i]`, `advantages[i]`, `ref_logprobs[i]` and `inference_logprobs[i]` are equally long;
-    there is one score per sequence. `policy_versions` (optional) is the policy version that sampled each sequence.
+    there is one score per sequence. `policy_versions` (optional): the policy version that sampled each one.
     """
 
     tokens: list[list[_Int32]]
@@ -256,7 +262,7 @@ class Batch(Struct, frozen=True, kw_only=True):
     """Answer to GET /batch, in whole groups, oldest first, exactly `batch_size` sequences.
 
     `batch` is None while no batch can be made. With `?lease=SECONDS` it bears a `batch_id`: acknowledge it
-    (POST /batch/{batch_id}/ack) before `expires_in_s` has passed, or the groups return to the front of the queue.
+    (POST /batch/{batch_id}/ack) within `expires_in_s`, or the groups return to the front of the queue.
     Before POST /register `status` is `error` and `message` says why.
     """
 
@@ -328,18 +334,22 @@ def pack(group: ScoredData) -> PackedGroup:
 
 def unpack(group: PackedGroup) -> ScoredData:
     """The group as lists, exactly as they were given to `pack`."""
-    ends = [0, *accumulate(group.lengths)]
-    spans = [slice(start, end) for start, end in pairwise(ends)]
+    rows = spans(group.lengths)
     return ScoredData(
-        tokens=unpack_ints(group.tokens, spans),
-        masks=unpack_ints(group.masks, spans),
+        tokens=unpack_ints(group.tokens, rows),
+        masks=unpack_ints(group.masks, rows),
         scores=group.scores,
-        advantages=unpack_floats(group.advantages, spans),
-        ref_logprobs=unpack_floats(group.ref_logprobs, spans),
-        inference_logprobs=unpack_floats(group.inference_logprobs, spans),
+        advantages=unpack_floats(group.advantages, rows),
+        ref_logprobs=unpack_floats(group.ref_logprobs, rows),
+        inference_logprobs=unpack_floats(group.inference_logprobs, rows),
         **{name: getattr(group, name) for name in _UNPACKED_FIELDS},
         env_id=group.env_id,
     )
+
+
+def spans(lengths: list[int]) -> list[slice]:
+    """Where each sequence lies in a packed field, in numbers."""
+    return [slice(start, end) for start, end in pairwise([0, *accumulate(lengths)])]
 
 
 def encode_group(group: ScoredData, content_type: str = MSGPACK) -> bytes:

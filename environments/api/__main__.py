@@ -1,0 +1,52 @@
+"""`python -m environments.api`: serve the rollout API."""
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from environments.api.settings import Settings, SettingsError
+
+
+def parse(arguments: list[str] | None = None) -> Settings:
+    """Settings from the command line; ends the process with code 2 where they cannot go together."""
+    default = Settings()
+    parser = argparse.ArgumentParser(prog="python -m environments.api", description="Serve the rollout API.")
+    add = parser.add_argument
+    add("--host", default=default.host, help="address to listen on; beyond loopback --api-key is needed")
+    add("--port", type=int, default=default.port, help="0 takes a free one")
+    add("--store", type=Path, help="SQLite file that outlives the process (default: memory only)")
+    add("--fsync", action="store_true", help="also survive a power cut: flush the disk at every commit")
+    add("--env-timeout", type=float, default=default.env_timeout, help="seconds of silence that end a reservation")
+    add("--api-key", help="required of every client as `Authorization: Bearer KEY`")
+    add("--max-body-mb", type=int, default=default.max_body_mb, help="largest body, also when decompressed (MiB)")
+    add("--memory-mb", type=int, default=default.memory_mb, help="groups beyond this are left on disk (MiB)")
+    add("--cors-origin", action="append", default=[], help="web origin whose pages may call the API")
+    given = parser.parse_args(arguments)
+    try:
+        return Settings(
+            host=given.host,
+            port=given.port,
+            store=given.store,
+            fsync=given.fsync,
+            env_timeout=given.env_timeout,
+            api_key=given.api_key,
+            max_body_mb=given.max_body_mb,
+            memory_mb=given.memory_mb,
+            cors_origins=tuple(given.cors_origin),
+        )
+    except SettingsError as error:
+        parser.error(str(error))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serve; see `environments.api.server.serve` for the exit code."""
+    settings = parse(arguments)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    from environments.api.server import serve  # after the arguments: --help needs no web framework
+
+    return serve(settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,332 @@
+"""The rollout API's routes: each reads its request, asks the service and answers. Nothing is decided here."""
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import logging
+from collections.abc import AsyncIterator, Awaitable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from environments.api import intake, wire
+from environments.api.answers import json_batch, json_group, packed_batch
+from environments.api.http import ApiError, BodyReader, respond, respond_bytes, stream
+from environments.api.metrics import Metrics
+from environments.api.openapi import openapi
+from environments.api.page import DOCS_HTML, PAGE_HEADERS, STATUS_HTML
+from environments.api.records import LeaseError, NotRegistered, UnknownEnvironment
+from environments.api.service import Served, Service
+from environments.api.settings import LOOPBACK, Settings
+from environments.api.store import StoreError
+
+log = logging.getLogger("rollout-api")
+
+MAX_LEASE_S = 24 * 3600.0
+_OPEN_PATHS = ("/", "/docs", "/openapi.json")
+_EMPTY_EXAMPLE: dict[str, list[object]] = {
+    name: []
+    for name in (
+        *("tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params"),
+        *("inference_logprobs", "messages", "images"),
+    )
+}
+
+
+class Api:
+    """Endpoints over one service."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.bodies = BodyReader(service.settings.max_body_mb << 20)
+        self.metrics = Metrics(service)
+
+    def routes(self) -> list[Route]:
+        """Every endpoint; `environments.api.openapi` describes the same ones."""
+        return [
+            Route("/", self.root),
+            Route("/register", self.register, methods=["POST"]),
+            Route("/register-env", self.register_env, methods=["POST"]),
+            Route("/disconnect-env", self.disconnect_env, methods=["POST"]),
+            Route("/wandb_info", self.wandb_info),
+            Route("/info", self.info),
+            Route("/status", self.status),
+            Route("/status-env", self.status_env),
+            Route("/scored_data", self.scored_data, methods=["POST"]),
+            Route("/scored_data_list", self.scored_data_list, methods=["POST"]),
+            Route("/batch", self.batch),
+            Route("/batch/{batch_id}/ack", self.ack, methods=["POST"]),
+            Route("/batch/{batch_id}/extend", self.extend, methods=["POST"]),
+            Route("/batch/{batch_id}/release", self.release, methods=["POST"]),
+            Route("/latest_example", self.latest_example),
+            Route("/reset_data", self.reset_data),
+            Route("/overview", self.overview),
+            Route("/metrics", self.metrics_text),
+            Route("/openapi.json", self.openapi_json),
+            Route("/docs", self.docs),
+        ]
+
+    async def root(self, request: Request) -> Response:
+        if "text/html" in request.headers.get("accept", ""):
+            return HTMLResponse(STATUS_HTML, headers=PAGE_HEADERS)
+        return respond(request, wire.Message(message="Rollout API"))
+
+    async def register(self, request: Request) -> Response:
+        return respond(request, await self.service.register(await self._message(request, wire.Register)))
+
+    async def register_env(self, request: Request) -> Response:
+        message = await self._message(request, wire.RegisterEnv)
+        return respond(request, await self.service.register_environment(message))
+
+    async def disconnect_env(self, request: Request) -> Response:
+        message = await self._message(request, wire.EnvIdentifier)
+        try:
+            await self.service.disconnect(message.env_id)
+        except UnknownEnvironment as error:
+            # As environments of the original protocol expect it: a failure that is no HTTP error.
+            return respond(request, wire.DisconnectResponse(status="failure", error=str(error)))
+        return respond(request, wire.DisconnectResponse(status="success"))
+
+    async def wandb_info(self, request: Request) -> Response:
+        run = self.service.queue.run
+        return respond(
+            request,
+            wire.WandbInfo(
+                group=run.trainer.wandb_group if run else None, project=run.trainer.wandb_project if run else None
+            ),
+        )
+
+    async def info(self, request: Request) -> Response:
+        run = self.service.queue.run
+        return respond(
+            request,
+            wire.Info(
+                batch_size=run.trainer.batch_size if run else -1, max_token_len=run.trainer.max_token_len if run else -1
+            ),
+        )
+
+    async def status(self, request: Request) -> Response:
+        return respond(request, self.service.status())
+
+    async def status_env(self, request: Request) -> Response:
+        if (given := request.query_params.get("env_id")) is not None:
+            env_id = _number(given, "env_id", 0, 2**53, whole=True)
+        else:
+            env_id = (await self._message(request, wire.EnvIdentifier)).env_id
+        try:
+            return respond(request, self.service.status_env(int(env_id)))
+        except UnknownEnvironment as error:
+            raise ApiError(404, str(error), "env_id") from None
+
+    async def scored_data(self, request: Request) -> Response:
+        content_type, key = request.headers.get("content-type"), _post_key(request)
+        async with self.bodies.read(request) as body:
+            answer = intake.take_one(self.service, body, content_type, key)
+        await self.service.written()
+        return respond(request, answer)
+
+    async def scored_data_list(self, request: Request) -> Response:
+        content_type, key = request.headers.get("content-type"), _post_key(request)
+        answer = None
+        async with self.bodies.read(request) as body:
+            for answer in intake.take_list(self.service, body, content_type, key):
+                if answer is None:
+                    await asyncio.sleep(0)
+        await self.service.written()
+        assert answer is not None, "a list ends with its answer"
+        return respond(request, answer, 422 if answer.rejected else 200)
+
+    async def batch(self, request: Request) -> Response:
+        query = request.query_params
+        lease = _number(query["lease"], "lease", 0.1, MAX_LEASE_S) if "lease" in query else None
+        uuid = _number(query["uuid"], "uuid", 0, 2**53, whole=True) if "uuid" in query else None
+        try:
+            served = await self.service.next_batch(lease, query.get("request"), None if uuid is None else int(uuid))
+        except NotRegistered as error:
+            return respond(request, {"status": "error", "message": str(error), "batch": []})
+        except LeaseError as error:
+            raise ApiError(error.status, str(error), "uuid") from None
+        if served is None:
+            return respond(request, {"batch": None})
+        if wire.prefers_msgpack(request.headers.get("accept")):
+            return stream(request, packed_batch(*_parts(served)), wire.MSGPACK, compress=False)
+        return stream(request, json_batch(*_parts(served)), wire.JSON, compress=True)
+
+    async def ack(self, request: Request) -> Response:
+        async with self.bodies.read(request) as body:
+            message = intake.decode(body, wire.Ack, request.headers.get("content-type")) if body else wire.Ack()
+        return await self._lease_answer(
+            request, self.service.acknowledge(request.path_params["batch_id"], message.step)
+        )
+
+    async def extend(self, request: Request) -> Response:
+        lease = _number(request.query_params.get("lease", ""), "lease", 0.1, MAX_LEASE_S)
+        return await self._lease_answer(request, self.service.extend(request.path_params["batch_id"], lease))
+
+    async def release(self, request: Request) -> Response:
+        return await self._lease_answer(request, self.service.release(request.path_params["batch_id"]))
+
+    async def latest_example(self, request: Request) -> Response:
+        if self.service.latest is None:
+            return respond(request, _EMPTY_EXAMPLE)
+        return respond_bytes(request, json_group(self.service.latest), wire.JSON)
+
+    async def reset_data(self, request: Request) -> Response:
+        log.warning("reset by %s", request.client.host if request.client else "an unknown client")
+        await self.service.reset()
+        return PlainTextResponse("Reset successful")
+
+    async def overview(self, request: Request) -> Response:
+        return respond(request, self.service.overview())
+
+    async def metrics_text(self, request: Request) -> Response:
+        return respond_bytes(request, self.metrics.text(), self.metrics.content_type)
+
+    async def openapi_json(self, request: Request) -> Response:
+        return respond_bytes(request, openapi(), wire.JSON)
+
+    async def docs(self, request: Request) -> Response:
+        return HTMLResponse(DOCS_HTML, headers=PAGE_HEADERS)
+
+    async def _message(self, request: Request, message_type: type[wire.T]) -> wire.T:
+        async with self.bodies.read(request) as body:
+            return intake.decode(body, message_type, request.headers.get("content-type"))
+
+    async def _lease_answer(self, request: Request, answer: Awaitable[wire.LeaseResponse]) -> Response:
+        try:
+            return respond(request, await answer)
+        except LeaseError as error:
+            raise ApiError(error.status, str(error), "batch_id") from None
+
+
+class Gate:
+    """Lets in who may come in: the key where one is set, and no page of another web site."""
+
+    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+        self.app = app
+        self.key = settings.api_key.encode() if settings.api_key else None
+        self.origins = frozenset(settings.cors_origins)
+        self.local = settings.host in LOOPBACK
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        headers = dict(scope["headers"])
+        refusal = self._refusal(scope, headers)
+        if refusal is not None:
+            response = respond_bytes(
+                Request(scope), wire.encode(wire.ErrorResponse(detail=refusal.detail)), wire.JSON, refusal.status
+            )
+            if refusal.status == 401:
+                response.headers["WWW-Authenticate"] = "Bearer"
+            return await response(scope, receive, send)
+        return await self.app(scope, receive, send)
+
+    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
+        if (b"sec-fetch-site" in headers or b"origin" in headers) and (problem := self._foreign_page(headers)):
+            return problem
+        if self.key is None or scope["path"] in _OPEN_PATHS or scope["method"] == "OPTIONS":
+            return None
+        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self.key):
+            return None
+        return ApiError(401, "this API needs its key: send `Authorization: Bearer KEY` (--api-key)")
+
+    def _foreign_page(self, headers: dict[bytes, bytes]) -> ApiError | None:
+        """A browser says which page asks. Any page may send simple requests to loopback: only our own may."""
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        host = headers.get(b"host", b"").decode("latin-1")
+        if origin in self.origins:
+            return None
+        if headers.get(b"sec-fetch-site", b"none") in (b"cross-site", b"same-site") or (
+            origin and origin.partition("://")[2] != host
+        ):
+            return ApiError(403, f"a page of {origin or 'another site'} may not call this API (--cors-origin)")
+        name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
+        if self.local and self.key is None and name.strip("[]") not in LOOPBACK:
+            return ApiError(403, f"Host {host}: this API listens on loopback only, call it by 127.0.0.1")
+        return None
+
+
+def build_app(service: Service) -> ASGIApp:
+    """The ASGI application of one service."""
+    api = Api(service)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        timekeeper = asyncio.create_task(service.keep_time())
+        yield
+        timekeeper.cancel()
+        with contextlib.suppress(asyncio.CancelledError, StoreError):
+            await timekeeper
+
+    cors = service.settings.cors_origins
+    app = Starlette(
+        routes=api.routes(),
+        middleware=[Middleware(CORSMiddleware, allow_origins=cors, allow_methods=["*"], allow_headers=["*"])]
+        if cors
+        else [],
+        exception_handlers={
+            ApiError: _api_error,
+            HTTPException: _http_error,
+            ClientDisconnect: _gone,
+            StoreError: _store_error,
+        },
+        lifespan=lifespan,
+    )
+    return Gate(api.metrics.around(app), service.settings)
+
+
+def _parts(served: Served) -> tuple[list[bytes], dict[str, object]]:
+    if served.lease is None:
+        return served.payloads, {}
+    return served.payloads, {
+        "batch_id": served.lease.batch_id,
+        "expires_in_s": served.expires_in_s,
+        "current_step": served.current_step,
+    }
+
+
+def _post_key(request: Request) -> bytes | None:
+    key = request.headers.get("idempotency-key")
+    return hashlib.blake2b(key.encode(), digest_size=16, person=b"post").digest() if key else None
+
+
+def _number(text: str, field: str, low: float, high: float, whole: bool = False) -> float:
+    try:
+        number = int(text) if whole and len(text) < 20 else float(text)
+    except ValueError:
+        raise ApiError(422, f"{field}={text[:40]!r}: expected a number", field) from None
+    if not low <= number <= high:
+        raise ApiError(422, f"{field}={text[:40]}: expected {low:g} to {high:g}", field)
+    return number
+
+
+def _error(request: Request, error: wire.ErrorResponse, status: int) -> Response:
+    return respond(request, error, status)
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return respond(request, wire.ErrorResponse(detail=error.detail, field=error.field), error.status)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return respond(request, wire.ErrorResponse(detail=error.detail), error.status_code)
+
+
+async def _store_error(request: Request, error: Exception) -> Response:
+    log.critical("%s", error)
+    return respond(request, wire.ErrorResponse(detail=str(error)), 503)
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=400)  # nobody is left to read it

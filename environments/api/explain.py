@@ -1,0 +1,178 @@
+"""What the queue says of itself: GET /status-env, GET /status, and why a batch does not come."""
+
+from environments.api import wire
+from environments.api.queue import RolloutQueue
+from environments.api.selection import can_make
+
+MIN_ENV_WEIGHT = 0.01
+"""No environment is told a smaller weight, so that none starves."""
+
+
+class Explainer:
+    """Answers about one queue. Sums over all environments are kept until the queue changes, because a thousand
+    environments ask ten times a second."""
+
+    def __init__(self, queue: RolloutQueue) -> None:
+        self.queue = queue
+        self._at = -1
+        self._weights = 0.0
+        self._reserved = 0.0
+        self._available: dict[int | None, int] = {}
+        self._all_available = 0
+
+    def status_env(self, env_id: int) -> wire.StatusEnv:
+        """How much is queued, counted as the asking environment does: in groups of its own size.
+
+        Other environments' groups count beyond what is reserved for them, rounded up to the largest group.
+
+        Raises:
+            UnknownEnvironment: never registered.
+        """
+        queue = self.queue
+        request = queue.environment(env_id).request
+        self._refresh()
+        own = queue.line.sequences_by_env[env_id]
+        group_size = max([request.group_size, *queue.line.sizes(env_id)])
+        others = self._all_available - self._available.get(env_id, 0)
+        weight = request.max_token_length * request.weight
+        return wire.StatusEnv(
+            current_step=queue.run.current_step if queue.run else 0,
+            queue_size=(own + others) // group_size,
+            unallocated_fraction=1.0 - min(self._reserved, 1.0),
+            self_queue_size=own // group_size,
+            max_group_size=queue.line.largest,
+            env_weight=max(MIN_ENV_WEIGHT, weight / self._weights if self._weights else 0.0),
+        )
+
+    def _refresh(self) -> None:
+        queue = self.queue
+        if self._at == queue.changes:
+            return
+        self._at = queue.changes
+        alive = [queue.environments[each].request for each in queue.alive]
+        self._weights = sum(each.max_token_length * each.weight for each in alive)
+        self._reserved = sum(each.min_batch_allocation or 0.0 for each in alive)
+        batch_size = queue.run.trainer.batch_size if queue.run else 0
+        largest = queue.line.largest
+        self._available = {}
+        for env_id, sequences in queue.line.sequences_by_env.items():
+            share = 0.0
+            if env_id is not None and env_id in queue.alive:
+                share = queue.environments[env_id].request.min_batch_allocation or 0.0
+            packed = -(-sequences // largest) * largest
+            self._available[env_id] = max(0, packed - int(batch_size * share))
+        self._all_available = sum(self._available.values())
+
+    def status(self, now: float, durable: bool = False) -> wire.Status:
+        """Everything that tells why the next batch comes or does not."""
+        queue, line, run = self.queue, self.queue.line, self.queue.run
+        return wire.Status(
+            current_step=run.current_step if run else 0,
+            queue_size=len(line.groups),
+            registered=run is not None,
+            started=run is not None and run.started,
+            batch_size=run.trainer.batch_size if run else -1,
+            num_steps=run.trainer.num_steps if run else -1,
+            queued_sequences=line.sequences,
+            queued_bytes=line.nbytes,
+            buffered_groups=sum(len(buffer) for buffer in queue.buffers.values()),
+            leased_groups=len(queue.leased),
+            batch_ready=queue.batch_ready,
+            waiting_for=self.waiting_for(),
+            warnings=self.warnings(),
+            groups_by_size={str(size): line.groups_by_size[size] for size in sorted(line.groups_by_size)},
+            environments=self._environments(now),
+            leases=[
+                wire.LeaseStatus(batch_id=lease.batch_id, groups=len(lease.groups), expires_in_s=lease.deadline - now)
+                for lease in queue.leases.values()
+            ],
+            staleness=self._staleness(),
+            durable=durable,
+        )
+
+    def waiting_for(self) -> str | None:
+        """What is missing for the next batch, or None where one can be made."""
+        queue, line = self.queue, self.queue.line
+        if queue.run is None:
+            return "a trainer: POST /register"
+        if queue.batch_ready:
+            return None
+        target = queue.run.trainer.batch_size
+        reasons = []
+        if line.sequences < target:
+            reasons.append(f"{target - line.sequences} more sequences ({line.sequences} of {target} queued)")
+        for env_id, minimum in queue.minima().items():
+            if (have := line.sequences_by_env[env_id]) < minimum:
+                name = queue.environments[env_id].name
+                reasons.append(f"{minimum - have} more from {name} (reserved {minimum}, queued {have})")
+        sizes = ", ".join(str(size) for size in sorted(line.groups_by_size))
+        return "; ".join(reasons) or f"groups of {sizes} that make exactly {target} sequences"
+
+    def warnings(self) -> list[str]:
+        """What can never be served as things are, naming the sizes and the way out."""
+        queue, line = self.queue, self.queue.line
+        if queue.run is None:
+            return []
+        target = queue.run.trainer.batch_size
+        found = []
+        expected = {queue.environments[each].request.group_size for each in queue.alive}
+        sizes = expected | set(line.groups_by_size)
+        if sizes and not can_make(target, sizes):
+            listed = ", ".join(str(size) for size in sorted(sizes))
+            found.append(
+                f"no batch can ever be made: batch_size {target} is no sum of groups of {listed};"
+                f" use a batch_size that is"
+            )
+        else:
+            for size in sorted(line.groups_by_size):
+                if size > target or not can_make(target - size, sizes):
+                    found.append(
+                        f"{line.groups_by_size[size]} groups of {size} can never fit a batch of {target}"
+                        f" with the other groups' sizes"
+                    )
+        minima = queue.minima()
+        for env_id, minimum in minima.items():
+            request = queue.environments[env_id].request
+            share = int(target * (request.min_batch_allocation or 0.0))
+            if minimum < share:
+                found.append(
+                    f"{queue.environments[env_id].name} reserves {share} of {target} sequences and gets {minimum}:"
+                    f" more does not fit beside the others in whole groups of {request.group_size}"
+                )
+        for env_id, buffer in queue.buffers.items():
+            environment = queue.environments[env_id]
+            found.append(
+                f"{environment.name}: {len(buffer)} groups ({sum(each.size for each in buffer)} sequences) are"
+                f" buffered until some sum to its group_size {environment.request.group_size}"
+            )
+        return found
+
+    def _environments(self, now: float) -> list[wire.EnvStatus]:
+        queue, line = self.queue, self.queue.line
+        minima = queue.minima()
+        return [
+            wire.EnvStatus(
+                env_id=each.id,
+                name=each.name,
+                group_size=each.request.group_size,
+                connected=each.connected,
+                alive=each.id in queue.alive,
+                idle_s=max(0.0, now - queue.last_heard[each.id]),
+                weight=each.request.weight,
+                reserved=minima.get(each.id, 0),
+                queued_groups=line.groups_by_env[each.id],
+                queued_sequences=line.sequences_by_env[each.id],
+                buffered_sequences=sum(group.size for group in queue.buffers.get(each.id, ())),
+                received_groups=queue.received[each.id],
+            )
+            for each in queue.environments
+        ]
+
+    def _staleness(self) -> wire.Staleness | None:
+        versions = self.queue.line.groups_by_versions
+        if not versions:
+            return None
+        oldest = min(low for low, _ in versions)
+        newest = max(high for _, high in versions)
+        step = self.queue.run.current_step if self.queue.run else 0
+        return wire.Staleness(oldest_version=oldest, newest_version=newest, behind=max(0, step - oldest))

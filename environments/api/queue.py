@@ -1,0 +1,395 @@
+"""The rollout queue as a pure state machine: groups in, leased batches out, each group trained once.
+
+No clock, no I/O: calls that time matters to are given `now` (seconds since the epoch), and what must survive a
+crash is told to a `Journal`. A group is in one place at a time:
+
+    offered -> buffered (of an odd size) -> queued -> leased -> gone (acknowledged)
+                                              ^          |
+                                              +----------+  released, expired, taken over: back where it was
+"""
+
+import secrets
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from environments.api import wire
+from environments.api.line import Line
+from environments.api.records import (
+    Closed,
+    Environment,
+    Group,
+    Journal,
+    Lease,
+    LeaseError,
+    NoJournal,
+    NotRegistered,
+    Run,
+    Snapshot,
+    UnknownEnvironment,
+)
+from environments.api.selection import Pool, Reservation, choose, feasible_minima
+
+REMEMBERED_LEASES = 4096
+"""Closed leases that are remembered, so that a repeated or late acknowledgement is understood."""
+
+
+class Grant(Struct, frozen=True):
+    """A batch for the trainer."""
+
+    lease: Lease
+    groups: list[Group]
+
+
+class RolloutQueue:
+    """Groups waiting to be trained, the environments that send them and the trainer that takes them."""
+
+    def __init__(
+        self,
+        journal: Journal | None = None,
+        env_timeout: float = 60.0,
+        new_id: Callable[[], str] = lambda: secrets.token_hex(8),
+        new_uuid: Callable[[], int] = lambda: secrets.randbits(53),
+    ) -> None:
+        """`env_timeout`: seconds after which an environment that was not heard of loses its reservation."""
+        self.journal = journal or NoJournal()
+        self.env_timeout = env_timeout
+        self._new_id = new_id
+        self._new_uuid = new_uuid
+        self.next_group = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.run: Run | None = None
+        self.environments: list[Environment] = []
+        self.names: Counter[str | None] = Counter()
+        self.last_heard: dict[int, float] = {}
+        self.alive: set[int] = set()
+        self.received: Counter[int] = Counter()
+        self.line = Line()
+        self.buffers: dict[int, list[Group]] = {}
+        self.leased: dict[int, Group] = {}
+        self.leases: dict[str, Lease] = {}
+        self.closed: OrderedDict[str, Closed] = OrderedDict()
+        self.changes = 0
+        self._chosen: tuple[int, list[int] | None] = (-1, None)
+
+    @classmethod
+    def restore(cls, snapshot: Snapshot, now: float, journal: Journal, env_timeout: float = 60.0) -> "RolloutQueue":
+        """The queue as it was written down. Environments have `env_timeout` to be heard of again."""
+        queue = cls(journal, env_timeout)
+        queue.run = snapshot.run
+        queue.next_group = snapshot.next_group
+        queue.closed.update(snapshot.closed)
+        for environment in snapshot.environments:
+            queue.environments.append(environment)
+            queue.names[environment.request.desired_name] += 1
+            queue.last_heard[environment.id] = now
+            if environment.connected:
+                queue.alive.add(environment.id)
+        for group, place in snapshot.groups:
+            if place == "leased":
+                queue.leased[group.id] = group
+            elif place == "buffer" and group.env_id is not None:
+                queue.buffers.setdefault(group.env_id, []).append(group)
+            else:
+                queue.line.add(group, queue._reserves(group.env_id))
+        queue.leases = {lease.batch_id: lease for lease in snapshot.leases}
+        return queue
+
+    # The trainer
+
+    def register(self, trainer: wire.Register) -> Run:
+        """Start the run, or take it over: the former trainer's leases return, queued groups are kept."""
+        started = self.run.started if self.run else False
+        uuid = trainer.uuid if trainer.uuid is not None else self._new_uuid()
+        for batch_id in list(self.leases):
+            self._return(batch_id, Closed("taken over"))
+        self._put_run(Run(trainer, uuid, trainer.starting_step, started))
+        return Run(trainer, uuid, trainer.starting_step, started)
+
+    def next_batch(self, now: float, lease: float, request: str | None = None, uuid: int | None = None) -> Grant | None:
+        """The oldest groups that make a batch, held for `lease` seconds; None where none can be made.
+
+        The same `request` while its lease lasts gets the same batch again.
+
+        Raises:
+            NotRegistered: no trainer has registered.
+            LeaseError: `uuid` is given and another trainer has taken over (409).
+        """
+        if self.run is None:
+            raise NotRegistered("Trainer not registered. Call /register first.")
+        if uuid is not None and uuid != self.run.uuid:
+            raise LeaseError(409, f"trainer {uuid} was taken over by {self.run.uuid}: POST /register to take over")
+        if not self.run.started:
+            self._put_run(replace(self.run, started=True))
+        for held in self.leases.values():
+            if request is not None and held.request == request:
+                granted = self._extended(held, now + lease)
+                return Grant(granted, [self.leased[each] for each in held.groups])
+        ids = self._choice()
+        if ids is None:
+            return None
+        groups = self.line.remove(ids)
+        self.changes += 1
+        granted = Lease(self._new_id(), tuple(ids), now + lease, request)
+        self.leases[granted.batch_id] = granted
+        self.leased.update((group.id, group) for group in groups)
+        self.journal.move(ids, "leased")
+        self.journal.put_lease(granted)
+        return Grant(granted, groups)
+
+    def acknowledge(self, batch_id: str, step: int | None = None) -> tuple[int, ...]:
+        """The batch is trained: its groups' ids, to be forgotten; none where it was acknowledged before.
+
+        A lease that has expired may still be acknowledged while none of its groups was given out again.
+
+        Raises:
+            LeaseError: unknown (404), or given to another meanwhile (409).
+        """
+        if batch_id in self.leases:
+            ids = self.leases.pop(batch_id).groups
+            for each in ids:
+                del self.leased[each]
+        else:
+            closed = self._closed(batch_id)
+            if closed.how == "acknowledged":
+                return ()
+            if closed.how != "expired" or not all(each in self.line.groups for each in closed.groups):
+                raise LeaseError(409, f"batch {batch_id} was {_ended(closed)}: its groups are trained again")
+            ids = closed.groups
+            self.line.remove(ids)
+        assert self.run is not None, "a lease without a run"
+        self.changes += 1
+        self.journal.drop(ids)
+        self._close(batch_id, Closed("acknowledged"))
+        self._put_run(replace(self.run, current_step=self.run.current_step + 1 if step is None else step))
+        return ids
+
+    def extend(self, batch_id: str, now: float, lease: float) -> Lease:
+        """Hold a batch until `now + lease`.
+
+        Raises:
+            LeaseError: the lease is unknown (404) or has ended (409).
+        """
+        return self._extended(self._held(batch_id), now + lease)
+
+    def release(self, batch_id: str) -> None:
+        """Put a batch back at once, as a trainer does that stops.
+
+        Raises:
+            LeaseError: the lease is unknown (404) or has ended (409), unless by an earlier release.
+        """
+        if self.closed.get(batch_id) != Closed("released"):
+            self._held(batch_id)
+            self._return(batch_id, Closed("released"))
+
+    # The environments
+
+    def register_environment(self, request: wire.RegisterEnv, now: float) -> Environment | None:
+        """A new environment, or None while the trainer has not asked for its first batch."""
+        if self.run is None or not self.run.started:
+            return None
+        number = self.names[request.desired_name]
+        self.names[request.desired_name] += 1
+        name = f"{request.desired_name or 'env'}_{number}"
+        environment = Environment(len(self.environments), name, request)
+        self.environments.append(environment)
+        self.journal.put_environment(environment)
+        self.hear(environment.id, now)
+        return environment
+
+    def disconnect(self, env_id: int) -> None:
+        """An environment says goodbye: its reservation ends, what it sent stays.
+
+        Raises:
+            UnknownEnvironment: never registered.
+        """
+        environment = replace(self.environment(env_id), connected=False)
+        self.environments[env_id] = environment
+        self.journal.put_environment(environment)
+        self._lose(env_id)
+
+    def hear(self, env_id: int, now: float) -> Environment:
+        """Note a sign of life.
+
+        Raises:
+            UnknownEnvironment: never registered.
+        """
+        environment = self.environment(env_id)
+        self.last_heard[env_id] = now
+        if environment.connected and env_id not in self.alive:
+            self.alive.add(env_id)
+            self.changes += 1
+        return environment
+
+    def environment(self, env_id: int) -> Environment:
+        """The environment of this id.
+
+        Raises:
+            UnknownEnvironment: never registered.
+        """
+        if not 0 <= env_id < len(self.environments):
+            raise UnknownEnvironment(f"env_id {env_id} is unknown: POST /register-env gives ids")
+        return self.environments[env_id]
+
+    def offer(
+        self,
+        env_id: int | None,
+        size: int,
+        nbytes: int,
+        mean_score: float,
+        versions: Iterable[int] = (),
+        now: float = 0.0,
+    ) -> tuple[Group, int | None]:
+        """Take a group in; with the number of sequences buffered where its size is not its environment's.
+
+        A group smaller than its environment's group size waits until some together have that size. A larger one
+        never could, and is queued as it is.
+
+        Raises:
+            UnknownEnvironment: `env_id` was never registered.
+        """
+        environment = None if env_id is None else self.hear(env_id, now)
+        span = list(versions)
+        group = Group(
+            self.next_group,
+            env_id,
+            size,
+            nbytes,
+            mean_score,
+            min(span, default=None),
+            max(span, default=None),
+        )
+        self.next_group += 1
+        if environment is None or size >= environment.request.group_size or env_id not in self.alive:
+            self._enqueue(group)
+            self.journal.put_group(group, "queue")
+            if environment is not None:
+                self.received[environment.id] += 1
+            return group, None
+        self.received[environment.id] += 1
+        buffer = self.buffers.setdefault(environment.id, [])
+        buffer.append(group)
+        self.journal.put_group(group, "buffer")
+        ids = choose(environment.request.group_size, [Pool([(each.id, each.size) for each in buffer])])
+        if ids is not None:
+            self._unbuffer(environment.id, set(ids))
+        return group, sum(each.size for each in self.buffers.get(environment.id, ()))
+
+    # Time and the end
+
+    def tick(self, now: float) -> None:
+        """Let leases run out and silent environments go."""
+        for lease in [lease for lease in self.leases.values() if lease.deadline <= now]:
+            self._return(lease.batch_id, Closed("expired", lease.groups))
+        for env_id in [each for each in self.alive if now - self.last_heard[each] > self.env_timeout]:
+            self._lose(env_id)
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.journal.reset()
+        self._clear()
+
+    # What is inside
+
+    def minima(self) -> dict[int, int]:
+        """Sequences of each batch that are kept for each living environment with a reservation."""
+        if self.run is None:
+            return {}
+        batch_size = self.run.trainer.batch_size
+        reservations = {
+            env_id: Reservation(
+                int(batch_size * (self.environments[env_id].request.min_batch_allocation or 0)),
+                frozenset(self.line.sizes(env_id) | {self.environments[env_id].request.group_size}),
+            )
+            for env_id in sorted(self.alive)
+            if self._reserves(env_id)
+        }
+        if not reservations:
+            return {}
+        others = self.line.sizes_outside(reservations)
+        others.update(self.environments[each].request.group_size for each in self.alive if each not in reservations)
+        return feasible_minima(batch_size, reservations, frozenset(others))
+
+    @property
+    def batch_ready(self) -> bool:
+        """Whether the next GET /batch is answered with a batch."""
+        return self.run is not None and self._choice() is not None
+
+    def _choice(self) -> list[int] | None:
+        """The groups of the next batch; thought over again only after a change."""
+        assert self.run is not None, "a batch without a run"
+        if self._chosen[0] != self.changes:
+            target = self.run.trainer.batch_size
+            self._chosen = (self.changes, choose(target, self.line.pools(target, self.minima())))
+        return self._chosen[1]
+
+    def _reserves(self, env_id: int | None) -> bool:
+        return (
+            env_id is not None
+            and env_id < len(self.environments)
+            and self.environments[env_id].request.min_batch_allocation is not None
+        )
+
+    def _enqueue(self, group: Group) -> None:
+        self.line.add(group, self._reserves(group.env_id))
+        self.changes += 1
+
+    def _unbuffer(self, env_id: int, ids: set[int]) -> None:
+        buffer = self.buffers.pop(env_id)
+        for group in buffer:
+            if group.id in ids:
+                self._enqueue(group)
+        self.journal.move(ids, "queue")
+        if rest := [group for group in buffer if group.id not in ids]:
+            self.buffers[env_id] = rest
+
+    def _lose(self, env_id: int) -> None:
+        """An environment is gone: no batch waits for it, and what it left in its buffer may be trained."""
+        self.alive.discard(env_id)
+        self.changes += 1
+        if env_id in self.buffers:
+            self._unbuffer(env_id, {group.id for group in self.buffers[env_id]})
+
+    def _return(self, batch_id: str, closed: Closed) -> None:
+        """End a lease and put its groups back where their age places them: at the front."""
+        lease = self.leases.pop(batch_id)
+        for each in lease.groups:
+            self._enqueue(self.leased.pop(each))
+        self.journal.move(lease.groups, "queue")
+        self._close(batch_id, closed)
+
+    def _extended(self, lease: Lease, deadline: float) -> Lease:
+        lease = replace(lease, deadline=deadline)
+        self.leases[lease.batch_id] = lease
+        self.journal.put_lease(lease)
+        return lease
+
+    def _held(self, batch_id: str) -> Lease:
+        if batch_id not in self.leases:
+            raise LeaseError(409, f"batch {batch_id} was {_ended(self._closed(batch_id))}")
+        return self.leases[batch_id]
+
+    def _closed(self, batch_id: str) -> Closed:
+        if batch_id not in self.closed:
+            raise LeaseError(404, f"batch {batch_id} is unknown: GET /batch?lease=SECONDS gives ids")
+        return self.closed[batch_id]
+
+    def _close(self, batch_id: str, closed: Closed) -> None:
+        self.closed[batch_id] = closed
+        self.closed.move_to_end(batch_id)
+        self.journal.close_lease(batch_id, closed)
+        while len(self.closed) > REMEMBERED_LEASES:
+            self.closed.popitem(last=False)
+
+    def _put_run(self, run: Run) -> None:
+        self.run = run
+        self.changes += 1
+        self.journal.put_run(run)
+
+
+def _ended(closed: Closed) -> str:
+    return "taken over by another trainer" if closed.how == "taken over" else closed.how

@@ -1,0 +1,118 @@
+"""What the rollout queue remembers, and the journal it is written down in."""
+
+from collections.abc import Iterable
+from typing import Literal, Protocol
+
+from msgspec import Struct
+
+from environments.api import wire
+
+Place = Literal["buffer", "queue", "leased"]
+
+
+class UnknownEnvironment(LookupError):
+    """An env_id that this API has not given out."""
+
+
+class NotRegistered(Exception):
+    """A batch was asked for before any trainer registered."""
+
+
+class LeaseError(Exception):
+    """A lease that cannot be had, acknowledged, extended or released; `status` is the HTTP status for it."""
+
+    def __init__(self, status: Literal[404, 409], message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Group(Struct, frozen=True):
+    """What the queue knows of a group; its bytes lie elsewhere (`environments.api.payloads`).
+
+    Ids count up in order of arrival, so the lowest id is the oldest group. `size` is in sequences.
+    """
+
+    id: int
+    env_id: int | None
+    size: int
+    nbytes: int
+    mean_score: float
+    oldest_version: int | None = None
+    newest_version: int | None = None
+
+
+class Environment(Struct, frozen=True):
+    """A registered environment; `connected` until it says goodbye."""
+
+    id: int
+    name: str
+    request: wire.RegisterEnv
+    connected: bool = True
+
+
+class Run(Struct, frozen=True):
+    """The trainer's registration and how far it is; `started` from its first GET /batch on."""
+
+    trainer: wire.Register
+    uuid: int
+    current_step: int
+    started: bool = False
+
+
+class Lease(Struct, frozen=True):
+    """A batch in a trainer's hands; `request` is the client's key for asking again after a lost answer."""
+
+    batch_id: str
+    groups: tuple[int, ...]
+    deadline: float
+    request: str | None = None
+
+
+class Closed(Struct, frozen=True):
+    """How a lease ended; with its groups where it expired, for it may still be acknowledged."""
+
+    how: Literal["acknowledged", "expired", "released", "taken over"]
+    groups: tuple[int, ...] = ()
+
+
+class Snapshot(Struct, frozen=True):
+    """Everything that a journal wrote down, as `RolloutQueue.restore` wants it."""
+
+    run: Run | None
+    environments: list[Environment]
+    groups: list[tuple[Group, Place]]
+    leases: list[Lease]
+    closed: dict[str, Closed]
+    next_group: int
+
+
+class Journal(Protocol):
+    """Where changes are written down. All changes of one call of the queue belong in one transaction."""
+
+    def put_run(self, run: Run) -> None:
+        """The run is now this."""
+
+    def put_environment(self, environment: Environment) -> None:
+        """An environment is new or has changed."""
+
+    def put_group(self, group: Group, place: Place) -> None:
+        """A group has arrived."""
+
+    def move(self, groups: Iterable[int], place: Place) -> None:
+        """Groups are now in this place."""
+
+    def drop(self, groups: Iterable[int]) -> None:
+        """Groups are done with."""
+
+    def put_lease(self, lease: Lease) -> None:
+        """A lease is new or has been extended."""
+
+    def close_lease(self, batch_id: str, closed: Closed) -> None:
+        """A lease has ended."""
+
+    def reset(self) -> None:
+        """Everything is gone."""
+
+
+class NoJournal(Journal):
+    """A journal that writes nothing: for a queue in memory only."""

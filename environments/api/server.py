@@ -1,0 +1,109 @@
+"""The rollout API as a process: its socket, its signals and its end."""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import psutil
+import uvicorn
+
+from environments.api.app import build_app
+from environments.api.service import Service
+from environments.api.settings import Settings, SettingsError
+from environments.api.store import StoreError
+
+log = logging.getLogger("rollout-api")
+
+_BACKLOG = 2048
+
+
+def serve(settings: Settings) -> int:
+    """Serve until SIGTERM or SIGINT; the exit code: 0, 1 (the store failed), 2 (it could not start)."""
+    try:
+        listener = _listen(settings.host, settings.port)
+        service = Service(settings)
+    except (SettingsError, StoreError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    config = uvicorn.Config(
+        build_app(service),
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=1,
+        timeout_keep_alive=75,
+        backlog=_BACKLOG,
+    )
+    host, port = listener.getsockname()[:2]
+    log.info("serving http://%s:%d", f"[{host}]" if ":" in host else host, port)
+    if service.store is None:
+        log.info("no --store: groups are kept in memory and end with this process")
+    try:
+        with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
+            return runner.run(_run(_Server(config), service, listener))
+    finally:
+        service.close()
+
+
+async def _run(server: "_Server", service: Service, listener: socket.socket) -> int:
+    loop = asyncio.get_running_loop()
+    for each in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(each, server.stop)
+    failed = asyncio.create_task(_stop_on_failure(server, service))
+    await server.serve(sockets=[listener])
+    failed.cancel()
+    return 1 if service.failed.is_set() else 0
+
+
+async def _stop_on_failure(server: "_Server", service: Service) -> None:
+    await service.failed.wait()
+    log.critical("the store failed: stopping, so that nothing is answered that is not written")
+    server.stop()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, except that a signal ends it with exit code 0 and not by raising the signal again."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def stop(self) -> None:
+        """End after the requests in flight, at once when asked twice."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A bound socket.
+
+    Raises:
+        SettingsError: the address is busy (with its holder) or not of this machine.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise SettingsError(f"--port {port}: in use by {_holder(port)}; stop it or give another port") from None
+        raise SettingsError(f"--host {host} --port {port}: {error.strerror or error}") from None
+    return listener
+
+
+def _holder(port: int) -> str:
+    """Who listens on a port, as far as this user may know."""
+    with contextlib.suppress(psutil.Error, OSError):
+        for each in psutil.net_connections("tcp"):
+            if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr[1] == port and each.pid:
+                command = " ".join(psutil.Process(each.pid).cmdline())[:120]
+                return f"process {each.pid} ({command})"
+    return "a process of another user"

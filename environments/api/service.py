@@ -1,0 +1,270 @@
+"""The rollout API without HTTP: the queue, the groups' bytes and the store, kept in step."""
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from statistics import fmean
+
+from msgspec import Struct
+
+from environments.api import wire
+from environments.api.explain import Explainer
+from environments.api.history import History, Overview
+from environments.api.payloads import Payloads
+from environments.api.queue import REMEMBERED_LEASES, RolloutQueue
+from environments.api.records import Lease
+from environments.api.settings import Settings
+from environments.api.store import REMEMBERED_POSTS_S, Store, StoreError
+
+log = logging.getLogger("rollout-api")
+
+PLAIN_LEASE_S = 60.0
+"""How long a batch may take to be read for a trainer that does not lease; it is acknowledged before it is sent."""
+UNANSWERED_S = 5.0
+"""Posts this close to the end of an earlier process may never have been answered."""
+RETRY_WINDOW_S = 120.0
+"""Time after a start in which clients repeat posts that the earlier process never answered."""
+
+
+class Served(Struct, frozen=True):
+    """A batch with its groups' bytes (MessagePack of `wire.PackedGroup`); the lease is None for a plain GET."""
+
+    payloads: list[bytes]
+    lease: Lease | None
+    expires_in_s: float
+    current_step: int
+
+
+class Service:
+    """One run's rollout API. Call it from one event loop; what it answers is written down first."""
+
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
+        """Open the store, if there is one, and go on where it ends.
+
+        Raises:
+            StoreError: the store cannot be opened or is in use.
+        """
+        self.settings = settings
+        self.clock = clock
+        self.store = Store(settings.store, settings.fsync) if settings.store else None
+        self.payloads = Payloads(self.store, settings.memory_mb << 20)
+        self.history = History()
+        self.latest: bytes | None = None
+        self.failed = asyncio.Event()
+        self.started_at = clock()
+        self._posts: OrderedDict[bytes, float] = OrderedDict()
+        self._unanswered: set[bytes] = set()
+        self._warned: set[str] = set()
+        if self.store is None:
+            self.queue = RolloutQueue(env_timeout=settings.env_timeout)
+        else:
+            snapshot = self.store.load()
+            self.queue = RolloutQueue.restore(snapshot, clock(), self.store, settings.env_timeout)
+            self.payloads.adopt(group.id for group, _ in snapshot.groups)
+            self._adopt_posts(self.store.posts())
+            log.info(
+                "store %s: %d groups, %d environments, step %s",
+                settings.store,
+                len(snapshot.groups),
+                len(snapshot.environments),
+                snapshot.run.current_step if snapshot.run else "none",
+            )
+        self.explain = Explainer(self.queue)
+
+    # The trainer
+
+    async def register(self, trainer: wire.Register) -> wire.RegisterResponse:
+        """Start or take over the run."""
+        run = self.queue.register(trainer)
+        log.info("trainer %d registered: batch_size %d, step %d", run.uuid, trainer.batch_size, run.current_step)
+        await self._commit()
+        return wire.RegisterResponse(uuid=run.uuid)
+
+    async def next_batch(
+        self, lease: float | None = None, request: str | None = None, uuid: int | None = None
+    ) -> Served | None:
+        """The next batch or None; without `lease` it counts as trained when this returns.
+
+        Raises:
+            NotRegistered, LeaseError: see `RolloutQueue.next_batch`.
+        """
+        started = self.queue.run is not None and self.queue.run.started
+        grant = self.queue.next_batch(self.clock(), lease or PLAIN_LEASE_S, request, uuid)
+        if grant is None:
+            if not started:
+                await self._commit()
+            return None
+        payloads = await self.payloads.get(grant.lease.groups)
+        if lease is None:
+            self._acknowledge(grant.lease.batch_id, None)
+        await self._commit()
+        left = grant.lease.deadline - self.clock()
+        return Served(payloads, None if lease is None else grant.lease, left, self.step)
+
+    async def acknowledge(self, batch_id: str, step: int | None) -> wire.LeaseResponse:
+        """The batch is trained (see `RolloutQueue.acknowledge` for what is raised)."""
+        self._acknowledge(batch_id, step)
+        await self._commit()
+        return wire.LeaseResponse(status="acknowledged", current_step=self.step)
+
+    async def extend(self, batch_id: str, lease: float) -> wire.LeaseResponse:
+        """Hold a batch for longer (raises as `RolloutQueue.extend`)."""
+        self.queue.extend(batch_id, self.clock(), lease)
+        await self._commit()
+        return wire.LeaseResponse(status="extended", current_step=self.step)
+
+    async def release(self, batch_id: str) -> wire.LeaseResponse:
+        """Put a batch back at once (raises as `RolloutQueue.release`)."""
+        self.queue.release(batch_id)
+        await self._commit()
+        return wire.LeaseResponse(status="released", current_step=self.step)
+
+    # The environments
+
+    async def register_environment(self, request: wire.RegisterEnv) -> wire.RegisterEnvResponse:
+        """An id for the environment, or the word to wait."""
+        environment = self.queue.register_environment(request, self.clock())
+        if environment is None or self.queue.run is None:
+            return wire.RegisterEnvResponse(status="wait for trainer to start")
+        log.info("environment %d registered: %s, groups of %d", environment.id, environment.name, request.group_size)
+        await self._commit()
+        trainer = self.queue.run.trainer
+        return wire.RegisterEnvResponse(
+            status="success",
+            env_id=environment.id,
+            wandb_name=environment.name,
+            checkpoint_dir=trainer.checkpoint_dir,
+            starting_step=self.step,
+            checkpoint_interval=trainer.save_checkpoint_interval,
+            num_steps=trainer.num_steps,
+        )
+
+    async def disconnect(self, env_id: int) -> None:
+        """The environment is gone (raises UnknownEnvironment)."""
+        self.queue.disconnect(env_id)
+        log.info("environment %d disconnected", env_id)
+        await self._commit()
+
+    def status_env(self, env_id: int) -> wire.StatusEnv:
+        """What the environment paces itself by; also its sign of life (raises UnknownEnvironment)."""
+        self.queue.hear(env_id, self.clock())
+        return self.explain.status_env(env_id)
+
+    def take(self, group: wire.PackedGroup, key: bytes | None = None) -> wire.ScoredDataResponse:
+        """Take a checked group in; answer the client only after `written`.
+
+        `key` names this post: a second one with the same key is answered alike and not kept.
+
+        Raises:
+            UnknownEnvironment: its env_id was never given out.
+        """
+        if group.env_id is not None:
+            self.queue.environment(group.env_id)
+        payload = wire.encode(group, wire.MSGPACK)
+        now = self.clock()
+        if self.store is not None and key is None:
+            key = hashlib.blake2b(payload, digest_size=16).digest()
+            if key in self._unanswered:
+                self._unanswered.discard(key)
+                return wire.ScoredDataResponse(status="received")
+        elif key is not None and key in self._posts:
+            return wire.ScoredDataResponse(status="received")
+        if key is not None:
+            self._remember_post(key, now)
+        taken, buffered = self.queue.offer(
+            group.env_id, len(group.lengths), len(payload), fmean(group.scores), group.policy_versions or (), now
+        )
+        self.payloads.put(taken.id, payload)
+        self.latest = payload
+        self.history.add(taken, group, now)
+        if buffered is None:
+            return wire.ScoredDataResponse(status="received")
+        return wire.ScoredDataResponse(status="buffered", buffer_size=buffered)
+
+    async def written(self) -> None:
+        """Return when everything taken so far is as safe as this service makes it."""
+        await self._commit()
+
+    # The whole
+
+    @property
+    def step(self) -> int:
+        """The step that the trainer has acknowledged."""
+        return self.queue.run.current_step if self.queue.run else 0
+
+    def status(self) -> wire.Status:
+        """The queue explained."""
+        return self.explain.status(self.clock(), durable=self.store is not None)
+
+    def overview(self) -> Overview:
+        """What the status page shows."""
+        trainer = self.queue.run.trainer if self.queue.run else None
+        return Overview(
+            project=trainer.wandb_project if trainer else None,
+            group=trainer.wandb_group if trainer else None,
+            status=self.status(),
+            rewards=self.history.points,
+            samples=list(self.history.samples)[::-1],
+        )
+
+    async def reset(self) -> None:
+        """Forget the run, its environments and every group."""
+        self.queue.reset()
+        self.payloads.clear()
+        self.history = History()
+        self.latest = None
+        self._posts.clear()
+        self._unanswered.clear()
+        await self._commit()
+
+    async def keep_time(self, every: float = 0.5) -> None:
+        """Let leases and silent environments run out, and say in the log what can never be served."""
+        while True:
+            await asyncio.sleep(every)
+            now = self.clock()
+            self.queue.tick(now)
+            for warning in (warnings := self.explain.warnings()):
+                if warning not in self._warned:
+                    log.warning("%s", warning)
+            self._warned = set(warnings)
+            while self._posts and next(iter(self._posts.values())) < now - REMEMBERED_POSTS_S:
+                self._posts.popitem(last=False)
+            if self._unanswered and now > self.started_at + RETRY_WINDOW_S:
+                self._unanswered.clear()
+            if self.store is not None:
+                self.store.forget_posts(now - REMEMBERED_POSTS_S)
+                self.store.forget_leases(REMEMBERED_LEASES)
+            await self._commit()
+
+    def close(self) -> None:
+        """Write what is left and let the files go."""
+        self.payloads.close()
+        if self.store is not None:
+            self.store.close()
+
+    def _acknowledge(self, batch_id: str, step: int | None) -> None:
+        self.payloads.drop(self.queue.acknowledge(batch_id, step))
+
+    def _remember_post(self, key: bytes, now: float) -> None:
+        self._posts[key] = now
+        if self.store is not None:
+            self.store.put_post(key, now)
+
+    def _adopt_posts(self, posts: list[tuple[bytes, float]]) -> None:
+        """Posts of the earlier process; the last ones may be repeated by clients that got no answer."""
+        last = max((at for _, at in posts), default=0.0)
+        self._posts.update(sorted(posts, key=lambda post: post[1]))
+        self._unanswered = {key for key, at in posts if at > last - UNANSWERED_S}
+
+    async def _commit(self) -> None:
+        try:
+            if self.store is not None:
+                await self.store.commit()
+            else:
+                await self.payloads.flush()
+        except StoreError:
+            self.failed.set()  # memory is now ahead of the disk: stop, and go on from what was written
+            raise

@@ -1,0 +1,51 @@
+"""Settings of the rollout API."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+class SettingsError(ValueError):
+    """Settings that cannot go together; the message names the option and the way out."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How `python -m environments.api` serves.
+
+    Attributes:
+        host, port: where it listens; port 0 takes a free one.
+        store: SQLite file that outlives the process; None keeps everything in memory.
+        fsync: also survive a power cut (a disk flush per commit).
+        env_timeout: seconds of silence after which an environment loses its reservation.
+        api_key: required as `Authorization: Bearer ...`; needed to listen beyond loopback.
+        max_body_mb: largest request body (MiB), before and after decompression.
+        memory_mb: groups beyond this (MiB) are left on disk.
+        cors_origins: web origins whose pages may call the API.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    store: Path | None = None
+    fsync: bool = False
+    env_timeout: float = 60.0
+    api_key: str | None = None
+    max_body_mb: int = 64
+    memory_mb: int = 1024
+    cors_origins: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.api_key and self.host not in LOOPBACK:
+            raise SettingsError(
+                f"--host {self.host}: anyone who reaches it could post groups or reset the run;"
+                f" give --api-key KEY, or --host 127.0.0.1"
+            )
+        if self.env_timeout <= 0:
+            raise SettingsError(f"--env-timeout {self.env_timeout}: expected more than 0 seconds")
+        if self.max_body_mb < 1 or self.memory_mb < 0:
+            raise SettingsError(
+                f"--max-body-mb {self.max_body_mb} --memory-mb {self.memory_mb}: expected at least 1 and 0"
+            )
+        if not 0 <= self.port <= 65535:
+            raise SettingsError(f"--port {self.port}: expected 0 to 65535")
