@@ -189,8 +189,8 @@ def _explain(root: type[Section], error: ValidationError, where: str) -> str:
         if finding["type"] == "missing":
             lines.append(f"{flag}: required, but not given")
         elif finding["type"] == "union_tag_invalid":
-            got = finding["ctx"]["tag"]
-            lines.append(f"{flag} {got}: wanted one of {finding['ctx']['expected_tags']}")
+            context = finding.get("ctx", {})
+            lines.append(f"{flag} {context.get('tag')}: wanted one of {context.get('expected_tags')}")
         else:
             message = finding["msg"].removeprefix("Value error, ")
             lines.append(f"{flag} {finding['input']}: {message[0].lower()}{message[1:]}" if path else message)

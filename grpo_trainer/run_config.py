@@ -171,7 +171,7 @@ def _environments(tables: Any, name: str | None, args: Sequence[str]) -> tuple[E
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise ConfigError(f"environments: got {tables!r}, wanted tables: [[environments]]")
     options = _env_options(args)
-    if not (name or options):
+    if not (name or any(options.values())):
         return tuple(_environment(table) for table in tables) or (EnvironmentProcess(),)
     if len(tables) > 1:
         raise ConfigError(f"--env: the file has {len(tables)} environments, a flag can't tell which; edit the file")

@@ -12,7 +12,7 @@ from typing import Protocol
 from peft import PeftModel
 
 from grpo_trainer.config import TrainConfig, require_available
-from grpo_trainer.metrics.types import Metric
+from grpo_trainer.metrics.types import Metrics
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Published:
 
     version: int
     name: str
-    metrics: dict[str, Metric]
+    metrics: Metrics
 
 
 class WeightBridge(Protocol):

@@ -17,6 +17,7 @@ from uuid import uuid4
 
 import torch
 from peft import PeftModel
+from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 from grpo_trainer.errors import BridgeError
@@ -27,7 +28,7 @@ from vllm_server.protocol import BridgeInfo, GenerateResponse
 log = logging.getLogger(__name__)
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.08, "float16": 0.02}
-"""Mean |trainer - server| per token in nats, by the server's dtype: the rounding of the two differs, their weights don't."""
+"""Mean |trainer - server| per token in nats, by the server's dtype: they round differently."""
 
 MIN_MOVE = 5.0
 """The synthetic adapter must move the logprobs by this many tolerances."""
@@ -106,8 +107,8 @@ def prove_lora(
 def _verdict(what: str, gap: float, moved: float, tolerance: float) -> str:
     return (
         f"bridge proof failed: the server {what}. Mean |server - trainer| is {gap:.3g} nats a token (allowed "
-        f"{tolerance:.2g}), |server - base model| {moved:.3g}. Nothing was trained. Are both on the same base model and "
-        "dtype? --no-proof trains all the same"
+        f"{tolerance:.2g}), |server - base model| {moved:.3g}. Nothing was trained. Are both on the same base model "
+        "and dtype? --no-proof trains all the same"
     )
 
 
@@ -161,9 +162,7 @@ def _gap(probes: list[Probe], trainer: list[Tensor]) -> float:
 @contextmanager
 def _synthetic_adapter(model: PeftModel) -> Iterator[None]:
     """Within the block every adapted module's B is random and large; afterwards all is bit for bit as it was."""
-    layers: list[Any] = [
-        module for module in model.modules() if hasattr(module, "lora_B") and "default" in module.lora_B
-    ]
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]
     saved = []
     with torch.no_grad():
         for layer in layers:

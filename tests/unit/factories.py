@@ -1,0 +1,55 @@
+"""Small inputs for the tests of the trainer's pure parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from grpo_trainer.rollouts.types import Group, RolloutBatch, Sample
+
+VOCAB = 11
+
+
+def sample(
+    prompt: Sequence[int],
+    completion: Sequence[int],
+    reward: float,
+    *,
+    logprobs: Sequence[float] | None = None,
+    advantages: Sequence[float] | None = None,
+    temperature: float = 1.0,
+    version: int | None = None,
+) -> Sample:
+    """A sample whose `logprobs` and `advantages` are given for the completion only."""
+    pad = [1.0] * len(prompt)
+    return Sample(
+        tokens_T=np.array([*prompt, *completion], np.int64),
+        trained_T=np.array([False] * len(prompt) + [True] * len(completion)),
+        reward=reward,
+        advantages_T=None if advantages is None else np.array([*pad, *advantages], np.float32),
+        rollout_logprobs_T=None if logprobs is None else np.array([*pad, *logprobs], np.float32),
+        policy_version=version,
+        temperature=temperature,
+    )
+
+
+def batch(*groups: Sequence[Sample]) -> RolloutBatch:
+    return RolloutBatch("b", tuple(Group(tuple(group), environment=0) for group in groups), {})
+
+
+class TinyModel(nn.Module):
+    """An embedding and a head: logits of a position depend on its token and on the one before, as in a causal model."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.head = nn.Linear(8, VOCAB)
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> object:
+        hidden = self.embed(input_ids)
+        hidden = hidden + 0.5 * torch.roll(hidden, 1, dims=1) * (torch.arange(input_ids.shape[1]) > 0)[None, :, None]
+        return type("Output", (), {"logits": self.head(hidden)})()

@@ -1,0 +1,101 @@
+"""Batching: weights of the whole batch, what is skipped, what padding must not change."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_trainer.batching import prepare, split
+from grpo_trainer.config import LossConfig
+from grpo_trainer.metrics.types import reduce
+from tests.unit.factories import VOCAB, batch, sample
+
+
+def test_by_hand() -> None:
+    prepared = prepare(
+        batch([sample([1, 2], [3], 1.0, logprobs=[-0.5]), sample([1, 2], [4, 5], 0.0)]), LossConfig(), 10
+    )
+    first, second = prepared.sequences
+    assert first.positions.tolist() == [2] and second.positions.tolist() == [2, 3]
+    # mean 0.5, std = sqrt(0.5) = 0.70711
+    assert first.advantages.tolist() == pytest.approx([0.5 / 0.70721], abs=1e-4)
+    assert second.advantages.tolist() == pytest.approx([-0.5 / 0.70721] * 2, abs=1e-4)
+    assert first.weight == second.weight == pytest.approx(1 / 3)  # dapo: 3 trained tokens
+    assert first.rollout_logprobs is not None and first.rollout_logprobs.tolist() == [-0.5]
+    assert second.rollout_logprobs is None
+
+
+def test_zero_variance_groups_cost_nothing_but_count_in_the_normaliser() -> None:
+    dull = [sample([1], [2, 3], 1.0), sample([1], [4, 5], 1.0)]
+    sharp = [sample([1], [2], 0.0), sample([1], [3], 1.0)]
+    prepared = prepare(batch(dull, sharp), LossConfig(), 10)
+    assert len(prepared.sequences) == 2
+    assert prepared.sequences[0].weight == pytest.approx(1 / 6)
+    numbers = reduce(prepared.metrics)
+    assert numbers["batch/zero_variance_share"] == 0.5
+    assert numbers["batch/sequences"] == 4 and numbers["batch/sequences_trained"] == 2
+    assert numbers["reward/mean"] == 0.75
+
+
+def test_too_long_sequences_are_cut_and_counted() -> None:
+    prepared = prepare(batch([sample([1, 2], [3, 4, 5], 1.0), sample([1, 2], [3], 0.0)]), LossConfig(), 4)
+    assert prepared.sequences[0].positions.tolist() == [2, 3]
+    assert reduce(prepared.metrics)["batch/truncated"] == 1
+    assert prepared.sequences[0].weight == pytest.approx(1 / 3)
+
+
+def test_a_sequence_cut_before_its_completion_has_no_trained_token() -> None:
+    prepared = prepare(batch([sample([1, 2, 3], [4], 1.0), sample([1], [2], 0.0)]), LossConfig(loss="grpo"), 3)
+    assert [len(s.tokens_T) for s in prepared.sequences] == [2]
+
+
+def test_the_first_token_is_never_trained() -> None:
+    prepared = prepare(batch([sample([], [3, 4], 1.0), sample([], [5, 6], 0.0)]), LossConfig(), 10)
+    assert [s.positions.tolist() for s in prepared.sequences] == [[1], [1]]
+
+
+def test_advantages_of_the_environment_are_used() -> None:
+    own = [sample([1], [2, 3], 0.0, advantages=[0.25, -4.0]), sample([1], [2], 0.0, advantages=[0.0])]
+    prepared = prepare(batch(own), LossConfig(), 10)
+    assert len(prepared.sequences) == 1  # an advantage of 0 teaches nothing
+    assert prepared.sequences[0].advantages.tolist() == [0.25, -4.0]
+
+
+completions = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)
+groups = st.lists(
+    st.lists(st.tuples(completions, st.sampled_from([0.0, 0.5, 1.0])), min_size=2, max_size=4), min_size=1, max_size=4
+)
+
+
+@given(groups, st.integers(1, 9), st.sampled_from(["grpo", "dapo", "dr_grpo"]))
+def test_every_trained_token_is_in_exactly_one_microbatch(
+    rows: list[list[tuple[list[int], float]]], size: int, loss
+) -> None:
+    rollouts = batch(*[[sample([1, 2], tokens, reward) for tokens, reward in group] for group in rows])
+    prepared = prepare(rollouts, LossConfig(loss=loss), 100)
+    microbatches = split(prepared.sequences, size)
+    assert sum(len(m.tokens_BT) for m in microbatches) == len(prepared.sequences)
+    assert all(len(m.tokens_BT) <= size for m in microbatches)
+    wanted = sorted(
+        (int(s.tokens_T[p]), float(a), s.weight)
+        for s in prepared.sequences
+        for p, a in zip(s.positions, s.advantages, strict=True)
+    )
+    got = sorted(
+        (int(m.tokens_BT[r, c]), float(a), float(w))
+        for m in microbatches
+        for r, c, a, w in zip(m.rows_N, m.columns_N, m.advantages_N, m.weights_N, strict=True)
+    )
+    assert got == [(token, advantage, pytest.approx(weight, rel=1e-6)) for token, advantage, weight in wanted]
+
+
+def test_padding_goes_right_and_carries_nothing() -> None:
+    prepared = prepare(batch([sample([1], [2, 3, 4], 1.0), sample([1], [2], 0.0)]), LossConfig(), 10)
+    (microbatch,) = split(prepared.sequences, 2, pad_id=9)
+    assert microbatch.tokens_BT.tolist() == [[1, 2, 9, 9], [1, 2, 3, 4]]  # sorted by length
+    assert microbatch.rows_N.tolist() == [0, 1, 1, 1] and microbatch.columns_N.tolist() == [1, 1, 2, 3]
+    assert microbatch.temperature_N.dtype == torch.float32
+    assert np.isclose(float(microbatch.weights_N.sum()), 1.0)

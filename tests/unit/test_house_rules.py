@@ -1,0 +1,105 @@
+"""The rules of the house (CONTRIBUTING.md) that a machine can hold."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of all that a file imports, at any depth."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def sources(package: str) -> list[Path]:
+    found = sorted((ROOT / package).rglob("*.py"))
+    assert found
+    return found
+
+
+def inside(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def test_the_trainer_never_imports_vllm() -> None:
+    offenders = [str(path) for path in sources("grpo_trainer") for name in imports(path) if inside(name, "vllm")]
+    assert not offenders
+
+
+def test_the_trainer_meets_the_server_only_in_its_protocol_and_environments_only_in_the_wire() -> None:
+    allowed = ("vllm_server.protocol", "environments.api.wire")
+    offenders = [
+        (str(path.relative_to(ROOT)), name)
+        for path in sources("grpo_trainer")
+        for name in imports(path)
+        if (inside(name, "vllm_server") or inside(name, "environments")) and not any(inside(name, a) for a in allowed)
+    ]
+    assert not offenders
+
+
+def test_environments_and_server_do_not_import_the_trainer() -> None:
+    offenders = [
+        (str(path.relative_to(ROOT)), name)
+        for package in ("environments", "vllm_server")
+        for path in sources(package)
+        for name in imports(path)
+        if inside(name, "grpo_trainer")
+    ]
+    assert not offenders
+
+
+def test_environments_meet_the_server_only_in_its_protocol() -> None:
+    offenders = [
+        (str(path.relative_to(ROOT)), name)
+        for path in sources("environments")
+        for name in imports(path)
+        if inside(name, "vllm_server") and not inside(name, "vllm_server.protocol")
+    ]
+    assert not offenders
+
+
+def test_the_server_does_not_import_environments() -> None:
+    offenders = [str(path) for path in sources("vllm_server") for name in imports(path) if inside(name, "environments")]
+    assert not offenders
+
+
+def test_loop_and_trainer_do_not_ask_for_the_mode() -> None:
+    for name in ("loop.py", "trainer.py"):
+        tree = ast.parse((ROOT / "grpo_trainer" / name).read_text())
+        attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        assert attributes and "mode" not in attributes
+
+
+HEAVY = ("torch", "transformers", "vllm", "peft", "numpy")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sys; sys.argv = ['grpo', '--help']; from grpo_trainer.cli import main; main()",
+        "import sys; sys.argv = ['grpo', 'run', '--help']; from grpo_trainer.cli import main; main()",
+        "import grpo_trainer.config, grpo_trainer.run_config",
+        "import environments.api.wire",
+        "import vllm_server.protocol",
+    ],
+)
+def test_light_edges(code: str) -> None:
+    script = f"""
+import atexit, sys
+atexit.register(lambda: print("HEAVY", [m for m in {HEAVY} if m in sys.modules], file=sys.stderr))
+{code}
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "HEAVY []" in done.stderr

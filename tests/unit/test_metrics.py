@@ -1,0 +1,69 @@
+"""Metrics combine rightly and land where they should."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from grpo_trainer.benchmark import time_split
+from grpo_trainer.metrics.sinks import ConsoleSink, JsonlSink, MetricLog, step_line
+from grpo_trainer.metrics.types import Max, Mean, Sum, merge, reduce
+
+
+def test_means_keep_their_weights() -> None:
+    merged = merge([{"a": Mean(2.0, 1), "b": Max(1.0), "c": Sum(1)}, {"a": Mean(0.0, 3), "b": Max(5.0), "c": Sum(2)}])
+    assert reduce(merged) == {"a": 0.5, "b": 5.0, "c": 3.0}
+
+
+def test_tensors_are_read_only_at_the_end_and_nothing_is_zero() -> None:
+    assert reduce(merge([{"a": Mean(torch.tensor(3.0), torch.tensor(2))}, {"a": Mean(torch.tensor(1.0), 2)}])) == {
+        "a": 1
+    }
+    assert Mean(0.0, 0).value() == 0.0
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1), st.integers(0, 50))
+def test_any_split_gives_the_same_mean(values: list[float], at: int) -> None:
+    parts = [values[:at], values[at:]]
+    merged = merge([{"a": Mean(sum(part), len(part))} for part in parts])
+    assert math.isclose(reduce(merged)["a"], sum(values) / len(values), rel_tol=1e-9, abs_tol=1e-6)
+
+
+def test_one_json_object_a_step_whatever_the_numbers(tmp_path: Path) -> None:
+    log = MetricLog([JsonlSink(tmp_path / "new" / "metrics.jsonl")])
+    log.log(1, {"reward/mean": Mean(1.0)}, {"batch/tokens": Sum(10)})
+    log.log(2, {"reward/mean": Mean(float("nan"))})
+    log.close()
+    rows = [json.loads(line) for line in (tmp_path / "new" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[0]["reward/mean"] == 1.0 and rows[1]["reward/mean"] is None  # NaN is no JSON
+    assert rows[0]["train/tokens_per_second"] > 0
+
+
+def test_the_console_says_why_the_loss_is_about_zero(tmp_path: Path) -> None:
+    console = Console(file=(tmp_path / "out").open("w"), width=200)
+    sink = ConsoleSink(console, 10)
+    for step in (1, 2):
+        sink.write(step, {"train/loss": 1e-6, "reward/mean": 0.25})
+    console.file.flush()
+    text = (tmp_path / "out").read_text()
+    assert "Step  1/10  reward 0.250" in text
+    assert text.count("a loss near 0 is right") == 1
+
+
+def test_a_missing_number_shows_as_nan_not_as_zero() -> None:
+    assert "stale nan" in step_line(1, 1, {})
+
+
+def test_the_time_split_adds_up(tmp_path: Path) -> None:
+    row = {"train/seconds": 2.0, "train/data_fetch_time": 1.0, "train/forward_backward_time": 0.5}
+    (tmp_path / "m.jsonl").write_text("\n".join([json.dumps(row)] * 2))
+    split = time_split(tmp_path / "m.jsonl")
+    assert split["waiting for rollouts"] == 2.0 and sum(split.values()) == 4.0
+    assert split["other (logging, checkpoints)"] == 1.0

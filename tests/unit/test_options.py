@@ -1,0 +1,161 @@
+"""One definition of each option: flags, TOML, messages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_trainer.config import LoraOnly, TrainConfig
+from grpo_trainer.errors import ConfigError
+from grpo_trainer.options import build, dump, unique_leaves
+from grpo_trainer.run_config import build_run
+
+
+def grpo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "grpo_trainer", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+PREDECESSOR_DEFAULTS = {
+    "weight_bridge_mode": "none",
+    "vllm_port": 9001,
+    "training_steps": 10,
+    "batch_size": 2,
+    "gradient_accumulation_steps": 32,
+    "lr": 1e-5,
+    "warmup_steps": 0,
+    "optimizer": "adamw",
+    "seq_len": 2048,
+    "save_path": "trained_model_checkpoints",
+    "checkpoint_interval": 3,
+    "vllm_restart_interval": 3,
+    "clip_eps": 0.2,
+    "atropos_url": "http://localhost:8000",
+    "use_wandb": False,
+    "benchmark": False,
+}
+
+
+def test_names_and_defaults_are_the_predecessors() -> None:
+    values = dump(build(TrainConfig, {"model_name": "m"}))
+    assert {key: values[key] for key in PREDECESSOR_DEFAULTS} == PREDECESSOR_DEFAULTS
+    lora = dump(build(TrainConfig, {"model_name": "m", "weight_bridge_mode": "lora_only"}))
+    assert (lora["lora_r"], lora["lora_alpha"]) == (16, 32.0)
+
+
+def test_every_predecessor_flag_is_in_the_help() -> None:
+    flags = {flag for leaf in unique_leaves(TrainConfig) for flag in leaf.flags}
+    wanted = {
+        "--model-name", "--model", "--vllm-config-path", "--lora-dropout", "--lora-target-modules", "--dtype",
+        "--device", "--max-model-len", "--gpu-memory-utilization", "--atropos-url", "--rollout-url",
+        "--wandb-project", "--wandb-group", "--log-dir", "--lora-r", "--lora-alpha", "--weight-bridge-mode",
+    }  # fmt: skip
+    assert wanted <= flags
+
+
+@pytest.mark.parametrize(
+    ("given_values", "said"),
+    [
+        ({}, "--model-name: required"),
+        ({"model_name": "m", "lrr": 1}, "lrr: unknown option; did you mean lr?"),
+        ({"model_name": "m", "lr": "fast"}, "--lr fast: input should be a valid number"),
+        ({"model_name": "m", "lr": 0}, "--lr 0: input should be greater than 0"),
+        (
+            {"model_name": "m", "weight_bridge_mode": "lora_only", "lora_r": 24},
+            "--lora-r 24: vLLM serves ranks 1, 8, 16, 32, 64, 128, 256, 320, 512; use 32",
+        ),
+        ({"model_name": "m", "lora_r": 8}, "--lora-r: belongs to --weight-bridge-mode lora_only, lora_restart"),
+        ({"model_name": "m", "weight_bridge_mode": "lora"}, "--weight-bridge-mode lora: wanted one of 'none'"),
+        ({"model_name": "m", "optimizer": "adafactor"}, "--optimizer adafactor: not in this version yet; use adamw"),
+        ({"model_name": "m", "rollout_url": "localhost:8000"}, "wanted an address such as http://localhost:8000"),
+        ({"model_name": "m", "warmup_steps": 10}, "--warmup-steps 10: wanted fewer than --training-steps 10"),
+    ],
+)
+def test_messages_name_the_option_what_came_and_what_was_wanted(given_values: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build(TrainConfig, given_values)
+    assert said in str(error.value)
+    assert error.value.exit_code == 2
+
+
+def test_dashes_and_aliases_mean_the_same() -> None:
+    one = build(TrainConfig, {"model": "m", "training-steps": 5, "rollout-url": "http://a:1/"})
+    two = build(TrainConfig, {"model_name": "m", "training_steps": "5", "atropos_url": "http://a:1"})
+    assert one == two
+
+
+@given(
+    st.fixed_dictionaries(
+        {"model_name": st.text("abc/", min_size=1)},
+        optional={
+            "lr": st.floats(1e-7, 1),
+            "weight_bridge_mode": st.sampled_from(["none", "shared_vllm", "lora_only", "lora_restart"]),
+            "training_steps": st.integers(1, 1000),
+            "clip_eps_high": st.floats(0.1, 1),
+            "use_wandb": st.booleans(),
+            "max_staleness": st.integers(0, 5),
+        },
+    )
+)
+def test_a_configuration_survives_being_written_and_read(values: dict[str, object]) -> None:
+    config = build(TrainConfig, values)
+    assert build(TrainConfig, dump(config)) == config
+    assert build(TrainConfig, dump(config, only_set=True)) == config
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    config = build_run(
+        {"trainer": {"model_name": "m", "lr": 1e-3, "weight-bridge-mode": "lora_only"}, "server": {"port": 1}},
+        {"lr": "1e-4", "server.port": "0", "run_dir": str(tmp_path), "env": "arithmetic"},
+        ["--env.group_size", "4", "--openai.api_key=k"],
+    )
+    assert config.trainer.optimizer.lr == 1e-4
+    assert isinstance(config.trainer.bridge, LoraOnly)
+    assert config.server.port == 0 and config.run_dir == tmp_path
+    (environment,) = config.environments
+    assert environment.env == {"group_size": "4"} and environment.openai == {"api_key": "k"}
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "args", "said"),
+    [
+        ({"trainr": {}}, {}, [], "trainr: unknown option; did you mean trainer?"),
+        ({"server": {"prt": 1}}, {}, [], "server.prt: unknown option; did you mean server.port?"),
+        ({}, {"vllm_port": "9"}, [], "--vllm-port: set by the run itself; use --server.port"),
+        ({}, {}, ["--larning-rate", "1"], "--larning-rate: unknown option"),
+        ({"environments": [{"nam": "x"}]}, {}, [], "environments.nam: unknown option; did you mean environments.name?"),
+        ({"environments": [{}, {}]}, {"env": "arithmetic"}, [], "2 environments, a flag can't tell which"),
+        ({"trainer": 3}, {}, [], "trainer: got 3, wanted a table"),
+        ({}, {"server.gpu_memory_utilization": "7"}, [], "--server.gpu-memory-utilization 7: input should be less"),
+    ],
+)
+def test_a_runs_messages(file: dict[str, object], flags: dict[str, object], args: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build_run(file, {"model_name": "m", **flags}, args)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("mode", ["none", "shared_vllm", "lora_restart"])
+@pytest.mark.parametrize("command", ["train", "run"])
+def test_modes_to_come_say_so_and_exit_2(mode: str, command: str, tmp_path: Path) -> None:
+    done = grpo(
+        command, "--model", "m", "--weight-bridge-mode", mode, *(["--run-dir", str(tmp_path)] * (command == "run"))
+    )
+    assert done.returncode == 2
+    assert f"--weight-bridge-mode {mode}: not in this version yet; use lora_only" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_toml_file_with_an_error_names_the_place(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("model_name = \n")
+    done = grpo("train", "--config", str(path))
+    assert done.returncode == 2 and "not valid TOML" in done.stderr and "line 1" in done.stderr
+    missing = grpo("train", "--config", str(tmp_path / "none.toml"))
+    assert missing.returncode == 2 and "no such file" in missing.stderr

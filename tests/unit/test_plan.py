@@ -1,0 +1,81 @@
+"""What a run starts, read from its configuration alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_trainer.config import TrainConfig
+from grpo_trainer.errors import ConfigError
+from grpo_trainer.launch.plan import RunPlan, environment_module, plan_run
+from grpo_trainer.options import build
+from grpo_trainer.run_config import RunConfig, build_run
+
+PORTS = {"api": 8123, "server": 9123}
+
+
+def plan(flags: dict[str, Any] | None = None, *, on_gpu: bool = False, file: dict[str, Any] | None = None) -> RunPlan:
+    base = {"model_name": "demo", "weight_bridge_mode": "lora_only", "run_dir": "/runs/a"}
+    config: RunConfig = build_run(file or {}, {**base, **(flags or {})})
+    return plan_run(config, PORTS, python="py", on_gpu=on_gpu)
+
+
+def option(argv: tuple[str, ...], flag: str) -> str:
+    return argv[argv.index(flag) + 1]
+
+
+def test_servers_first_then_those_who_use_them() -> None:
+    names = [[process.name for process in stage] for stage in plan().stages]
+    assert names == [["api", "server"], ["trainer", "env-arithmetic"]]
+
+
+def test_both_ends_agree_on_ports_lora_and_folders() -> None:
+    made = plan({"lora_r": "32", "lora_name": "sums", "lora_keep_versions": "6"})
+    server = next(process for process in made.processes if process.name == "server")
+    assert option(server.argv, "--port") == "9123" and server.ready_url == "http://127.0.0.1:9123/health"
+    assert option(server.argv, "--max-lora-rank") == "32"
+    assert option(server.argv, "--lora-name") == "sums"
+    assert option(server.argv, "--lora-keep-versions") == "6"
+    assert option(server.argv, "--lora-root") == "/runs/a/adapters"
+    trainer = build(TrainConfig, made.config_files[Path("/runs/a/config/trainer.toml")])
+    assert trainer.vllm.port == 9123 and trainer.rollouts.url == "http://127.0.0.1:8123"
+    assert trainer.log_dir == Path("/runs/a") and trainer.checkpoints.save_path == Path("/runs/a/checkpoints")
+    environment = made.config_files[Path("/runs/a/config/env-arithmetic.toml")]
+    assert environment["env"]["rollout_server_url"] == "http://127.0.0.1:8123"
+    assert environment["openai"]["base_url"] == "http://127.0.0.1:9123/v1"
+
+
+def test_the_servers_length_follows_the_trainers_unless_it_is_given() -> None:
+    assert option(plan({"seq_len": "64"}).processes[1].argv, "--max-model-len") == "64"
+    assert option(plan({"seq_len": "64", "server.max_model_len": "99"}).processes[1].argv, "--max-model-len") == "99"
+
+
+def test_cuda_graphs_stay_on_and_memory_is_shared_on_a_gpu() -> None:
+    argv = plan(on_gpu=True).processes[1].argv
+    assert "--enforce-eager" not in argv and option(argv, "--gpu-memory-utilization") == "0.45"
+    assert "--gpu-memory-utilization" not in plan(on_gpu=False).processes[1].argv
+
+
+def test_idle_threads_sleep_where_processes_share_the_cores() -> None:
+    assert all(process.env["OMP_WAIT_POLICY"] == "passive" for process in plan(on_gpu=False).processes)
+    assert not any("OMP_WAIT_POLICY" in process.env for process in plan(on_gpu=True).processes)
+
+
+def test_two_environments_of_a_kind_have_names_and_files_of_their_own() -> None:
+    made = plan(
+        file={"environments": [{"name": "arithmetic"}, {"name": "arithmetic"}, {"name": "my.envs.maze_server"}]}
+    )
+    assert [process.name for process in made.stages[1][1:]] == ["env-arithmetic", "env-arithmetic-2", "env-maze"]
+    assert len({name for name in made.config_files if name.name.startswith("env")}) == 3
+
+
+def test_an_unknown_environment_is_named_with_those_that_are_known() -> None:
+    with pytest.raises(ConfigError, match="--env chess: unknown environment; built in: arithmetic"):
+        environment_module("chess")
+    assert environment_module("my.chess") == "my.chess"
+
+
+def test_planning_is_pure() -> None:
+    assert plan() == plan()

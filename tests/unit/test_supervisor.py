@@ -1,0 +1,210 @@
+"""The supervisor with real processes: order, readiness, failures, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from grpo_trainer.errors import DiskFullError, PortBusyError, ProcessFailedError, StoppedError
+from grpo_trainer.launch.plan import ProcessSpec
+from grpo_trainer.launch.ports import claim_ports
+from grpo_trainer.launch.supervisor import SHUTDOWN_SECONDS, Child, Supervisor
+
+SERVER = """
+import http.server, sys, time
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *a): pass
+print("server up", flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+SLEEPER = "import time; print('asleep', flush=True); time.sleep(120)"
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if len(sys.argv) == 1:
+    child = subprocess.Popen([sys.executable, "-c", SOURCE, "again"], start_new_session=True)
+    print("child", child.pid, flush=True)
+time.sleep(120)
+"""
+STUBBORN = f"SOURCE = {STUBBORN!r}\nexec(SOURCE)"
+
+
+def spec(name: str, code: str, *arguments: str, **options: object) -> ProcessSpec:
+    return ProcessSpec(name=name, argv=(sys.executable, "-c", textwrap.dedent(code), *arguments), **options)  # type: ignore[arg-type]
+
+
+def free_port() -> int:
+    return claim_ports({"x": 0})["x"]
+
+
+class Recorder:
+    """What a supervisor said and which processes it started."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.echoed: list[str] = []
+        self.pids: list[int] = []
+
+
+class Watched(Supervisor):
+    """A supervisor whose processes are remembered after it has ended them."""
+
+    def __init__(self, log_folder: Path, recorder: Recorder) -> None:
+        super().__init__(log_folder, recorder.said.append, recorder.echoed.append)
+        self.recorder = recorder
+
+    def _start(self, spec: ProcessSpec) -> Child:
+        child = super()._start(spec)
+        self.recorder.pids.append(child.process.pid)
+        return child
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def make(tmp_path: Path, recorder: Recorder) -> Callable[[], Supervisor]:
+    return lambda: Watched(tmp_path / "logs", recorder)
+
+
+def assert_gone(all_pids: list[int]) -> None:
+    assert all_pids and not [pid for pid in all_pids if psutil.pid_exists(pid)]
+
+
+def test_runs_to_the_end_in_order_and_leaves_nothing(
+    make: Callable[[], Supervisor], recorder: Recorder, tmp_path: Path
+) -> None:
+    port = free_port()
+    server = spec("server", SERVER, str(port), ready_url=f"http://127.0.0.1:{port}/")
+    check = f"""
+        import sys, urllib.request
+        print("Step 1", urllib.request.urlopen("http://127.0.0.1:{port}/").status)  # the stage before is ready
+        print("noise", file=sys.stderr)
+    """
+    with make() as supervisor:
+        supervisor.run([[server], [spec("trainer", check, ends_run=True), spec("env", SLEEPER)]])
+    assert_gone(recorder.pids)
+    assert recorder.echoed == ["Step 1 200"]
+    assert any(line.startswith("server: ready after") for line in recorder.said)
+    log = (tmp_path / "logs" / "trainer.log").read_text()
+    assert log.startswith("$ ") and "Step 1 200" in log and "noise" in log
+
+
+def test_a_process_that_fails_stops_the_run_with_its_last_lines(
+    make: Callable[[], Supervisor], recorder: Recorder
+) -> None:
+    failing = spec("env", "import sys; print('no such dataset', file=sys.stderr); sys.exit(3)", may_end=True)
+    with pytest.raises(ProcessFailedError) as error, make() as supervisor:
+        supervisor.run([[spec("trainer", SLEEPER, ends_run=True), failing]])
+    assert "env ended with exit code 3" in str(error.value) and "no such dataset" in str(error.value)
+    assert_gone(recorder.pids)
+
+
+def test_a_killed_process_is_named_with_its_signal_before_its_victims(make: Callable[[], Supervisor]) -> None:
+    victim = "import os, sys, time\nwhile os.path.exists(f'/proc/{sys.argv[1]}'): time.sleep(0.01)\nsys.exit('lost it')"
+    with pytest.raises(ProcessFailedError, match="server was killed by SIGKILL"), make() as supervisor:
+        server = supervisor._start(spec("server", SLEEPER))
+        threading.Timer(0.5, server.process.kill).start()
+        supervisor.run([[spec("trainer", victim, str(server.process.pid), ends_run=True)]])
+
+
+def test_an_environment_may_end_before_the_trainer(make: Callable[[], Supervisor]) -> None:
+    with make() as supervisor:
+        supervisor.run(
+            [[spec("env", "pass", may_end=True), spec("trainer", "import time; time.sleep(1)", ends_run=True)]]
+        )
+
+
+def test_a_server_that_ends_with_0_is_a_failure_all_the_same(make: Callable[[], Supervisor]) -> None:
+    with pytest.raises(ProcessFailedError, match="api ended with exit code 0"), make() as supervisor:
+        supervisor.run([[spec("api", "pass"), spec("trainer", SLEEPER, ends_run=True)]])
+
+
+def test_one_that_is_never_ready_is_told_with_what_it_said_last(make: Callable[[], Supervisor]) -> None:
+    slow = spec("server", SLEEPER, ready_url=f"http://127.0.0.1:{free_port()}/", ready_timeout=1.5)
+    with pytest.raises(ProcessFailedError) as error, make() as supervisor:
+        supervisor.run([[slow]])
+    assert "server: not ready after 2 s" in str(error.value) and "asleep" in str(error.value)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_every_child_and_grandchild_within_ten_seconds(
+    make: Callable[[], Supervisor], recorder: Recorder, number: signal.Signals, tmp_path: Path
+) -> None:
+    stubborn = spec("trainer", STUBBORN, ends_run=True, stop_seconds=0.5)
+    threading.Timer(1.5, os.kill, (os.getpid(), number)).start()
+    started = time.monotonic()
+    with pytest.raises(StoppedError) as error, make() as supervisor:
+        supervisor.run([[spec("env", SLEEPER), stubborn]])
+    assert time.monotonic() - started < 1.5 + SHUTDOWN_SECONDS + 0.5  # what is promised to users, not a benchmark
+    assert error.value.exit_code == 128 + number
+    grandchild = re.search(r"^child (\d+)$", (tmp_path / "logs" / "trainer.log").read_text(), re.MULTILINE)
+    assert grandchild
+    assert_gone([*recorder.pids, int(grandchild[1])])
+
+
+def test_children_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
+    script = f"""
+        import sys
+        from pathlib import Path
+        from grpo_trainer.launch.plan import ProcessSpec
+        from grpo_trainer.launch.supervisor import Supervisor
+        with Supervisor(Path({str(tmp_path)!r}), print, print) as supervisor:
+            child = supervisor._start(ProcessSpec("env", (sys.executable, "-c", {SLEEPER!r})))
+            print(child.process.pid, flush=True)
+            supervisor.run([])
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True
+    ) as supervisor:
+        assert supervisor.stdout is not None
+        child = int(supervisor.stdout.readline())
+        assert psutil.pid_exists(child)
+        supervisor.kill()
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the child outlived its supervisor"
+        time.sleep(0.05)
+
+
+def test_a_full_disk_under_the_logs_stops_the_run(small_disk: Path, recorder: Recorder) -> None:
+    chatty = "import time\nwhile True: print('x' * 1000, flush=True); time.sleep(0.001)"
+    said = "disk full: could not write the log of env"
+    with pytest.raises(DiskFullError, match=said), Watched(small_disk / "logs", recorder) as supervisor:
+        supervisor.run([[spec("env", chatty)]])
+    assert_gone(recorder.pids)
+
+
+def test_a_busy_port_names_its_holder_and_free_ones_differ() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(PortBusyError) as error:
+            claim_ports({"api": port, "server": 0})
+        assert f"--api.port {port}: busy, held by pid {os.getpid()}" in str(error.value)
+        assert error.value.exit_code == 2
+    claimed = claim_ports({"a": 0, "b": 0, "c": 0})
+    assert len(set(claimed.values())) == 3 and all(claimed.values())
+
+
+def test_one_port_for_two_processes_is_refused() -> None:
+    port = free_port()
+    with pytest.raises(PortBusyError, match="two processes can't share one"):
+        claim_ports({"api": port, "server": port})
