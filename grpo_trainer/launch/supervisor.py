@@ -14,7 +14,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO
@@ -29,6 +29,9 @@ POLL_SECONDS = 0.1
 LAST_LINES = 25
 SHUTDOWN_SECONDS = 9.5
 """From the first signal until the last child is gone, at most."""
+
+KILL_SECONDS = 1.0
+"""For the kernel to clear away what was killed."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
@@ -114,14 +117,15 @@ class Child:
         if self.process.poll() is None:
             self.process.terminate()
 
-    def kill_group(self, family: Iterable[psutil.Process]) -> None:
-        """End what is left of its process group and of the given relatives."""
+    def kill_group(self, family: Sequence[psutil.Process]) -> None:
+        """End what is left of its process group and of the given relatives, and see them gone."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         for relative in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 relative.kill()
         self.process.wait()
+        psutil.wait_procs(family, timeout=KILL_SECONDS)
 
     def close(self) -> None:
         """Wait for the end of its output and close the log."""
