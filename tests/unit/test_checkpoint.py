@@ -1,0 +1,113 @@
+"""Checkpoints: what is saved comes back bit for bit, and a folder is whole or not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+
+from grpo_trainer.checkpoint import FINAL, Checkpoints, Progress
+from grpo_trainer.config import CheckpointConfig, ModelConfig, TrainConfig
+from grpo_trainer.errors import ConfigError
+from grpo_trainer.files import whole_folder
+from grpo_trainer.trainer import Trainer
+from tests.unit.factories import batch, sample
+from tests.unit.tiny_lora import fill_b, save_tiny, tiny_lora
+
+
+def trainer_with(r: int = 8) -> Trainer:
+    config = TrainConfig(model=ModelConfig(name="tiny"), training_steps=100)
+    return Trainer(tiny_lora(r=r), config)
+
+
+def checkpoints(trainer: Trainer, folder: Path, **options: object) -> Checkpoints:
+    config = CheckpointConfig.model_validate({"save_path": folder, "resume": "auto", **options})
+    return Checkpoints(config, trainer.model, trainer.optimizer)  # type: ignore[arg-type]
+
+
+ROLLOUTS = batch([sample([1, 2], [3, 4], 1.0), sample([1, 2], [5], 0.0)])
+
+
+def weights(trainer: Trainer) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in trainer.parameters]
+
+
+def test_a_resumed_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    straight = trainer_with()
+    for step in range(4):
+        straight.step(ROLLOUTS, step)
+    first = trainer_with()
+    for step in range(2):
+        first.step(ROLLOUTS, step)
+    checkpoints(first, tmp_path).save(Progress(2, 7))
+    second = trainer_with()
+    fill_b(second.model)  # type: ignore[arg-type]
+    assert checkpoints(second, tmp_path).resume() == Progress(2, 7)
+    for step in range(2, 4):
+        second.step(ROLLOUTS, step)
+    assert all(torch.equal(a, b) for a, b in zip(weights(straight), weights(second), strict=True))
+
+
+def test_random_generators_come_back(tmp_path: Path) -> None:
+    trainer = trainer_with()
+    saver = checkpoints(trainer, tmp_path)
+    saver.save(Progress(1, 1))
+    expected = torch.rand(3)
+    saver.resume()
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_auto_takes_the_newest_by_number_and_nothing_from_an_empty_folder(tmp_path: Path) -> None:
+    trainer = trainer_with()
+    saver = checkpoints(trainer, tmp_path)
+    assert saver.resume() == Progress()
+    for step in (9, 10, 2):
+        saver.save(Progress(step, step))
+    assert saver.resume().step == 10
+
+
+def test_a_checkpoint_of_another_rank_is_refused_by_name(tmp_path: Path) -> None:
+    path = checkpoints(trainer_with(8), tmp_path).save(Progress(1, 1))
+    other = trainer_with(16)
+    with pytest.raises(ConfigError, match=f"--resume {path}: made with another adapter"):
+        checkpoints(other, tmp_path, resume=str(path)).resume()
+
+
+def test_a_path_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no checkpoint there"):
+        checkpoints(trainer_with(), tmp_path, resume=str(tmp_path / "nothing")).resume()
+
+
+def test_old_checkpoints_are_pruned_and_the_final_one_stays(tmp_path: Path) -> None:
+    saver = checkpoints(trainer_with(), tmp_path, keep_checkpoints=2, checkpoint_interval=2)
+    for step in range(1, 9):
+        saver.maybe_save(Progress(step, step))
+    saver.save(Progress(8, 8), FINAL)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_final", "adapter_step_6", "adapter_step_8"]
+
+
+def test_peft_loads_what_was_saved(tmp_path: Path) -> None:
+    trainer = trainer_with()
+    base = save_tiny(tmp_path / "base")
+    trainer.model.peft_config["default"].base_model_name_or_path = str(base)  # type: ignore[index, union-attr]
+    fill_b(trainer.model)  # type: ignore[arg-type]
+    path = checkpoints(trainer, tmp_path / "run").save(Progress(1, 1))
+    loaded = AutoPeftModelForCausalLM.from_pretrained(path)
+    tokens = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        ours = trainer.model.eval()(input_ids=tokens).logits
+        theirs = loaded.eval()(input_ids=tokens).logits
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_a_write_that_fails_leaves_the_old_folder_and_no_remains(tmp_path: Path) -> None:
+    target = tmp_path / "x"
+    with whole_folder(target) as folder:
+        (folder / "a").write_text("old")
+    with pytest.raises(OSError, match="full"), whole_folder(target) as folder:
+        (folder / "a").write_text("new")
+        raise OSError("full")
+    assert (target / "a").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]

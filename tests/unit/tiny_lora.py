@@ -1,0 +1,49 @@
+"""A two-layer random Qwen2 with a LoRA adapter, small enough for unit tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from grpo_trainer.config import LoraOnly
+from grpo_trainer.model.lora import add_adapter
+
+VOCAB = 64
+
+
+def tiny_qwen(seed: int = 0) -> Qwen2ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.1,
+    )
+    model = Qwen2ForCausalLM(config)
+    model.requires_grad_(False)
+    return model.train()
+
+
+def tiny_lora(**options: object) -> PeftModel:
+    return add_adapter(tiny_qwen(), LoraOnly.model_validate({"mode": "lora_only", "r": 8, **options}), seed=0)
+
+
+def fill_b(model: PeftModel, seed: int = 1) -> None:
+    """Give the adapter an effect: B starts at 0."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+def save_tiny(folder: Path) -> Path:
+    tiny_qwen().save_pretrained(folder)
+    return folder
