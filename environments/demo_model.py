@@ -3,7 +3,8 @@
 ``python -m environments.demo_model OUT`` writes a Qwen2-architecture model of about 0.75 M parameters with a
 character-level tokenizer: the same files, and the same code paths in transformers and vLLM, as a large model.
 Supervised steps on the task warm it up until about 30 % of its sampled answers are right: an untrained model
-never earns a reward, and a finished one has nothing left to learn.
+never earns a reward, and a finished one has nothing left to learn. Their labels are smoothed over the digits, so
+that it ends like a pretrained model: it knows more than it dares to say, and reinforcement brings that out.
 """
 
 import argparse
@@ -30,6 +31,7 @@ ACCURACY_RANGE = (0.2, 0.4)
 
 PAD, END = "<|pad|>", "<|endoftext|>"
 MAX_LENGTH = 2048
+OUTPUT_GAIN = 5.0
 # Messages are joined without decoration: the chat route sees the very prompt that the completion route sees.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -46,6 +48,7 @@ class Recipe:
     low: int = 10
     high: int = 49
     target_accuracy: float = 0.3
+    label_smoothing: float = 0.4
     learning_rate: float = 1e-3
     warmup_steps: int = 50
     batch_size: int = 128
@@ -101,7 +104,12 @@ def build_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
         bos_token_id=None,
         dtype="float32",
     )
-    return Qwen2ForCausalLM(config)
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        # Logits are bounded by the output layer's rows, since a norm stands before it, and LoRA leaves the layer
+        # as it is: with rows as small as they are drawn, sampling could never become certain.
+        model.lm_head.weight.mul_(OUTPUT_GAIN)
+    return model
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,20 +143,30 @@ class Examples:
         return Examples(self.tokens_BT[rows], self.attention_BT[rows], self.answer_BT[rows])
 
 
-def answer_logprobs(model: Qwen2ForCausalLM, examples: Examples) -> torch.Tensor:
-    """Logprob of each answer token given what precedes it, 0 elsewhere; ``[batch, token - 1]``."""
-    logits_BTV = model(
-        input_ids=examples.tokens_BT, attention_mask=examples.attention_BT, use_cache=False
-    ).logits
-    lp_BTV = logits_BTV[:, :-1].float().log_softmax(-1)
-    lp_BT = lp_BTV.gather(-1, examples.tokens_BT[:, 1:, None]).squeeze(-1)
-    return lp_BT.masked_fill(~examples.answer_BT[:, 1:], 0.0)
+def token_logprobs(model: Qwen2ForCausalLM, examples: Examples) -> torch.Tensor:
+    """Logprobs of the whole vocabulary for every token but the first; ``[batch, token - 1, vocabulary]``."""
+    output = model(input_ids=examples.tokens_BT, attention_mask=examples.attention_BT, use_cache=False)
+    return output.logits[:, :-1].float().log_softmax(-1)
+
+
+def smoothed_loss(
+    model: Qwen2ForCausalLM, examples: Examples, digits_D: torch.Tensor, smoothing: float
+) -> torch.Tensor:
+    """Mean cross-entropy of the answer tokens, where each digit leaves the share `smoothing` to all ten digits."""
+    targets_BT, answer_BT = examples.tokens_BT[:, 1:], examples.answer_BT[:, 1:]
+    lp_BTV = token_logprobs(model, examples)
+    target_lp_BT = lp_BTV.gather(-1, targets_BT[..., None]).squeeze(-1)
+    digits_lp_BT = lp_BTV[..., digits_D].mean(-1)
+    smoothing_BT = torch.where(torch.isin(targets_BT, digits_D), smoothing, 0.0)
+    loss_BT = -torch.lerp(target_lp_BT, digits_lp_BT, smoothing_BT)
+    return loss_BT[answer_BT].mean()
 
 
 @torch.no_grad()
 def expected_accuracy(model: Qwen2ForCausalLM, examples: Examples) -> float:
     """Mean probability of writing exactly the answer at temperature 1: sampled accuracy without its noise."""
-    return answer_logprobs(model, examples).sum(-1).exp().mean().item()
+    lp_BT = token_logprobs(model, examples).gather(-1, examples.tokens_BT[:, 1:, None]).squeeze(-1)
+    return lp_BT.masked_fill(~examples.answer_BT[:, 1:], 0.0).sum(-1).exp().mean().item()
 
 
 @torch.no_grad()
@@ -176,7 +194,9 @@ def sampled_accuracy(
     return sum(text.startswith(answer) for text, answer in zip(texts, wanted, strict=True)) / len(wanted)
 
 
-def warm_up(model: Qwen2ForCausalLM, train: Examples, held_out: Examples, recipe: Recipe) -> WarmUp:
+def warm_up(
+    model: Qwen2ForCausalLM, train: Examples, held_out: Examples, digits_D: torch.Tensor, recipe: Recipe
+) -> WarmUp:
     """Supervised steps on the answers until the expected accuracy on held-out problems reaches the target.
 
     Raises:
@@ -184,13 +204,11 @@ def warm_up(model: Qwen2ForCausalLM, train: Examples, held_out: Examples, recipe
     """
     generator = torch.Generator().manual_seed(recipe.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / recipe.warmup_steps)
-    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / recipe.warmup_steps))
     accuracy, started = 0.0, time.monotonic()
     for step in range(1, recipe.max_steps + 1):
         batch = train.take(torch.randint(len(train), (recipe.batch_size,), generator=generator))
-        loss = -answer_logprobs(model, batch).sum() / batch.answer_BT.sum()
+        loss = smoothed_loss(model, batch, digits_D, recipe.label_smoothing)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -201,9 +219,7 @@ def warm_up(model: Qwen2ForCausalLM, train: Examples, held_out: Examples, recipe
         accuracy = expected_accuracy(model, held_out)
         if step % 25 == 0 or accuracy >= recipe.target_accuracy:
             seconds = time.monotonic() - started
-            print(
-                f"step {step}: loss {loss.item():.3f}, accuracy {accuracy:.1%}, {seconds:.1f} s", flush=True
-            )
+            print(f"step {step}: loss {loss.item():.3f}, accuracy {accuracy:.1%}, {seconds:.1f} s", flush=True)
         if accuracy >= recipe.target_accuracy:
             return WarmUp(step, accuracy)
     raise DemoModelError(
@@ -262,7 +278,8 @@ def build(out: Path, recipe: Recipe) -> str:
         flush=True,
     )
     train, held_out = (Examples.of(part, tokenizer) for part in (problems.train, problems.held_out))
-    result = warm_up(model, train, held_out, recipe)
+    digits_D = torch.tensor(tokenizer.convert_tokens_to_ids(list("0123456789")))
+    result = warm_up(model, train, held_out, digits_D, recipe)
 
     samples = -(-1600 // len(problems.held_out))  # at least 1600 in all: a standard error of about 1 %
     accuracy = sampled_accuracy(model, tokenizer, problems.held_out, samples, recipe.seed)
@@ -273,8 +290,7 @@ def build(out: Path, recipe: Recipe) -> str:
             f"wanted {low:.0%} to {high:.0%}; choose another --seed"
         )
     summary = (
-        f"sampled accuracy {accuracy:.1%} on {len(problems.held_out)} held-out problems "
-        f"after {result.steps} steps"
+        f"sampled accuracy {accuracy:.1%} on {len(problems.held_out)} held-out problems after {result.steps} steps"
     )
 
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -307,12 +323,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--seed", type=int, default=defaults.seed, help="seed of weights and data (default %(default)s)"
     )
-    parser.add_argument(
-        "--low", type=int, default=defaults.low, help="smallest operand (default %(default)s)"
-    )
-    parser.add_argument(
-        "--high", type=int, default=defaults.high, help="largest operand (default %(default)s)"
-    )
+    parser.add_argument("--low", type=int, default=defaults.low, help="smallest operand (default %(default)s)")
+    parser.add_argument("--high", type=int, default=defaults.high, help="largest operand (default %(default)s)")
     parser.add_argument("--force", action="store_true", help="build anew, replacing whatever OUT holds")
     return parser.parse_args(arguments)
 
