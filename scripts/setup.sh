@@ -1,0 +1,58 @@
+# Sourced by the other scripts: makes the virtual environment once and sets $PYTHON to its interpreter.
+#
+#   GRPO_VENV    where the environment lies (default: .venv in the repository)
+#   GRPO_PYTHON  use this interpreter as it is and install nothing: for machines without a package registry
+#   GRPO_TORCH_INDEX  an extra package index for torch's CPU build
+
+repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+fail() { echo "$(basename "$0"): $*" >&2; exit 1; }
+
+# The newest Python that both vLLM builds support.
+find_python() {
+    local candidate
+    for candidate in python3.11 python3.12 python3; do
+        if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    fail "needs Python 3.11 or 3.12 (found none on the PATH)"
+}
+
+check_memory() { # in GB, wanted
+    local available
+    available=$(awk '/MemAvailable/ {print int($2 / 1048576)}' /proc/meminfo)
+    [ "$available" -ge "$1" ] || fail "needs $1 GB of free memory, $available GB are free: close other programs"
+}
+
+install() { # what pip says of package locations is of no use to a reader
+    "$PYTHON" -m pip install --quiet --disable-pip-version-check "$@" 2> >(grep -v '^WARNING: Location' >&2) ||
+        fail "could not install $*: is a package registry reachable (pip config list)? An interpreter that has" \
+            "everything can be used with GRPO_PYTHON=/path/to/python3"
+}
+
+# prepare EXTRAS: an environment with the project and its extras, made or brought up to date only when they changed.
+prepare() {
+    local extras=$1 venv=${GRPO_VENV:-$repository/.venv} build stamp
+    if [ -n "${GRPO_PYTHON:-}" ]; then
+        PYTHON=$(command -v "$GRPO_PYTHON") || fail "GRPO_PYTHON=$GRPO_PYTHON: no such interpreter"
+        export PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}"
+        "$PYTHON" -c 'import torch, vllm, peft, typer' || fail "GRPO_PYTHON=$GRPO_PYTHON lacks packages (see above)"
+        return
+    fi
+    if nvidia-smi --list-gpus >/dev/null 2>&1; then build=gpu; else build=cpu; fi
+    PYTHON=$venv/bin/python
+    stamp="$build,$extras $(sha256sum <"$repository/pyproject.toml" | cut -d' ' -f1)"
+    if [ -x "$PYTHON" ] && [ "$(cat "$venv/.grpo-installed" 2>/dev/null)" = "$stamp" ]; then return; fi
+    echo "installing into $venv ($build build of vLLM; some minutes)"
+    [ -x "$PYTHON" ] || "$(find_python)" -m venv "$venv" || fail "could not make a virtual environment in $venv"
+    if [ "$build" = cpu ]; then # torch first: left to itself, pip may bring the CUDA build
+        install torch==2.13.0 ${GRPO_TORCH_INDEX:+--extra-index-url "$GRPO_TORCH_INDEX"}
+    fi
+    install --editable "$repository[$build,$extras]"
+    if [ "$build" = cpu ]; then # builds for another torch, which break importing transformers' models
+        "$PYTHON" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec >/dev/null 2>&1 || true
+    fi
+    echo "$stamp" >"$venv/.grpo-installed"
+}

@@ -1,0 +1,190 @@
+"""The trainer's client against the real rollout API."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from environments.api import wire
+from grpo_trainer.config import RolloutConfig
+from grpo_trainer.errors import ServerError, StoppedError, TrainingError
+from grpo_trainer.metrics.types import reduce
+from grpo_trainer.rollouts.client import RolloutClient, to_group
+from tests.processes import answers, end, free_port, running, wait_for
+
+BATCH = 4
+
+
+class Api:
+    """A rollout API process that can be stopped and started again on its port."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = folder / "api.log"
+        self.store = folder / "queue.sqlite"
+
+    def start(self, *, durable: bool = True) -> None:
+        store = ["--store", str(self.store)] if durable else []
+        self._block = running("-m", "environments.api", "--port", str(self.port), *store, log=self.log)
+        self.process = self._block.__enter__()
+        wait_for("the rollout API is there", lambda: answers(self.url + "/"), self.log, 60)
+
+    def stop(self) -> None:
+        end(self.process)
+
+    def post(self, *values: int, version: int = 0, **fields: object) -> None:
+        """One group of two sequences per value; the value is the completion's only token."""
+        for value in values:
+            group = {
+                "tokens": [[1, 2, value], [1, 2, value + 1]],
+                "masks": [[-100, -100, value], [-100, -100, value + 1]],
+                "scores": [0.0, 1.0],
+                "inference_logprobs": [[1.0, 1.0, -0.5], [1.0, 1.0, -0.25]],
+                "policy_versions": [version, version],
+                **fields,
+            }
+            httpx.post(self.url + "/scored_data", json=group, trust_env=False).raise_for_status()
+
+
+@pytest.fixture
+def api(tmp_path: Path) -> Iterator[Api]:
+    made = Api(tmp_path)
+    made.start()
+    yield made
+    made.stop()
+
+
+def registration(**fields: object) -> wire.Register:
+    values = {
+        "wandb_group": "", "wandb_project": "", "batch_size": BATCH, "max_token_len": 10, "checkpoint_dir": "",
+        "save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 9, **fields,
+    }  # fmt: skip
+    return wire.Register(**values)  # type: ignore[arg-type]
+
+
+def client(api: Api, *, check_stop=lambda: None, **options: object) -> RolloutClient:
+    config = RolloutConfig.model_validate({"url": api.url, "rollout_timeout": 20, **options})
+    made = RolloutClient(config, registration(), check_stop)
+    made.register()
+    return made
+
+
+def first_tokens(batch) -> list[int]:
+    return [int(group.samples[0].tokens_T[-1]) for group in batch.groups]
+
+
+def test_groups_come_as_they_were_scored(api: Api) -> None:
+    rollouts = client(api)
+    api.post(5, 7, version=3)
+    batch = rollouts.next_batch(4)
+    assert first_tokens(batch) == [5, 7]  # oldest first
+    sample = batch.groups[0].samples[1]
+    assert sample.tokens_T.tolist() == [1, 2, 6] and sample.trained_T.tolist() == [False, False, True]
+    assert sample.reward == 1.0 and sample.policy_version == 3 and sample.temperature == 1.0
+    assert sample.rollout_logprobs_T is not None and sample.rollout_logprobs_T[2] == np.float32(-0.25)
+    numbers = reduce(batch.metrics)
+    assert numbers["rollout/staleness_mean"] == 1 and numbers["rollout/staleness_max"] == 1
+
+
+def test_an_acknowledged_batch_never_comes_again_a_released_one_does(api: Api) -> None:
+    rollouts = client(api)
+    api.post(10, 12, 14, 16)
+    first = rollouts.next_batch(0)
+    rollouts.release(first)
+    again = rollouts.next_batch(0)
+    assert first_tokens(again) == first_tokens(first) == [10, 12]
+    rollouts.ack(again, 1)
+    assert first_tokens(rollouts.next_batch(0)) == [14, 16]
+    assert httpx.get(api.url + "/status", trust_env=False).json()["current_step"] == 1
+
+
+def test_stale_groups_are_dropped_and_counted(api: Api) -> None:
+    rollouts = client(api, max_staleness=2)
+    api.post(20, version=1)
+    api.post(22, version=5)
+    batch = rollouts.next_batch(6)
+    assert first_tokens(batch) == [22]
+    assert reduce(batch.metrics)["rollout/dropped_stale_groups"] == 1
+    rollouts.ack(batch, 1)
+    api.post(30, 32, version=1)
+    api.post(34, 36, version=6)
+    assert first_tokens(rollouts.next_batch(6)) == [34, 36]  # a batch that was stale as a whole made way
+    assert httpx.get(api.url + "/status", trust_env=False).json()["current_step"] == 1  # and was no step
+
+
+def test_an_api_that_comes_back_is_waited_for(api: Api) -> None:
+    rollouts = client(api)
+    api.post(40, 42)
+    batch = rollouts.next_batch(0)
+    api.stop()
+    api.start()
+    rollouts.ack(batch, 1)
+    api.post(44, 46)
+    assert first_tokens(rollouts.next_batch(0)) == [44, 46]
+
+
+def test_an_api_that_forgot_the_trainer_is_registered_with_anew(tmp_path: Path) -> None:
+    api = Api(tmp_path)
+    api.start(durable=False)
+    try:
+        rollouts = client(api)
+        api.post(50, 52)
+        rollouts.ack(rollouts.next_batch(0), 3)
+        api.stop()
+        api.start(durable=False)
+        api.post(54, 56)
+        assert first_tokens(rollouts.next_batch(0)) == [54, 56]
+        assert httpx.get(api.url + "/status", trust_env=False).json()["current_step"] == 3
+    finally:
+        api.stop()
+
+
+def test_the_wait_for_a_batch_ends_with_the_apis_own_explanation(api: Api) -> None:
+    rollouts = client(api, rollout_timeout=1)
+    api.post(60)
+    with pytest.raises(TrainingError, match="for a batch of rollouts: ") as error:
+        rollouts.next_batch(0)
+    assert "/status" in str(error.value) and "--rollout-timeout" in str(error.value)
+
+
+def test_a_stop_ends_the_wait(api: Api) -> None:
+    def stop() -> None:
+        raise StoppedError("stopped by SIGINT", signal.SIGINT)
+
+    rollouts = client(api, check_stop=stop)
+    with pytest.raises(StoppedError):
+        rollouts.next_batch(0)
+
+
+def test_a_server_that_is_no_rollout_api_is_told_apart(tmp_path: Path) -> None:
+    with running("-m", "http.server", str(port := free_port()), "--bind", "127.0.0.1", log=tmp_path / "log"):
+        url = f"http://127.0.0.1:{port}"
+        wait_for("a web server", lambda: answers(url), tmp_path / "log", 30)
+        rollouts = RolloutClient(RolloutConfig(url=url, rollout_timeout=1), registration(), lambda: None)
+        with pytest.raises((ServerError, TrainingError), match=f"{port}"):
+            rollouts.register()
+
+
+def test_temperatures_come_from_the_override_the_group_or_the_request() -> None:
+    def group(**fields: object) -> wire.ScoredData:
+        rows = {"tokens": [[1, 2], [1, 3]], "masks": [[-100, 2], [-100, 3]], "scores": [0.0, 1.0]}
+        return wire.ScoredData(**rows, **fields)  # type: ignore[arg-type]
+
+    def temperatures(**fields: object) -> list[float]:
+        return [sample.temperature for sample in to_group(wire.pack(group(**fields))).samples]
+
+    assert temperatures() == [1.0, 1.0]
+    assert temperatures(generation_params={"temperature": 0.7}) == [0.7, 0.7]
+    assert temperatures(generation_params={"temperature": 0.7}, overrides=[{"temperature": 0.5}, {}]) == [0.5, 0.7]
+
+
+def test_a_row_of_placeholders_is_no_logprob() -> None:
+    rows = {"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [0.0]}
+    filled = wire.ScoredData(**rows, inference_logprobs=[[1.0, 1.0]])  # type: ignore[arg-type]
+    assert to_group(wire.pack(filled)).samples[0].rollout_logprobs_T is None

@@ -1,0 +1,95 @@
+"""Real processes for tests: started in groups of their own, ended by those, their last words shown."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+
+from grpo_trainer.launch.ports import claim_ports
+
+ROOT = Path(__file__).parents[1]
+
+
+def free_port() -> int:
+    return claim_ports({"x": 0})["x"]
+
+
+@contextmanager
+def running(*arguments: str, log: Path, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+    """`python ARGUMENTS` with its output in a file, until the block is left."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        end(process)
+
+
+def end(process: subprocess.Popen[bytes], seconds: float = 15.0) -> None:
+    """SIGTERM, patience, then SIGKILL for its whole group."""
+    process.terminate()
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_for(what: str, done: Callable[[], bool], log: Path, seconds: float = 180.0) -> None:
+    """Poll until it is so; the failure shows the end of a log."""
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, f"not after {seconds:.0f} s: {what}\n{tail(log)}"
+        time.sleep(0.1)
+
+
+def answers(url: str) -> bool:
+    """Whether a GET gets 200."""
+    try:
+        return httpx.get(url, timeout=2.0, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def tail(log: Path, lines: int = 60) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) if log.exists() else "(no log)"
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those that still do something."""
+    living = []
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                living.append(pid)
+        except psutil.NoSuchProcess:
+            continue
+    return living
+
+
+def family(pid: int) -> dict[int, str]:
+    """All descendants of a process, with their command lines."""
+    found = {}
+    for child in psutil.Process(pid).children(recursive=True):
+        try:
+            found[child.pid] = " ".join(child.cmdline())
+        except psutil.NoSuchProcess:
+            continue
+    return found
