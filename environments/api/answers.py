@@ -1,14 +1,20 @@
-"""Batches as bytes: groups are kept packed, so a MessagePack answer is a header and the groups as they lie there."""
+"""Batches as bytes, in pieces: whoever sends them can let other requests have their turn between two.
 
-from collections.abc import Iterator, Sequence
+Groups are kept packed, so a MessagePack answer is a header and the groups as they lie there.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
 from environments.api import wire
+from environments.api.packing import unpack_row
+
+_PER_TOKEN = {"tokens": "i", "masks": "i", "advantages": "f", "ref_logprobs": "f", "inference_logprobs": "f"}
 
 
 def packed_batch(payloads: Sequence[bytes], fields: dict[str, object]) -> Iterator[bytes]:
-    """`wire.PackedBatch` in pieces, a piece per group; `fields` are the others of the message."""
+    """`wire.PackedBatch`, a piece per group; `fields` are the others of the message."""
     head = bytes([0x80 | (1 + len(fields))])  # a map of so many entries
     for name, value in fields.items():
         head += msgspec.msgpack.encode(name) + msgspec.msgpack.encode(value)
@@ -17,17 +23,38 @@ def packed_batch(payloads: Sequence[bytes], fields: dict[str, object]) -> Iterat
 
 
 def json_batch(payloads: Sequence[bytes], fields: dict[str, object]) -> Iterator[bytes]:
-    """`wire.Batch` in pieces, a piece per group."""
+    """`wire.Batch`, a piece per sequence and field."""
     yield b'{"batch":['
     for i, payload in enumerate(payloads):
-        yield (b"," if i else b"") + json_group(payload)
-    rest = msgspec.json.encode(fields)[1:]
-    yield b"]," + rest if fields else b"]}"
+        if i:
+            yield b","
+        yield from json_group(payload)
+    yield b"]," + msgspec.json.encode(fields)[1:] if fields else b"]}"
 
 
-def json_group(payload: bytes) -> bytes:
+def json_group(payload: bytes) -> Iterator[bytes]:
     """A group in JSON with the original's 14 keys, and `policy_versions` where the environment sent it."""
-    group = wire.unpack(msgspec.msgpack.decode(payload, type=wire.PackedGroup))
-    return msgspec.json.encode(group).removesuffix(b',"policy_versions":null}') + (
-        b"}" if group.policy_versions is None else b""
-    )
+    group = msgspec.msgpack.decode(payload, type=wire.PackedGroup)
+    rows = wire.spans(group.lengths)
+    opening = b"{"
+    for name in wire.ScoredData.__struct_fields__:
+        value = getattr(group, name)
+        if name == "policy_versions" and value is None:
+            continue
+        yield opening + b'"%s":' % name.encode()
+        opening = b","
+        if name in _PER_TOKEN and value is not None:
+            yield from _array(
+                msgspec.json.encode(unpack_row(value, row, rows[-1].stop, _PER_TOKEN[name])) for row in rows
+            )
+        else:
+            yield msgspec.json.encode(value)
+    yield b"}"
+
+
+def _array(items: Iterable[bytes]) -> Iterator[bytes]:
+    opening = b"["
+    for item in items:
+        yield opening + item
+        opening = b","
+    yield b"]"

@@ -5,7 +5,8 @@ import contextlib
 import hashlib
 import hmac
 import logging
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -18,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from environments.api import intake, wire
 from environments.api.answers import json_batch, json_group, packed_batch
-from environments.api.http import ApiError, BodyReader, respond, respond_bytes, stream
+from environments.api.http import ApiError, BodyReader, in_turns, respond, respond_bytes, stream
 from environments.api.metrics import Metrics
 from environments.api.openapi import openapi
 from environments.api.page import DOCS_HTML, PAGE_HEADERS, STATUS_HTML
@@ -30,6 +31,8 @@ from environments.api.store import StoreError
 log = logging.getLogger("rollout-api")
 
 MAX_LEASE_S = 24 * 3600.0
+Answer = TypeVar("Answer")
+Taking = Callable[[Service, bytes, str | None, bytes | None], Generator[None, None, Answer]]
 _OPEN_PATHS = ("/", "/docs", "/openapi.json")
 _EMPTY_EXAMPLE: dict[str, list[object]] = {
     name: []
@@ -47,6 +50,7 @@ class Api:
         self.service = service
         self.bodies = BodyReader(service.settings.max_body_mb << 20)
         self.metrics = Metrics(service)
+        self.parsing = asyncio.Lock()
 
     def routes(self) -> list[Route]:
         """Every endpoint; `environments.api.openapi` describes the same ones."""
@@ -126,21 +130,10 @@ class Api:
             raise ApiError(404, str(error), "env_id") from None
 
     async def scored_data(self, request: Request) -> Response:
-        content_type, key = request.headers.get("content-type"), _post_key(request)
-        async with self.bodies.read(request) as body:
-            answer = intake.take_one(self.service, body, content_type, key)
-        await self.service.written()
-        return respond(request, answer)
+        return respond(request, await self._take(request, intake.take_one))
 
     async def scored_data_list(self, request: Request) -> Response:
-        content_type, key = request.headers.get("content-type"), _post_key(request)
-        answer = None
-        async with self.bodies.read(request) as body:
-            for answer in intake.take_list(self.service, body, content_type, key):
-                if answer is None:
-                    await asyncio.sleep(0)
-        await self.service.written()
-        assert answer is not None, "a list ends with its answer"
+        answer = await self._take(request, intake.take_list)
         return respond(request, answer, 422 if answer.rejected else 200)
 
     async def batch(self, request: Request) -> Response:
@@ -176,7 +169,7 @@ class Api:
     async def latest_example(self, request: Request) -> Response:
         if self.service.latest is None:
             return respond(request, _EMPTY_EXAMPLE)
-        return respond_bytes(request, json_group(self.service.latest), wire.JSON)
+        return respond_bytes(request, b"".join(json_group(self.service.latest)), wire.JSON)
 
     async def reset_data(self, request: Request) -> Response:
         log.warning("reset by %s", request.client.host if request.client else "an unknown client")
@@ -198,6 +191,19 @@ class Api:
     async def _message(self, request: Request, message_type: type[wire.T]) -> wire.T:
         async with self.bodies.read(request) as body:
             return intake.decode(body, message_type, request.headers.get("content-type"))
+
+    async def _take(self, request: Request, take: "Taking[Answer]") -> "Answer":
+        """Read a body, take its groups in and answer when they are written.
+
+        Bodies are parsed one at a time with a turn for all others between two: however many clients post at once,
+        nobody waits for more than one of them.
+        """
+        content_type, key = request.headers.get("content-type"), _post_key(request)
+        async with self.bodies.read(request) as body, self.parsing:
+            steps = take(self.service, body, content_type, key)
+            answer = await in_turns(steps)
+        await self.service.written()
+        return answer
 
     async def _lease_answer(self, request: Request, answer: Awaitable[wire.LeaseResponse]) -> Response:
         try:

@@ -2,19 +2,24 @@
 
 import asyncio
 import contextlib
-import zlib
-from collections.abc import AsyncIterator, Iterable
+import time
+from collections.abc import AsyncIterator, Generator, Iterable
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from environments.api import wire
+from environments.api import gzipping, wire
+
+T = TypeVar("T")
 
 GZIP_MINIMUM = 1000
 """Answers of this many bytes or more are gzipped for clients that accept it."""
 LARGE_BODY = 1 << 20
 LARGE_BODIES_AT_ONCE = 4
 BODY_TIMEOUT_S = 60.0
+TURN_S = 0.005
+"""How long one request may work before others have their turn."""
 _PIECE = 256 << 10
 
 
@@ -72,7 +77,7 @@ class BodyReader:
         raise ApiError(415, f"Content-Encoding {encoding!r}: expected gzip or none", "Content-Encoding")
 
     async def _inflate(self, stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        inflater = zlib.decompressobj(wbits=31)
+        inflater = gzipping.inflater()
         received = 0
         async for data in stream:
             received += len(data)
@@ -80,10 +85,10 @@ class BodyReader:
                 raise self._too_large()
             while data:
                 if inflater.eof:  # gzip allows several members, one after another
-                    inflater = zlib.decompressobj(wbits=31)
+                    inflater = gzipping.inflater()
                 try:
                     piece = inflater.decompress(data, _PIECE)
-                except zlib.error as error:
+                except gzipping.ERRORS as error:
                     raise ApiError(400, f"the body is not gzip: {error}", "Content-Encoding") from None
                 data = inflater.unused_data if inflater.eof else inflater.unconsumed_tail
                 if piece:
@@ -107,7 +112,7 @@ def respond_bytes(request: Request, body: bytes, content_type: str, status: int 
     """Bytes as an answer, gzipped from `GZIP_MINIMUM` on."""
     headers = {"Content-Type": content_type, "Vary": "Accept, Accept-Encoding"}
     if len(body) >= GZIP_MINIMUM and accepts_gzip(request):
-        body = zlib.compress(body, 1, wbits=31)
+        body = gzipping.compress(body)
         headers["Content-Encoding"] = "gzip"
     return Response(body, status, headers)
 
@@ -117,27 +122,43 @@ def stream(request: Request, pieces: Iterable[bytes], content_type: str, compres
     headers = {"Content-Type": content_type, "Vary": "Accept, Accept-Encoding"}
     if compress and accepts_gzip(request):
         headers["Content-Encoding"] = "gzip"
-        return StreamingResponse(_deflate(pieces), headers=headers)
-    return StreamingResponse(_by_turns(pieces), headers=headers)
+        return StreamingResponse(_joined(pieces, gzipping.deflater()), headers=headers)
+    return StreamingResponse(_joined(pieces), headers=headers)
 
 
-async def _deflate(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
-    # Numbers in text compress by their few distinct characters, not by repetition: Huffman codes alone give nearly
-    # the size of level 1 in two thirds of its time.
-    deflater = zlib.compressobj(1, wbits=31, memLevel=9, strategy=zlib.Z_HUFFMAN_ONLY)
+async def _joined(pieces: Iterable[bytes], deflater: Any = None) -> AsyncIterator[bytes]:
+    """Pieces joined to what a turn of the event loop may take, compressed if there is a deflater."""
+    gathered: list[bytes] = []
+    size = 0
+    began = time.perf_counter()
     for piece in pieces:
-        if len(piece) <= _PIECE:
-            yield deflater.compress(piece)
+        if deflater is not None:
+            piece = deflater.compress(piece)
+        gathered.append(piece)
+        size += len(piece)
+        if size >= _PIECE or time.perf_counter() - began >= TURN_S:
+            yield b"".join(gathered)
             await asyncio.sleep(0)
-        else:
-            yield await asyncio.to_thread(deflater.compress, piece)
-    yield deflater.flush()
+            gathered.clear()
+            size = 0
+            began = time.perf_counter()
+    if deflater is not None:
+        gathered.append(deflater.flush())
+    yield b"".join(gathered)
 
 
-async def _by_turns(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
-    for piece in pieces:
-        yield piece
-        await asyncio.sleep(0)
+async def in_turns(steps: Generator[None, None, T]) -> T:
+    """Run a generator to its end, with a turn for others whenever it has worked for `TURN_S`, and at the end."""
+    began = time.perf_counter()
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            await asyncio.sleep(0)
+            return end.value
+        if time.perf_counter() - began >= TURN_S:
+            await asyncio.sleep(0)
+            began = time.perf_counter()
 
 
 def accepts_gzip(request: Request) -> bool:

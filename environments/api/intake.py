@@ -1,14 +1,15 @@
 """Posted bodies become groups in the queue; what is wrong with one of a list is told, the others are taken."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import msgspec
 
 from environments.api import wire
 from environments.api.http import ApiError
+from environments.api.reading import Steps, invalid, read_group, without_nan
 from environments.api.records import UnknownEnvironment
 from environments.api.service import Service
-from environments.api.validate import InvalidGroup, invalid, read_group, without_nan
+from environments.api.validate import InvalidGroup
 
 
 def decode(body: bytes, message_type: type[wire.T], content_type: str | None) -> wire.T:
@@ -26,15 +27,17 @@ def decode(body: bytes, message_type: type[wire.T], content_type: str | None) ->
         raise _malformed(error, content_type) from None
 
 
-def take_one(service: Service, body: bytes, content_type: str | None, key: bytes | None) -> wire.ScoredDataResponse:
-    """POST /scored_data.
+def take_one(
+    service: Service, body: bytes, content_type: str | None, key: bytes | None
+) -> Generator[None, None, wire.ScoredDataResponse]:
+    """POST /scored_data: a generator that pauses so that others may have their turn, and returns the answer.
 
     Raises:
         ApiError: 422 naming the field, 400 for what is no JSON (or MessagePack) at all.
     """
-    msgpack = wire.is_msgpack(content_type)
     try:
-        return service.take(_read(body, msgpack), key)
+        group = yield from _read(body, wire.is_msgpack(content_type))
+        return service.take(group, key)
     except InvalidGroup as error:
         raise ApiError(422, str(error), error.field or None) from None
     except UnknownEnvironment as error:
@@ -45,30 +48,25 @@ def take_one(service: Service, body: bytes, content_type: str | None, key: bytes
 
 def take_list(
     service: Service, body: bytes, content_type: str | None, key: bytes | None
-) -> Iterator[wire.ScoredDataListResponse | None]:
-    """POST /scored_data_list: None after each group, so that others may have their turn, then the answer.
+) -> Generator[None, None, wire.ScoredDataListResponse]:
+    """POST /scored_data_list: like `take_one`. What is wrong with a group is told, the others are taken.
 
     Raises:
         ApiError: 400 or 422 where the body is no list.
     """
-    msgpack = wire.is_msgpack(content_type)
-    groups = _split(body, msgpack, content_type)
+    groups = _split(body, content_type)
     buffered: list[int] = []
     rejected: list[wire.RejectedGroup] = []
     for i, raw in enumerate(groups):
+        yield
         try:
-            answer = service.take(_read(bytes(raw), msgpack), None if key is None else key + b"/%d" % i)
-        except InvalidGroup as error:
-            rejected.append(wire.RejectedGroup(group=i, field=error.field, detail=str(error)))
-        except UnknownEnvironment as error:
-            rejected.append(wire.RejectedGroup(group=i, field="env_id", detail=str(error)))
-        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-            rejected.append(wire.RejectedGroup(group=i, field="", detail=_malformed(error, content_type).detail))
+            answer = yield from take_one(service, bytes(raw), content_type, key and key + b"/%d" % i)
+        except ApiError as error:
+            rejected.append(wire.RejectedGroup(group=i, field=error.field or "", detail=error.detail))
         else:
             if answer.buffer_size is not None:
                 buffered.append(answer.buffer_size)
-        yield None
-    yield wire.ScoredDataListResponse(
+    return wire.ScoredDataListResponse(
         status="partial" if rejected else "received",
         groups_processed=len(groups) - len(rejected),
         buffered=len(buffered) or None,
@@ -77,32 +75,26 @@ def take_list(
     )
 
 
-def _read(body: bytes, msgpack: bool) -> wire.PackedGroup:
+def _read(body: bytes, msgpack: bool) -> Steps:
     try:
-        return read_group(body, msgpack)
-    except msgspec.ValidationError:
-        raise
+        return (yield from read_group(body, msgpack))
     except msgspec.DecodeError as error:
-        if not msgpack and (problem := _non_finite(body)):
-            raise problem from error
+        if not msgpack and not isinstance(error, msgspec.ValidationError) and (finite := without_nan(body)) != body:
+            # Python's JSON writes NaN, which JSON has not: say where it stands rather than `malformed`.
+            raise (yield from _non_finite(finite)) from error
         raise
 
 
-def _non_finite(body: bytes) -> InvalidGroup | None:
-    """Python's JSON writes NaN, which JSON has not: say where it stands rather than `malformed`."""
-    finite = without_nan(body)
-    if finite == body:
-        return None
+def _non_finite(finite: bytes) -> Generator[None, None, InvalidGroup]:
     try:
-        read_group(finite)
+        yield from read_group(finite)
     except InvalidGroup as error:
         return InvalidGroup(error.field, f"NaN or Infinity, expected a finite number ({error})")
-    except (msgspec.DecodeError, RecursionError):
-        return None
     return InvalidGroup("", "NaN or Infinity, which JSON does not have")
 
 
-def _split(body: bytes, msgpack: bool, content_type: str | None) -> list[msgspec.Raw]:
+def _split(body: bytes, content_type: str | None) -> list[msgspec.Raw]:
+    msgpack = wire.is_msgpack(content_type)
     try:
         if msgpack:
             return msgspec.msgpack.decode(body, type=list[msgspec.Raw])
@@ -110,9 +102,12 @@ def _split(body: bytes, msgpack: bool, content_type: str | None) -> list[msgspec
     except msgspec.ValidationError as error:
         raise ApiError(422, f"{error}: expected a list of groups") from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        if not msgpack and (finite := without_nan(body)) != body:
-            # The list is split with null in the place of NaN; the groups that have it are refused for the null.
-            return _split(finite, msgpack, content_type)
+        try:
+            if not msgpack and (finite := without_nan(body)) != body:
+                # Split with null in the place of NaN; the groups that have it are refused for the null.
+                return _split(finite, content_type)
+        except InvalidGroup as nan:
+            raise ApiError(422, str(nan)) from None
         raise _malformed(error, content_type) from None
 
 

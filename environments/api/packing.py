@@ -2,11 +2,11 @@
 
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
-def pack_ints(rows: list[list[int]]) -> bytes:
+def pack_ints(rows: Iterable[list[int]]) -> bytes:
     """int32 bytes of all rows; the numbers must fit (the wire's schema sees to it)."""
     return _little_endian(_concatenate("i", rows)).tobytes()
 
@@ -15,25 +15,36 @@ def pack_floats(rows: list[list[float]] | None) -> bytes | None:
     """float32 bytes where that loses nothing, else float64; None for no rows."""
     if not rows:
         return None
-    double = _concatenate("d", rows)
-    single = array("f", double)
-    # Logprobs come from float32 models: most rows lose nothing at half the size, the rest stay whole.
-    return _little_endian(single if array("d", single) == double else double).tobytes()
+    single = array("f")
+    for row in rows:
+        packed = array("f", row)
+        # Logprobs come from float32 models: most rows lose nothing at half the size, the rest stay whole.
+        if packed.tolist() != row:
+            return pack_doubles(rows)
+        single += packed
+    return _little_endian(single).tobytes()
+
+
+def pack_doubles(rows: Iterable[list[float]]) -> bytes:
+    """float64 bytes of all rows."""
+    return _little_endian(_concatenate("d", rows)).tobytes()
 
 
 def unpack_ints(data: bytes, spans: Sequence[slice]) -> list[list[int]]:
     """The rows that `pack_ints` packed; `spans` says where each lies, in numbers."""
-    numbers = _little_endian(array("i", data))
-    return [numbers[span].tolist() for span in spans]
+    return [unpack_row(data, span, spans[-1].stop, "i") for span in spans]
 
 
 def unpack_floats(data: bytes | None, spans: Sequence[slice]) -> list[list[float]] | None:
-    """The rows that `pack_floats` packed; the width of a number follows from the length of the whole."""
-    if data is None:
-        return None
-    total = spans[-1].stop
-    numbers = _little_endian(array("f" if len(data) == 4 * total else "d", data))
-    return [numbers[span].tolist() for span in spans]
+    """The rows that `pack_floats` packed."""
+    return None if data is None else [unpack_row(data, span, spans[-1].stop, "f") for span in spans]
+
+
+def unpack_row(data: bytes, span: slice, total: int, kind: str) -> list[Any]:
+    """One row of `total` packed numbers, of `kind` "i" or "f"; a float's width follows from the data's length."""
+    width = len(data) // total if total else 4
+    numbers = array("d" if width == 8 else kind, memoryview(data)[span.start * width : span.stop * width].tobytes())
+    return _little_endian(numbers).tolist()
 
 
 def _little_endian(numbers: "array[Any]") -> "array[Any]":
@@ -42,7 +53,7 @@ def _little_endian(numbers: "array[Any]") -> "array[Any]":
     return numbers
 
 
-def _concatenate(typecode: str, rows: list[list[Any]]) -> "array[Any]":
+def _concatenate(typecode: str, rows: Iterable[list[Any]]) -> "array[Any]":
     numbers = array(typecode)
     for row in rows:
         numbers.fromlist(row)

@@ -1,7 +1,6 @@
 """Is a group fit to be trained on? What is not is refused at the door, with the field and the place named."""
 
 import math
-import re
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -10,8 +9,6 @@ import msgspec
 
 from environments.api import wire
 
-_PATH = re.compile(r" - at `\$(?:\[\d+\])?\.?(\w*)")
-_NON_FINITE = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\b(?:NaN|Infinity)\b')
 _PER_TOKEN = ("advantages", "ref_logprobs", "inference_logprobs")
 
 
@@ -21,22 +18,6 @@ class InvalidGroup(ValueError):
     def __init__(self, field: str, detail: str) -> None:
         super().__init__(detail)
         self.field = field
-
-
-def read_group(body: bytes | msgspec.Raw, msgpack: bool = False) -> wire.PackedGroup:
-    """The group that a body carries, checked and packed.
-
-    Raises:
-        InvalidGroup: not fit to be trained on, or not a group at all.
-        msgspec.DecodeError: not JSON (or not MessagePack).
-    """
-    if msgpack:
-        return _read_msgpack(body)
-    try:
-        group = msgspec.json.decode(body, type=wire.ScoredData)
-    except msgspec.ValidationError as error:
-        raise invalid(error) from None
-    return pack_checked(group)
 
 
 def pack_checked(group: wire.ScoredData) -> wire.PackedGroup:
@@ -51,7 +32,8 @@ def pack_checked(group: wire.ScoredData) -> wire.PackedGroup:
     for field in _PER_TOKEN:
         rows: list[list[float]] | None = getattr(group, field)
         if field == "advantages" and rows:
-            rows = changed[field] = _per_token(rows, lengths)
+            rows = [spread(row, length) for row, length in zip(rows, lengths, strict=False)] + rows[len(lengths) :]
+            changed[field] = rows
         if rows and any(rows):
             _check_lengths(field, [len(row) for row in rows], lengths, "one number per token")
             _check_finite(field, rows)
@@ -62,46 +44,18 @@ def pack_checked(group: wire.ScoredData) -> wire.PackedGroup:
     return wire.pack(group)
 
 
-def without_nan(body: bytes) -> bytes:
-    """JSON with null for NaN and Infinity, which JSON has not: decoding it names the place where they stood."""
-    return _NON_FINITE.sub(lambda match: match[0] if match[0].startswith(b'"') else b"null", body)
-
-
-def invalid(error: msgspec.ValidationError) -> InvalidGroup:
-    """A decoder's complaint as ours; it already names the path."""
-    message = str(error)
-    match = _PATH.search(message)
-    field = match[1] if match else ""
-    if not field and (missing := re.search(r"missing required field `(\w+)`", message)):
-        field = missing[1]
-    return InvalidGroup(field, message)
-
-
-def _per_token(rows: list[list[float]], lengths: list[int]) -> list[list[float]]:
+def spread(row: list[float], length: int) -> list[float]:
     """Advantages, one per token. Some environments send a row of another length that says one number over and
     over: it is the whole sequence's advantage."""
-    if len(rows) != len(lengths):
-        return rows
-    return [
-        row if len(row) == length or not row or len(set(row)) > 1 else row[:1] * length
-        for row, length in zip(rows, lengths, strict=True)
-    ]
+    return row[:1] * length if row and len(row) != length and len(set(row)) == 1 else row
 
 
-def _read_msgpack(body: bytes | msgspec.Raw) -> wire.PackedGroup:
-    try:
-        group = msgspec.msgpack.decode(body, type=wire.PackedGroup)
-    except msgspec.ValidationError as error:
-        try:  # MessagePack with lists, as a generic client sends it
-            return pack_checked(msgspec.msgpack.decode(body, type=wire.ScoredData))
-        except msgspec.ValidationError as plain:
-            # Lists where bytes should be: complain about the plain form. Bytes where lists should be: the packed.
-            raise invalid(error if "got `bytes`" in str(plain) else plain) from None
-    _check_packed(group)
-    return group
+def check_packed(group: wire.PackedGroup) -> None:
+    """Check a group that came packed.
 
-
-def _check_packed(group: wire.PackedGroup) -> None:
+    Raises:
+        InvalidGroup: naming the field, what came and what was wanted.
+    """
     total = sum(group.lengths)
     for field in ("tokens", "masks"):
         if len(getattr(group, field)) != 4 * total:

@@ -222,14 +222,16 @@ def _group(number: int, load: Load, env_id: int) -> wire.ScoredData:
     prompt = load.tokens // 4
     tokens = [[draw.randrange(150_000) for _ in range(load.tokens)] for _ in range(load.group_size)]
     tokens[0][0] = number
-    answer = load.tokens - prompt
-    logprobs = [-draw.expovariate(2.0) for _ in range(answer)]
-    logprobs = list(struct.unpack(f"{answer}f", struct.pack(f"{answer}f", *logprobs)))
+    single = struct.Struct(f"{load.tokens - prompt}f")
+
+    def logprobs() -> list[float]:
+        return list(single.unpack(single.pack(*(-draw.expovariate(2.0) for _ in range(load.tokens - prompt)))))
+
     return wire.ScoredData(
         tokens=tokens,
         masks=[[wire.IGNORED] * prompt + row[prompt:] for row in tokens],
         scores=[draw.random() for _ in tokens],
-        inference_logprobs=[[wire.MASKED_LOGPROB] * prompt + logprobs for _ in tokens],
+        inference_logprobs=[[wire.MASKED_LOGPROB] * prompt + logprobs() for _ in tokens],
         env_id=env_id,
     )
 
