@@ -1,0 +1,188 @@
+"""`grpo run` with a real vLLM server, the rollout API, the arithmetic environment and the trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.processes import ROOT, alive, family, running, tail, wait_for
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def arguments(model: Path, run_dir: Path, **options: object) -> list[str]:
+    settings: dict[str, object] = {
+        "model-name": model,
+        "run-dir": run_dir,
+        "weight-bridge-mode": "lora_only",
+        "training-steps": 3,
+        "batch-size": 32,
+        "gradient-accumulation-steps": 1,
+        "lr": 1e-3,
+        "lora-r": 8,
+        "seq-len": 64,
+        "checkpoint-interval": 1,
+        "server.port": 0,
+        "api.port": 0,
+        **{name.replace("_", "-").replace("--", "."): value for name, value in options.items()},
+    }
+    return [
+        "-m",
+        "grpo_trainer",
+        "run",
+        *(word for key, value in settings.items() for word in (f"--{key}", str(value))),
+    ]
+
+
+@contextmanager
+def started(model: Path, run_dir: Path, log: Path, **options: object) -> Iterator[subprocess.Popen[bytes]]:
+    with running(*arguments(model, run_dir, **options), log=log) as process:
+        yield process
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    wait_for(
+        f"step {step}",
+        lambda: process.poll() is not None or any(row["step"] >= step for row in rows(run_dir)),
+        log,
+        300,
+    )
+    assert process.poll() is None or rows(run_dir)[-1]["step"] >= step, tail(log)
+
+
+def finished(process: subprocess.Popen[bytes], log: Path, seconds: float = 300) -> int:
+    wait_for("the run is over", lambda: process.poll() is not None, log, seconds)
+    return process.wait()
+
+
+def member(process: subprocess.Popen[bytes], module: str) -> int:
+    """The process of the run that runs a module."""
+    (pid,) = [
+        child.pid for child in psutil.Process(process.pid).children() if f"-m {module}" in " ".join(child.cmdline())
+    ]
+    return pid
+
+
+def test_ctrl_c_leaves_nothing_behind_but_a_run_that_goes_on(demo_model: Path, tmp_path: Path) -> None:
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    with started(demo_model, run_dir, log, training_steps=500) as process:
+        wait_for_step(run_dir, 2, process, log)
+        members = family(process.pid)
+        commands = "\n".join(members.values())
+        for module in ("environments.api", "vllm_server", "environments.arithmetic_server", "grpo_trainer train"):
+            assert f"-m {module}" in commands
+        process.send_signal(signal.SIGINT)
+        begun = time.monotonic()
+        assert finished(process, log, 30) == 130
+        assert time.monotonic() - begun < 10.5  # what is promised to users, not a benchmark
+    assert not alive(list(members)), members
+    assert "go on with the same command and --resume auto" in log.read_text().replace("\n", " ").lower()
+    stopped_at = max(int(path.name.split("_")[-1]) for path in (run_dir / "checkpoints").glob("adapter_step_*"))
+    before = rows(run_dir)
+    assert before[-1]["step"] == stopped_at
+
+    with started(demo_model, run_dir, log, training_steps=stopped_at + 2, resume="auto") as process:
+        assert finished(process, log) == 0, tail(log)
+    after = rows(run_dir)
+    assert [row["step"] for row in after] == list(range(1, stopped_at + 3))
+    assert after[stopped_at]["publish/version"] == before[-1]["publish/version"] + 1
+    assert (run_dir / "checkpoints" / "adapter_final" / "adapter_model.safetensors").exists()
+    for row in after:
+        assert row["alignment/logprob_diff_mean"] < 0.2 and 0 <= row["reward/mean"] <= 1
+        assert row["rollout/staleness_max"] <= 4
+    fresh = [row for row in after if row.get("rollout/staleness_max") == 0]
+    assert all(row["alignment/logprob_diff_max"] < 1e-3 for row in fresh)  # same weights, same logprobs
+    assert "bridge proved" in (run_dir / "logs" / "trainer.log").read_text()
+
+    refused = subprocess.run(
+        [sys.executable, *arguments(demo_model, run_dir)], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert refused.returncode == 2 and "holds a run already; continue it with --resume auto" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("vllm_server", "server"), ("environments.arithmetic_server", "env-arithmetic")]
+)
+def test_a_killed_process_stops_the_run_with_its_name(demo_model: Path, tmp_path: Path, module: str, name: str) -> None:
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    with started(demo_model, run_dir, log, training_steps=500) as process:
+        wait_for_step(run_dir, 1, process, log)
+        members = family(process.pid)
+        os.kill(member(process, module), signal.SIGKILL)
+        assert finished(process, log, 60) == 1
+    said = log.read_text()
+    assert f"{name} was killed by SIGKILL" in said and "Its last lines:" in said and "Traceback" not in said
+    assert not alive(list(members))
+
+
+def test_a_full_disk_stops_the_run_with_the_place(demo_model: Path, tmp_path: Path, small_disk: Path) -> None:
+    run_dir, log = small_disk / "run", tmp_path / "log"
+    with started(demo_model, run_dir, log, training_steps=500) as process:
+        wait_for("processes", lambda: process.poll() is not None or len(family(process.pid)) >= 2, log)
+        members = family(process.pid)
+        assert finished(process, log) == 1, tail(log)
+    said = log.read_text()
+    assert "disk full" in said and str(small_disk) in said
+    assert not alive(list(members))
+
+
+def refused(*words: str) -> str:
+    """What a run says that starts nothing."""
+    log_free = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, cwd=ROOT, check=False, timeout=120
+    )
+    assert log_free.returncode == 2, log_free.stderr
+    assert "Traceback" not in log_free.stderr
+    return log_free.stderr
+
+
+def test_a_busy_port_is_told_with_its_holder_before_anything_starts(tmp_path: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        said = refused(*arguments(tmp_path, tmp_path / "run", server__port=port))
+    assert f"--server.port {port}: busy, held by pid {os.getpid()}" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_wrong_model_path_is_told_before_anything_starts(tmp_path: Path) -> None:
+    said = refused(*arguments(tmp_path / "no-model", tmp_path / "run"))
+    assert f"--model-name {tmp_path / 'no-model'}" in said
+    assert not (tmp_path / "run" / "logs").exists()
+
+
+CONFIGS = {
+    "bert": {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+    "t5": {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("command", ["run", "train"])
+def test_models_of_another_kind_are_refused_by_name(tmp_path: Path, kind: str, command: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[kind]))
+    words = (
+        arguments(tmp_path, tmp_path / "run")
+        if command == "run"
+        else ["-m", "grpo_trainer", "train", "--model", str(tmp_path), "--weight-bridge-mode", "lora_only"]
+    )
+    said = refused(*words)
+    assert CONFIGS[kind]["architectures"][0] in said and str(tmp_path) in said
