@@ -1,0 +1,84 @@
+"""The arithmetic environment: ``python -m environments.arithmetic_server serve --env.tokenizer_name MODEL``.
+
+Needs no download, and its reward is certain: 1 for the right number and nothing else, 0 otherwise.
+"""
+
+import asyncio
+import random
+from collections.abc import Iterator
+
+from pydantic import Field
+
+from environments.arithmetic import Operation, Problem, ProblemSet, reward
+from environments.base import BaseEnv
+from environments.config import BaseEnvConfig, ConfigError
+from environments.inference import Sampling
+
+
+class ArithmeticConfig(BaseEnvConfig):
+    """Settings of the arithmetic environment."""
+
+    low: int = Field(default=10, description="smallest operand")
+    high: int = Field(default=49, description="largest operand")
+    operation: Operation = Field(default="+", description="what is done with the operands")
+    max_tokens: int | None = Field(
+        default=None, ge=1, description="longest answer in tokens; unset: what the longest number needs, and one more"
+    )
+    temperature: float = Field(default=1.0, gt=0.0, description="sampling temperature of training groups")
+    eval_samples: int = Field(default=4, ge=1, description="samples per held-out problem in an evaluation")
+
+
+class ArithmeticEnv(BaseEnv[Problem, ArithmeticConfig]):
+    """Sums of two numbers, such as 12+34=: one token per digit is few enough to learn on two cores."""
+
+    name = "arithmetic"
+    env_config_cls = ArithmeticConfig
+
+    async def setup(self) -> None:
+        """Lists the problems."""
+        config = self.config
+        try:
+            self.problems = ProblemSet.of(config.low, config.high, config.operation)
+        except ValueError as error:
+            raise ConfigError(f"--env.low, --env.high: {error}") from None
+        longest = max(len(problem.answer) for part in (self.problems.train, self.problems.held_out) for problem in part)
+        # The number, the token that ends it, and one more by which a longer answer shows.
+        self.max_tokens = config.max_tokens or longest + 2
+        self._items = _endless(self.problems.train, config.seed)
+
+    async def get_next_item(self) -> Problem:
+        """The next problem; each comes once before any comes again."""
+        return next(self._items)
+
+    def prompt(self, item: Problem) -> str:
+        """Plain text: ``12+34=``."""
+        return item.prompt
+
+    def sampling(self, room: int) -> Sampling:
+        """A few tokens at the configured temperature."""
+        return Sampling(max_tokens=min(room, self.max_tokens), temperature=self.config.temperature)
+
+    def score(self, item: Problem, answer: str) -> float:
+        """1.0 for the right number and nothing else."""
+        return reward(item, answer)
+
+    async def evaluate(self) -> dict[str, float]:
+        """Sampled accuracy on the held-out problems, which are never trained on."""
+        samples = self.config.eval_samples
+        answers = await asyncio.gather(*(self.complete(problem.prompt, samples) for problem in self.problems.held_out))
+        scores = [
+            self.score(problem, self.decode(completion))
+            for problem, completions in zip(self.problems.held_out, answers, strict=True)
+            for completion in completions
+        ]
+        return {"accuracy": sum(scores) / len(scores), "samples": len(scores)}
+
+
+def _endless(problems: tuple[Problem, ...], seed: int) -> Iterator[Problem]:
+    generator = random.Random(seed)
+    while True:
+        yield from generator.sample(problems, len(problems))
+
+
+if __name__ == "__main__":
+    ArithmeticEnv.cli()

@@ -1,0 +1,159 @@
+"""`BaseEnv`: what there is to write for an environment of one's own.
+
+The least of them has items, a prompt for each and a score for each answer:
+
+    class Capitals(BaseEnv[Country]):
+        name = "capitals"
+
+        async def setup(self) -> None:
+            self.countries = cycle(load_countries())
+
+        async def get_next_item(self) -> Country:
+            return next(self.countries)
+
+        def prompt(self, item: Country) -> str:
+            return f"The capital of {item.name} is "
+
+        def score(self, item: Country, answer: str) -> float:
+            return float(answer.strip() == item.capital)
+
+    if __name__ == "__main__":
+        Capitals.cli()
+
+An environment that needs more than one question and one answer writes `collect_trajectories` itself.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, cast
+
+from typing_extensions import TypeVar
+
+from environments.api import wire
+from environments.config import BaseEnvConfig, ConfigError
+from environments.inference import Completion, InferenceClient, Sampling
+from environments.trajectory import Message, Trajectory, scored_group
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Item = TypeVar("Item")
+Config = TypeVar("Config", bound=BaseEnvConfig, default=BaseEnvConfig)
+
+
+class BaseEnv(ABC, Generic[Item, Config]):
+    """An environment: where prompts come from and what answers are worth.
+
+    Names follow Atropos' `BaseEnv`. The runner calls `setup` once, `get_next_item` and `collect_trajectories` for
+    every group (several groups at a time, in one event loop), and `evaluate` when asked to.
+
+    Attributes:
+        config: The environment's settings.
+        server: Client of the inference server.
+        tokenizer: The model's tokenizer.
+        curr_step: The trainer's step, as last heard; 0 without a trainer.
+    """
+
+    name: ClassVar[str]
+    env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
+
+    def __init__(self, config: Config, server: InferenceClient, tokenizer: "PreTrainedTokenizerBase") -> None:
+        """Subclasses that need a constructor of their own call this one; most need only `setup`."""
+        self.config = config
+        self.server = server
+        self.tokenizer = tokenizer
+        self.curr_step = 0
+
+    async def setup(self) -> None:
+        """Loads what is needed, once, before anything else is called."""
+        return
+
+    @abstractmethod
+    async def get_next_item(self) -> Item | None:
+        """The next item to work on; None when there are no more."""
+
+    def prompt(self, item: Item) -> str | list[Message]:
+        """The item's prompt: plain text, or messages for the model's chat template."""
+        raise NotImplementedError(f"{type(self).__name__} writes neither prompt() nor collect_trajectories()")
+
+    def score(self, item: Item, answer: str) -> float:
+        """What one answer (see `decode`) is worth."""
+        raise NotImplementedError(f"{type(self).__name__} writes neither score() nor collect_trajectories()")
+
+    def sampling(self, room: int) -> Sampling:
+        """How answers are sampled, where `room` tokens are left by the prompt; by default all, at temperature 1."""
+        return Sampling(max_tokens=room)
+
+    async def collect_trajectories(self, item: Item) -> wire.ScoredData | None:
+        """One scored group for the item, or None if it came to nothing (which the runner counts)."""
+        prompt = self.prompt(item)
+        completions = await self.complete(prompt, self.config.group_size)
+        return scored_group([self.trajectory(item, prompt, completion) for completion in completions])
+
+    @abstractmethod
+    async def evaluate(self) -> dict[str, float]:
+        """Metrics of the policy as it is now; `accuracy` should be among them."""
+
+    async def complete(self, prompt: str | list[Message], n: int) -> list[Completion]:
+        """`n` sampled answers to a prompt."""
+        token_ids = self.encode(prompt)
+        room = self.config.max_token_length - len(token_ids)
+        return await self.server.generate(token_ids, n, self.sampling(room))
+
+    def trajectory(self, item: Item, prompt: str | list[Message], completion: Completion) -> Trajectory:
+        """A completion with its score, and with its messages if they are wanted."""
+        answer = self.decode(completion)
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = [*asked, {"role": "assistant", "content": answer}] if self.config.include_messages else []
+        return Trajectory.of(completion, self.score(item, answer), messages)
+
+    def encode(self, prompt: str | list[Message]) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            ConfigError: It leaves no room for an answer within `max_token_length`.
+        """
+        if isinstance(prompt, str):
+            token_ids = self.tokenizer.encode(prompt)
+        else:
+            token_ids = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        if len(token_ids) >= self.config.max_token_length:
+            raise ConfigError(
+                f"--env.max_token_length: got {self.config.max_token_length}, but a prompt has {len(token_ids)} "
+                "tokens; raise it, or shorten the prompts"
+            )
+        return cast("list[int]", token_ids)
+
+    def decode(self, completion: Completion) -> str:
+        """A completion's text without the token that ended it.
+
+        Other special tokens stay visible: a policy must not be paid for what nobody sees.
+        """
+        token_ids = completion.token_ids
+        if token_ids and token_ids[-1] == self.tokenizer.eos_token_id:
+            token_ids = token_ids[:-1]
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    @classmethod
+    def cli(cls, arguments: Sequence[str] | None = None) -> None:
+        """Runs the environment as a program (``serve``, ``process`` or ``evaluate``) and exits."""
+        from environments.cli import main  # the command line knows environments, not the other way round
+
+        main(cls, arguments)
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model folder or hub name.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    from transformers import AutoTokenizer  # imports torch where it is installed: seconds, so not at the top
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        is_path = name.startswith((".", "/", "~"))
+        reason = "no such folder" if is_path and not Path(name).is_dir() else str(error).splitlines()[0]
+        raise ConfigError(f"--env.tokenizer_name: no tokenizer at {name!r} ({reason}); name a model's folder") from None

@@ -1,0 +1,143 @@
+"""The command line that every environment has: ``serve``, ``process`` and ``evaluate``."""
+
+import asyncio
+import inspect
+import json
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from environments.base import BaseEnv, load_tokenizer
+from environments.config import ConfigError, ProcessSettings, Settings, parse_settings, settings_class
+from environments.files import GroupFile
+from environments.http import PeerError
+from environments.inference import InferenceClient
+from environments.rollout_api import RolloutApi
+from environments.runner import EnvironmentFailed, serve, unfit
+
+log = logging.getLogger(__name__)
+
+COMMANDS = {
+    "serve": "supply a trainer with scored groups, by way of the rollout API",
+    "process": "write scored groups to a JSONL file; needs no trainer and no rollout API",
+    "evaluate": "print the policy's metrics as one line of JSON",
+}
+
+
+def main(env_cls: type[BaseEnv[Any, Any]], arguments: Sequence[str] | None = None) -> None:
+    """Runs a command and exits: 0 done, 1 it failed, 2 the command line is wrong."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    prog = _prog(env_cls)
+    try:
+        sys.exit(_run(env_cls, prog, arguments))
+    except ConfigError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except PeerError as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _prog(env_cls: type[BaseEnv[Any, Any]]) -> str:
+    module = inspect.getmodule(env_cls)
+    if module is not None and module.__spec__ is not None:
+        return f"python -m {module.__spec__.name}"
+    return Path(sys.argv[0]).name
+
+
+def _run(env_cls: type[BaseEnv[Any, Any]], prog: str, arguments: list[str]) -> int:
+    command = arguments[0] if arguments else None
+    if command in ("-h", "--help"):
+        summary = inspect.cleandoc(env_cls.__doc__ or env_cls.__name__).partition("\n")[0]
+        print(f"usage: {prog} COMMAND [--env.… …] [--openai.… …] [--config FILE.toml]\n\n{summary}\n")
+        print("\n".join(f"  {name:<10}{text}" for name, text in COMMANDS.items()))
+        print(f"\nOptions of a command: {prog} serve --help")
+        return 0
+    if command not in COMMANDS:
+        got = "nothing" if command is None else repr(command)
+        raise ConfigError(f"COMMAND: got {got}, wanted one of {', '.join(COMMANDS)}")
+    settings_cls = settings_class(env_cls.env_config_cls, processes=command == "process")
+    settings = parse_settings(settings_cls, f"{prog} {command}", arguments[1:])
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    # The tokenizer is read before the event loop starts: that takes seconds, in which no signal would be heard.
+    tokenizer = load_tokenizer(settings.env.tokenizer_name)
+    asyncio.run(_command(command, env_cls, settings, tokenizer))
+    return 0
+
+
+async def _command(command: str, env_cls: type[BaseEnv[Any, Any]], settings: Settings[Any], tokenizer: Any) -> None:
+    server = InferenceClient(settings.openai, patience=settings.env.retry_timeout)
+    env = env_cls(settings.env, server, tokenizer)
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    try:
+        if command == "serve":
+            api = RolloutApi(settings.env)
+            try:
+                await serve(env, api, stop)
+            finally:
+                await api.close()
+        elif isinstance(settings, ProcessSettings):
+            await _until(stop, process(env, settings.groups))
+        else:
+            await _until(stop, evaluate(env))
+    finally:
+        await server.close()
+
+
+async def _until(stop: asyncio.Event, work: Any) -> None:
+    """Does the work, unless asked to stop before it is done."""
+    task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if task.done():
+        task.result()
+        return
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    raise PeerError("stopped before it was done")
+
+
+async def process(env: BaseEnv[Any, Any], groups: int) -> None:
+    """Writes `groups` scored groups to the file named in the settings.
+
+    Raises:
+        ConfigError: No file is named, or it cannot be written.
+        EnvironmentFailed: The items are used up before.
+    """
+    path = env.config.data_path_to_save_groups
+    if path is None:
+        raise ConfigError("--env.data_path_to_save_groups: required by process; name a JSONL file")
+    await env.setup()
+    file, written, dropped = GroupFile.create(path), 0, 0
+    try:
+        while written < groups:
+            at_once = min(groups - written, env.config.max_concurrent_groups)
+            items = [item for _ in range(at_once) if (item := await env.get_next_item()) is not None]
+            if not items:
+                raise EnvironmentFailed(f"{env.name}: no more items after {written} of {groups} groups")
+            for group in await asyncio.gather(*(env.collect_trajectories(item) for item in items)):
+                if group is None or unfit(group, env.config, max_token_len=-1):
+                    dropped += 1
+                else:
+                    file.write(group)
+                    written += 1
+    finally:
+        file.close()
+    log.info("%s: %d groups written, %d dropped", path, written, dropped)
+
+
+async def evaluate(env: BaseEnv[Any, Any]) -> None:
+    """Prints the environment's metrics as one line of JSON."""
+    await env.setup()
+    metrics = await env.evaluate()
+    print(json.dumps({"env": env.name, **metrics}), flush=True)

@@ -1,0 +1,189 @@
+"""What an environment can be told, from the command line and from a TOML file, and nothing else.
+
+Flags are the paths of the settings: ``--env.group_size 8`` is `Settings.env.group_size`, and ``group_size = 8`` in the
+table ``[env]`` of a file given with ``--config``. Flags win over the file, the file wins over the defaults.
+"""
+
+import argparse
+import difflib
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
+
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, SettingsConfigDict
+
+
+class ConfigError(ValueError):
+    """The command line or the configuration file is wrong; the message names field, got, wanted and fix."""
+
+
+def _http_url(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise ValueError("wanted a URL such as http://127.0.0.1:8000")
+    return url.rstrip("/")
+
+
+HttpUrl = Annotated[str, AfterValidator(_http_url)]
+
+
+class BaseEnvConfig(BaseModel):
+    """Settings that every environment has (``--env.…``); an environment adds its own by subclassing."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    tokenizer_name: str = Field(description="folder or hub name of the model whose tokenizer is used")
+    group_size: int = Field(default=8, ge=1, description="completions per item; they are scored against each other")
+    max_token_length: int = Field(default=2048, ge=2, description="longest sequence, prompt and completion, in tokens")
+    rollout_server_url: HttpUrl = Field(default="http://127.0.0.1:8000", description="where the rollout API listens")
+    rollout_api_key: str | None = Field(default=None, description="key of the rollout API, if it asks for one")
+    total_steps: int = Field(default=-1, ge=-1, description="stop at this step of the trainer; -1: at its last")
+    max_concurrent_groups: int = Field(
+        default=64,
+        ge=1,
+        validation_alias=AliasChoices("max_concurrent_groups", "max_num_workers"),
+        description="groups generated at the same time, at most",
+    )
+    max_batches_offpolicy: int = Field(
+        default=1, ge=1, description="batches that may be generated ahead of the trainer: its policy lag, about"
+    )
+    inference_weight: float = Field(default=1.0, ge=0.0, description="this environment's weight among several")
+    min_batch_allocation: float | None = Field(
+        default=None, ge=0.0, le=1.0, description="share of each batch that is reserved for this environment"
+    )
+    ensure_scores_are_not_same: bool = Field(
+        default=False, description="skip (and count) groups whose scores are all equal: they teach nothing"
+    )
+    include_messages: bool = Field(default=True, description="send the messages as text beside the tokens")
+    data_path_to_save_groups: Path | None = Field(default=None, description="JSONL file that groups are written to")
+    steps_per_eval: int = Field(default=0, ge=0, description="evaluate every so many steps while serving; 0: never")
+    retry_timeout: float = Field(
+        default=300.0, gt=0.0, description="seconds that the rollout API or the server may be away before giving up"
+    )
+    seed: int = Field(default=0, ge=0, description="seed of the order of items")
+    use_wandb: bool = Field(default=False, description="log to Weights & Biases, in the trainer's project and group")
+    wandb_name: str | None = Field(default=None, description="name under which the environment registers")
+
+
+class ServerConfig(BaseModel):
+    """The inference server (``--openai.…``; the names are those of environments written for Atropos)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    base_url: HttpUrl = Field(default="http://127.0.0.1:9001/v1", description="where the server listens")
+    model_name: str | None = Field(default=None, description="model or adapter to ask; unset: the newest policy")
+    api_key: str | None = Field(default=None, description="key of the server, if it asks for one")
+    server_type: Literal["vllm"] = Field(default="vllm", description="what kind of server it is")
+    timeout: float = Field(default=1200.0, gt=0.0, description="seconds that one request may take")
+    num_max_requests_at_once: int = Field(default=512, ge=1, description="requests in flight, at most")
+
+
+EnvConfig = TypeVar("EnvConfig", bound=BaseEnvConfig)
+
+
+def _no_slurm(slurm: bool) -> bool:
+    if slurm:
+        raise ValueError("wanted False; name a server that a cluster job started with --openai.base_url")
+    return slurm
+
+
+class Settings(BaseSettings, Generic[EnvConfig]):
+    """All settings of one command."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid", frozen=True, cli_hide_none_type=True, cli_avoid_json=True, cli_enforce_required=False
+    )
+
+    env: EnvConfig
+    openai: ServerConfig = ServerConfig()
+    slurm: Annotated[bool, AfterValidator(_no_slurm)] = Field(default=False, description="accepted for old scripts")
+    config: Path | None = Field(default=None, description="TOML file with the same settings, in [env] and [openai]")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """The command line and the file only: a shell variable named ENV is none of our settings."""
+        return (init_settings,)
+
+
+class ProcessSettings(Settings[EnvConfig], Generic[EnvConfig]):
+    """Settings of ``process``, which runs without a trainer."""
+
+    groups: int = Field(default=10, ge=1, description="groups to write")
+
+
+def settings_class(env_config_cls: type[BaseEnvConfig], *, processes: bool) -> type[Settings[Any]]:
+    """The settings of an environment's commands; those of ``process`` have more."""
+    return ProcessSettings[env_config_cls] if processes else Settings[env_config_cls]
+
+
+def parse_settings(settings_cls: type[Settings[Any]], prog: str, arguments: Sequence[str]) -> Settings[Any]:
+    """Settings from command-line arguments and the file that they may name.
+
+    Raises:
+        ConfigError: A key is unknown (the nearest is suggested), a value is not legal, or the file is not TOML.
+        SystemExit: ``--help`` was asked for, or a flag has no value.
+    """
+    names = sorted(_paths(settings_cls))
+    for argument in arguments:
+        name = argument.removeprefix("--").partition("=")[0]
+        if argument.startswith("--") and name not in {*names, "help"}:
+            raise ConfigError(f"--{name}: no such option{_nearest(name, names, '--')}")
+    settings_cls.model_config["cli_prog_name"] = prog
+    try:
+        return CliApp.run(settings_cls, cli_args=list(arguments), **_file_values(arguments))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(problem, names) for problem in error.errors())) from None
+
+
+def _file_values(arguments: Sequence[str]) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config", nargs="?")
+    path = parser.parse_known_args(arguments)[0].config
+    if path is None:
+        return {}
+    try:
+        return tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"--config: cannot read {path}: {error.strerror}; name a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config: {path} is not TOML: {error}") from None
+
+
+def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every setting's path, ``env.group_size``; older names of a setting too."""
+    for name, field in model.model_fields.items():
+        nested = [t for t in (field.annotation, *get_args(field.annotation)) if t not in (None, NoneType)]
+        for kind in nested:
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from _paths(kind, f"{prefix}{name}.")
+                break
+        else:
+            alias = field.validation_alias
+            choices = alias.choices if isinstance(alias, AliasChoices) else [name]
+            yield from (f"{prefix}{choice}" for choice in choices)
+
+
+def _nearest(name: str, names: Sequence[str], flag: str) -> str:
+    near = difflib.get_close_matches(name, names, n=1)
+    # A forgotten table is the likeliest slip: --group_size for --env.group_size.
+    near = near or [known for known in names if known.rpartition(".")[2] == name.rpartition(".")[2]]
+    return f"; did you mean {flag}{near[0]}?" if near else "; --help lists them"
+
+
+def _explain(problem: Any, names: Sequence[str]) -> str:
+    path = ".".join(map(str, problem["loc"]))
+    if problem["type"] == "extra_forbidden":
+        return f"{path}: no such setting{_nearest(path, names, '')}"
+    if problem["type"] == "missing":
+        return f"--{path}: required, but not given"
+    wanted = problem["msg"].removeprefix("Value error, ").replace("Input should be", "wanted")
+    return f"--{path}: got {problem['input']!r}, {wanted}"

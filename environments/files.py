@@ -1,0 +1,60 @@
+"""Groups as lines of a JSONL file."""
+
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from environments.api import wire
+from environments.config import ConfigError
+
+_OPTION = "--env.data_path_to_save_groups"
+
+
+class GroupFile:
+    """A JSONL file of scored groups, or nowhere."""
+
+    def __init__(self, file: IO[bytes] | None) -> None:
+        """Use `append` or `create`."""
+        self._file = file
+
+    @classmethod
+    def append(cls, path: Path | None) -> "GroupFile":
+        """Goes on with a file, or writes nowhere if there is no path.
+
+        Raises:
+            ConfigError: The file cannot be written.
+        """
+        return cls(None if path is None else _open(path, "ab"))
+
+    @classmethod
+    def create(cls, path: Path) -> "GroupFile":
+        """A new file.
+
+        Raises:
+            ConfigError: It is there already, or cannot be written.
+        """
+        return cls(_open(path, "xb"))
+
+    def write(self, group: wire.ScoredData) -> None:
+        """Writes one group as one line, at once: what is written survives whatever happens to us."""
+        if self._file is not None:
+            self._file.write(msgspec.json.encode(group) + b"\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def _open(path: Path, mode: str) -> IO[bytes]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open(mode)
+    except FileExistsError:
+        raise ConfigError(f"{_OPTION}: {path} exists already; name another file, or remove it") from None
+    except OSError as error:
+        raise ConfigError(
+            f"{_OPTION}: cannot write {path}: {error.strerror}; name a file in a folder of yours"
+        ) from None

@@ -1,0 +1,149 @@
+"""HTTP to the other processes of a run: they may be away for a while, and that is no error yet."""
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import msgspec
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_delay, wait_exponential_jitter
+
+from environments.api import wire
+
+log = logging.getLogger(__name__)
+
+_BUSY = frozenset({408, 425, 429})
+_SAY_AGAIN_AFTER_S = 30.0
+
+
+class PeerError(RuntimeError):
+    """Another process did not do what it was asked for; the message is all that a user needs."""
+
+
+class PeerGone(PeerError):
+    """It could not be reached, or kept failing, for as long as we were willing to wait."""
+
+
+class PeerRefused(PeerError):
+    """It refused the request (4xx): asking again would not help. `field` is what it found fault with, if it said so."""
+
+    def __init__(self, message: str, status: int, field: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.field = field
+
+
+class _Trouble(Exception):
+    """A failure that may pass."""
+
+
+class Peer:
+    """One HTTP server, asked with patience.
+
+    A request that fails for a reason that may pass (no connection, time-out, 5xx, 429) is repeated for up to
+    `patience` seconds; the wait is logged when it begins, every half minute, and when it is over.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        *,
+        patience: float,
+        timeout: float = 60.0,
+        api_key: str | None = None,
+        connections: int = 100,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """`name` is how messages call it; `timeout` (seconds) bounds one attempt."""
+        self.name = name
+        self.url = url
+        self.patience = patience
+        self._away_since: float | None = None
+        self._said_at = 0.0
+        self._http = httpx.AsyncClient(
+            base_url=url,
+            timeout=httpx.Timeout(timeout, connect=10.0, pool=None),
+            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
+            transport=transport,
+            # Peers are named by URL; a proxy from the shell's variables would see loopback addresses.
+            trust_env=False,
+        )
+
+    async def request(self, method: str, path: str, *, patience: float | None = None, **kwargs: Any) -> httpx.Response:
+        """The answer, once there is one; `kwargs` go to httpx.
+
+        Raises:
+            PeerGone: No answer within the patience.
+            PeerRefused: The answer was a 4xx.
+        """
+        patience = self.patience if patience is None else patience
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type(_Trouble),
+            stop=stop_after_delay(patience),
+            wait=wait_exponential_jitter(initial=0.1, max=5.0, jitter=0.2),
+            before_sleep=self._say_waiting,
+            reraise=True,
+        )
+        try:
+            response = await retrying(self._attempt, method, path, kwargs)
+        except _Trouble as trouble:
+            raise PeerGone(f"{self.name} at {self.url}: {trouble}, for {patience:.0f} s") from None
+        if self._away_since is not None:
+            log.info("%s is back after %.0f s", self.name, time.monotonic() - self._away_since)
+            self._away_since = None
+        if response.is_client_error:
+            complaint = _complaint(response)
+            raise PeerRefused(
+                f"{self.name} at {self.url} refused {method} {path}: {response.status_code}: {complaint.reason}",
+                response.status_code,
+                complaint.field,
+            )
+        return response
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._http.aclose()
+
+    async def _attempt(self, method: str, path: str, kwargs: dict[str, Any]) -> httpx.Response:
+        try:
+            response = await self._http.request(method, path, **kwargs)
+        except httpx.TransportError as error:
+            raise _Trouble(f"{type(error).__name__} {error}".strip()) from None
+        if response.is_server_error or response.status_code in _BUSY:
+            raise _Trouble(f"answers {response.status_code}: {_complaint(response).reason}")
+        return response
+
+    def _say_waiting(self, state: RetryCallState) -> None:
+        now = time.monotonic()
+        if self._away_since is None:
+            self._away_since, self._said_at = now, float("-inf")
+        if now - self._said_at >= _SAY_AGAIN_AFTER_S:
+            self._said_at = now
+            trouble = state.outcome.exception() if state.outcome else None
+            log.warning("waiting for %s at %s for %.0f s: %s", self.name, self.url, now - self._away_since, trouble)
+
+
+@dataclass(frozen=True, slots=True)
+class _Complaint:
+    reason: str
+    field: str | None
+
+
+def _complaint(response: httpx.Response) -> _Complaint:
+    """What an error answer says: `detail` and `field` (rollout API), `error` (inference server), or its text."""
+    try:
+        if wire.is_msgpack(response.headers.get("content-type")):
+            body = msgspec.msgpack.decode(response.content)
+        else:
+            body = msgspec.json.decode(response.content)
+    except msgspec.DecodeError:
+        return _Complaint(response.text[:200] or "no reason given", None)
+    if not isinstance(body, dict):
+        return _Complaint(str(body)[:500], None)
+    error = body.get("error")
+    if isinstance(error, dict):
+        return _Complaint(str(error.get("message", error)), error.get("param"))
+    return _Complaint(str(body.get("detail", body))[:500], body.get("field"))

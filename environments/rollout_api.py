@@ -1,0 +1,118 @@
+"""The environment's side of the rollout API: register, ask how much is wanted, post groups, take leave."""
+
+import gzip
+import uuid
+from typing import TypeVar
+
+import httpx
+import msgspec
+
+from environments.api import wire
+from environments.config import BaseEnvConfig
+from environments.http import Peer, PeerError, PeerRefused
+
+_GZIP_FROM_BYTES = 1024
+
+T = TypeVar("T")
+
+
+class NotRegistered(PeerError):
+    """The API does not know this environment (any more): it was started anew, and we must register again."""
+
+
+class RolloutApi:
+    """Client of the rollout API for one environment.
+
+    Answers are asked for in MessagePack. Our API gives them so, and then gets the groups so; the original protocol
+    answers in JSON all the same, and gets JSON.
+    """
+
+    def __init__(self, config: BaseEnvConfig, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        """Connects to nothing yet."""
+        self._config = config
+        self._body_type = wire.JSON
+        self._peer = Peer(
+            "the rollout API",
+            config.rollout_server_url,
+            patience=config.retry_timeout,
+            api_key=config.rollout_api_key,
+            transport=transport,
+        )
+
+    async def register(self, name: str) -> wire.RegisterEnvResponse:
+        """Asks to be registered; the answer's `status` says whether a trainer is there yet."""
+        config = self._config
+        body = wire.RegisterEnv(
+            max_token_length=config.max_token_length,
+            desired_name=config.wandb_name or name,
+            weight=config.inference_weight,
+            group_size=config.group_size,
+            min_batch_allocation=config.min_batch_allocation,
+        )
+        return await self._ask("POST", "/register-env", wire.RegisterEnvResponse, body)
+
+    async def info(self) -> wire.Info:
+        """The trainer's batch size and longest sequence."""
+        return await self._ask("GET", "/info", wire.Info)
+
+    async def wandb_info(self) -> wire.WandbInfo:
+        """The trainer's W&B project and group."""
+        return await self._ask("GET", "/wandb_info", wire.WandbInfo)
+
+    async def status(self, env_id: int) -> wire.StatusEnv:
+        """The trainer's step and what is queued.
+
+        Raises:
+            NotRegistered: The API does not know `env_id`.
+        """
+        try:
+            return await self._ask("GET", "/status-env", wire.StatusEnv, wire.EnvIdentifier(env_id=env_id))
+        except PeerRefused as refusal:
+            if refusal.status == 404:
+                raise NotRegistered(str(refusal)) from None
+            raise
+
+    async def post(self, group: wire.ScoredData) -> None:
+        """Hands over one scored group, trying as long as the patience lasts.
+
+        Every post bears a key of its own, so that one whose answer was lost is not counted twice when repeated.
+
+        Raises:
+            PeerRefused: The API finds fault with the group.
+        """
+        body = wire.encode_group(group, self._body_type)
+        headers = {"Content-Type": self._body_type, "Idempotency-Key": uuid.uuid4().hex}
+        if self._body_type == wire.JSON and len(body) >= _GZIP_FROM_BYTES:
+            body = gzip.compress(body, compresslevel=1)
+            headers["Content-Encoding"] = "gzip"
+        await self._peer.request("POST", "/scored_data", content=body, headers=headers)
+
+    async def disconnect(self, env_id: int, patience: float) -> None:
+        """Takes leave, so that the API reserves nothing for this environment any more."""
+        body = wire.EnvIdentifier(env_id=env_id)
+        await self._ask("POST", "/disconnect-env", wire.DisconnectResponse, body, patience=patience)
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._peer.close()
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        answer_type: type[T],
+        body: msgspec.Struct | None = None,
+        patience: float | None = None,
+    ) -> T:
+        headers = {"Accept": f"{wire.MSGPACK}, {wire.JSON};q=0.5", "Content-Type": wire.JSON}
+        content = None if body is None else wire.encode(body)
+        response = await self._peer.request(method, path, content=content, headers=headers, patience=patience)
+        content_type = response.headers.get("content-type", wire.JSON)
+        self._body_type = wire.MSGPACK if wire.is_msgpack(content_type) else wire.JSON
+        try:
+            return wire.decode(response.content, answer_type, content_type)
+        except msgspec.DecodeError as error:
+            raise PeerError(
+                f"{method} {path} at {self._peer.url}: the answer is not that of a rollout API ({error}); "
+                "check --env.rollout_server_url"
+            ) from None

@@ -1,0 +1,318 @@
+"""``serve``: keeps the trainer supplied with groups, and not further ahead than it should be."""
+
+import asyncio
+import logging
+import math
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from environments.api import wire
+from environments.base import BaseEnv
+from environments.config import BaseEnvConfig, ConfigError
+from environments.files import GroupFile
+from environments.http import PeerError, PeerRefused
+from environments.metrics import Reporter, open_wandb
+from environments.rollout_api import NotRegistered, RolloutApi
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+REGISTER_AGAIN_S = 1.0
+SAY_WAITING_EVERY_S = 60.0
+GOODBYE_S = 0.8
+"""On the way out: how long groups already scored may take to be posted, and then the leave-taking."""
+LOST_IN_A_ROW = 16
+"""So many groups that came to nothing one after another mean that the environment does not work."""
+
+
+class EnvironmentFailed(PeerError):
+    """The environment's own code fails for group after group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What the API told us when it took us in.
+
+    Attributes:
+        env_id: Our number there.
+        name: Our name there.
+        batch_size: Sequences in the trainer's batch.
+        max_token_len: The trainer's longest sequence, or -1.
+        last_step: The step at which there is nothing left to do, or -1 if the trainer names none.
+    """
+
+    env_id: int
+    name: str
+    batch_size: int
+    max_token_len: int
+    last_step: int
+
+
+def groups_to_start(status: wire.StatusEnv, registration: Registration, config: BaseEnvConfig, in_flight: int) -> int:
+    """How many groups to start now, with `in_flight` counted *before* `status` was asked for.
+
+    Groups that wait in the API and groups in flight together stay within `max_batches_offpolicy` batches, and within
+    what the remaining steps need. A share reserved by `min_batch_allocation` is filled however full the queue is
+    with other environments' groups: the trainer would wait for it.
+    """
+    per_batch = registration.batch_size / config.group_size
+    batches = float(config.max_batches_offpolicy)
+    if registration.last_step >= 0:
+        batches = min(batches, registration.last_step - status.current_step)
+    room = math.ceil(batches * per_batch) - status.queue_size - in_flight
+    if config.min_batch_allocation is not None:
+        reserved = math.ceil(batches * per_batch * config.min_batch_allocation)
+        room = max(room, reserved - status.self_queue_size - in_flight)
+    return max(0, min(room, config.max_concurrent_groups - in_flight))
+
+
+def unfit(group: wire.ScoredData, config: BaseEnvConfig, max_token_len: int) -> str | None:
+    """Why a group should not be sent, if it should not."""
+    expected = (group.group_overrides or {}).get("group_size", config.group_size)
+    if len(group.tokens) != expected:
+        return f"{len(group.tokens)} sequences for {expected}"
+    if config.ensure_scores_are_not_same and len(set(group.scores)) == 1:
+        return "all scores equal"
+    if max_token_len > 0 and max(map(len, group.tokens)) > max_token_len:
+        return f"longer than the trainer's {max_token_len} tokens"
+    return None
+
+
+async def serve(env: BaseEnv[Any, Any], api: RolloutApi, stop: asyncio.Event) -> None:
+    """Serves until the trainer has done its steps, the items are used up, or `stop` is set.
+
+    Raises:
+        ConfigError: The settings do not fit the trainer's.
+        PeerError: The API or the server is gone or refuses, or the environment fails for every item.
+    """
+    work = asyncio.create_task(Runner(env, api).run())
+    stopped = asyncio.create_task(stop.wait())
+    await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not work.done():
+        log.info("asked to stop")
+        work.cancel()
+        with suppress(asyncio.CancelledError):
+            await work
+        return
+    work.result()
+
+
+class Runner:
+    """One environment at work for one trainer."""
+
+    def __init__(self, env: BaseEnv[Any, Any], api: RolloutApi) -> None:
+        """Starts nothing yet."""
+        self.env = env
+        self.config: BaseEnvConfig = env.config
+        self.api = api
+        self.reporter = Reporter(env.name)
+        self._registration: Registration | None = None
+        self._generating: set[asyncio.Task[None]] = set()
+        self._posting: set[asyncio.Task[None]] = set()
+        self._evaluation: asyncio.Task[None] | None = None
+        self._file = GroupFile.append(self.config.data_path_to_save_groups)
+        self._lost = 0
+        self._seen: wire.StatusEnv | None = None
+        self._moved_at = time.monotonic()
+
+    async def run(self) -> None:
+        """Sets up, registers, works, and takes leave whatever happens."""
+        try:
+            await self.env.setup()
+            self._registration = await self._register()
+            if self.config.use_wandb:
+                info, name = await self.api.wandb_info(), self._registration.name
+                sink = await asyncio.to_thread(open_wandb, self.config, name, info)
+                self.reporter = Reporter(name, sink)
+            await self._work()
+        finally:
+            await self._leave()
+
+    async def _register(self) -> Registration:
+        answer = await self.api.register(self.env.name)
+        said_at = float("-inf")
+        while answer.status != "success":
+            if time.monotonic() - said_at >= SAY_WAITING_EVERY_S:
+                said_at = time.monotonic()
+                log.info("%s: the rollout API is there, waiting for the trainer", self.env.name)
+            await asyncio.sleep(REGISTER_AGAIN_S)
+            answer = await self.api.register(self.env.name)
+        info = await self.api.info()
+        if answer.env_id is None or info.batch_size < 1:
+            raise PeerError(f"the rollout API registered us without an env_id or batch size: {answer}, {info}")
+        if self.config.group_size > info.batch_size:
+            raise ConfigError(
+                f"--env.group_size: got {self.config.group_size}, wanted at most the trainer's batch of "
+                f"{info.batch_size} sequences; lower it, or raise the trainer's batch"
+            )
+        limits = [limit for limit in (self.config.total_steps, answer.num_steps) if limit is not None and limit >= 0]
+        registration = Registration(
+            env_id=answer.env_id,
+            name=answer.wandb_name or self.env.name,
+            batch_size=info.batch_size,
+            max_token_len=info.max_token_len,
+            last_step=min(limits, default=-1),
+        )
+        log.info(
+            "registered as %s: batches of %d sequences in groups of %d, step %s of %s",
+            registration.name,
+            registration.batch_size,
+            self.config.group_size,
+            answer.starting_step,
+            registration.last_step if registration.last_step >= 0 else "any number",
+        )
+        return registration
+
+    async def _work(self) -> None:
+        items_left = True
+        while True:
+            in_flight = len(self._generating) + len(self._posting)
+            status = await self._status()
+            registration = self._registration
+            if status is None or registration is None:
+                continue
+            self._notice(status)
+            if 0 <= registration.last_step <= status.current_step:
+                log.info("the trainer has done its %d steps", registration.last_step)
+                return
+            wanted = groups_to_start(status, registration, self.config, in_flight)
+            while items_left and wanted > 0:
+                item = await self.env.get_next_item()
+                if item is None:
+                    items_left = False
+                else:
+                    self._start(self._generating, self._collect(item))
+                    wanted -= 1
+            if not items_left and not self._generating and not self._posting:
+                log.info("no more items")
+                return
+            await asyncio.sleep(POLL_S)
+            self._reap()
+
+    async def _status(self) -> wire.StatusEnv | None:
+        """The API's status, or None where we had to register again first."""
+        assert self._registration is not None, "the work begins after the registration"
+        try:
+            return await self.api.status(self._registration.env_id)
+        except NotRegistered:
+            log.warning("the rollout API was started anew: registering again")
+            self._registration = await self._register()
+            return None
+
+    def _notice(self, status: wire.StatusEnv) -> None:
+        """Tells of a new step, starts the evaluation that is due, and says so when nothing moves."""
+        now, before = time.monotonic(), self._seen
+        if before is None or (status.current_step, status.queue_size) != (before.current_step, before.queue_size):
+            self._moved_at = now
+        elif now - self._moved_at >= SAY_WAITING_EVERY_S:
+            self._moved_at = now
+            log.warning(
+                "nothing has moved for %.0f s: the trainer is at step %d, %d groups are queued, %d in flight",
+                SAY_WAITING_EVERY_S,
+                status.current_step,
+                status.queue_size,
+                len(self._generating) + len(self._posting),
+            )
+        self._seen = status
+        if before is None or status.current_step == before.current_step:
+            return
+        self.env.curr_step = status.current_step
+        self.reporter.end_step(status.current_step)
+        every = self.config.steps_per_eval
+        due = every and status.current_step // every > before.current_step // every
+        if due and (self._evaluation is None or self._evaluation.done()):
+            self._evaluation = asyncio.create_task(self._evaluate(status.current_step))
+
+    async def _evaluate(self, step: int) -> None:
+        metrics = await self.env.evaluate()
+        log.info("evaluation at step %d: %s", step, ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
+        self.reporter.record(step, {f"eval/{key}": value for key, value in metrics.items()})
+
+    async def _collect(self, item: object) -> None:
+        try:
+            group = await self.env.collect_trajectories(item)
+        except PeerRefused as refusal:
+            log.error("%s", refusal)
+            self._lose("refused by the server", str(refusal))
+            return
+        except (PeerError, ConfigError):
+            raise
+        except Exception as error:  # the environment's own code: one bad item must not end a long run
+            log.exception("%s failed for %r", self.env.name, item)
+            self._lose("failed", repr(error))
+            return
+        assert self._registration is not None, "groups are collected after the registration"
+        if group is None:
+            self.reporter.tally.dropped["came to nothing"] += 1
+        elif reason := unfit(group, self.config, self._registration.max_token_len):
+            self.reporter.tally.dropped[reason] += 1
+        else:
+            self._file.write(group)
+            self._start(self._posting, self._post(group))
+
+    async def _post(self, group: wire.ScoredData) -> None:
+        while True:
+            registration = self._registration
+            assert registration is not None, "groups are posted after the registration"
+            try:
+                await self.api.post(msgspec.structs.replace(group, env_id=registration.env_id))
+            except PeerRefused as refusal:
+                if refusal.field == "env_id":  # the API was started anew: the next status makes us register again
+                    while self._registration is registration:
+                        await asyncio.sleep(POLL_S)
+                    continue
+                log.error("%s", refusal)
+                self._lose("refused by the rollout API", str(refusal))
+                return
+            self._lost = 0
+            self.reporter.tally.add(group)
+            return
+
+    def _lose(self, reason: str, trouble: str) -> None:
+        self.reporter.tally.dropped[reason] += 1
+        self._lost += 1
+        if self._lost >= LOST_IN_A_ROW:
+            raise EnvironmentFailed(f"{self.env.name}: {self._lost} groups in a row came to nothing: {trouble}")
+
+    def _start(self, tasks: set[asyncio.Task[None]], work: Any) -> None:
+        tasks.add(asyncio.create_task(work))
+
+    def _reap(self) -> None:
+        """Takes out finished tasks; what one of them raised ends the run."""
+        for tasks in (self._generating, self._posting):
+            for task in [task for task in tasks if task.done()]:
+                tasks.discard(task)
+                task.result()
+        if self._evaluation is not None and self._evaluation.done():
+            finished, self._evaluation = self._evaluation, None
+            finished.result()
+
+    async def _leave(self) -> None:
+        """Ends generation, posts what is scored, disconnects; within about two seconds."""
+        evaluation = {self._evaluation} if self._evaluation else set()
+        for task in self._generating | evaluation:
+            task.cancel()
+        await asyncio.gather(*self._generating, *evaluation, return_exceptions=True)
+        if self._posting:
+            await asyncio.wait(self._posting, timeout=GOODBYE_S)
+        unsent = [task for task in self._posting if not task.done()]
+        for task in unsent:
+            task.cancel()
+        await asyncio.gather(*self._posting, return_exceptions=True)
+        if unsent:
+            log.warning("%d scored groups could not be handed over", len(unsent))
+        if self._registration is not None:
+            try:
+                async with asyncio.timeout(GOODBYE_S):
+                    await self.api.disconnect(self._registration.env_id, patience=GOODBYE_S / 2)
+            except (PeerError, TimeoutError) as error:
+                log.info("left without taking leave: %s", error or "no answer")
+        if self.reporter.tally.groups or self.reporter.tally.dropped:
+            log.info("since then: %s", self.reporter.tally.line())
+        self.reporter.close()
+        self._file.close()
