@@ -23,6 +23,7 @@ from environments.api.http import ApiError, BodyReader, in_turns, respond, respo
 from environments.api.metrics import Metrics
 from environments.api.openapi import openapi
 from environments.api.page import DOCS_HTML, PAGE_HEADERS, STATUS_HTML
+from environments.api.polling import StatusEnvShortcut
 from environments.api.records import LeaseError, NotRegistered, UnknownEnvironment
 from environments.api.service import Served, Service
 from environments.api.settings import LOOPBACK, Settings
@@ -287,7 +288,7 @@ def build_app(service: Service) -> ASGIApp:
         },
         lifespan=lifespan,
     )
-    return Gate(api.metrics.around(app), service.settings)
+    return Gate(StatusEnvShortcut(api.metrics.around(app), service, api.metrics), service.settings)
 
 
 def _parts(served: Served) -> tuple[list[bytes], dict[str, object]]:

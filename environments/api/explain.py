@@ -32,7 +32,7 @@ class Explainer:
         request = queue.environment(env_id).request
         self._refresh()
         own = queue.line.sequences_by_env[env_id]
-        group_size = max([request.group_size, *queue.line.sizes(env_id)])
+        group_size = max(request.group_size, *queue.line.sizes(env_id), 1)
         others = self._all_available - self._available.get(env_id, 0)
         weight = request.max_token_length * request.weight
         return wire.StatusEnv(

@@ -28,7 +28,7 @@ class Line:
         self.groups_by_env: Counter[int | None] = Counter()
         self.sequences_by_env: Counter[int | None] = Counter()
         self.groups_by_size: Counter[int] = Counter()
-        self.sizes_by_env: Counter[tuple[int | None, int]] = Counter()
+        self.sizes_by_env: dict[int | None, Counter[int]] = {}
         self.groups_by_versions: Counter[tuple[int, int]] = Counter()
 
     def add(self, group: Group, reserved: bool) -> None:
@@ -68,11 +68,13 @@ class Line:
 
     def sizes(self, env_id: int) -> set[int]:
         """Sizes of an environment's queued groups."""
-        return {size for env, size in self.sizes_by_env if env == env_id}
+        return set(self.sizes_by_env.get(env_id, ()))
 
     def sizes_outside(self, environments: Container[int]) -> set[int]:
         """Sizes of all other environments' queued groups."""
-        return {size for env, size in self.sizes_by_env if env is None or env not in environments}
+        return {
+            size for env, sizes in self.sizes_by_env.items() if env is None or env not in environments for size in sizes
+        }
 
     @property
     def largest(self) -> int:
@@ -90,7 +92,10 @@ class Line:
         _add(self.groups_by_env, group.env_id, sign)
         _add(self.sequences_by_env, group.env_id, sign * group.size)
         _add(self.groups_by_size, group.size, sign)
-        _add(self.sizes_by_env, (group.env_id, group.size), sign)
+        sizes = self.sizes_by_env.setdefault(group.env_id, Counter())
+        _add(sizes, group.size, sign)
+        if not sizes:
+            del self.sizes_by_env[group.env_id]
         if group.oldest_version is not None and group.newest_version is not None:
             _add(self.groups_by_versions, (group.oldest_version, group.newest_version), sign)
 

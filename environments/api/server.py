@@ -35,6 +35,7 @@ def serve(settings: Settings) -> int:
         log_level="warning",
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         timeout_graceful_shutdown=1,
         timeout_keep_alive=75,
         backlog=_BACKLOG,
