@@ -8,6 +8,7 @@ name, instead of serving without it.
 import asyncio
 import importlib
 import inspect
+import signal
 from argparse import ArgumentParser, Namespace
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
@@ -17,10 +18,18 @@ from typing import Any, Literal, Protocol
 from starlette.applications import Starlette
 
 from vllm_server.errors import StartError
+from vllm_server.worker import lifeline
 
 _LAUNCHERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
 _CLI_ARGS = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")
 _PARSERS = ("vllm.utils.argparse_utils", "vllm.utils")
+
+# In the launcher: who calls what we replace.
+_REPLACED = (
+    ("build_and_serve", "build_app"),
+    ("build_and_serve", "init_app_state"),
+    ("run_server", "run_server_worker"),
+)
 
 # What we call on the engine, and the parameters that we pass by name.
 _ENGINE_SEAMS: dict[str, tuple[str, ...]] = {
@@ -102,6 +111,7 @@ def validate_args(args: Namespace) -> None:
 def assert_seams() -> None:
     """Everything below is there, or a StartError names what is not."""
     _launcher()
+    _engine_process()
     sampling_params_class()
     lora_request_class()
     engine = _seam(("vllm.v1.engine.async_llm",), "AsyncLLM").AsyncLLM
@@ -114,12 +124,20 @@ def assert_seams() -> None:
 
 
 def _launcher() -> ModuleType:
-    module = _seam(_LAUNCHERS, "build_app", "init_app_state", "run_server")
-    # Both are replaced in the module, which helps only if the launcher looks them up there when it runs.
-    source = inspect.getsource(_seam(_LAUNCHERS, "build_and_serve").build_and_serve)
-    if "build_app(" not in source or "init_app_state(" not in source:
-        raise StartError(_moved(f"{module.__name__}.build_and_serve that calls build_app"), exit_code=1)
+    module = _seam(_LAUNCHERS, "build_app", "init_app_state", "run_server", "run_server_worker")
+    # They are replaced in the module, which helps only if the launcher looks them up there when it runs.
+    for caller, called in _REPLACED:
+        if f"{called}(" not in inspect.getsource(_seam(_LAUNCHERS, caller).__dict__[caller]):
+            raise StartError(_moved(f"{module.__name__}.{caller} that calls {called}"), exit_code=1)
     return module
+
+
+def _engine_process() -> type:
+    engine_core = _seam(("vllm.v1.engine.core",), "EngineCoreProc").EngineCoreProc
+    manager = _seam(("vllm.v1.engine.utils",), "CoreEngineProcManager").CoreEngineProcManager
+    if "target=EngineCoreProc.run_engine_core" not in inspect.getsource(manager):
+        raise StartError(_moved("CoreEngineProcManager that starts run_engine_core"), exit_code=1)
+    return engine_core
 
 
 def run(
@@ -134,6 +152,7 @@ def run(
     """
     launcher = _launcher()
     build_app, init_app_state = launcher.build_app, launcher.init_app_state
+    run_server_worker = launcher.run_server_worker
     apps: list[Starlette] = []
 
     def build_extended_app(*positional: Any, **named: Any) -> Starlette:
@@ -146,15 +165,22 @@ def run(
         await init_app_state(engine, *positional, **named)
         await ready_state(apps[-1], engine)
 
+    async def start_killable(*positional: Any, **named: Any) -> None:
+        # vLLM raises KeyboardInterrupt from its handler, which a main thread that waits for the engine in C
+        # never comes to run. Until it is ready the server just dies, and lifeline ends the engine; then vLLM
+        # installs handlers that stop it in order.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        await run_server_worker(*positional, **named)
+
+    setattr(launcher, "run_server_worker", start_killable)  # noqa: B010
     setattr(launcher, "build_app", build_extended_app)  # noqa: B010 (a module has no declared attributes)
     setattr(launcher, "init_app_state", init_extended_state)  # noqa: B010
+    engine_process = _engine_process()
+    lifeline.replaced = getattr(engine_process, "run_engine_core")  # noqa: B009
+    setattr(engine_process, "run_engine_core", staticmethod(lifeline.run_engine_core))  # noqa: B010
     _seam(("vllm.entrypoints.serve.utils.api_utils",), "cli_env_setup").cli_env_setup()
-    _run_loop(launcher.run_server(args))
-
-
-def _run_loop(server: Any) -> None:
-    uvloop = importlib.import_module("uvloop")
-    uvloop.run(server)
+    importlib.import_module("uvloop").run(launcher.run_server(args))
 
 
 def sampling_params_class() -> Any:

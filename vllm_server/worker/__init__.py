@@ -1,0 +1,1 @@
+"""What runs inside vLLM's engine processes, not in the server's own."""
