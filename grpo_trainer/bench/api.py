@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -86,9 +87,10 @@ def main(load: Load, url: str | None = None, store: Path | None = None) -> Figur
             f"groups {load.groups} x group_size {load.group_size} is no multiple of batch_size {load.batch_size}:"
             f" the last batch would never come"
         )
-    with contextlib.ExitStack() as held:
-        target = url or held.enter_context(_own_server(store))
-        return _measure(load, target)
+    if url is not None:
+        return _measure(load, url)
+    with _own_server(store) as own:
+        return _measure(load, own)
 
 
 def _measure(load: Load, url: str) -> Figures:
@@ -322,8 +324,8 @@ def _consume(pipe: Connection, host: str, port: int, load: Load) -> None:
 
 
 @contextlib.contextmanager
-def _own_server(store: Path | None) -> Any:
-    """Our own server on a free port, ended afterwards."""
+def _own_server(store: Path | None) -> Iterator[str]:
+    """Our own server on a free port, ended afterwards; its URL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -331,10 +333,7 @@ def _own_server(store: Path | None) -> Any:
     process = subprocess.Popen([*command, *(["--store", str(store)] if store else [])], stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + _GIVE_UP_S
-        while True:
-            with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                break
+        while _listener(port) is None:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the server did not come up (exit code {process.poll()})")
             time.sleep(0.05)

@@ -1,0 +1,376 @@
+"""The rollout queue: each rule by a small example, computed by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from environments.api import wire
+from environments.api.explain import Explainer
+from environments.api.queue import RolloutQueue
+from environments.api.records import LeaseError, NotRegistered, UnknownEnvironment
+
+
+def trainer(batch_size: int, step: int = 0, uuid: int | None = None) -> wire.Register:
+    return wire.Register(
+        wandb_group="g",
+        wandb_project="p",
+        batch_size=batch_size,
+        max_token_len=512,
+        checkpoint_dir="/c",
+        save_checkpoint_interval=10,
+        starting_step=step,
+        num_steps=100,
+        uuid=uuid,
+    )
+
+
+def env(group_size: int, share: float | None = None, weight: float = 1.0, context: int = 512) -> wire.RegisterEnv:
+    return wire.RegisterEnv(
+        max_token_length=context,
+        desired_name="env",
+        weight=weight,
+        group_size=group_size,
+        min_batch_allocation=share,
+    )
+
+
+def started(batch_size: int, env_timeout: float = 60.0) -> RolloutQueue:
+    queue = RolloutQueue(env_timeout=env_timeout)
+    queue.register(trainer(batch_size))
+    assert queue.next_batch(0.0, 60.0) is None
+    return queue
+
+
+def offer(queue: RolloutQueue, size: int, env_id: int | None = None, now: float = 0.0) -> int:
+    return queue.offer(env_id, size, 100, 0.5, now=now)[0].id
+
+
+def batch(queue: RolloutQueue, now: float = 0.0, lease: float = 60.0) -> list[int] | None:
+    grant = queue.next_batch(now, lease)
+    return None if grant is None else list(grant.lease.groups)
+
+
+def test_batches_come_oldest_first():
+    queue = started(8)
+    ids = [offer(queue, 4) for _ in range(6)]
+    assert [batch(queue) for _ in range(4)] == [ids[0:2], ids[2:4], ids[4:6], None]
+
+
+def test_a_batch_before_any_trainer_is_refused():
+    with pytest.raises(NotRegistered):
+        RolloutQueue().next_batch(0.0, 60.0)
+
+
+def test_what_came_before_the_trainer_is_served():
+    queue = RolloutQueue()
+    ids = [offer(queue, 4), offer(queue, 4)]
+    queue.register(trainer(8))
+    assert batch(queue) == ids
+
+
+def test_a_larger_group_ahead_does_not_block():
+    queue = started(8)
+    offer(queue, 16)
+    eight = offer(queue, 8)
+    assert batch(queue) == [eight]  # 16 > 8 can never fit, the 8 behind it does
+
+
+def test_a_mixture_is_served_where_it_fits():
+    queue = started(12)
+    six, *fours = [offer(queue, size) for size in (6, 4, 4, 4)]
+    assert batch(queue) == fours  # 6 + 4 = 10 and 6 + 4 + 4 = 14 do not, 4 + 4 + 4 = 12 does
+    other_six = offer(queue, 6)
+    assert batch(queue) == [six, other_six]
+
+
+def test_what_can_never_fit_is_said_with_the_sizes():
+    queue = started(12)
+    offer(queue, 8)
+    assert batch(queue) is None
+    (warning,) = Explainer(queue).warnings()
+    assert "batch_size 12" in warning
+    assert "8" in warning
+
+
+def test_a_lone_size_that_can_never_fit_is_said_beside_those_that_do():
+    queue = started(8)
+    offer(queue, 5)
+    offer(queue, 4)
+    (warning,) = Explainer(queue).warnings()
+    assert "1 groups of 5 can never fit a batch of 8" in warning  # 8 - 5 = 3 is no sum of 4s and 5s
+
+
+def test_groups_of_odd_size_wait_for_their_kind():
+    queue = started(8)
+    queue.register_environment(env(4), 0.0)
+    first, buffered = queue.offer(0, 3, 100, 0.5)
+    assert buffered == 3
+    assert batch(queue) is None
+    second, buffered = queue.offer(0, 1, 100, 0.5)
+    assert buffered == 0  # 3 + 1 = 4: both go to the queue
+    four = offer(queue, 4, env_id=0)
+    assert batch(queue) == [first.id, second.id, four]
+
+
+def test_a_group_larger_than_its_environment_said_is_queued():
+    queue = started(8)
+    queue.register_environment(env(4), 0.0)
+    group, buffered = queue.offer(0, 8, 100, 0.5)
+    assert buffered is None
+    assert batch(queue) == [group.id]
+
+
+def test_the_buffer_of_an_environment_that_leaves_is_trained():
+    queue = started(3)
+    queue.register_environment(env(4), 0.0)
+    group, _ = queue.offer(0, 3, 100, 0.5)
+    assert batch(queue) is None
+    queue.disconnect(0)
+    assert batch(queue) == [group.id]
+
+
+def test_reservations_hold_places_in_each_batch():
+    queue = started(8)
+    queue.register_environment(env(2, share=0.5), 0.0)
+    queue.register_environment(env(2), 0.0)
+    others = [offer(queue, 2, env_id=1) for _ in range(8)]
+    assert batch(queue) is None  # int(8 * 0.5) = 4 places are environment 0's, and it has sent nothing
+    own = [offer(queue, 2, env_id=0), offer(queue, 2, env_id=0)]
+    assert batch(queue) == [*others[:2], *own]  # 2 groups of 2 for it, the rest oldest first
+
+
+def test_reservations_that_sum_to_more_than_a_batch_are_scaled_down():
+    queue = started(8)
+    queue.register_environment(env(2, share=0.9), 0.0)
+    queue.register_environment(env(2, share=0.9), 0.0)
+    # int(8 * 0.9) = 7 each, 14 in all: 7 * 8 // 14 = 4 each
+    assert queue.minima() == {0: 4, 1: 4}
+
+
+def test_a_reservation_is_in_whole_groups_and_never_overruns_the_batch():
+    queue = started(8)
+    queue.register_environment(env(8, share=0.5), 0.0)
+    queue.register_environment(env(8, share=0.5), 0.0)
+    # 4 places each are a group of 8 each, 16 in all: one of them has to wait for another batch
+    assert sorted(queue.minima().values()) == [0, 8]
+
+
+def test_a_reservation_that_no_sizes_can_meet_makes_no_batch_impossible():
+    queue = started(12)
+    queue.register_environment(env(5, share=0.25), 0.0)
+    queue.register_environment(env(4), 0.0)
+    fours = [offer(queue, 4, env_id=1) for _ in range(3)]
+    offer(queue, 5, env_id=0)
+    assert queue.minima() == {0: 0}  # 12 - 5 = 7 and 12 - 10 = 2 are no sums of 4s
+    assert batch(queue) == fours
+    assert any("reserves 3 of 12" in warning for warning in Explainer(queue).warnings())
+
+
+def test_a_silent_environment_loses_its_reservation_and_gets_it_back():
+    queue = started(4, env_timeout=60.0)
+    queue.register_environment(env(2, share=0.5), 0.0)
+    queue.register_environment(env(2), 0.0)
+    for _ in range(2):
+        offer(queue, 2, env_id=1, now=50.0)
+    queue.tick(60.0)
+    assert batch(queue, 60.0) is None
+    queue.tick(60.5)
+    assert queue.alive == {1}
+    assert batch(queue, 60.5) == [0, 1]
+    queue.hear(0, 70.0)
+    assert queue.minima() == {0: 2}
+
+
+def test_a_lease_that_is_not_acknowledged_returns_to_the_front():
+    queue = started(4)
+    first, second = offer(queue, 4), offer(queue, 4)
+    assert batch(queue, now=0.0, lease=10.0) == [first]
+    queue.tick(9.9)
+    assert batch(queue, now=9.9) == [second]
+    third = offer(queue, 4)
+    queue.tick(10.0)
+    assert batch(queue, now=10.0) == [first]
+    assert batch(queue, now=10.0) == [third]
+
+
+def test_acknowledging_counts_the_step_once():
+    queue = started(4)
+    offer(queue, 4)
+    grant = queue.next_batch(0.0, 10.0)
+    assert grant is not None
+    assert queue.run is not None
+    assert queue.run.current_step == 0
+    assert queue.acknowledge(grant.lease.batch_id) == grant.lease.groups
+    assert queue.acknowledge(grant.lease.batch_id) == ()  # the client asked again: its answer was lost
+    assert queue.run.current_step == 1
+
+
+def test_acknowledging_may_name_the_step():
+    queue = started(4)
+    offer(queue, 4)
+    grant = queue.next_batch(0.0, 10.0)
+    assert grant is not None
+    queue.acknowledge(grant.lease.batch_id, step=17)
+    assert queue.run is not None
+    assert queue.run.current_step == 17
+
+
+def test_a_late_acknowledgement_counts_while_nobody_else_has_the_groups():
+    queue = started(4)
+    offer(queue, 4)
+    grant = queue.next_batch(0.0, 10.0)
+    assert grant is not None
+    queue.tick(11.0)
+    assert queue.acknowledge(grant.lease.batch_id) == grant.lease.groups
+    assert batch(queue) is None
+
+
+def test_a_late_acknowledgement_is_refused_when_somebody_else_has_the_groups():
+    queue = started(4)
+    offer(queue, 4)
+    grant = queue.next_batch(0.0, 10.0)
+    assert grant is not None
+    queue.tick(11.0)
+    assert batch(queue, now=11.0) == list(grant.lease.groups)
+    with pytest.raises(LeaseError) as refused:
+        queue.acknowledge(grant.lease.batch_id)
+    assert refused.value.status == 409
+
+
+def test_an_unknown_batch_is_unknown():
+    queue = started(4)
+    for call in (queue.acknowledge, queue.release):
+        with pytest.raises(LeaseError) as refused:
+            call("nothing")
+        assert refused.value.status == 404
+
+
+def test_a_lost_answer_is_given_again():
+    queue = started(4)
+    ids = [offer(queue, 4), offer(queue, 4)]
+    first = queue.next_batch(0.0, 10.0, request="a")
+    again = queue.next_batch(5.0, 10.0, request="a")
+    other = queue.next_batch(5.0, 10.0, request="b")
+    assert first is not None
+    assert again is not None
+    assert other is not None
+    assert first.lease.batch_id == again.lease.batch_id
+    assert again.lease.deadline == 15.0
+    assert [group.id for group in other.groups] == [ids[1]]
+
+
+def test_a_lease_can_be_extended_and_released():
+    queue = started(4)
+    first = offer(queue, 4)
+    grant = queue.next_batch(0.0, 10.0)
+    assert grant is not None
+    queue.extend(grant.lease.batch_id, 5.0, 10.0)
+    queue.tick(14.0)
+    assert batch(queue, now=14.0) is None
+    queue.release(grant.lease.batch_id)
+    queue.release(grant.lease.batch_id)
+    assert batch(queue) == [first]
+
+
+def test_a_trainer_that_comes_back_takes_over():
+    queue = started(4)
+    ids = [offer(queue, 4) for _ in range(3)]
+    old = queue.run
+    assert old is not None
+    grant = queue.next_batch(0.0, 1000.0)
+    assert grant is not None
+    run = queue.register(trainer(8, step=5))
+    assert run.uuid != old.uuid
+    assert run.current_step == 5
+    assert batch(queue) == ids[:2]  # the new batch size, the old trainer's groups first
+    with pytest.raises(LeaseError):
+        queue.next_batch(0.0, 10.0, uuid=old.uuid)
+    with pytest.raises(LeaseError):
+        queue.acknowledge(grant.lease.batch_id)
+
+
+def test_a_trainer_may_keep_its_uuid():
+    queue = started(4)
+    assert queue.run is not None
+    assert queue.register(trainer(4, uuid=queue.run.uuid)).uuid == queue.run.uuid
+
+
+def test_environments_wait_for_the_first_batch():
+    queue = RolloutQueue()
+    assert queue.register_environment(env(4), 0.0) is None
+    queue.register(trainer(8))
+    assert queue.register_environment(env(4), 0.0) is None
+    queue.next_batch(0.0, 1.0)
+    names = []
+    for _ in range(2):
+        environment = queue.register_environment(env(4), 0.0)
+        assert environment is not None
+        names.append((environment.id, environment.name))
+    assert names == [(0, "env_0"), (1, "env_1")]
+
+
+def test_unknown_environments_are_refused():
+    queue = started(4)
+    with pytest.raises(UnknownEnvironment):
+        offer(queue, 4, env_id=3)
+    with pytest.raises(UnknownEnvironment):
+        queue.disconnect(0)
+
+
+def test_status_env_counts_as_the_original_does():
+    queue = started(8)
+    queue.register_environment(env(2, share=0.25, weight=3.0), 0.0)
+    queue.register_environment(env(4, weight=1.0), 0.0)
+    for _ in range(3):
+        offer(queue, 2, env_id=0)
+    for _ in range(2):
+        offer(queue, 4, env_id=1)
+    explain = Explainer(queue)
+    # largest group 4. To 0: its own 6, and of 1's 8 all (it reserves nothing): 14 // 2 = 7; its own 6 // 2 = 3.
+    assert explain.status_env(0) == wire.StatusEnv(
+        current_step=0,
+        queue_size=7,
+        unallocated_fraction=0.75,
+        self_queue_size=3,
+        max_group_size=4,
+        env_weight=0.75,  # 512 * 3 of 512 * (3 + 1)
+    )
+    # To 1: its own 8, and of 0's 6, rounded up to 8 in groups of 4, 8 - int(8 * 0.25) = 6: 14 // 4 = 3.
+    assert explain.status_env(1) == wire.StatusEnv(
+        current_step=0,
+        queue_size=3,
+        unallocated_fraction=0.75,
+        self_queue_size=2,
+        max_group_size=4,
+        env_weight=0.25,
+    )
+
+
+def test_weights_of_zero_starve_nobody():
+    queue = started(8)
+    queue.register_environment(env(2, weight=0.0), 0.0)
+    assert Explainer(queue).status_env(0).env_weight == 0.01
+
+
+def test_what_is_missing_is_said():
+    queue = started(8)
+    queue.register_environment(env(2, share=0.5), 0.0)
+    queue.register_environment(env(2), 0.0)
+    for _ in range(2):
+        offer(queue, 2, env_id=1)
+    explain = Explainer(queue)
+    assert explain.waiting_for() == ("4 more sequences (4 of 8 queued); 4 more from env_0 (reserved 4, queued 0)")
+    for _ in range(2):
+        offer(queue, 2, env_id=0)
+    assert explain.waiting_for() is None
+    assert explain.status(0.0).batch_ready
+
+
+def test_staleness_is_the_step_less_the_oldest_version():
+    queue = started(4)
+    queue.register(trainer(4, step=9))
+    queue.offer(None, 4, 100, 0.5, versions=[5, 6, 6, 7])
+    queue.offer(None, 4, 100, 0.5, versions=[8, 8, 8, 8])
+    assert Explainer(queue).status(0.0).staleness == wire.Staleness(oldest_version=5, newest_version=8, behind=4)
+    assert batch(queue) == [0]
+    assert Explainer(queue).status(0.0).staleness == wire.Staleness(oldest_version=8, newest_version=8, behind=1)

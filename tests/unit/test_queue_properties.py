@@ -1,0 +1,209 @@
+"""The rollout queue by properties: whatever happens in whatever order, no group is lost, doubled or overtaken."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+
+from environments.api.queue import RolloutQueue
+from environments.api.records import Group, LeaseError
+from environments.api.selection import Pool, Reservation, choose, feasible_minima
+from tests.unit.test_queue import env, trainer
+
+SIZES = st.sampled_from([1, 2, 3, 4, 6, 8])
+LEASE_S = 30.0
+
+
+def every_batch(target: int, pools: list[Pool]) -> list[list[int]]:
+    """All sets of groups that make a batch, by trying them all."""
+    groups = sorted((each, size, number) for number, pool in enumerate(pools) for each, size in pool.groups)
+    return [
+        [each for each, _, _ in chosen]
+        for count in range(len(groups) + 1)
+        for chosen in combinations(groups, count)
+        if sum(size for _, size, _ in chosen) == target
+        and all(
+            sum(size for _, size, owner in chosen if owner == number) >= pool.minimum
+            for number, pool in enumerate(pools)
+        )
+    ]
+
+
+@settings(max_examples=400)
+@given(
+    st.integers(1, 16),
+    st.lists(st.tuples(st.integers(0, 2), SIZES), max_size=9),
+    st.tuples(st.just(0), st.integers(0, 6), st.integers(0, 6)),
+)
+def test_choose_finds_the_oldest_batch_that_there_is(target, groups, minima):
+    pools = [
+        Pool([(i, size) for i, (pool, size) in enumerate(groups) if pool == number], minimum)
+        for number, minimum in enumerate(minima)
+    ]
+    assert choose(target, pools) == min(every_batch(target, pools), default=None)
+
+
+@given(
+    st.integers(1, 32),
+    st.dictionaries(
+        st.integers(0, 3), st.builds(Reservation, st.integers(0, 32), st.frozensets(SIZES, min_size=1, max_size=2))
+    ),
+    st.frozensets(SIZES, max_size=2),
+)
+def test_reservations_never_make_a_batch_impossible(target, reservations, others):
+    minima = feasible_minima(target, reservations, others)
+    enough = [
+        size for size in {*others, *(s for each in reservations.values() for s in each.sizes)} for _ in range(target)
+    ]
+
+    def reachable(sizes: list[int], least: int) -> set[int]:
+        sums = {0}
+        for size in sizes:
+            sums |= {total + size for total in sums if total + size <= target}
+        return {total for total in sums if total >= least}
+
+    totals = reachable([size for size in others for _ in range(target)], 0)
+    for each, reservation in reservations.items():
+        own = reachable([size for size in reservation.sizes for _ in range(target)], minima[each])
+        totals = {a + b for a in totals for b in own if a + b <= target}
+    assert sum(minima.values()) <= target
+    assert target in totals or target not in reachable(enough, 0)
+
+
+class Life(RuleBasedStateMachine):
+    """A run with everything that may happen in it, against a plain account of where each group is."""
+
+    leases = Bundle("leases")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = RolloutQueue(env_timeout=60.0)
+        self.now = 0.0
+        self.waiting: dict[int, Group] = {}
+        self.held: dict[str, tuple[int, ...]] = {}
+        self.deadlines: dict[str, float] = {}
+        self.done: list[int] = []
+
+    @rule(batch_size=st.sampled_from([4, 8, 12]))
+    def register(self, batch_size: int) -> None:
+        self.queue.register(trainer(batch_size))
+        self.put_back(list(self.held))
+
+    @rule(group_size=SIZES, share=st.sampled_from([None, 0.0, 0.25, 0.5, 1.0]))
+    def register_environment(self, group_size: int, share: float | None) -> None:
+        self.queue.register_environment(env(group_size, share), self.now)
+
+    @rule(size=SIZES, data=st.data())
+    def offer(self, size: int, data: st.DataObject) -> None:
+        known = len(self.queue.environments)
+        env_id = data.draw(st.sampled_from([None, *range(known)]))
+        group, _ = self.queue.offer(env_id, size, size, 0.0, now=self.now)
+        self.waiting[group.id] = group
+
+    @precondition(lambda self: self.queue.run is not None)
+    @rule(target=leases)
+    def next_batch(self) -> str:
+        before = self.possible()
+        grant = self.queue.next_batch(self.now, LEASE_S)
+        if grant is None:
+            assert not before, f"whole groups fit and no batch came: {before[0]}"
+            return ""
+        ids = grant.lease.groups
+        assert list(ids) == min(before), "not the oldest batch"
+        assert self.queue.run is not None
+        assert sum(group.size for group in grant.groups) == self.queue.run.trainer.batch_size
+        for each in ids:
+            del self.waiting[each]
+        self.held[grant.lease.batch_id] = ids
+        self.deadlines[grant.lease.batch_id] = self.now + LEASE_S
+        return grant.lease.batch_id
+
+    @rule(lease=consumes(leases))
+    def acknowledge(self, lease: str) -> None:
+        try:
+            ids = self.queue.acknowledge(lease)
+        except LeaseError:
+            assert lease not in self.held
+            return
+        for each in ids:
+            self.waiting.pop(each, None)
+            self.done.append(each)
+        self.held.pop(lease, None)
+
+    @rule(lease=leases)
+    def release(self, lease: str) -> None:
+        try:
+            self.queue.release(lease)
+        except LeaseError:
+            assert lease not in self.held
+        self.put_back([lease])
+
+    @rule(seconds=st.sampled_from([1.0, 20.0, 61.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.queue.tick(self.now)
+        self.put_back([each for each in self.held if self.deadlines[each] <= self.now])
+
+    @rule(data=st.data())
+    def hear_or_disconnect(self, data: st.DataObject) -> None:
+        if self.queue.environments:
+            env_id = data.draw(st.sampled_from(range(len(self.queue.environments))))
+            if data.draw(st.booleans()):
+                self.queue.hear(env_id, self.now)
+            else:
+                self.queue.disconnect(env_id)
+
+    def put_back(self, leases: list[str]) -> None:
+        for lease in leases:
+            for each in self.held.pop(lease, ()):
+                self.waiting[each] = self.queue.line.groups[each]
+
+    def possible(self) -> list[list[int]]:
+        """Every batch that could be made of the queue, on the few oldest groups of each lane."""
+        assert self.queue.run is not None
+        target = self.queue.run.trainer.batch_size
+        minima = self.queue.minima()
+        pools: dict[int | None, list[tuple[int, int]]] = {None: [], **{each: [] for each in minima if minima[each]}}
+        for group in sorted(self.queue.line.groups.values(), key=lambda group: group.id):
+            pool = pools[group.env_id if group.env_id in pools else None]
+            if sum(size == group.size for _, size in pool) < target // group.size and len(pool) < 5:
+                pool.append((group.id, group.size))
+        found = every_batch(
+            target, [Pool(groups, minima.get(each, 0) if each is not None else 0) for each, groups in pools.items()]
+        )
+        truncated = any(len(pool) == 5 for pool in pools.values())
+        if truncated:  # too many to try them all: ask for an independent answer on the whole line
+            whole = self.queue.line.pools(target, minima)
+            oldest = choose(target, whole)
+            return [*found, oldest] if oldest is not None else found
+        return found
+
+    @invariant()
+    def nothing_lost_and_nothing_twice(self) -> None:
+        buffered = [group.id for buffer in self.queue.buffers.values() for group in buffer]
+        held = [each for ids in self.held.values() for each in ids]
+        assert sorted([*self.queue.line.groups, *buffered]) == sorted(self.waiting)
+        assert sorted(self.queue.leased) == sorted(held)
+        everywhere = [*self.waiting, *held, *self.done]
+        assert sorted(everywhere) == list(range(self.queue.next_group))
+
+    @invariant()
+    def counts_agree_with_the_groups(self) -> None:
+        line = self.queue.line
+        assert line.sequences == sum(group.size for group in line.groups.values())
+        assert sorted(each for lane in line.lanes.values() for each in lane) == sorted(line.groups)
+        assert all(lane == sorted(lane) for lane in line.lanes.values())
+        assert line.groups_by_size.total() == line.groups_by_env.total() == len(line.groups)
+
+    @invariant()
+    def buffers_hold_nothing_that_is_complete(self) -> None:
+        for env_id, buffer in self.queue.buffers.items():
+            target = self.queue.environments[env_id].request.group_size
+            assert not every_batch(target, [Pool([(group.id, group.size) for group in buffer])])
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=60, stateful_step_count=40)
