@@ -137,9 +137,14 @@ def parse_settings(settings_cls: type[Settings[Any]], prog: str, arguments: Sequ
         name = argument.removeprefix("--").partition("=")[0]
         if argument.startswith("--") and name not in {*names, "help"}:
             raise ConfigError(f"--{name}: no such option{_nearest(name, names, '--')}")
+    values: dict[str, Any] = {"env": {}} | _file_values(arguments)
+    tables = [name for name in settings_cls.model_fields if name != "config"]
+    for name in values:
+        if name not in tables:
+            raise ConfigError(f"{name}: no such table{_nearest(name, tables, '')}")
     settings_cls.model_config["cli_prog_name"] = prog
     try:
-        return CliApp.run(settings_cls, cli_args=list(arguments), **_file_values(arguments))
+        return CliApp.run(settings_cls, cli_args=list(arguments), **values)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(problem, names) for problem in error.errors())) from None
 

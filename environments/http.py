@@ -7,7 +7,14 @@ from typing import Any
 
 import httpx
 import msgspec
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_delay, wait_exponential_jitter
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception_type,
+    stop_after_delay,
+    wait_exponential,
+    wait_random,
+)
 
 from environments.api import wire
 
@@ -83,7 +90,7 @@ class Peer:
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(_Trouble),
             stop=stop_after_delay(patience),
-            wait=wait_exponential_jitter(initial=0.1, max=5.0, jitter=0.2),
+            wait=wait_exponential(multiplier=0.1, max=5.0) + wait_random(0.0, 0.1),
             before_sleep=self._say_waiting,
             reraise=True,
         )
@@ -123,7 +130,9 @@ class Peer:
         if now - self._said_at >= _SAY_AGAIN_AFTER_S:
             self._said_at = now
             trouble = state.outcome.exception() if state.outcome else None
-            log.warning("waiting for %s at %s for %.0f s: %s", self.name, self.url, now - self._away_since, trouble)
+            log.warning(
+                "waiting for %s at %s (%.0f s so far): %s", self.name, self.url, now - self._away_since, trouble
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,85 @@
+"""The client of the inference server's `/generate`."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from environments.config import ServerConfig
+from environments.http import PeerError
+from environments.inference import Completion, InferenceClient, Sampling
+
+ANSWER: dict[str, Any] = {
+    "text": ["46", "5"],
+    "prompt": None,
+    "finish_reasons": ["stop", "length"],
+    "policy_version": 7,
+    "model": "policy-v7",
+    "prompt_token_ids": [3, 4],
+    "token_ids": [[6, 8, 1], [7]],
+    "logprobs": [[[{"6": -0.5, "9": -0.1}], [{"8": -0.25}], [{"1": 0.0}]], [[{"7": -2.0}]]],
+}
+
+
+def generate(
+    answer: dict[str, Any], config: ServerConfig, sampling: Sampling
+) -> tuple[list[Completion], httpx.Request]:
+    asked: list[httpx.Request] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        return httpx.Response(200, json=answer)
+
+    async def ask() -> list[Completion]:
+        client = InferenceClient(config, patience=1.0, transport=httpx.MockTransport(handle))
+        try:
+            return await client.generate([3, 4], 2, sampling)
+        finally:
+            await client.close()
+
+    return asyncio.run(ask()), asked[0]
+
+
+def test_the_request_names_the_distribution_and_the_completions_are_the_servers() -> None:
+    config = ServerConfig(base_url="http://server:9001/v1", model_name="policy", api_key="key")
+    completions, request = generate(ANSWER, config, Sampling(max_tokens=5, temperature=0.7, stop=("\n",)))
+    assert str(request.url) == "http://server:9001/generate"
+    assert request.headers["authorization"] == "Bearer key"
+    assert json.loads(request.content) == {
+        "prompt": {"prompt_token_ids": [3, 4]},
+        "model": "policy",
+        "n": 2,
+        "logprobs": 0,
+        "max_tokens": 5,
+        "temperature": 0.7,
+        "top_p": 1.0,
+        "top_k": -1,
+        "stop": ["\n"],
+    }
+    assert completions == [
+        Completion([3, 4], [6, 8, 1], [-0.5, -0.25, 0.0], "46", "stop", 7),
+        Completion([3, 4], [7], [-2.0], "5", "length", 7),
+    ]
+
+
+def test_nothing_that_was_not_set_is_sent() -> None:
+    _, request = generate(ANSWER, ServerConfig(base_url="http://server"), Sampling(max_tokens=1))
+    assert not {"model", "stop", "stream"} & json.loads(request.content).keys()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"logprobs": None}, "got no logprobs, wanted logprobs of 2 completions"),
+        ({"token_ids": [[6]], "logprobs": [[[{"6": 0.0}]]]}, "got 1 completions, wanted logprobs of 2 completions"),
+        ({"logprobs": [[[{"6": -0.5}]], [[{"7": -2.0}]]]}, "1 logprobs do not belong to the 3 sampled tokens"),
+        ({"logprobs": [ANSWER["logprobs"][0], [[{"8": -2.0}]]]}, "do not belong to the 1 sampled tokens"),
+        ({"policy_version": None}, "start it with `grpo serve`"),
+    ],
+)
+def test_an_answer_that_is_not_sound_is_refused(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(PeerError) as caught:
+        generate(ANSWER | change, ServerConfig(base_url="http://server"), Sampling(max_tokens=1))
+    assert says in str(caught.value)
