@@ -6,7 +6,7 @@ from itertools import combinations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from environments.api.queue import RolloutQueue
 from environments.api.records import Group, LeaseError
@@ -87,6 +87,10 @@ class Life(RuleBasedStateMachine):
         self.deadlines: dict[str, float] = {}
         self.done: list[int] = []
 
+    @initialize(batch_size=st.sampled_from([4, 8, 12]))
+    def begin(self, batch_size: int) -> None:
+        self.queue.register(trainer(batch_size))
+
     @rule(batch_size=st.sampled_from([4, 8, 12]))
     def register(self, batch_size: int) -> None:
         self.queue.register(trainer(batch_size))
@@ -96,12 +100,13 @@ class Life(RuleBasedStateMachine):
     def register_environment(self, group_size: int, share: float | None) -> None:
         self.queue.register_environment(env(group_size, share), self.now)
 
-    @rule(size=SIZES, data=st.data())
-    def offer(self, size: int, data: st.DataObject) -> None:
+    @rule(sizes=st.lists(SIZES, min_size=1, max_size=6), data=st.data())
+    def offer(self, sizes: list[int], data: st.DataObject) -> None:
         known = len(self.queue.environments)
         env_id = data.draw(st.sampled_from([None, *range(known)]))
-        group, _ = self.queue.offer(env_id, size, size, 0.0, now=self.now)
-        self.waiting[group.id] = group
+        for size in sizes:
+            group, _ = self.queue.offer(env_id, size, size, 0.0, now=self.now)
+            self.waiting[group.id] = group
 
     @precondition(lambda self: self.queue.run is not None)
     @rule(target=leases)
