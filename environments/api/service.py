@@ -169,6 +169,7 @@ class Service:
             key = hashlib.blake2b(payload, digest_size=16).digest()
             if key in self._unanswered:
                 self._unanswered.discard(key)
+                self._remember_post(key, now)  # this answer may be lost as well
                 return wire.ScoredDataResponse(status="received")
         elif key is not None and key in self._posts:
             return wire.ScoredDataResponse(status="received")

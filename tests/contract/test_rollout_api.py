@@ -1,0 +1,408 @@
+"""The rollout API over HTTP, line by line of the wire contract."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from environments.api import wire
+from environments.api.testing import ServerProcess, free_port, running_server
+
+TRAINER: dict[str, Any] = {
+    "wandb_group": "g",
+    "wandb_project": "p",
+    "batch_size": 4,
+    "max_token_len": 512,
+    "checkpoint_dir": "/c",
+    "save_checkpoint_interval": 10,
+    "starting_step": 3,
+    "num_steps": 100,
+}
+ENV: dict[str, Any] = {"max_token_length": 512, "desired_name": "env", "weight": 1.0, "group_size": 2}
+GROUP_KEYS = {
+    *("tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params"),
+    *("inference_logprobs", "overrides", "group_overrides", "images", "env_id", "distill_token_ids"),
+    "distill_logprobs",
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with running_server("--max-body-mb", "4") as server:
+        yield server
+
+
+@pytest.fixture
+def api(server: ServerProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        client.get("/reset_data")
+        yield client
+
+
+def group(size: int = 2, length: int = 3, first: int = 1, **fields: Any) -> dict[str, Any]:
+    rows = [[first + i] * length for i in range(size)]
+    return {"tokens": rows, "masks": [[-100, *row[1:]] for row in rows], "scores": [0.5] * size, **fields}
+
+
+def start_run(api: httpx.Client, **trainer: Any) -> None:
+    assert api.post("/register", json=TRAINER | trainer).status_code == 200
+    assert api.get("/batch").json() == {"batch": None}
+
+
+def test_before_a_trainer(api: httpx.Client):
+    assert "message" in api.get("/").json()
+    assert api.get("/wandb_info").json() == {"group": None, "project": None}
+    assert api.get("/info").json() == {"batch_size": -1, "max_token_len": -1}
+    assert api.get("/latest_example").json()["tokens"] == []
+    assert api.post("/register-env", json=ENV).json() == {"status": "wait for trainer to start"}
+    unregistered = api.get("/batch").json()
+    assert (unregistered["status"], unregistered["batch"]) == ("error", [])
+
+
+def test_a_run_from_register_to_batch(api: httpx.Client):
+    assert isinstance(api.post("/register", json=TRAINER).json()["uuid"], int)
+    assert api.post("/register-env", json=ENV).json() == {"status": "wait for trainer to start"}
+    assert api.get("/batch").json() == {"batch": None}
+    assert api.post("/register-env", json=ENV).json() == {
+        "status": "success",
+        "env_id": 0,
+        "wandb_name": "env_0",
+        "checkpoint_dir": "/c",
+        "starting_step": 3,
+        "checkpoint_interval": 10,
+        "num_steps": 100,
+    }
+    assert api.get("/wandb_info").json() == {"group": "g", "project": "p"}
+    assert api.get("/info").json() == {"batch_size": 4, "max_token_len": 512}
+    for first in (1, 5):
+        assert api.post("/scored_data", json=group(first=first, env_id=0, unknown=1)).json() == {"status": "received"}
+    status = api.get("/status").json()
+    assert (status["current_step"], status["queue_size"]) == (3, 2)
+    batch = api.get("/batch").json()["batch"]
+    assert [each["tokens"][0][0] for each in batch] == [1, 5]
+    assert all(set(each) == GROUP_KEYS for each in batch)
+    assert api.get("/status").json()["current_step"] == 4
+    assert api.get("/latest_example").json()["tokens"][0][0] == 5
+    assert api.post("/disconnect-env", json={"env_id": 0}).json() == {"status": "success"}
+    assert api.get("/reset_data").text == "Reset successful"
+    assert api.get("/info").json()["batch_size"] == -1
+
+
+@pytest.mark.parametrize("how", ["body", "query"])
+def test_status_env_by_body_and_by_query(api: httpx.Client, how: str):
+    start_run(api)
+    api.post("/register-env", json=ENV)
+    if how == "body":
+        answer = api.request("GET", "/status-env", json={"env_id": 0})
+    else:
+        answer = api.get("/status-env", params={"env_id": 0})
+    assert answer.json() == {
+        "current_step": 3,
+        "queue_size": 0,
+        "unallocated_fraction": 1.0,
+        "self_queue_size": 0,
+        "max_group_size": 1,
+        "env_weight": 1.0,
+    }
+
+
+def test_all_fields_come_back_as_they_went(api: httpx.Client):
+    start_run(api, batch_size=2)
+    sent = group(
+        advantages=[[0.1] * 3, [0.2] * 3],
+        ref_logprobs=[[-0.1] * 3, [-0.2] * 3],
+        inference_logprobs=[[1.0, -0.5, -1e-7], [1.0, -0.25, -3.3]],
+        messages=[[{"role": "user", "content": "ü", "reward": None}], [{"role": "x", "content": [{"a": 1}]}]],
+        generation_params={"temperature": 0.7},
+        overrides=[{"sft": True}, {}],
+        group_overrides={"group_size": 2},
+        images=["data"],
+        distill_token_ids=[[[], [1, 2], [3]], [[], [4], [5]]],
+        distill_logprobs=[[[], [-0.1, -0.2], [-0.3]], [[], [-0.4], [-0.5]]],
+    )
+    assert api.post("/scored_data", json=sent).json() == {"status": "received"}
+    (back,) = api.get("/batch").json()["batch"]
+    assert back == sent | {"env_id": None}
+
+
+def test_empty_means_absent(api: httpx.Client):
+    start_run(api, batch_size=2)
+    empty = {"messages": [], "overrides": [], "group_overrides": {}, "generation_params": {}, "ref_logprobs": []}
+    assert api.post("/scored_data", json=group(**empty, inference_logprobs=[[], []])).status_code == 200
+    (back,) = api.get("/batch").json()["batch"]
+    assert {back[name] for name in ("messages", "overrides", "ref_logprobs", "inference_logprobs")} == {None}
+
+
+def test_policy_versions_are_kept_where_they_are_sent(api: httpx.Client):
+    start_run(api, batch_size=2)
+    api.post("/scored_data", json=group(policy_versions=[1, 2]))
+    assert api.get("/status").json()["staleness"] == {"oldest_version": 1, "newest_version": 2, "behind": 2}
+    assert api.get("/batch").json()["batch"][0]["policy_versions"] == [1, 2]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_messagepack_both_ways(api: httpx.Client, packed: bool):
+    start_run(api, batch_size=2)
+    sent = wire.ScoredData(**group(inference_logprobs=[[1.0, -0.5, -0.1], [1.0, -0.25, -0.2]], policy_versions=[7, 7]))
+    body = wire.encode_group(sent) if packed else wire.encode(sent, wire.MSGPACK)
+    headers = {"Content-Type": wire.MSGPACK, "Accept": wire.MSGPACK}
+    answer = api.post("/scored_data", content=body, headers=headers)
+    assert wire.decode(answer.content, wire.ScoredDataResponse, wire.MSGPACK).status == "received"
+    batch = api.get("/batch?lease=30", headers=headers)
+    leased = wire.decode_batch(batch.content, batch.headers["content-type"])
+    assert leased.batch == [sent]
+    assert leased.batch_id is not None
+
+
+def test_lease_acknowledge_extend_release(api: httpx.Client):
+    start_run(api)
+    for first in (1, 3, 5, 7):
+        api.post("/scored_data", json=group(first=first))
+    first = api.get("/batch?lease=30").json()
+    assert first["current_step"] == 3
+    assert 29 < first["expires_in_s"] <= 30
+    again = api.get("/batch?lease=30&request=one").json()
+    assert api.get("/batch?lease=30&request=one").json()["batch_id"] == again["batch_id"]
+    assert api.post(f"/batch/{first['batch_id']}/extend?lease=60").json() == {"status": "extended", "current_step": 3}
+    assert api.post(f"/batch/{first['batch_id']}/ack").json() == {"status": "acknowledged", "current_step": 4}
+    assert api.post(f"/batch/{first['batch_id']}/ack").json() == {"status": "acknowledged", "current_step": 4}
+    assert api.post(f"/batch/{again['batch_id']}/release").json()["status"] == "released"
+    third = api.get("/batch?lease=30").json()
+    assert third["batch"] == again["batch"]
+    assert api.post(f"/batch/{again['batch_id']}/ack").status_code == 409
+    assert api.post(f"/batch/{third['batch_id']}/ack", json={"step": 9}).json()["current_step"] == 9
+    assert api.post("/batch/nothing/ack").status_code == 404
+
+
+def test_a_lease_that_runs_out_comes_again(api: httpx.Client):
+    start_run(api, batch_size=2)
+    api.post("/scored_data", json=group())
+    assert api.get("/batch?lease=0.2").json()["batch"]
+    assert api.get("/batch?lease=30").json()["batch"] is None
+    deadline = time.monotonic() + 30
+    while (batch := api.get("/batch?lease=30").json()["batch"]) is None:
+        assert time.monotonic() < deadline, "the lease never ran out"
+        time.sleep(0.1)
+    assert batch[0]["tokens"][0][0] == 1
+
+
+def test_a_second_register_takes_over(api: httpx.Client):
+    start_run(api)
+    old = api.post("/register", json=TRAINER).json()["uuid"]
+    for first in (1, 3):
+        api.post("/scored_data", json=group(first=first))
+    held = api.get(f"/batch?lease=1000&uuid={old}").json()
+    new = api.post("/register", json=TRAINER | {"batch_size": 2, "starting_step": 8}).json()["uuid"]
+    assert new != old
+    assert api.get("/status").json()["current_step"] == 8
+    assert api.get(f"/batch?lease=1000&uuid={old}").status_code == 409
+    assert api.post(f"/batch/{held['batch_id']}/ack").status_code == 409
+    assert [each["tokens"][0][0] for each in api.get(f"/batch?uuid={new}").json()["batch"]] == [1]
+
+
+def test_buffering_as_the_original_answers_it(api: httpx.Client):
+    start_run(api)
+    api.post("/register-env", json=ENV | {"group_size": 4})
+    assert api.post("/scored_data", json=group(3, env_id=0)).json() == {"status": "buffered", "buffer_size": 3}
+    answer = api.post("/scored_data_list", json=[group(1, env_id=0), group(4, env_id=0)]).json()
+    assert answer == {"status": "received", "groups_processed": 2, "buffered": 1, "last_buffer_size": 0}
+    assert sum(len(each["tokens"]) for each in api.get("/batch").json()["batch"]) == 4
+
+
+BAD = [
+    (group(scores=[float("nan"), 1.0]), "scores", "scores[0]"),
+    (group(scores=[1.0, float("inf")]), "scores", "scores[1]"),
+    (group(scores=[1.0]), "scores", "1 for 2 sequences"),
+    (
+        group(inference_logprobs=[[1.0, -0.5, float("nan")], [1.0] * 3]),
+        "inference_logprobs",
+        "inference_logprobs[0][2]",
+    ),
+    (group(masks=[[1, 1], [1, 1, 1]]), "masks", "masks[0]: 2 entries, tokens[0] has 3"),
+    (group(masks=[[1, 1, 1]]), "masks", "1 sequences, tokens has 2"),
+    (group(inference_logprobs=[[1.0] * 3, [1.0]]), "inference_logprobs", "inference_logprobs[1]: 1 entries"),
+    (group(ref_logprobs=[[1.0] * 3]), "ref_logprobs", "1 sequences"),
+    (group(advantages=[[1.0, 2.0], [1.0] * 3]), "advantages", "advantages[0]: 2 entries"),
+    (group(0), "tokens", "empty group"),
+    (group(length=0, masks=[[], []]), "tokens", "empty sequence"),
+    (group(tokens=[[2**31, 1, 1], [1, 1, 1]]), "tokens", "tokens[0][0]"),
+    (group(tokens=[["a", 1, 1], [1, 1, 1]]), "tokens", "got `str`"),
+    (group(messages=[[{"role": "user"}], []]), "messages", "messages[0][0]: no `content`"),
+    (group(overrides=[{}]), "overrides", "1 for 2 sequences"),
+    (group(policy_versions=[1]), "policy_versions", "1 for 2 sequences"),
+    (group(distill_token_ids=[[[1]] * 3, [[1]] * 3]), "distill_logprobs", "0 sequences"),
+    (group(env_id=99), "env_id", "env_id 99 is unknown"),
+    (group(env_id=-1), "env_id", "env_id"),
+    ({"tokens": [[1]], "masks": [[1]]}, "scores", "missing required field `scores`"),
+]
+
+
+@pytest.mark.parametrize(("bad", "field", "said"), BAD)
+def test_a_bad_group_is_refused_by_name_and_good_ones_beside_it_are_taken(
+    api: httpx.Client, bad: dict[str, Any], field: str, said: str
+):
+    start_run(api)
+    refused = api.post("/scored_data", content=json.dumps(bad))
+    assert refused.status_code == 422, refused.text
+    assert refused.json()["field"] == field
+    assert said in refused.json()["detail"]
+    mixed = api.post("/scored_data_list", content=json.dumps([group(first=1), bad, group(first=3)]))
+    assert mixed.status_code == 422
+    answer = mixed.json()
+    assert (answer["status"], answer["groups_processed"]) == ("partial", 2)
+    assert [(each["group"], each["field"]) for each in answer["rejected"]] == [(1, field)]
+    assert [each["tokens"][0][0] for each in api.get("/batch").json()["batch"]] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"weight": -1.0}, "weight"),
+        ({"group_size": 0}, "group_size"),
+        ({"min_batch_allocation": 1.5}, "min_batch_allocation"),
+        ({"max_token_length": "many"}, "max_token_length"),
+    ],
+)
+def test_a_bad_environment_is_refused_by_name(api: httpx.Client, change: dict[str, Any], field: str):
+    start_run(api)
+    answer = api.post("/register-env", json=ENV | change)
+    assert (answer.status_code, answer.json()["field"]) == (422, field)
+
+
+def test_unknown_environments(api: httpx.Client):
+    start_run(api)
+    assert api.request("GET", "/status-env", json={"env_id": 5}).status_code == 404
+    assert api.get("/status-env?env_id=5").json()["field"] == "env_id"
+    assert api.get("/status-env?env_id=x").status_code == 422
+    assert api.post("/disconnect-env", json={"env_id": 5}).json()["status"] == "failure"
+
+
+def test_gzip_both_ways(api: httpx.Client):
+    start_run(api, batch_size=2)
+    body = gzip.compress(json.dumps(group(length=500)).encode())
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    assert api.post("/scored_data", content=body, headers=headers).status_code == 200
+    answer = api.get("/batch", headers={"Accept-Encoding": "gzip"})
+    assert answer.headers["content-encoding"] == "gzip"
+    assert len(answer.json()["batch"][0]["tokens"][0]) == 500
+    assert "content-encoding" not in api.get("/info").headers
+    assert "content-encoding" not in api.get("/latest_example", headers={"Accept-Encoding": "identity"}).headers
+
+
+@pytest.mark.parametrize("body", [b"not gzip at all", gzip.compress(b"{}" * 1000)[:-9], gzip.compress(b"{}") + b"rest"])
+def test_broken_gzip_is_refused(api: httpx.Client, body: bytes):
+    answer = api.post("/scored_data", content=body, headers={"Content-Encoding": "gzip"})
+    assert answer.status_code == 400
+
+
+def test_a_gzip_bomb_is_refused_and_memory_stays_bounded(api: httpx.Client, server: ServerProcess):
+    import psutil
+
+    assert server.process is not None
+    process = psutil.Process(server.process.pid)
+    bomb = gzip.compress(bytes(400_000_000), 9)
+    assert len(bomb) < 1 << 20
+    before = process.memory_info().rss
+    answer = api.post("/scored_data", content=bomb, headers={"Content-Encoding": "gzip"})
+    assert answer.status_code == 413
+    assert process.memory_info().rss - before < 50e6
+    assert api.post("/scored_data", content=bytes(5 << 20)).status_code == 413
+    assert api.post("/scored_data", content=iter([bytes(1 << 20)] * 5)).status_code == 413
+
+
+def test_other_encodings_paths_and_methods_are_refused(api: httpx.Client):
+    assert api.post("/scored_data", content=b"x", headers={"Content-Encoding": "br"}).status_code == 415
+    assert api.get("/nothing").status_code == 404
+    assert api.get("/register").status_code == 405
+
+
+def test_a_long_group_is_read_row_by_row_and_comes_back_whole(api: httpx.Client):
+    start_run(api, batch_size=8)
+    long = group(8, 20_000, inference_logprobs=[[-0.1] * 20_000] * 8, advantages=[[2.0]] * 8)
+    assert len(json.dumps(long)) > 1 << 20
+    assert api.post("/scored_data", json=long).json() == {"status": "received"}
+    (back,) = api.get("/batch").json()["batch"]
+    assert back["tokens"] == long["tokens"]
+    assert back["inference_logprobs"] == long["inference_logprobs"]
+    assert back["advantages"] == [[2.0] * 20_000] * 8  # one number for the whole sequence is one per token
+    ragged = long | {"inference_logprobs": [[-0.1] * 20_000] * 7 + [[-0.1]]}
+    assert api.post("/scored_data", json=ragged).json()["field"] == "inference_logprobs"
+    wrong = long | {"masks": [[1] * 19_999 + ["x"]] * 8}
+    assert "masks[0]" in api.post("/scored_data", json=wrong).json()["detail"]
+
+
+def test_a_repeated_post_with_its_key_counts_once(api: httpx.Client):
+    start_run(api)
+    for _ in range(2):
+        assert api.post("/scored_data", json=group(), headers={"Idempotency-Key": "k"}).json() == {"status": "received"}
+    assert api.get("/status").json()["queue_size"] == 1
+
+
+def test_pages_of_other_sites_may_not_call(api: httpx.Client, server: ServerProcess):
+    for headers in ({"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+        assert api.get("/reset_data", headers=headers).status_code == 403
+    rebound = {"Host": "evil.example", "Origin": "http://evil.example", "Sec-Fetch-Site": "same-origin"}
+    assert api.get("/reset_data", headers=rebound).status_code == 403
+    own = {"Origin": server.url, "Sec-Fetch-Site": "same-origin"}
+    answer = api.get("/status", headers=own)
+    assert answer.status_code == 200
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_metrics_and_reference(api: httpx.Client):
+    start_run(api)
+    api.post("/scored_data", json=group())
+    text = api.get("/metrics").text
+    assert "rollout_api_queued_groups 1.0" in text
+    assert 'rollout_api_requests_total{route="/scored_data",status="200"}' in text
+    described = api.get("/openapi.json").json()
+    assert set(described["components"]["schemas"]["ScoredData"]["required"]) == {"tokens", "masks", "scores"}
+    assert "text/html" in api.get("/docs").headers["content-type"]
+
+
+def test_an_api_key_is_asked_for():
+    with running_server("--api-key", "secret") as server, httpx.Client(base_url=server.url) as client:
+        assert client.get("/").status_code == 200
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+            refused = client.get("/status", headers=headers)
+            assert refused.status_code == 401
+            assert refused.headers["www-authenticate"] == "Bearer"
+        assert client.get("/status", headers={"Authorization": "Bearer secret"}).status_code == 200
+
+
+def serve(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "environments.api", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_beyond_loopback_a_key_is_needed():
+    done = serve("--host", "0.0.0.0", "--port", str(free_port()))
+    assert done.returncode == 2
+    assert "--api-key" in done.stderr
+
+
+def test_a_busy_port_names_its_holder(server: ServerProcess):
+    done = serve("--port", str(server.port))
+    assert done.returncode == 2
+    assert server.process is not None
+    assert f"process {server.process.pid}" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_cleanly(number: signal.Signals):
+    with running_server() as server:
+        assert server.process is not None
+        with httpx.Client(base_url=server.url) as client:
+            client.get("/status")  # a connection that stays open
+            os.kill(server.process.pid, number)
+            assert server.process.wait(timeout=30) == 0

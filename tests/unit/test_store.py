@@ -1,0 +1,165 @@
+"""The store: what was committed is there again, and what cannot be opened says why."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from environments.api import wire
+from environments.api.payloads import Payloads
+from environments.api.queue import RolloutQueue
+from environments.api.service import Service
+from environments.api.settings import Settings
+from environments.api.store import Store, StoreError
+from tests.unit.test_queue import env, trainer
+
+
+def group(number: int, env_id: int | None = None, size: int = 4) -> wire.PackedGroup:
+    rows = [[number, each] for each in range(size)]
+    return wire.pack(wire.ScoredData(tokens=rows, masks=rows, scores=[0.5] * size, env_id=env_id))
+
+
+def numbers(payloads: list[bytes]) -> list[int]:
+    """Which groups of `group` these are."""
+    return [wire.decode_group(each).tokens[0][0] for each in payloads]
+
+
+def test_everything_is_there_again(tmp_path: Path):
+    path = tmp_path / "store.sqlite"
+
+    async def before() -> str:
+        service = Service(Settings(store=path))
+        await service.register(trainer(8))
+        await service.next_batch()
+        await service.register_environment(env(4, share=0.5))
+        for each in range(6):
+            service.take(group(each, env_id=0))
+        service.take(group(6, env_id=0, size=3))
+        await service.written()
+        leased = await service.next_batch(lease=1000.0)
+        acknowledged = await service.next_batch(lease=1000.0)
+        assert leased is not None and leased.lease is not None
+        assert acknowledged is not None and acknowledged.lease is not None
+        await service.acknowledge(acknowledged.lease.batch_id, None)
+        service.close()
+        return leased.lease.batch_id
+
+    async def after(batch_id: str) -> None:
+        service = Service(Settings(store=path))
+        status = service.status()
+        assert (status.current_step, status.queue_size, status.leased_groups, status.buffered_groups) == (1, 2, 2, 1)
+        assert [each.name for each in status.environments] == ["env_0"]
+        assert service.queue.minima() == {0: 4}
+        rest = await service.next_batch(lease=1000.0)
+        assert rest is not None
+        assert numbers(rest.payloads) == [4, 5]
+        await service.release(batch_id)
+        first = await service.next_batch(lease=1000.0)
+        assert first is not None
+        assert numbers(first.payloads) == [0, 1]
+        service.close()
+
+    asyncio.run(after(asyncio.run(before())))
+
+
+def test_ids_are_never_given_twice(tmp_path: Path):
+    async def life(posts: int) -> int:
+        service = Service(Settings(store=tmp_path / "s"))
+        await service.register(trainer(4))
+        for each in range(posts):
+            service.take(group(each))
+            await service.written()
+            await service.next_batch()
+        last = service.queue.next_group
+        service.close()
+        return last
+
+    first = asyncio.run(life(3))
+    assert asyncio.run(life(0)) == first  # all groups were trained and deleted, their ids stay used
+
+
+def test_a_post_that_was_never_answered_may_be_repeated(tmp_path: Path):
+    async def life(number: int) -> int:
+        service = Service(Settings(store=tmp_path / "s"))
+        service.take(group(number))
+        await service.written()
+        size = service.status().queue_size
+        service.close()
+        return size
+
+    assert asyncio.run(life(1)) == 1
+    assert asyncio.run(life(1)) == 1  # the same post again after a crash: it was committed, only its answer was lost
+    assert asyncio.run(life(2)) == 2
+
+
+def test_a_key_makes_a_post_count_once():
+    async def life() -> list[int]:
+        service = Service(Settings())
+        sizes = []
+        for number, key in ((1, b"a"), (1, b"a"), (1, b"b"), (1, None), (1, None)):
+            service.take(group(number), key)
+            sizes.append(service.status().queue_size)
+        return sizes
+
+    assert asyncio.run(life()) == [1, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_beyond_the_memory_limit_groups_lie_on_disk(tmp_path: Path, durable: bool):
+    async def life() -> None:
+        store = Store(tmp_path / "s") if durable else None
+        payloads = Payloads(store, memory_limit=250)
+        for each in range(5):
+            payloads.put(each, bytes([each]) * 100)
+        assert payloads.in_memory == 200
+        assert payloads.on_disk == 3
+        assert await payloads.get([4, 0, 2]) == [bytes([4]) * 100, bytes([0]) * 100, bytes([2]) * 100]
+        payloads.drop([0, 1])
+        payloads.put(5, b"x" * 100)
+        assert payloads.in_memory == 100
+        payloads.close()
+        if store is not None:
+            store.close()
+
+    asyncio.run(life())
+
+
+def test_a_store_in_use_names_its_holder(tmp_path: Path):
+    store = Store(tmp_path / "s")
+    with pytest.raises(StoreError, match="in use by process"):
+        Store(tmp_path / "s")
+    store.close()
+    Store(tmp_path / "s").close()
+
+
+def test_a_file_that_is_no_store_is_refused(tmp_path: Path):
+    path = tmp_path / "s"
+    path.write_bytes(b"certainly not SQLite" * 100)
+    with pytest.raises(StoreError, match="not a database"):
+        Store(path)
+
+
+def test_a_store_of_another_format_is_refused(tmp_path: Path):
+    connection = sqlite3.connect(tmp_path / "s")
+    connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    with pytest.raises(StoreError, match="format 99"):
+        Store(tmp_path / "s")
+
+
+def test_a_commit_that_fails_is_told(tmp_path: Path):
+    async def life() -> None:
+        store = Store(tmp_path / "s")
+        queue = RolloutQueue(store)
+        queue.offer(None, 4, 10, 0.5)
+        await store.commit()
+        queue.next_group -= 1
+        queue.offer(None, 4, 10, 0.5)  # the same id again: SQLite refuses it
+        with pytest.raises(StoreError, match="UNIQUE"):
+            await store.commit()
+        store.close()
+
+    asyncio.run(life())
