@@ -5,12 +5,12 @@ import os
 from argparse import Namespace
 
 from vllm_server import compat
+from vllm_server.errors import StartError
 from vllm_server.protocol import DEFAULT_KEEP_VERSIONS, DEFAULT_LORA_NAME, DEFAULT_PORT
 
 DEFAULT_HOST = "127.0.0.1"
 
-# Beyond the kept versions: one that is being loaded, and some that still drain.
-SPARE_ADAPTERS = 4
+SPARE_ADAPTERS = 4  # for versions outside the window on which requests still run
 
 CPU_CACHE_BYTES = 512 << 20  # vLLM's own default, a share of all memory, is touched at start
 
@@ -86,7 +86,14 @@ def _plan_lora(args: Namespace, plain: dict[str, object]) -> None:
         args.enable_lora = True
     if args.enable_lora:
         args.max_loras = args.max_loras or args.lora_keep_versions
-        args.max_cpu_loras = args.max_cpu_loras or max(args.max_loras, args.lora_keep_versions) + SPARE_ADAPTERS
+        needed = max(args.max_loras, args.lora_keep_versions + 1)
+        args.max_cpu_loras = args.max_cpu_loras or needed + SPARE_ADAPTERS
+        if args.max_cpu_loras < needed:
+            raise StartError(
+                f"--max-cpu-loras {args.max_cpu_loras}: got fewer places than --max-loras {args.max_loras} and "
+                f"--lora-keep-versions {args.lora_keep_versions} with one being loaded, "
+                f"wanted {needed} or more; raise it or keep fewer versions"
+            )
     for name, value in plain.items():
         if getattr(args, name) is None:
             setattr(args, name, value)

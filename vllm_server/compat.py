@@ -96,6 +96,13 @@ def device_type() -> Literal["cpu", "cuda"]:
     return "cpu" if platform.is_cpu() else "cuda"
 
 
+def cpu_head_sizes() -> list[int]:
+    """Head sizes for which the CPU build has attention kernels; empty if it does not say."""
+    backend = importlib.import_module("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend
+    sizes = getattr(backend, "get_supported_head_sizes", list)
+    return list(sizes())
+
+
 def server_parser(description: str) -> ArgumentParser:
     """vLLM's own argument parser, with every flag of `vllm serve`."""
     parser_class = _seam(_PARSERS, "FlexibleArgumentParser").FlexibleArgumentParser

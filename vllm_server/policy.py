@@ -37,14 +37,14 @@ class PolicyRegistry:
         lora_name: versions are named `<lora_name>-v<N>`.
         aliases: further names that mean "the newest version".
         keep: how many versions stay loaded; older ones retire.
-        capacity: how many adapters the engine can hold at once, at least `keep`.
+        capacity: how many adapters the engine can hold at once; more than `keep`, for the one being loaded.
     """
 
     def __init__(
         self, *, served_name: str, lora_name: str, aliases: tuple[str, ...] = (), keep: int, capacity: int
     ) -> None:
-        if not 1 <= keep <= capacity:
-            raise ValueError(f"keep={keep}, capacity={capacity}: wanted 1 <= keep <= capacity")
+        if not 1 <= keep < capacity:
+            raise ValueError(f"keep: got {keep} of capacity {capacity}, wanted 1 to {capacity - 1}")
         self.lora_name = lora_name
         self.keep = keep
         self.capacity = capacity

@@ -17,11 +17,17 @@ import msgspec
 
 from vllm_server import compat
 from vllm_server.arguments import set_environment
+from vllm_server.errors import StartError
 from vllm_server.protocol import PreflightReport
+from vllm_server.start_checks import check_model_path
 
 
 def inspect_model(model: str, *, trust_remote_code: bool = False) -> PreflightReport:
     """What vLLM says of the model at a path, or of that name on the hub."""
+    try:
+        check_model_path(model)
+    except StartError as error:
+        return _report(model, [], str(error))
     try:
         config = read_config(model)
     except (OSError, ValueError) as error:
@@ -30,9 +36,11 @@ def inspect_model(model: str, *, trust_remote_code: bool = False) -> PreflightRe
     if not architectures:
         reason = "got a config.json without `architectures`, wanted a causal language model; save it again"
         return _report(model, [], reason)
-    if set(architectures) & _text_generators() and not config.get("is_encoder_decoder"):
-        return _report(model, architectures, "")
-    return _report(model, architectures, _full_check(model, architectures, trust_remote_code))
+    if not set(architectures) & _text_generators() or config.get("is_encoder_decoder"):
+        reason = _full_check(model, architectures, trust_remote_code)
+        if reason:
+            return _report(model, architectures, reason)
+    return _report(model, architectures, _cpu_head_check(config))
 
 
 def read_config(model: str) -> dict[str, Any]:
@@ -64,14 +72,29 @@ def _full_check(model: str, architectures: list[str], trust_remote_code: bool) -
     try:
         config = engine_args(model=model, trust_remote_code=trust_remote_code).create_model_config()
     except Exception as error:  # vLLM refuses by many types; each is a reason
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        told = next((line for line in lines if "architectures" in line), lines[-1] if lines else repr(error))
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
+        told = next((line for line in lines if line.startswith("Value error, ")), lines[0])
         return f"got {names}, which vLLM {compat.vllm_version()} does not serve ({told[:300]}); {wanted}"
     if config.runner_type != "generate":
         return f"got {names}, which vLLM serves for {config.runner_type} only; {wanted}"
     if config.is_encoder_decoder:
         return f"got {names}, an encoder-decoder; {wanted}"
     return ""
+
+
+def _cpu_head_check(config: dict[str, Any]) -> str:
+    """Why attention on the CPU would refuse the model (with the first request, which kills the engine)."""
+    heads = config.get("num_attention_heads")
+    size = config.get("head_dim") or (heads and config.get("hidden_size", 0) // heads)
+    if compat.device_type() != "cpu" or not size:
+        return ""
+    sizes = compat.cpu_head_sizes()
+    if not sizes or size in sizes:
+        return ""
+    return (
+        f"got attention heads of size {size}, wanted one that the CPU kernels have "
+        f"({', '.join(map(str, sizes))}); choose another model or serve it on a GPU"
+    )
 
 
 def _report(model: str, architectures: list[str], reason: str) -> PreflightReport:

@@ -38,7 +38,7 @@ class PolicyServer:
             aliases=tuple(served[1:]),
             lora_name=args.lora_name,
             keep=args.lora_keep_versions,
-            capacity=max(args.lora_keep_versions, lora.max_cpu_loras if lora else 0),
+            capacity=lora.max_cpu_loras if lora else args.lora_keep_versions + 1,
         )
         adapters = compat.Adapters(engine, app.state.openai_serving_models)
         publisher = Publisher(

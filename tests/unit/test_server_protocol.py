@@ -19,9 +19,7 @@ def test_version_name_round_trips(lora_name: str, version: int) -> None:
     assert protocol.parse_version(name, lora_name) == version
 
 
-@pytest.mark.parametrize(
-    "name", ["policy", "policy-v", "policy-v03", "policy-v-1", "policy-v²", "other-v3", ""]
-)
+@pytest.mark.parametrize("name", ["policy", "policy-v", "policy-v03", "policy-v-1", "policy-v²", "other-v3", ""])
 def test_other_names_have_no_version(name: str) -> None:
     assert protocol.parse_version(name, "policy") is None
 

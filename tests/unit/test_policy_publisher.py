@@ -1,0 +1,238 @@
+"""Publishing on a stand-in engine: order of events, room, refusals, and a publish that fails half-way."""
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from vllm_server.errors import ServeError
+from vllm_server.policy import PolicyRegistry
+from vllm_server.protocol import LoraLoadRequest, LoraUnloadRequest
+from vllm_server.publisher import Publisher
+
+RANK = 4
+
+
+class StandInEngine:
+    """Remembers what it was asked; `fails` names the calls that raise."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.fails: set[str] = set()
+
+    def next_id(self) -> int:
+        return len(self.events) + 1
+
+    async def add(self, name: str, adapter_id: int, path: str) -> None:
+        self._event(f"add {name}")
+
+    async def remove(self, name: str, adapter_id: int) -> None:
+        self._event(f"remove {name}")
+
+    def _event(self, event: str) -> None:
+        self.events.append(event)
+        if event in self.fails:
+            raise RuntimeError(f"no {event}")
+
+
+def make_publisher(root: Path, *, keep: int = 2, capacity: int = 3, timeout: float = 5.0) -> Publisher:
+    held = PolicyRegistry(served_name="base", lora_name="policy", keep=keep, capacity=capacity)
+    return Publisher(held, StandInEngine(), (root.resolve(),), max_rank=8, room_timeout_s=timeout)
+
+
+def events(publisher: Publisher) -> list[str]:
+    assert isinstance(publisher.engine, StandInEngine)
+    return publisher.engine.events
+
+
+def save_adapter(folder: Path, **config: Any) -> str:
+    folder.mkdir(parents=True)
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {f"{module}.lora_A.weight": torch.ones(RANK, 6), f"{module}.lora_B.weight": torch.ones(6, RANK)}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"]} | config)
+    )
+    return str(folder)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(work)
+
+
+def load(publisher: Publisher, path: str, **more: Any) -> Coroutine[Any, Any, Any]:
+    return publisher.load(LoraLoadRequest(adapter_path=path, **more))
+
+
+def test_a_publish_loads_routes_and_lets_the_oldest_go(tmp_path: Path) -> None:
+    publisher = make_publisher(tmp_path)
+
+    async def story() -> None:
+        for number in (1, 2, 3):
+            answer = await load(publisher, save_adapter(tmp_path / f"{number}"))
+            assert (answer.adapter_name, answer.policy_version) == (f"policy-v{number}", number)
+        assert answer.unloaded == ["policy-v1"]
+        assert answer.load_count == 3
+        assert publisher.registry.newest.name == "policy-v3"
+
+    run(story())
+    assert events(publisher) == ["add policy-v1", "add policy-v2", "add policy-v3", "remove policy-v1"]
+
+
+def test_a_version_leaves_the_engine_with_its_last_request(tmp_path: Path) -> None:
+    publisher = make_publisher(tmp_path, keep=1)
+
+    async def story() -> None:
+        await load(publisher, save_adapter(tmp_path / "1"))
+        with publisher.serving() as version:
+            assert version.name == "policy-v1"
+            answer = await load(publisher, save_adapter(tmp_path / "2"))
+            assert answer.unloaded == []
+            with publisher.serving() as newer:
+                assert newer.name == "policy-v2"
+        await asyncio.sleep(0)  # the sweep runs as a task of its own
+        assert events(publisher)[-1] == "remove policy-v1"
+
+    run(story())
+
+
+def test_a_publish_waits_for_a_place_that_requests_hold(tmp_path: Path) -> None:
+    publisher = make_publisher(tmp_path, keep=1, capacity=2)
+
+    async def story() -> None:
+        await load(publisher, save_adapter(tmp_path / "1"))
+        running = publisher.serving()
+        running.__enter__()
+        await load(publisher, save_adapter(tmp_path / "2"))
+        third = asyncio.create_task(load(publisher, save_adapter(tmp_path / "3")))
+        await asyncio.sleep(0.05)
+        assert not third.done()  # version 1 is being used, version 2 is the newest: no place
+        running.__exit__(None, None, None)
+        assert (await third).policy_version == 3
+
+    run(story())
+    assert events(publisher).index("remove policy-v1") < events(publisher).index("add policy-v3")
+
+
+def test_a_place_that_never_comes_free_is_an_error_that_says_so(tmp_path: Path) -> None:
+    publisher = make_publisher(tmp_path, keep=1, capacity=2, timeout=0.05)
+
+    async def story() -> None:
+        await load(publisher, save_adapter(tmp_path / "1"))
+        with publisher.serving():
+            await load(publisher, save_adapter(tmp_path / "2"))
+            with pytest.raises(ServeError, match="raise --max-cpu-loras") as refused:
+                await load(publisher, save_adapter(tmp_path / "3"))
+            assert refused.value.status == 503
+            assert publisher.registry.newest.name == "policy-v2"
+
+    run(story())
+
+
+def test_a_load_that_fails_leaves_the_old_version_serving(tmp_path: Path) -> None:
+    publisher = make_publisher(tmp_path)
+
+    async def story() -> None:
+        await load(publisher, save_adapter(tmp_path / "1"))
+        publisher.engine.fails = {"add policy-v2"}  # pyright: ignore[reportAttributeAccessIssue]
+        with pytest.raises(ServeError, match="no add policy-v2") as refused:
+            await load(publisher, save_adapter(tmp_path / "2"))
+        assert refused.value.status == 422
+        assert events(publisher)[-1] == "remove policy-v2"  # what the engine may have kept of it
+        with publisher.serving() as version:
+            assert version.name == "policy-v1"
+
+    run(story())
+
+
+def test_a_publish_that_fails_half_way_stops_generation_until_one_succeeds(tmp_path: Path) -> None:
+    publisher = make_publisher(tmp_path)
+
+    async def story() -> None:
+        publisher.engine.fails = {"add policy-v1", "remove policy-v1"}  # pyright: ignore[reportAttributeAccessIssue]
+        with pytest.raises(ServeError) as refused:
+            await load(publisher, save_adapter(tmp_path / "1"))
+        assert refused.value.status == 503
+        with pytest.raises(ServeError, match="so did taking it out"), publisher.serving():
+            pass
+        await load(publisher, save_adapter(tmp_path / "2"), version=2)
+        with publisher.serving() as version:
+            assert version.name == "policy-v2"
+
+    run(story())
+
+
+def test_unload_withdraws_now_or_when_idle(tmp_path: Path) -> None:
+    publisher = make_publisher(tmp_path)
+
+    async def story() -> None:
+        await load(publisher, save_adapter(tmp_path / "1"))
+        await load(publisher, save_adapter(tmp_path / "2"))
+        with publisher.serving():
+            gone = await publisher.unload(LoraUnloadRequest())
+            assert (gone.status, gone.previous_name, gone.policy_version) == ("draining", "policy-v2", 1)
+        gone = await publisher.unload(LoraUnloadRequest(adapter_name="policy-v1"))
+        assert (gone.status, gone.previous_name, gone.policy_version) == ("success", "policy-v1", 0)
+        gone = await publisher.unload(LoraUnloadRequest())
+        assert (gone.status, gone.previous_name) == ("success", None)
+
+    run(story())
+    assert sorted(e for e in events(publisher) if e.startswith("remove")) == [
+        "remove policy-v1",
+        "remove policy-v2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"r": 24}, "r: got 24, wanted 1 to 8"),
+        ({"peft_type": "IA3"}, 'peft_type: got "IA3", wanted "LORA"'),
+        ({"use_dora": True}, "use_dora: got true, wanted false"),
+        ({"bias": "all"}, 'bias: got "all", wanted "none"'),
+        ({"modules_to_save": ["lm_head"]}, r'modules_to_save: got \["lm_head"\]'),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"init_lora_weights": "pissa"}, 'init_lora_weights: got "pissa"'),
+        ({"r": 3}, r"lora_A.weight: got shape \[4, 6\], wanted rank 3"),
+    ],
+)
+def test_an_adapter_that_cannot_be_served_is_refused_before_the_engine_sees_it(
+    tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    publisher = make_publisher(tmp_path)
+    with pytest.raises(ServeError, match=message) as refused:
+        asyncio.run(load(publisher, save_adapter(tmp_path / "1", **config)))
+    assert refused.value.status == 422
+    assert events(publisher) == []
+
+
+def test_a_path_outside_the_roots_is_refused_also_behind_a_link(tmp_path: Path) -> None:
+    publisher = make_publisher(tmp_path / "root")
+    outside = save_adapter(tmp_path / "outside")
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root/link").symlink_to(outside)
+    for path in (outside, str(tmp_path / "root/link"), str(tmp_path / "root/../outside")):
+        with pytest.raises(ServeError, match="--lora-root") as refused:
+            asyncio.run(load(publisher, path))
+        assert refused.value.status == 403
+
+
+def test_missing_and_damaged_files_are_told_apart(tmp_path: Path) -> None:
+    publisher = make_publisher(tmp_path)
+    with pytest.raises(ServeError) as missing:
+        asyncio.run(load(publisher, str(tmp_path / "nothing")))
+    assert missing.value.status == 404
+    weights = Path(save_adapter(tmp_path / "1")) / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ServeError, match="a file that ends early") as damaged:
+        asyncio.run(load(publisher, str(tmp_path / "1")))
+    assert damaged.value.status == 422
+    weights.unlink()
+    with pytest.raises(ServeError, match=r"without adapter_model.safetensors") as gone:
+        asyncio.run(load(publisher, str(tmp_path / "1")))
+    assert gone.value.status == 404

@@ -1,0 +1,56 @@
+"""What can be told before vLLM is imported: is the port free, is there a model."""
+
+import errno
+import socket
+from pathlib import Path
+
+import psutil
+
+from vllm_server.errors import StartError
+
+
+def check_port_free(host: str, port: int) -> None:
+    """Raise a StartError that names the holder if the port is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise StartError(
+                    f"--port {port}: got a port that {_holder(port)} holds, wanted a free one; "
+                    "end that process or choose another port"
+                ) from error
+            raise StartError(
+                f"--host {host} --port {port}: got {error.strerror}, wanted an address of this machine; correct it"
+            ) from error
+
+
+def _holder(port: int) -> str:
+    for connection in psutil.net_connections(kind="tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
+            if connection.pid is None:
+                break  # another user's
+            try:
+                command = " ".join(psutil.Process(connection.pid).cmdline())
+            except psutil.Error:
+                command = "?"
+            return f"process {connection.pid} ({command[:120]})"
+    return "another user's process"
+
+
+def check_model_path(model: str) -> None:
+    """Raise a StartError if `model` is or looks like a path and no model is there."""
+    path = Path(model).expanduser()
+    looks_like_path = path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise StartError(
+                f"--model {model}: got a folder without config.json, wanted a saved model's folder; "
+                "save it by save_pretrained()"
+            )
+    elif looks_like_path or path.exists():
+        raise StartError(
+            f"--model {model}: got no such folder, wanted a saved model's folder or a name on the hub; correct the path"
+        )
