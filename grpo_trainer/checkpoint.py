@@ -8,6 +8,7 @@ adapter_step_12/
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
@@ -21,7 +22,7 @@ from safetensors.torch import load_file
 
 from grpo_trainer.config import CheckpointConfig
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.files import whole_folder
+from grpo_trainer.files import whole_folder, write_bytes
 from grpo_trainer.model.lora import WEIGHTS_FILE, save_adapter
 
 log = logging.getLogger(__name__)
@@ -66,8 +67,10 @@ class Checkpoints:
             generators["cuda"] = torch.cuda.get_rng_state()
         with whole_folder(path) as folder:
             save_adapter(self._model, folder)
-            torch.save({"optimizer": self._optimizer.state_dict(), "generators": generators}, folder / TENSORS_FILE)
-            (folder / STATE_FILE).write_text(json.dumps(asdict(progress)))
+            tensors = io.BytesIO()
+            torch.save({"optimizer": self._optimizer.state_dict(), "generators": generators}, tensors)
+            write_bytes(folder / TENSORS_FILE, tensors.getvalue())
+            write_bytes(folder / STATE_FILE, json.dumps(asdict(progress)).encode())
         log.info("saved %s", path)
         self._prune()
         return path

@@ -1,4 +1,4 @@
-"""Folders that are whole or not there."""
+"""Files and folders that are whole or not there, and errors that say which."""
 
 from __future__ import annotations
 
@@ -7,6 +7,21 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file; an error names it (the operating system's own does so only when opening).
+
+    Serialise first and write with this: torch and safetensors turn a full disk into errors of their own.
+
+    Raises:
+        OSError: with `filename`.
+    """
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 @contextmanager

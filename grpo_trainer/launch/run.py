@@ -13,6 +13,7 @@ from rich.console import Console
 
 from grpo_trainer.config import require_available
 from grpo_trainer.errors import ConfigError, ModelError, StoppedError, from_os_error
+from grpo_trainer.files import write_bytes
 from grpo_trainer.launch.plan import RunPlan, plan_run
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.launch.supervisor import Supervisor
@@ -105,5 +106,5 @@ def write_configs(plan: RunPlan) -> None:
     for path, table in plan.config_files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(tomli_w.dumps(dict(table)))
+        write_bytes(temporary, tomli_w.dumps(dict(table)).encode())
         temporary.replace(path)

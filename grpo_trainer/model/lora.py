@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from safetensors.torch import save_file
+from safetensors.torch import save
 from transformers import PreTrainedModel
 
 from grpo_trainer.config import LoraOptions
 from grpo_trainer.errors import ModelError
+from grpo_trainer.files import write_bytes
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -53,8 +54,8 @@ def save_adapter(model: PeftModel, folder: Path, dtype: torch.dtype | None = Non
         name: tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
         for name, tensor in get_peft_model_state_dict(model).items()
     }
-    save_file(state, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    write_bytes(folder / WEIGHTS_FILE, save(state, metadata={"format": "pt"}))
     settings = model.peft_config["default"].to_dict()
     settings["inference_mode"] = True
     settings["target_modules"] = sorted(settings["target_modules"])
-    (folder / CONFIG_FILE).write_text(json.dumps(settings, indent=2, default=str))
+    write_bytes(folder / CONFIG_FILE, json.dumps(settings, indent=2, default=str).encode())

@@ -102,6 +102,14 @@ def test_peft_loads_what_was_saved(tmp_path: Path) -> None:
     torch.testing.assert_close(ours, theirs)
 
 
+def test_a_full_disk_is_an_error_that_names_the_file_and_leaves_no_remains(small_disk: Path) -> None:
+    (small_disk / "ballast").write_bytes(b"0" * 1_000_000)
+    with pytest.raises(OSError, match="No space left") as error:
+        checkpoints(trainer_with(64), small_disk / "run").save(Progress(1, 1))
+    assert str(small_disk / "run") in str(error.value.filename)
+    assert not list((small_disk / "run").iterdir())
+
+
 def test_a_write_that_fails_leaves_the_old_folder_and_no_remains(tmp_path: Path) -> None:
     target = tmp_path / "x"
     with whole_folder(target) as folder:
