@@ -327,7 +327,9 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return respond(request, wire.ErrorResponse(detail=error.detail), error.status_code)
+    answer = respond(request, wire.ErrorResponse(detail=error.detail), error.status_code)
+    answer.headers.update(error.headers or {})
+    return answer
 
 
 async def _store_error(request: Request, error: Exception) -> Response:

@@ -18,6 +18,7 @@ from environments.api.queue import REMEMBERED_LEASES, RolloutQueue
 from environments.api.records import Lease
 from environments.api.settings import Settings
 from environments.api.store import REMEMBERED_POSTS_S, Store, StoreError
+from environments.api.validate import encode_checked
 
 log = logging.getLogger("rollout-api")
 
@@ -27,6 +28,8 @@ UNANSWERED_S = 5.0
 """Posts this close to the end of an earlier process may never have been answered."""
 RETRY_WINDOW_S = 120.0
 """Time after a start in which clients repeat posts that the earlier process never answered."""
+TIDY_S = 30.0
+"""Time between two clearings of what the store need not remember any more."""
 
 
 class Served(Struct, frozen=True):
@@ -160,10 +163,11 @@ class Service:
 
         Raises:
             UnknownEnvironment: its env_id was never given out.
+            InvalidGroup: a free field holds what cannot be kept.
         """
         if group.env_id is not None:
             self.queue.environment(group.env_id)
-        payload = wire.encode(group, wire.MSGPACK)
+        payload = encode_checked(group)
         now = self.clock()
         if self.store is not None and key is None:
             key = hashlib.blake2b(payload, digest_size=16).digest()
@@ -223,6 +227,7 @@ class Service:
 
     async def keep_time(self, every: float = 0.5) -> None:
         """Let leases and silent environments run out, and say in the log what can never be served."""
+        tidied = self.clock()
         while True:
             await asyncio.sleep(every)
             now = self.clock()
@@ -235,7 +240,8 @@ class Service:
                 self._posts.popitem(last=False)
             if self._unanswered and now > self.started_at + RETRY_WINDOW_S:
                 self._unanswered.clear()
-            if self.store is not None:
+            if self.store is not None and now > tidied + TIDY_S:
+                tidied = now
                 self.store.forget_posts(now - REMEMBERED_POSTS_S)
                 self.store.forget_leases(REMEMBERED_LEASES)
             await self._commit()
