@@ -1,0 +1,158 @@
+"""A real inference server on the CPU, with a tiny random model: started once per test session, shared by all.
+
+from tests.integration.serving import Serving, shared_server
+
+@pytest.fixture
+def server() -> Serving:
+    return shared_server()
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import itertools
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import msgspec
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from tests.processes import answers, free_port, running, tail, wait_for
+from vllm_server.protocol import GenerateRequest, GenerateResponse, LoraLoadResponse, TokenPrompt
+
+RANK = 8
+KEEP_VERSIONS = 2
+START_LIMIT_S = 240.0
+
+
+def save_tiny_model(folder: Path) -> Path:
+    """Two layers of Qwen2 with random weights, and a tokenizer with one token per printable character.
+
+    Heads of 32: the CPU build has no attention kernel for smaller ones. A chat template that only joins.
+    """
+    characters = ["\n", *map(chr, range(32, 127))]
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<eos>",
+        pad_token="<pad>",
+        chat_template="{% for message in messages %}{{ message.content }}{% endfor %}",
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make_adapter(model_folder: Path, seed: int, rank: int = RANK, **options: object) -> PeftModel:
+    """A LoRA adapter on all linear layers whose B is not zero, so that it changes what the model says."""
+    model = Qwen2ForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", **options)  # pyright: ignore[reportArgumentType]
+    adapted = get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return adapted.eval()  # pyright: ignore[reportReturnType]
+
+
+@dataclass
+class Serving:
+    """A running server: where it is, what it serves, and the one process that was started."""
+
+    url: str
+    model_folder: Path
+    adapter_root: Path
+    log: Path
+    process: subprocess.Popen[bytes]
+    _seeds: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def post(self, route: str, body: object, **headers: str) -> httpx.Response:
+        content = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        sent = {"content-type": "application/json", **headers}
+        return httpx.post(self.url + route, content=content, headers=sent, timeout=120, trust_env=False)
+
+    def get(self, route: str) -> httpx.Response:
+        return httpx.get(self.url + route, timeout=60, trust_env=False)
+
+    def generate(
+        self,
+        prompt: str | list[int],
+        *,
+        model: str | None = None,
+        policy_version: int | None = None,
+        **sampling: object,
+    ) -> GenerateResponse:
+        """`/generate`, which must answer 200."""
+        told = prompt if isinstance(prompt, str) else TokenPrompt(prompt)
+        request = GenerateRequest(prompt=told, model=model, policy_version=policy_version, sampling=sampling)
+        response = self.post("/generate", request.to_body())
+        assert response.status_code == 200, response.text
+        return msgspec.json.decode(response.content, type=GenerateResponse)
+
+    def publish(self) -> tuple[PeftModel, LoraLoadResponse]:
+        """A new adapter, saved to a new folder and loaded as the next version."""
+        seed = next(self._seeds)
+        adapter = make_adapter(self.model_folder, seed)
+        folder = self.adapter_root / f"adapter{seed}"
+        adapter.save_pretrained(str(folder))
+        response = self.post("/lora/load", {"adapter_path": str(folder)})
+        assert response.status_code == 200, response.text
+        return adapter, msgspec.json.decode(response.content, type=LoraLoadResponse)
+
+
+@contextmanager
+def serving(folder: Path, *flags: str, wait: bool = True) -> Iterator[Serving]:
+    """`python -m vllm_server` on a free port with a tiny model below `folder`; ended when the block is left.
+
+    A start that fails shows the end of the server's log.
+    """
+    model, adapters, log = save_tiny_model(folder / "model"), folder / "adapters", folder / "server.log"
+    adapters.mkdir(exist_ok=True)
+    port = free_port()
+    command = ["-m", "vllm_server", "--model", str(model), "--port", str(port)]
+    command += ["--max-lora-rank", str(RANK), "--lora-root", str(adapters), "--kv-cache-memory-bytes", str(64 << 20)]
+    with running(*command, *flags, log=log) as process:
+        server = Serving(f"http://127.0.0.1:{port}", model, adapters, log, process)
+        if wait:
+
+            def ready() -> bool:
+                assert process.poll() is None, f"the server ended with status {process.poll()}\n{tail(log)}"
+                return answers(f"{server.url}/health")
+
+            wait_for("a healthy server", ready, log, START_LIMIT_S)
+        yield server
+
+
+@functools.cache
+def shared_server() -> Serving:
+    """The session's one server, ended when Python exits."""
+    stack = ExitStack()
+    atexit.register(stack.close)
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="serving-"))
+    return stack.enter_context(serving(Path(folder), "--lora-keep-versions", str(KEEP_VERSIONS)))

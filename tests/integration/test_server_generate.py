@@ -1,0 +1,328 @@
+"""`/generate`, `/lora/…`, `/bridge/…` and /v1 of the real server, against transformers' own forward pass."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+
+import httpx
+import msgspec
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+from tests.integration.serving import KEEP_VERSIONS, RANK, Serving, make_adapter, shared_server
+from vllm_server.protocol import BridgeInfo, GenerateChunk, GenerateResponse, LoraStatus
+
+pytestmark = pytest.mark.timeout(400)  # the first test waits for the server
+
+TOLERANCE = 1e-3  # float32 on both sides
+SHORT = [21, 14, 21, 32]  # "2+2=": a newline is 2, a space 3, and so on by code point
+LONG = [2 + (7 * i) % 95 for i in range(300)]  # longer than two cache blocks of 128
+
+
+@pytest.fixture
+def server() -> Serving:
+    return shared_server()
+
+
+@pytest.fixture(scope="module")
+def base() -> torch.nn.Module:
+    return Qwen2ForCausalLM.from_pretrained(shared_server().model_folder, dtype=torch.float32).eval()
+
+
+def forward_logprobs(
+    model: torch.nn.Module, prompt: list[int], answer: list[int], temperature: float = 1.0
+) -> torch.Tensor:
+    """Logprob of each token of `answer` after `prompt`, by the model's own forward pass."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + answer])).logits[0].float() / temperature
+    rows = logits.log_softmax(-1)[len(prompt) - 1 : -1]  # row i predicts token i + 1
+    return rows[torch.arange(len(answer)), torch.tensor(answer)]
+
+
+def sampled_logprobs(answer: GenerateResponse, out: int = 0) -> torch.Tensor:
+    """As a client reads them: the first entry of each position is the sampled token."""
+    assert answer.logprobs is not None
+    first = [next(iter(position[0].items())) for position in answer.logprobs[out]]
+    assert [token for token, _ in first] == answer.token_ids[out]
+    return torch.tensor([logprob for _, logprob in first])
+
+
+def assert_made_by(model: torch.nn.Module, answer: GenerateResponse, temperature: float = 1.0) -> None:
+    for out, tokens in enumerate(answer.token_ids):
+        wanted = forward_logprobs(model, answer.prompt_token_ids, tokens, temperature)
+        torch.testing.assert_close(sampled_logprobs(answer, out), wanted, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_the_distribution_sampled_from(
+    server: Serving, base: torch.nn.Module, temperature: float
+) -> None:
+    answer = server.generate(SHORT, policy_version=0, n=3, max_tokens=8, temperature=temperature, logprobs=0, seed=1)
+    assert answer.policy_version == 0
+    assert len({tuple(tokens) for tokens in answer.token_ids}) > 1
+    assert_made_by(base, answer, temperature)
+
+
+@pytest.mark.parametrize("prompt", [SHORT, LONG], ids=["short", "longer than two blocks"])
+def test_each_version_answers_with_its_own_weights(server: Serving, base: torch.nn.Module, prompt: list[int]) -> None:
+    first_model, first = server.publish()
+    second_model, second = server.publish()
+    assert second.policy_version == first.policy_version + 1
+    sampling = {"max_tokens": 8, "temperature": 1.0, "logprobs": 0, "seed": 3}
+    for _ in range(2):  # the second time from the prefix cache
+        newest = server.generate(prompt, **sampling)
+        assert (newest.policy_version, newest.model) == (second.policy_version, second.adapter_name)
+        assert_made_by(second_model, newest)
+        pinned = server.generate(prompt, model=first.adapter_name, **sampling)
+        assert pinned.policy_version == first.policy_version
+        assert_made_by(first_model, pinned)
+        assert server.generate(prompt, policy_version=first.policy_version, **sampling) == pinned
+        of_base = server.generate(prompt, policy_version=0, **sampling)
+        assert_made_by(base, of_base)
+    newest = server.generate(prompt, **sampling)
+    moved = forward_logprobs(base, prompt, newest.token_ids[0]) - sampled_logprobs(newest)
+    assert moved.abs().max() > 0.05, "the adapter must change what the model says"
+
+
+def test_a_running_request_stays_on_its_version_until_it_ends(server: Serving) -> None:
+    model, old = server.publish()
+    lines: list[GenerateChunk] = []
+    begun = threading.Event()
+
+    def read() -> None:
+        body = {"prompt": {"prompt_token_ids": SHORT}, "stream": True, "max_tokens": 400, "logprobs": 0}
+        body |= {"ignore_eos": True, "temperature": 1.0}
+        with httpx.stream("POST", f"{server.url}/generate", json=body, timeout=120, trust_env=False) as stream:
+            for line in stream.iter_lines():
+                lines.append(msgspec.json.decode(line, type=GenerateChunk))
+                begun.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert begun.wait(60)
+    assert server.post("/bridge/pause", {"mode": "keep"}).status_code == 200  # so that it cannot end before
+    numbers = [server.publish()[1].policy_version for _ in range(KEEP_VERSIONS)]
+    held = next(v for v in read_status(server).versions if v.name == old.adapter_name)
+    assert server.post("/bridge/resume", b"").status_code == 200
+    reader.join(120)
+
+    assert (held.draining, held.in_flight) == (True, 1)
+    assert numbers[-1] == old.policy_version + KEEP_VERSIONS
+    assert {line.policy_version for line in lines} == {old.policy_version}
+    tokens = [token for line in lines for token in line.token_ids]
+    assert len(tokens) == 400
+    assert [line.finish_reason for line in lines].count("length") == 1
+    got = torch.tensor([next(iter(p[0].values())) for line in lines for p in line.logprobs or []])
+    torch.testing.assert_close(got, forward_logprobs(model, SHORT, tokens), atol=TOLERANCE, rtol=0)
+    assert old.adapter_name not in {v.name for v in read_status(server).versions}
+
+
+def read_status(server: Serving) -> LoraStatus:
+    return msgspec.json.decode(server.get("/lora/status").content, type=LoraStatus)
+
+
+def test_versions_outside_the_window_are_gone(server: Serving) -> None:
+    published = [server.publish()[1] for _ in range(KEEP_VERSIONS + 1)]
+    status = read_status(server)
+    names = [one.adapter_name for one in published]
+    assert status.available_adapters == names[-KEEP_VERSIONS:]
+    assert [v.name for v in status.versions] == names[-KEEP_VERSIONS:]
+    assert (status.active_adapter_name, status.policy_version) == (names[-1], published[-1].policy_version)
+    assert names[0] in published[-1].unloaded
+    gone = server.post("/generate", {"prompt": "1", "model": names[0]})
+    assert gone.status_code == 404
+    assert gone.json()["error"]["param"] == "model"
+    assert f"Hot-swapped adapter {names[-1]}" in server.log.read_text()
+
+
+def test_unload_goes_back_to_the_version_before(server: Serving) -> None:
+    model, kept = server.publish()
+    _, withdrawn = server.publish()
+    answer = server.post("/lora/unload", b"")
+    assert answer.status_code == 200
+    assert answer.json() == {
+        "status": "success",
+        "previous_adapter": withdrawn.adapter_path,
+        "previous_name": withdrawn.adapter_name,
+        "policy_version": kept.policy_version,
+    }
+    assert_made_by(model, server.generate(SHORT, max_tokens=4, logprobs=0))
+
+
+def test_an_environment_of_atroposlib_can_read_the_answer(server: Serving) -> None:
+    body = {"prompt": {"prompt_token_ids": SHORT}, "logprobs": 0, "n": 4, "max_tokens": 6, "temperature": 1.0}
+    body |= {"stop": ["\n"], "top_p": 1.0}
+    answer = server.post("/generate", body, authorization="Bearer x").json()
+    assert len(answer["text"]) == len(answer["logprobs"]) == len(answer["finish_reasons"]) == 4
+    for tokens, positions, reason in zip(
+        answer["token_ids"], answer["logprobs"], answer["finish_reasons"], strict=True
+    ):
+        assert [int(next(iter(position[0]))) for position in positions] == tokens
+        assert all(len(position) == 1 and next(iter(position[0].values())) <= 0 for position in positions)
+        assert reason in ("stop", "length")
+    assert answer["prompt"] == "2+2="
+
+
+def test_a_teacher_is_asked_for_prompt_logprobs(server: Serving, base: torch.nn.Module) -> None:
+    answer = server.generate(LONG, policy_version=0, prompt_logprobs=3, n=1, temperature=0.0, max_tokens=1)
+    assert answer.prompt_logprobs is not None
+    assert answer.prompt_logprobs[0] is None
+    got = [position[token] for token, position in zip(LONG, answer.prompt_logprobs, strict=True) if position]
+    wanted = forward_logprobs(base, LONG[:1], LONG[1:])
+    torch.testing.assert_close(torch.tensor(got), wanted, atol=TOLERANCE, rtol=0)
+    assert all(3 <= len(position) <= 4 for position in answer.prompt_logprobs if position)
+
+
+def test_text_prompts_are_tokenised_and_stop_strings_end_them(server: Serving) -> None:
+    answer = server.generate("2+2=", max_tokens=5)
+    assert (answer.prompt, answer.prompt_token_ids) == ("2+2=", SHORT)
+    assert answer.logprobs is None
+    assert answer.finish_reasons == ["length"] or answer.token_ids[0][-1] == 1
+    again = server.generate("2+2=", max_tokens=5, temperature=0.0, ignore_eos=True)
+    stopped = server.generate("2+2=", max_tokens=5, temperature=0.0, ignore_eos=True, stop=[again.text[0][2]])
+    assert stopped.finish_reasons == ["stop"]
+    assert stopped.text[0] == again.text[0][: again.text[0].index(again.text[0][2])]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "field", "message"),
+    [
+        ({"prompt": "1", "max_token": 4}, 422, "max_token", "did you mean max_tokens?"),
+        ({"prompt": "1", "polcy_version": 4}, 422, "polcy_version", "did you mean policy_version?"),
+        ({"prompt": "1", "flat_logprobs": True}, 422, "flat_logprobs", "does not know"),
+        ({"prompt": "1", "max_tokens": "four"}, 422, "max_tokens", "Expected `int | null`, got `str`"),
+        ({"prompt": "1", "temperature": -1}, 422, "temperature", "non-negative"),
+        ({"prompt": "1", "n": 0}, 422, "n", "at least 1"),
+        ({"n": 1}, 422, "prompt or routing", "missing required field `prompt`"),
+        ({"prompt": {"prompt_token_ids": []}}, 422, "request", "empty"),
+        ({"prompt": {"prompt_token_ids": [10**6]}}, 422, "request", "out of vocabulary"),
+        ({"prompt": {"prompt_token_ids": [5] * 600}}, 422, "request", "512"),
+        ({"prompt": "1", "model": "someone-else"}, 404, "model", "wanted one of"),
+        ({"prompt": "1", "policy_version": 10**6}, 404, "policy_version", "wanted one of"),
+        ({"prompt": "1", "stream": True, "prompt_logprobs": 1}, 422, "prompt_logprobs", "without stream"),
+        ({"prompt": "1", "stream": True, "max_tokens": -3}, 422, "max_tokens", "at least"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(
+    server: Serving, body: dict[str, object], status: int, field: str, message: str
+) -> None:
+    answer = server.post("/generate", body)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]["param"] == field
+    assert message in answer.json()["error"]["message"]
+
+
+def test_loads_that_cannot_be_are_refused_and_change_nothing(server: Serving) -> None:
+    _, served = server.publish()
+    before = read_status(server)
+    root = server.adapter_root
+    too_large = make_adapter(server.model_folder, seed=9, rank=2 * RANK)
+    too_large.save_pretrained(str(root / "too-large"))
+    alien = make_adapter(server.model_folder, seed=9)
+    alien.save_pretrained(str(root / "alien"))
+    config = json.loads((root / "alien/adapter_config.json").read_text())
+    (root / "alien/adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    refusals: list[tuple[dict[str, object], int, str]] = [
+        ({"adapter_path": str(root / "nowhere")}, 404, "adapter_path"),
+        ({"adapter_path": str(server.model_folder)}, 403, "adapter_path"),
+        ({"adapter_path": str(root / "too-large")}, 422, "r"),
+        ({"adapter_path": str(root / "alien")}, 422, "use_dora"),
+        ({"adapter_path": served.adapter_path}, 409, "adapter_path"),
+        ({"adapter_path": served.adapter_path, "version": served.policy_version}, 409, "adapter_name"),
+        ({"path": "x"}, 422, "body"),
+    ]
+    for body, status, field in refusals:
+        answer = server.post("/lora/load", body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (status, field), answer.text
+    after = read_status(server)
+    assert (after.load_count, after.available_adapters) == (before.load_count, before.available_adapters)
+
+
+def test_an_adapter_for_another_model_is_refused_and_leaves_the_engine_well(server: Serving) -> None:
+    model, served = server.publish()
+    folder = server.adapter_root / f"misfit{served.adapter_id}"
+    make_adapter(server.model_folder, seed=4).save_pretrained(str(folder))
+    from safetensors.torch import load_file, save_file
+
+    weights = folder / "adapter_model.safetensors"
+    save_file({name.replace("q_proj", "nope_proj"): t for name, t in load_file(weights).items()}, weights)
+    answer = server.post("/lora/load", {"adapter_path": str(folder)})
+    assert answer.status_code == 422, answer.text
+    assert "nope_proj" in answer.json()["error"]["message"]
+    assert server.get("/health").status_code == 200
+    again = server.generate(SHORT, max_tokens=4, logprobs=0)
+    assert again.policy_version == served.policy_version
+    assert_made_by(model, again)
+
+
+def test_the_bridge_says_who_the_server_is(server: Serving) -> None:
+    _, newest = server.publish()
+    info = msgspec.json.decode(server.get("/bridge/info").content, type=BridgeInfo)
+    assert info.boot_id == msgspec.json.decode(server.get("/bridge/info").content, type=BridgeInfo).boot_id
+    assert (info.policy_version, info.update_count) == (newest.policy_version, newest.load_count)
+    assert (info.device, info.dtype, info.lora_name) == ("cpu", "float32", "policy")
+    assert (info.max_lora_rank, info.keep_versions, info.max_model_len) == (RANK, KEEP_VERSIONS, 512)
+    assert info.logprobs_mode == "processed_logprobs"
+    assert info.model_name == str(server.model_folder)
+    assert info.pid == server.process.pid
+
+
+def test_pause_holds_generation_and_resume_lets_it_go_on(server: Serving) -> None:
+    assert server.post("/bridge/pause", {"mode": "keep"}).json() == {"status": "paused"}
+    try:
+        assert server.get("/bridge/is_paused").json() == {"paused": True}
+        answers: list[GenerateResponse] = []
+        waiting = threading.Thread(target=lambda: answers.append(server.generate(SHORT, max_tokens=2)))
+        waiting.start()
+        waiting.join(1.0)
+        assert not answers
+    finally:
+        assert server.post("/bridge/resume", b"").json() == {"status": "resumed"}
+    waiting.join(60)
+    assert len(answers) == 1
+    assert server.get("/bridge/is_paused").json() == {"paused": False}
+    assert server.post("/bridge/pause", {"mode": "sleep"}).status_code == 422
+
+
+def test_health_routes(server: Serving) -> None:
+    assert server.get("/health").status_code == 200
+    assert server.get("/health_generate").status_code == 200
+
+
+@pytest.fixture
+def versions(server: Serving) -> Iterator[tuple[int, int]]:
+    yield server.publish()[1].policy_version, server.publish()[1].policy_version
+
+
+@pytest.mark.parametrize(
+    ("route", "asked"),
+    [
+        ("/v1/completions", {"prompt": "2+2="}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "2+2="}]}),
+    ],
+)
+def test_openai_routes_go_to_the_newest_version_and_say_so(
+    server: Serving, versions: tuple[int, int], route: str, asked: dict[str, object]
+) -> None:
+    older, newest = versions
+    sampling = {"max_tokens": 4, "temperature": 0.0}
+    own = server.generate("2+2=", max_tokens=4, temperature=0.0)
+    for model in (None, str(server.model_folder), "policy"):
+        named = {"model": model} if model else {}
+        answer = server.post(route, {**asked, **sampling, **named})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-policy-version"] == str(newest)
+        assert answer.json()["model"] == f"policy-v{newest}"
+        choice = answer.json()["choices"][0]
+        assert (choice.get("text") or choice["message"]["content"]) == own.text[0]
+    pinned = server.post(route, {**asked, **sampling, "model": f"policy-v{older}"})
+    assert (pinned.headers["x-policy-version"], pinned.json()["model"]) == (str(older), f"policy-v{older}")
+    unknown = server.post(route, {**asked, **sampling, "model": "someone-else"})
+    assert unknown.status_code == 404
+    streamed = server.post(route, {**asked, **sampling, "stream": True})
+    assert streamed.headers["x-policy-version"] == str(newest)
+    assert streamed.text.strip().endswith("data: [DONE]")
+    assert all(v.in_flight == 0 for v in read_status(server).versions)

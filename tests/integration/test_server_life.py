@@ -1,0 +1,110 @@
+"""How the server starts, refuses to start, and ends: nothing is left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.serving import save_tiny_model, serving
+from tests.processes import ROOT, alive, family, wait_for
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_sigterm_ends_the_whole_of_it_and_a_request_with_the_key_was_answered(tmp_path: Path) -> None:
+    with serving(tmp_path, "--api-key", "secret") as server:
+        refused = server.post("/generate", {"prompt": "1", "max_tokens": 1})
+        assert refused.status_code == 401
+        assert server.get("/lora/status").status_code == 401
+        answer = server.post("/generate", {"prompt": "1", "max_tokens": 1}, authorization="Bearer secret")
+        assert answer.status_code == 200
+        assert f"Uvicorn running on {server.url}" in server.log.read_text()
+        everyone = [server.process.pid, *family(server.process.pid)]
+        assert len(everyone) >= 3, "server, engine and worker"
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == 0
+        wait_for("all processes to end", lambda: not alive(everyone), server.log, 15)
+
+
+def test_a_server_killed_while_it_starts_leaves_no_engine(tmp_path: Path) -> None:
+    with serving(tmp_path, wait=False) as server:
+        engine: list[int] = []
+
+        def has_engine() -> bool:
+            assert server.process.poll() is None
+            engine[:] = [pid for pid, name in family(server.process.pid).items() if "EngineCore" in name]
+            return bool(engine)
+
+        wait_for("the engine's process", has_engine, server.log, 120)
+        everyone = [server.process.pid, *family(server.process.pid)]
+        os.kill(server.process.pid, signal.SIGKILL)
+        server.process.wait()
+        wait_for("all processes to end", lambda: not alive(everyone), server.log, 60)
+
+
+def test_a_busy_port_is_told_with_its_holder_before_anything_is_loaded(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        done = run("vllm_server", "--model", str(model), "--port", str(port))
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"vllm_server: --port {port}: got a port that process {os.getpid()} (")
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("name", ["nowhere", "empty"])
+def test_a_wrong_model_path_is_one_line(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    done = run("vllm_server", "--model", str(tmp_path / name), "--port", "0")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert f"--model {tmp_path / name}: got" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"num_attention_heads": 4}, "got attention heads of size 16"),
+        ({"architectures": ["BertForMaskedLM"], "model_type": "bert"}, "serves for pooling only"),
+    ],
+    ids=["served", "head size", "bert"],
+)
+def test_preflight_says_in_one_json_line_whether_a_model_is_served(
+    tmp_path: Path, changes: dict[str, object], reason: str
+) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | changes))
+    done = run("vllm_server.preflight", str(model))
+    report = json.loads(done.stdout)
+    assert len(done.stdout.splitlines()) == 1
+    assert report["supported"] is not bool(reason)
+    assert reason in report["reason"]
+    assert done.returncode == (1 if reason else 0)
+    assert report["architectures"] == (config | changes)["architectures"]
+    assert report["device"] == "cpu"
+
+
+def test_the_server_refuses_what_preflight_refuses(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_attention_heads": 4}))
+    done = run("vllm_server", "--model", str(model), "--port", "0")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"vllm_server: --model {model}: got attention heads of size 16")
