@@ -224,6 +224,7 @@ def _settle(done: "asyncio.Future[None]", problem: StoreError | None) -> None:
 
 
 def _connect(path: Path, fsync: bool) -> sqlite3.Connection:
+    path.touch(mode=0o600)  # what models say is its owner's; SQLite gives its other files the same mode
     connection = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}")
