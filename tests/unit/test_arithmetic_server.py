@@ -1,0 +1,262 @@
+"""The arithmetic environment with a server that answers from a script, and as a program among real processes."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from transformers import Qwen2Tokenizer
+
+from environments.arithmetic_server import ArithmeticConfig, ArithmeticEnv
+from environments.config import ConfigError, ServerConfig
+from environments.demo_model import build_tokenizer
+from environments.inference import InferenceClient
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Qwen2Tokenizer:
+    return build_tokenizer()
+
+
+def answering(tokenizer: Qwen2Tokenizer, texts: list[str]) -> httpx.MockTransport:
+    """A server that gives these texts, over and over, as its completions."""
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        token_ids = [tokenizer.encode(texts[i % len(texts)]) for i in range(body["n"])]
+        answer = {
+            "text": [tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids],
+            "prompt": None,
+            "finish_reasons": ["stop"] * body["n"],
+            "policy_version": 4,
+            "model": "policy-v4",
+            "prompt_token_ids": body["prompt"]["prompt_token_ids"],
+            "token_ids": token_ids,
+            "logprobs": [[[{str(token): -0.25}] for token in ids] for ids in token_ids],
+        }
+        return httpx.Response(200, json=answer)
+
+    return httpx.MockTransport(handle)
+
+
+def environment(tokenizer: Qwen2Tokenizer, texts: list[str], **changes: Any) -> ArithmeticEnv:
+    config = ArithmeticConfig(**({"tokenizer_name": "demo", "group_size": 2} | changes))
+    transport = answering(tokenizer, texts)
+    return ArithmeticEnv(config, InferenceClient(ServerConfig(), patience=1.0, transport=transport), tokenizer)
+
+
+def test_a_group_has_the_servers_tokens_and_the_environments_scores(tokenizer: Qwen2Tokenizer) -> None:
+    env = environment(tokenizer, ["46<|endoftext|>", "<|pad|>46<|endoftext|>"])
+
+    async def scene() -> Any:
+        await env.setup()
+        item = next(p for p in env.problems.train + env.problems.held_out if p.prompt == "12+34=")
+        return await env.collect_trajectories(item)
+
+    group = asyncio.run(scene())
+    prompt, digits, end, pad = tokenizer.encode("12+34="), tokenizer.encode("46"), [1], [0]
+    assert group.tokens == [prompt + digits + end, prompt + pad + digits + end]
+    assert group.masks == [[-100] * 6 + digits + end, [-100] * 6 + pad + digits + end]
+    assert group.inference_logprobs == [[1.0] * 6 + [-0.25] * 3, [1.0] * 6 + [-0.25] * 4]
+    assert group.scores == [1.0, 0.0]  # padding that a reader would not see is no part of the answer
+    assert group.policy_versions == [4, 4]
+    assert group.messages[0] == [
+        {"role": "user", "content": "12+34="},
+        {"role": "assistant", "content": "46"},
+    ]
+
+
+def test_every_training_problem_comes_once_before_any_comes_again(tokenizer: Qwen2Tokenizer) -> None:
+    async def first(seed: int) -> list[str]:
+        env = environment(tokenizer, ["1"], low=1, high=5, seed=seed)
+        await env.setup()
+        drawn = [(await env.get_next_item()).prompt for _ in range(2 * len(env.problems.train))]
+        half = len(env.problems.train)
+        assert sorted(drawn[:half]) == sorted(drawn[half:]) == sorted(p.prompt for p in env.problems.train)
+        return drawn
+
+    one, again, other = (asyncio.run(first(seed)) for seed in (0, 0, 1))
+    assert one == again != other
+
+
+def test_accuracy_is_the_share_of_right_samples_on_held_out_problems(tokenizer: Qwen2Tokenizer) -> None:
+    env = environment(tokenizer, ["46<|endoftext|>", "x<|endoftext|>"], eval_samples=4)
+
+    async def scene() -> tuple[dict[str, float], int]:
+        await env.setup()
+        return await env.evaluate(), sum(problem.answer == "46" for problem in env.problems.held_out)
+
+    metrics, with_answer_46 = asyncio.run(scene())
+    assert with_answer_46 > 0
+    # 160 problems, four samples each, two of which say 46.
+    assert metrics == {"accuracy": 2 * with_answer_46 / 640, "samples": 640}
+
+
+def test_answers_are_as_long_as_the_longest_number_needs(tokenizer: Qwen2Tokenizer) -> None:
+    async def max_tokens(**changes: Any) -> int:
+        env = environment(tokenizer, ["1"], **changes)
+        await env.setup()
+        return env.sampling(room=100).max_tokens
+
+    assert asyncio.run(max_tokens()) == 4  # two digits, the end, and one that shows a longer answer
+    assert asyncio.run(max_tokens(high=99)) == 5  # 99+99 has three digits
+    assert asyncio.run(max_tokens(max_tokens=7)) == 7
+
+
+def test_settings_that_leave_nothing_to_do_are_refused(tokenizer: Qwen2Tokenizer) -> None:
+    with pytest.raises(ConfigError, match=r"--env.low, --env.high: .*got low 9 above high 3"):
+        asyncio.run(environment(tokenizer, ["1"], low=9, high=3).setup())
+    env = environment(tokenizer, ["1"], max_token_length=6)
+    with pytest.raises(ConfigError, match=r"--env.max_token_length: got 6, but a prompt has 6 tokens"):
+        env.encode("12+34=")
+
+
+# As a program ----------------------------------------------------------------------------------------------
+
+FAKE_SERVER = """
+import json, sys, uvicorn
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+async def generate(request):
+    body = await request.json()
+    n, prompt = body["n"], body["prompt"]["prompt_token_ids"]
+    ids = [[20 + i % 2, 21, 1] for i in range(n)]
+    return JSONResponse({
+        "text": [""] * n, "prompt": None, "finish_reasons": ["stop"] * n, "policy_version": 0, "model": "m",
+        "prompt_token_ids": prompt, "token_ids": ids,
+        "logprobs": [[[{str(t): -1.0}] for t in row] for row in ids],
+    })
+
+uvicorn.run(Starlette(routes=[Route("/generate", generate, methods=["POST"])]), port=0, log_level="info")
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Qwen2Tokenizer) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def listening(process: subprocess.Popen[str]) -> str:
+    """The address that a server says it listens on."""
+    assert process.stderr is not None
+    said = ""
+    for line in process.stderr:
+        said += line
+        if found := re.search(r"http://127\.0\.0\.1:\d+", line):
+            return found[0]
+    raise AssertionError(f"the server ended: {said}")
+
+
+def ended(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    process.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    process = subprocess.Popen([sys.executable, "-c", FAKE_SERVER], stderr=subprocess.PIPE, text=True)
+    yield listening(process)
+    ended(process)
+
+
+@pytest.fixture
+def api() -> Iterator[httpx.Client]:
+    command = [sys.executable, "-m", "environments.api", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    with httpx.Client(base_url=listening(process), timeout=60) as client:
+        yield client
+    ended(process)
+
+
+def command(name: str, model: Path, server: str, *more: str) -> list[str]:
+    program = [sys.executable, "-m", "environments.arithmetic_server", name]
+    return [*program, "--env.tokenizer_name", str(model), "--openai.base_url", f"{server}/v1", *more]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT, check=False, timeout=120)
+
+
+def test_evaluate_prints_one_line(model: Path, server: str) -> None:
+    done = run(*command("evaluate", model, server))
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    metrics = json.loads(line)
+    assert metrics["env"] == "arithmetic" and metrics["samples"] == 640
+
+
+def test_process_writes_groups_and_never_over_a_file(model: Path, server: str, tmp_path: Path) -> None:
+    file = tmp_path / "new" / "groups.jsonl"
+    arguments = command(
+        "process", model, server, "--groups", "3", "--env.data_path_to_save_groups", str(file), "--env.group_size", "5"
+    )
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    groups = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [len(group["scores"]) for group in groups] == [5, 5, 5]
+    again = run(*arguments)
+    assert again.returncode == 2 and "exists already" in again.stderr and "Traceback" not in again.stderr
+    assert len(file.read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serve_delivers_and_leaves_when_told(
+    model: Path, server: str, api: httpx.Client, number: signal.Signals
+) -> None:
+    trainer: dict[str, Any] = {"wandb_group": "g", "wandb_project": "p", "batch_size": 16, "max_token_len": 64}
+    trainer |= {"checkpoint_dir": "c", "save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 100}
+    api.post("/register", json=trainer).raise_for_status()
+    arguments = command("serve", model, server, "--env.rollout_server_url", str(api.base_url))
+    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ})
+    batches = 0
+    while batches < 2 and process.poll() is None:
+        batches += api.get("/batch").json()["batch"] is not None
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, batches) == (0, 2), said
+    assert "asked to stop" in said and "Traceback" not in said
+    (environment,) = api.get("/status").json()["environments"]
+    assert (environment["name"], environment["connected"]) == ("arithmetic_0", False)
+
+
+def test_servers_that_never_come_are_named(model: Path) -> None:
+    nobody = "http://127.0.0.1:9"  # the discard port: nothing listens there
+    more = ("--env.retry_timeout", "0.5", "--env.rollout_server_url", nobody)
+    for name, peer in [("serve", "the rollout API"), ("evaluate", "the inference server")]:
+        done = run(*command(name, model, nobody, *more))
+        assert done.returncode == 1
+        assert f"{peer} at {nobody}: " in done.stderr.splitlines()[-1]
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "COMMAND: got nothing, wanted one of serve, process, evaluate"),
+        (("serv",), "COMMAND: got 'serv', wanted one of"),
+        (("serve", "--env.grup_size", "4"), "did you mean --env.group_size?"),
+        (
+            ("serve", "--env.tokenizer_name", "/no/such"),
+            "--env.tokenizer_name: no tokenizer at '/no/such' (no such folder)",
+        ),
+    ],
+)
+def test_mistakes_end_with_status_2_and_one_line(arguments: tuple[str, ...], says: str) -> None:
+    done = run(sys.executable, "-m", "environments.arithmetic_server", *arguments)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert says in line

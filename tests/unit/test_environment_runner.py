@@ -1,0 +1,387 @@
+"""The serve loop against the real rollout API in this process: what it delivers, how far ahead it runs, how it ends."""
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from environments import runner
+from environments.api import wire
+from environments.api.app import build_app
+from environments.api.service import Service
+from environments.api.settings import Settings
+from environments.base import BaseEnv
+from environments.config import BaseEnvConfig, ConfigError
+from environments.http import PeerError
+from environments.rollout_api import RolloutApi
+from environments.runner import EnvironmentFailed, Registration, groups_to_start, serve, unfit
+
+TRAINER = wire.Register(
+    wandb_group="group",
+    wandb_project="project",
+    batch_size=8,
+    max_token_len=16,
+    checkpoint_dir="checkpoints",
+    save_checkpoint_interval=3,
+    starting_step=0,
+    num_steps=3,
+)
+
+
+def config(**changes: Any) -> BaseEnvConfig:
+    return BaseEnvConfig(**({"tokenizer_name": "model", "group_size": 2, "retry_timeout": 5.0} | changes))
+
+
+def registration(batch_size: int = 8, last_step: int = -1) -> Registration:
+    return Registration(env_id=0, name="sums_0", batch_size=batch_size, max_token_len=-1, last_step=last_step)
+
+
+def status(step: int = 0, queue: int = 0, own: int | None = None) -> wire.StatusEnv:
+    return wire.StatusEnv(
+        current_step=step,
+        queue_size=queue,
+        unallocated_fraction=1.0,
+        self_queue_size=queue if own is None else own,
+        max_group_size=2,
+        env_weight=1.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "seen", "last_step", "in_flight", "wanted"),
+    [
+        ({}, status(), -1, 0, 4),  # one batch of 8 sequences is 4 groups of 2
+        ({}, status(queue=3), -1, 1, 0),  # 4 - 3 queued - 1 in flight
+        ({}, status(queue=9), -1, 0, 0),
+        ({"max_batches_offpolicy": 3}, status(queue=3), -1, 1, 8),  # 3 * 4 - 3 - 1
+        ({"max_batches_offpolicy": 3}, status(step=9, queue=1), 10, 0, 3),  # one step is left: 1 * 4 - 1
+        ({"max_batches_offpolicy": 3}, status(step=10), 10, 0, 0),
+        ({"max_concurrent_groups": 3}, status(), -1, 1, 2),
+        ({"min_batch_allocation": 0.5}, status(queue=9, own=0), -1, 1, 1),  # half of 4 is reserved for us: 2 - 0 - 1
+        ({"group_size": 3}, status(), -1, 0, 3),  # 8 / 3 groups, rounded up
+    ],
+)
+def test_groups_to_start(
+    changes: dict[str, Any], seen: wire.StatusEnv, last_step: int, in_flight: int, wanted: int
+) -> None:
+    assert groups_to_start(seen, registration(last_step=last_step), config(**changes), in_flight) == wanted
+
+
+@given(st.integers(1, 4), st.integers(1, 64), st.integers(0, 50), st.integers(0, 50), st.integers(1, 100))
+def test_what_waits_and_what_is_made_stay_within_the_bound(
+    batches: int, at_once: int, queued: int, in_flight: int, groups_per_batch: int
+) -> None:
+    settings = config(max_batches_offpolicy=batches, max_concurrent_groups=at_once)
+    started = groups_to_start(status(queue=queued), registration(groups_per_batch * 2), settings, in_flight)
+    assert started >= 0
+    if started:
+        assert queued + in_flight + started <= batches * groups_per_batch
+        assert in_flight + started <= at_once
+
+
+def group(scores: tuple[float, ...] = (1.0, 0.0), length: int = 3, version: int = 0) -> wire.ScoredData:
+    return wire.ScoredData(
+        tokens=[list(range(length)) for _ in scores],
+        masks=[[-100, *range(1, length)] for _ in scores],
+        scores=list(scores),
+        inference_logprobs=[[1.0] + [-0.5] * (length - 1) for _ in scores],
+        policy_versions=[version] * len(scores),
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "changes", "reason"),
+    [
+        (group(), {"ensure_scores_are_not_same": True}, None),
+        (group((1.0, 1.0)), {}, None),
+        (group((1.0, 1.0)), {"ensure_scores_are_not_same": True}, "all scores equal"),
+        (group((1.0, 0.0, 1.0)), {}, "3 sequences for 2"),
+        (group(length=16), {}, None),
+        (group(length=17), {}, "longer than the trainer's 16 tokens"),
+    ],
+)
+def test_unfit_groups_are_named(one: wire.ScoredData, changes: dict[str, Any], reason: str | None) -> None:
+    assert unfit(one, config(**changes), max_token_len=16) == reason
+
+
+class Sums(BaseEnv[int]):
+    """Delivers groups without a server; what an item turns into is for each test to say."""
+
+    name = "sums"
+
+    def __init__(self, settings: BaseEnvConfig, collect: Callable[[int], Awaitable[wire.ScoredData | None]]) -> None:
+        super().__init__(settings, None, None)  # type: ignore[arg-type]
+        self.collect = collect
+        self.items = 0
+        self.limit: int | None = None
+
+    async def get_next_item(self) -> int | None:
+        if self.items == self.limit:
+            return None
+        self.items += 1
+        return self.items
+
+    async def collect_trajectories(self, item: int) -> wire.ScoredData | None:
+        return await self.collect(item)
+
+    async def evaluate(self) -> dict[str, float]:
+        return {"accuracy": 0.5}
+
+
+async def plain(item: int) -> wire.ScoredData:
+    return group(version=item)
+
+
+class Weather(httpx.AsyncBaseTransport):
+    """The API behind a line that can be cut, and an API that can be exchanged for a new one."""
+
+    def __init__(self, service: Service) -> None:
+        self.cut = False
+        self.exchange(service)
+
+    def exchange(self, service: Service) -> None:
+        self.inner = httpx.ASGITransport(app=build_app(service))  # type: ignore[arg-type]
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if self.cut:
+            raise httpx.ConnectError("the line is cut")
+        return await self.inner.handle_async_request(request)
+
+
+async def started(trainer: wire.Register = TRAINER) -> Service:
+    """An API whose trainer has asked for its first batch."""
+    service = Service(Settings())
+    await service.register(trainer)
+    await service.next_batch()
+    return service
+
+
+async def serving(env: Sums, transport: httpx.AsyncBaseTransport, stop: asyncio.Event) -> None:
+    api = RolloutApi(env.config, transport=transport)
+    try:
+        await serve(env, api, stop)
+    finally:
+        await api.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def train(service: Service, steps: int) -> list[list[int]]:
+    """A trainer: takes and acknowledges batches; returns each one's policy versions."""
+    taken = []
+    for _ in range(steps):
+        while (served := await service.next_batch(lease=60.0)) is None:
+            await asyncio.sleep(0.01)
+        groups = [wire.unpack(wire.decode(payload, wire.PackedGroup, wire.MSGPACK)) for payload in served.payloads]
+        taken.append([versions[0] for one in groups if (versions := one.policy_versions)])
+        assert served.lease is not None
+        await service.acknowledge(served.lease.batch_id, None)
+    return taken
+
+
+def test_it_delivers_until_the_trainer_has_done_its_steps(caplog: pytest.LogCaptureFixture) -> None:
+    async def scene() -> list[list[int]]:
+        service = Service(Settings())
+        task = asyncio.create_task(serving(Sums(config(), plain), Weather(service), asyncio.Event()))
+        await asyncio.sleep(0.05)  # the environment is there first, and waits
+        await service.register(TRAINER)
+        taken = await train(service, steps=3)
+        await asyncio.wait_for(task, 10)
+        assert not service.status().environments[0].connected
+        return taken
+
+    with caplog.at_level(logging.INFO):
+        taken = asyncio.run(scene())
+    # None lost, none twice, and no batch before the one before it was taken.
+    assert [sorted(batch) for batch in taken] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
+    assert "the trainer has done its 3 steps" in caplog.text
+    assert "4 groups sent, mean score 0.500, 2.0 tokens" in caplog.text
+
+
+def test_it_waits_for_the_trainer_within_the_bound() -> None:
+    async def scene() -> tuple[int, int]:
+        service, stop = await started(), asyncio.Event()
+        env = Sums(config(), plain)
+        task = asyncio.create_task(serving(env, Weather(service), stop))
+        await until(lambda: service.status().queue_size == 4)
+        await asyncio.sleep(5 * runner.POLL_S)
+        stop.set()
+        await task
+        return service.status().queue_size, env.items
+
+    assert asyncio.run(scene()) == (4, 4)
+
+
+def test_no_scored_group_is_lost_while_the_api_is_away(caplog: pytest.LogCaptureFixture) -> None:
+    async def scene() -> list[list[int]]:
+        service = await started()
+        weather = Weather(service)
+
+        async def cutting(item: int) -> wire.ScoredData:
+            weather.cut = weather.cut or item == 2
+            return group(version=item)
+
+        task = asyncio.create_task(serving(Sums(config(), cutting), weather, asyncio.Event()))
+        await until(lambda: weather.cut)
+        await asyncio.sleep(0.3)
+        weather.cut = False
+        taken = await train(service, steps=3)
+        await asyncio.wait_for(task, 10)
+        return taken
+
+    with caplog.at_level(logging.INFO):
+        taken = asyncio.run(scene())
+    # Posts that were repeated may come after others, but each comes once.
+    assert sorted(version for batch in taken for version in batch) == list(range(1, 13))
+    assert "waiting for the rollout API" in caplog.text
+
+
+def test_an_api_that_was_started_anew_is_registered_with_again() -> None:
+    async def scene() -> tuple[int, list[list[int]]]:
+        old = await started()
+        weather = Weather(old)
+        task = asyncio.create_task(serving(Sums(config(), plain), weather, asyncio.Event()))
+        await until(lambda: old.status().queue_size == 4)
+        new = Service(Settings())
+        weather.exchange(new)
+        await new.register(TRAINER)
+        taken = await train(new, steps=3)
+        await asyncio.wait_for(task, 10)
+        return len(new.status().environments), taken
+
+    environments, taken = asyncio.run(scene())
+    assert environments == 1
+    assert sorted(version for batch in taken for version in batch) == list(range(5, 17))
+
+
+def test_asked_to_stop_it_hands_over_what_is_scored_and_leaves(caplog: pytest.LogCaptureFixture) -> None:
+    async def scene() -> int:
+        service, stop = await started(), asyncio.Event()
+
+        async def one_in_two(item: int) -> wire.ScoredData:
+            if item % 2:
+                await asyncio.Event().wait()  # generates for ever
+            return group()
+
+        task = asyncio.create_task(serving(Sums(config(), one_in_two), Weather(service), stop))
+        await until(lambda: service.status().queue_size == 2)
+        stop.set()
+        await asyncio.wait_for(task, 10)
+        assert not service.status().environments[0].connected
+        return service.status().queue_size
+
+    with caplog.at_level(logging.INFO):
+        assert asyncio.run(scene()) == 2
+    assert "asked to stop" in caplog.text
+
+
+def test_it_stops_where_nobody_answers_any_more() -> None:
+    async def scene() -> None:
+        service, stop = await started(), asyncio.Event()
+        weather = Weather(service)
+        task = asyncio.create_task(serving(Sums(config(), plain), weather, stop))
+        await until(lambda: service.status().queue_size == 4)
+        weather.cut = True
+        stop.set()
+        await asyncio.wait_for(task, 10)
+
+    asyncio.run(scene())
+
+
+def test_it_ends_with_its_items() -> None:
+    async def scene() -> int:
+        service = await started()
+        env = Sums(config(), plain)
+        env.limit = 3
+        await asyncio.wait_for(serving(env, Weather(service), asyncio.Event()), 10)
+        return service.status().queue_size
+
+    assert asyncio.run(scene()) == 3
+
+
+def test_what_is_not_sent_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    async def scene() -> None:
+        service = await started()
+
+        async def collect(item: int) -> wire.ScoredData | None:
+            return {1: None, 2: group((1.0, 1.0)), 3: group(length=17)}.get(item, group(version=item))
+
+        settings = config(ensure_scores_are_not_same=True)
+        task = asyncio.create_task(serving(Sums(settings, collect), Weather(service), asyncio.Event()))
+        await train(service, steps=3)
+        await asyncio.wait_for(task, 10)
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(scene())
+    for reason in ("came to nothing", "all scores equal", "longer than the trainer's 16 tokens"):
+        assert f"1 dropped ({reason})" in caplog.text
+
+
+def test_one_bad_item_is_survived_and_a_broken_environment_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    async def scene(broken: Callable[[int], bool]) -> None:
+        service = await started()
+
+        async def collect(item: int) -> wire.ScoredData:
+            if broken(item):
+                raise ZeroDivisionError("no reward")
+            return group()
+
+        task = asyncio.create_task(serving(Sums(config(), collect), Weather(service), asyncio.Event()))
+        trainer = asyncio.create_task(train(service, steps=3))
+        try:
+            await asyncio.wait_for(task, 10)
+        finally:
+            trainer.cancel()
+
+    asyncio.run(scene(lambda item: item == 2))
+    assert "sums failed for 2" in caplog.text
+    with pytest.raises(EnvironmentFailed, match=r"sums: 16 groups in a row came to nothing: .*no reward"):
+        asyncio.run(scene(lambda item: True))
+
+
+def test_groups_that_the_api_refuses_end_the_run_with_its_reason() -> None:
+    async def scene() -> None:
+        service = await started()
+
+        async def nan(item: int) -> wire.ScoredData:
+            return group((float("nan"), 0.0))
+
+        await asyncio.wait_for(serving(Sums(config(), nan), Weather(service), asyncio.Event()), 20)
+
+    with pytest.raises(PeerError, match=r"16 groups in a row came to nothing: .*scores"):
+        asyncio.run(scene())
+
+
+def test_a_group_larger_than_the_batch_is_refused() -> None:
+    async def scene() -> None:
+        await serving(Sums(config(group_size=16), plain), Weather(await started()), asyncio.Event())
+
+    says = "--env.group_size: got 16, wanted at most the trainer's batch of 8 sequences"
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        asyncio.run(scene())
+
+
+def test_evaluation_is_told_every_so_many_steps(caplog: pytest.LogCaptureFixture) -> None:
+    async def scene() -> None:
+        service = await started()
+        settings = config(steps_per_eval=2)
+        task = asyncio.create_task(serving(Sums(settings, plain), Weather(service), asyncio.Event()))
+        for _ in range(3):
+            step = service.status().current_step
+            await train(service, steps=1)
+            await until(lambda step=step: f"step {step + 1}:" in caplog.text)
+        await asyncio.wait_for(task, 10)
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(scene())
+    assert re.findall(r"evaluation at step (\d+): accuracy 0.5", caplog.text) == ["2"]
