@@ -36,6 +36,7 @@ Wire = Literal["json", "msgpack"]
 _LEASE_S = 300
 _IDLE_S = 0.02
 _GIVE_UP_S = 30.0
+_VOCABULARY = range(150_000)
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,7 @@ def _group(number: int, load: Load, env_id: int) -> wire.ScoredData:
     """A group as a model makes it: random tokens, a masked prompt, float32 logprobs; its number is the first token."""
     draw = random.Random(number)
     prompt = load.tokens // 4
-    tokens = [[draw.randrange(150_000) for _ in range(load.tokens)] for _ in range(load.group_size)]
+    tokens = [draw.choices(_VOCABULARY, k=load.tokens) for _ in range(load.group_size)]
     tokens[0][0] = number
     single = struct.Struct(f"{load.tokens - prompt}f")
 
