@@ -10,6 +10,7 @@ import collections
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -30,6 +31,10 @@ LAST_LINES = 25
 SHUTDOWN_SECONDS = 9.5
 """From the first signal until the last child is gone, at most."""
 
+CAUSE = re.compile(r"\b[A-Z]\w*(?:Error|Exception|Failure): \S.*")
+"""A line that names an exception: the first ones tell more than the last, which only report them upwards."""
+CAUSES = 3
+
 KILL_SECONDS = 1.0
 """For the kernel to clear away what was killed."""
 
@@ -49,6 +54,7 @@ class Child:
         self.spec = spec
         self.log_path = log_path
         self.last_lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
+        self.causes: list[str] = []
         self.log_error: OSError | None = None
         self.ready = False
         self.started = time.monotonic()
@@ -78,7 +84,7 @@ class Child:
         """Drain one pipe to the end, whatever happens to the log: a full pipe would block the child."""
         for line in stream:
             with self._lock:
-                self.last_lines.append(line.rstrip("\n"))
+                self._remember(line.rstrip("\n"))
                 if self.log_error is None:
                     try:
                         self._log.write(line)
@@ -87,6 +93,12 @@ class Child:
                         self.log_error = error
             if echo is not None:
                 echo(line.rstrip("\n"))
+
+    def _remember(self, line: str) -> None:
+        self.last_lines.append(line)
+        cause = CAUSE.search(line)
+        if cause and len(self.causes) < CAUSES and cause[0] not in self.causes:
+            self.causes.append(cause[0])
 
     @property
     def name(self) -> str:
@@ -102,8 +114,10 @@ class Child:
             reader.join(timeout=1.0)
         code = self.process.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        causes = [cause for cause in self.causes if not any(cause in line for line in self.last_lines)]
+        first = "The first errors in it:\n" + "".join(f"  {cause}\n" for cause in causes) if causes else ""
         lines = "\n".join(f"  {line}" for line in self.last_lines if line.strip())
-        return f"{self.name} {how}. Log: {self.log_path}. Its last lines:\n{lines or '  (none)'}"
+        return f"{self.name} {how}. Log: {self.log_path}. {first}Its last lines:\n{lines or '  (none)'}"
 
     def family(self) -> list[psutil.Process]:
         """The process and all its descendants, also those that left its process group."""

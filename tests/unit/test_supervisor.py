@@ -124,6 +124,20 @@ def test_a_process_that_fails_stops_the_run_with_its_last_lines(
     assert_gone(recorder.pids)
 
 
+def test_the_cause_is_shown_though_much_was_said_after_it(make: Callable[[], Supervisor]) -> None:
+    code = """
+        import sys
+        print("(Engine) ERROR [core.py] ValueError: no kernel for float32")
+        for i in range(100): print("  traceback line", i)
+        sys.exit("RuntimeError: the engine failed")
+    """
+    with pytest.raises(ProcessFailedError) as error, make() as supervisor:
+        supervisor.run([[spec("server", code)]])
+    said = str(error.value)
+    assert "The first errors in it:\n  ValueError: no kernel for float32" in said
+    assert said.count("RuntimeError: the engine failed") == 1
+
+
 def test_a_killed_process_is_named_with_its_signal_before_its_victims(make: Callable[[], Supervisor]) -> None:
     victim = "import os, sys, time\nwhile os.path.exists(f'/proc/{sys.argv[1]}'): time.sleep(0.01)\nsys.exit('lost it')"
     with pytest.raises(ProcessFailedError, match="server was killed by SIGKILL"), make() as supervisor:
