@@ -129,7 +129,8 @@ def test_the_cause_is_shown_though_much_was_said_after_it(make: Callable[[], Sup
         import sys
         print("(Engine) ERROR [core.py] ValueError: no kernel for float32")
         for i in range(100): print("  traceback line", i)
-        sys.exit("RuntimeError: the engine failed")
+        print("RuntimeError: the engine failed")
+        sys.exit(1)
     """
     with pytest.raises(ProcessFailedError) as error, make() as supervisor:
         supervisor.run([[spec("server", code)]])
