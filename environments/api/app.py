@@ -316,10 +316,6 @@ def _number(text: str, field: str, low: float, high: float, whole: bool = False)
     return number
 
 
-def _error(request: Request, error: wire.ErrorResponse, status: int) -> Response:
-    return respond(request, error, status)
-
-
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return respond(request, wire.ErrorResponse(detail=error.detail, field=error.field), error.status)

@@ -70,11 +70,6 @@ class Payloads:
         """Groups whose bytes are not in memory."""
         return len(self._on_disk)
 
-    @property
-    def needs_commit(self) -> bool:
-        """Whether bytes have gone to the temporary file that nobody has asked to be written."""
-        return self._spill is not None
-
     async def flush(self) -> None:
         """Let the temporary file take what was left for it, so that it does not gather in memory."""
         if self._spill is not None:
