@@ -104,6 +104,15 @@ def env(ctx: typer.Context) -> None:
     _become(environment_module(ctx.args[0]), ctx.args[1:])
 
 
+@app.command(context_settings=PASS_THROUGH)
+def bench(ctx: typer.Context) -> None:
+    """Measure: `grpo bench api` loads a rollout API and prints one line of figures."""
+    if ctx.args[:1] != ["api"]:
+        typer.echo("Usage: grpo bench api [OPTIONS]      (--help lists them)")
+        raise typer.Exit(0 if ctx.args[:1] in (["-h"], ["--help"]) else 2)
+    _become("grpo_trainer.bench.api", ctx.args[1:])
+
+
 @app.command("demo-model", context_settings=PASS_THROUGH)
 def demo_model(ctx: typer.Context) -> None:
     """Build the small model of the quickstart: 0.75M parameters that get a third of all sums right."""

@@ -257,7 +257,7 @@ def unique_leaves(root: type[Section]) -> list[Leaf]:
 
 def _parameter(leaf: Leaf, prefix: str, root: type[Section]) -> inspect.Parameter:
     flags = [f"--{prefix}{flag.removeprefix('--')}" for flag in leaf.flags]
-    choices = _choices(leaf, root)
+    allowed = choices(leaf, root)
     text = leaf.field.description or ""
     if leaf.field.is_required():
         text += " [required]"
@@ -268,16 +268,17 @@ def _parameter(leaf: Leaf, prefix: str, root: type[Section]) -> inspect.Paramete
         metavar = None
     else:
         annotation = str | None
-        metavar = "|".join(choices) if choices else _metavar(leaf.field.annotation)
+        metavar = "|".join(allowed) if allowed else _metavar(leaf.field.annotation)
     default = None if leaf.field.is_required() else leaf.field.get_default(call_default_factory=True)
     if default is not None and default != ():
-        text += f" [default: {_shown(default)}]"
+        text += f" [default: {shown(default)}]"
     info = typer.Option(*flags, help=text, metavar=metavar, show_default=False, rich_help_panel=leaf.panel)
     name = (prefix + leaf.key).replace(".", "__")
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[annotation, info])
 
 
-def _choices(leaf: Leaf, root: type[Section]) -> tuple[str, ...]:
+def choices(leaf: Leaf, root: type[Section]) -> tuple[str, ...]:
+    """The values that an option may have, where they can be listed."""
     if _is_tag(leaf):
         return tuple(
             _tag_of(other.choice) for other in leaves(root) if other.choice and other.key == leaf.key and _is_tag(other)
@@ -293,7 +294,8 @@ def _metavar(annotation: Any) -> str:
     return names.get(kinds[0], "TEXT") if kinds else "TEXT"
 
 
-def _shown(default: Any) -> str:
+def shown(default: Any) -> str:
+    """A default as a user would write it."""
     if isinstance(default, bool):
         return "on" if default else "off"
     if isinstance(default, (list, tuple)):
