@@ -37,7 +37,9 @@ def run(config: RunConfig, console: Console) -> None:
     on_gpu = report["device"] == "cuda"
     console.print(
         f"model {config.trainer.model.name} ({', '.join(report['architectures'])}), "
-        f"vLLM {report['vllm_version']} on {report['device']}"
+        f"vLLM {report['vllm_version']} on {report['device']}",
+        highlight=False,
+        soft_wrap=True,
     )
     plan = plan_run(config, ports, python=sys.executable, on_gpu=on_gpu)
     try:
@@ -49,13 +51,13 @@ def run(config: RunConfig, console: Console) -> None:
 
 def _supervise(config: RunConfig, plan: RunPlan, console: Console) -> None:
     addresses = ", ".join(f"{name} http://127.0.0.1:{port}" for name, port in plan.ports.items())
-    console.print(f"run folder {config.run_dir}; {addresses}", highlight=False)
+    console.print(f"run folder {config.run_dir}; {addresses}", highlight=False, soft_wrap=True)
     try:
         with (
             console.status("running; Ctrl-C stops the run and keeps it resumable"),
             Supervisor(
                 config.run_dir / "logs",
-                say=lambda line: console.print(line, style="dim", markup=False, highlight=False),
+                say=lambda line: console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True),
                 echo=lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True),
             ) as supervisor,
         ):
@@ -63,7 +65,9 @@ def _supervise(config: RunConfig, plan: RunPlan, console: Console) -> None:
     except StoppedError as stopped:
         message = f"{stopped}; all processes have ended. Go on with the same command and --resume auto"
         raise StoppedError(message, stopped.signal_number) from None
-    console.print(f"done: {config.run_dir}/checkpoints, {config.run_dir}/metrics.jsonl", highlight=False)
+    console.print(
+        f"done: {config.run_dir}/checkpoints, {config.run_dir}/metrics.jsonl", highlight=False, soft_wrap=True
+    )
 
 
 def check_run_folder(config: RunConfig) -> None:

@@ -84,6 +84,7 @@ class ConsoleSink:
             self._console.print(
                 "(a loss near 0 is right: the ratio is about 1 and advantages sum to 0; watch the reward)",
                 style="dim",
+                soft_wrap=True,
             )
 
     def close(self) -> None:
