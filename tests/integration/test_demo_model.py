@@ -1,0 +1,190 @@
+"""The demo model: what it writes, how well it adds, and what it does to folders."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from environments.arithmetic import Problem, ProblemSet
+from environments.demo_model import (
+    ACCURACY_RANGE,
+    MARKER,
+    DemoModelError,
+    Examples,
+    Recipe,
+    build_model,
+    build_tokenizer,
+    claim,
+    expected_accuracy,
+    main,
+    replace_folder,
+    sampled_accuracy,
+    smoothed_loss,
+    warm_up,
+)
+from tests.processes import ROOT
+
+PROBLEMS = ProblemSet.of(10, 49)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Threads that spin while they wait slow each other down where other processes use the cores."""
+    torch.set_num_threads(1)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "environments.demo_model", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=280)
+
+
+def test_the_model_is_what_it_says(demo_model: Path) -> None:
+    config = json.loads((demo_model / "config.json").read_text())
+    assert config["architectures"] == ["Qwen2ForCausalLM"]
+    assert (demo_model / "model.safetensors").is_file()
+    model = AutoModelForCausalLM.from_pretrained(demo_model)
+    assert model.dtype == torch.float32
+    assert 0.6e6 < sum(p.numel() for p in model.parameters()) < 0.9e6
+    marker = json.loads((demo_model / MARKER).read_text())
+    assert ACCURACY_RANGE[0] <= marker["sampled_accuracy"] <= ACCURACY_RANGE[1]
+
+
+def test_its_answers_sampled_by_transformers_are_as_often_right_as_it_says(demo_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    model: Any = AutoModelForCausalLM.from_pretrained(demo_model)
+    problems = PROBLEMS.held_out
+    torch.manual_seed(1)
+    prompts = tokenizer([problem.prompt for problem in problems], return_tensors="pt")
+    outputs = model.generate(
+        **prompts, do_sample=True, top_k=0, top_p=1.0, temperature=1.0, max_new_tokens=4, num_return_sequences=8
+    )
+    texts = tokenizer.batch_decode(outputs[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+    wanted = [problem.answer for problem in problems for _ in range(8)]
+    accuracy = sum(text == answer for text, answer in zip(texts, wanted, strict=True)) / len(wanted)
+    said = json.loads((demo_model / MARKER).read_text())["sampled_accuracy"]
+    # 1280 and 1600 samples: the difference of two such shares has a standard deviation of 0.017.
+    assert accuracy == pytest.approx(said, abs=0.07)
+
+
+def test_the_tokenizer_gives_back_any_text(demo_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    text = "".join(map(chr, range(1, 127))) + "Janet's  ducks\n\nlay 16 eggs — 日本"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode("12+34=<|endoftext|>")[-1] == tokenizer.eos_token_id
+    assert len(tokenizer.encode("12+34=")) == 6
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+    messages = [{"role": "user", "content": "12+34="}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "12+34="
+
+
+def test_a_second_run_reuses_what_is_there(demo_model: Path) -> None:
+    before = (demo_model / "model.safetensors").stat()
+    done = run(str(demo_model))
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert line == f"{demo_model}: {json.loads((demo_model / MARKER).read_text())['summary']}"
+    assert (demo_model / "model.safetensors").stat() == before
+
+
+def test_a_strangers_folder_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    done = run(str(tmp_path))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"grpo demo-model: OUT: {tmp_path} is not empty and holds no {MARKER}, so it is not a demo model's folder; "
+        "choose another folder, or replace it with --force\n"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("content", ["absent", "empty", "ours", "forced"])
+def test_what_may_be_written_over(tmp_path: Path, content: str) -> None:
+    out = tmp_path / "out"
+    if content != "absent":
+        out.mkdir()
+    if content in ("ours", "forced"):
+        (out / (MARKER if content == "ours" else "thesis.txt")).write_text("{}")
+    claim(out, force=content == "forced")
+    new = tmp_path / "new"
+    new.mkdir()
+    (new / "config.json").write_text("{}")
+    replace_folder(new, out)
+    assert [path.name for path in out.iterdir()] == ["config.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_file_is_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").write_text("text")
+    assert main([str(tmp_path / "out"), "--force"]) == 1
+    assert "is a file, wanted a folder" in capsys.readouterr().err
+    assert (tmp_path / "out").read_text() == "text"
+
+
+def test_equal_seeds_give_equal_models_and_others_do_not() -> None:
+    tokenizer = build_tokenizer()
+    train, held_out = (Examples.of(part[:64], tokenizer) for part in (PROBLEMS.train, PROBLEMS.held_out))
+    digits = torch.tensor(tokenizer.convert_tokens_to_ids(list("0123456789")))
+
+    def weights(seed: int) -> torch.Tensor:
+        model = build_model(tokenizer, seed)
+        recipe = Recipe(seed=seed, max_steps=3, check_interval=1)
+        with pytest.raises(DemoModelError, match=r"accuracy after 3 steps, wanted 30.0%; choose another --seed"):
+            warm_up(model, train, held_out, digits, recipe)
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    assert torch.equal(weights(0), weights(0))
+    assert not torch.equal(weights(0), weights(1))
+
+
+class Certain(torch.nn.Module):
+    """Says the right next token of each row with one fixed logit, and all others with logit 0."""
+
+    def __init__(self, examples: Examples, vocabulary: int, logit: float) -> None:
+        super().__init__()
+        following = torch.roll(examples.tokens_BT, -1, dims=1)
+        self.logits = torch.nn.functional.one_hot(following, vocabulary) * logit
+
+    def forward(self, **_: object) -> "Certain":
+        return self
+
+
+def test_accuracy_and_loss_by_hand() -> None:
+    tokenizer = build_tokenizer()
+    examples = Examples.of((Problem(12, 34), Problem(5, 4)), tokenizer)  # 46 and 9: two digits and one
+    assert examples.answer_BT.sum(dim=1).tolist() == [3, 2]  # the digits and the end
+    vocabulary = len(tokenizer)  # 258
+    logit = torch.tensor(257.0).log().item()  # the right token's probability is 257 / (257 + 257) = 1/2
+    model = Certain(examples, vocabulary, logit)
+    assert expected_accuracy(model, examples) == pytest.approx((1 / 8 + 1 / 4) / 2, abs=1e-5)  # type: ignore[arg-type]
+    digits = torch.tensor(tokenizer.convert_tokens_to_ids(list("0123456789")))
+    # Right token: -log 1/2 = 0.69315; any other: -log 1/514 = 6.24222. A digit's smoothed loss at 0.4 is
+    # 0.6 * 0.69315 + 0.4 * (0.69315 + 9 * 6.24222) / 10 = 2.69081; the end's is 0.69315.
+    # Three digits and two ends: (3 * 2.69081 + 2 * 0.69315) / 5 = 1.89175.
+    loss = smoothed_loss(model, examples, digits, 0.4)  # type: ignore[arg-type]
+    assert loss.item() == pytest.approx(1.89175, abs=1e-4)
+
+
+def test_sampling_counts_exact_answers_only() -> None:
+    tokenizer = build_tokenizer()
+    problems = PROBLEMS.held_out[:4]
+    examples = Examples.of(problems, tokenizer)
+
+    class Copying(torch.nn.Module):
+        """Always writes the first problem's answer."""
+
+        def forward(self, input_ids: torch.Tensor, **_: object) -> "Copying":
+            position = input_ids.shape[1] - 1
+            following = examples.tokens_BT[0, min(position + 1, examples.tokens_BT.shape[1] - 1)]
+            logits = torch.full((len(input_ids), 1, len(tokenizer)), -1e9)
+            logits[..., following] = 0.0
+            self.logits = logits
+            return self
+
+    accuracy = sampled_accuracy(Copying(), tokenizer, problems, samples=2, seed=0)  # type: ignore[arg-type]
+    same = sum(problem.answer == problems[0].answer for problem in problems)
+    assert accuracy == same / 4

@@ -1,0 +1,77 @@
+"""What an environment tells of its work."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from environments.api import wire
+from environments.config import BaseEnvConfig
+from environments.metrics import Reporter, Tally, open_wandb
+
+
+def group(scores: list[float], trained: int, version: int) -> wire.ScoredData:
+    return wire.ScoredData(
+        tokens=[[5] * 4 for _ in scores],
+        masks=[[-100] * (4 - trained) + [5] * trained for _ in scores],
+        scores=scores,
+        policy_versions=[version] * len(scores),
+    )
+
+
+class Kept:
+    """A sink that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, dict[str, Any]]] = []
+        self.finished = False
+
+    def log(self, data: dict[str, Any], step: int) -> None:
+        self.rows.append((step, data))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def test_a_steps_tally_is_told_and_then_starts_anew() -> None:
+    sink = Kept()
+    reporter = Reporter("sums_0", sink)
+    reporter.tally.add(group([1.0, 0.0], trained=1, version=3))
+    reporter.tally.add(group([1.0, 1.0], trained=3, version=4))
+    reporter.tally.dropped["all scores equal"] += 2
+    assert reporter.tally.line() == (
+        "2 groups sent, mean score 0.750, 2.0 tokens, policies 3 to 4, 2 dropped (all scores equal)"
+    )
+    reporter.end_step(7)
+    reporter.end_step(8)
+    reporter.close()
+    first = {
+        "sums_0/groups_sent": 2,
+        "sums_0/groups_dropped": 2,
+        "sums_0/groups_dropped/all scores equal": 2,
+        "sums_0/score_mean": 0.75,  # (1 + 0 + 1 + 1) / 4
+        "sums_0/completion_length_mean": 2.0,  # (1 + 1 + 3 + 3) / 4
+        "sums_0/policy_version_oldest": 3,
+    }
+    assert sink.rows == [(7, first), (8, {"sums_0/groups_sent": 0, "sums_0/groups_dropped": 0})]
+    assert sink.finished
+
+
+def test_an_empty_tally_says_so() -> None:
+    assert Tally().line() == "0 groups sent"
+
+
+def test_wandb_gets_the_trainers_project_and_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = BaseEnvConfig(tokenizer_name="model", rollout_api_key="secret")
+    run: Any = open_wandb(config, "sums_0", wire.WandbInfo(group="group", project="project"))
+    try:
+        assert (run.project, run.group, run.name) == ("project", "group", "sums_0")
+        assert run.config["tokenizer_name"] == "model"
+        assert "secret" not in json.dumps(dict(run.config))
+    finally:
+        run.finish()
+    assert list(tmp_path.rglob("*.wandb"))
