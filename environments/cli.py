@@ -6,6 +6,7 @@ import json
 import logging
 import signal
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -118,7 +119,7 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
     if path is None:
         raise ConfigError("--env.data_path_to_save_groups: required by process; name a JSONL file")
     await env.setup()
-    file, written, dropped = GroupFile.create(path), 0, 0
+    file, written, dropped = GroupFile.create(path), 0, Counter[str]()
     try:
         while written < groups:
             at_once = min(groups - written, env.config.max_concurrent_groups)
@@ -126,14 +127,16 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
             if not items:
                 raise EnvironmentFailed(f"{env.name}: no more items after {written} of {groups} groups")
             for group in await asyncio.gather(*(env.collect_trajectories(item) for item in items)):
-                if group is None or unfit(group, env.config, max_token_len=-1):
-                    dropped += 1
+                reason = "came to nothing" if group is None else unfit(group, env.config, max_token_len=-1)
+                if group is None or reason:
+                    dropped[str(reason)] += 1
                 else:
                     file.write(group)
                     written += 1
     finally:
         file.close()
-    log.info("%s: %d groups written, %d dropped", path, written, dropped)
+    skipped = "".join(f", {count} dropped ({reason})" for reason, count in dropped.items())
+    log.info("%s: %d groups written%s", path, written, skipped)
 
 
 async def evaluate(env: BaseEnv[Any, Any]) -> None:

@@ -1,0 +1,102 @@
+"""The environment that docs/environments.md shows is run as it stands there."""
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from environments import cli
+from environments.arithmetic_server import ArithmeticConfig
+from environments.base import BaseEnv
+from environments.config import BaseEnvConfig, ServerConfig
+from environments.demo_model import build_tokenizer
+from environments.http import PeerError
+from environments.inference import InferenceClient
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+
+
+@pytest.fixture
+def capitals() -> type[BaseEnv[Any]]:
+    (code,) = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
+    namespace: dict[str, Any] = {"__name__": "capitals"}
+    exec(code, namespace)
+    return namespace["Capitals"]
+
+
+def build(env_cls: type[BaseEnv[Any]], **changes: Any) -> BaseEnv[Any]:
+    """The environment before a server that answers Paris and Rome, in turns."""
+    tokenizer = build_tokenizer()
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        rows = [tokenizer.encode(("Paris", "Rome")[i % 2] + "<|endoftext|>") for i in range(body["n"])]
+        answer = {
+            "text": [""] * len(rows),
+            "prompt": None,
+            "finish_reasons": ["stop"] * len(rows),
+            "policy_version": 1,
+            "model": "policy-v1",
+            "prompt_token_ids": body["prompt"]["prompt_token_ids"],
+            "token_ids": rows,
+            "logprobs": [[[{str(token): -1.0}] for token in row] for row in rows],
+        }
+        return httpx.Response(200, json=answer)
+
+    server = InferenceClient(ServerConfig(), patience=1.0, transport=httpx.MockTransport(handle))
+    return env_cls(BaseEnvConfig(**({"tokenizer_name": "demo", "group_size": 2} | changes)), server, tokenizer)
+
+
+def test_the_guides_environment_scores_and_evaluates(
+    capitals: type[BaseEnv[Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    env = build(capitals)
+
+    async def scene() -> tuple[Any, Any]:
+        await env.setup()
+        items = [await env.get_next_item() for _ in range(2)]
+        groups = [await env.collect_trajectories(item) for item in items]
+        await cli.evaluate(env)
+        return groups[0], groups[1]
+
+    france, japan = asyncio.run(scene())
+    assert (france.scores, japan.scores) == ([1.0, 0.0], [0.0, 0.0])
+    assert france.messages[0] == [
+        {"role": "user", "content": "The capital of France is "},
+        {"role": "assistant", "content": "Paris"},
+    ]
+    assert json.loads(capsys.readouterr().out) == {"env": "capitals", "accuracy": 0.0}  # it says Paris
+
+
+def test_messages_go_through_the_chat_template_and_may_be_left_out(capitals: type[BaseEnv[Any]]) -> None:
+    env = build(capitals, include_messages=False)
+    chat = [{"role": "system", "content": "Say "}, {"role": "user", "content": "Paris"}]
+    assert env.encode(chat) == env.encode("Say Paris")  # the demo model's template only joins
+    group = asyncio.run(env.collect_trajectories(("France", "Paris")))
+    assert group is not None and group.messages is None
+
+
+def test_process_stops_where_the_items_do(capitals: type[BaseEnv[Any]], tmp_path: Path) -> None:
+    env = build(capitals, data_path_to_save_groups=tmp_path / "groups.jsonl", max_concurrent_groups=2)
+    env.items = iter([("France", "Paris")] * 3)  # type: ignore[attr-defined]
+
+    async def next_or_none() -> Any:
+        return next(env.items, None)  # type: ignore[attr-defined]
+
+    async def no_setup() -> None:
+        return
+
+    env.get_next_item, env.setup = next_or_none, no_setup  # type: ignore[method-assign]
+    with pytest.raises(PeerError, match="capitals: no more items after 3 of 4 groups"):
+        asyncio.run(cli.process(env, 4))
+    assert len((tmp_path / "groups.jsonl").read_text().splitlines()) == 3
+
+
+def test_the_guide_names_every_option() -> None:
+    for config_cls in (BaseEnvConfig, ArithmeticConfig, ServerConfig):
+        missing = [name for name in config_cls.model_fields if f"`{name}`" not in GUIDE]
+        assert not missing
