@@ -59,6 +59,7 @@ class RolloutQueue:
         self._new_id = new_id
         self._new_uuid = new_uuid
         self.next_group = 0
+        self.changes = 0
         self._clear()
 
     def _clear(self) -> None:
@@ -73,7 +74,7 @@ class RolloutQueue:
         self.leased: dict[int, Group] = {}
         self.leases: dict[str, Lease] = {}
         self.closed: OrderedDict[str, Closed] = OrderedDict()
-        self.changes = 0
+        self.changes += 1  # never back to an earlier number: answers are kept by it
         self._chosen: tuple[int, list[int] | None] = (-1, None)
 
     @classmethod

@@ -159,18 +159,33 @@ def _from(sums: int, minimum: int) -> int:
 
 def _add(a: int, b: int, limit: int) -> int:
     """The bit set of every sum of one of `a` and one of `b`, up to `limit`."""
-    if a.bit_count() > b.bit_count():
-        a, b = b, a
+    if (a & ~(a << 1)).bit_count() > (b & ~(b << 1)).bit_count():
+        a, b = b, a  # the one in fewer runs
     total = 0
-    for shift in _bits(a):
-        if shift > limit:
+    for start, length in _runs(a):
+        if start > limit:
             break
-        total |= b << shift
+        total |= _smear(b, length) << start
     return total & ((2 << limit) - 1)
 
 
-def _bits(number: int) -> Iterator[int]:
-    while number:
-        low = number & -number
-        yield low.bit_length() - 1
-        number ^= low
+def _runs(bits: int) -> Iterator[tuple[int, int]]:
+    """(start, length) of each run of ones: sums are dense as a rule, and a run costs little more than a bit."""
+    start = 0
+    while bits:
+        skip = (bits & -bits).bit_length() - 1
+        bits >>= skip
+        length = (~bits & (bits + 1)).bit_length() - 1
+        yield start + skip, length
+        bits >>= length
+        start += skip + length
+
+
+def _smear(bits: int, length: int) -> int:
+    """`bits` shifted by each of 0 to `length - 1`, all together, by doubling."""
+    done = 1
+    while done < length:
+        step = min(done, length - done)
+        bits |= bits << step
+        done += step
+    return bits

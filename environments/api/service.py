@@ -169,16 +169,16 @@ class Service:
             self.queue.environment(group.env_id)
         payload = encode_checked(group)
         now = self.clock()
-        if self.store is not None and key is None:
-            key = hashlib.blake2b(payload, digest_size=16).digest()
-            if key in self._unanswered:
-                self._unanswered.discard(key)
-                self._remember_post(key, now)  # this answer may be lost as well
-                return wire.ScoredDataResponse(status="received")
-        elif key is not None and key in self._posts:
-            return wire.ScoredDataResponse(status="received")
         if key is not None:
-            self._remember_post(key, now)
+            if key in self._posts:
+                return wire.ScoredDataResponse(status="received")
+            self._posts[key] = now
+        if self.store is not None:
+            post = key or hashlib.blake2b(payload, digest_size=16).digest()
+            self.store.put_post(post, now)
+            if post in self._unanswered:
+                self._unanswered.discard(post)
+                return wire.ScoredDataResponse(status="received")
         taken, buffered = self.queue.offer(
             group.env_id, len(group.lengths), len(payload), fmean(group.scores), group.policy_versions or (), now
         )
@@ -254,11 +254,6 @@ class Service:
 
     def _acknowledge(self, batch_id: str, step: int | None) -> None:
         self.payloads.drop(self.queue.acknowledge(batch_id, step))
-
-    def _remember_post(self, key: bytes, now: float) -> None:
-        self._posts[key] = now
-        if self.store is not None:
-            self.store.put_post(key, now)
 
     def _adopt_posts(self, posts: list[tuple[bytes, float]]) -> None:
         """Posts of the earlier process; the last ones may be repeated by clients that got no answer."""

@@ -346,6 +346,20 @@ def test_status_env_counts_as_the_original_does():
     )
 
 
+def test_after_a_reset_no_earlier_answer_is_given():
+    queue = RolloutQueue()
+    explain = Explainer(queue)
+    answers = []
+    for weight in (1.0, 3.0):
+        queue.register(trainer(8))
+        queue.next_batch(0.0, 60.0)
+        queue.register_environment(env(4, weight=weight), 0.0)
+        queue.register_environment(env(4, weight=1.0), 0.0)
+        answers.append(explain.status_env(0).env_weight)
+        queue.reset()
+    assert answers == [0.5, 0.75]  # 1 of 1 + 1, then 3 of 3 + 1, after the same number of changes
+
+
 def test_weights_of_zero_starve_nobody():
     queue = started(8)
     queue.register_environment(env(2, weight=0.0), 0.0)
