@@ -10,11 +10,13 @@ import importlib
 import inspect
 import signal
 from argparse import ArgumentParser, Namespace
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
+import uvicorn
 from starlette.applications import Starlette
 
 from vllm_server.errors import StartError
@@ -119,6 +121,8 @@ def assert_seams() -> None:
     """Everything below is there, or a StartError names what is not."""
     _launcher()
     _engine_process()
+    if not hasattr(uvicorn.Server, "capture_signals"):
+        raise StartError("uvicorn has no Server.capture_signals: wanted 0.30 or later; upgrade it", exit_code=1)
     sampling_params_class()
     lora_request_class()
     engine = _seam(("vllm.v1.engine.async_llm",), "AsyncLLM").AsyncLLM
@@ -158,8 +162,24 @@ def run(
     `extend` runs after vLLM's routes are in; `ready_state` after `app.state` is filled, before requests come.
     """
     launcher = _launcher()
-    build_app, init_app_state = launcher.build_app, launcher.init_app_state
-    run_server_worker = launcher.run_server_worker
+    _extend_app(launcher, extend, ready_state)
+    _end_promptly(launcher)
+    _seam(("vllm.entrypoints.serve.utils.api_utils",), "cli_env_setup").cli_env_setup()
+    importlib.import_module("uvloop").run(launcher.run_server(args))
+
+
+def _replace(owner: Any, name: str, value: object) -> Any:
+    """Put `value` in the place of `owner.name`, in this process only; what was there."""
+    replaced = getattr(owner, name)
+    setattr(owner, name, value)
+    return replaced
+
+
+def _extend_app(
+    launcher: ModuleType,
+    extend: Callable[[Starlette], None],
+    ready_state: Callable[[Starlette, Engine], Awaitable[None]],
+) -> None:
     apps: list[Starlette] = []
 
     def build_extended_app(*positional: Any, **named: Any) -> Starlette:
@@ -172,6 +192,13 @@ def run(
         await init_app_state(engine, *positional, **named)
         await ready_state(apps[-1], engine)
 
+    build_app = _replace(launcher, "build_app", build_extended_app)
+    init_app_state = _replace(launcher, "init_app_state", init_extended_state)
+
+
+def _end_promptly(launcher: ModuleType) -> None:
+    """A signal ends the server at any time, and the server's end ends the engine."""
+
     async def start_killable(*positional: Any, **named: Any) -> None:
         # vLLM raises KeyboardInterrupt from its handler, which a main thread that waits for the engine in C
         # never comes to run. Until it is ready the server just dies, and lifeline ends the engine; then vLLM
@@ -180,14 +207,18 @@ def run(
             signal.signal(number, signal.SIG_DFL)
         await run_server_worker(*positional, **named)
 
-    setattr(launcher, "run_server_worker", start_killable)  # noqa: B010
-    setattr(launcher, "build_app", build_extended_app)  # noqa: B010 (a module has no declared attributes)
-    setattr(launcher, "init_app_state", init_extended_state)  # noqa: B010
-    engine_process = _engine_process()
-    lifeline.replaced = getattr(engine_process, "run_engine_core")  # noqa: B009
-    setattr(engine_process, "run_engine_core", staticmethod(lifeline.run_engine_core))  # noqa: B010
-    _seam(("vllm.entrypoints.serve.utils.api_utils",), "cli_env_setup").cli_env_setup()
-    importlib.import_module("uvloop").run(launcher.run_server(args))
+    run_server_worker = _replace(launcher, "run_server_worker", start_killable)
+    # vLLM's handlers are on the loop. Uvicorn's own, which would take their place in vLLM 0.25, wait for running
+    # requests before the engine is told to stop; later vLLMs keep them away just so.
+    _replace(uvicorn.Server, "capture_signals", _leave_signals)
+    # A spawned engine process finds vLLM's own function in place again, and lifeline's calls that.
+    stand_in = staticmethod(lifeline.run_engine_core)
+    lifeline.replaced = _replace(_engine_process(), "run_engine_core", stand_in)
+
+
+@contextmanager
+def _leave_signals(_: uvicorn.Server) -> Iterator[None]:
+    yield
 
 
 def sampling_params_class() -> Any:
