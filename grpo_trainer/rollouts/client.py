@@ -6,7 +6,9 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
+from uuid import uuid4
 
 import httpx
 import msgspec
@@ -83,7 +85,8 @@ class RolloutClient:
         started = time.perf_counter()
         dropped = 0
         while True:
-            leased = self._wait_for(self._try_lease, "a batch of rollouts")
+            request = uuid4().hex  # an answer that is lost on the way can be asked for again: it is the same lease
+            leased = self._wait_for(partial(self._try_lease, request), "a batch of rollouts")
             batch_id, groups = leased.batch_id or "", [to_group(packed) for packed in leased.batch or ()]
             fresh = [group for group in groups if not self._too_stale(group, policy_version)]
             dropped += len(groups) - len(fresh)
@@ -103,8 +106,9 @@ class RolloutClient:
         limit = self._config.max_staleness
         return limit is not None and bool(versions) and policy_version - min(versions) > limit
 
-    def _try_lease(self) -> wire.PackedBatch | _Wait:
-        answer = self._send("GET", f"/batch?lease={self._config.lease_seconds:g}")
+    def _try_lease(self, request: str) -> wire.PackedBatch | _Wait:
+        lease = f"lease={self._config.lease_seconds:g}&request={request}&uuid={self._registration.uuid}"
+        answer = self._send("GET", f"/batch?{lease}")
         if isinstance(answer, _Wait):
             return answer
         if not wire.is_msgpack(answer.headers.get("content-type")):
