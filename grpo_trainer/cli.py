@@ -51,6 +51,7 @@ def train(options: dict[str, Any], config: ConfigFile = None) -> None:
     """
     file = read_toml(config) if config else {}
     train_config = build(TrainConfig, {**_underscored(file), **options})
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads sleep: a server may share the cores
     from grpo_trainer.loop import train as train_loop
 
     train_loop(train_config)

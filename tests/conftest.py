@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# Idle OpenMP threads sleep: spinning ones take the cores from the servers that tests start. Before torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # The machine that runs the tests may be busy with a server beside them: slowness is no failure.
 settings.register_profile("grpo", deadline=None)
