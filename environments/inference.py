@@ -48,6 +48,7 @@ class Completion:
         text: The server's rendering, without special tokens.
         finish_reason: ``stop`` or ``length``, as vLLM says it.
         policy_version: Version of the policy that sampled.
+        temperature: At which it was sampled, and at which the logprobs are.
     """
 
     prompt_token_ids: list[int]
@@ -56,6 +57,7 @@ class Completion:
     text: str
     finish_reason: str
     policy_version: int
+    temperature: float = 1.0
 
 
 class InferenceClient:
@@ -99,14 +101,14 @@ class InferenceClient:
                 f"the inference server at {self._peer.url}: /generate answered what grpo's server does not "
                 f"({error}); start it with `grpo serve`"
             ) from None
-        return list(_completions(answer, n))
+        return list(_completions(answer, n, sampling.temperature))
 
     async def close(self) -> None:
         """Closes the connections."""
         await self._peer.close()
 
 
-def _completions(answer: GenerateResponse, n: int) -> list[Completion]:
+def _completions(answer: GenerateResponse, n: int, temperature: float) -> list[Completion]:
     if answer.logprobs is None or not len(answer.token_ids) == len(answer.logprobs) == n:
         got = "no logprobs" if answer.logprobs is None else f"{len(answer.token_ids)} completions"
         raise PeerError(f"the inference server's /generate: got {got}, wanted logprobs of {n} completions")
@@ -118,6 +120,7 @@ def _completions(answer: GenerateResponse, n: int) -> list[Completion]:
             text=text,
             finish_reason=finish_reason or "unknown",
             policy_version=answer.policy_version,
+            temperature=temperature,
         )
         for token_ids, positions, text, finish_reason in zip(
             answer.token_ids, answer.logprobs, answer.text, answer.finish_reasons, strict=True

@@ -22,6 +22,7 @@ class Trajectory:
         score: The reward.
         policy_version: Version of the policy that sampled it.
         messages: The same as text, for people to read.
+        temperature: At which it was sampled; the trainer's logits are divided by it, or ratios would be wrong.
     """
 
     tokens: list[int]
@@ -30,6 +31,7 @@ class Trajectory:
     score: float
     policy_version: int
     messages: list[Message]
+    temperature: float = 1.0
 
     @classmethod
     def of(cls, completion: Completion, score: float, messages: Sequence[Message] = ()) -> "Trajectory":
@@ -42,12 +44,15 @@ class Trajectory:
             score=score,
             policy_version=completion.policy_version,
             messages=list(messages),
+            temperature=completion.temperature,
         )
 
 
 def scored_group(trajectories: Sequence[Trajectory]) -> wire.ScoredData:
     """The trajectories of one item as the rollout API takes them."""
     messages = [trajectory.messages for trajectory in trajectories]
+    temperatures = [trajectory.temperature for trajectory in trajectories]
+    same = len(set(temperatures)) == 1
     return wire.ScoredData(
         tokens=[trajectory.tokens for trajectory in trajectories],
         masks=[
@@ -58,4 +63,6 @@ def scored_group(trajectories: Sequence[Trajectory]) -> wire.ScoredData:
         inference_logprobs=[trajectory.rollout_logprobs for trajectory in trajectories],
         policy_versions=[trajectory.policy_version for trajectory in trajectories],
         messages=messages if any(messages) else None,
+        generation_params={"temperature": temperatures[0]} if same else None,
+        overrides=None if same else [{"temperature": temperature} for temperature in temperatures],
     )

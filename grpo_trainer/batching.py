@@ -125,7 +125,7 @@ def _cut(sample: Sample, seq_len: int) -> Sample:
 
 def _advantages(group: Group, config: LossConfig) -> list[float | NDArray[np.float32]]:
     """The environment's own advantages (per token) where it gave them, else the group's (per sequence)."""
-    own = group_advantages(group.rewards, config.scale_rewards)
+    own = group_advantages(group.rewards, config.advantage_scale)
     return [
         value if sample.advantages_T is None else sample.advantages_T[: len(sample.tokens_T)]
         for sample, value in zip(group.samples, own, strict=True)

@@ -92,8 +92,8 @@ class LossConfig(Section):
     )
     clip_eps: float = option(0.2, help="The ratio is clipped below 1 - this.", gt=0, lt=1)
     clip_eps_high: float | None = option(None, help="The ratio is clipped above 1 + this (default: --clip-eps).", gt=0)
-    scale_rewards: Literal["group", "none"] = option(
-        "group", help="Divide a group's advantages by its standard deviation, or not."
+    scale_rewards: Literal["auto", "group", "none"] = option(
+        "auto", help="Divide a group's advantages by its standard deviation, or not; auto: all but dr_grpo do."
     )
     ratio_against: Literal["rollout", "trainer"] = option(
         "rollout",
@@ -101,6 +101,13 @@ class LossConfig(Section):
         "(always so for groups that bring none).",
     )
     max_completion_len: int | None = option(None, help="Normaliser of dr_grpo, in tokens (default: --seq-len).", gt=0)
+
+    @property
+    def advantage_scale(self) -> Literal["group", "none"]:
+        """What `scale_rewards` comes to with this loss: Dr. GRPO is defined without the division."""
+        if self.scale_rewards == "auto":
+            return "none" if self.loss == "dr_grpo" else "group"
+        return self.scale_rewards
 
 
 class VllmConfig(Section):

@@ -8,6 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from grpo_trainer.errors import ConfigError
+
+METRICS_FILE = "metrics.jsonl"
+"""A run's steps, one JSON object each; the folder that has one holds a run."""
+
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a file; an error names it (the operating system's own does so only when opening).
@@ -22,6 +27,30 @@ def write_bytes(path: Path, data: bytes) -> None:
     except OSError as error:
         error.filename = str(path)
         raise
+
+
+def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:
+    """Write a file whole or not at all, over one that may be there."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        write_bytes(temporary, data)
+        temporary.chmod(mode)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def refuse_to_mix_runs(folder: Path, resume: str, flag: str) -> None:
+    """Refuse to write a second run over a first one.
+
+    Raises:
+        ConfigError: the folder holds a run and `--resume` does not ask to continue one.
+    """
+    if resume == "never" and (folder / METRICS_FILE).exists():
+        raise ConfigError(
+            f"{flag} {folder}: holds a run already; continue it with --resume auto, or choose another folder"
+        )
 
 
 @contextmanager

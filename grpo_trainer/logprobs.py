@@ -1,4 +1,4 @@
-"""Logprobs of chosen tokens in fp32, without a second copy of the logits.
+"""Logprobs of chosen tokens in fp32, chunk by chunk: fp32 copies of the logits exist for one chunk at a time.
 
 Shift convention: the logits at position t predict the token at t + 1, so the logprob of `tokens_BT[b, t]` is read from
 `logits_BTV[b, t - 1]`.
@@ -29,10 +29,14 @@ def chosen_logprobs(
     """
     targets_N = tokens_BT[rows_N, columns_N]
     logprobs, entropies = [], []
-    for start in range(0, len(rows_N), CHUNK_TOKENS):
-        chunk = slice(start, start + CHUNK_TOKENS)
-        logits_nV = logits_BTV[rows_N[chunk], columns_N[chunk] - 1]
-        pair = checkpoint(_logprob_and_entropy, logits_nV, targets_N[chunk], temperature_N[chunk], use_reentrant=False)
+    chunks = zip(
+        logits_BTV[rows_N, columns_N - 1].split(CHUNK_TOKENS),  # split, not sliced: one gradient of that size, not many
+        targets_N.split(CHUNK_TOKENS),
+        temperature_N.split(CHUNK_TOKENS),
+        strict=True,
+    )
+    for logits_nV, targets_n, temperature_n in chunks if len(rows_N) else ():
+        pair = checkpoint(_logprob_and_entropy, logits_nV, targets_n, temperature_n, use_reentrant=False)
         assert pair is not None
         logprobs.append(pair[0])
         entropies.append(pair[1])

@@ -13,6 +13,7 @@ from grpo_trainer.benchmark import print_time_split
 from grpo_trainer.checkpoint import FINAL, Checkpoints, Progress
 from grpo_trainer.config import TrainConfig, require_available
 from grpo_trainer.errors import StoppedError
+from grpo_trainer.files import METRICS_FILE, refuse_to_mix_runs
 from grpo_trainer.metrics.sinks import MetricLog, build_metric_log
 from grpo_trainer.model.load import load_model
 from grpo_trainer.model.lora import add_adapter
@@ -31,13 +32,14 @@ def train(config: TrainConfig) -> None:
         GrpoError: whatever the user can mend. A signal saves a checkpoint first.
     """
     options = require_available(config.bridge)
+    refuse_to_mix_runs(config.log_dir, config.checkpoints.resume, "--log-dir")
     with StopSignal() as stop:
         model = add_adapter(load_model(config.model), options, config.model.seed)
         trainer = Trainer(model, config, stop.check)
         checkpoints = Checkpoints(config.checkpoints, model, trainer.optimizer)
         bridge = build_bridge(config, model, stop.check)
         progress = checkpoints.resume()
-        metrics = build_metric_log(config, Console(file=sys.stdout))
+        metrics = build_metric_log(config, Console(file=sys.stdout), progress.step)
         rollouts = RolloutClient(config.rollouts, registration(config, progress), stop.check)
         try:
             with bridge:
@@ -46,7 +48,7 @@ def train(config: TrainConfig) -> None:
             rollouts.close()
             metrics.close()
     if config.logging.benchmark:
-        print_time_split(config.log_dir / "metrics.jsonl", Console(file=sys.stdout))
+        print_time_split(config.log_dir / METRICS_FILE, Console(file=sys.stdout))
 
 
 def run_steps(

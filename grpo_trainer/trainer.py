@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from grpo_trainer.batching import MicroBatch, prepare, split
+from grpo_trainer.batching import MicroBatch, TrainingSequence, prepare, split
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import TrainingError
 from grpo_trainer.logprobs import chosen_logprobs
@@ -29,6 +30,16 @@ class StepResult:
 
     updated: bool
     metrics: dict[str, Metric]
+
+
+def loss_scale(sequences: Sequence[TrainingSequence]) -> float:
+    """A power of two that brings the largest token weight near 1 during the backward pass.
+
+    A token's weight is one over the tokens of the batch: in 16 bits such gradients would lose bits or vanish. Powers of
+    two change nothing in fp32.
+    """
+    largest = max((sequence.weight for sequence in sequences), default=1.0)
+    return 2.0 ** -math.floor(math.log2(largest))
 
 
 class Trainer:
@@ -65,9 +76,13 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         parts: list[Metrics] = [prepared.metrics]
         microbatches = split(prepared.sequences, self.config.batch_size)
+        scale = loss_scale(prepared.sequences)
         for microbatch in microbatches:
             self._check_stop()
-            parts.append(self._accumulate(microbatch.to(self.device)))
+            parts.append(self._accumulate(microbatch.to(self.device), scale))
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(scale)
         metrics = merge(parts)
         metrics.setdefault("train/loss", Sum(0.0))  # no group had a spread of rewards: nothing to learn from
         backward_seconds = time.perf_counter() - started
@@ -81,8 +96,8 @@ class Trainer:
         }
         return StepResult(updated, metrics)
 
-    def _accumulate(self, microbatch: MicroBatch) -> Metrics:
-        """Forward and backward of one microbatch; gradients add up in the parameters."""
+    def _accumulate(self, microbatch: MicroBatch, scale: float) -> Metrics:
+        """Forward and backward of one microbatch; gradients add up in the parameters, times `scale`."""
         logits_BTV: Tensor = self.model(input_ids=microbatch.tokens_BT, use_cache=False).logits
         trainer_logprobs_N, entropy_N = chosen_logprobs(
             logits_BTV,
@@ -106,7 +121,7 @@ class Trainer:
             eps_low=loss.clip_eps,
             eps_high=loss.clip_eps if loss.clip_eps_high is None else loss.clip_eps_high,
         )
-        output.loss.backward()
+        (output.loss * scale).backward()
         return {**output.metrics, "train/loss": Sum(output.loss.detach())}
 
     def _update(self, metrics: dict[str, Metric]) -> bool:

@@ -15,7 +15,10 @@ steps=()
 while [ $# -gt 0 ]; do
     case $1 in
         --out) out=${2:?--out wants a folder}; shift 2 ;;
-        --steps) steps=(--training-steps "${2:?--steps wants a number}"); shift 2 ;;
+        --steps) # a short run has a short warm-up
+            [[ ${2:-} =~ ^[1-9][0-9]*$ ]] || fail "--steps ${2:-}: wanted a number of 1 or more"
+            steps=(--training-steps "$2" --warmup-steps $(($2 > 10 ? 5 : $2 / 2)))
+            shift 2 ;;
         -h | --help) sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"; exit ;;
         *) fail "$1: unknown option; wanted --out DIR, --steps N" ;;
     esac

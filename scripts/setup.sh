@@ -34,7 +34,7 @@ install() { # what pip says of package locations is of no use to a reader
 
 # prepare EXTRAS: an environment with the project and its extras, made or brought up to date only when they changed.
 prepare() {
-    local extras=$1 venv=${GRPO_VENV:-$repository/.venv} build stamp
+    local extras=$1 venv=${GRPO_VENV:-$repository/.venv} build stamp installed extra have=, missing=
     if [ -n "${GRPO_PYTHON:-}" ]; then
         PYTHON=$(command -v "$GRPO_PYTHON") || fail "GRPO_PYTHON=$GRPO_PYTHON: no such interpreter"
         export PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}"
@@ -43,16 +43,24 @@ prepare() {
     fi
     if nvidia-smi --list-gpus >/dev/null 2>&1; then build=gpu; else build=cpu; fi
     PYTHON=$venv/bin/python
-    stamp="$build,$extras $(sha256sum <"$repository/pyproject.toml" | cut -d' ' -f1)"
-    if [ -x "$PYTHON" ] && [ "$(cat "$venv/.grpo-installed" 2>/dev/null)" = "$stamp" ]; then return; fi
+    # The stamp says what is installed: "<build> <hash of pyproject.toml> ,envs,dev,"
+    stamp="$build $(sha256sum <"$repository/pyproject.toml" | cut -d' ' -f1)"
+    installed=$(cat "$venv/.grpo-installed" 2>/dev/null || true)
+    if [ -x "$PYTHON" ] && [ "${installed% *}" = "$stamp" ]; then
+        have=${installed##* }
+        for extra in ${extras//,/ }; do [[ $have == *",$extra,"* ]] || missing=1; done
+        [ -n "$missing" ] || return 0
+    fi
+    for extra in ${extras//,/ }; do [[ $have == *",$extra,"* ]] || have=$have$extra,; done
     echo "installing into $venv ($build build of vLLM; some minutes)"
     [ -x "$PYTHON" ] || "$(find_python)" -m venv "$venv" || fail "could not make a virtual environment in $venv"
     if [ "$build" = cpu ]; then # torch first: left to itself, pip may bring the CUDA build
         install torch==2.13.0 ${GRPO_TORCH_INDEX:+--extra-index-url "$GRPO_TORCH_INDEX"}
     fi
-    install --editable "$repository[$build,$extras]"
+    extras=${have#,}
+    install --editable "$repository[$build,${extras%,}]"
     if [ "$build" = cpu ]; then # builds for another torch, which break importing transformers' models
         "$PYTHON" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec >/dev/null 2>&1 || true
     fi
-    echo "$stamp" >"$venv/.grpo-installed"
+    echo "$stamp $have" >"$venv/.grpo-installed"
 }

@@ -69,7 +69,7 @@ def plan_run(config: RunConfig, ports: Mapping[str, int], *, python: str, on_gpu
         on_gpu: whether server and trainer run on a GPU; on a CPU all processes share its cores.
     """
     folder = config.run_dir / "config"
-    trainer = _trainer_table(config, ports)
+    trainer = _trainer_table(config, ports, on_gpu)
     files: dict[Path, Mapping[str, Any]] = {folder / "trainer.toml": trainer}
     environments = []
     for name, environment in _named(config.environments):
@@ -116,7 +116,7 @@ def _api_process(config: RunConfig, ports: Mapping[str, int], python: str) -> Pr
 def _server_process(config: RunConfig, ports: Mapping[str, int], python: str, on_gpu: bool) -> ProcessSpec:
     server, trainer = config.server, config.trainer
     bridge = require_available(trainer.bridge)
-    dtype = trainer.model.dtype if server.dtype == "auto" else server.dtype
+    dtype = trainer_dtype(config, on_gpu) if server.dtype == "auto" else server.dtype
     max_model_len = server.max_model_len or trainer.vllm.max_model_len or trainer.model.seq_len
     share = trainer.vllm.gpu_memory_utilization or server.gpu_memory_utilization
     port = ports["server"]
@@ -135,8 +135,7 @@ def _server_process(config: RunConfig, ports: Mapping[str, int], python: str, on
     argv += ["--max-lora-rank", str(bridge.r), "--lora-name", bridge.name]
     argv += ["--lora-keep-versions", str(bridge.keep_versions)]
     argv += ["--lora-root", str((bridge.lora_root or config.run_dir / "adapters").absolute())]
-    if dtype != "auto":
-        argv += ["--dtype", dtype]
+    argv += ["--dtype", dtype]
     if on_gpu:
         argv += ["--gpu-memory-utilization", str(share)]
     if server.enforce_eager:
@@ -150,10 +149,19 @@ def _server_process(config: RunConfig, ports: Mapping[str, int], python: str, on
     )
 
 
-def _trainer_table(config: RunConfig, ports: Mapping[str, int]) -> dict[str, Any]:
+def trainer_dtype(config: RunConfig, on_gpu: bool) -> str:
+    """What `--dtype auto` comes to, decided once so that trainer and server can't differ."""
+    wanted = config.trainer.model
+    if wanted.dtype != "auto":
+        return wanted.dtype
+    return "bfloat16" if on_gpu and wanted.device != "cpu" else "float32"
+
+
+def _trainer_table(config: RunConfig, ports: Mapping[str, int], on_gpu: bool) -> dict[str, Any]:
     return dump(config.trainer, only_set=True) | {
         "atropos_url": f"http://{LOOPBACK}:{ports['api']}",
         "vllm_port": ports["server"],
+        "dtype": trainer_dtype(config, on_gpu),
         "save_path": str(config.run_dir / "checkpoints"),
         "log_dir": str(config.run_dir),
     }

@@ -12,8 +12,8 @@ import tomli_w
 from rich.console import Console
 
 from grpo_trainer.config import require_available
-from grpo_trainer.errors import ConfigError, ModelError, StoppedError, from_os_error
-from grpo_trainer.files import write_bytes
+from grpo_trainer.errors import ModelError, StoppedError, from_os_error
+from grpo_trainer.files import refuse_to_mix_runs, replace_file
 from grpo_trainer.launch.plan import RunPlan, plan_run
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.launch.supervisor import Supervisor
@@ -30,7 +30,7 @@ def run(config: RunConfig, console: Console) -> None:
             everything was ended again when a process failed.
     """
     require_available(config.trainer.bridge)
-    check_run_folder(config)
+    refuse_to_mix_runs(config.run_dir, config.trainer.checkpoints.resume, "--run-dir")
     ports = claim_ports({"api": config.api.port, "server": config.server.port})
     with console.status("checking the model and vLLM"):
         report = preflight(config.trainer.model.name)
@@ -70,18 +70,6 @@ def _supervise(config: RunConfig, plan: RunPlan, console: Console) -> None:
     )
 
 
-def check_run_folder(config: RunConfig) -> None:
-    """Refuse to write a second run over a first one.
-
-    Raises:
-        ConfigError: the folder holds a run and `--resume` does not ask to continue it.
-    """
-    if (config.run_dir / "metrics.jsonl").exists() and config.trainer.checkpoints.resume == "never":
-        raise ConfigError(
-            f"--run-dir {config.run_dir}: holds a run already; continue it with --resume auto, or choose another folder"
-        )
-
-
 def preflight(model: str) -> Mapping[str, Any]:
     """Ask vLLM, in a process of its own, whether it serves a model, before anything is started.
 
@@ -109,6 +97,4 @@ def write_configs(plan: RunPlan) -> None:
     """Write each process's configuration file, whole or not at all."""
     for path, table in plan.config_files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        write_bytes(temporary, tomli_w.dumps(dict(table)).encode())
-        temporary.replace(path)
+        replace_file(path, tomli_w.dumps(dict(table)).encode(), mode=0o600)  # it may hold an API key

@@ -35,6 +35,9 @@ CAUSE = re.compile(r"\b[A-Z]\w*(?:Error|Exception|Failure): \S.*")
 """A line that names an exception: the first ones tell more than the last, which only report them upwards."""
 CAUSES = 3
 
+NOTICE = re.compile(r"\b(?:WARNING|ERROR)\b|\bwaiting \d+ s for\b|\bbridge proved\b")
+"""Lines in the logs of trainer and environments that their user should see at once."""
+
 KILL_SECONDS = 1.0
 """For the kernel to clear away what was killed."""
 
@@ -50,13 +53,16 @@ def _end_with_parent() -> None:
 class Child:
     """A running process, its log file and its last lines."""
 
-    def __init__(self, spec: ProcessSpec, log_path: Path, echo: Callable[[str], None] | None) -> None:
+    def __init__(
+        self, spec: ProcessSpec, log_path: Path, on_stdout: Callable[[str], None], on_stderr: Callable[[str], None]
+    ) -> None:
         self.spec = spec
         self.log_path = log_path
         self.last_lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
         self.causes: list[str] = []
         self.log_error: OSError | None = None
         self.ready = False
+        self.told_end = False
         self.started = time.monotonic()
         self._lock = threading.Lock()
         self._log = log_path.open("a", buffering=1, errors="replace")
@@ -74,13 +80,13 @@ class Child:
         )
         assert self.process.stdout is not None and self.process.stderr is not None
         self._readers = [
-            threading.Thread(target=self._read, args=(self.process.stdout, echo), daemon=True),
-            threading.Thread(target=self._read, args=(self.process.stderr, None), daemon=True),
+            threading.Thread(target=self._read, args=(self.process.stdout, on_stdout), daemon=True),
+            threading.Thread(target=self._read, args=(self.process.stderr, on_stderr), daemon=True),
         ]
         for reader in self._readers:
             reader.start()
 
-    def _read(self, stream: IO[str], echo: Callable[[str], None] | None) -> None:
+    def _read(self, stream: IO[str], on_line: Callable[[str], None]) -> None:
         """Drain one pipe to the end, whatever happens to the log: a full pipe would block the child."""
         for line in stream:
             with self._lock:
@@ -91,8 +97,7 @@ class Child:
                     except OSError as error:
                         error.filename = str(self.log_path)
                         self.log_error = error
-            if echo is not None:
-                echo(line.rstrip("\n"))
+            on_line(line.rstrip("\n"))
 
     def _remember(self, line: str) -> None:
         self.last_lines.append(line)
@@ -163,6 +168,7 @@ class Supervisor:
         self._log_folder = log_folder
         self._say = say
         self._echo = echo
+        self._unheard = False
         self._signals: list[int] = []
         self._handlers: dict[int, signal._HANDLER] = {}
 
@@ -196,9 +202,26 @@ class Supervisor:
             time.sleep(POLL_SECONDS)
 
     def _start(self, spec: ProcessSpec) -> Child:
-        child = Child(spec, self._log_folder / f"{spec.name}.log", self._echo if spec.ends_run else None)
+        def on_stdout(line: str) -> None:
+            if spec.ends_run:
+                self._tell(self._echo, line)
+
+        def on_stderr(line: str) -> None:
+            if spec.ready_url is None and NOTICE.search(line):
+                self._tell(self._say, f"{spec.name}: {line}")
+
+        child = Child(spec, self._log_folder / f"{spec.name}.log", on_stdout, on_stderr)
         self.children.append(child)
         return child
+
+    def _tell(self, show: Callable[[str], None], line: str) -> None:
+        """Show a line, unless nobody is there any more (`grpo run | head`): the run goes on, its logs are complete."""
+        if self._unheard:
+            return
+        try:
+            show(line)
+        except (OSError, SystemExit):  # rich turns a broken pipe into SystemExit
+            self._unheard = True
 
     def _check(self) -> None:
         """Raise for whatever ends the run early."""
@@ -208,6 +231,10 @@ class Supervisor:
         for child in self.children:
             if child.log_error is not None:
                 raise from_os_error(child.log_error, f"write the log of {child.name}") or child.log_error
+        for child in self.children:
+            if child.exit_code == 0 and child.spec.may_end and not child.told_end:
+                child.told_end = True
+                self._tell(self._say, f"{child.name}: has ended (log: {child.log_path})")
         ended = [child for child in self.children if child.exit_code is not None and not self._as_planned(child)]
         if ended:
             # A process that was killed is the cause; one that ended with an error in the same moment may be its victim.
@@ -228,7 +255,9 @@ class Supervisor:
                 for child in waiting:
                     child.ready = child.spec.ready_url is None or _answers(http, child.spec.ready_url)
                     if child.ready:
-                        self._say(f"{child.name}: ready after {now - child.started:.1f} s (log: {child.log_path})")
+                        self._tell(
+                            self._say, f"{child.name}: ready after {now - child.started:.1f} s (log: {child.log_path})"
+                        )
                     elif now - child.started > child.spec.ready_timeout:
                         child.terminate()
                         lines = "\n".join(f"  {line}" for line in child.last_lines)
@@ -240,7 +269,9 @@ class Supervisor:
                     said = now - begun
                     for child in late:
                         last = next((line for line in reversed(child.last_lines) if line.strip()), "nothing said yet")
-                        self._say(f"{child.name}: starting, {now - child.started:.0f} s: {last.strip()[:150]}")
+                        self._tell(
+                            self._say, f"{child.name}: starting, {now - child.started:.0f} s: {last.strip()[:150]}"
+                        )
                 time.sleep(POLL_SECONDS)
 
     def stop_all(self) -> None:
@@ -250,7 +281,6 @@ class Supervisor:
         most `SHUTDOWN_SECONDS`; a second signal to the supervisor kills at once.
         """
         families = {child: child.family() for child in self.children}
-        impatient = len(self._signals)
         deadline = time.monotonic() + SHUTDOWN_SECONDS
         workers = [child for child in self.children if child.spec.ready_url is None]
         servers = [child for child in self.children if child.spec.ready_url is not None]
@@ -260,7 +290,7 @@ class Supervisor:
             patience = max((child.spec.stop_seconds for child in group), default=0.0)
             until = min(deadline, time.monotonic() + patience)
             while any(child.exit_code is None for child in group):
-                if time.monotonic() > until or len(self._signals) > impatient + 1:
+                if time.monotonic() > until or len(self._signals) >= 2:
                     break
                 time.sleep(POLL_SECONDS / 2)
         for child in self.children:

@@ -8,12 +8,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Protocol
 
 from rich.console import Console
 
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import ConfigError
+from grpo_trainer.files import METRICS_FILE, replace_file
 from grpo_trainer.metrics.types import Metrics, merge, reduce
 
 
@@ -51,8 +52,12 @@ class MetricLog:
 class JsonlSink:
     """One JSON object a step, `{"step": …, "time": Unix seconds, key: number, …}`, flushed at once."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, steps_done: int = 0) -> None:
+        """Append to `path`; rows after `steps_done`, of steps that a resumed run takes again, are dropped."""
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            rows = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= steps_done]
+            replace_file(path, "".join(f"{line}\n" for line in rows).encode())
         self._path = path
         self._file = path.open("a")
 
@@ -117,7 +122,7 @@ class WandbSink:
             project=logging.wandb_project or "grpo",
             group=logging.wandb_group,
             dir=str(config.log_dir),
-            config=config.model_dump(mode="json"),
+            config=config.model_dump(mode="json", exclude={"rollouts": {"api_key"}, "vllm": {"api_key"}}),
         )
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
@@ -135,12 +140,10 @@ def _import_wandb() -> ModuleType:
     return wandb
 
 
-def build_metric_log(config: TrainConfig, console: Console) -> MetricLog:
-    """The sinks that the configuration asks for."""
-    sinks: list[Any] = [
-        JsonlSink(config.log_dir / "metrics.jsonl"),
-        ConsoleSink(console, config.training_steps),
-    ]
+def build_metric_log(config: TrainConfig, console: Console, steps_done: int) -> MetricLog:
+    """The sinks that the configuration asks for; `steps_done` steps were logged before."""
+    path = config.log_dir / METRICS_FILE
+    sinks: list[Sink] = [JsonlSink(path, steps_done), ConsoleSink(console, config.training_steps)]
     if config.logging.use_wandb:
         sinks.append(WandbSink(config))
     return MetricLog(sinks)

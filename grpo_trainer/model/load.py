@@ -40,6 +40,15 @@ def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
     return dtype
 
 
+def remove_dropout(model: PreTrainedModel) -> None:
+    """No dropout in the base model: the server samples without, and the ratio would be noise."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010  # a plain attribute, unknown to nn.Module's types
+
+
 def load_model(config: ModelConfig) -> PreTrainedModel:
     """Load weights onto the device, in training mode but with nothing to train yet.
 
@@ -54,6 +63,7 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
         config.name, dtype=dtype, attn_implementation=config.attention, device_map={"": device}
     )
     model.requires_grad_(False)
+    remove_dropout(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()

@@ -44,6 +44,14 @@ def add_adapter(model: PreTrainedModel, options: LoraOptions, seed: int) -> Peft
     return wrapped
 
 
+def adapter_state(model: PeftModel) -> dict[str, torch.Tensor]:
+    """The adapter's tensors under the names of its checkpoint.
+
+    Embeddings are never among them; left to decide by itself, PEFT asks the hub about the base model at each call.
+    """
+    return get_peft_model_state_dict(model, save_embedding_layers=False)
+
+
 def save_adapter(model: PeftModel, folder: Path, dtype: torch.dtype | None = None) -> None:
     """Write `adapter_model.safetensors` and `adapter_config.json` into an existing folder.
 
@@ -52,7 +60,7 @@ def save_adapter(model: PeftModel, folder: Path, dtype: torch.dtype | None = Non
     """
     state = {
         name: tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
-        for name, tensor in get_peft_model_state_dict(model).items()
+        for name, tensor in adapter_state(model).items()
     }
     write_bytes(folder / WEIGHTS_FILE, save(state, metadata={"format": "pt"}))
     settings = model.peft_config["default"].to_dict()

@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 POLL_SECONDS = 0.02
+TROUBLE = frozenset({500, 502, 503, 504})
+"""What a server answers, or a proxy before it, that may work a little later."""
+
 PATIENCE_SECONDS = 15.0
 """After this long without a batch, and each time again, the log says what is being waited for."""
 
@@ -85,6 +88,7 @@ class RolloutClient:
         started = time.perf_counter()
         dropped = 0
         while True:
+            self._check_stop()
             request = uuid4().hex  # an answer that is lost on the way can be asked for again: it is the same lease
             leased = self._wait_for(partial(self._try_lease, request), "a batch of rollouts")
             batch_id, groups = leased.batch_id or "", [to_group(packed) for packed in leased.batch or ()]
@@ -131,7 +135,7 @@ class RolloutClient:
         body = msgspec.json.encode(wire.Ack(step=step))
 
         def attempt() -> bool | _Wait:
-            answer = self._send("POST", f"/batch/{batch_id}/ack", body, missing_is="the lease has run out")
+            answer = self._send("POST", f"/batch/{batch_id}/ack", body, unknown_is_fine=True)
             return answer if isinstance(answer, _Wait) else True
 
         self._wait_for(attempt, "the rollout API to take an acknowledgement")
@@ -148,7 +152,7 @@ class RolloutClient:
         self._http.close()
 
     def _send(
-        self, method: str, path: str, body: bytes | None = None, *, missing_is: str = ""
+        self, method: str, path: str, body: bytes | None = None, *, unknown_is_fine: bool = False
     ) -> httpx.Response | _Wait:
         """One request. A server that is away, or in trouble of its own, is worth waiting for; a refusal is not."""
         headers = {"Content-Type": wire.JSON} if body else {}
@@ -156,10 +160,12 @@ class RolloutClient:
             answer = self._http.request(method, path, content=body, headers=headers)
         except httpx.TransportError as error:
             return _Wait(f"{self._config.url} to answer ({type(error).__name__}: {error})")
-        if answer.status_code >= 500:
+        if answer.status_code in TROUBLE:
             return _Wait(f"{self._config.url} to recover (status {answer.status_code})")
-        if answer.status_code in (404, 410) and missing_is:
-            log.warning("%s %s: %s; its groups may be served again", method, path, missing_is)
+        if answer.status_code == 409:
+            raise TrainingError(f"another trainer has taken the run over at {self._config.url}: {answer.text[:500]}")
+        if answer.status_code == 404 and unknown_is_fine:
+            log.warning("%s %s: the API does not know this batch (restarted without --store?)", method, path)
         elif answer.status_code >= 400:
             raise ServerError(f"{method} {self._config.url}{path}: refused: {answer.status_code} {answer.text[:500]}")
         return answer
@@ -169,7 +175,7 @@ class RolloutClient:
         started = time.monotonic()
         said = 0.0
         while True:
-            result = attempt()
+            result = attempt()  # before the check: a stop must not keep a trained batch from being acknowledged
             if not isinstance(result, _Wait):
                 return result
             self._check_stop()
@@ -202,13 +208,14 @@ def to_group(packed: wire.PackedGroup) -> Group:
     logprobs = _floats(packed.inference_logprobs, ends, sum(packed.lengths))
     temperatures = _temperatures(packed)
     count = len(packed.lengths)
+    advantages = _overridden(packed, advantages, trained)
     versions = packed.policy_versions or [None] * count
     samples = tuple(
         Sample(
             tokens_T=tokens[i],
             trained_T=trained[i],
             reward=packed.scores[i],
-            advantages_T=advantages[i] if advantages else None,
+            advantages_T=advantages[i],
             rollout_logprobs_T=logprobs[i] if logprobs and _are_logprobs(logprobs[i], trained[i]) else None,
             policy_version=versions[i],
             temperature=temperatures[i],
@@ -216,6 +223,24 @@ def to_group(packed: wire.PackedGroup) -> Group:
         for i in range(count)
     )
     return Group(samples, packed.env_id)
+
+
+def _overridden(
+    packed: wire.PackedGroup, advantages: list[NDArray[np.float32]] | None, trained: list[NDArray[np.bool_]]
+) -> list[NDArray[np.float32] | None]:
+    """The environment's advantages, 0 for sequences that it wants left out (`set_advantage_to_zero`).
+
+    Raises:
+        TrainingError: a sequence is to be trained by supervision (`sft`): doing something else would be wrong silently.
+    """
+    overrides = packed.overrides or [{}] * len(packed.lengths)
+    if any(override.get("sft") for override in [packed.group_overrides or {}, *overrides]):
+        raise TrainingError("a group has the override sft, which is not in this version yet; send it without")
+    chosen: list[NDArray[np.float32] | None] = [*advantages] if advantages else [None] * len(packed.lengths)
+    return [
+        np.zeros(len(trained[i]), np.float32) if override.get("set_advantage_to_zero") else chosen[i]
+        for i, override in enumerate(overrides)
+    ]
 
 
 def _floats(data: bytes | None, ends: NDArray[np.int64], total: int) -> list[NDArray[np.float32]] | None:

@@ -68,7 +68,7 @@ def prove_lora(
         BridgeError: the server's logprobs are not those of the published weights; the message says which way.
     """
     prompts = _probe_prompts(model.config.vocab_size, info.max_model_len)
-    tolerance = TOLERANCE[info.dtype.removeprefix("torch.")]
+    tolerance = max(TOLERANCE[str(dtype).removeprefix("torch.")] for dtype in (info.dtype, model.dtype))
     synthetic, restored = (f"{info.lora_name}-proof-{uuid4().hex[:8]}" for _ in range(2))
     with _synthetic_adapter(model, prompts, MIN_MOVE * tolerance):
         publish(synthetic, info.policy_version)

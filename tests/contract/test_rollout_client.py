@@ -167,8 +167,31 @@ def test_a_server_that_is_no_rollout_api_is_told_apart(tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{port}"
         wait_for("a web server", lambda: answers(url), tmp_path / "log", 30)
         rollouts = RolloutClient(RolloutConfig(url=url, rollout_timeout=1), registration(), lambda: None)
-        with pytest.raises((ServerError, TrainingError), match=f"{port}"):
+        with pytest.raises(ServerError, match=f"{port}/register: refused: 501"):
             rollouts.register()
+
+
+def test_a_trainer_that_was_taken_over_ends_with_that_word(api: Api) -> None:
+    first = client(api)
+    api.post(70, 72)
+    batch = first.next_batch(0)
+    second = client(api)
+    assert first_tokens(second.next_batch(0)) == [70, 72]  # the first one's lease went back
+    with pytest.raises(TrainingError, match="another trainer has taken the run over"):
+        first.ack(batch, 1)
+    with pytest.raises(TrainingError, match="another trainer has taken the run over"):
+        first.next_batch(1)
+
+
+def test_sequences_that_the_environment_leaves_out_get_no_advantage_and_supervision_is_refused() -> None:
+    rows = {"tokens": [[1, 2], [1, 3]], "masks": [[-100, 2], [-100, 3]], "scores": [0.0, 1.0]}
+    left_out = wire.ScoredData(**rows, overrides=[{"set_advantage_to_zero": True}, {}])  # type: ignore[arg-type]
+    samples = to_group(wire.pack(left_out)).samples
+    assert samples[0].advantages_T is not None and not samples[0].advantages_T.any()
+    assert samples[1].advantages_T is None  # the group's own
+    supervised = wire.ScoredData(**rows, overrides=[{"sft": True}, {}])  # type: ignore[arg-type]
+    with pytest.raises(TrainingError, match="override sft"):
+        to_group(wire.pack(supervised))
 
 
 def test_temperatures_come_from_the_override_the_group_or_the_request() -> None:

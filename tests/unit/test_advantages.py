@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_trainer.advantages import group_advantages, is_zero_variance
+from grpo_trainer.config import LossConfig
 
 rewards_of_a_group = st.lists(st.floats(-10, 10).map(lambda x: round(x, 3)), min_size=2, max_size=16)
 
@@ -21,6 +22,12 @@ def test_by_hand() -> None:
 
 def test_unscaled_by_hand() -> None:
     assert group_advantages([1, 2, 6], "none") == [-2, -1, 3]
+
+
+def test_dr_grpo_is_defined_without_the_division() -> None:
+    assert LossConfig(loss="dr_grpo").advantage_scale == "none"
+    assert LossConfig(loss="dapo").advantage_scale == "group"
+    assert LossConfig(loss="dr_grpo", scale_rewards="group").advantage_scale == "group"
 
 
 def test_equal_rewards_teach_exactly_nothing() -> None:

@@ -9,7 +9,7 @@ import torch
 from peft import AutoPeftModelForCausalLM
 
 from grpo_trainer.checkpoint import FINAL, Checkpoints, Progress
-from grpo_trainer.config import CheckpointConfig, ModelConfig, TrainConfig
+from grpo_trainer.config import CheckpointConfig, ModelConfig, OptimizerConfig, TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import whole_folder
 from grpo_trainer.trainer import Trainer
@@ -17,9 +17,9 @@ from tests.unit.factories import batch, sample
 from tests.unit.tiny_lora import fill_b, save_tiny, tiny_lora
 
 
-def trainer_with(r: int = 8) -> Trainer:
+def trainer_with(**options: object) -> Trainer:
     config = TrainConfig(model=ModelConfig(name="tiny"), training_steps=100)
-    return Trainer(tiny_lora(r=r), config)
+    return Trainer(tiny_lora(**options), config)
 
 
 def checkpoints(trainer: Trainer, folder: Path, **options: object) -> Checkpoints:
@@ -68,11 +68,58 @@ def test_auto_takes_the_newest_by_number_and_nothing_from_an_empty_folder(tmp_pa
     assert saver.resume().step == 10
 
 
-def test_a_checkpoint_of_another_rank_is_refused_by_name(tmp_path: Path) -> None:
-    path = checkpoints(trainer_with(8), tmp_path).save(Progress(1, 1))
-    other = trainer_with(16)
-    with pytest.raises(ConfigError, match=f"--resume {path}: made with another adapter"):
-        checkpoints(other, tmp_path, resume=str(path)).resume()
+def test_auto_takes_the_final_adapter_of_a_run_that_is_to_go_further(tmp_path: Path) -> None:
+    saver = checkpoints(trainer_with(), tmp_path)
+    saver.save(Progress(9, 9))
+    saver.save(Progress(10, 10), FINAL)
+    assert saver.resume() == Progress(10, 10)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"r": 16}, "--lora-r was 8, is 16"),
+        ({"alpha": 512}, "--lora-alpha was 32.0, is 512.0"),
+        ({"target_modules": ("v_proj", "up_proj")}, "--lora-target-modules was"),
+    ],
+)
+def test_a_checkpoint_of_another_adapter_is_refused_by_name(
+    tmp_path: Path, options: dict[str, object], said: str
+) -> None:
+    path = checkpoints(trainer_with(), tmp_path).save(Progress(1, 1))
+    with pytest.raises(ConfigError, match=f"--resume {path}: made with another adapter") as error:
+        checkpoints(trainer_with(**options), tmp_path, resume=str(path)).resume()
+    assert said in str(error.value)
+
+
+def test_an_older_checkpoint_is_not_continued_beside_newer_ones(tmp_path: Path) -> None:
+    saver = checkpoints(trainer_with(), tmp_path)
+    old = saver.save(Progress(1, 1))
+    saver.save(Progress(2, 2))
+    with pytest.raises(ConfigError, match="holds newer checkpoints \\(adapter_step_2\\)"):
+        checkpoints(trainer_with(), tmp_path, resume=str(old)).resume()
+
+
+def test_hyperparameters_are_those_of_the_flags_not_of_the_checkpoint(tmp_path: Path) -> None:
+    trainer = trainer_with()
+    trainer.step(ROLLOUTS, 0)
+    checkpoints(trainer, tmp_path).save(Progress(1, 1))
+    config = TrainConfig(model=ModelConfig(name="tiny"), optimizer=OptimizerConfig(adam_beta2=0.9, weight_decay=0.1))
+    second = Trainer(tiny_lora(), config)
+    checkpoints(second, tmp_path).resume()
+    (group,) = second.optimizer.param_groups
+    assert group["betas"] == (0.9, 0.9) and group["weight_decay"] == 0.1
+    assert len(second.optimizer.state_dict()["state"]) == len(second.parameters)  # the moments did come
+
+
+def test_saving_asks_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*arguments: object, **options: object) -> None:
+        raise AssertionError(f"a hub was asked: {arguments}")
+
+    monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", asked)
+    trainer = trainer_with()
+    trainer.model.peft_config["default"].base_model_name_or_path = "some/model"  # type: ignore[index, union-attr]
+    checkpoints(trainer, tmp_path).save(Progress(1, 1))
 
 
 def test_a_path_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -105,7 +152,7 @@ def test_peft_loads_what_was_saved(tmp_path: Path) -> None:
 def test_a_full_disk_is_an_error_that_names_the_file_and_leaves_no_remains(small_disk: Path) -> None:
     (small_disk / "ballast").write_bytes(b"0" * 1_000_000)
     with pytest.raises(OSError, match="No space left") as error:
-        checkpoints(trainer_with(64), small_disk / "run").save(Progress(1, 1))
+        checkpoints(trainer_with(r=64), small_disk / "run").save(Progress(1, 1))
     assert str(small_disk / "run") in str(error.value.filename)
     assert not list((small_disk / "run").iterdir())
 

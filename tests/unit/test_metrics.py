@@ -46,6 +46,16 @@ def test_one_json_object_a_step_whatever_the_numbers(tmp_path: Path) -> None:
     assert rows[0]["train/tokens_per_second"] > 0
 
 
+def test_steps_that_a_resumed_run_takes_again_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "old": 1}) + "\n" for step in range(1, 6)))
+    log = MetricLog([JsonlSink(path, steps_done=3)])
+    log.log(4, {"reward/mean": Mean(1.0)})
+    log.close()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["step"], "old" in row) for row in rows] == [(1, True), (2, True), (3, True), (4, False)]
+
+
 def test_the_console_says_why_the_loss_is_about_zero(tmp_path: Path) -> None:
     console = Console(file=(tmp_path / "out").open("w"), width=200)
     sink = ConsoleSink(console, 10)

@@ -58,6 +58,16 @@ def test_cuda_graphs_stay_on_and_memory_is_shared_on_a_gpu() -> None:
     assert "--gpu-memory-utilization" not in plan(on_gpu=False).processes[1].argv
 
 
+@pytest.mark.parametrize(
+    ("flags", "on_gpu", "dtype"),
+    [({}, True, "bfloat16"), ({}, False, "float32"), ({"dtype": "float16"}, True, "float16")],
+)
+def test_server_and_trainer_have_one_dtype(flags: dict[str, Any], on_gpu: bool, dtype: str) -> None:
+    made = plan(flags, on_gpu=on_gpu)
+    assert option(made.processes[1].argv, "--dtype") == dtype
+    assert made.config_files[Path("/runs/a/config/trainer.toml")]["dtype"] == dtype
+
+
 def test_idle_threads_sleep_where_processes_share_the_cores() -> None:
     assert all(process.env["OMP_WAIT_POLICY"] == "passive" for process in plan(on_gpu=False).processes)
     assert not any("OMP_WAIT_POLICY" in process.env for process in plan(on_gpu=True).processes)

@@ -147,6 +147,43 @@ def test_a_killed_process_is_named_with_its_signal_before_its_victims(make: Call
         supervisor.run([[spec("trainer", victim, str(server.process.pid), ends_run=True)]])
 
 
+def test_a_reader_that_went_away_does_not_stop_the_run(tmp_path: Path) -> None:
+    def closed(_: str) -> None:
+        raise BrokenPipeError
+
+    chatty = "for i in range(20000): print('Step', i)"  # more than a pipe holds: unread, it would block the trainer
+    with Supervisor(tmp_path, closed, closed) as supervisor:
+        supervisor.run([[spec("trainer", chatty, ends_run=True)]])
+    assert "Step 19999" in (tmp_path / "trainer.log").read_text()
+
+
+def test_what_a_user_should_know_is_said_at_once(make: Callable[[], Supervisor], recorder: Recorder) -> None:
+    code = (
+        "import sys; print('x INFO waiting 15 s for a batch', file=sys.stderr); print('x INFO idle', file=sys.stderr)"
+    )
+    with make() as supervisor:
+        supervisor.run(
+            [
+                [spec("env", "pass", may_end=True)],
+                [spec("trainer", code + "; import time; time.sleep(1)", ends_run=True)],
+            ]
+        )
+    assert "trainer: x INFO waiting 15 s for a batch" in recorder.said
+    assert any(line.startswith("env: has ended") for line in recorder.said)
+    assert not any("idle" in line for line in recorder.said)
+
+
+def test_a_second_signal_kills_at_once(make: Callable[[], Supervisor], recorder: Recorder) -> None:
+    patient = spec("trainer", STUBBORN, ends_run=True, stop_seconds=60)
+    for seconds in (1.0, 1.5):
+        threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+    started = time.monotonic()
+    with pytest.raises(StoppedError), make() as supervisor:
+        supervisor.run([[patient]])
+    assert time.monotonic() - started < SHUTDOWN_SECONDS - 2  # it did not wait for what one signal would have allowed
+    assert_gone(recorder.pids)
+
+
 def test_an_environment_may_end_before_the_trainer(make: Callable[[], Supervisor]) -> None:
     with make() as supervisor:
         supervisor.run(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_trainer.config import ModelConfig, OptimizerConfig, TrainConfig
+from grpo_trainer.batching import prepare
+from grpo_trainer.config import LossConfig, ModelConfig, OptimizerConfig, TrainConfig
 from grpo_trainer.errors import StoppedError, TrainingError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.rollouts.types import RolloutBatch
-from grpo_trainer.trainer import Trainer
+from grpo_trainer.trainer import Trainer, loss_scale
 from tests.unit.factories import VOCAB, TinyModel, batch, sample
 
 
@@ -120,6 +123,14 @@ def test_a_stop_between_microbatches_leaves_the_weights_untouched() -> None:
         trainer.step(rollouts(), 0)
     assert stopped.value.exit_code == 143
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.7, 1 / 512, 1 / 3_000_000])
+def test_the_loss_scale_is_a_power_of_two_that_brings_the_weight_near_one(weight: float) -> None:
+    sequence = prepare(rollouts(), LossConfig(), 100).sequences[0]
+    scale = loss_scale([replace(sequence, weight=weight)])
+    assert math.log2(scale).is_integer() and 0.5 < weight * scale < 2
+    assert loss_scale([]) == 1.0
 
 
 def test_16_bit_weights_are_refused() -> None:

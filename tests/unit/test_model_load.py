@@ -1,0 +1,73 @@
+"""Loading a model: of which kind, on which device, and without the noise of dropout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import BertConfig, PhiConfig, PhiForCausalLM, Qwen2Config, T5Config
+
+from grpo_trainer.config import LoraOnly, ModelConfig
+from grpo_trainer.errors import ConfigError, ModelError
+from grpo_trainer.model.check import not_trainable
+from grpo_trainer.model.load import load_model, pick_device, pick_dtype
+from grpo_trainer.model.lora import add_adapter
+from tests.unit.tiny_lora import save_tiny, tiny_qwen
+
+
+def test_dropout_of_the_base_model_is_off_while_training(tmp_path: Path) -> None:
+    config = PhiConfig(
+        vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        resid_pdrop=0.5, embd_pdrop=0.5, attention_dropout=0.5,
+    )  # fmt: skip
+    PhiForCausalLM(config).save_pretrained(tmp_path)
+    model = load_model(ModelConfig(name=str(tmp_path), device="cpu"))
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    assert model.training
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=tokens).logits, model(input_ids=tokens).logits)
+
+
+def test_a_model_is_loaded_frozen_in_the_wanted_dtype(tmp_path: Path) -> None:
+    model = load_model(ModelConfig(name=str(save_tiny(tmp_path)), device="cpu", dtype="bfloat16"))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    adapted = add_adapter(model, LoraOnly(r=8), seed=0)
+    assert {p.dtype for p in adapted.parameters() if p.requires_grad} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (BertConfig(architectures=["BertForMaskedLM"]), "BertForMaskedLM is no causal language model"),
+        (BertConfig(), "bert is an encoder"),
+        (T5Config(), "t5 is an encoder-decoder"),
+    ],
+)
+def test_other_kinds_are_named(config: object, said: str) -> None:
+    assert not_trainable(config) == said
+
+
+def test_decoders_are_taken_with_or_without_an_architecture() -> None:
+    assert not_trainable(Qwen2Config()) is None
+    assert not_trainable(Qwen2Config(architectures=["Qwen2ForCausalLM"])) is None
+
+
+def test_a_missing_model_is_told_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=f"--model-name {tmp_path}/none: no model there"):
+        load_model(ModelConfig(name=f"{tmp_path}/none"))
+
+
+def test_devices_and_dtypes() -> None:
+    assert pick_dtype("auto", torch.device("cpu")) == torch.float32
+    assert pick_dtype("auto", torch.device("cuda")) == torch.bfloat16
+    with pytest.raises(ConfigError, match="--device toaster: no such kind of device"):
+        pick_device("toaster")
+    with pytest.raises(ConfigError, match="--device cuda:99: this machine has"):
+        pick_device("cuda:99")
+
+
+def test_modules_that_the_model_lacks_are_named_with_those_it_has() -> None:
+    with pytest.raises(ModelError, match=r"--lora-target-modules q,w: .* has no such linear module; it has down_proj"):
+        add_adapter(tiny_qwen(), LoraOnly(target_modules=("q", "w")), seed=0)
