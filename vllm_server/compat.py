@@ -33,6 +33,8 @@ _REPLACED = (
     ("run_server", "run_server_worker"),
 )
 
+_LAST_WORDS_S = 2  # how long running requests may take to end once the server was told to stop
+
 # What we call on the engine, and the parameters that we pass by name.
 _ENGINE_SEAMS: dict[str, tuple[str, ...]] = {
     "generate": ("prompt", "sampling_params", "request_id", "lora_request"),
@@ -165,7 +167,9 @@ def run(
     _extend_app(launcher, extend, ready_state)
     _end_promptly(launcher)
     _seam(("vllm.entrypoints.serve.utils.api_utils",), "cli_env_setup").cli_env_setup()
-    importlib.import_module("uvloop").run(launcher.run_server(args))
+    # vLLM stops the engine first and then waits, by default for ever, for requests that it will never answer.
+    serving = launcher.run_server(args, timeout_graceful_shutdown=_LAST_WORDS_S)
+    importlib.import_module("uvloop").run(serving)
 
 
 def _replace(owner: Any, name: str, value: object) -> Any:

@@ -90,15 +90,21 @@ class Serving:
     adapter_root: Path
     log: Path
     process: subprocess.Popen[bytes]
+    key: str | None = None
     _seeds: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def post(self, route: str, body: object, **headers: str) -> httpx.Response:
         content = body if isinstance(body, bytes) else msgspec.json.encode(body)
-        sent = {"content-type": "application/json", **headers}
+        sent = {"content-type": "application/json", **self._authorization, **headers}
         return httpx.post(self.url + route, content=content, headers=sent, timeout=120, trust_env=False)
 
-    def get(self, route: str) -> httpx.Response:
-        return httpx.get(self.url + route, timeout=60, trust_env=False)
+    def get(self, route: str, **headers: str) -> httpx.Response:
+        sent = {**self._authorization, **headers}
+        return httpx.get(self.url + route, headers=sent, timeout=60, trust_env=False)
+
+    @property
+    def _authorization(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.key}"} if self.key else {}
 
     def generate(
         self,
@@ -127,7 +133,7 @@ class Serving:
 
 
 @contextmanager
-def serving(folder: Path, *flags: str, wait: bool = True) -> Iterator[Serving]:
+def serving(folder: Path, *flags: str, key: str | None = None, wait: bool = True) -> Iterator[Serving]:
     """`python -m vllm_server` on a free port with a tiny model below `folder`; ended when the block is left.
 
     A start that fails shows the end of the server's log.
@@ -137,8 +143,9 @@ def serving(folder: Path, *flags: str, wait: bool = True) -> Iterator[Serving]:
     port = free_port()
     command = ["-m", "vllm_server", "--model", str(model), "--port", str(port)]
     command += ["--max-lora-rank", str(RANK), "--lora-root", str(adapters), "--kv-cache-memory-bytes", str(64 << 20)]
+    command += ["--api-key", key] if key else []
     with running(*command, *flags, log=log) as process:
-        server = Serving(f"http://127.0.0.1:{port}", model, adapters, log, process)
+        server = Serving(f"http://127.0.0.1:{port}", model, adapters, log, process, key)
         if wait:
 
             def ready() -> bool:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import httpx
 import pytest
 
-from tests.integration.serving import save_tiny_model, serving
+from tests.integration.serving import Serving, save_tiny_model, serving
 from tests.processes import ROOT, alive, family, wait_for
 
 pytestmark = pytest.mark.timeout(400)
@@ -23,19 +26,38 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
 
 
-def test_sigterm_ends_the_whole_of_it_and_a_request_with_the_key_was_answered(tmp_path: Path) -> None:
-    with serving(tmp_path, "--api-key", "secret") as server:
-        refused = server.post("/generate", {"prompt": "1", "max_tokens": 1})
-        assert refused.status_code == 401
-        assert server.get("/lora/status").status_code == 401
-        answer = server.post("/generate", {"prompt": "1", "max_tokens": 1}, authorization="Bearer secret")
-        assert answer.status_code == 200
+def ask_in_vain(server: Serving, stream: bool) -> None:
+    with contextlib.suppress(httpx.HTTPError):
+        server.post("/generate", {"prompt": "1", "max_tokens": 200, "stream": stream})
+
+
+def test_the_key_is_asked_for_and_sigterm_ends_the_whole_of_it_with_requests_running(tmp_path: Path) -> None:
+    with serving(tmp_path, key="secret") as server:
+        assert server.get("/health", authorization="").status_code == 200
+        for key in ("", "Bearer secre", "secret2"):
+            assert server.get("/lora/status", authorization=key).status_code == 401
+            assert server.post("/generate", {"prompt": "1"}, authorization=key).status_code == 401
+        assert server.post("/generate", {"prompt": "1", "max_tokens": 1}).status_code == 200
         assert f"Uvicorn running on {server.url}" in server.log.read_text()
+
+        server.publish()
+        assert server.post("/bridge/pause", b"").status_code == 200  # so that they still run when the signal comes
+        waiting = [threading.Thread(target=ask_in_vain, args=(server, stream)) for stream in (True, False)]
+        for thread in waiting:
+            thread.start()
+
+        def both_run() -> bool:
+            return server.get("/lora/status").json()["versions"][0]["in_flight"] == 2
+
+        wait_for("both requests to run", both_run, server.log, 60)
         everyone = [server.process.pid, *family(server.process.pid)]
         assert len(everyone) >= 3, "server, engine and worker"
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(30) == 0
         wait_for("all processes to end", lambda: not alive(everyone), server.log, 15)
+        for thread in waiting:
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 def test_a_server_killed_while_it_starts_leaves_no_engine(tmp_path: Path) -> None:
