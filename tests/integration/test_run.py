@@ -82,7 +82,8 @@ def member(process: subprocess.Popen[bytes], module: str) -> int:
 
 def test_ctrl_c_leaves_nothing_behind_but_a_run_that_goes_on(demo_model: Path, tmp_path: Path) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "log"
-    with started(demo_model, run_dir, log, training_steps=500) as process:
+    # not 1, so that a temperature lost on the way would show in the logprobs
+    with started(demo_model, run_dir, log, training_steps=500, env__temperature=0.7) as process:
         wait_for_step(run_dir, 2, process, log)
         members = family(process.pid)
         commands = "\n".join(members.values())
@@ -98,7 +99,9 @@ def test_ctrl_c_leaves_nothing_behind_but_a_run_that_goes_on(demo_model: Path, t
     before = rows(run_dir)
     assert before[-1]["step"] == stopped_at
 
-    with started(demo_model, run_dir, log, training_steps=stopped_at + 2, resume="auto") as process:
+    with started(
+        demo_model, run_dir, log, training_steps=stopped_at + 2, resume="auto", env__temperature=0.7
+    ) as process:
         assert finished(process, log) == 0, tail(log)
     after = rows(run_dir)
     assert [row["step"] for row in after] == list(range(1, stopped_at + 3))

@@ -59,8 +59,8 @@ def test_the_request_names_the_distribution_and_the_completions_are_the_servers(
         "stop": ["\n"],
     }
     assert completions == [
-        Completion([3, 4], [6, 8, 1], [-0.5, -0.25, 0.0], "46", "stop", 7),
-        Completion([3, 4], [7], [-2.0], "5", "length", 7),
+        Completion([3, 4], [6, 8, 1], [-0.5, -0.25, 0.0], "46", "stop", 7, 0.7),
+        Completion([3, 4], [7], [-2.0], "5", "length", 7, 0.7),
     ]
 
 
