@@ -37,7 +37,7 @@ _LAST_WORDS_S = 2  # how long running requests may take to end once the server w
 
 # What we call on the engine, and the parameters that we pass by name.
 _ENGINE_SEAMS: dict[str, tuple[str, ...]] = {
-    "generate": ("prompt", "sampling_params", "request_id", "lora_request"),
+    "generate": ("prompt", "sampling_params", "request_id", "lora_request", "prompt_text"),
     "add_lora": ("lora_request",),
     "remove_lora": ("lora_id",),
     "pause_generation": ("mode", "clear_cache"),
@@ -52,9 +52,16 @@ class Engine(Protocol):
     """The part of vLLM's AsyncLLM that this server uses."""
 
     vllm_config: Any
+    renderer: Any
 
     def generate(
-        self, prompt: Any, sampling_params: Any, request_id: str, *, lora_request: Any = None
+        self,
+        prompt: Any,
+        sampling_params: Any,
+        request_id: str,
+        *,
+        lora_request: Any = None,
+        prompt_text: str | None = None,
     ) -> AsyncGenerator[Any, None]: ...
     async def add_lora(self, lora_request: Any) -> bool: ...
     async def remove_lora(self, lora_id: int) -> bool: ...
@@ -121,6 +128,8 @@ def validate_args(args: Namespace) -> None:
 
 def assert_seams() -> None:
     """Everything below is there, or a StartError names what is not."""
+    if not hasattr(_seam(("vllm.renderers.base",), "BaseRenderer").BaseRenderer, "render_cmpl_async"):
+        raise StartError(_moved("BaseRenderer.render_cmpl_async"), exit_code=1)
     _launcher()
     _engine_process()
     if not hasattr(uvicorn.Server, "capture_signals"):
@@ -223,6 +232,17 @@ def _end_promptly(launcher: ModuleType) -> None:
 @contextmanager
 def _leave_signals(_: uvicorn.Server) -> Iterator[None]:
     yield
+
+
+async def rendered(engine: Engine, prompt: str | list[int]) -> Any:
+    """The prompt as the engine takes it: tokenised if it is text, and checked.
+
+    Raises:
+        One of `request_errors`: it is too long, or no prompt for this model.
+    """
+    raw = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+    (ready,) = await engine.renderer.render_cmpl_async([raw])
+    return ready
 
 
 def sampling_params_class() -> Any:

@@ -4,6 +4,7 @@ import os
 import time
 from argparse import Namespace
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,15 +61,20 @@ class PolicyServer:
     def registry(self) -> PolicyRegistry:
         return self.publisher.registry
 
-    def generate(
+    async def generate(
         self, prompt: str | list[int], params: Any, request_id: str, version: Version
     ) -> AsyncGenerator[Any, None]:
         """The engine's outputs for a prompt, answered by `version`; closing it aborts the request."""
         lora = None
         if version is not self.registry.base:
             lora = self.adapters.request(version.name, version.adapter_id, version.path)
-        inputs = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
-        return self.engine.generate(inputs, params, request_id, lora_request=lora)
+        ready = await compat.rendered(self.engine, prompt)
+        text = prompt if isinstance(prompt, str) else None
+        async with aclosing(
+            self.engine.generate(ready, params, request_id, lora_request=lora, prompt_text=text)
+        ) as outputs:
+            async for output in outputs:
+                yield output
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of a prompt that came as tokens."""
