@@ -63,9 +63,11 @@ class ServerClient:
         except httpx.TransportError:
             return False  # not there yet: that is what is being waited for
 
-    def load_adapter(self, path: Path, name: str, version: int) -> protocol.LoraLoadResponse:
-        """Publish the adapter in a folder that the server can read."""
-        request = protocol.LoraLoadRequest(adapter_path=str(path.absolute()), adapter_name=name, version=version)
+    def load_adapter(self, path: Path, name: str, version: int, *, activate: bool = True) -> protocol.LoraLoadResponse:
+        """Publish the adapter in a folder that the server can read; without `activate` only for those who name it."""
+        request = protocol.LoraLoadRequest(
+            adapter_path=str(path.absolute()), adapter_name=name, version=version, activate=activate
+        )
         return self._ask("POST", protocol.LORA_LOAD_ROUTE, protocol.LoraLoadResponse, request)
 
     def unload_adapter(self, name: str) -> protocol.LoraUnloadResponse:

@@ -27,6 +27,7 @@ class Version:
     in_flight: int = 0
     served: int = 0
     retired: bool = False
+    by_name_only: bool = False  # for those who ask for it; never what "the newest" means
 
 
 class PolicyRegistry:
@@ -58,7 +59,7 @@ class PolicyRegistry:
     @property
     def newest(self) -> Version:
         """What a request that names no version gets."""
-        return next((v for v in reversed(self._live.values()) if not v.retired), self.base)
+        return next((v for v in reversed(self._live.values()) if not (v.retired or v.by_name_only)), self.base)
 
     @property
     def versions(self) -> list[Version]:
@@ -95,7 +96,9 @@ class PolicyRegistry:
             )
         return name, version
 
-    def reserve(self, name: str, version: int, *, adapter_id: int, path: str, now: float) -> Version:
+    def reserve(
+        self, name: str, version: int, *, adapter_id: int, path: str, now: float, by_name_only: bool = False
+    ) -> Version:
         """A version that is about to be loaded; `activate` or `abandon` it.
 
         Raises:
@@ -112,16 +115,21 @@ class PolicyRegistry:
                 wanted="a folder of its own for each version",
                 fix="save this version to a new folder",
             )
-        return Version(name, version, adapter_id, path, loaded_at=now)
+        return Version(name, version, adapter_id, path, loaded_at=now, by_name_only=by_name_only)
 
     def activate(self, version: Version) -> None:
-        """The engine has loaded it: from now on it is the newest. Versions outside the window retire."""
+        """The engine has loaded it: from now on it is the newest, and versions outside the window retire.
+
+        One that is served by name only changes neither.
+        """
         assert version.name not in self._used_names, version.name
         self._live[version.name] = version
         self._used_names.add(version.name)
-        self._highest = max(self._highest, version.version)
         self.load_count += 1
-        current = [v for v in self._live.values() if not v.retired]
+        if version.by_name_only:
+            return
+        self._highest = max(self._highest, version.version)
+        current = [v for v in self._live.values() if not (v.retired or v.by_name_only)]
         for old in current[: -self.keep]:
             old.retired = True
 
@@ -203,7 +211,7 @@ class PolicyRegistry:
         return version
 
     def _find_number(self, number: int) -> Version:
-        found = [v for v in self._live.values() if v.version == number and not v.retired]
+        found = [v for v in self._live.values() if v.version == number and not (v.retired or v.by_name_only)]
         if found:
             return found[-1]
         if number == 0 and version_name(self.lora_name, 0) not in self._used_names:

@@ -152,11 +152,15 @@ class LoraLoadRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
     Without a name it is `version_name(lora_name, version)`; without a version it is the one in the name, or
     else one more than the highest. A name that was used before is refused (409): caches are keyed by it.
+
+    With `activate: false` only requests that name it get it, until it is unloaded: for trying an adapter on a
+    server that others use.
     """
 
     adapter_path: str
     adapter_name: str | None = None
     version: int | None = None
+    activate: bool = True
 
 
 class LoraLoadResponse(msgspec.Struct, frozen=True, kw_only=True):

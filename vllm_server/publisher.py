@@ -81,7 +81,7 @@ class Publisher:
             )
 
     async def load(self, request: LoraLoadRequest) -> LoraLoadResponse:
-        """Publish a version; when this returns, every new request gets it.
+        """Publish a version; when this returns, every new request gets it (or those that name it).
 
         Raises:
             ServeError: 403, 404, 409 or 422 for what is wrong with the request or the adapter, 503 if
@@ -100,7 +100,12 @@ class Publisher:
             config = await asyncio.to_thread(check_adapter, path, max_rank=self.max_rank)
             name, number = self.registry.name_for(request.adapter_name, request.version)
             version = self.registry.reserve(
-                name, number, adapter_id=self.engine.next_id(), path=str(path), now=time.monotonic()
+                name,
+                number,
+                adapter_id=self.engine.next_id(),
+                path=str(path),
+                now=time.monotonic(),
+                by_name_only=not request.activate,
             )
             await self._make_room()
             seconds = await self._load_into_engine(version)

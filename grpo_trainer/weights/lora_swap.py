@@ -96,7 +96,8 @@ class LoraSwap:
             log.warning("bridge proof skipped (--no-proof): nothing shows that the server uses what is published")
             return
         assert self._info is not None, "connect comes first"
-        prove_lora(self._model, self._server, self._publish_as, self._info)
+        version = self._info.policy_version
+        prove_lora(self._model, self._server, lambda name: self._load(name, version, activate=False), self._info)
 
     def updating(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()  # the server holds a copy of its own: nothing to fence
@@ -104,7 +105,7 @@ class LoraSwap:
     def publish(self, version: int) -> Published:
         name = version_name(self._config.name, version)
         started = time.perf_counter()
-        saved = self._publish_as(name, version)
+        saved = self._load(name, version, activate=True)
         seconds = time.perf_counter() - started
         self._forget_old_folders()
         metrics = {
@@ -115,7 +116,7 @@ class LoraSwap:
         }
         return Published(version, name, metrics)
 
-    def _publish_as(self, name: str, version: int) -> float:
+    def _load(self, name: str, version: int, *, activate: bool) -> float:
         """Write the adapter, have it loaded, check what the server says it did; returns the seconds of writing."""
         path = self._root / name
         started = time.perf_counter()
@@ -123,7 +124,7 @@ class LoraSwap:
             save_adapter(self._model, folder)
         saved = time.perf_counter() - started
         self._folders.append(path)
-        answer = self._server.load_adapter(path, name, version)
+        answer = self._server.load_adapter(path, name, version, activate=activate)
         if (answer.adapter_name, answer.policy_version) != (name, version):
             raise BridgeError(
                 f"published {name} as version {version}, but the server serves {answer.adapter_name} as version "

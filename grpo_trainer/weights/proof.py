@@ -55,13 +55,14 @@ class Probe:
 def prove_lora(
     model: PeftModel,
     server: ServerClient,
-    publish: Callable[[str, int], object],
+    load: Callable[[str], object],
     info: BridgeInfo,
 ) -> None:
     """Prove a LoRA bridge.
 
     Args:
-        publish: publishes the model's present adapter under a name and a version.
+        load: hands the model's present adapter to the server under a name, for those who ask for that name: nobody
+            else may get an adapter of the proof.
         info: the server.
 
     Raises:
@@ -70,31 +71,31 @@ def prove_lora(
     prompts = _probe_prompts(model.config.vocab_size, info.max_model_len)
     tolerance = max(TOLERANCE[str(dtype).removeprefix("torch.")] for dtype in (info.dtype, model.dtype))
     synthetic, restored = (f"{info.lora_name}-proof-{uuid4().hex[:8]}" for _ in range(2))
-    with _synthetic_adapter(model, prompts, MIN_MOVE * tolerance):
-        publish(synthetic, info.policy_version)
-        probes = [_ask(server, prompt, synthetic) for prompt in prompts]
-        gap = _gap(probes, [trainer_logprobs(model, probe) for probe in probes])
-        with model.disable_adapter():
-            moved = _gap(probes, [trainer_logprobs(model, probe) for probe in probes])
-    if moved <= tolerance:
-        raise BridgeError(
-            _verdict("does not serve the adapter: it answers as the base model does", gap, moved, tolerance)
-        )
-    if gap > tolerance:
-        raise BridgeError(
-            _verdict(
-                "serves an adapter that is not the published one (scale, a missing module?)", gap, moved, tolerance
-            )
-        )
-    publish(restored, info.policy_version)
-    probes = [_ask(server, prompt, restored) for prompt in prompts]
-    back = _gap(probes, [trainer_logprobs(model, probe) for probe in probes])
-    if back > tolerance:
-        raise BridgeError(
-            _verdict("did not come back to the trainer's weights (a stale prefix cache?)", back, moved, tolerance)
-        )
-    for name in (synthetic, restored):
-        server.unload_adapter(name)
+    loaded: list[str] = []
+    try:
+        with _synthetic_adapter(model, prompts, MIN_MOVE * tolerance):
+            load(synthetic)
+            loaded.append(synthetic)
+            probes = [_ask(server, prompt, synthetic) for prompt in prompts]
+            gap = _gap(probes, [trainer_logprobs(model, probe) for probe in probes])
+            with model.disable_adapter():
+                moved = _gap(probes, [trainer_logprobs(model, probe) for probe in probes])
+        if moved <= tolerance:
+            what = "does not serve the adapter: it answers as the base model does"
+            raise BridgeError(_verdict(what, gap, moved, tolerance))
+        if gap > tolerance:
+            what = "serves an adapter that is not the published one (scale, a missing module?)"
+            raise BridgeError(_verdict(what, gap, moved, tolerance))
+        load(restored)
+        loaded.append(restored)
+        probes = [_ask(server, prompt, restored) for prompt in prompts]
+        back = _gap(probes, [trainer_logprobs(model, probe) for probe in probes])
+        if back > tolerance:
+            what = "did not come back to the trainer's weights (a stale prefix cache?)"
+            raise BridgeError(_verdict(what, back, moved, tolerance))
+    finally:
+        for name in loaded:
+            server.unload_adapter(name)
     log.info(
         "bridge proved: a synthetic adapter moved the server's logprobs by %.3g nats a token and matched the trainer's "
         "within %.2g; restored within %.2g (tolerance %.2g)", moved, gap, back, tolerance,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,7 +81,19 @@ def test_the_bridge_proves_itself_and_leaves_the_adapter_as_it_was(bridge: Bridg
     first = bridge.swap.connect(0)
     fill_b(bridge.model)
     bridge.swap.publish(first)
+    names = []
+    load = bridge.client.load_adapter
+
+    def watched(path: Path, name: str, version: int, *, activate: bool) -> object:
+        answer = load(path, name, version, activate=activate)
+        names.append(name)
+        assert bridge.ask()[1] == first, "others got an adapter of the proof"
+        return answer
+
+    bridge.client.load_adapter = watched  # type: ignore[method-assign]
     bridge.swap.prove()
+    assert len(names) == 2 and not set(names) & set(bridge.client.lora_status().available_adapters)
+    bridge.client.load_adapter = load  # type: ignore[method-assign]
     bridge.swap.publish(first + 1)
     probe, answered = bridge.ask()
     assert answered == first + 1 and difference(probe, bridge.model) < 1e-3

@@ -45,6 +45,20 @@ def test_a_request_may_pin_a_version_by_name_or_number() -> None:
     assert held.resolve("policy-v1", 1) is first
 
 
+def test_one_that_is_served_by_name_only_is_never_the_newest() -> None:
+    held = registry(keep=1)
+    first = publish(held, 1)
+    trial = held.reserve("trial", 7, adapter_id=9, path="/adapters/trial", now=1.0, by_name_only=True)
+    held.activate(trial)
+    assert held.resolve() is held.resolve("policy") is first
+    assert held.resolve("trial") is trial
+    with pytest.raises(ServeError):
+        held.resolve(policy_version=7)
+    assert not first.retired, "a trial pushed a version out of the window"
+    assert publish(held).version == 2, "a trial's number counted"
+    assert not trial.retired
+
+
 def test_a_pin_that_contradicts_itself_is_refused() -> None:
     held = registry()
     publish(held, 1)
