@@ -51,7 +51,7 @@ def test_the_key_is_asked_for_and_sigterm_ends_the_whole_of_it_with_requests_run
 
         wait_for("both requests to run", both_run, server.log, 60)
         everyone = [server.process.pid, *family(server.process.pid)]
-        assert len(everyone) >= 3, "server, engine and worker"
+        assert len(everyone) >= 2, "server and engine"
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(30) == 0
         wait_for("all processes to end", lambda: not alive(everyone), server.log, 15)
