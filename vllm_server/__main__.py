@@ -1,9 +1,10 @@
 """`python -m vllm_server --model PATH [--port 9001] [any flag of vllm serve]`."""
 
 import sys
+import traceback
 
 from vllm_server import arguments
-from vllm_server.errors import StartError
+from vllm_server.errors import FatalError, gist
 from vllm_server.start_checks import check_model_path, check_port_free
 
 
@@ -18,9 +19,14 @@ def main(argv: list[str]) -> int:
             check_model_path(early.model)
         arguments.set_environment()
         return _serve(argv)
-    except StartError as error:
+    except FatalError as error:
         print(f"vllm_server: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    except Exception as error:
+        # Unforeseen, or vLLM's refusal of a flag: its traceback helps to find it, the last line says what it is.
+        traceback.print_exc()
+        print(f"vllm_server: {gist(error)}", file=sys.stderr, flush=True)
+        return 1
     except KeyboardInterrupt:
         print("vllm_server: stopped before it was ready", file=sys.stderr, flush=True)
         return 130
@@ -33,7 +39,7 @@ def _serve(argv: list[str]) -> int:
     compat.assert_seams()
     report = preflight.inspect_model(args.model, trust_remote_code=args.trust_remote_code)
     if not report.supported:
-        raise StartError(f"--model {args.model}: {report.reason}")
+        raise FatalError(f"--model {args.model}: {report.reason}")
     app.serve(args)
     return 0
 

@@ -5,9 +5,10 @@ import os
 from argparse import Namespace
 
 from vllm_server import compat
-from vllm_server.errors import StartError
+from vllm_server.errors import FatalError
 from vllm_server.protocol import DEFAULT_KEEP_VERSIONS, DEFAULT_LORA_NAME, DEFAULT_PORT
 
+PROGRAM = "python -m vllm_server"
 DEFAULT_HOST = "127.0.0.1"
 
 SPARE_ADAPTERS = 4  # for versions outside the window on which requests still run
@@ -24,7 +25,7 @@ _ENVIRONMENT = {
 
 def early_arguments(argv: list[str]) -> Namespace:
     """Host, port and model, read without importing vLLM; the rest is left for `parse`."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(PROGRAM, add_help=False, allow_abbrev=False)
     parser.add_argument("--host", default=DEFAULT_HOST)
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)
     parser.add_argument("--uds")
@@ -40,7 +41,7 @@ def set_environment() -> None:
 
 def parse(argv: list[str]) -> Namespace:
     """The whole command line. Exits with argparse's message if it is wrong."""
-    parser = compat.server_parser("vLLM's OpenAI server, plus the routes of a GRPO trainer's policy.")
+    parser = compat.server_parser(PROGRAM, "vLLM's OpenAI server, plus the routes of a GRPO trainer's policy.")
     group = parser.add_argument_group("policy")
     group.add_argument(
         "--lora-name",
@@ -50,6 +51,7 @@ def parse(argv: list[str]) -> Namespace:
     group.add_argument(
         "--lora-root",
         action="append",
+        default=argparse.SUPPRESS,
         metavar="DIR",
         help="adapters may be loaded from under here (repeatable; default: the current folder)",
     )
@@ -58,7 +60,7 @@ def parse(argv: list[str]) -> Namespace:
         type=_positive,
         default=DEFAULT_KEEP_VERSIONS,
         metavar="N",
-        help="how many versions stay loaded (default %(default)s)",
+        help="how many versions stay loaded",
     )
     unset = {"model": None, "max_lora_rank": None, "max_loras": None, "max_cpu_loras": None}
     plain = {name: parser.get_default(name) for name in unset}
@@ -75,7 +77,7 @@ def parse(argv: list[str]) -> Namespace:
     args.model = args.model or args.model_tag
     if not args.model:
         parser.error("--model: wanted a model's folder or name, got none; say --model PATH")
-    args.lora_root = args.lora_root or ["."]
+    args.lora_root = getattr(args, "lora_root", ["."])
     _plan_lora(args, plain)
     if compat.device_type() == "cpu":
         _keep_worker_in_engine(args)
@@ -92,7 +94,7 @@ def _plan_lora(args: Namespace, plain: dict[str, object]) -> None:
         needed = max(args.max_loras, args.lora_keep_versions + 1)
         args.max_cpu_loras = args.max_cpu_loras or needed + SPARE_ADAPTERS
         if args.max_cpu_loras < needed:
-            raise StartError(
+            raise FatalError(
                 f"--max-cpu-loras {args.max_cpu_loras}: got fewer places than --max-loras {args.max_loras} and "
                 f"--lora-keep-versions {args.lora_keep_versions} with one being loaded, "
                 f"wanted {needed} or more; raise it or keep fewer versions"

@@ -9,6 +9,7 @@ import asyncio
 import importlib
 import inspect
 import signal
+import socket
 from argparse import ArgumentParser, Namespace
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from typing import Any, Literal, Protocol
 import uvicorn
 from starlette.applications import Starlette
 
-from vllm_server.errors import StartError
+from vllm_server.errors import FatalError
 from vllm_server.worker import lifeline
 
 _LAUNCHERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
@@ -76,7 +77,7 @@ def _seam(modules: tuple[str, ...], *names: str) -> ModuleType:
     """The first of `modules` that exists; it must have all `names`.
 
     Raises:
-        StartError: none exists, or a name is missing; the message says which.
+        FatalError: none exists, or a name is missing; the message says which.
     """
     for module_name in modules:
         try:
@@ -87,9 +88,9 @@ def _seam(modules: tuple[str, ...], *names: str) -> ModuleType:
             continue
         missing = [name for name in names if not hasattr(module, name)]
         if missing:
-            raise StartError(_moved(f"{module_name}.{missing[0]}"), exit_code=1)
+            raise FatalError(_moved(f"{module_name}.{missing[0]}"), exit_code=1)
         return module
-    raise StartError(_moved(" or ".join(modules)), exit_code=1)
+    raise FatalError(_moved(" or ".join(modules)), exit_code=1)
 
 
 def _moved(symbol: str) -> str:
@@ -114,11 +115,11 @@ def cpu_head_sizes() -> list[int]:
     return list(sizes())
 
 
-def server_parser(description: str) -> ArgumentParser:
+def server_parser(program: str, description: str) -> ArgumentParser:
     """vLLM's own argument parser, with every flag of `vllm serve`."""
     parser_class = _seam(_PARSERS, "FlexibleArgumentParser").FlexibleArgumentParser
     cli = _seam(_CLI_ARGS, "make_arg_parser", "validate_parsed_serve_args")
-    return cli.make_arg_parser(parser_class(prog="python -m vllm_server", description=description))
+    return cli.make_arg_parser(parser_class(prog=program, description=description))
 
 
 def validate_args(args: Namespace) -> None:
@@ -127,13 +128,13 @@ def validate_args(args: Namespace) -> None:
 
 
 def assert_seams() -> None:
-    """Everything below is there, or a StartError names what is not."""
+    """Everything below is there, or a FatalError names what is not."""
     if not hasattr(_seam(("vllm.renderers.base",), "BaseRenderer").BaseRenderer, "render_cmpl_async"):
-        raise StartError(_moved("BaseRenderer.render_cmpl_async"), exit_code=1)
+        raise FatalError(_moved("BaseRenderer.render_cmpl_async"), exit_code=1)
     _launcher()
     _engine_process()
     if not hasattr(uvicorn.Server, "capture_signals"):
-        raise StartError("uvicorn has no Server.capture_signals: wanted 0.30 or later; upgrade it", exit_code=1)
+        raise FatalError("uvicorn has no Server.capture_signals: wanted 0.30 or later; upgrade it", exit_code=1)
     sampling_params_class()
     lora_request_class()
     engine = _seam(("vllm.v1.engine.async_llm",), "AsyncLLM").AsyncLLM
@@ -142,7 +143,7 @@ def assert_seams() -> None:
         known = inspect.signature(function).parameters if function else {}
         missing = [name for name in parameters if name not in known]
         if function is None or missing:
-            raise StartError(_moved(f"AsyncLLM.{method}({', '.join(missing)})"), exit_code=1)
+            raise FatalError(_moved(f"AsyncLLM.{method}({', '.join(missing)})"), exit_code=1)
 
 
 def _launcher() -> ModuleType:
@@ -150,7 +151,7 @@ def _launcher() -> ModuleType:
     # They are replaced in the module, which helps only if the launcher looks them up there when it runs.
     for caller, called in _REPLACED:
         if f"{called}(" not in inspect.getsource(_seam(_LAUNCHERS, caller).__dict__[caller]):
-            raise StartError(_moved(f"{module.__name__}.{caller} that calls {called}"), exit_code=1)
+            raise FatalError(_moved(f"{module.__name__}.{caller} that calls {called}"), exit_code=1)
     return module
 
 
@@ -158,7 +159,7 @@ def _engine_process() -> type:
     engine_core = _seam(("vllm.v1.engine.core",), "EngineCoreProc").EngineCoreProc
     manager = _seam(("vllm.v1.engine.utils",), "CoreEngineProcManager").CoreEngineProcManager
     if "target=EngineCoreProc.run_engine_core" not in inspect.getsource(manager):
-        raise StartError(_moved("CoreEngineProcManager that starts run_engine_core"), exit_code=1)
+        raise FatalError(_moved("CoreEngineProcManager that starts run_engine_core"), exit_code=1)
     return engine_core
 
 
@@ -171,6 +172,9 @@ def run(
     """vLLM's own server, with `extend` called on its app and `ready_state` when the engine is up; blocks.
 
     `extend` runs after vLLM's routes are in; `ready_state` after `app.state` is filled, before requests come.
+
+    Raises:
+        FatalError: the engine died.
     """
     launcher = _launcher()
     _extend_app(launcher, extend, ready_state)
@@ -178,7 +182,8 @@ def run(
     _seam(("vllm.entrypoints.serve.utils.api_utils",), "cli_env_setup").cli_env_setup()
     # vLLM stops the engine first and then waits, by default for ever, for requests that it will never answer.
     serving = launcher.run_server(args, timeout_graceful_shutdown=_LAST_WORDS_S)
-    importlib.import_module("uvloop").run(serving)
+    with _told_to_stop():
+        importlib.import_module("uvloop").run(serving)
 
 
 def _replace(owner: Any, name: str, value: object) -> Any:
@@ -227,6 +232,22 @@ def _end_promptly(launcher: ModuleType) -> None:
     # A spawned engine process finds vLLM's own function in place again, and lifeline's calls that.
     stand_in = staticmethod(lifeline.run_engine_core)
     lifeline.replaced = _replace(_engine_process(), "run_engine_core", stand_in)
+
+
+@contextmanager
+def _told_to_stop() -> Iterator[None]:
+    """Raise a FatalError if the HTTP server ends by itself: vLLM lets it, with status 0, when the engine died."""
+    ended_by_itself = False
+
+    async def serve(self: uvicorn.Server, sockets: list[socket.socket] | None = None) -> None:
+        nonlocal ended_by_itself
+        await vllms_serve(self, sockets)  # a signal cancels it
+        ended_by_itself = True
+
+    vllms_serve = _replace(uvicorn.Server, "serve", serve)
+    yield
+    if ended_by_itself:
+        raise FatalError("the engine has ended; what it said last is above", exit_code=1)
 
 
 @contextmanager
@@ -286,7 +307,7 @@ class Adapters:
     def __post_init__(self) -> None:
         for name in ("lora_requests", "lora_id_counter"):
             if not hasattr(self.models, name):
-                raise StartError(_moved(f"OpenAIServingModels.{name}"), exit_code=1)
+                raise FatalError(_moved(f"OpenAIServingModels.{name}"), exit_code=1)
 
     def next_id(self) -> int:
         """An adapter id that was never used in this process."""

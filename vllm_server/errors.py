@@ -39,9 +39,21 @@ class ServeError(ValueError):
         )
 
 
-class StartError(Exception):
-    """The server cannot start; the message is all that the user needs. `exit_code` 2: a wrong command."""
+def engine_is_dead() -> ServeError:
+    """The refusal of whatever needs the engine once its process is gone."""
+    return ServeError(503, "engine", got="its process has ended", wanted="a live engine", fix="restart the server")
+
+
+class FatalError(Exception):
+    """The server cannot start or go on; the message is all that the user needs. `exit_code` 2: a wrong command."""
 
     def __init__(self, message: str, *, exit_code: int = 2) -> None:
         self.exit_code = exit_code
         super().__init__(message)
+
+
+def gist(error: BaseException) -> str:
+    """The one line of a long message (pydantic's, say) that tells what is wrong."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
+    told = next((line for line in lines if line.startswith("Value error, ")), lines[0])
+    return told.removeprefix("Value error, ").split(" [type=")[0][:300]

@@ -17,7 +17,7 @@ import msgspec
 
 from vllm_server import compat
 from vllm_server.arguments import set_environment
-from vllm_server.errors import StartError
+from vllm_server.errors import FatalError, gist
 from vllm_server.protocol import PreflightReport
 from vllm_server.start_checks import check_model_path
 
@@ -26,7 +26,7 @@ def inspect_model(model: str, *, trust_remote_code: bool = False) -> PreflightRe
     """What vLLM says of the model at a path, or of that name on the hub."""
     try:
         check_model_path(model)
-    except StartError as error:
+    except FatalError as error:
         return _report(model, [], str(error))
     try:
         config = read_config(model)
@@ -72,9 +72,7 @@ def _full_check(model: str, architectures: list[str], trust_remote_code: bool) -
     try:
         config = engine_args(model=model, trust_remote_code=trust_remote_code).create_model_config()
     except Exception as error:  # vLLM refuses by many types; each is a reason
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
-        told = next((line for line in lines if line.startswith("Value error, ")), lines[0])
-        return f"got {names}, which vLLM {compat.vllm_version()} does not serve ({told[:300]}); {wanted}"
+        return f"got {names}, which vLLM {compat.vllm_version()} does not serve ({gist(error)}); {wanted}"
     if config.runner_type != "generate":
         return f"got {names}, which vLLM serves for {config.runner_type} only; {wanted}"
     if config.is_encoder_decoder:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import psutil
 
-from vllm_server.errors import StartError
+from vllm_server.errors import FatalError
 
 
 def check_port_free(host: str, port: int) -> None:
-    """Raise a StartError that names the holder if the port is taken."""
+    """Raise a FatalError that names the holder if the port is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -18,11 +18,11 @@ def check_port_free(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise StartError(
+                raise FatalError(
                     f"--port {port}: got a port that {_holder(port)} holds, wanted a free one; "
                     "end that process or choose another port"
                 ) from error
-            raise StartError(
+            raise FatalError(
                 f"--host {host} --port {port}: got {error.strerror}, wanted an address of this machine; correct it"
             ) from error
 
@@ -41,16 +41,16 @@ def _holder(port: int) -> str:
 
 
 def check_model_path(model: str) -> None:
-    """Raise a StartError if `model` is or looks like a path and no model is there."""
+    """Raise a FatalError if `model` is or looks like a path and no model is there."""
     path = Path(model).expanduser()
     looks_like_path = path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise StartError(
+            raise FatalError(
                 f"--model {model}: got a folder without config.json, wanted a saved model's folder; "
                 "save it by save_pretrained()"
             )
     elif looks_like_path or path.exists():
-        raise StartError(
+        raise FatalError(
             f"--model {model}: got no such folder, wanted a saved model's folder or a name on the hub; correct the path"
         )

@@ -76,6 +76,35 @@ def test_a_server_killed_while_it_starts_leaves_no_engine(tmp_path: Path) -> Non
         wait_for("all processes to end", lambda: not alive(everyone), server.log, 60)
 
 
+def test_an_engine_that_dies_is_told_and_ends_the_server(tmp_path: Path) -> None:
+    with serving(tmp_path) as server:
+        engine = next(pid for pid, name in family(server.process.pid).items() if "EngineCore" in name)
+        os.kill(engine, signal.SIGKILL)
+        with contextlib.suppress(httpx.HTTPError):  # it may be gone already
+            wait_for("bad health", lambda: server.get("/health").status_code == 503, server.log, 30)
+            assert server.post("/generate", {"prompt": "1"}).status_code == 503
+        assert server.process.wait(30) == 1
+        assert "vllm_server: the engine has ended" in server.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "message"),
+    [
+        (["--max-lora-rank", "24"], 2, "choose from 1, 8, 16, 32"),
+        (["--lora-keep-versions", "0"], 2, "--lora-keep-versions: got 0, wanted 1 or more"),
+        (["--enable-lora", "--max-cpu-loras", "4"], 2, "--max-cpu-loras 4: got fewer places"),
+        (["--max-model-len", "100000"], 1, "vllm_server: User-specified max_model_len (100000) is greater"),
+    ],
+)
+def test_flags_that_cannot_be_end_with_a_line_that_says_why(
+    tmp_path: Path, flags: list[str], status: int, message: str
+) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    done = run("vllm_server", "--model", str(model), "--port", "0", *flags)
+    assert done.returncode == status
+    assert message in done.stderr.splitlines()[-1]
+
+
 def test_a_busy_port_is_told_with_its_holder_before_anything_is_loaded(tmp_path: Path) -> None:
     model = save_tiny_model(tmp_path / "model")
     with socket.socket() as holder:

@@ -4,7 +4,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vllm_server.compat import engine_dead_error
-from vllm_server.errors import ServeError
+from vllm_server.errors import engine_is_dead
 from vllm_server.http import json_response, read_body
 from vllm_server.protocol import BridgeStatus, PausedState, PauseRequest
 from vllm_server.server import PolicyServer
@@ -17,7 +17,7 @@ async def health(request: Request) -> Response:
     try:
         await server.engine.check_health()
     except engine_dead_error() as error:
-        raise ServeError(503, "engine", got=error, wanted="a live engine", fix="restart the server") from error
+        raise engine_is_dead() from error
     return Response(status_code=200)
 
 

@@ -11,7 +11,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from vllm_server.compat import engine_dead_error, request_errors
-from vllm_server.errors import ServeError
+from vllm_server.errors import ServeError, engine_is_dead
 from vllm_server.http import NDJSON, json_response, parse_body, unless_disconnected
 from vllm_server.policy import Version
 from vllm_server.protocol import GenerateChunk, GenerateRequest, GenerateResponse, TokenLogprobs
@@ -74,7 +74,7 @@ async def _outputs(
     except ServeError:
         raise
     except engine_dead_error() as error:
-        raise ServeError(503, "engine", got=error, wanted="a live engine", fix="restart the server") from error
+        raise engine_is_dead() from error
     except request_errors() as error:
         raise ServeError(422, "request", got=str(error), wanted="what this model takes", fix="correct it") from error
 
