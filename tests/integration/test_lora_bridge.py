@@ -28,7 +28,7 @@ PROMPT = [2 + (5 * i) % 90 for i in range(300)]  # longer than two cache blocks:
 
 
 class Bridge:
-    """A trainer's side: model, server client and bridge."""
+    """A trainer's side: model, server client and bridge. Versions start at 1: 0 stays the base model for other tests."""
 
     def __init__(self, server: Serving, **options: object) -> None:
         port = int(server.url.rpartition(":")[2])
@@ -61,7 +61,7 @@ def difference(probe: Probe, model: PeftModel) -> float:
 
 
 def test_after_a_publish_the_server_generates_with_the_trainers_weights_and_says_so(bridge: Bridge) -> None:
-    first = bridge.swap.connect(0)
+    first = bridge.swap.connect(1)
     for version in range(first, first + KEEP_VERSIONS + 2):
         fill_b(bridge.model, seed=version)
         published = bridge.swap.publish(version)
@@ -78,7 +78,7 @@ def test_after_a_publish_the_server_generates_with_the_trainers_weights_and_says
 
 
 def test_the_bridge_proves_itself_and_leaves_the_adapter_as_it_was(bridge: Bridge) -> None:
-    first = bridge.swap.connect(0)
+    first = bridge.swap.connect(1)
     fill_b(bridge.model)
     bridge.swap.publish(first)
     names = []
@@ -92,7 +92,7 @@ def test_the_bridge_proves_itself_and_leaves_the_adapter_as_it_was(bridge: Bridg
 
     bridge.client.load_adapter = watched  # type: ignore[method-assign]
     bridge.swap.prove()
-    assert len(names) == 2 and not set(names) & set(bridge.client.lora_status().available_adapters)
+    assert len(names) == 3 and not set(names) & set(bridge.client.lora_status().available_adapters)
     bridge.client.load_adapter = load  # type: ignore[method-assign]
     bridge.swap.publish(first + 1)
     probe, answered = bridge.ask()
@@ -100,7 +100,7 @@ def test_the_bridge_proves_itself_and_leaves_the_adapter_as_it_was(bridge: Bridg
 
 
 def test_a_trainer_that_comes_to_a_used_server_goes_on_counting(bridge: Bridge) -> None:
-    first = bridge.swap.connect(0)
+    first = bridge.swap.connect(1)
     bridge.swap.publish(first)
     other = Bridge(shared_server())
     with other.swap:

@@ -42,6 +42,7 @@ class FakeServer:
         served = {
             "base served": None,
             "first adapter kept": next(iter(self.adapters)),
+            "synthetic kept": next((name for name in self.adapters if "synthetic" in name), model),
         }.get(self.fault, model)  # fmt: skip
         zeros = {key: value * 0 for key, value in self.adapters[model].items()}
         set_peft_model_state_dict(self.model, zeros if served is None else self.adapters[served])
@@ -71,6 +72,15 @@ def prove() -> tuple[PeftModel, FakeServer]:
     return trainer, server
 
 
+@pytest.mark.parametrize("fault", ["base served", "scaled twice", "a module missing"])
+def test_a_fresh_adapter_which_is_still_the_base_model_hides_no_fault(fault: str) -> None:
+    trainer = tiny_lora()  # B is 0: only the synthetic adapter shows anything
+    server = FakeServer(trainer, fault)
+    with pytest.raises(BridgeError, match="synthetic adapter"):
+        prove_lora(trainer, server, server.load, INFO)  # type: ignore[arg-type]
+    assert sorted(server.unloaded) == sorted(server.adapters)
+
+
 def test_an_honest_server_passes_and_the_weights_are_as_before_bit_for_bit() -> None:
     trainer, server = prove()
     untouched = tiny_lora()
@@ -78,16 +88,17 @@ def test_an_honest_server_passes_and_the_weights_are_as_before_bit_for_bit() -> 
     states = [get_peft_model_state_dict(model) for model in (trainer, untouched)]
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[1])
     assert trainer.training
-    assert sorted(server.unloaded) == sorted(server.adapters) and len(server.adapters) == 2
+    assert sorted(server.unloaded) == sorted(server.adapters) and len(server.adapters) == 3
 
 
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("base served", "answers as the base model does"),
-        ("scaled twice", "not the published one"),
-        ("a module missing", "not the published one"),
-        ("first adapter kept", "did not come back"),
+        ("base served", "present adapter.*answers as the base model does"),
+        ("scaled twice", "present adapter.*other weights than the published ones"),
+        ("a module missing", "present adapter.*other weights than the published ones"),
+        ("first adapter kept", "synthetic adapter.*other weights than the published ones"),
+        ("synthetic kept", "restored adapter.*did not come back"),
         ("wrong name", "answered by policy-v9"),
     ],
 )
