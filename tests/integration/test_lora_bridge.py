@@ -28,7 +28,7 @@ PROMPT = [2 + (5 * i) % 90 for i in range(300)]  # longer than two cache blocks:
 
 
 class Bridge:
-    """A trainer's side: model, server client and bridge. Versions start at 1: 0 stays the base model for other tests."""
+    """A trainer's side: model, client, bridge. Versions start at 1: 0 stays the base model for other tests."""
 
     def __init__(self, server: Serving, **options: object) -> None:
         port = int(server.url.rpartition(":")[2])
