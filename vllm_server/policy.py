@@ -167,6 +167,10 @@ class PolicyRegistry:
             )
         return by_name or by_number or self.newest
 
+    def serves(self, model: str | None) -> bool:
+        """Whether `resolve` finds a version for this name."""
+        return model is None or model in self._newest_aliases or (model in self._live and not self._live[model].retired)
+
     def begin(self, version: Version) -> None:
         """A request starts on `version`: it will not leave before `end`."""
         assert version is self.base or version.name in self._live, version.name

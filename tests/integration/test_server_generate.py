@@ -13,6 +13,7 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from tests.integration.serving import KEEP_VERSIONS, RANK, Serving, make_adapter, shared_server
+from tests.processes import wait_for
 from vllm_server.protocol import BridgeInfo, GenerateChunk, GenerateResponse, LoraStatus
 
 pytestmark = pytest.mark.timeout(400)  # the first test waits for the server
@@ -285,6 +286,20 @@ def test_pause_holds_generation_and_resume_lets_it_go_on(server: Serving) -> Non
     assert len(answers) == 1
     assert server.get("/bridge/is_paused").json() == {"paused": False}
     assert server.post("/bridge/pause", {"mode": "sleep"}).status_code == 422
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_version(server: Serving, stream: bool) -> None:
+    server.publish()
+    body = {"prompt": {"prompt_token_ids": SHORT}, "max_tokens": 400, "stream": stream}
+    assert server.post("/bridge/pause", b"").status_code == 200  # so that it is the client who ends it
+    try:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/generate", json=body, timeout=1.0, trust_env=False)
+        wait_for("no request", lambda: all(v.in_flight == 0 for v in read_status(server).versions), server.log, 30)
+    finally:
+        assert server.post("/bridge/resume", b"").status_code == 200
+    assert server.generate(SHORT, max_tokens=1).policy_version == read_status(server).policy_version
 
 
 def test_health_routes(server: Serving) -> None:

@@ -1,5 +1,6 @@
 """`POST /generate`: tokens in, tokens and their logprobs out, and which policy version made them."""
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
@@ -14,12 +15,14 @@ from vllm_server.compat import engine_dead_error, request_errors
 from vllm_server.errors import ServeError, engine_is_dead
 from vllm_server.http import NDJSON, json_response, parse_body, unless_disconnected
 from vllm_server.policy import Version
-from vllm_server.protocol import GenerateChunk, GenerateRequest, GenerateResponse, TokenLogprobs
+from vllm_server.protocol import GenerateChunk, GenerateRequest, GenerateResponse, TokenLogprobs, TokenPrompt
 from vllm_server.sampling import build_sampling_params
 from vllm_server.server import PolicyServer
 
 # JSON has no −∞: a token outside top_p or top_k gets this instead, as in vLLM's own /v1 answers.
 _FLOOR = -9999.0
+
+_HEALTH_LIMIT_S = 30.0
 
 
 async def generate(request: Request) -> Response:
@@ -53,12 +56,17 @@ async def generate(request: Request) -> Response:
 
 
 async def health_generate(request: Request) -> Response:
-    """200 after the newest version has made one token; 503 if it cannot."""
+    """200 after the newest version has made one token; 503 if it cannot, or not in time."""
     server = PolicyServer.of(request)
-    asked = GenerateRequest(prompt="", sampling={"max_tokens": 1, "temperature": 0.0})
+    asked = GenerateRequest(prompt=TokenPrompt([0]), sampling={"max_tokens": 1, "temperature": 0.0})
     params = build_sampling_params(asked.sampling, stream=False)
     with server.publisher.serving() as version:
-        await unless_disconnected(request, _last(server.generate([0], params, str(uuid4()), version)))
+        try:
+            async with asyncio.timeout(_HEALTH_LIMIT_S):
+                await unless_disconnected(request, _last(_outputs(server, asked, params, version)))
+        except TimeoutError:
+            wanted = f"one token within {_HEALTH_LIMIT_S:.0f} s"
+            raise ServeError(503, "engine", got="no token", wanted=wanted, fix="resume it, or wait") from None
     return Response(status_code=200)
 
 

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm_server.errors import ServeError
 from vllm_server.http import error_response
 from vllm_server.protocol import VERSION_HEADER
+from vllm_server.publisher import Publisher
 
 _ROUTED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 
@@ -33,11 +34,13 @@ class RouteToNewest:
             asked = msgspec.json.decode(body, type=_Model).model
         except msgspec.DecodeError:
             asked = None  # vLLM says what is wrong with it
-        state: Starlette = scope["app"]
+        app: Starlette = scope["app"]
+        publisher: Publisher = app.state.policy_server.publisher
+        if not publisher.registry.serves(asked):  # no version of ours: an adapter of vLLM's --lora-modules, or unknown
+            return await self.app(scope, _replay(body, receive), send)
         try:
-            with state.state.policy_server.publisher.serving(asked) as version:
-                if version.adapter_id:
-                    body = _with_model(body, version.name)
+            with publisher.serving(asked) as version:
+                body = _with_model(body, version.name)
                 header = (VERSION_HEADER.encode(), str(version.version).encode())
                 await self.app(_with_length(scope, len(body)), _replay(body, receive), _adding(header, send))
         except ServeError as error:
