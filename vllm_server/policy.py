@@ -3,7 +3,7 @@
 A pure state machine: no engine, no clock of its own, no asyncio. Its life cycle for one version:
 
     reserve ──▶ activate ──▶ (begin … end)* ──▶ retire ──▶ idle ──▶ remove
-       └──▶ abandon                               by the keep window, or by request
+       └──▶ dropped, if its load fails            by the keep window, or by request
 
 A name is never activated twice: the engine's caches are keyed by it. A version with requests in flight
 is never handed out by `removable`.
@@ -99,7 +99,7 @@ class PolicyRegistry:
     def reserve(
         self, name: str, version: int, *, adapter_id: int, path: str, now: float, by_name_only: bool = False
     ) -> Version:
-        """A version that is about to be loaded; `activate` or `abandon` it.
+        """A version that is about to be loaded: `activate` it then, or forget it.
 
         Raises:
             ServeError: 409, a version that is still held came from the same path.
@@ -139,12 +139,12 @@ class PolicyRegistry:
         False: it does not fit, because requests run on too many of them; ask again when some have ended.
         """
         staying = [v for v in self._live.values() if not (v.retired and v.in_flight == 0)]
-        for old in staying[:-1]:  # the newest stays: new requests are routed to it until the next is there
-            if len(staying) < self.capacity:
-                break
-            if old.in_flight == 0:
-                old.retired = True
-                staying.remove(old)
+        # The newest stays: new requests are routed to it until the next is there. So does what was not published
+        # in turn: who loaded it unloads it.
+        idle = [v for v in staying if v.in_flight == 0 and v is not self.newest and not v.by_name_only]
+        for old in idle[: max(0, len(staying) - self.capacity + 1)]:
+            old.retired = True
+            staying.remove(old)
         return len(staying) < self.capacity
 
     # -------------------------------------------------------------------------------------------- requests

@@ -181,6 +181,17 @@ def test_room_is_made_from_what_nobody_uses_and_never_costs_the_newest() -> None
     assert held.removable() == [third]
 
 
+def test_room_is_not_made_from_the_newest_nor_from_one_that_is_served_by_name_only() -> None:
+    held = registry(keep=1, capacity=2)
+    newest = publish(held, 1)
+    trial = held.reserve("trial", 7, adapter_id=9, path="/adapters/trial", now=1.0, by_name_only=True)
+    held.activate(trial)
+    assert held.make_room() is False
+    assert not (newest.retired or trial.retired)
+    held.retire("trial")
+    assert held.make_room() is True
+
+
 @pytest.mark.parametrize("keep", [0, 4])
 def test_the_window_must_leave_a_place_for_the_next_version(keep: int) -> None:
     with pytest.raises(ValueError, match=f"keep: got {keep} of capacity 4, wanted 1 to 3"):
@@ -238,6 +249,10 @@ class Life(RuleBasedStateMachine):
     @invariant()
     def the_engine_is_never_asked_for_more_than_it_holds(self) -> None:
         assert len(self.held.versions) <= self.held.capacity
+
+    @invariant()
+    def there_is_always_a_newest_in_the_engine(self) -> None:
+        assert self.held.newest is self.held.base or self.held.newest in self.held.versions
 
     @invariant()
     def names_are_new_and_in_order(self) -> None:
