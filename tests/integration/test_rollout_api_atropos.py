@@ -101,7 +101,7 @@ def test_the_original_client_delivers_and_ends_by_itself(tmp_path: Path):
             deadline = time.monotonic() + 240
             while environment.poll() is None:
                 assert time.monotonic() < deadline, (tmp_path / "env.log").read_text()[-3000:]
-                answer = api.get("/batch?lease=60", headers={"Accept": wire.MSGPACK})
+                answer = api.get("/batch?lease=600", headers={"Accept": wire.MSGPACK})
                 batch = wire.decode_batch(answer.content, answer.headers["content-type"])
                 if batch.batch is None:
                     time.sleep(0.05)
