@@ -62,6 +62,13 @@ def parse(argv: list[str]) -> Namespace:
         metavar="N",
         help="how many versions stay loaded",
     )
+    group.add_argument(
+        "--policy-version",
+        type=_not_negative,
+        default=0,
+        metavar="N",
+        help="version of the model in --model: what it counts as in answers",
+    )
     unset = {"model": None, "max_lora_rank": None, "max_loras": None, "max_cpu_loras": None}
     plain = {name: parser.get_default(name) for name in unset}
     parser.set_defaults(
@@ -126,4 +133,11 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"got {text}, wanted 1 or more")
+    return value
+
+
+def _not_negative(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"got {text}, wanted 0 or more")
     return value

@@ -39,22 +39,30 @@ class PolicyRegistry:
         aliases: further names that mean "the newest version".
         keep: how many versions stay loaded; older ones retire.
         capacity: how many adapters the engine can hold at once; more than `keep`, for the one being loaded.
+        base_version: what the base model counts as.
     """
 
     def __init__(
-        self, *, served_name: str, lora_name: str, aliases: tuple[str, ...] = (), keep: int, capacity: int
+        self,
+        *,
+        served_name: str,
+        lora_name: str,
+        aliases: tuple[str, ...] = (),
+        keep: int,
+        capacity: int,
+        base_version: int = 0,
     ) -> None:
         if not 1 <= keep < capacity:
             raise ValueError(f"keep: got {keep} of capacity {capacity}, wanted 1 to {capacity - 1}")
         self.lora_name = lora_name
         self.keep = keep
         self.capacity = capacity
-        self.base = Version(served_name, version=0, adapter_id=0, path="", loaded_at=0.0)
+        self.base = Version(served_name, version=base_version, adapter_id=0, path="", loaded_at=0.0)
         self.load_count = 0
         self._newest_aliases = {served_name, lora_name, *aliases}
         self._live: dict[str, Version] = {}  # active and draining, oldest first
         self._used_names: set[str] = set()
-        self._highest = 0
+        self._highest = base_version
 
     @property
     def newest(self) -> Version:
@@ -218,7 +226,7 @@ class PolicyRegistry:
         found = [v for v in self._live.values() if v.version == number and not (v.retired or v.by_name_only)]
         if found:
             return found[-1]
-        if number == 0 and version_name(self.lora_name, 0) not in self._used_names:
+        if number == self.base.version and version_name(self.lora_name, number) not in self._used_names:
             return self.base
         raise self._not_served("policy_version", number)
 

@@ -40,6 +40,7 @@ class PolicyServer:
             lora_name=args.lora_name,
             keep=args.lora_keep_versions,
             capacity=lora.max_cpu_loras if lora else args.lora_keep_versions + 1,
+            base_version=args.policy_version,
         )
         adapters = compat.Adapters(engine, app.state.openai_serving_models)
         publisher = Publisher(

@@ -28,6 +28,15 @@ def test_before_the_first_publish_the_base_model_answers_as_version_0() -> None:
     assert (held.newest.version, held.newest.name) == (0, "base")
 
 
+def test_a_base_model_that_counts_as_a_later_version_is_pinned_by_it_and_adapters_go_on_above() -> None:
+    held = PolicyRegistry(served_name="base", lora_name="policy", keep=2, capacity=4, base_version=6)
+    assert held.newest.version == 6 and held.resolve(policy_version=6) is held.base
+    with pytest.raises(ServeError, match="policy_version: got 0"):
+        held.resolve(policy_version=0)
+    assert publish(held).name == "policy-v7" and held.newest.version == 7
+    assert held.resolve(policy_version=6) is held.base
+
+
 @pytest.mark.parametrize("model", [None, "base", "policy", "also"])
 def test_a_request_that_names_no_version_gets_the_newest(model: str | None) -> None:
     held = registry()
