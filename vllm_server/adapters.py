@@ -10,31 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from vllm_server.errors import ServeError
+from vllm_server.protocol.adapter_config import refusals
 
 _WEIGHTS = "adapter_model.safetensors"
 _CONFIG = "adapter_config.json"
 _HEADER_LIMIT = 100 << 20  # bytes; safetensors' own limit
-
-# field of adapter_config.json → (the values that are servable, what to do about another one)
-_SERVABLE: dict[str, tuple[tuple[object, ...], str]] = {
-    "peft_type": (("LORA",), "train a LoRA adapter, or merge this one into the model"),
-    "bias": (("none", None), "train with bias='none'"),
-    "use_dora": ((False, None), "train with use_dora=False"),
-    "lora_bias": ((False, None), "train with lora_bias=False"),
-    "modules_to_save": ((None, []), "train without modules_to_save"),
-    "alora_invocation_tokens": ((None, []), "train without activated LoRA"),
-    "layer_replication": ((None, []), "train without layer_replication"),
-    "target_parameters": ((None, []), "train target_modules only"),
-    "use_qalora": ((False, None), "train with use_qalora=False"),
-    "use_bdlora": ((None, {}), "train without block-diagonal LoRA"),
-    "init_lora_weights": (
-        (True, False, None, "gaussian", "eva", "orthogonal"),
-        "convert it to a plain LoRA (this initialisation changes the base model)",
-    ),
-    "trainable_token_indices": ((None, []), "train without trainable tokens"),
-    "alpha_pattern": ((None, {}), "train with one lora_alpha for all modules"),
-    "rank_pattern": ((None, {}), "train with one rank for all modules"),
-}
 
 
 def allowed_path(adapter_path: str, roots: tuple[Path, ...]) -> Path:
@@ -70,20 +50,9 @@ def check_adapter(path: Path, *, max_rank: int) -> dict[str, Any]:
         ServeError: 404 a file is missing, 422 it is damaged or not servable.
     """
     config = _read_config(path)
-    for field, (servable, fix) in _SERVABLE.items():
-        if field in config and config[field] not in servable:
-            wanted = " or ".join(json.dumps(value) for value in servable)
-            raise ServeError(422, field, got=json.dumps(config[field]), wanted=wanted, fix=fix)
-    rank = config.get("r")
-    if not isinstance(rank, int) or not 1 <= rank <= max_rank:
-        raise ServeError(
-            422,
-            "r",
-            got=rank,
-            wanted=f"1 to {max_rank}, this server's --max-lora-rank",
-            fix="train with a smaller rank or start the server with a larger --max-lora-rank",
-        )
-    _check_weights(path / _WEIGHTS, rank)
+    for refusal in refusals(config, max_rank):
+        raise ServeError(422, refusal.field, got=refusal.got, wanted=refusal.wanted, fix=refusal.fix)
+    _check_weights(path / _WEIGHTS, config["r"])
     return config
 
 

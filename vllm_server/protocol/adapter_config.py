@@ -1,0 +1,81 @@
+"""Which LoRA adapters vLLM serves, told from PEFT's `adapter_config.json` alone.
+
+One table for both sides: the server refuses what it can't serve, and the trainer refuses to start with it. Read from
+vLLM 0.25 and 0.32 (`vllm/lora/peft_helper.py`): what they refuse themselves, and what they would serve wrongly without
+a word, because they do not read the field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+SERVABLE: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
+    "peft_type": (("LORA",), "train a LoRA adapter, or merge this one into the model"),
+    "task_type": (("CAUSAL_LM", None), "train it on the model with its language head, not with a classification head"),
+    "bias": (("none", None), "train with bias='none'"),
+    "use_dora": ((False, None), "train with use_dora=False"),
+    "lora_bias": ((False, None), "train with lora_bias=False"),
+    "modules_to_save": ((None, []), "train without modules_to_save"),
+    "alora_invocation_tokens": ((None, []), "train without activated LoRA"),
+    "layer_replication": ((None, []), "train without layer_replication"),
+    "target_parameters": ((None, []), "train target_modules only"),
+    "use_qalora": ((False, None), "train with use_qalora=False"),
+    "use_bdlora": ((None, {}), "train without block-diagonal LoRA"),
+    "kasa_config": ((None, {}), "train without KaSA (it changes the base model)"),
+    "arrow_config": ((None, {}), "train without Arrow routing"),
+    "monteclora_config": ((None, {}), "train without MonteCLoRA"),
+    "init_lora_weights": (
+        (True, False, None, "gaussian", "eva", "orthogonal"),
+        "convert it to a plain LoRA (this initialisation changes the base model)",
+    ),
+    "trainable_token_indices": ((None, []), "train without trainable tokens"),
+    "alpha_pattern": ((None, {}), "train with one lora_alpha for all modules"),
+    "rank_pattern": ((None, {}), "train with one rank for all modules"),
+}
+"""Field of `adapter_config.json` to (the values that are servable, what to do about another one)."""
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """A field that keeps an adapter from being served: `got` and `wanted` as a user reads them."""
+
+    field: str
+    got: str
+    wanted: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: got {self.got}, wanted {self.wanted}; {self.fix}"
+
+
+def refusals(adapter_config: Mapping[str, Any], max_rank: int) -> list[Refusal]:
+    """Everything in an adapter's configuration that can't be served, the worst first; empty if it can be.
+
+    Args:
+        adapter_config: the object in `adapter_config.json`; a field that is not there has a servable default.
+        max_rank: the server's `--max-lora-rank`.
+    """
+    found = [
+        Refusal(
+            field,
+            got=json.dumps(adapter_config[field]),
+            wanted=" or ".join(json.dumps(value) for value in servable),
+            fix=fix,
+        )
+        for field, (servable, fix) in SERVABLE.items()
+        if field in adapter_config and adapter_config[field] not in servable
+    ]
+    rank = adapter_config.get("r")
+    if not isinstance(rank, int) or not 1 <= rank <= max_rank:
+        found.append(
+            Refusal(
+                "r",
+                got=str(rank),
+                wanted=f"1 to {max_rank}, this server's --max-lora-rank",
+                fix="train with a smaller rank or start the server with a larger --max-lora-rank",
+            )
+        )
+    return found
