@@ -1,20 +1,20 @@
-"""Is the folder a PEFT LoRA checkpoint that the engine can serve? Read before the engine sees it.
+"""Is this a PEFT LoRA adapter that the engine can serve? Read before the engine sees it.
 
 Only the JSON text and the safetensors header are read: no torch, milliseconds whatever the adapter's size.
 The engine would refuse most of these cases too, but by a stack trace, and some it would serve wrongly.
 """
 
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
 from vllm_server.errors import ServeError
 from vllm_server.protocol.adapter_config import refusals
+from vllm_server.protocol.flat import Header, decode_header, header_size
 
-_WEIGHTS = "adapter_model.safetensors"
+WEIGHTS_FILE = "adapter_model.safetensors"
 _CONFIG = "adapter_config.json"
-_HEADER_LIMIT = 100 << 20  # bytes; safetensors' own limit
+CONFIG_KEY = "adapter_config"  # where a body of safetensors holds the configuration: in its metadata
 
 
 def allowed_path(adapter_path: str, roots: tuple[Path, ...]) -> Path:
@@ -43,17 +43,40 @@ def allowed_path(adapter_path: str, roots: tuple[Path, ...]) -> Path:
     return path
 
 
-def check_adapter(path: Path, *, max_rank: int) -> dict[str, Any]:
-    """The adapter's configuration, if the engine can serve it.
+def check_folder(path: Path, *, max_rank: int) -> dict[str, Any]:
+    """The configuration of the adapter in a folder, if the engine can serve it.
 
     Raises:
         ServeError: 404 a file is missing, 422 it is damaged or not servable.
     """
     config = _read_config(path)
+    check_config(config, max_rank=max_rank)
+    check_header(_read_header(path / WEIGHTS_FILE), config["r"])
+    return config
+
+
+def check_file(file: Path, *, max_rank: int) -> dict[str, Any]:
+    """The same for a safetensors file that holds its configuration in its metadata.
+
+    Raises:
+        ServeError: 422, it is damaged or not servable.
+    """
+    header = _read_header(file)
+    try:
+        config = json.loads(header.metadata[CONFIG_KEY])
+    except (KeyError, ValueError) as error:
+        raise ServeError(
+            422, CONFIG_KEY, got=f"{error!r}", wanted="adapter_config.json in the metadata", fix="put it there"
+        ) from error
+    check_config(config, max_rank=max_rank)
+    check_header(header, config["r"])
+    return config
+
+
+def check_config(config: dict[str, Any], *, max_rank: int) -> None:
+    """Raise a ServeError, 422, if the engine cannot serve an adapter with this adapter_config.json."""
     for refusal in refusals(config, max_rank):
         raise ServeError(422, refusal.field, got=refusal.got, wanted=refusal.wanted, fix=refusal.fix)
-    _check_weights(path / _WEIGHTS, config["r"])
-    return config
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -68,51 +91,50 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _check_weights(file: Path, rank: int) -> None:
-    """Every LoRA A has `rank` rows and every B `rank` columns, and each has its partner."""
-    tensors = _read_header(file)
+def check_header(header: Header, rank: int) -> None:
+    """Every LoRA A has `rank` rows and every B `rank` columns, and each has its partner.
+
+    Raises:
+        ServeError: 422, it is not so.
+    """
     modules: dict[str, set[str]] = {}
-    for name, shape in tensors.items():
+    for span in header.spans:
         for part, rank_axis in (("A", 0), ("B", -1)):
-            head, found, _ = name.partition(f".lora_{part}.")
+            head, found, _ = span.name.partition(f".lora_{part}.")
             if not found:
-                head, found, _ = name.partition(f".lora_embedding_{part}")
+                head, found, _ = span.name.partition(f".lora_embedding_{part}")
             if found:
                 modules.setdefault(head, set()).add(part)
                 # Expert weights are packed as [experts × rank, …]; vLLM unpacks and checks those itself.
-                if len(shape) == 2 and shape[rank_axis] % rank:
+                if len(span.shape) == 2 and span.shape[rank_axis] % rank:
+                    shape = list(span.shape)
                     raise ServeError(
-                        422, name, got=f"shape {shape}", wanted=f"rank {rank}", fix="save the adapter again"
+                        422, span.name, got=f"shape {shape}", wanted=f"rank {rank}", fix="save the adapter again"
                     )
     lonely = [head for head, parts in modules.items() if parts != {"A", "B"}]
     if lonely or not modules:
         raise ServeError(
             422,
-            _WEIGHTS,
-            got=f"no A and B together for {lonely[0]}" if lonely else f"{len(tensors)} tensors, none of LoRA",
+            WEIGHTS_FILE,
+            got=f"no A and B together for {lonely[0]}" if lonely else f"{len(header.spans)} tensors, none of LoRA",
             wanted="a pair lora_A, lora_B for each target module",
             fix="save the adapter by save_pretrained()",
         )
 
 
-def _read_header(file: Path) -> dict[str, list[int]]:
-    """Tensor name → shape, from the header of a safetensors file: 8 bytes of length, then JSON."""
+def _read_header(file: Path) -> Header:
     try:
         with file.open("rb") as stream:
-            size = struct.unpack("<Q", stream.read(8))[0]
-            if size > _HEADER_LIMIT:
-                raise ValueError(f"a header of {size} bytes")
-            header = json.loads(stream.read(size))
-            header.pop("__metadata__", None)
-            data_bytes = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        if file.stat().st_size < 8 + size + data_bytes:
+            head = stream.read(8)
+            header = decode_header(head + stream.read(header_size(head) - 8))
+        if file.stat().st_size < header.size + header.nbytes:
             raise ValueError("a file that ends early")
-        return {name: list(entry["shape"]) for name, entry in header.items()}
+        return header
     except FileNotFoundError:
         raise _missing(file.parent, file.name) from None
-    except (ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
+    except ValueError as error:
         raise ServeError(
-            422, file.name, got=f"{error}", wanted="a whole safetensors file", fix="save the adapter again"
+            422, WEIGHTS_FILE, got=f"{error}", wanted="a whole safetensors file", fix="save the adapter again"
         ) from error
 
 
@@ -121,6 +143,6 @@ def _missing(folder: Path, name: str) -> ServeError:
         404,
         "adapter_path",
         got=f"{folder} without {name}",
-        wanted=f"{_CONFIG} and {_WEIGHTS}",
+        wanted=f"{_CONFIG} and {WEIGHTS_FILE}",
         fix="save the adapter by save_pretrained(folder, safe_serialization=True)",
     )

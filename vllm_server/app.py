@@ -23,6 +23,8 @@ def extend(app: Starlette, args: Namespace) -> None:
         Route(protocol.GENERATE_ROUTE, guarded(generate.generate, keys), methods=["POST"]),
         Route(protocol.LORA_LOAD_ROUTE, guarded(lora.load, keys), methods=["POST"]),
         Route(protocol.LORA_UNLOAD_ROUTE, guarded(lora.unload, keys), methods=["POST"]),
+        Route(protocol.LORA_CHANNEL_ROUTE, guarded(lora.open_channel, keys), methods=["POST"]),
+        Route(protocol.LORA_CHANNEL_CLOSE_ROUTE, guarded(lora.close_channel, keys), methods=["POST"]),
         Route(protocol.LORA_STATUS_ROUTE, guarded(lora.status, keys)),
         Route(protocol.BRIDGE_INFO_ROUTE, guarded(bridge.info, keys)),
         Route(protocol.BRIDGE_IS_PAUSED_ROUTE, guarded(bridge.is_paused, keys)),
@@ -37,7 +39,7 @@ def serve(args: Namespace) -> None:
     announcing: list[asyncio.Task[None]] = []
 
     async def engine_is_up(app: Starlette, engine: compat.Engine) -> None:
-        PolicyServer.start(app, engine, args)
+        await PolicyServer.start(app, engine, args)
         scheme = "https" if args.ssl_keyfile else "http"
         announcing.append(asyncio.create_task(compat.announce(app, scheme, args.host)))
 

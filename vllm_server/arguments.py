@@ -11,7 +11,9 @@ from vllm_server.protocol import DEFAULT_KEEP_VERSIONS, DEFAULT_LORA_NAME, DEFAU
 PROGRAM = "python -m vllm_server"
 DEFAULT_HOST = "127.0.0.1"
 
-SPARE_ADAPTERS = 4  # for versions outside the window on which requests still run
+SPARE_ADAPTERS = 4  # for one being loaded, and versions outside the window on which requests still run
+
+WORKER_EXTENSION = "vllm_server.worker.extension.PolicyWorker"
 
 CPU_CACHE_BYTES = 512 << 20  # vLLM's own default, a share of all memory, is touched at start
 
@@ -86,6 +88,12 @@ def parse(argv: list[str]) -> Namespace:
         parser.error("--model: wanted a model's folder or name, got none; say --model PATH")
     args.lora_root = getattr(args, "lora_root", ["."])
     _plan_lora(args, plain)
+    if args.worker_extension_cls:
+        raise FatalError(
+            f"--worker-extension-cls {args.worker_extension_cls}: got a class of yours, wanted none: "
+            "the place is taken by the policy's own; leave it out"
+        )
+    args.worker_extension_cls = WORKER_EXTENSION
     if compat.device_type() == "cpu":
         _keep_worker_in_engine(args)
     compat.validate_args(args)
@@ -97,15 +105,19 @@ def _plan_lora(args: Namespace, plain: dict[str, object]) -> None:
     if args.max_lora_rank is not None:
         args.enable_lora = True
     if args.enable_lora:
-        args.max_loras = args.max_loras or args.lora_keep_versions
-        needed = max(args.max_loras, args.lora_keep_versions + 1)
-        args.max_cpu_loras = args.max_cpu_loras or needed + SPARE_ADAPTERS
-        if args.max_cpu_loras < needed:
+        # A version lives in its slot and nowhere else, so there are as many slots as versions at one time.
+        args.max_loras = args.max_loras or args.lora_keep_versions + SPARE_ADAPTERS
+        if args.max_loras <= args.lora_keep_versions:
             raise FatalError(
-                f"--max-cpu-loras {args.max_cpu_loras}: got fewer places than --max-loras {args.max_loras} and "
-                f"--lora-keep-versions {args.lora_keep_versions} with one being loaded, "
-                f"wanted {needed} or more; raise it or keep fewer versions"
+                f"--max-loras {args.max_loras}: got no more slots than --lora-keep-versions {args.lora_keep_versions}, "
+                f"wanted {args.lora_keep_versions + 1} or more (one is being loaded); raise it or keep fewer versions"
             )
+        if args.max_cpu_loras not in (None, args.max_loras):
+            raise FatalError(
+                f"--max-cpu-loras {args.max_cpu_loras}: got another number than --max-loras {args.max_loras}, wanted "
+                "the same or none (adapters are kept in their slots only); leave it out"
+            )
+        args.max_cpu_loras = args.max_loras
     for name, value in plain.items():
         if getattr(args, name) is None:
             setattr(args, name, value)

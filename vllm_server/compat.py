@@ -17,10 +17,14 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
+import msgspec
 import uvicorn
 from starlette.applications import Starlette
 
-from vllm_server.errors import FatalError
+from vllm_server.deliveries import Delivery
+from vllm_server.errors import FatalError, ServeError
+from vllm_server.protocol import ChannelRequest, WorkerInfo
+from vllm_server.publisher import Installed
 from vllm_server.worker import lifeline
 
 _LAUNCHERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
@@ -39,7 +43,7 @@ _LAST_WORDS_S = 2  # how long running requests may take to end once the server w
 # What we call on the engine, and the parameters that we pass by name.
 _ENGINE_SEAMS: dict[str, tuple[str, ...]] = {
     "generate": ("prompt", "sampling_params", "request_id", "lora_request", "prompt_text"),
-    "add_lora": ("lora_request",),
+    "collective_rpc": ("method", "args", "kwargs"),
     "remove_lora": ("lora_id",),
     "pause_generation": ("mode", "clear_cache"),
     "resume_generation": (),
@@ -64,12 +68,12 @@ class Engine(Protocol):
         lora_request: Any = None,
         prompt_text: str | None = None,
     ) -> AsyncGenerator[Any, None]: ...
-    async def add_lora(self, lora_request: Any) -> bool: ...
     async def remove_lora(self, lora_id: int) -> bool: ...
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None: ...
     async def resume_generation(self) -> None: ...
     async def is_paused(self) -> bool: ...
     async def check_health(self) -> None: ...
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = (), kwargs: Any = None) -> list[Any]: ...
     def get_tokenizer(self) -> Any: ...
 
 
@@ -313,16 +317,52 @@ class Adapters:
         """An adapter id that was never used in this process."""
         return self.models.lora_id_counter.inc(1)
 
-    async def add(self, name: str, adapter_id: int, path: str) -> None:
-        """Load it into the engine now: read, check, and copy into a slot; then make it known to /v1.
+    async def add(self, name: str, adapter_id: int, delivery: Delivery) -> Installed:
+        """Write it into a slot of every worker now; then make it known to /v1.
 
         Raises:
             Exception: whatever the engine says; the adapter may be there or not (`remove` it).
         """
-        request = self.request(name, adapter_id, path)
-        if not await self.engine.add_lora(request):
-            raise RuntimeError(f"the engine did not take adapter {name} (id {adapter_id})")
-        self.models.lora_requests[name] = request
+        config = msgspec.json.encode(delivery.config).decode()
+        where = {"file": delivery.file, "channel": delivery.channel}
+        answers = await self._call("grpo_install_adapter", adapter_id, config, **where)
+        # A pipeline's worker has only its own layers: what no worker has a place for is not served.
+        unserved = set.intersection(*(set(answer["unserved"]) for answer in answers))
+        if unserved:
+            raise RuntimeError(f"no place in this model for {', '.join(sorted(unserved)[:5])} ({len(unserved)} in all)")
+        self.models.lora_requests[name] = self.request(name, adapter_id, delivery.origin)
+        return Installed(
+            slot=answers[0]["slot"],
+            replayed=all(answer["replayed"] for answer in answers),
+            stall_seconds=max(answer["seconds"] for answer in answers),
+        )
+
+    async def open_channel(self, name: str, request: ChannelRequest) -> None:
+        """Have every worker map the trainer's memory, or join its communicator.
+
+        Raises:
+            ServeError: 422, a worker can't; none keeps it open then.
+        """
+        try:
+            await self._call("grpo_open_channel", name, msgspec.json.encode(request).decode())
+        except RuntimeError as error:
+            await self.close_channel(name)
+            raise ServeError(
+                422, "channel", got=error, wanted="a trainer that the engine can reach this way",
+                fix="publish by another transport (memory works everywhere)",
+            ) from error  # fmt: skip
+
+    async def close_channel(self, name: str) -> None:
+        """Let every worker go of it."""
+        await self.engine.collective_rpc("grpo_close_channel", args=(name,))
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
+        """A call to the extension of every worker; a refusal of one of them is raised."""
+        answers = await self.engine.collective_rpc(method, args=args, kwargs=kwargs)
+        for answer in answers:
+            if "refused" in answer:
+                raise RuntimeError(answer["refused"])
+        return answers
 
     async def remove(self, name: str, adapter_id: int) -> None:
         """Free its slot and its place in the engine's cache. No request may be running on it."""
@@ -332,6 +372,12 @@ class Adapters:
     def request(self, name: str, adapter_id: int, path: str) -> Any:
         """What a request carries to be answered by this adapter."""
         return lora_request_class()(lora_name=name, lora_int_id=adapter_id, lora_path=path)
+
+
+async def describe_workers(engine: Engine) -> tuple[WorkerInfo, ...]:
+    """The engine's workers, by rank."""
+    found = await engine.collective_rpc("grpo_describe")
+    return tuple(sorted((msgspec.convert(worker, WorkerInfo) for worker in found), key=lambda worker: worker.rank))
 
 
 async def announce(app: Starlette, scheme: str, host: str) -> None:

@@ -24,6 +24,7 @@ class Version:
     adapter_id: int
     path: str
     loaded_at: float
+    slot: int = -1
     in_flight: int = 0
     served: int = 0
     retired: bool = False

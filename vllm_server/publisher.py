@@ -13,21 +13,37 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from vllm_server.adapters import allowed_path, check_adapter
+from vllm_server.deliveries import ChannelEngine, Channels, Delivery, delivered_by, from_body, from_folder
 from vllm_server.errors import ServeError
 from vllm_server.policy import PolicyRegistry, Version
-from vllm_server.protocol import LoraLoadRequest, LoraLoadResponse, LoraUnloadRequest, LoraUnloadResponse
+from vllm_server.protocol import (
+    ChannelRequest,
+    ChannelResponse,
+    LoraLoadRequest,
+    LoraLoadResponse,
+    LoraUnloadRequest,
+    LoraUnloadResponse,
+)
 
 logger = logging.getLogger("vllm.grpo.publisher")  # below "vllm": vLLM's handler and format
 
 ROOM_TIMEOUT_S = 120.0
 
 
-class AdapterEngine(Protocol):
+@dataclass(frozen=True)
+class Installed:
+    """What the engine did with an adapter: see `LoraLoadResponse`."""
+
+    slot: int
+    replayed: bool
+    stall_seconds: float
+
+
+class AdapterEngine(ChannelEngine, Protocol):
     """What publishing needs of the engine; `compat.Adapters` is it."""
 
     def next_id(self) -> int: ...
-    async def add(self, name: str, adapter_id: int, path: str) -> None: ...
+    async def add(self, name: str, adapter_id: int, delivery: Delivery) -> Installed: ...
     async def remove(self, name: str, adapter_id: int) -> None: ...
 
 
@@ -46,9 +62,13 @@ class Publisher:
     room_timeout_s: float = ROOM_TIMEOUT_S
     fault: str | None = None
     last_update_time: float = 0.0
+    _channels: Channels = field(init=False)
     _publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _request_ended: asyncio.Event = field(default_factory=asyncio.Event)
     _sweeps: set[asyncio.Task[list[str]]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._channels = Channels(self.engine)
 
     @contextmanager
     def serving(self, model: str | None = None, policy_version: int | None = None) -> Iterator[Version]:
@@ -64,9 +84,7 @@ class Publisher:
             yield version
         finally:
             if self.registry.end(version):
-                sweep = asyncio.get_running_loop().create_task(self._sweep())
-                self._sweeps.add(sweep)
-                sweep.add_done_callback(self._sweeps.discard)
+                self._sweep_later()
             self._request_ended.set()
 
     def check_healthy(self) -> None:
@@ -80,13 +98,82 @@ class Publisher:
                 fix="publish a version again",
             )
 
-    async def load(self, request: LoraLoadRequest) -> LoraLoadResponse:
+    async def load(self, request: LoraLoadRequest, body: str | None = None) -> LoraLoadResponse:
         """Publish a version; when this returns, every new request gets it (or those that name it).
+
+        Args:
+            body: the file in memory that holds the adapter, if it came with the request.
 
         Raises:
             ServeError: 403, 404, 409 or 422 for what is wrong with the request or the adapter, 503 if
                 requests held every place in the engine for too long.
         """
+        way = delivered_by(request, body)
+        max_rank = self._require_lora()
+        async with self._publishing:
+            match way:
+                case "body":
+                    delivery = from_body(body or "", max_rank)
+                case "channel":
+                    delivery = self._channels.delivery(request.channel or "")
+                case _:
+                    delivery = await from_folder(request.adapter_path or "", self.roots, max_rank)
+            name, number = self.registry.name_for(request.adapter_name, request.version)
+            version = self.registry.reserve(
+                name,
+                number,
+                adapter_id=self.engine.next_id(),
+                path=delivery.origin,
+                now=time.monotonic(),
+                by_name_only=not request.activate,
+            )
+            await self._make_room()
+            start = time.perf_counter()
+            installed = await self._load_into_engine(version, delivery)
+            seconds = time.perf_counter() - start
+            version.slot = installed.slot
+            self.registry.activate(version)
+            self.fault = None
+            self.last_update_time = time.time()
+            unloaded = [old.name for old in self.registry.removable()]
+            self._sweep_later()
+        logger.info(
+            "Hot-swapped adapter %s (version %d, id %d) by %s in %.1f ms, engine held %.2f ms%s",
+            *(version.name, version.version, version.adapter_id, delivery.transport),
+            *(seconds * 1e3, installed.stall_seconds * 1e3),
+            f"; unloads {', '.join(unloaded)}" if unloaded else "",
+        )
+        return LoraLoadResponse(
+            adapter_path=delivery.origin,
+            adapter_name=version.name,
+            adapter_id=version.adapter_id,
+            load_count=self.registry.load_count,
+            adapter_config=delivery.config,
+            policy_version=version.version,
+            transport=delivery.transport,
+            slot=installed.slot,
+            replayed=installed.replayed,
+            load_seconds=seconds,
+            stall_seconds=installed.stall_seconds,
+            unloaded=unloaded,
+        )
+
+    async def open_channel(self, request: ChannelRequest) -> ChannelResponse:
+        """Open a channel, in the place of the one that is open.
+
+        Raises:
+            ServeError: 422, the adapter is not servable or the engine cannot take it this way.
+        """
+        max_rank = self._require_lora()
+        async with self._publishing:
+            return ChannelResponse(await self._channels.open(request, max_rank))
+
+    async def close_channel(self, name: str) -> None:
+        """Close a channel; one that is not open is closed already."""
+        async with self._publishing:
+            await self._channels.close(name)
+
+    def _require_lora(self) -> int:
         if self.max_rank is None:
             raise ServeError(
                 422,
@@ -95,39 +182,7 @@ class Publisher:
                 wanted="a server with LoRA",
                 fix="start it with --enable-lora",
             )
-        async with self._publishing:
-            path = allowed_path(request.adapter_path, self.roots)
-            config = await asyncio.to_thread(check_adapter, path, max_rank=self.max_rank)
-            name, number = self.registry.name_for(request.adapter_name, request.version)
-            version = self.registry.reserve(
-                name,
-                number,
-                adapter_id=self.engine.next_id(),
-                path=str(path),
-                now=time.monotonic(),
-                by_name_only=not request.activate,
-            )
-            await self._make_room()
-            seconds = await self._load_into_engine(version)
-            self.registry.activate(version)
-            self.fault = None
-            self.last_update_time = time.time()
-            unloaded = await self._sweep()
-        logger.info(
-            "Hot-swapped adapter %s (version %d, id %d) in %.1f ms from %s%s",
-            *(version.name, version.version, version.adapter_id, seconds * 1e3, path),
-            f"; unloaded {', '.join(unloaded)}" if unloaded else "",
-        )
-        return LoraLoadResponse(
-            adapter_path=str(path),
-            adapter_name=version.name,
-            adapter_id=version.adapter_id,
-            load_count=self.registry.load_count,
-            adapter_config=config,
-            policy_version=version.version,
-            load_seconds=seconds,
-            unloaded=unloaded,
-        )
+        return self.max_rank
 
     async def unload(self, request: LoraUnloadRequest) -> LoraUnloadResponse:
         """Withdraw a version; it leaves the engine now, or with the last request that runs on it.
@@ -146,11 +201,10 @@ class Publisher:
             policy_version=self.registry.newest.version,
         )
 
-    async def _load_into_engine(self, version: Version) -> float:
-        """Seconds that the engine took. After a failure, what it may have kept of it is taken out."""
-        start = time.perf_counter()
+    async def _load_into_engine(self, version: Version, delivery: Delivery) -> Installed:
+        """After a failure, what the engine may have kept of it is taken out."""
         try:
-            await self.engine.add(version.name, version.adapter_id, version.path)
+            return await self.engine.add(version.name, version.adapter_id, delivery)
         except Exception as error:
             try:
                 await self.engine.remove(version.name, version.adapter_id)
@@ -165,7 +219,6 @@ class Publisher:
                 wanted="an adapter that the engine can load",
                 fix="train only modules that vLLM serves for this architecture (all linear layers are)",
             ) from error
-        return time.perf_counter() - start
 
     async def _make_room(self) -> None:
         """Wait until the engine can hold one more adapter without pushing out one that requests run on."""
@@ -184,6 +237,12 @@ class Publisher:
                     fix="publish less often, shorten max_tokens, or raise --max-cpu-loras",
                 ) from None
         await self._sweep()
+
+    def _sweep_later(self) -> None:
+        """Let go of what may leave while others go on: nobody waits for it."""
+        sweep = asyncio.get_running_loop().create_task(self._sweep())
+        self._sweeps.add(sweep)
+        sweep.add_done_callback(self._sweeps.discard)
 
     async def _sweep(self) -> list[str]:
         """Take versions that may leave out of the engine; their names. Best effort: a failure is logged."""

@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from vllm_server import compat
 from vllm_server.policy import PolicyRegistry, Version
-from vllm_server.protocol import BridgeInfo, LoraStatus, VersionStatus
+from vllm_server.protocol import BridgeInfo, LoraStatus, VersionStatus, WorkerInfo, machine_id
 from vllm_server.publisher import Publisher
 
 
@@ -28,9 +28,10 @@ class PolicyServer:
     publisher: Publisher
     args: Namespace
     boot_id: str
+    workers: tuple[WorkerInfo, ...]
 
     @classmethod
-    def start(cls, app: Starlette, engine: compat.Engine, args: Namespace) -> "PolicyServer":
+    async def start(cls, app: Starlette, engine: compat.Engine, args: Namespace) -> "PolicyServer":
         """Made when vLLM has filled `app.state`, before the first request."""
         served = list(args.served_model_name or [args.model])
         lora = engine.vllm_config.lora_config
@@ -49,7 +50,8 @@ class PolicyServer:
             roots=tuple(Path(root).resolve() for root in args.lora_root),
             max_rank=lora.max_lora_rank if lora else None,
         )
-        server = cls(engine, adapters, publisher, args, boot_id=str(uuid4()))
+        workers = await compat.describe_workers(engine)
+        server = cls(engine, adapters, publisher, args, boot_id=str(uuid4()), workers=workers)
         app.state.policy_server = server
         return server
 
@@ -100,6 +102,7 @@ class PolicyServer:
                     version=v.version,
                     adapter_id=v.adapter_id,
                     adapter_path=v.path,
+                    slot=v.slot,
                     in_flight=v.in_flight,
                     served=v.served,
                     age_seconds=now - v.loaded_at,
@@ -133,4 +136,7 @@ class PolicyServer:
             max_model_len=model.max_model_len,
             logprobs_mode=str(model.logprobs_mode),
             vllm_version=compat.vllm_version(),
+            lora_dtype=str(lora.lora_dtype).removeprefix("torch.") if lora else None,
+            machine=machine_id(),
+            workers=list(self.workers),
         )

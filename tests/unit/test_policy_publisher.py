@@ -10,10 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from vllm_server.deliveries import Delivery
 from vllm_server.errors import ServeError
 from vllm_server.policy import PolicyRegistry
-from vllm_server.protocol import LoraLoadRequest, LoraUnloadRequest
-from vllm_server.publisher import Publisher
+from vllm_server.protocol import ChannelRequest, LoraLoadRequest, LoraUnloadRequest
+from vllm_server.publisher import Installed, Publisher
 
 RANK = 4
 
@@ -24,12 +25,22 @@ class StandInEngine:
     def __init__(self) -> None:
         self.events: list[str] = []
         self.fails: set[str] = set()
+        self.opened: list[str] = []
 
     def next_id(self) -> int:
         return len(self.events) + 1
 
-    async def add(self, name: str, adapter_id: int, path: str) -> None:
+    async def add(self, name: str, adapter_id: int, delivery: Delivery) -> Installed:
         self._event(f"add {name}")
+        return Installed(slot=len(self.events), replayed=False, stall_seconds=0.0)
+
+    async def open_channel(self, name: str, request: ChannelRequest) -> None:
+        self._event("open")
+        self.opened.append(name)
+
+    async def close_channel(self, name: str) -> None:
+        self._event("close")
+        self.opened.remove(name)
 
     async def remove(self, name: str, adapter_id: int) -> None:
         self._event(f"remove {name}")

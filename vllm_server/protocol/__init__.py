@@ -10,6 +10,7 @@ as version 0. A request that names no adapter is answered by the version publish
 says by which.
 """
 
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import msgspec
@@ -30,6 +31,8 @@ HEALTH_GENERATE_ROUTE: Final = "/health_generate"
 LORA_LOAD_ROUTE: Final = "/lora/load"
 LORA_UNLOAD_ROUTE: Final = "/lora/unload"
 LORA_STATUS_ROUTE: Final = "/lora/status"
+LORA_CHANNEL_ROUTE: Final = "/lora/channel"
+LORA_CHANNEL_CLOSE_ROUTE: Final = "/lora/channel/close"
 BRIDGE_INFO_ROUTE: Final = "/bridge/info"
 BRIDGE_IS_PAUSED_ROUTE: Final = "/bridge/is_paused"
 BRIDGE_PAUSE_ROUTE: Final = "/bridge/pause"
@@ -147,8 +150,17 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 # /lora/... -------------------------------------------------------------------------------------------------
 
 
+Transport = Literal["disk", "memory", "cuda_ipc", "nccl"]
+"""How an adapter's tensors come to the engine: a folder, the body of the request, the trainer's own GPU memory, or a
+broadcast between GPUs. All four carry one layout, that of a safetensors file (`vllm_server.protocol.flat`)."""
+
+SAFETENSORS_MEDIA_TYPE: Final = "application/x-safetensors"
+"""Content type of a `/lora/load` whose body is the adapter itself; name, version and activate are in the query."""
+
+
 class LoraLoadRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """`POST /lora/load`: publish the PEFT checkpoint at `adapter_path` (a folder that the server can read).
+    """`POST /lora/load`: publish the PEFT checkpoint at `adapter_path` (a folder that the server can read), or what
+    lies in an open `channel` now. With a body of safetensors bytes neither is said.
 
     Without a name it is `version_name(lora_name, version)`; without a version it is the one in the name, or
     else one more than the highest. A name that was used before is refused (409): caches are keyed by it.
@@ -157,7 +169,8 @@ class LoraLoadRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     server that others use.
     """
 
-    adapter_path: str
+    adapter_path: str | None = None
+    channel: str | None = None
     adapter_name: str | None = None
     version: int | None = None
     activate: bool = True
@@ -166,7 +179,9 @@ class LoraLoadRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 class LoraLoadResponse(msgspec.Struct, frozen=True, kw_only=True):
     """Sent once the adapter is in the engine and every new request gets it.
 
-    `load_seconds` is the engine's part of it; `unloaded` names the versions that left to make room.
+    `load_seconds` is the engine's part of it, of which generation stood still for `stall_seconds`; `slot` is its place
+    among the engine's adapters; `replayed` says that the slot was written by copies recorded before (the first adapter
+    of its shapes in a slot goes through vLLM's own code). `unloaded` names the versions that leave to make room.
     """
 
     status: Literal["success"] = "success"
@@ -176,8 +191,64 @@ class LoraLoadResponse(msgspec.Struct, frozen=True, kw_only=True):
     load_count: int
     adapter_config: dict[str, Any]
     policy_version: int
+    transport: Transport
+    slot: int
+    replayed: bool
     load_seconds: float
+    stall_seconds: float
     unloaded: list[str]
+
+
+class CudaIpcChannel(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="cuda_ipc"
+):
+    """`POST /lora/channel`: the trainer's packed adapter, in GPU memory that the engine maps.
+
+    `handle` is what `torch.UntypedStorage._share_cuda_()` gave, its bytes in base64; `offset` and `nbytes` say where
+    in that storage the tensors' data lies. `header` is the layout (the header of a safetensors file), in base64.
+    """
+
+    gpu_uuid: str
+    handle: list[int | bool | str]
+    offset: int
+    nbytes: int
+    header: str
+    adapter_config: dict[str, Any]
+
+
+class NcclChannel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="nccl"):
+    """`POST /lora/channel`: a NCCL communicator of the trainer (rank 0) and all of the engine's workers.
+
+    `unique_id`: base64 of `ncclUniqueId`; `nbytes`: how much one publish broadcasts; `header` as above.
+    """
+
+    unique_id: str
+    world_size: int
+    gpu_uuid: str
+    nbytes: int
+    header: str
+    adapter_config: dict[str, Any]
+
+
+ChannelRequest = CudaIpcChannel | NcclChannel
+
+
+class ChannelResponse(msgspec.Struct, frozen=True):
+    """Answer of `/lora/channel`: what `LoraLoadRequest.channel` says from now on."""
+
+    channel: str
+
+
+class ChannelCloseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`POST /lora/channel/close`: let go of the trainer's memory or communicator. Unknown ones are closed."""
+
+    channel: str
+
+
+class ChannelCloseResponse(msgspec.Struct, frozen=True):
+    """Answer of `/lora/channel/close`."""
+
+    status: Literal["closed"] = "closed"
 
 
 class LoraUnloadRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -206,6 +277,7 @@ class VersionStatus(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     adapter_id: int
     adapter_path: str
+    slot: int
     in_flight: int
     served: int
     age_seconds: float
@@ -229,11 +301,25 @@ class LoraStatus(msgspec.Struct, frozen=True, kw_only=True):
 # /bridge/... -----------------------------------------------------------------------------------------------
 
 
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the engine's workers. `gpu_uuid` is empty on a CPU; `visible_gpus` are all that its process may use."""
+
+    rank: int
+    gpu_uuid: str
+    visible_gpus: list[str]
+
+
+def machine_id() -> str:
+    """The same for two processes if they run on one machine, since one boot of it."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 class BridgeInfo(msgspec.Struct, frozen=True, kw_only=True):
     """`GET /bridge/info`: who this server is and what it can take.
 
     `boot_id` is new for each server process: versions of another boot mean nothing here. `max_lora_rank` is
-    null when the server was started without LoRA. `last_update_time`: Unix seconds, 0.0 before a publish.
+    null when the server was started without LoRA, `lora_dtype` too. `last_update_time`: Unix seconds, 0.0 before a
+    publish. `machine` is the server's `machine_id()`.
     """
 
     enabled: bool
@@ -254,6 +340,9 @@ class BridgeInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     logprobs_mode: str
     vllm_version: str
+    lora_dtype: str | None
+    machine: str
+    workers: list[WorkerInfo]
 
 
 class PausedState(msgspec.Struct, frozen=True):

@@ -1,17 +1,52 @@
 """`/lora/…`: publish a version, withdraw one, see which are there."""
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from vllm_server.deliveries import in_memory
+from vllm_server.errors import ServeError
 from vllm_server.http import json_response, read_body
-from vllm_server.protocol import LoraLoadRequest, LoraUnloadRequest
+from vllm_server.protocol import (
+    SAFETENSORS_MEDIA_TYPE,
+    ChannelCloseRequest,
+    ChannelCloseResponse,
+    ChannelRequest,
+    LoraLoadRequest,
+    LoraUnloadRequest,
+)
 from vllm_server.server import PolicyServer
 
 
 async def load(request: Request) -> Response:
-    """Publish the adapter of a `LoraLoadRequest`; not cut short if the client leaves."""
-    asked = await read_body(request, LoraLoadRequest)
-    return json_response(await PolicyServer.of(request).publisher.load(asked))
+    """Publish the adapter of a `LoraLoadRequest`, or the one in the body; not cut short if the client leaves."""
+    publisher = PolicyServer.of(request).publisher
+    if request.headers.get("content-type", "").partition(";")[0] != SAFETENSORS_MEDIA_TYPE:
+        return json_response(await publisher.load(await read_body(request, LoraLoadRequest)))
+    async with in_memory(request.stream()) as file:
+        return json_response(await publisher.load(_from_query(request), file))
+
+
+def _from_query(request: Request) -> LoraLoadRequest:
+    try:
+        return msgspec.convert(dict(request.query_params), LoraLoadRequest, strict=False)
+    except msgspec.ValidationError as error:
+        raise ServeError(
+            422, "query", got=error, wanted="adapter_name, version and activate", fix="correct it"
+        ) from error
+
+
+async def open_channel(request: Request) -> Response:
+    """Open the channel of a `ChannelRequest`: the trainer's GPU memory, or a communicator with it."""
+    asked = await read_body(request, ChannelRequest)  # pyright: ignore[reportArgumentType]  # a union
+    return json_response(await PolicyServer.of(request).publisher.open_channel(asked))
+
+
+async def close_channel(request: Request) -> Response:
+    """Close the channel of a `ChannelCloseRequest`."""
+    asked = await read_body(request, ChannelCloseRequest)
+    await PolicyServer.of(request).publisher.close_channel(asked.channel)
+    return json_response(ChannelCloseResponse())
 
 
 async def unload(request: Request) -> Response:

@@ -1,0 +1,112 @@
+"""One layout for an adapter on its way: that of a safetensors file, whatever carries it.
+
+    8 bytes, little endian: length of the header │ header, JSON, padded with spaces │ the tensors' data, without gaps
+
+The header alone describes the data, so a file, a request's body, GPU memory and a broadcast are read by the same code.
+Format: https://github.com/huggingface/safetensors (README, "Format"). No torch here.
+"""
+
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+ITEM_SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+HEADER_LIMIT = 100 << 20  # bytes; safetensors' own
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class TensorSpan:
+    """One tensor's place in the data.
+
+    Attributes:
+        dtype: by safetensors' names: F32, BF16, …
+        start, end: bytes from the start of the data.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a header says; `size` counts its bytes with the length before it: there the data starts."""
+
+    spans: tuple[TensorSpan, ...]
+    metadata: Mapping[str, str]
+    size: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data."""
+        return max((span.end for span in self.spans), default=0)
+
+
+def lay_out(tensors: Iterable[tuple[str, tuple[int, ...]]], dtype: str) -> tuple[TensorSpan, ...]:
+    """Place tensors of one dtype one after the other."""
+    spans, start = [], 0
+    for name, shape in tensors:
+        end = start + prod(shape) * ITEM_SIZES[dtype]
+        spans.append(TensorSpan(name, dtype, shape, start, end))
+        start = end
+    return tuple(spans)
+
+
+def encode_header(spans: Iterable[TensorSpan], metadata: Mapping[str, str]) -> bytes:
+    """Length and header, so padded that the data starts at a multiple of 64 bytes."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    entries |= {s.name: {"dtype": s.dtype, "shape": list(s.shape), "data_offsets": [s.start, s.end]} for s in spans}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
+
+
+def header_size(head: bytes) -> int:
+    """Bytes of length and header together, from the first eight.
+
+    Raises:
+        ValueError: this is no safetensors file.
+    """
+    if len(head) < 8:
+        raise ValueError(f"{len(head)} bytes")
+    size = struct.unpack("<Q", head[:8])[0]
+    if size > HEADER_LIMIT:
+        raise ValueError(f"a header of {size} bytes")
+    return 8 + size
+
+
+def decode_header(data: bytes) -> Header:
+    """Read length and header; `data` may go on behind them.
+
+    Raises:
+        ValueError: they are damaged; the message says in what.
+    """
+    size = header_size(data)
+    if len(data) < size:
+        raise ValueError("a file that ends in its header")
+    try:
+        entries = json.loads(data[8:size])
+        metadata = entries.pop("__metadata__", {})
+        spans = tuple(
+            TensorSpan(name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
+            for name, entry in entries.items()
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"a header that is none ({error})") from error
+    for span in spans:
+        _check(span)
+    return Header(spans, metadata, size)
+
+
+def _check(span: TensorSpan) -> None:
+    if not all(isinstance(n, int) and n >= 0 for n in (*span.shape, span.start, span.end)):
+        raise ValueError(f"{span.name} with shape {span.shape} at {span.start}:{span.end}")
+    wanted = prod(span.shape) * ITEM_SIZES.get(span.dtype, 0)
+    if span.dtype in ITEM_SIZES and span.end - span.start != wanted:
+        raise ValueError(f"{span.name} with {span.end - span.start} bytes for shape {span.shape} of {span.dtype}")

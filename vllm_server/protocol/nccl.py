@@ -1,0 +1,159 @@
+"""The few NCCL calls with which trainer and server meet, for both ends.
+
+torch.distributed is no help here: its process groups hold one program's processes, and vLLM has one of its own already.
+NCCL itself needs no more than a unique id (128 bytes, sent over HTTP) and one call at each end. The library is the one
+that torch has loaded. Communicators are non-blocking, so that a partner who never comes is an error, not a hang.
+
+Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html (2.18 and later).
+"""
+
+import ctypes
+import functools
+import time
+from collections.abc import Callable
+
+INIT_TIMEOUT_S = 60.0
+BROADCAST_TIMEOUT_S = 20.0
+
+_SUCCESS, _IN_PROGRESS = 0, 7
+_UINT8 = 1  # ncclDataType_t: ncclUint8
+_POLL_S = 0.0002
+
+
+class NcclError(RuntimeError):
+    """NCCL refused, or a partner did not answer in time; the communicator cannot be used any more."""
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = [("internal", ctypes.c_byte * 128)]
+
+
+class _Config(ctypes.Structure):
+    """ncclConfig_t as of 2.14: later libraries take it by its size and version."""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+    ]
+
+
+def _non_blocking() -> _Config:
+    return _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21400, 0)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """The NCCL of this process.
+
+    Raises:
+        NcclError: there is none.
+    """
+    try:
+        library = ctypes.CDLL("libnccl.so.2")  # torch has loaded it: found by its name, wherever it lies
+    except OSError as error:
+        raise NcclError(f"no NCCL in this process ({error}): wanted a CUDA build of torch, imported before") from error
+    library.ncclGetErrorString.restype = ctypes.c_char_p
+    library.ncclCommInitRankConfig.argtypes = [
+        ctypes.POINTER(ctypes.c_void_p),
+        ctypes.c_int,
+        _UniqueId,
+        ctypes.c_int,
+        ctypes.POINTER(_Config),
+    ]
+    library.ncclBroadcast.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+    ]
+    for name in ("ncclCommAbort", "ncclCommDestroy", "ncclCommFinalize"):
+        getattr(library, name).argtypes = [ctypes.c_void_p]
+    library.ncclCommGetAsyncError.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)]
+    return library
+
+
+def _check(status: int, doing: str) -> None:
+    if status not in (_SUCCESS, _IN_PROGRESS):
+        reason = _library().ncclGetErrorString(status).decode()
+        raise NcclError(f"NCCL could not {doing}: {reason} (NCCL_DEBUG=INFO tells more)")
+
+
+def unique_id() -> bytes:
+    """A new communicator's name; the process that made it must take part, as rank 0."""
+    made = _UniqueId()
+    _check(_library().ncclGetUniqueId(ctypes.byref(made)), "make a unique id")
+    return bytes(made.internal)
+
+
+class Communicator:
+    """One rank of a communicator on the current CUDA device; made together with all others.
+
+    Args:
+        abandoned: asked while waiting for the others; raises when it is known that they won't come.
+
+    Raises:
+        NcclError: the others were not there in time.
+    """
+
+    def __init__(self, name: bytes, rank: int, size: int, abandoned: Callable[[], None] = lambda: None) -> None:
+        self._handle = ctypes.c_void_p()
+        config = _non_blocking()
+        status = _library().ncclCommInitRankConfig(
+            ctypes.byref(self._handle), size, _UniqueId.from_buffer_copy(name), rank, ctypes.byref(config)
+        )
+        _check(status, f"join as rank {rank} of {size}")
+        self._settle(f"join as rank {rank} of {size}", INIT_TIMEOUT_S, abandoned)
+
+    def broadcast(
+        self, pointer: int, nbytes: int, *, root: int, stream: int, abandoned: Callable[[], None] = lambda: None
+    ) -> None:
+        """Enqueue on a CUDA stream: root's bytes come to every rank's memory at `pointer`."""
+        status = _library().ncclBroadcast(pointer, pointer, nbytes, _UINT8, root, self._handle, stream)
+        _check(status, "broadcast")
+        self._settle("broadcast", BROADCAST_TIMEOUT_S, abandoned)
+
+    def wait(self, done: Callable[[], bool], abandoned: Callable[[], None] = lambda: None) -> None:
+        """Until `done()` (a stream's query) says that what was enqueued has come.
+
+        Raises:
+            NcclError: it did not in time, or a rank failed.
+        """
+        self._until(done, "broadcast", BROADCAST_TIMEOUT_S, abandoned)
+
+    def _settle(self, doing: str, limit_s: float, abandoned: Callable[[], None]) -> None:
+        self._until(lambda: self._async_status() == _SUCCESS, doing, limit_s, abandoned)
+
+    def _until(self, done: Callable[[], bool], doing: str, limit_s: float, abandoned: Callable[[], None]) -> None:
+        deadline = time.monotonic() + limit_s
+        try:
+            while not done():
+                abandoned()
+                _check(self._async_status(), doing)
+                if time.monotonic() > deadline:
+                    raise NcclError(f"NCCL could not {doing}: the others did not answer within {limit_s:.0f} s")
+                time.sleep(_POLL_S)
+        except BaseException:
+            self.abort()
+            raise
+
+    def _async_status(self) -> int:
+        if not self._handle:
+            raise NcclError("the NCCL communicator is gone after a failure: open the channel again")
+        status = ctypes.c_int()
+        _check(_library().ncclCommGetAsyncError(self._handle, ctypes.byref(status)), "ask for its state")
+        return status.value
+
+    def abort(self) -> None:
+        """End it without the others: kernels that wait for them return."""
+        if self._handle:
+            handle, self._handle = self._handle, ctypes.c_void_p()
+            _library().ncclCommAbort(handle)
+
+    def close(self) -> None:
+        """Leave it. Not together with the others, who may be gone: so by aborting what is idle."""
+        self.abort()

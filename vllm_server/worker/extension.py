@@ -1,0 +1,112 @@
+"""What vLLM's worker can do beyond vLLM: named in `--worker-extension-cls`, called by `collective_rpc`.
+
+vLLM mixes the class into its worker, where a name that is taken is an error: hence the prefix. It stays thin; what the
+calls need is kept in one object. Arguments are JSON (vLLM passes text and bytes, but not structs of ours), results are
+plain values. A refusal comes back as `{"refused": reason}`: an exception would be a fault of the engine.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+
+from vllm_server.protocol import ChannelRequest, CudaIpcChannel, NcclChannel
+from vllm_server.protocol.nccl import NcclError
+from vllm_server.worker.packed import PackedAdapter, read_file
+from vllm_server.worker.slots import AdapterSlots
+from vllm_server.worker.transports.cuda_ipc import CudaIpcReceiver, gpu_uuid
+from vllm_server.worker.transports.nccl import NcclReceiver
+
+
+class Receiver(Protocol):
+    """An open channel."""
+
+    def receive(self) -> PackedAdapter: ...
+    def close(self) -> None: ...
+
+
+@dataclass
+class PolicyState:
+    """A worker's adapters and open channels."""
+
+    slots: AdapterSlots
+    channels: dict[str, Receiver] = field(default_factory=dict)
+
+
+def settings_of(config: dict[str, Any]) -> str:
+    """What of an adapter's configuration changes how its tensors are used."""
+    return f"r{config['r']} alpha{config['lora_alpha']} rslora{bool(config.get('use_rslora'))}"
+
+
+def _receiver(request: ChannelRequest, settings: str, device: torch.device, rank: int) -> Receiver:
+    match request:
+        case CudaIpcChannel():
+            return CudaIpcReceiver(request, settings, device)
+        case NcclChannel():
+            return NcclReceiver(request, settings, device, rank)
+
+
+class PolicyWorker:
+    """Mixed into vLLM's worker."""
+
+    rank: int
+    device: torch.device
+
+    def grpo_describe(self) -> dict[str, Any]:
+        """As `WorkerInfo`."""
+        if self.device.type != "cuda":
+            return {"rank": self.rank, "gpu_uuid": "", "visible_gpus": []}
+        visible = [gpu_uuid(index) for index in range(torch.cuda.device_count())]
+        index = self.device.index if self.device.index is not None else torch.cuda.current_device()
+        return {"rank": self.rank, "gpu_uuid": gpu_uuid(index), "visible_gpus": visible}
+
+    def grpo_open_channel(self, name: str, request: str) -> dict[str, Any]:
+        """Map the trainer's memory, or join its communicator (a `ChannelRequest` as JSON)."""
+        state = self._grpo()
+        asked = msgspec.json.decode(request, type=ChannelRequest)
+        settings = settings_of(asked.adapter_config)
+        try:
+            with state.slots.writing():
+                state.channels[name] = _receiver(asked, settings, self.device, self.rank)
+        except (ValueError, NcclError) as error:
+            return {"refused": str(error)}
+        return {}
+
+    def grpo_close_channel(self, name: str) -> None:
+        """Let go of it; one that is not open is no error."""
+        receiver = self._grpo().channels.pop(name, None)
+        if receiver is not None:
+            receiver.close()
+
+    def grpo_install_adapter(self, adapter_id: int, config: str, *, file: str, channel: str) -> dict[str, Any]:
+        """Write the adapter that lies in a safetensors file or a channel into a slot; an `Installed` as a dict."""
+        started = time.perf_counter()
+        state = self._grpo()
+        settings = msgspec.json.decode(config)
+        if channel and channel not in state.channels:
+            return {"refused": f"channel {channel} is not open"}
+        try:
+            with state.slots.writing():
+                if channel:
+                    adapter = state.channels[channel].receive()
+                else:
+                    adapter = read_file(Path(file), settings_of(settings), self.device)
+                installed = state.slots.install(adapter_id, adapter, settings)
+        except NcclError as error:
+            del state.channels[channel]
+            return {"refused": str(error)}
+        except ValueError as error:  # vLLM's own word for an adapter that it does not take
+            return {"refused": str(error)}
+        return {**asdict(installed), "seconds": time.perf_counter() - started}
+
+    def _grpo(self) -> PolicyState:
+        state: PolicyState | None = self.__dict__.get("_grpo_state")
+        if state is None:
+            manager = self.get_model().lora_manager  # type: ignore[attr-defined]  # the worker's own
+            state = self.__dict__["_grpo_state"] = PolicyState(AdapterSlots(manager, self.device))
+        return state

@@ -1,0 +1,96 @@
+"""An adapter's tensors as the worker has them: one flat buffer, and where each tensor lies in it."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vllm_server.protocol.flat import decode_header, header_size
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies: elements from the start of the buffer."""
+
+    offset: int
+    shape: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.offset + prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Names, places, and one dtype; `key` is the same for equal layouts with equal settings of the adapter."""
+
+    key: str
+    dtype: torch.dtype
+    places: Mapping[str, Place]
+
+    @property
+    def numel(self) -> int:
+        return max(place.end for place in self.places.values())
+
+
+@dataclass(frozen=True)
+class PackedAdapter:
+    """`buffer_E`: all elements, in the layout's dtype, on the device that it came to."""
+
+    layout: Layout
+    buffer_E: Tensor
+
+    def tensors(self, buffer_E: Tensor | None = None) -> dict[str, Tensor]:
+        """Views by name, of this buffer or of another one of the same layout."""
+        buffer_E = self.buffer_E if buffer_E is None else buffer_E
+        return {name: buffer_E[p.offset : p.end].view(p.shape) for name, p in self.layout.places.items()}
+
+
+def layout_of(header: bytes, settings: str) -> Layout:
+    """The layout that a header describes.
+
+    Args:
+        header: length and header of a safetensors file.
+        settings: whatever else the engine's use of the tensors depends on (rank, alpha, …), as text.
+
+    Raises:
+        ValueError: a tensor's dtype is none of floats, or there are several.
+    """
+    parsed = decode_header(header)
+    dtypes = {span.dtype for span in parsed.spans}
+    if len(dtypes) != 1 or not dtypes <= DTYPES.keys():
+        raise ValueError(
+            f"tensors of {', '.join(sorted(dtypes)) or 'no dtype'}, wanted all of one of {', '.join(DTYPES)}"
+        )
+    dtype = DTYPES[dtypes.pop()]
+    places = {span.name: Place(span.start // dtype.itemsize, span.shape) for span in parsed.spans}
+    return Layout(f"{hash(bytes(header[: parsed.size]))}:{settings}", dtype, places)
+
+
+def read_file(path: Path, settings: str, device: torch.device) -> PackedAdapter:
+    """Map a safetensors file and bring its data to the device in one copy (on a CPU: none).
+
+    The buffer of a CPU is the mapped file: use it before the file goes.
+    """
+    with path.open("rb") as stream:
+        size = header_size(stream.read(8))
+        mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)  # private: nothing is written back
+    layout = layout_of(mapped[:size], settings)
+    data_E = torch.frombuffer(mapped, dtype=layout.dtype, offset=size, count=layout.numel)
+    return PackedAdapter(layout, data_E.to(device))
+
+
+def cast(adapter: PackedAdapter, dtype: torch.dtype) -> PackedAdapter:
+    """The same adapter in another dtype."""
+    if adapter.layout.dtype == dtype:
+        return adapter
+    layout = Layout(f"{adapter.layout.key}:{dtype}", dtype, adapter.layout.places)
+    return PackedAdapter(layout, adapter.buffer_E.to(dtype))

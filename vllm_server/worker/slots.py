@@ -1,0 +1,239 @@
+"""Writing an adapter into vLLM's slots: where its kernels read, and nowhere else.
+
+vLLM keeps each adapter twice: on the CPU, tensor by tensor, and in a slot of buffers on the device, into which
+hundreds of small copies go. Here the slot is the only place, and the first adapter that comes to a slot goes through
+vLLM's own code (which merges q, k and v, cuts shards, scales B) while its copies are recorded: which piece of the
+packed buffer went where. Every later adapter of the same shapes is written by repeating them all in one call.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+
+from vllm_server.worker.packed import Layout, PackedAdapter, cast
+
+logger = logging.getLogger("vllm.grpo.slots")
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What was done.
+
+    Attributes:
+        seconds: the engine did nothing else meanwhile.
+        unserved: modules of the adapter for which this worker has no place.
+    """
+
+    slot: int
+    replayed: bool
+    seconds: float
+    unserved: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Source:
+    """A piece of a packed buffer: offset in elements, size and stride as of `torch.as_strided`."""
+
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def of(self, buffer_E: Tensor) -> Tensor:
+        return torch.as_strided(buffer_E, self.size, self.stride, buffer_E.storage_offset() + self.offset)
+
+
+@dataclass
+class CopyPlan:
+    """The copies that write one slot, and the targets that are multiplied by the adapter's scaling afterwards."""
+
+    targets: list[Tensor]
+    sources: list[Source]
+    scaled: list[Tensor]
+    scaling: float
+    _bound: tuple[int, list[Tensor]] | None = field(default=None, repr=False)
+
+    def run(self, buffer_E: Tensor) -> None:
+        if self._bound is None or self._bound[0] != buffer_E.data_ptr():
+            self._bound = (buffer_E.data_ptr(), [source.of(buffer_E) for source in self.sources])
+        torch._foreach_copy_(self.targets, self._bound[1], non_blocking=True)  # pyright: ignore
+        if self.scaling != 1.0:
+            torch._foreach_mul_(self.scaled, self.scaling)  # pyright: ignore
+
+
+class SlotResident(LoRAModel):
+    """An adapter whose tensors are in its slot only.
+
+    vLLM asks an adapter for tensors when it moves it into a slot. This one is in a slot as long as it is registered;
+    were it ever moved, it would have nothing to give, and the base model would answer in its name: so it raises.
+    """
+
+    sealed = False
+
+    def seal(self) -> None:
+        self.loras.clear()
+        self.sealed = True
+
+    def get_lora(self, module_name: str) -> Any:
+        if self.sealed:
+            raise RuntimeError(f"adapter {self.id} lost its slot: publish it again")
+        return super().get_lora(module_name)
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes every copy out of a buffer while it is in force."""
+
+    def __init__(self, buffer_E: Tensor) -> None:
+        super().__init__()
+        self._storage = buffer_E.untyped_storage().data_ptr()
+        self._start = buffer_E.storage_offset()
+        self.copies: list[tuple[Tensor, Source]] = []
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            target, source = args[0], args[1]
+            if source.untyped_storage().data_ptr() == self._storage:
+                offset = source.storage_offset() - self._start
+                self.copies.append((target, Source(offset, tuple(source.shape), source.stride())))
+        return func(*args, **(kwargs or {}))
+
+
+class AdapterSlots:
+    """One worker's slots.
+
+    Args:
+        manager: vLLM's LoRAModelManager.
+    """
+
+    def __init__(self, manager: Any, device: torch.device) -> None:
+        self._manager = manager
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._plans: dict[tuple[int, str], CopyPlan] = {}
+        self._written: dict[int, str] = {}  # slot -> key of the layout that it was written with last
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the slots hold."""
+        return self._manager.lora_config.lora_dtype
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """On a GPU: beside the forward passes under way, none of which reads the slot; done when the block is left."""
+        if self._stream is None:
+            with torch.no_grad():
+                yield
+            return
+        with torch.no_grad(), torch.cuda.stream(self._stream):
+            yield
+            self._stream.synchronize()
+
+    def install(self, adapter_id: int, adapter: PackedAdapter, config: dict[str, Any]) -> Installed:
+        """Write an adapter into a free slot and register it under its id. Call within `writing`.
+
+        Raises:
+            RuntimeError: no slot is free.
+        """
+        started = time.perf_counter()
+        adapter = cast(adapter, self.dtype)
+        key = adapter.layout.key
+        free = [slot for slot, holder in enumerate(self._manager.lora_index_to_id) if holder is None]
+        if not free:
+            raise RuntimeError(f"all {len(self._manager.lora_index_to_id)} adapter slots are taken")
+        known = [slot for slot in free if (slot, key) in self._plans and self._written.get(slot) == key]
+        if known:
+            slot, unserved = known[0], ()
+            self._plans[slot, key].run(adapter.buffer_E)
+            self._register(adapter_id, slot, config)
+        else:
+            slot, unserved = self._install_by_vllm(adapter_id, adapter, config)
+        return Installed(slot, bool(known), time.perf_counter() - started, unserved)
+
+    def _register(self, adapter_id: int, slot: int, config: Mapping[str, Any]) -> None:
+        resident = SlotResident(adapter_id, config["r"], {})
+        resident.seal()
+        self._manager._registered_adapters[adapter_id] = resident
+        self._manager._active_adapters[adapter_id] = None
+        self._manager.lora_index_to_id[slot] = adapter_id
+
+    def _install_by_vllm(
+        self, adapter_id: int, adapter: PackedAdapter, config: dict[str, Any]
+    ) -> tuple[int, tuple[str, ...]]:
+        """By vLLM's own code, recording what it copies; the slot, and the modules that it has no place for."""
+        manager = self._manager
+        helper = PEFTHelper.from_dict({**config, "vllm_max_position_embeddings": None})
+        helper.validate_legal(manager.lora_config)
+        buffer_E = adapter.buffer_E.clone()  # vLLM scales B in place
+        lora = SlotResident.from_lora_tensors(
+            adapter_id,
+            adapter.tensors(buffer_E),
+            helper,
+            device=str(buffer_E.device),
+            dtype=self.dtype,
+            model_vocab_size=manager.vocab_size,
+            weights_mapper=_renames(manager.model),
+            skip_prefixes=getattr(manager.model, "lora_skip_prefixes", None),
+        )
+        assert isinstance(lora, SlotResident)
+        manager.add_adapter(lora)  # merges what vLLM has merged
+        unserved = tuple(sorted(set(lora.loras) - set(manager.modules)))
+        with _Recorder(buffer_E) as recorder:
+            manager.activate_adapter(adapter_id)
+        lora.seal()
+        slot = manager.lora_index_to_id.index(adapter_id)
+        self._forget_slot(slot)
+        plan = _plan(recorder.copies, adapter.layout, helper.vllm_lora_scaling_factor)
+        if plan is not None:
+            self._plans[slot, adapter.layout.key] = plan
+            self._written[slot] = adapter.layout.key
+        return slot, unserved
+
+    def _forget_slot(self, slot: int) -> None:
+        """Plans hold views of the buffers that they were bound to: one layout a slot is kept, the one in it."""
+        for key in [key for key in self._plans if key[0] == slot]:
+            del self._plans[key]
+        self._written.pop(slot, None)
+
+
+def _renames(model: Any) -> Any:
+    """vLLM's renaming of checkpoint names to its own, without its merging of q, k, v and gate, up."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    for method in ("get_rename_mapper", "get_unstacked_mapper"):  # 0.32, 0.25
+        if hasattr(mapper, method):
+            return getattr(mapper, method)()
+    return mapper
+
+
+def _plan(copies: list[tuple[Tensor, Source]], layout: Layout, scaling: float) -> CopyPlan | None:
+    """The recorded copies as a plan; None if they are not all of it.
+
+    Where vLLM makes new tensors on the way (it joins the shards of a fused layer, stacks experts), what it copies does
+    not come from the buffer, and only its own code can write the slot.
+    """
+    owners = sorted((place.offset, place.end, name) for name, place in layout.places.items())
+    starts = torch.tensor([start for start, _, _ in owners])
+    seen: set[str] = set()
+    scaled = []
+    for target, source in copies:
+        _, end, name = owners[int(torch.searchsorted(starts, source.offset, right=True)) - 1]
+        if source.offset >= end:
+            return None
+        seen.add(name)
+        if ".lora_B" in name or "lora_embedding_B" in name:
+            scaled.append(target)
+    if seen != set(layout.places):
+        logger.info("this model's adapters go through vLLM's own loading each time: not all copies can be repeated")
+        return None
+    return CopyPlan([target for target, _ in copies], [source for _, source in copies], scaled, scaling)

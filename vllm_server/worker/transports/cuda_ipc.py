@@ -1,0 +1,49 @@
+"""Transport `cuda_ipc`: the trainer's packed adapter, mapped here; copied GPU memory to GPU memory."""
+
+from __future__ import annotations
+
+from base64 import b64decode
+
+import torch
+from torch import Tensor
+
+from vllm_server.protocol import CudaIpcChannel
+from vllm_server.worker.packed import Layout, PackedAdapter, layout_of
+
+
+def gpu_uuid(index: int) -> str:
+    """A GPU's identity, the same in every process whatever CUDA_VISIBLE_DEVICES says."""
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+class CudaIpcReceiver:
+    """Holds the mapping of the trainer's buffer.
+
+    Raises:
+        ValueError: this process does not see the trainer's GPU.
+    """
+
+    def __init__(self, channel: CudaIpcChannel, settings: str, device: torch.device) -> None:
+        visible = {gpu_uuid(index): index for index in range(torch.cuda.device_count())}
+        if channel.gpu_uuid not in visible:
+            raise ValueError(f"the trainer's GPU {channel.gpu_uuid}, while this worker sees {', '.join(visible)}")
+        # CUDA must be up in this process before a handle is opened, which the worker's own tensors have seen to.
+        _, *rest = (b64decode(field) if isinstance(field, str) else field for field in channel.handle)
+        storage = torch.UntypedStorage._new_shared_cuda(visible[channel.gpu_uuid], *rest)
+        self._layout: Layout = layout_of(b64decode(channel.header), settings)
+        bytes_B = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        bytes_B.set_(storage, channel.offset, (channel.nbytes,), (1,))  # pyright: ignore[reportArgumentType, reportCallIssue]
+        self._theirs_E: Tensor = bytes_B.view(self._layout.dtype)
+        # From another GPU one large copy is quicker than hundreds of small ones.
+        self._own_E = None if storage.device == device else torch.empty_like(self._theirs_E, device=device)
+
+    def receive(self) -> PackedAdapter:
+        """What the trainer has packed last; it waits for our answer before it packs again."""
+        if self._own_E is None:
+            return PackedAdapter(self._layout, self._theirs_E)
+        self._own_E.copy_(self._theirs_E, non_blocking=True)
+        return PackedAdapter(self._layout, self._own_E)
+
+    def close(self) -> None:
+        """Unmap the trainer's memory."""
+        del self._theirs_E
