@@ -12,7 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from grpo_trainer.errors import NotAvailableError
-from grpo_trainer.options import Section, option
+from grpo_trainer.model.adapter_file import AdapterFile, read_adapter
+from grpo_trainer.options import Section, leaves, option, shown
+from grpo_trainer.ranges import format_ranges, parse_ranges
 from vllm_server.protocol import DEFAULT_LORA_NAME, DEFAULT_PORT, LEGAL_LORA_RANKS
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -134,9 +136,22 @@ class LoraOptions(Section):
 
     r: int = option(16, help="Rank of the adapter.", flags=("--lora-r", "--lora-rank"))
     alpha: float = option(32.0, help="The adapter is scaled by alpha / r.", flags=("--lora-alpha",), gt=0)
+    rslora: bool = option(
+        False, help="Rank-stabilised LoRA: scaled by alpha / sqrt(r) instead.", flags=("--lora-rslora",)
+    )
     dropout: float = option(0.0, help="Dropout on the adapter's input.", flags=("--lora-dropout",), ge=0, lt=1)
     target_modules: tuple[str, ...] = option(
         ALL_LINEAR, help="Modules with an adapter, comma-separated.", flags=("--lora-target-modules",)
+    )
+    layers: str | None = option(
+        None,
+        help="Layers with an adapter, from 0: numbers and ranges such as 0-3,28-31 (default: all).",
+        flags=("--lora-layer-indices",),
+    )
+    adapter: Path | None = option(
+        None,
+        help="Start from this PEFT LoRA checkpoint; rank, alpha, rslora, modules and layers are its own.",
+        flags=("--lora-adapter",),
     )
     name: str = option(DEFAULT_LORA_NAME, help="Versions are served as NAME-v1, NAME-v2, …", flags=("--lora-name",))
 
@@ -156,6 +171,16 @@ class LoraOptions(Section):
         if not names:
             raise ValueError("wanted at least one module name, e.g. q_proj,v_proj")
         return names
+
+    @field_validator("layers")
+    @classmethod
+    def _are_layers(cls, value: str | None) -> str | None:
+        return None if value is None else format_ranges(parse_ranges(value))
+
+    @property
+    def layer_indices(self) -> tuple[int, ...] | None:
+        """The layers with an adapter, ascending; None: all."""
+        return None if self.layers is None else parse_ranges(self.layers)
 
 
 class RestartOptions(Section):
@@ -251,6 +276,28 @@ class TrainConfig(Section):
             )
         return self
 
+    @model_validator(mode="before")
+    @classmethod
+    def _take_from_adapter(cls, data: Any) -> Any:
+        """What an adapter to start from says stands for the flags that were not given."""
+        bridge = data.get("bridge") if isinstance(data, dict) else None
+        if not isinstance(bridge, dict) or not bridge.get("adapter"):
+            return data
+        return {**data, "bridge": {**_settings_of(read_adapter(Path(bridge["adapter"]))), **bridge}}
+
+    @model_validator(mode="after")
+    def _agrees_with_adapter(self) -> TrainConfig:
+        if isinstance(self.bridge, LoraOptions) and self.bridge.adapter is not None:
+            for name, its in _settings_of(read_adapter(self.bridge.adapter)).items():
+                given = getattr(self.bridge, name)
+                if (sorted(given) if isinstance(given, tuple) else given) != its:
+                    flag = next(leaf.flags[0] for leaf in leaves(LoraOptions) if leaf.path == (name,))
+                    raise ValueError(
+                        f"{flag} {shown(given)}: the adapter at --lora-adapter {self.bridge.adapter} has "
+                        f"{'all' if its is None else shown(its)}; leave {flag} out"
+                    )
+        return self
+
     @property
     def sequences_per_step(self) -> int:
         """The rollout API's batch size."""
@@ -259,6 +306,17 @@ class TrainConfig(Section):
     @property
     def log_dir(self) -> Path:
         return self.logging.log_dir or self.checkpoints.save_path
+
+
+def _settings_of(adapter: AdapterFile) -> dict[str, Any]:
+    """What an existing adapter says of the options of `LoraOptions`."""
+    return {
+        "r": adapter.r,
+        "alpha": adapter.alpha,
+        "rslora": adapter.rslora,
+        "target_modules": list(adapter.target_modules),
+        "layers": None if adapter.layers is None else format_ranges(adapter.layers),
+    }
 
 
 def require_available(bridge: Section) -> LoraOnly:

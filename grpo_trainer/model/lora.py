@@ -3,45 +3,133 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from safetensors.torch import save
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file, save
+from torch import nn
 from transformers import PreTrainedModel
 
 from grpo_trainer.config import LoraOptions
 from grpo_trainer.errors import ModelError
 from grpo_trainer.files import write_bytes
+from grpo_trainer.model.adapter_file import CONFIG_FILE, WEIGHTS_FILE, AdapterFile, read_adapter
 
-WEIGHTS_FILE = "adapter_model.safetensors"
-CONFIG_FILE = "adapter_config.json"
+log = logging.getLogger(__name__)
 
 
 def add_adapter(model: PreTrainedModel, options: LoraOptions, seed: int) -> PeftModel:
-    """Wrap a frozen model with a fresh adapter (B = 0, so it starts as the base model); its weights are fp32.
+    """Wrap a frozen model with an adapter; its weights are fp32.
+
+    It is fresh (B = 0, so it starts as the base model), or the one that `--lora-adapter` names.
 
     Raises:
-        ModelError: no module has a wanted name.
+        ModelError: the model lacks a wanted module or layer, vLLM would not serve it, or the adapter to start from is
+            another model's.
     """
-    present = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    missing = [name for name in options.target_modules if name not in present]
-    if missing:
-        raise ModelError(
-            f"--lora-target-modules {','.join(missing)}: {type(model).__name__} has no such linear module; "
-            f"it has {', '.join(sorted(present))}"
-        )
+    layers = decoder_layers(model)
+    _check_layers(layers, options)
+    _check_modules(model, layers, options)
     torch.manual_seed(seed)
     config = LoraConfig(
         r=options.r,
         lora_alpha=options.alpha,  # type: ignore[arg-type]  # PEFT computes with it; a float is right
         lora_dropout=options.dropout,
+        use_rslora=options.rslora,
         target_modules=list(options.target_modules),
+        layers_to_transform=None if options.layer_indices is None else list(options.layer_indices),
+        layers_pattern=None if options.layer_indices is None else layers.name.rpartition(".")[2],
         task_type="CAUSAL_LM",
     )
     wrapped = get_peft_model(model, config, autocast_adapter_dtype=True)
     assert isinstance(wrapped, PeftModel)
+    if options.adapter is not None:
+        _start_from(wrapped, read_adapter(options.adapter))
     return wrapped
+
+
+class DecoderLayers:
+    """The list of a model's decoder layers: its name within the model, and how many there are."""
+
+    def __init__(self, name: str, layers: nn.ModuleList) -> None:
+        self.name = name
+        self.count = len(layers)
+        self.linear = {
+            module.rpartition(".")[2] for module, layer in layers.named_modules() if isinstance(layer, nn.Linear)
+        }
+
+
+def decoder_layers(model: PreTrainedModel) -> DecoderLayers:
+    """The layers that vLLM serves adapters in.
+
+    Raises:
+        ModelError: the model is not built of a list of layers.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    for name, module in model.named_modules():  # from the outside in
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return DecoderLayers(name, module)
+    raise ModelError(f"{type(model).__name__} has no list of {count} layers; wanted a decoder-only model")
+
+
+def _check_layers(layers: DecoderLayers, options: LoraOptions) -> None:
+    beyond = [number for number in options.layer_indices or () if number >= layers.count]
+    if beyond:
+        raise ModelError(
+            f"--lora-layer-indices {','.join(map(str, beyond))}: the model has {layers.count} layers, "
+            f"0 to {layers.count - 1}"
+        )
+
+
+def _check_modules(model: PreTrainedModel, layers: DecoderLayers, options: LoraOptions) -> None:
+    """vLLM serves adapters on every linear module of the layers, and elsewhere for some architectures only."""
+    missing = [name for name in options.target_modules if name not in layers.linear]
+    if not missing:
+        return
+    kinds = {name.rpartition(".")[2]: type(module).__name__ for name, module in model.named_modules()}
+    outside = [f"{name} ({kinds[name]})" for name in missing if name in kinds]
+    why = f" ({', '.join(outside)}: no linear module of its layers, vLLM need not serve it)" if outside else ""
+    raise ModelError(
+        f"--lora-target-modules {','.join(missing)}: {type(model).__name__} has no such linear module{why}; "
+        f"it has {', '.join(sorted(layers.linear)) or 'none'}"
+    )
+
+
+def _start_from(model: PeftModel, file: AdapterFile) -> None:
+    """Load the weights of an existing adapter: all of them, and nothing but them."""
+    weights = load_file(file.path / WEIGHTS_FILE)
+    own = adapter_state(model)
+    differing = _differences(own, weights)
+    if differing:
+        raise ModelError(
+            f"--lora-adapter {file.path}: is another model's: {differing}. It was trained on {file.base_model}"
+        )
+    set_peft_model_state_dict(model, weights)
+    name = getattr(model.config, "name_or_path", None)
+    if file.base_model and name and file.base_model != name:
+        log.warning("--lora-adapter %s was trained on %s, this is %s", file.path, file.base_model, name)
+    log.info("starting from the adapter %s: rank %d, %d modules", file.path, file.r, len(file.modules))
+
+
+def _differences(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> str:
+    """How two adapters differ in names and shapes, in a few words; empty if they don't."""
+
+    def some(names: Iterable[str]) -> str:
+        found = sorted(names)
+        return ", ".join(found[:2]) + (f" and {len(found) - 2} more" if len(found) > 2 else "")
+
+    if lacking := set(own) - set(saved):
+        return f"it lacks {some(lacking)}"
+    if strange := set(saved) - set(own):
+        return f"this model has no {some(strange)}"
+    return "; ".join(
+        f"{name} is {list(saved[name].shape)}, wanted {list(own[name].shape)}"
+        for name in own
+        if own[name].shape != saved[name].shape
+    )[:300]
 
 
 def adapter_state(model: PeftModel) -> dict[str, torch.Tensor]:

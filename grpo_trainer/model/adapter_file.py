@@ -1,0 +1,125 @@
+"""A PEFT LoRA checkpoint to start from: what it is, read without torch, so that a wrong one is refused early."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_trainer.errors import ConfigError
+from vllm_server.protocol import LEGAL_LORA_RANKS, servable_rank
+from vllm_server.protocol.adapter_config import refusals
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+
+_PREFIX = "base_model.model."
+_HEADER_LIMIT = 100 << 20  # bytes; safetensors' own limit
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """A servable LoRA checkpoint.
+
+    Attributes:
+        r, alpha, rslora: its rank and its scale: alpha / r, or alpha / sqrt(r) with rslora.
+        modules: names of the adapted modules within the base model.
+        layers: numbers of the layers that it is restricted to; None: no restriction.
+        base_model: what it says it was trained on.
+    """
+
+    path: Path
+    r: int
+    alpha: float
+    rslora: bool
+    modules: tuple[str, ...]
+    layers: tuple[int, ...] | None
+    base_model: str | None
+
+    @property
+    def target_modules(self) -> tuple[str, ...]:
+        """Last parts of the modules' names, sorted."""
+        return tuple(sorted({module.rpartition(".")[2] for module in self.modules}))
+
+
+def read_adapter(path: Path) -> AdapterFile:
+    """What the checkpoint in a folder is.
+
+    Raises:
+        ConfigError: there is none, it is damaged, or vLLM could not serve it; the message names every reason.
+    """
+    config = _read_config(path)
+    if problems := [str(refusal) for refusal in refusals(config, LEGAL_LORA_RANKS[-1])]:
+        raise ConfigError(f"--lora-adapter {path}: vLLM can't serve it: {'. '.join(problems)}")
+    if config["r"] not in LEGAL_LORA_RANKS:
+        fitting = servable_rank(config["r"])
+        raise ConfigError(
+            f"--lora-adapter {path}: r: got {config['r']}, vLLM serves ranks {', '.join(map(str, LEGAL_LORA_RANKS))}; "
+            f"train one of rank {fitting}"
+        )
+    shapes = _read_header(path)
+    modules = tuple(sorted({_module(name) for name in shapes}))
+    layers = sorted({number for module in modules if (number := layer_number(module)) is not None})
+    restricted = config.get("layers_to_transform") is not None or layers != list(range(len(layers)))
+    return AdapterFile(
+        path=path,
+        r=config["r"],
+        alpha=float(config["lora_alpha"]),
+        rslora=bool(config.get("use_rslora")),
+        modules=modules,
+        layers=tuple(layers) if restricted else None,
+        base_model=config.get("base_model_name_or_path"),
+    )
+
+
+def layer_number(module: str) -> int | None:
+    """The layer that a module lies in: the first number in its name."""
+    found = re.search(r"\.(\d+)\.", module)
+    return int(found[1]) if found else None
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((path / CONFIG_FILE).read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(
+            f"--lora-adapter {path}: no adapter there; wanted a folder with {CONFIG_FILE} and {WEIGHTS_FILE}"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"--lora-adapter {path}: {CONFIG_FILE} is no JSON: {error}; save it again") from None
+    if not isinstance(config, dict) or not isinstance(config.get("lora_alpha", 0), (int, float)):
+        raise ConfigError(f"--lora-adapter {path}: {CONFIG_FILE} is none of PEFT's; save it by save_pretrained()")
+    return {"lora_alpha": 8, **config}  # PEFT's own default
+
+
+def _read_header(path: Path) -> dict[str, list[int]]:
+    """Names and shapes of the tensors: a safetensors file begins with 8 bytes of length, then JSON."""
+    try:
+        with (path / WEIGHTS_FILE).open("rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            if not 0 < size <= _HEADER_LIMIT:
+                raise ValueError(f"a header of {size} bytes")
+            header = json.loads(stream.read(size))
+        header.pop("__metadata__", None)
+        shapes = {name: list(entry["shape"]) for name, entry in header.items()}
+    except FileNotFoundError:
+        raise ConfigError(
+            f"--lora-adapter {path}: has no {WEIGHTS_FILE}; save it by save_pretrained(folder, safe_serialization=True)"
+        ) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"--lora-adapter {path}: {WEIGHTS_FILE} is damaged: {error}; save it again") from None
+    if strange := [name for name in shapes if not re.search(r"\.lora_[AB]\.weight$", name)]:
+        raise ConfigError(
+            f"--lora-adapter {path}: has {strange[0]}; wanted only lora_A and lora_B of linear modules (vLLM serves "
+            "adapters on embeddings for some architectures only)"
+        )
+    if not shapes:
+        raise ConfigError(f"--lora-adapter {path}: {WEIGHTS_FILE} is empty; save it again")
+    return shapes
+
+
+def _module(tensor: str) -> str:
+    """`base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight` as `model.layers.0.self_attn.q_proj`."""
+    return re.sub(r"\.lora_[AB]\.weight$", "", tensor.removeprefix(_PREFIX))

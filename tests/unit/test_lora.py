@@ -1,0 +1,184 @@
+"""The adapter's options: rank-stabilised scale, chosen layers, an adapter to start from, and what can't be served."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from grpo_trainer.config import LoraOnly, TrainConfig
+from grpo_trainer.errors import ConfigError, ModelError
+from grpo_trainer.model.adapter_file import read_adapter
+from grpo_trainer.model.lora import adapter_state, add_adapter, save_adapter
+from grpo_trainer.options import build, dump
+from tests.unit.tiny_lora import fill_b, tiny_lora, tiny_qwen
+
+TOKENS = torch.tensor([[3, 14, 15, 9, 26]])
+
+
+def adapted(model: PeftModel) -> set[str]:
+    return {name.removeprefix("base_model.model.") for name, m in model.named_modules() if isinstance(m, LoraLayer)}
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=TOKENS).logits
+
+
+def bridge(**options: object) -> LoraOnly:
+    made = build(TrainConfig, {"model_name": "m", "weight_bridge_mode": "lora_only", **options}).bridge
+    assert isinstance(made, LoraOnly)
+    return made
+
+
+def saved(folder: Path, **options: Any) -> Path:
+    """An adapter of PEFT's own making for the tiny model, with B not zero."""
+    config = LoraConfig(**{"r": 8, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM", **options})
+    model = get_peft_model(tiny_qwen(), config)
+    fill_b(model)  # type: ignore[arg-type]
+    model.save_pretrained(str(folder))
+    return folder
+
+
+def test_rslora_scales_by_the_square_root_of_the_rank() -> None:
+    layers = [m for m in tiny_lora(rslora=True, alpha=6.0).modules() if isinstance(m, LoraLayer)]
+    assert {layer.scaling["default"] for layer in layers} == {6.0 / math.sqrt(8)}
+    plain = [m for m in tiny_lora(alpha=6.0).modules() if isinstance(m, LoraLayer)]
+    assert {layer.scaling["default"] for layer in plain} == {6.0 / 8}
+
+
+def test_chosen_layers_have_the_adapter_and_no_others() -> None:
+    model = tiny_lora(layers="1", target_modules="q_proj,down_proj")
+    assert adapted(model) == {"model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj"}
+
+
+def test_layers_that_the_model_lacks_are_named_with_their_number() -> None:
+    with pytest.raises(ModelError, match="--lora-layer-indices 2,3: the model has 2 layers, 0 to 1"):
+        tiny_lora(layers="0-3")
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("lm_head", r"lm_head \(Linear\): no linear module of its layers.*; it has down_proj, gate_proj"),
+        ("embed_tokens", r"embed_tokens \(Embedding\): no linear module of its layers"),
+        ("input_layernorm", r"input_layernorm \(Qwen2RMSNorm\)"),
+        ("score", "has no such linear module; it has"),
+    ],
+)
+def test_modules_that_vllm_need_not_serve_are_refused(target: str, said: str) -> None:
+    with pytest.raises(ModelError, match=said):
+        tiny_lora(target_modules=("q_proj", target))
+
+
+def test_a_model_without_linear_modules_says_so() -> None:
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=10))
+    with pytest.raises(ModelError, match=r"c_attn \(Conv1D\).*; it has none"):
+        add_adapter(model, LoraOnly(target_modules=("c_attn",)), seed=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"layers_to_transform": [1]}, {"r": 16}])
+def test_an_adapter_to_start_from_is_that_adapter(tmp_path: Path, options: dict[str, Any]) -> None:
+    path = saved(tmp_path / "a", **options)
+    started = add_adapter(tiny_qwen(), bridge(lora_adapter=path), seed=5)
+    theirs = PeftModel.from_pretrained(tiny_qwen(), str(path))
+    assert torch.equal(logits(started), logits(theirs))
+    assert (logits(started) - logits(tiny_qwen())).abs().max() > 0.01, "B is 0: the test shows nothing"
+    (tmp_path / "b").mkdir()
+    save_adapter(started, tmp_path / "b")  # what goes to the server is the same again
+    assert torch.equal(logits(PeftModel.from_pretrained(tiny_qwen(), str(tmp_path / "b"))), logits(theirs))
+
+
+def test_rank_scale_modules_and_layers_come_from_the_adapter_and_survive_a_file(tmp_path: Path) -> None:
+    path = saved(tmp_path, lora_alpha=12, use_rslora=True, layers_to_transform=[1])
+    made = bridge(lora_adapter=str(path), lora_dropout=0.1)
+    assert (made.r, made.alpha, made.rslora, made.layers, made.dropout) == (8, 12.0, True, "1", 0.1)
+    assert made.target_modules == ("q_proj", "up_proj")
+    config = build(TrainConfig, {"model_name": "m", "weight_bridge_mode": "lora_only", "lora_adapter": str(path)})
+    assert build(TrainConfig, dump(config, only_set=True)) == config
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"lora_r": "16"}, "--lora-r 16: the adapter at --lora-adapter {path} has 8; leave --lora-r out"),
+        ({"lora_alpha": 3}, "--lora-alpha 3.0: the adapter at --lora-adapter {path} has 8.0"),
+        ({"lora_rslora": True}, "--lora-rslora on: the adapter at --lora-adapter {path} has off"),
+        ({"lora_target_modules": "q_proj"}, "--lora-target-modules q_proj: the adapter at {path} has q_proj,up_proj"),
+        ({"lora_layer_indices": "0"}, "--lora-layer-indices 0: the adapter at --lora-adapter {path} has all"),
+    ],
+)
+def test_flags_that_contradict_the_adapter_are_refused(tmp_path: Path, options: dict[str, object], said: str) -> None:
+    path = saved(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        bridge(lora_adapter=str(path), **options)
+    assert said.replace("{path}", str(path)).replace("at /", "at --lora-adapter /") in str(error.value)
+
+
+def test_flags_that_agree_with_the_adapter_are_fine(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    assert bridge(lora_adapter=str(path), lora_r="8", lora_target_modules="up_proj,q_proj").r == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"use_dora": True},
+            "vLLM can't serve it: use_dora: got true, wanted false or null; train with use",
+        ),
+        ({"modules_to_save": ["lm_head"], "bias": "all"}, 'bias: got "all".*modules_to_save: got \\["lm_head"\\]'),
+        ({"peft_type": "IA3"}, 'peft_type: got "IA3"'),
+        ({"init_lora_weights": "pissa"}, "this initialisation changes the base model"),
+        ({"r": 24}, "r: got 24, vLLM serves ranks 1, 8, 16, 32, .*; train one of rank 32"),
+        ({"r": 1024}, "r: got 1024, wanted 1 to 512"),
+        ({"lora_alpha": "much"}, "adapter_config.json is none of PEFT's"),
+    ],
+)
+def test_an_adapter_that_cannot_be_served_is_refused_at_once(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    path = saved(tmp_path)
+    config = json.loads((path / "adapter_config.json").read_text())
+    (path / "adapter_config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ConfigError, match=f"--lora-adapter {path}: .*{said}"):
+        bridge(lora_adapter=str(path))
+
+
+def test_a_folder_without_an_adapter_and_a_damaged_one_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no adapter there; wanted a folder with adapter_config.json"):
+        read_adapter(tmp_path / "none")
+    path = saved(tmp_path / "a")
+    (path / "adapter_model.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(ConfigError, match=r"adapter_model.safetensors is damaged"):
+        read_adapter(path)
+    (path / "adapter_model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"has no adapter_model.safetensors; save it by save_pretrained"):
+        read_adapter(path)
+
+
+def test_an_adapter_on_embeddings_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path, target_modules=["q_proj", "embed_tokens"])
+    with pytest.raises(ConfigError, match=r"embed_tokens.*wanted only lora_A and lora_B of linear modules"):
+        read_adapter(path)
+
+
+def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    other = LlamaConfig(vocab_size=64, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    with pytest.raises(ModelError, match=r"is another model's: .* is \[8, 32\], wanted \[8, 48\]"):
+        add_adapter(LlamaForCausalLM(other), bridge(lora_adapter=str(path)), seed=0)
+    other.num_hidden_layers = 3
+    with pytest.raises(ModelError, match=r"is another model's: it lacks .*layers\.2\."):
+        add_adapter(LlamaForCausalLM(other), bridge(lora_adapter=str(path)), seed=0)
+
+
+def test_all_weights_of_the_adapter_are_loaded(tmp_path: Path) -> None:
+    started = add_adapter(tiny_qwen(), bridge(lora_adapter=str(saved(tmp_path))), seed=5)
+    assert {tensor.dtype for tensor in adapter_state(started).values()} == {torch.float32}
+    assert all(parameter.requires_grad for name, parameter in started.named_parameters() if "lora_" in name)

@@ -1,0 +1,30 @@
+"""Numbers and ranges as flags."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_trainer.ranges import format_ranges, parse_ranges
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [("0-3,28-31", (0, 1, 2, 3, 28, 29, 30, 31)), ("5", (5,)), (" 7, 1-2 ,2", (1, 2, 7)), ("3-3", (3,))],
+)
+def test_numbers_and_ranges(text: str, numbers: tuple[int, ...]) -> None:
+    assert parse_ranges(text) == numbers
+
+
+@given(st.sets(st.integers(0, 200), min_size=1))
+def test_what_is_written_is_read_back(numbers: set[int]) -> None:
+    text = format_ranges(numbers)
+    assert parse_ranges(text) == tuple(sorted(numbers))
+    assert format_ranges(parse_ranges(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "a", "3-", "-3", "4-2", "1,,2", "1.5", "0-99999"])
+def test_anything_else_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"wanted e\.g\. 0-3,28-31"):
+        parse_ranges(text)
