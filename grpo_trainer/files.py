@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 from grpo_trainer.errors import ConfigError
 
@@ -14,7 +15,7 @@ METRICS_FILE = "metrics.jsonl"
 """A run's steps, one JSON object each; the folder that has one holds a run."""
 
 
-def write_bytes(path: Path, data: bytes) -> None:
+def write_bytes(path: Path, data: bytes | memoryview) -> None:
     """Write a file; an error names it (the operating system's own does so only when opening).
 
     Serialise first and write with this: torch and safetensors turn a full disk into errors of their own.
@@ -27,6 +28,46 @@ def write_bytes(path: Path, data: bytes) -> None:
     except OSError as error:
         error.filename = str(path)
         raise
+
+
+def write_tensors(path: Path, value: Any) -> None:
+    """`torch.save` into a file, without a second copy in memory; whole or not there.
+
+    Raises:
+        OSError: with `filename`; torch would turn a full disk into an error of its own.
+    """
+    import torch
+
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    told = _FirstError()
+    try:
+        with temporary.open("wb") as file:
+            told.file = file
+            torch.save(value, told)
+        temporary.replace(path)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        cause = told.error or error
+        if isinstance(cause, OSError):
+            cause.filename = str(path)
+        raise cause from None
+
+
+class _FirstError:
+    """A binary file that remembers what went wrong first."""
+
+    file: IO[bytes]
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+    def flush(self) -> None:
+        self.file.flush()
 
 
 def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import httpx
@@ -20,6 +19,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 POLL_SECONDS = 0.25
 PATIENCE_SECONDS = 15.0
+PIECE_BYTES = 1 << 20  # of a large body, handed to the socket one after the other
 
 
 class ServerClient:
@@ -63,12 +63,26 @@ class ServerClient:
         except httpx.TransportError:
             return False  # not there yet: that is what is being waited for
 
-    def load_adapter(self, path: Path, name: str, version: int, *, activate: bool = True) -> protocol.LoraLoadResponse:
-        """Publish the adapter in a folder that the server can read; without `activate` only for those who name it."""
-        request = protocol.LoraLoadRequest(
-            adapter_path=str(path.absolute()), adapter_name=name, version=version, activate=activate
-        )
-        return self._ask("POST", protocol.LORA_LOAD_ROUTE, protocol.LoraLoadResponse, request)
+    def load_adapter(
+        self, request: protocol.LoraLoadRequest, body: memoryview | None = None
+    ) -> protocol.LoraLoadResponse:
+        """Publish the adapter that a request names, or that is its body (the bytes of a safetensors file)."""
+        if body is None:
+            return self._ask("POST", protocol.LORA_LOAD_ROUTE, protocol.LoraLoadResponse, request)
+        fields = msgspec.to_builtins(request)
+        query = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in fields.items()}
+        headers = {"Content-Type": protocol.SAFETENSORS_MEDIA_TYPE, "Content-Length": str(len(body))}
+        pieces = (bytes(body[start : start + PIECE_BYTES]) for start in range(0, len(body), PIECE_BYTES))
+        return self._send("POST", protocol.LORA_LOAD_ROUTE, protocol.LoraLoadResponse, pieces, headers, query)
+
+    def open_channel(self, request: protocol.ChannelRequest) -> str:
+        """Have the server map our GPU memory or join our communicator; the channel's name."""
+        return self._ask("POST", protocol.LORA_CHANNEL_ROUTE, protocol.ChannelResponse, request).channel
+
+    def close_channel(self, name: str) -> None:
+        """Have the server let go of it."""
+        request = protocol.ChannelCloseRequest(name)
+        self._ask("POST", protocol.LORA_CHANNEL_CLOSE_ROUTE, protocol.ChannelCloseResponse, request)
 
     def unload_adapter(self, name: str) -> protocol.LoraUnloadResponse:
         """Withdraw a version."""
@@ -95,8 +109,19 @@ class ServerClient:
         """
         content = None if body is None else msgspec.json.encode(body)
         headers = {"Content-Type": "application/json"} if content else {}
+        return self._send(method, route, answer_type, content, headers)
+
+    def _send(
+        self,
+        method: str,
+        route: str,
+        answer_type: type[T],
+        content: bytes | Iterable[bytes] | None,
+        headers: dict[str, str],
+        query: dict[str, str] | None = None,
+    ) -> T:
         try:
-            answer = self._http.request(method, route, content=content, headers=headers)
+            answer = self._http.request(method, route, content=content, headers=headers, params=query)
         except httpx.TransportError as error:
             raise ServerError(
                 f"inference server: {method} {self._config.url}{route}: no answer ({type(error).__name__}: {error}); "

@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
@@ -151,7 +152,12 @@ def save_adapter(model: PeftModel, folder: Path, dtype: torch.dtype | None = Non
         for name, tensor in adapter_state(model).items()
     }
     write_bytes(folder / WEIGHTS_FILE, save(state, metadata={"format": "pt"}))
+    write_bytes(folder / CONFIG_FILE, json.dumps(adapter_settings(model), indent=2).encode())
+
+
+def adapter_settings(model: PeftModel) -> dict[str, Any]:
+    """What `adapter_config.json` says of the model's adapter, as JSON's own types."""
     settings = model.peft_config["default"].to_dict()
     settings["inference_mode"] = True
     settings["target_modules"] = sorted(settings["target_modules"])
-    write_bytes(folder / CONFIG_FILE, json.dumps(settings, indent=2, default=str).encode())
+    return json.loads(json.dumps(settings, default=str))

@@ -1,6 +1,6 @@
 """LoRA hot swap: each version is an adapter under a name that is never used again, loaded beside the running server.
 
-The adapter goes over as a PEFT checkpoint in a folder that both sides see. The base model is never written. Requests in
+How the adapter goes over is a transport's business (`weights/transports`). The base model is never written. Requests in
 flight finish on the version that they began with; the server keeps the newest few and lets older ones go.
 """
 
@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 import time
-from collections import deque
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 
+import torch
 from peft import PeftModel
 
 from grpo_trainer.config import LoraOnly
-from grpo_trainer.errors import BridgeError
-from grpo_trainer.files import whole_folder
+from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import Sum
-from grpo_trainer.model.lora import save_adapter
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.bridge import Published
+from grpo_trainer.weights.packed import PackedAdapter
 from grpo_trainer.weights.proof import prove_lora
+from grpo_trainer.weights.transports.transport import AdapterTransport, Sent, open_transport
 from vllm_server.protocol import BridgeInfo, version_name
 
 log = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ class LoraSwap:
     """The `lora_only` bridge.
 
     Args:
-        root: adapters are written here; the server was started with it as --lora-root.
+        root: where the transport `disk` writes; the server was started with it as --lora-root.
         seq_len: longest sequence of the training, which the server must be able to serve.
     """
 
@@ -44,8 +43,8 @@ class LoraSwap:
         self._server = server
         self._root = root
         self._seq_len = seq_len
-        self._folders: deque[Path] = deque()
         self._info: BridgeInfo | None = None
+        self._transport: AdapterTransport | None = None
 
     def __enter__(self) -> LoraSwap:
         return self
@@ -53,7 +52,13 @@ class LoraSwap:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._server.close()
+        try:
+            if self._transport is not None:
+                self._transport.close()
+        except ServerError as close_error:  # the server is gone, and with it what it held of ours
+            log.debug("closing the transport: %s", close_error)
+        finally:
+            self._server.close()
 
     def connect(self, policy_version: int) -> int:
         info = self._info = self._server.wait_until_ready()
@@ -67,6 +72,10 @@ class LoraSwap:
             "bridge lora_only: server %s, vLLM %s on %s, %s, boot %s",
             info.served_model_name, info.vllm_version, info.device, info.dtype, info.boot_id,
         )  # fmt: skip
+        wanted = None if self._config.transport == "auto" else self._config.transport
+        packed = PackedAdapter(self._model, getattr(torch, info.lora_dtype or info.dtype))
+        keep_files = self._config.keep_versions + 1  # files outlive their version by one
+        self._transport = open_transport(wanted, packed, self._server, info, self._root, keep_files)
         return policy_version
 
     def _check(self, info: BridgeInfo) -> None:
@@ -97,7 +106,7 @@ class LoraSwap:
             return
         assert self._info is not None, "connect comes first"
         version = self._info.policy_version
-        prove_lora(self._model, self._server, lambda name: self._load(name, version, activate=False), self._info)
+        prove_lora(self._model, self._server, lambda name: self._send(name, version, activate=False), self._info)
 
     def updating(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()  # the server holds a copy of its own: nothing to fence
@@ -105,38 +114,24 @@ class LoraSwap:
     def publish(self, version: int) -> Published:
         name = version_name(self._config.name, version)
         started = time.perf_counter()
-        saved = self._load(name, version, activate=True)
-        seconds = time.perf_counter() - started
-        self._forget_old_folders()
+        sent = self._send(name, version, activate=True)
         metrics = {
-            "train/sync_time": Sum(seconds),
-            "publish/save_time": Sum(saved),
-            "publish/load_time": Sum(seconds - saved),
+            "train/sync_time": Sum(time.perf_counter() - started),
+            "publish/save_time": Sum(sent.pack_seconds),
+            "publish/load_time": Sum(sent.answer.load_seconds),
+            "publish/stall_time": Sum(sent.answer.stall_seconds),
             "publish/version": Sum(version),
         }
         return Published(version, name, metrics)
 
-    def _load(self, name: str, version: int, *, activate: bool) -> float:
-        """Write the adapter, have it loaded, check what the server says it did; returns the seconds of writing."""
-        path = self._root / name
-        started = time.perf_counter()
-        with whole_folder(path) as folder:
-            save_adapter(self._model, folder)
-        saved = time.perf_counter() - started
-        self._folders.append(path)
-        answer = self._server.load_adapter(path, name, version, activate=activate)
+    def _send(self, name: str, version: int, *, activate: bool) -> Sent:
+        """Publish the adapter as it is, and check what the server says it did."""
+        assert self._transport is not None, "connect comes first"
+        sent = self._transport.send(name, version, activate=activate)
+        answer = sent.answer
         if (answer.adapter_name, answer.policy_version) != (name, version):
             raise BridgeError(
                 f"published {name} as version {version}, but the server serves {answer.adapter_name} as version "
                 f"{answer.policy_version}; is another trainer publishing to it?"
             )
-        return saved
-
-    def _forget_old_folders(self) -> None:
-        """Delete files of versions that the server has let go; they outlive their version by one."""
-        while len(self._folders) > self._config.keep_versions + 1:
-            folder = self._folders.popleft()
-            try:
-                shutil.rmtree(folder)
-            except OSError as error:  # best effort: what stays costs disk space, nothing else
-                log.warning("could not delete %s: %s", folder, error)
+        return sent

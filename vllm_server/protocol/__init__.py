@@ -204,13 +204,12 @@ class CudaIpcChannel(
 ):
     """`POST /lora/channel`: the trainer's packed adapter, in GPU memory that the engine maps.
 
-    `handle` is what `torch.UntypedStorage._share_cuda_()` gave, its bytes in base64; `offset` and `nbytes` say where
-    in that storage the tensors' data lies. `header` is the layout (the header of a safetensors file), in base64.
+    `handle` is what `torch.UntypedStorage._share_cuda_()` gave, its bytes in base64; the storage's first `nbytes` are
+    the tensors' data. `header` is the layout (the header of a safetensors file), in base64.
     """
 
     gpu_uuid: str
     handle: list[int | bool | str]
-    offset: int
     nbytes: int
     header: str
     adapter_config: dict[str, Any]

@@ -32,7 +32,7 @@ class CudaIpcReceiver:
         storage = torch.UntypedStorage._new_shared_cuda(visible[channel.gpu_uuid], *rest)
         self._layout: Layout = layout_of(b64decode(channel.header), settings)
         bytes_B = torch.empty(0, dtype=torch.uint8, device=storage.device)
-        bytes_B.set_(storage, channel.offset, (channel.nbytes,), (1,))  # pyright: ignore[reportArgumentType, reportCallIssue]
+        bytes_B.set_(storage, 0, (channel.nbytes,), (1,))  # pyright: ignore[reportArgumentType, reportCallIssue]
         self._theirs_E: Tensor = bytes_B.view(self._layout.dtype)
         # From another GPU one large copy is quicker than hundreds of small ones.
         self._own_E = None if storage.device == device else torch.empty_like(self._theirs_E, device=device)

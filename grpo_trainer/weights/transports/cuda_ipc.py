@@ -1,0 +1,47 @@
+"""Transport `cuda_ipc`: the server maps the trainer's buffer and copies GPU memory to GPU memory. One machine."""
+
+from __future__ import annotations
+
+import time
+from base64 import b64encode
+
+import torch
+
+from grpo_trainer.server_client import ServerClient
+from grpo_trainer.weights.packed import PackedAdapter
+from grpo_trainer.weights.transports.transport import Sent
+from vllm_server.protocol import CudaIpcChannel, LoraLoadRequest, Transport
+
+
+class CudaIpc:
+    """Opens a channel with a handle of the packed buffer, which the server keeps mapped.
+
+    Raises:
+        ServerError: the server can't map it.
+    """
+
+    name: Transport = "cuda_ipc"
+
+    def __init__(self, packed: PackedAdapter, server: ServerClient) -> None:
+        self._packed = packed
+        self._server = server
+        handle = packed.buffer_E.untyped_storage()._share_cuda_()
+        request = CudaIpcChannel(
+            gpu_uuid=str(torch.cuda.get_device_properties(packed.buffer_E.device).uuid),
+            handle=[b64encode(field).decode() if isinstance(field, bytes) else field for field in handle],
+            nbytes=packed.nbytes,
+            header=b64encode(packed.header).decode(),
+            adapter_config=packed.settings,
+        )
+        self._channel = server.open_channel(request)
+
+    def send(self, name: str, version: int, *, activate: bool) -> Sent:
+        started = time.perf_counter()
+        device = self._packed.pack().device
+        torch.cuda.current_stream(device).synchronize()  # the server's process does not know our stream
+        packed = time.perf_counter() - started
+        request = LoraLoadRequest(channel=self._channel, adapter_name=name, version=version, activate=activate)
+        return Sent(self._server.load_adapter(request), packed)
+
+    def close(self) -> None:
+        self._server.close_channel(self._channel)

@@ -1,0 +1,63 @@
+"""Transport `disk`: a PEFT checkpoint in a folder that the server reads. Whatever can load an adapter can load it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+from collections import deque
+from pathlib import Path
+
+from grpo_trainer.files import whole_folder, write_bytes
+from grpo_trainer.model.lora import CONFIG_FILE, WEIGHTS_FILE
+from grpo_trainer.server_client import ServerClient
+from grpo_trainer.weights.packed import HostCopy, PackedAdapter
+from grpo_trainer.weights.transports.transport import Sent
+from vllm_server.protocol import LoraLoadRequest, Transport
+
+log = logging.getLogger(__name__)
+
+
+class Disk:
+    """
+    Args:
+        root: the server was started with it as --lora-root.
+        keep: folders of so many versions stay; older ones are deleted.
+    """
+
+    name: Transport = "disk"
+
+    def __init__(self, packed: PackedAdapter, server: ServerClient, root: Path, keep: int) -> None:
+        self._host = HostCopy(packed)
+        self._settings = json.dumps(packed.settings, indent=2).encode()
+        self._server = server
+        self._root = root
+        self._keep = keep
+        self._folders: deque[Path] = deque()
+
+    def send(self, name: str, version: int, *, activate: bool) -> Sent:
+        started = time.perf_counter()
+        path = self._root / name
+        with whole_folder(path) as folder:
+            write_bytes(folder / WEIGHTS_FILE, self._host.take())
+            write_bytes(folder / CONFIG_FILE, self._settings)
+        packed = time.perf_counter() - started
+        self._folders.append(path)
+        request = LoraLoadRequest(
+            adapter_path=str(path.absolute()), adapter_name=name, version=version, activate=activate
+        )
+        answer = self._server.load_adapter(request)
+        self._forget_old_folders()
+        return Sent(answer, packed)
+
+    def _forget_old_folders(self) -> None:
+        while len(self._folders) > self._keep:
+            folder = self._folders.popleft()
+            try:
+                shutil.rmtree(folder)
+            except OSError as error:  # best effort: what stays costs disk space, nothing else
+                log.warning("could not delete %s: %s", folder, error)
+
+    def close(self) -> None:
+        """The newest versions' files stay: the server may go on serving them."""

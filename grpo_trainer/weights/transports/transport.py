@@ -1,0 +1,158 @@
+"""What every transport is to the bridge, what it needs, and the choice between them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from grpo_trainer.errors import BridgeError, ServerError
+from grpo_trainer.server_client import ServerClient
+from grpo_trainer.weights.packed import PackedAdapter
+from vllm_server.protocol import BridgeInfo, LoraLoadResponse, Transport, machine_id
+
+log = logging.getLogger(__name__)
+
+ORDER: tuple[Transport, ...] = ("cuda_ipc", "nccl", "memory", "disk")
+"""From the fastest to the slowest; each works where the ones before it can't."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A publish that the server has answered.
+
+    Attributes:
+        pack_seconds: until the adapter was ready to go (in GPU memory, in a file, …).
+    """
+
+    answer: LoraLoadResponse
+    pack_seconds: float
+
+
+class AdapterTransport(Protocol):
+    """An open way to the server."""
+
+    name: Transport
+
+    def send(self, name: str, version: int, *, activate: bool) -> Sent:
+        """Publish the adapter's present values under a name."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what it holds here and in the server."""
+        ...
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where trainer and server are, as far as a transport cares.
+
+    Attributes:
+        gpu_uuid: the trainer's GPU; empty on a CPU.
+        machine: the trainer's `machine_id()`.
+        expandable_segments: the trainer's CUDA allocator uses them.
+    """
+
+    gpu_uuid: str
+    machine: str
+    info: BridgeInfo
+    expandable_segments: bool = False
+
+
+def layout(packed: PackedAdapter, info: BridgeInfo) -> Layout:
+    """The layout that this process finds itself in."""
+    device = packed.buffer_E.device
+    uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+    return Layout(uuid, machine_id(), info, "expandable_segments:True" in settings)
+
+
+def obstacle(transport: Transport, where: Layout) -> str | None:
+    """Why a transport can't work here; None if nothing is known to be in its way."""
+    if transport in ("memory", "disk"):
+        return None
+    if not where.gpu_uuid:
+        return "the trainer runs on a CPU"
+    workers = where.info.workers
+    if any(not worker.gpu_uuid for worker in workers):
+        return "the server runs on a CPU"
+    if transport == "cuda_ipc":
+        if where.machine != where.info.machine:
+            return "the server runs on another machine"
+        if where.expandable_segments:
+            return "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, whose memory can't be mapped elsewhere"
+        blind = [worker.rank for worker in workers if where.gpu_uuid not in worker.visible_gpus]
+        if blind:
+            return f"worker {blind[0]} of the server does not see the trainer's GPU (its CUDA_VISIBLE_DEVICES)"
+    elif any(worker.gpu_uuid == where.gpu_uuid for worker in workers):
+        return "the server uses the trainer's GPU, and NCCL takes one rank a GPU"
+    return None
+
+
+def open_transport(
+    wanted: Transport | None, packed: PackedAdapter, server: ServerClient, info: BridgeInfo, root: Path, keep_files: int
+) -> AdapterTransport:
+    """Open the wanted transport, or the fastest that works here, and say which and why.
+
+    Args:
+        wanted: None for the fastest.
+        root: folder for `disk`, which the server may read.
+        keep_files: how many versions' files `disk` keeps.
+
+    Raises:
+        BridgeError: the wanted one can't work here.
+    """
+    where = layout(packed, info)
+    reasons: list[str] = []
+    for name in ORDER if wanted is None else (wanted,):
+        reason = obstacle(name, where)
+        if reason is None:
+            try:
+                opened = _OPENERS[name](packed, server, info, root, keep_files)
+            except ServerError as error:
+                reason = str(error)
+            else:
+                because = f" ({'; '.join(reasons)})" if reasons else ""
+                log.info("adapters go to the server by %s%s", name, because)
+                return opened
+        reasons.append(f"not {name}: {reason}")
+    raise BridgeError(
+        f"--lora-transport {wanted or 'auto'}: {'; '.join(reasons)}. --lora-transport auto takes the fastest that works"
+    )
+
+
+def _cuda_ipc(packed: PackedAdapter, server: ServerClient, info: BridgeInfo, root: Path, keep: int) -> AdapterTransport:
+    from grpo_trainer.weights.transports.cuda_ipc import CudaIpc
+
+    return CudaIpc(packed, server)
+
+
+def _nccl(packed: PackedAdapter, server: ServerClient, info: BridgeInfo, root: Path, keep: int) -> AdapterTransport:
+    from grpo_trainer.weights.transports.nccl import Nccl
+
+    return Nccl(packed, server, 1 + len(info.workers))
+
+
+def _memory(packed: PackedAdapter, server: ServerClient, info: BridgeInfo, root: Path, keep: int) -> AdapterTransport:
+    from grpo_trainer.weights.transports.memory import Memory
+
+    return Memory(packed, server)
+
+
+def _disk(packed: PackedAdapter, server: ServerClient, info: BridgeInfo, root: Path, keep: int) -> AdapterTransport:
+    from grpo_trainer.weights.transports.disk import Disk
+
+    return Disk(packed, server, root, keep)
+
+
+_OPENERS: dict[Transport, Callable[[PackedAdapter, ServerClient, BridgeInfo, Path, int], AdapterTransport]] = {
+    "cuda_ipc": _cuda_ipc,
+    "nccl": _nccl,
+    "memory": _memory,
+    "disk": _disk,
+}
