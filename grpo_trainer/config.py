@@ -28,6 +28,10 @@ class ModelConfig(Section):
         "auto", help="Weights and activations; auto: bfloat16 on a GPU, float32 on a CPU."
     )
     device: str = option("auto", help="cuda, cuda:1, cpu; auto: the first visible GPU, else the CPU.")
+    load_in_4bit: bool = option(
+        False,
+        help="QLoRA: hold the frozen base model in 4 bits (bitsandbytes nf4); the server keeps its own 16 or 32.",
+    )
     attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", help="Attention implementation.")
     seq_len: int = option(2048, help="Longest sequence trained on, in tokens; longer ones are truncated.", gt=1)
     gradient_checkpointing: bool = option(False, help="Recompute activations in the backward pass to save memory.")
@@ -274,6 +278,17 @@ class TrainConfig(Section):
                 f"--warmup-steps {self.optimizer.warmup_steps}: wanted fewer than --training-steps "
                 f"{self.training_steps}, else the peak learning rate is never reached"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _4_bits_fit(self) -> TrainConfig:
+        if self.model.load_in_4bit and not isinstance(self.bridge, LoraOnly):
+            raise ValueError(
+                f"--load-in-4bit: belongs to --weight-bridge-mode lora_only, but the mode is {self.bridge.mode}, which "
+                "writes whole models; leave it out, or choose --weight-bridge-mode lora_only"
+            )
+        if self.model.load_in_4bit and self.model.dtype == "float16":
+            raise ValueError("--dtype float16: with --load-in-4bit wanted bfloat16, float32 or auto")
         return self
 
     @model_validator(mode="before")

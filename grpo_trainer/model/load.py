@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from grpo_trainer.config import ModelConfig
-from grpo_trainer.errors import ConfigError
+from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.model.check import check_model
 
 log = logging.getLogger(__name__)
@@ -52,21 +55,64 @@ def remove_dropout(model: PreTrainedModel) -> None:
 def load_model(config: ModelConfig) -> PreTrainedModel:
     """Load weights onto the device, in training mode but with nothing to train yet.
 
+    With `--load-in-4bit` the linear modules are quantised as they are loaded; the files stay as they are.
+
     Raises:
-        ModelError: see `check_model`.
-        ConfigError: see `pick_device`.
+        ModelError: see `check_model`; or it is quantised already.
+        ConfigError: see `pick_device`; or bitsandbytes is missing.
     """
-    check_model(config.name)
+    found = check_model(config.name)
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
+    quantised = {"quantization_config": _in_4_bits(config.name, found, dtype)} if config.load_in_4bit else {}
     model = AutoModelForCausalLM.from_pretrained(
-        config.name, dtype=dtype, attn_implementation=config.attention, device_map={"": device}
+        config.name, dtype=dtype, attn_implementation=config.attention, device_map={"": device}, **quantised
     )
+    if config.load_in_4bit:
+        _keep_one_layout(model)
     model.requires_grad_(False)
     remove_dropout(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    log.info("loaded %s: %.2fM parameters, %s on %s", config.name, parameters / 1e6, dtype, device)
+    log.info(
+        "loaded %s: %.2fM parameters%s, %s on %s",
+        *(config.name, model.num_parameters() / 1e6, ", 4 bits each" if config.load_in_4bit else "", dtype, device),
+    )
     return model.train()
+
+
+def _in_4_bits(name: str, found: Any, dtype: torch.dtype) -> BitsAndBytesConfig:
+    """QLoRA's quantisation (arXiv 2305.14314): 4-bit NormalFloat, its scales quantised once more.
+
+    Raises:
+        ConfigError: bitsandbytes is not installed.
+        ModelError: the weights are quantised already.
+    """
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError("--load-in-4bit: needs bitsandbytes; pip install 'grpo-trainer[qlora]', or leave it out")
+    if (already := getattr(found, "quantization_config", None)) is not None:
+        method = already.get("quant_method") if isinstance(already, dict) else type(already).__name__
+        raise ModelError(f"--model-name {name}: is quantised already ({method}); wanted 16 or 32 bits to quantise")
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+
+
+def _keep_one_layout(model: PreTrainedModel) -> None:
+    """On CPUs with AVX512-BF16, bitsandbytes repacks a layer's weights at its first forward pass in eval mode, for a
+    kernel without a backward pass; the bridge proof evaluates, and training after it would have no gradient."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010  # unknown to nn.Module's types
+
+
+def weights_of(module: nn.Linear) -> Tensor:
+    """A linear module's weights `[out, in]` in fp32, whether it holds them in 4 bits or not."""
+    weight: Any = module.weight
+    state = getattr(weight, "quant_state", None)
+    if state is None:
+        return weight.float()
+    from bitsandbytes.functional import dequantize_4bit
+
+    return dequantize_4bit(weight.data, state).float()

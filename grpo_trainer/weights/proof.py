@@ -22,6 +22,7 @@ from torch import Tensor
 
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.logprobs import chosen_logprobs
+from grpo_trainer.model.load import weights_of
 from grpo_trainer.server_client import ServerClient
 from vllm_server.protocol import BridgeInfo, GenerateResponse
 
@@ -33,6 +34,15 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.02, "float16": 0.005}
 NOISE_LIMIT = {"float32": 1e-3, "bfloat16": 0.15, "float16": 0.05}
 """The same on the present weights: more than this is not rounding. What it is below that depends on the model (bfloat16
 on one H200, random weights: 0.009 for a 0.5B shape, about 0.05 for a 7B shape), so it is measured and allowed for."""
+
+NOISE_LIMIT_4BIT = 0.5
+"""The same when the trainer holds its base model in 4 bits and the server in 16 or 32: the two are different functions.
+Measured on a CPU against float32: 0.17 for the quickstart's model of 0.75M parameters, 0.20 for a random one; larger
+models have less. More than this, and the samples are too far off the trained policy to learn from."""
+
+SYNTHETIC_MARGIN_4BIT = 2.0
+"""Under the synthetic adapter a 4-bit trainer's gap may be this many times the measured noise: what quantisation does
+to the base model does not grow with the adapter (measured: 0.4 to 1.2 times)."""
 
 NOISE_MARGIN = 3.0
 """A later gap may be this many times the measured noise."""
@@ -48,6 +58,8 @@ LONG_PROMPT = 280
 """Tokens of the probe prompts; the long one fills two blocks of the server's KV cache (128 tokens on a CPU)."""
 
 COMPLETION_TOKENS = 8
+COMPLETION_TOKENS_4BIT = 48
+"""Sampled for each prompt; a large noise takes a longer mean."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +79,7 @@ class Gaps:
     base: float
 
 
-def prove_lora(model: PeftModel, server: ServerClient, load: Callable[[str], object], info: BridgeInfo) -> None:
+def prove_lora(model: PeftModel, server: ServerClient, load: Callable[[str], object], info: BridgeInfo) -> float:
     """Prove a LoRA bridge: the present adapter, a synthetic one, and the present one again.
 
     Args:
@@ -75,10 +87,15 @@ def prove_lora(model: PeftModel, server: ServerClient, load: Callable[[str], obj
             else may get an adapter of the proof.
         info: the server.
 
+    Returns:
+        The noise: mean |server - trainer| on the present weights, in nats a token.
+
     Raises:
         BridgeError: the server's logprobs are not those of the published weights; the message says which way.
     """
-    prompts = _probe_prompts(model.config.vocab_size, info.max_model_len)
+    in_4_bits = bool(getattr(model, "is_loaded_in_4bit", False))
+    completion = COMPLETION_TOKENS_4BIT if in_4_bits else COMPLETION_TOKENS
+    prompts = _probe_prompts(model.config.vocab_size, info.max_model_len - completion)
     dtypes = (str(dtype).removeprefix("torch.") for dtype in (info.dtype, model.dtype))
     precision = max(dtypes, key=TOLERANCE.__getitem__)  # the coarser of the two sides
     loaded: list[str] = []
@@ -87,16 +104,20 @@ def prove_lora(model: PeftModel, server: ServerClient, load: Callable[[str], obj
         name = f"{info.lora_name}-proof-{stage}-{uuid4().hex[:8]}"
         load(name)
         loaded.append(name)
-        gaps = _measure(model, [_ask(server, prompt, name) for prompt in prompts])
+        gaps = _measure(model, [_ask(server, prompt, name, completion) for prompt in prompts])
         if gaps.trainer > allowed:
             raise BridgeError(_verdict(stage, gaps, allowed))
         return gaps
 
     try:
-        noise = probe("present", NOISE_LIMIT[precision]).trainer
+        noise = probe("present", NOISE_LIMIT_4BIT if in_4_bits else NOISE_LIMIT[precision]).trainer
         allowed = max(TOLERANCE[precision], NOISE_MARGIN * noise)
-        with _synthetic_adapter(model, prompts, MIN_MOVE * allowed):
-            synthetic = probe("synthetic", 2 * allowed)  # in 16 bits, rounding grows with the adapter
+        # in 16 bits, rounding grows with the adapter; quantisation does not
+        larger = max(TOLERANCE[precision], SYNTHETIC_MARGIN_4BIT * noise) if in_4_bits else 2 * allowed
+        with _synthetic_adapter(model, prompts, MIN_MOVE / 2 * larger):
+            synthetic = probe("synthetic", larger)
+        if synthetic.base < 2 * larger:
+            raise BridgeError(_inconclusive(synthetic, larger))
         restored = probe("restored", allowed)
     finally:
         for name in loaded:
@@ -106,6 +127,7 @@ def prove_lora(model: PeftModel, server: ServerClient, load: Callable[[str], obj
         "and it stayed within %.2g; restored, it is within %.2g",
         *(noise, synthetic.base, synthetic.trainer, restored.trainer),
     )
+    return noise
 
 
 def _measure(model: PeftModel, probes: list[Probe]) -> Gaps:
@@ -128,17 +150,24 @@ def _verdict(stage: str, gaps: Gaps, allowed: float) -> str:
     )
 
 
-def _probe_prompts(vocab_size: int, max_model_len: int) -> list[list[int]]:
-    """Random token ids, the same at every start: one short prompt, one over two cache blocks if the server has room."""
+def _inconclusive(gaps: Gaps, allowed: float) -> str:
+    return (
+        f"bridge proof impossible: a synthetic adapter moves this model by {gaps.base:.3g} nats a token only, wanted "
+        f"twice the gap that must be allowed between the two sides ({allowed:.2g}): one that is not served would go "
+        "unseen. Nothing was trained. Leave --load-in-4bit out, use one dtype on both sides, or --no-proof"
+    )
+
+
+def _probe_prompts(vocab_size: int, room: int) -> list[list[int]]:
+    """Random token ids, the same at every start: one short prompt, one over two cache blocks if there is room."""
     generator = torch.Generator().manual_seed(0)
-    room = max_model_len - COMPLETION_TOKENS
     lengths = sorted({min(SHORT_PROMPT, room), min(LONG_PROMPT, room)})
     return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
-def _ask(server: ServerClient, prompt: list[int], name: str) -> Probe:
+def _ask(server: ServerClient, prompt: list[int], name: str, completion: int) -> Probe:
     answer = server.generate(
-        prompt, model=name, max_tokens=COMPLETION_TOKENS, temperature=1.0, logprobs=0, seed=0, ignore_eos=True
+        prompt, model=name, max_tokens=completion, temperature=1.0, logprobs=0, seed=0, ignore_eos=True
     )
     if answer.model != name:
         raise BridgeError(f"bridge proof failed: asked for {name}, answered by {answer.model}")
@@ -209,4 +238,4 @@ def _set_random_b(layer: Any, size: float, seed: int) -> None:
     b_Or.copy_(torch.randn(b_Or.shape, generator=torch.Generator().manual_seed(seed)))
     # |B A|_F^2 = trace((B^T B)(A A^T)): no matrix of the module's own size is built
     norm = ((b_Or.T @ b_Or) * (a_rI @ a_rI.T)).sum().sqrt() * layer.scaling["default"]
-    b_Or.mul_(size * layer.get_base_layer().weight.float().norm() / norm)
+    b_Or.mul_(size * weights_of(layer.get_base_layer()).norm() / norm)
