@@ -69,6 +69,7 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
         config.name, dtype=dtype, attn_implementation=config.attention, device_map={"": device}, **quantised
     )
     if config.load_in_4bit:
+        _check_kernel(model, device)
         _keep_one_layout(model)
     model.requires_grad_(False)
     remove_dropout(model)
@@ -97,6 +98,30 @@ def _in_4_bits(name: str, found: Any, dtype: torch.dtype) -> BitsAndBytesConfig:
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
+
+
+def _check_kernel(model: PreTrainedModel, device: torch.device) -> None:
+    """Some widths come back garbled from some of bitsandbytes' kernels (0.50 on a CPU: multiples of 32 that are none of
+    64): look at one matrix of each width before anything is trained on it.
+
+    Raises:
+        ModelError: a width does not survive.
+    """
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    for width in sorted({module.in_features for module in linear if hasattr(module.weight, "quant_state")}):
+        matrix = torch.randn(64, width, generator=torch.Generator().manual_seed(0)).to(device)
+        error = (dequantize_4bit(*quantize_4bit(matrix, quant_type="nf4")) - matrix).norm() / matrix.norm()
+        if not error < KERNEL_ERROR:
+            raise ModelError(
+                f"--load-in-4bit: bitsandbytes on {device.type} garbles weights of width {width} (relative error "
+                f"{error:.2f}, wanted about 0.09); leave it out, use another device, or another version of bitsandbytes"
+            )
+
+
+KERNEL_ERROR = 0.15
+"""Relative error of nf4 on normally distributed weights: about 0.09 when it works, 0.2 and more when it does not."""
 
 
 def _keep_one_layout(model: PreTrainedModel) -> None:

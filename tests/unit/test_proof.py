@@ -17,15 +17,16 @@ INFO = BridgeInfo(
     enabled=True, shared_weights=False, update_count=0, last_update_time=0.0, model_name="m", served_model_name="m",
     device="cpu", dtype="float32", boot_id="b", pid=1, policy_version=0, lora_name="policy", max_lora_rank=8,
     max_loras=4, keep_versions=4, max_model_len=512, logprobs_mode="processed_logprobs", vllm_version="0",
+    lora_dtype="float32", machine="m", workers=[],
 )  # fmt: skip
 
 
 class FakeServer:
     """Serves adapters by name from a model of its own; `fault` says what it does wrong."""
 
-    def __init__(self, trainer: PeftModel, fault: str = "") -> None:
+    def __init__(self, trainer: PeftModel, fault: str = "", model: PeftModel | None = None) -> None:
         self.trainer = trainer
-        self.model = tiny_lora().eval()
+        self.model = (tiny_lora() if model is None else model).eval()
         self.fault = fault
         self.adapters: dict[str, dict[str, torch.Tensor]] = {}
         self.unloaded: list[str] = []
