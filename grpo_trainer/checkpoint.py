@@ -1,34 +1,31 @@
 """Checkpoints: everything that a run needs to go on, whole or not there.
 
-adapter_step_12/
-    adapter_model.safetensors, adapter_config.json     what PEFT and vLLM load
-    trainer_state.pt                                   optimizer, random generators
-    state.json                                         step, policy version
+step_12/                      named by what is trained, see `model/policy.py`
+    …                         the trained weights, as others load them
+    trainer_state.pt          optimizer, random generators, weights that the above rounds
+    state.json                step, policy version; written last: a folder without it is no checkpoint
 """
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, set_peft_model_state_dict
-from safetensors import safe_open
-from safetensors.torch import load_file
 
 from grpo_trainer.config import CheckpointConfig
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.files import whole_folder, write_bytes
-from grpo_trainer.model.lora import CONFIG_FILE, WEIGHTS_FILE, adapter_state, save_adapter
+from grpo_trainer.files import replace_file, whole_folder, write_tensors
+from grpo_trainer.model.policy import Adapter, AllWeights, Policy
 
 log = logging.getLogger(__name__)
 
-FINAL = "adapter_final"
 STATE_FILE = "state.json"
 TENSORS_FILE = "trainer_state.pt"
 
@@ -45,15 +42,17 @@ class Checkpoints:
     """Writes, prunes and loads a run's checkpoints.
 
     Args:
-        model: the adapter's model.
-        optimizer: its optimizer.
+        policy: what is trained.
+        optimizer: of its parameters.
     """
 
-    def __init__(self, config: CheckpointConfig, model: PeftModel, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, config: CheckpointConfig, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
         self._config = config
-        self._model = model
+        self._policy = policy
         self._optimizer = optimizer
-        self._device = next(model.parameters()).device
+        self._device = next(policy.model.parameters()).device
+        self._weights: tuple[int, Path] | None = None  # the step whose weights a folder is known to hold
+        self._serving: Path | None = None
 
     def maybe_save(self, progress: Progress) -> None:
         """Save if `--checkpoint-interval` says so."""
@@ -61,35 +60,65 @@ class Checkpoints:
         if interval and progress.step % interval == 0:
             self.save(progress)
 
-    def save(self, progress: Progress, name: str | None = None) -> Path:
+    def save(self, progress: Progress, *, final: bool = False) -> Path:
         """Write a checkpoint, then prune older ones to `--keep-checkpoints`."""
-        path = self._config.save_path / (name or f"adapter_step_{progress.step}")
+        path = self._config.save_path / (self._policy.final_name if final else self._name(progress.step))
         generators = {"cpu": torch.get_rng_state()}
         if self._device.type == "cuda":
             generators["cuda"] = torch.cuda.get_rng_state(self._device)
-        with whole_folder(path) as folder:
-            save_adapter(self._model, folder)
-            tensors = io.BytesIO()
-            torch.save({"optimizer": self._optimizer.state_dict(), "generators": generators}, tensors)
-            write_bytes(folder / TENSORS_FILE, tensors.getvalue())
-            write_bytes(folder / STATE_FILE, json.dumps(asdict(progress)).encode())
+        state = {
+            "optimizer": self._optimizer.state_dict(),
+            "generators": generators,
+            "weights": self._policy.exact_weights(),
+        }
+        with self._with_weights(progress.step, path) as folder:
+            write_tensors(folder / TENSORS_FILE, state)
+            replace_file(folder / STATE_FILE, json.dumps(asdict(progress)).encode())
         log.info("saved %s", path)
         self._prune(path)
         return path
+
+    def export(self, step: int) -> Path:
+        """A folder that holds the trained weights after `step`, which they are now; written if there is none."""
+        if self._weights is None or self._weights[0] != step:
+            path = self._config.save_path / self._name(step)
+            with whole_folder(path) as folder:
+                self._policy.save(folder)
+            self._weights = (step, path)
+        return self._weights[1]
+
+    def serving(self, path: Path) -> None:
+        """A server has loaded this folder: it stays, and the one before may go."""
+        before, self._serving = self._serving, path
+        if before is not None and self._config.keep_checkpoints and not (before / STATE_FILE).exists():
+            shutil.rmtree(before)
+            log.info("pruned %s", before)
+        self._prune(path)
+
+    def _name(self, step: int) -> str:
+        return f"{self._policy.step_prefix}{step}"
+
+    @contextmanager
+    def _with_weights(self, step: int, path: Path) -> Iterator[Path]:
+        """A folder with the weights in it, to be added to."""
+        if self._weights == (step, path):  # written for the server
+            yield path
+        else:
+            with whole_folder(path) as folder:
+                self._policy.save(folder)
+                yield folder
 
     def resume(self) -> Progress:
         """Load what `--resume` names; the start of a new run when there is nothing to resume.
 
         Raises:
-            ConfigError: the named checkpoint is none or incomplete, was made with other adapter options, or newer ones
-                lie in `--save-path`.
+            ConfigError: the named checkpoint is none or incomplete, was made with other options or in another mode, or
+                newer ones lie in `--save-path`.
         """
         path = self._wanted()
         if path is None:
             return Progress()
-        for file in (STATE_FILE, WEIGHTS_FILE, CONFIG_FILE, TENSORS_FILE):
-            if not (path / file).is_file():
-                raise ConfigError(f"--resume {path}: no checkpoint there (wanted a folder with {file})")
+        self._check_kind(path)
         progress = Progress(**json.loads((path / STATE_FILE).read_text()))
         newer = [found.name for step, found in self._saved() if step > progress.step]
         if newer:
@@ -97,35 +126,26 @@ class Checkpoints:
                 f"--resume {path}: step {progress.step}, but {self._config.save_path} holds newer checkpoints "
                 f"({', '.join(newer)}), which the run would mix with; move them away, or choose another --save-path"
             )
-        self._check_adapter(path)
-        set_peft_model_state_dict(self._model, load_file(path / WEIGHTS_FILE))
-        tensors = torch.load(path / TENSORS_FILE, map_location="cpu", weights_only=True)
+        tensors = torch.load(path / TENSORS_FILE, map_location="cpu", weights_only=True, mmap=True)
+        self._policy.load(path, tensors.get("weights", {}))
         self._load_optimizer(tensors["optimizer"])
-        torch.set_rng_state(tensors["generators"]["cpu"])
+        torch.set_rng_state(tensors["generators"]["cpu"].clone())
         if "cuda" in tensors["generators"] and self._device.type == "cuda":
-            torch.cuda.set_rng_state(tensors["generators"]["cuda"], self._device)
+            torch.cuda.set_rng_state(tensors["generators"]["cuda"].clone(), self._device)
+        self._weights = (progress.step, path)
         log.info("resumed %s: step %d, policy version %d", path, progress.step, progress.policy_version)
         return progress
 
-    def _check_adapter(self, path: Path) -> None:
-        """The saved adapter must be of this run's kind: PEFT itself loads what fits and keeps silent about the rest."""
-        saved = json.loads((path / CONFIG_FILE).read_text())
-        own = self._model.peft_config["default"]
-        assert isinstance(own, LoraConfig)
-        pairs = {
-            "--lora-r": (saved["r"], own.r),
-            "--lora-alpha": (saved["lora_alpha"], own.lora_alpha),
-            "--lora-target-modules": (sorted(saved["target_modules"]), sorted(own.target_modules or ())),
-        }
-        for flag, (was, now) in pairs.items():
-            if was != now:
-                raise ConfigError(
-                    f"--resume {path}: made with another adapter: {flag} was {was}, is {now}; give it as it was"
-                )
-        with safe_open(path / WEIGHTS_FILE, "pt") as weights:
-            names = set(weights.keys())
-        if names != set(adapter_state(self._model)):
-            raise ConfigError(f"--resume {path}: made with another adapter: its modules are not this model's")
+    def _check_kind(self, path: Path) -> None:
+        for file in (STATE_FILE, TENSORS_FILE):
+            if not (path / file).is_file():
+                raise ConfigError(f"--resume {path}: no checkpoint there (wanted a folder with {file})")
+        if not (path / self._policy.marker).is_file():
+            others = [kind.kind for kind in (Adapter, AllWeights) if (path / kind.marker).is_file()]
+            raise ConfigError(
+                f"--resume {path}: holds {' and '.join(others) or 'no weights'}, but this --weight-bridge-mode trains "
+                f"{self._policy.kind}; choose the mode that it was made in, or another --save-path"
+            )
 
     def _load_optimizer(self, state: dict[str, Any]) -> None:
         """Moments and step counts come from the checkpoint, hyperparameters from the flags."""
@@ -147,15 +167,19 @@ class Checkpoints:
                 return Path(path)
 
     def _saved(self) -> list[tuple[int, Path]]:
-        """All whole checkpoints by step, the final one among them, oldest first."""
-        files = self._config.save_path.glob(f"adapter_*/{STATE_FILE}")
-        return sorted((json.loads(file.read_text())["step"], file.parent) for file in files)
+        """All whole checkpoints by step, of any kind, the final ones among them, oldest first."""
+        return sorted(
+            (json.loads((path / STATE_FILE).read_text())["step"], path)
+            for kind in (Adapter, AllWeights)
+            for path in [*self._config.save_path.glob(f"{kind.step_prefix}*"), self._config.save_path / kind.final_name]
+            if (path / STATE_FILE).is_file()
+        )
 
     def _prune(self, newest: Path) -> None:
         keep = self._config.keep_checkpoints
-        steps = [path for _, path in self._saved() if path.name != FINAL]
+        steps = [path for _, path in self._saved() if path.name != self._policy.final_name]
         for path in steps[:-keep] if keep else []:
-            if path == newest:
+            if path in (newest, self._serving):
                 continue
             shutil.rmtree(path)
             log.info("pruned %s", path)

@@ -127,8 +127,28 @@ class VllmConfig(Section):
     )
     max_model_len: int | None = option(None, help="Longest sequence served, where this command starts vLLM.", gt=0)
     gpu_memory_utilization: float | None = option(
-        None, help="Share of the GPU's memory for vLLM, where this command starts it.", gt=0, le=1
+        None, help="Share of the GPU's memory for vLLM, where this command starts it (default: 0.45).", gt=0, le=1
     )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto",
+        help="Weights and activations of vLLM, where this command starts it; auto: --dtype.",
+        flags=("--vllm-dtype",),
+    )
+    enforce_eager: bool = option(
+        False,
+        help="No CUDA graphs, where this command starts vLLM: several times slower.",
+        flags=("--vllm-enforce-eager",),
+    )
+    extra_args: tuple[str, ...] = option(
+        (),
+        help="More arguments for `grpo serve`, comma-separated, where this command starts it.",
+        flags=("--vllm-extra-args",),
+    )
+
+    @field_validator("extra_args", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return value.split(",") if isinstance(value, str) else value
 
     @property
     def url(self) -> str:
@@ -187,17 +207,23 @@ class LoraOptions(Section):
         return None if self.layers is None else parse_ranges(self.layers)
 
 
-class RestartOptions(Section):
-    """Server restarts."""
+class ProofOptions(Section):
+    """Weight bridge."""
 
-    vllm_restart_interval: int = option(3, help="Restart vLLM on the newest checkpoint every N steps.", ge=1)
+    proof: bool = option(True, help="Before training, prove that the server generates with what the trainer publishes.")
+
+
+class RestartOptions(ProofOptions):
+    """The trainer starts vLLM itself, and again on newer weights."""
+
+    vllm_restart_interval: int = option(3, help="Restart vLLM on the newest weights every N steps.", ge=1)
 
 
 MODE_FLAGS = ("--weight-bridge-mode",)
 
 
 class CheckpointRestart(RestartOptions):
-    """Server restarts."""
+    """Weight bridge."""
 
     mode: Literal["none"] = option("none", help="How the server gets new weights.", flags=MODE_FLAGS)
 
@@ -209,18 +235,23 @@ class SharedVllm(Section):
     config_path: Path | None = option(None, help="vllm_bridge_config.json.", flags=("--vllm-config-path",))
 
 
-class LoraOnly(LoraOptions):
+class LoraOnly(LoraOptions, ProofOptions):
     """LoRA."""
 
     mode: Literal["lora_only"] = option("lora_only", help="How the server gets new weights.", flags=MODE_FLAGS)
     keep_versions: int = option(
         4, help="Adapter versions that stay loaded in the server.", flags=("--lora-keep-versions",), ge=2
     )
+    transport: Literal["auto", "disk", "memory", "cuda_ipc", "nccl"] = option(
+        "auto",
+        help="How adapters go to the server: a folder, the body of a request, mapped GPU memory, or a broadcast between "
+        "GPUs; auto: the fastest that works.",
+        flags=("--lora-transport",),
+    )
     lora_root: Path | None = option(
         None,
-        help="Folder for the adapters on their way to the server, e.g. in /dev/shm (default: in --log-dir).",
+        help="Folder for the adapters of --lora-transport disk, e.g. in /dev/shm (default: in --log-dir).",
     )
-    proof: bool = option(True, help="Before training, prove that the server generates with what the trainer publishes.")
 
 
 class LoraRestart(LoraOptions, RestartOptions):
@@ -229,10 +260,19 @@ class LoraRestart(LoraOptions, RestartOptions):
     mode: Literal["lora_restart"] = option("lora_restart", help="How the server gets new weights.", flags=MODE_FLAGS)
 
 
-BRIDGES_TO_COME = (CheckpointRestart, SharedVllm, LoraRestart)
-"""Modes that are known, so that they can be named, but not in this version."""
-
 BridgeConfig = Annotated[CheckpointRestart | SharedVllm | LoraOnly | LoraRestart, Field(discriminator="mode")]
+
+
+class DriftConfig(Section):
+    """Drift alarm."""
+
+    drift_limit: float | None = option(
+        None,
+        help="Mean |trainer - server| logprob that samples of the present version may have, in nats a token; 0: off "
+        "(default: from the noise that the bridge proof measures).",
+        ge=0,
+    )
+    on_drift: Literal["warn", "stop"] = option("warn", help="When they have more: say so, or save and stop.")
 
 
 class CheckpointConfig(Section):
@@ -268,6 +308,7 @@ class TrainConfig(Section):
     loss: LossConfig = LossConfig()
     bridge: BridgeConfig = CheckpointRestart()
     vllm: VllmConfig = VllmConfig()
+    drift: DriftConfig = DriftConfig()
     checkpoints: CheckpointConfig = CheckpointConfig()
     logging: LogConfig = LogConfig()
 
@@ -279,6 +320,31 @@ class TrainConfig(Section):
                 f"{self.training_steps}, else the peak learning rate is never reached"
             )
         return self
+
+    @model_validator(mode="after")
+    def _staleness_fits(self) -> TrainConfig:
+        oldest = self.bridge.vllm_restart_interval - 1 if isinstance(self.bridge, RestartOptions) else 0
+        if self.rollouts.max_staleness is not None and self.rollouts.max_staleness < oldest:
+            raise ValueError(
+                f"--max-staleness {self.rollouts.max_staleness}: with --vllm-restart-interval {oldest + 1} the newest "
+                f"samples are up to {oldest} versions old; wanted {oldest} or more, or more restarts"
+            )
+        return self
+
+    def trainer_dtype(self, *, on_gpu: bool) -> str:
+        """What `--dtype auto` comes to, decided in one place so that trainer and server can't differ."""
+        if self.model.dtype != "auto":
+            return self.model.dtype
+        return "bfloat16" if on_gpu and self.model.device != "cpu" else "float32"
+
+    def served_dtype(self, *, on_gpu: bool) -> str:
+        """What `--vllm-dtype auto` comes to."""
+        return self.trainer_dtype(on_gpu=on_gpu) if self.vllm.dtype == "auto" else self.vllm.dtype
+
+    @property
+    def owns_server(self) -> bool:
+        """Whether the trainer starts the inference server itself."""
+        return isinstance(self.bridge, RestartOptions)
 
     @model_validator(mode="after")
     def _4_bits_fit(self) -> TrainConfig:
@@ -334,16 +400,16 @@ def _settings_of(adapter: AdapterFile) -> dict[str, Any]:
     }
 
 
-def require_available(bridge: Section) -> LoraOnly:
+def require_available(bridge: Section) -> CheckpointRestart | LoraOnly | LoraRestart:
     """The bridge's configuration, if this version has that bridge.
 
     Raises:
         NotAvailableError: it does not.
     """
-    if isinstance(bridge, LoraOnly):
-        return bridge
-    assert isinstance(bridge, BRIDGES_TO_COME), bridge
-    raise NotAvailableError(
-        f"--weight-bridge-mode {bridge.mode}: not in this version yet; use lora_only "
-        "(trains a LoRA adapter and swaps it into the running server)"
-    )
+    if isinstance(bridge, SharedVllm):
+        raise NotAvailableError(
+            f"--weight-bridge-mode {bridge.mode}: not in this version yet; use lora_only "
+            "(trains a LoRA adapter and swaps it into the running server)"
+        )
+    assert isinstance(bridge, (CheckpointRestart, LoraOnly, LoraRestart)), bridge
+    return bridge

@@ -39,7 +39,7 @@ def write_tensors(path: Path, value: Any) -> None:
     import torch
 
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    told = _FirstError()
+    told: Any = _FirstError()  # enough of a file for torch
     try:
         with temporary.open("wb") as file:
             told.file = file

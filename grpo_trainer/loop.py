@@ -10,17 +10,17 @@ from rich.console import Console
 
 from environments.api import wire
 from grpo_trainer.benchmark import print_time_split
-from grpo_trainer.checkpoint import FINAL, Checkpoints, Progress
+from grpo_trainer.checkpoint import Checkpoints, Progress
 from grpo_trainer.config import TrainConfig, require_available
-from grpo_trainer.errors import StoppedError
+from grpo_trainer.errors import DriftError, StoppedError
 from grpo_trainer.files import METRICS_FILE, refuse_to_mix_runs
 from grpo_trainer.metrics.sinks import MetricLog, build_metric_log
-from grpo_trainer.model.load import load_model
-from grpo_trainer.model.lora import add_adapter
+from grpo_trainer.model.policy import build_policy
 from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.signals import StopSignal
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.weights.bridge import WeightBridge, build_bridge
+from grpo_trainer.weights.drift import drift_alarm
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +31,14 @@ def train(config: TrainConfig) -> None:
     Raises:
         GrpoError: whatever the user can mend. A signal saves a checkpoint first.
     """
-    options = require_available(config.bridge)
+    require_available(config.bridge)
     refuse_to_mix_runs(config.log_dir, config.checkpoints.resume, "--log-dir")
     with StopSignal() as stop:
-        model = add_adapter(load_model(config.model), options, config.model.seed)
-        trainer = Trainer(model, config, stop.check)
-        checkpoints = Checkpoints(config.checkpoints, model, trainer.optimizer)
-        bridge = build_bridge(config, model, stop.check)
+        policy = build_policy(config)
+        trainer = Trainer(policy.model, config, stop.check)
+        checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer)
         progress = checkpoints.resume()
+        bridge = build_bridge(config, policy, checkpoints, progress, stop)
         metrics = build_metric_log(config, Console(file=sys.stdout), progress.step)
         rollouts = RolloutClient(config.rollouts, registration(config, progress), stop.check)
         try:
@@ -63,7 +63,7 @@ def run_steps(
     """From the progress that was resumed to the last step."""
     progress = replace(progress, policy_version=bridge.connect(progress.policy_version))
     try:
-        bridge.prove()
+        trainer.alarm = drift_alarm(config, bridge.prove(), trainer.model)
         bridge.publish(progress.policy_version)
         rollouts.register()
         for step in range(progress.step, config.training_steps):
@@ -71,7 +71,7 @@ def run_steps(
             try:
                 with bridge.updating():
                     result = trainer.step(batch, step)
-            except StoppedError:
+            except (StoppedError, DriftError):
                 rollouts.release(batch)
                 raise
             progress = Progress(step + 1, progress.policy_version + 1)
@@ -83,8 +83,12 @@ def run_steps(
         saved = checkpoints.save(progress)
         message = f"{stopped} at step {progress.step}; saved {saved}, go on with --resume auto"
         raise StoppedError(message, stopped.signal_number) from None
-    final = checkpoints.save(progress, FINAL)
-    log.info("trained %d steps; the final adapter is %s", progress.step, final)
+    except DriftError as drift:
+        saved = checkpoints.save(progress)
+        message = f"{drift}. Stopped at step {progress.step}, before training on these samples; saved {saved}, go on "
+        raise DriftError(f"{message}with --resume auto") from None
+    final = checkpoints.save(progress, final=True)
+    log.info("trained %d steps; the final weights are %s", progress.step, final)
 
 
 def registration(config: TrainConfig, progress: Progress) -> wire.Register:

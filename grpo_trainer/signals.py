@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
 from grpo_trainer.errors import StoppedError
@@ -14,6 +15,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.number: int | None = None
         self._before: dict[int, signal._HANDLER] = {}
+        self._watched: list[Callable[[], None]] = []
 
     def __enter__(self) -> StopSignal:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -29,11 +31,17 @@ class StopSignal:
             raise KeyboardInterrupt
         self.number = number
 
+    def watch(self, check: Callable[[], None]) -> None:
+        """From now on `check` also raises what this raises."""
+        self._watched.append(check)
+
     def check(self) -> None:
-        """Raise if a signal came.
+        """Raise if a signal came, or what is watched has gone wrong.
 
         Raises:
             StoppedError: with the signal's exit code.
         """
         if self.number is not None:
             raise StoppedError(f"stopped by {signal.Signals(self.number).name}", self.number)
+        for check in self._watched:
+            check()

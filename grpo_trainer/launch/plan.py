@@ -12,12 +12,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from grpo_trainer.config import require_available
+from grpo_trainer.config import CheckpointRestart, LoraOnly, TrainConfig, require_available
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.options import dump
 from grpo_trainer.run_config import EnvironmentProcess, RunConfig
 
 LOOPBACK = "127.0.0.1"
+DEFAULT_GPU_SHARE = 0.45
+STOP_SECONDS_ALL_WEIGHTS = 120.0
+"""A trainer of all weights may take so long to save them with their optimizer when it is asked to stop."""
 BUILT_IN_ENVIRONMENTS = MappingProxyType({"arithmetic": "environments.arithmetic_server"})
 
 
@@ -75,10 +78,10 @@ def plan_run(config: RunConfig, ports: Mapping[str, int], *, python: str, on_gpu
     for name, environment in _named(config.environments):
         files[folder / f"{name}.toml"] = _environment_tables(config, environment, ports)
         environments.append(_environment_process(name, environment, folder / f"{name}.toml", python))
-    stages = (
-        (_api_process(config, ports, python), _server_process(config, ports, python, on_gpu)),
-        (_trainer_process(folder / "trainer.toml", python), *environments),
-    )
+    servers = [_api_process(config, ports, python)]
+    if not config.trainer.owns_server:
+        servers.append(_server_process(config, ports, python, on_gpu))
+    stages = (tuple(servers), (_trainer_process(config, folder / "trainer.toml", python), *environments))
     shared = {} if on_gpu else SHARED_CORES
     stages = tuple(tuple(_with_env(process, shared) for process in stage) for stage in stages)
     return RunPlan(stages=stages, config_files=files, ports=dict(ports))
@@ -113,66 +116,77 @@ def _api_process(config: RunConfig, ports: Mapping[str, int], python: str) -> Pr
     )
 
 
-def _server_process(config: RunConfig, ports: Mapping[str, int], python: str, on_gpu: bool) -> ProcessSpec:
-    server, trainer = config.server, config.trainer
-    bridge = require_available(trainer.bridge)
-    dtype = trainer_dtype(config, on_gpu) if server.dtype == "auto" else server.dtype
-    max_model_len = server.max_model_len or trainer.vllm.max_model_len or trainer.model.seq_len
-    share = trainer.vllm.gpu_memory_utilization or server.gpu_memory_utilization
-    port = ports["server"]
-    argv = [
-        python,
-        "-m",
-        "vllm_server",
-        "--model",
-        trainer.model.name,
-        "--host",
-        LOOPBACK,
-        "--port",
-        str(port),
-    ]
-    argv += ["--max-model-len", str(max_model_len)]
-    argv += ["--max-lora-rank", str(bridge.r), "--lora-name", bridge.name]
-    argv += ["--lora-keep-versions", str(bridge.keep_versions)]
-    argv += ["--lora-root", str((bridge.lora_root or config.run_dir / "adapters").absolute())]
-    argv += ["--dtype", dtype]
+def server_process(
+    trainer: TrainConfig, *, python: str, on_gpu: bool, model: str, flags: tuple[str, ...] = ()
+) -> ProcessSpec:
+    """The server as a trainer's configuration wants it.
+
+    Args:
+        model: folder or hub name of what it serves; clients call it by the trainer's --model-name all the same.
+        flags: more of its flags.
+    """
+    vllm = trainer.vllm
+    argv = [python, "-m", "vllm_server", "--model", model, "--served-model-name", trainer.model.name]
+    argv += ["--host", vllm.host, "--port", str(vllm.port)]
+    argv += ["--max-model-len", str(vllm.max_model_len or trainer.model.seq_len)]
+    argv += ["--dtype", trainer.served_dtype(on_gpu=on_gpu)]
     if on_gpu:
-        argv += ["--gpu-memory-utilization", str(share)]
-    if server.enforce_eager:
+        argv += ["--gpu-memory-utilization", str(vllm.gpu_memory_utilization or DEFAULT_GPU_SHARE)]
+    if vllm.enforce_eager:
         argv += ["--enforce-eager"]
     return ProcessSpec(
         name="server",
-        argv=(*argv, *server.extra_args),
-        ready_url=f"http://{LOOPBACK}:{port}/health",
-        ready_timeout=trainer.vllm.startup_timeout,
+        argv=(*argv, *flags, *vllm.extra_args),
+        env={"VLLM_API_KEY": vllm.api_key} if vllm.api_key else {},
+        ready_url=f"{vllm.url}/health",
+        ready_timeout=vllm.startup_timeout,
         stop_seconds=5.0,
     )
 
 
-def trainer_dtype(config: RunConfig, on_gpu: bool) -> str:
-    """What `--dtype auto` comes to, decided once so that trainer and server can't differ."""
-    wanted = config.trainer.model
-    if wanted.dtype != "auto":
-        return wanted.dtype
-    return "bfloat16" if on_gpu and wanted.device != "cpu" else "float32"
+def _server_process(config: RunConfig, ports: Mapping[str, int], python: str, on_gpu: bool) -> ProcessSpec:
+    bridge = require_available(config.trainer.bridge)
+    assert isinstance(bridge, LoraOnly), "other servers are the trainer's own"
+    flags = ["--max-lora-rank", str(bridge.r), "--lora-name", bridge.name]
+    flags += ["--lora-keep-versions", str(bridge.keep_versions)]
+    flags += ["--lora-root", str((bridge.lora_root or config.run_dir / "adapters").absolute())]
+    trainer = with_server_table(config, ports, on_gpu)
+    return server_process(trainer, python=python, on_gpu=on_gpu, model=trainer.model.name, flags=tuple(flags))
+
+
+def with_server_table(config: RunConfig, ports: Mapping[str, int], on_gpu: bool) -> TrainConfig:
+    """The trainer's configuration with what the run's [server] table says of the server."""
+    server, trainer = config.server, config.trainer
+    vllm = trainer.vllm
+    chosen = {
+        "host": LOOPBACK,
+        "port": ports["server"],
+        "dtype": trainer.served_dtype(on_gpu=on_gpu) if server.dtype == "auto" else server.dtype,
+        "max_model_len": server.max_model_len or vllm.max_model_len or trainer.model.seq_len,
+        "gpu_memory_utilization": vllm.gpu_memory_utilization or server.gpu_memory_utilization,
+        "enforce_eager": server.enforce_eager or vllm.enforce_eager,
+        "extra_args": (*vllm.extra_args, *server.extra_args),
+    }
+    return trainer.model_copy(update={"vllm": vllm.model_copy(update=chosen)})
 
 
 def _trainer_table(config: RunConfig, ports: Mapping[str, int], on_gpu: bool) -> dict[str, Any]:
-    return dump(config.trainer, only_set=True) | {
+    trainer = with_server_table(config, ports, on_gpu) if config.trainer.owns_server else config.trainer
+    return dump(trainer, only_set=True) | {
         "atropos_url": f"http://{LOOPBACK}:{ports['api']}",
         "vllm_port": ports["server"],
-        "dtype": trainer_dtype(config, on_gpu),
+        "dtype": trainer.trainer_dtype(on_gpu=on_gpu),
         "save_path": str(config.run_dir / "checkpoints"),
         "log_dir": str(config.run_dir),
     }
 
 
-def _trainer_process(config_file: Path, python: str) -> ProcessSpec:
+def _trainer_process(config: RunConfig, config_file: Path, python: str) -> ProcessSpec:
     return ProcessSpec(
         name="trainer",
         argv=(python, "-m", "grpo_trainer", "train", "--config", str(config_file)),
         ends_run=True,
-        stop_seconds=7.0,
+        stop_seconds=STOP_SECONDS_ALL_WEIGHTS if isinstance(config.trainer.bridge, CheckpointRestart) else 7.0,
     )
 
 
@@ -193,16 +207,22 @@ def _environment_tables(config: RunConfig, environment: EnvironmentProcess, port
         "tokenizer_name": model,
         "rollout_server_url": f"http://{LOOPBACK}:{ports['api']}",
         "use_wandb": False,
+        **({"retry_timeout": restart_patience(config.trainer)} if config.trainer.owns_server else {}),
         **environment.env,
     }
     openai = {
         "base_url": f"http://{LOOPBACK}:{ports['server']}/v1",
         "model_name": model,
         "server_type": "vllm",
-        "api_key": "x",
+        "api_key": (config.trainer.owns_server and config.trainer.vllm.api_key) or "x",
         **environment.openai,
     }
     return {"env": env, "openai": openai}
+
+
+def restart_patience(trainer: TrainConfig) -> float:
+    """Seconds that the server may be away while the trainer starts it anew."""
+    return trainer.vllm.startup_timeout + 60.0
 
 
 def _environment_process(name: str, environment: EnvironmentProcess, config_file: Path, python: str) -> ProcessSpec:

@@ -21,7 +21,7 @@ def claim_ports(wanted: dict[str, int], host: str = "127.0.0.1") -> dict[str, in
     busy = [
         f"--{name}.port {port}: busy, held by {port_holder(port)}; stop that, or choose another (0 picks a free one)"
         for name, port in wanted.items()
-        if port and not _is_free(host, port)
+        if port and not is_free(host, port)
     ]
     if len({port for port in wanted.values() if port}) < sum(1 for port in wanted.values() if port):
         busy.append(f"ports {wanted}: two processes can't share one; choose another (0 picks a free one)")
@@ -41,7 +41,8 @@ def claim_ports(wanted: dict[str, int], host: str = "127.0.0.1") -> dict[str, in
     return claimed
 
 
-def _is_free(host: str, port: int) -> bool:
+def is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers do: TIME_WAIT is no holder
         try:

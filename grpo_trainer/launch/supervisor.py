@@ -29,7 +29,7 @@ from grpo_trainer.launch.plan import ProcessSpec
 POLL_SECONDS = 0.1
 LAST_LINES = 25
 SHUTDOWN_SECONDS = 9.5
-"""From the first signal until the last child is gone, at most."""
+"""From the first signal until the last child is gone, at most; longer only where a process needs longer to save."""
 
 CAUSE = re.compile(r"\b[A-Z]\w*(?:Error|Exception|Failure): \S.*")
 """A line that names an exception: the first ones tell more than the last, which only report them upwards."""
@@ -54,11 +54,16 @@ class Child:
     """A running process, its log file and its last lines."""
 
     def __init__(
-        self, spec: ProcessSpec, log_path: Path, on_stdout: Callable[[str], None], on_stderr: Callable[[str], None]
+        self,
+        spec: ProcessSpec,
+        log_path: Path,
+        on_stdout: Callable[[str], None],
+        on_stderr: Callable[[str], None],
+        last_lines: int = LAST_LINES,
     ) -> None:
         self.spec = spec
         self.log_path = log_path
-        self.last_lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
+        self.last_lines: collections.deque[str] = collections.deque(maxlen=last_lines)
         self.causes: list[str] = []
         self.log_error: OSError | None = None
         self.ready = False
@@ -119,10 +124,14 @@ class Child:
             reader.join(timeout=1.0)
         code = self.process.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"{self.name} {how}. {self.last_words()}"
+
+    def last_words(self) -> str:
+        """Where its log is, the first errors in it, and its last lines."""
         causes = [cause for cause in self.causes if not any(cause in line for line in self.last_lines)]
         first = "The first errors in it:\n" + "".join(f"  {cause}\n" for cause in causes) if causes else ""
         lines = "\n".join(f"  {line}" for line in self.last_lines if line.strip())
-        return f"{self.name} {how}. Log: {self.log_path}. {first}Its last lines:\n{lines or '  (none)'}"
+        return f"Log: {self.log_path}. {first}Its last lines:\n{lines or '  (none)'}"
 
     def family(self) -> list[psutil.Process]:
         """The process and all its descendants, also those that left its process group."""
@@ -253,17 +262,16 @@ class Supervisor:
                 self._check()
                 now = time.monotonic()
                 for child in waiting:
-                    child.ready = child.spec.ready_url is None or _answers(http, child.spec.ready_url)
+                    child.ready = child.spec.ready_url is None or answers(http, child.spec.ready_url)
                     if child.ready:
                         self._tell(
                             self._say, f"{child.name}: ready after {now - child.started:.1f} s (log: {child.log_path})"
                         )
                     elif now - child.started > child.spec.ready_timeout:
                         child.terminate()
-                        lines = "\n".join(f"  {line}" for line in child.last_lines)
                         raise ProcessFailedError(
                             f"{child.name}: not ready after {child.spec.ready_timeout:.0f} s; it was asked at "
-                            f"{child.spec.ready_url}. Log: {child.log_path}. Its last lines:\n{lines}"
+                            f"{child.spec.ready_url}. {child.last_words()}"
                         )
                 if now - begun - said >= 10.0 and (late := [child for child in started if not child.ready]):
                     said = now - begun
@@ -278,10 +286,11 @@ class Supervisor:
         """End every child: those that work for the run first, then the servers that they use.
 
         Each gets SIGTERM and its time; whatever is left of its process group or its descendants is killed. Takes at
-        most `SHUTDOWN_SECONDS`; a second signal to the supervisor kills at once.
+        most `SHUTDOWN_SECONDS`, or the longest time of a process; a second signal to the supervisor kills at once.
         """
         families = {child: child.family() for child in self.children}
-        deadline = time.monotonic() + SHUTDOWN_SECONDS
+        longest = max((child.spec.stop_seconds for child in self.children), default=0.0)
+        deadline = time.monotonic() + max(SHUTDOWN_SECONDS, longest)
         workers = [child for child in self.children if child.spec.ready_url is None]
         servers = [child for child in self.children if child.spec.ready_url is not None]
         for group in (workers, servers):
@@ -299,7 +308,8 @@ class Supervisor:
         self.children.clear()
 
 
-def _answers(http: httpx.Client, url: str) -> bool:
+def answers(http: httpx.Client, url: str) -> bool:
+    """Whether a GET gets 200."""
     try:
         return http.get(url).status_code == 200
     except httpx.HTTPError:

@@ -102,13 +102,15 @@ def step_line(step: int, total: int, numbers: dict[str, float]) -> str:
     def number(key: str) -> float:
         return numbers.get(key, math.nan)
 
+    served = numbers.get("publish/served_version", number("publish/version"))  # older, where restarts are far between
+
     return (
         f"Step {step:>{len(str(total))}}/{total}  "
         f"reward {number('reward/mean'):.3f}  loss {number('train/loss'):+.4f}  "
         f"ratio {number('grpo/mean_ratio'):.3f}  stale {number('rollout/staleness_mean'):.1f}  "
         f"zero-var {number('batch/zero_variance_share'):.0%}  {number('train/tokens_per_second'):,.0f} tok/s  "
         f"wait {number('train/data_fetch_time'):.2f} step {number('train/step_time'):.2f} "
-        f"publish {number('train/sync_time'):.3f} s  v{number('publish/version'):.0f}"
+        f"publish {number('train/sync_time'):.3f} s  v{served:.0f}"
     )
 
 

@@ -83,6 +83,23 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     return model.train()
 
 
+def load_all_weights(config: ModelConfig) -> PreTrainedModel:
+    """Load weights in fp32, every one of them to be trained; on a GPU the forward pass runs in `--dtype` by autocast.
+
+    Small updates to 16-bit weights round to nothing, so these stay fp32 whatever the forward pass computes in.
+
+    Raises:
+        ModelError, ConfigError: see `load_model`.
+    """
+    model = load_model(config.model_copy(update={"dtype": "float32"}))
+    model.requires_grad_(True)
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device)
+    if device.type == "cuda" and dtype != torch.float32:
+        model.forward = torch.autocast("cuda", dtype)(model.forward)
+    return model
+
+
 def _in_4_bits(name: str, found: Any, dtype: torch.dtype) -> BitsAndBytesConfig:
     """QLoRA's quantisation (arXiv 2305.14314): 4-bit NormalFloat, its scales quantised once more.
 

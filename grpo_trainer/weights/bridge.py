@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +10,16 @@ from typing import Protocol
 
 from peft import PeftModel
 
-from grpo_trainer.config import TrainConfig, require_available
+from grpo_trainer.checkpoint import Checkpoints, Progress
+from grpo_trainer.config import CheckpointRestart, LoraOnly, LoraRestart, TrainConfig, require_available
 from grpo_trainer.metrics.types import Metrics
+from grpo_trainer.model.policy import Policy
+from grpo_trainer.signals import StopSignal
 
 
 @dataclass(frozen=True)
 class Published:
-    """A policy version that the server has answered to generate with from now on."""
+    """The policy version that the server generates with from now on: it has said so."""
 
     version: int
     name: str
@@ -44,8 +46,11 @@ class WeightBridge(Protocol):
         """
         ...
 
-    def prove(self) -> None:
+    def prove(self) -> float | None:
         """Show that the server generates with what is published and with nothing else.
+
+        Returns:
+            Mean |server - trainer| on the present weights, in nats a token; None: not measured.
 
         Raises:
             BridgeError: it does not.
@@ -57,19 +62,40 @@ class WeightBridge(Protocol):
         ...
 
     def publish(self, version: int) -> Published:
-        """Make the server generate with the trainer's weights, as `version`."""
+        """Make the server generate with the trainer's weights, as `version`, if this bridge does so at this one.
+
+        Returns:
+            What the server generates with: `version`, or an older one.
+        """
         ...
 
 
-def build_bridge(config: TrainConfig, model: PeftModel, check_stop: Callable[[], None]) -> WeightBridge:
+def build_bridge(
+    config: TrainConfig, policy: Policy, checkpoints: Checkpoints, progress: Progress, stop: StopSignal
+) -> WeightBridge:
     """The bridge that `--weight-bridge-mode` names.
+
+    Args:
+        progress: where the run starts.
+        stop: ends the bridge's waits; where the bridge owns the server, the server's end ends everybody else's.
 
     Raises:
         NotAvailableError: it is not in this version.
+        PortBusyError: the trainer is to start the server, and its port is taken.
     """
     from grpo_trainer.server_client import ServerClient
+    from grpo_trainer.weights.checkpoint_restart import CheckpointModels, MergedModels, build_restart
     from grpo_trainer.weights.lora_swap import LoraSwap
 
-    bridge = require_available(config.bridge)
-    root = bridge.lora_root or Path(config.log_dir) / "adapters"
-    return LoraSwap(bridge, model, ServerClient(config.vllm, check_stop), root.absolute(), config.model.seq_len)
+    client = ServerClient(config.vllm, stop.check)
+    last_version = progress.policy_version + config.training_steps - progress.step
+    match require_available(config.bridge):
+        case LoraOnly() as options:
+            assert isinstance(policy.model, PeftModel)
+            root = options.lora_root or Path(config.log_dir) / "adapters"
+            return LoraSwap(options, policy.model, client, root.absolute(), config.model.seq_len)
+        case LoraRestart() as options:
+            return build_restart(config, options, MergedModels.of(config, policy), policy, client, last_version, stop)
+        case CheckpointRestart() as options:
+            models = CheckpointModels(config.model.name, checkpoints)
+            return build_restart(config, options, models, policy, client, last_version, stop)

@@ -6,15 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM
+from peft import AutoPeftModelForCausalLM, PeftModel
+from transformers import AutoModelForCausalLM
 
-from grpo_trainer.checkpoint import FINAL, Checkpoints, Progress
+from grpo_trainer.checkpoint import Checkpoints, Progress
 from grpo_trainer.config import CheckpointConfig, ModelConfig, OptimizerConfig, TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import whole_folder
+from grpo_trainer.model.policy import Adapter, AllWeights
 from grpo_trainer.trainer import Trainer
 from tests.unit.factories import batch, sample
-from tests.unit.tiny_lora import fill_b, save_tiny, tiny_lora
+from tests.unit.tiny_lora import fill_b, save_tiny, tiny_lora, tiny_qwen
 
 
 def trainer_with(**options: object) -> Trainer:
@@ -24,7 +26,15 @@ def trainer_with(**options: object) -> Trainer:
 
 def checkpoints(trainer: Trainer, folder: Path, **options: object) -> Checkpoints:
     config = CheckpointConfig.model_validate({"save_path": folder, "resume": "auto", **options})
-    return Checkpoints(config, trainer.model, trainer.optimizer)  # type: ignore[arg-type]
+    model = trainer.model
+    policy = Adapter(model) if isinstance(model, PeftModel) else AllWeights(model, None)  # type: ignore[arg-type]
+    return Checkpoints(config, policy, trainer.optimizer)
+
+
+def trainer_of_all_weights(seed: int = 0) -> Trainer:
+    model = tiny_qwen(seed)
+    model.requires_grad_(True)
+    return Trainer(model, TrainConfig(model=ModelConfig(name="tiny"), training_steps=100))
 
 
 ROLLOUTS = batch([sample([1, 2], [3, 4], 1.0), sample([1, 2], [5], 0.0)])
@@ -50,6 +60,68 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights(straight), weights(second), strict=True))
 
 
+def test_a_resumed_trainer_of_all_weights_goes_on_bit_for_bit_though_the_saved_model_is_rounded(tmp_path: Path) -> None:
+    straight = trainer_of_all_weights()
+    for step in range(4):
+        straight.step(ROLLOUTS, step)
+    first = trainer_of_all_weights()
+    for step in range(2):
+        first.step(ROLLOUTS, step)
+    config = CheckpointConfig(save_path=tmp_path, resume="auto")
+    policy = AllWeights(first.model, None, torch.bfloat16)  # type: ignore[arg-type]
+    path = Checkpoints(config, policy, first.optimizer).save(Progress(2, 2))
+    assert path.name == "step_2"
+    assert AutoModelForCausalLM.from_pretrained(path, dtype="auto").dtype == torch.bfloat16
+    second = trainer_of_all_weights(seed=5)
+    assert checkpoints(second, tmp_path).resume() == Progress(2, 2)
+    for step in range(2, 4):
+        second.step(ROLLOUTS, step)
+    assert all(torch.equal(a, b) for a, b in zip(weights(straight), weights(second), strict=True))
+
+
+@pytest.mark.parametrize("resume", ["auto", "path"])
+def test_a_checkpoint_of_another_mode_is_refused_with_both_named(tmp_path: Path, resume: str) -> None:
+    path = checkpoints(trainer_with(), tmp_path).save(Progress(1, 1))
+    wanted = "auto" if resume == "auto" else str(path)
+    with pytest.raises(ConfigError, match=f"--resume {path}: holds a LoRA adapter, but .* trains all weights"):
+        checkpoints(trainer_of_all_weights(), tmp_path, resume=wanted).resume()
+    path = checkpoints(trainer_of_all_weights(), tmp_path).save(Progress(2, 2))
+    wanted = "auto" if resume == "auto" else str(path)
+    with pytest.raises(ConfigError, match=f"--resume {path}: holds all weights, but .* trains a LoRA adapter"):
+        checkpoints(trainer_with(), tmp_path, resume=wanted).resume()
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    path = checkpoints(trainer_of_all_weights(), tmp_path).save(Progress(1, 1))
+    other = trainer_of_all_weights()
+    other.model.model.layers = other.model.model.layers[:1]  # type: ignore[union-attr, index]
+    with pytest.raises(ConfigError, match=f"--resume {path}: its weights are not those of this --model-name"):
+        checkpoints(other, tmp_path).resume()
+
+
+def test_weights_written_for_the_server_are_not_written_again_for_the_checkpoint(tmp_path: Path) -> None:
+    saver = checkpoints(trainer_of_all_weights(), tmp_path)
+    served = saver.export(3)
+    assert not saver.resume().step  # a model alone is no checkpoint
+    written = (served / "model.safetensors").stat().st_mtime_ns
+    saver.save(Progress(3, 3))
+    assert (served / "model.safetensors").stat().st_mtime_ns == written
+    again = checkpoints(trainer_of_all_weights(seed=1), tmp_path)
+    assert again.resume() == Progress(3, 3)
+    assert again.export(3) == served  # what was resumed is served as it lies there
+
+
+def test_what_is_served_outlives_pruning_and_goes_with_the_next(tmp_path: Path) -> None:
+    saver = checkpoints(trainer_of_all_weights(), tmp_path, keep_checkpoints=1)
+    saver.save(Progress(1, 1))
+    saver.serving(saver.export(2))
+    for step in (3, 4):
+        saver.save(Progress(step, step))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_2", "step_4"]
+    saver.serving(saver.export(6))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_4", "step_6"]
+
+
 def test_random_generators_come_back(tmp_path: Path) -> None:
     trainer = trainer_with()
     saver = checkpoints(trainer, tmp_path)
@@ -71,7 +143,7 @@ def test_auto_takes_the_newest_by_number_and_nothing_from_an_empty_folder(tmp_pa
 def test_auto_takes_the_final_adapter_of_a_run_that_is_to_go_further(tmp_path: Path) -> None:
     saver = checkpoints(trainer_with(), tmp_path)
     saver.save(Progress(9, 9))
-    saver.save(Progress(10, 10), FINAL)
+    saver.save(Progress(10, 10), final=True)
     assert saver.resume() == Progress(10, 10)
 
 
@@ -131,7 +203,7 @@ def test_old_checkpoints_are_pruned_and_the_final_one_stays(tmp_path: Path) -> N
     saver = checkpoints(trainer_with(), tmp_path, keep_checkpoints=2, checkpoint_interval=2)
     for step in range(1, 9):
         saver.maybe_save(Progress(step, step))
-    saver.save(Progress(8, 8), FINAL)
+    saver.save(Progress(8, 8), final=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter_final", "adapter_step_6", "adapter_step_8"]
 
 

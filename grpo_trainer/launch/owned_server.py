@@ -1,0 +1,149 @@
+"""An inference server that the trainer owns: started on a model, stopped, and started again on another.
+
+Its process group is ended with the trainer however that ends: in order when the context is left, by the kernel's
+SIGTERM (`PR_SET_PDEATHSIG`) when the trainer is killed.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+from grpo_trainer.config import TrainConfig
+from grpo_trainer.errors import PortBusyError, ProcessFailedError, from_os_error
+from grpo_trainer.launch.plan import ProcessSpec, server_process
+from grpo_trainer.launch.ports import is_free, port_holder
+from grpo_trainer.launch.supervisor import POLL_SECONDS, Child, answers
+
+log = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 15.0
+LAST_LINES = 12
+"""Of the server's, in an error: few enough that the whole message is among the trainer's own last lines."""
+
+
+class OwnedServer:
+    """One inference server at a time. A context manager: leaving it ends the server.
+
+    Args:
+        launch: the process that serves a model (folder or name) as a policy version.
+        log_path: its output goes there, one launch after the other.
+        check_stop: called while waiting; raises to end the wait.
+    """
+
+    def __init__(
+        self,
+        launch: Callable[[str, int], ProcessSpec],
+        log_path: Path,
+        check_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._launch = launch
+        self.log_path = log_path
+        self._check_stop = check_stop
+        self._child: Child | None = None
+
+    def __enter__(self) -> OwnedServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the running server."""
+        return self._child.process.pid if self._child else None
+
+    def start(self, model: str, version: int) -> None:
+        """Launch it; `wait_ready` comes next."""
+        assert self._child is None, "one server at a time"
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        spec = self._launch(model, version)
+        self._child = Child(spec, self.log_path, _silent, _silent, last_lines=LAST_LINES)
+
+    def wait_ready(self) -> float:
+        """Wait until it answers; returns the seconds since its launch.
+
+        Raises:
+            ProcessFailedError: it ended, or was not ready in time; the message has its last lines and its log's path.
+        """
+        child = self._child
+        assert child is not None and child.spec.ready_url is not None, "start comes first"
+        said = 0.0
+        with httpx.Client(timeout=5.0, trust_env=False) as http:
+            while not answers(http, child.spec.ready_url):
+                self._check_stop()
+                self.check()
+                waited = time.monotonic() - child.started
+                if waited > child.spec.ready_timeout:
+                    raise ProcessFailedError(
+                        f"{child.name}: not ready after {child.spec.ready_timeout:.0f} s (--vllm-timeout); it was "
+                        f"asked at {child.spec.ready_url}. {child.last_words()}"
+                    )
+                if waited - said >= PATIENCE_SECONDS:
+                    said = waited
+                    last = next((line for line in reversed(child.last_lines) if line.strip()), "nothing said yet")
+                    log.info("waiting %.0f s for the inference server to start: %s", waited, last.strip()[:150])
+                time.sleep(POLL_SECONDS)
+        return time.monotonic() - child.started
+
+    def check(self) -> None:
+        """Raise if the server has ended by itself.
+
+        Raises:
+            ProcessFailedError: with its last lines.
+            DiskFullError: its log could not be written.
+        """
+        child = self._child
+        if child is None:
+            return
+        if child.exit_code is not None:
+            raise ProcessFailedError(child.describe_end())
+        if child.log_error is not None:
+            raise from_os_error(child.log_error, "write the server's log") or child.log_error
+
+    def stop(self) -> float:
+        """End it, if it runs: SIGTERM, its time, then SIGKILL for what is left; returns the seconds that took."""
+        child, self._child = self._child, None
+        if child is None:
+            return 0.0
+        started = time.monotonic()
+        family = child.family()
+        child.terminate()
+        while child.exit_code is None and time.monotonic() - started < child.spec.stop_seconds:
+            time.sleep(POLL_SECONDS / 2)
+        child.kill_group(family)
+        child.close()
+        return time.monotonic() - started
+
+
+def _silent(line: str) -> None:
+    """The log has it."""
+
+
+def owned_server(config: TrainConfig, *, on_gpu: bool, check_stop: Callable[[], None]) -> OwnedServer:
+    """The server that a training run starts itself.
+
+    Raises:
+        PortBusyError: its port is taken; the message names the holder.
+    """
+    vllm = config.vllm
+    if not is_free(vllm.host, vllm.port):
+        raise PortBusyError(
+            f"--vllm-port {vllm.port}: busy, held by {port_holder(vllm.port)}; stop that, or choose another. With "
+            "this --weight-bridge-mode the trainer starts the server itself"
+        )
+
+    def launch(model: str, version: int) -> ProcessSpec:
+        return server_process(
+            config, python=sys.executable, on_gpu=on_gpu, model=model, flags=("--policy-version", str(version))
+        )
+
+    return OwnedServer(launch, config.log_dir / "logs" / "server.log", check_stop)

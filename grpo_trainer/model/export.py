@@ -1,0 +1,156 @@
+"""A model as a plain Hugging Face folder: the weights as they are, or with the LoRA adapter merged into a copy.
+
+Tensor by tensor and shard by shard: beside the model there is never more than one shard, in main memory, and one merged
+matrix on the device. The model in memory is only read.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import save
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.core_model_loading import revert_weight_conversion
+
+from grpo_trainer.errors import ModelError
+from grpo_trainer.files import write_bytes
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SHARD_BYTES = 2 << 30
+"""Size of a weights file, at most; only a single tensor that is larger gets a larger one."""
+
+PEFT_PREFIX = "base_model.model."
+
+
+def checkpoint_name(parameter: str) -> str | None:
+    """The name in a plain checkpoint of a parameter of the model or of its PEFT wrapper; None: of the adapter itself.
+
+    `base_model.model.model.layers.0.mlp.up_proj.base_layer.weight` is `model.layers.0.mlp.up_proj.weight`.
+    """
+    if ".lora_" in parameter:
+        return None
+    return parameter.removeprefix(PEFT_PREFIX).replace(".base_layer.", ".")
+
+
+def plain_model(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    """The model itself, without a PEFT wrapper."""
+    plain = model.get_base_model() if isinstance(model, PeftModel) else model
+    assert isinstance(plain, PreTrainedModel)
+    return plain
+
+
+def stored_tensors(model: PreTrainedModel | PeftModel) -> dict[str, tuple[str, Tensor]]:
+    """What a checkpoint holds: name -> (name in `model`, tensor), tied weights once, under their first name.
+
+    Raises:
+        ModelError: weights are packed in fewer bits, or an adapted module shares its weights with another.
+    """
+    found: dict[str, tuple[str, Tensor]] = {}
+    names: dict[int, str] = {}
+    for own, tensor in model.state_dict(keep_vars=True).items():
+        name = checkpoint_name(own)
+        if name is None:
+            continue
+        if not tensor.is_floating_point():
+            raise ModelError(f"{name}: weights of {tensor.dtype} can't be written for the server; use lora_only")
+        if (first := names.setdefault(id(tensor), name)) == name:
+            found[name] = (own, tensor)
+        elif any(".base_layer." in adapted for adapted in (own, found[first][0])):
+            raise ModelError(
+                f"--lora-target-modules: {name} and {first} share their weights, merging an adapter into one would "
+                "part them; leave both out"
+            )
+    return found
+
+
+def plan_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Names in order, grouped so that each group's bytes stay within the limit where single tensors allow it."""
+    shards: list[list[str]] = []
+    room = -1
+    for name, size in sizes.items():
+        if size > room:
+            shards.append([])
+            room = limit
+        shards[-1].append(name)
+        room -= size
+    return shards
+
+
+def export_model(
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    dtype: torch.dtype,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write weights, configuration, generation configuration if the model came with one, and tokenizer.
+
+    Args:
+        folder: exists and is empty; see `files.whole_folder`.
+        dtype: of the written weights; LoRA is merged in fp32 before.
+
+    Raises:
+        ModelError: see `stored_tensors`.
+        OSError: with `filename`.
+    """
+    stored = stored_tensors(model)
+    shards = plan_shards({name: tensor.numel() * dtype.itemsize for name, (_, tensor) in stored.items()}, shard_bytes)
+    index: dict[str, str] = {}
+    total = 0
+    for number, names in enumerate(shards, 1):
+        file = WEIGHTS_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = dict(_converted(model, [(name, *stored[name]) for name in names], dtype))
+        total += sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+        index |= dict.fromkeys(tensors, file)
+        write_bytes(folder / file, save(tensors, metadata={"format": "pt"}))
+    if len(shards) > 1:
+        content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
+        write_bytes(folder / INDEX_FILE, json.dumps(content, indent=2).encode())
+    _write_configs(plain_model(model), dtype, folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _converted(
+    model: PreTrainedModel | PeftModel, chosen: Sequence[tuple[str, str, Tensor]], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors on the CPU under the names of published checkpoints, which are not always those in memory.
+
+    transformers renames some when loading, and fuses others (the experts of a mixture): that is undone here.
+    """
+    plain = plain_model(model)
+    for name, own, tensor in chosen:
+        with torch.no_grad():
+            value = _merged(model, own, tensor).to(device="cpu", dtype=dtype)
+        for final, part in revert_weight_conversion(plain, {name: value}).items():
+            yield final, part.contiguous()
+
+
+def _merged(model: PreTrainedModel | PeftModel, own: str, tensor: Tensor) -> Tensor:
+    """The tensor; of a module with an adapter its weight, W + scaling * B A, computed in fp32."""
+    module_name, base_layer, parameter = own.partition(".base_layer.")
+    if not base_layer or parameter != "weight":
+        return tensor.detach()
+    layer = model.get_submodule(module_name)
+    assert isinstance(layer, LoraLayer), own
+    delta: Tensor = layer.get_delta_weight("default")  # pyright: ignore[reportCallIssue]  # of its subclasses
+    return tensor.detach().float() + delta.float()
+
+
+def _write_configs(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> None:
+    config: Any = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    config.dtype = dtype
+    config.save_pretrained(folder)
+    generation = model.generation_config
+    if generation is not None and not getattr(generation, "_from_model_config", True):
+        generation.save_pretrained(folder)

@@ -1,0 +1,268 @@
+"""The bridges that relaunch the server on newer weights: `none` on a checkpoint, `lora_restart` on a merged model.
+
+The trainer owns the server. Every `--vllm-restart-interval` versions the weights are written as a plain model folder,
+while the old server still serves; then that is stopped and a new one started, and the proof compares it with the
+trainer. Between restarts the server serves the version of its last launch, and its answers say so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import time
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from transformers import PreTrainedTokenizerBase
+
+from grpo_trainer.checkpoint import Checkpoints
+from grpo_trainer.config import RestartOptions, TrainConfig
+from grpo_trainer.errors import BridgeError
+from grpo_trainer.files import whole_folder
+from grpo_trainer.launch.owned_server import OwnedServer, owned_server
+from grpo_trainer.metrics.types import Metric, Sum
+from grpo_trainer.model.export import export_model
+from grpo_trainer.model.policy import Policy, load_tokenizer
+from grpo_trainer.server_client import ServerClient
+from grpo_trainer.signals import StopSignal
+from grpo_trainer.weights.bridge import Published
+from grpo_trainer.weights.model_proof import ModelProof
+from vllm_server.protocol import BridgeInfo
+
+log = logging.getLogger(__name__)
+
+
+class ServedModels(Protocol):
+    """Where a server finds the trainer's weights."""
+
+    def export(self, version: int) -> str:
+        """The folder (or hub name) of a model with the weights that the trainer has now."""
+        ...
+
+    def serving(self, model: str) -> None:
+        """The server has loaded this one: others may go."""
+        ...
+
+
+class CheckpointModels:
+    """Of mode `none`: the run's own checkpoints.
+
+    Args:
+        base: what the run started from; version 0.
+    """
+
+    def __init__(self, base: str, checkpoints: Checkpoints) -> None:
+        self._base = base
+        self._checkpoints = checkpoints
+
+    def export(self, version: int) -> str:
+        return str(self._checkpoints.export(version)) if version else self._base
+
+    def serving(self, model: str) -> None:
+        if model != self._base:
+            self._checkpoints.serving(Path(model))
+
+
+class MergedModels:
+    """Of mode `lora_restart`: the adapter merged into a copy of the base model, as `ROOT/merged_step_N`.
+
+    Args:
+        base: what the adapter belongs to; an adapter without effect needs no other model.
+        dtype: of the written weights.
+        keep: so many of them stay; the served one always does. They can be made again from the adapter's checkpoints.
+    """
+
+    def __init__(
+        self,
+        base: str,
+        model: PeftModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        dtype: torch.dtype,
+        root: Path,
+        keep: int = 1,
+    ) -> None:
+        self._base = base
+        self._model = model
+        self._tokenizer = tokenizer
+        self._dtype = dtype
+        self._root = root
+        self._keep = max(1, keep)
+        self._written: list[Path] = []
+
+    @classmethod
+    def of(cls, config: TrainConfig, policy: Policy) -> MergedModels:
+        """As a run's configuration has it."""
+        assert isinstance(policy.model, PeftModel)
+        dtype = getattr(torch, config.served_dtype(on_gpu=torch.cuda.is_available()))
+        root, keep = config.checkpoints.save_path, config.checkpoints.keep_checkpoints
+        return cls(config.model.name, policy.model, load_tokenizer(config.model), dtype, root, keep)
+
+    def export(self, version: int) -> str:
+        if not self._has_effect():
+            return self._base
+        path = self._root / f"merged_step_{version}"
+        with whole_folder(path) as folder:
+            export_model(self._model, self._tokenizer, folder, self._dtype)
+        self._written.append(path)
+        return str(path)
+
+    def _has_effect(self) -> bool:
+        layers: list[Any] = [module for module in self._model.modules() if isinstance(module, LoraLayer)]
+        return any(bool(layer.lora_B["default"].weight.any()) for layer in layers)
+
+    def serving(self, model: str) -> None:
+        while len(self._written) > self._keep:
+            old = self._written.pop(0)
+            shutil.rmtree(old)
+            log.info("pruned %s", old)
+
+
+@dataclass(frozen=True)
+class _Served:
+    """What the server serves now: the trainer's weights as they were at a version."""
+
+    version: int
+    model: str
+    info: BridgeInfo
+
+
+class CheckpointRestart:
+    """The `none` and `lora_restart` bridges.
+
+    Args:
+        models: writes the weights for the server.
+        server: started here, and ended when the context is left.
+        proof: compares each launch with the trainer; None: nothing does.
+        seq_len: longest sequence of the training.
+        last_version: what the last step leads to; the server is not started on it, nobody is left to ask for it.
+    """
+
+    def __init__(
+        self,
+        config: RestartOptions,
+        models: ServedModels,
+        server: OwnedServer,
+        client: ServerClient,
+        proof: ModelProof | None,
+        seq_len: int,
+        last_version: int,
+    ) -> None:
+        self._interval = config.vllm_restart_interval
+        self._models = models
+        self._server = server
+        self._client = client
+        self._proof = proof
+        self._seq_len = seq_len
+        self._last_version = last_version
+        self._served: _Served | None = None
+
+    def __enter__(self) -> CheckpointRestart:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.close()
+        self._server.stop()
+
+    def connect(self, policy_version: int) -> int:
+        self._launch(policy_version)
+        assert self._served is not None
+        info = self._served.info
+        log.info(
+            "started the inference server: vLLM %s on %s, %s, log %s",
+            *(info.vllm_version, info.device, info.dtype, self._server.log_path),
+        )
+        return policy_version
+
+    def prove(self) -> None:
+        assert self._served is not None, "connect comes first"
+        if self._proof is None:
+            log.warning("bridge proof skipped (--no-proof): nothing shows that the server uses what is published")
+            return
+        self._proof.prove(self._served.info, self._served.version)
+
+    def updating(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()  # the server holds a copy of its own: nothing to fence
+
+    def publish(self, version: int) -> Published:
+        """Relaunch the server if it is time to; what comes back says which version it serves now."""
+        assert self._served is not None, "connect comes first"
+        started = time.perf_counter()
+        metrics: dict[str, Metric] = {}
+        if version != self._served.version and version % self._interval == 0 and version != self._last_version:
+            metrics = self._launch(version)
+            if self._proof is not None:
+                self._proof.prove(self._served.info, version)
+        served = self._served
+        metrics |= {
+            "train/sync_time": Sum(time.perf_counter() - started),
+            "publish/version": Sum(version),
+            "publish/served_version": Sum(served.version),
+        }
+        return Published(served.version, served.model, metrics)
+
+    def _launch(self, version: int) -> dict[str, Metric]:
+        """Write the weights, stop the server that runs, start one on them, and check that it is that one."""
+        before = self._served
+        started = time.perf_counter()
+        model = self._models.export(version)
+        saved = time.perf_counter() - started
+        stopped = self._server.stop()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # vLLM takes its share of what is free
+        self._server.start(model, version)
+        ready = self._server.wait_ready()
+        info = self._client.wait_until_ready()
+        self._check(info, version, model, before)
+        self._served = _Served(version, model, info)
+        self._models.serving(model)
+        log.info(
+            "the server is on version %d (%s): saved in %.1f s, stopped in %.1f s, started in %.1f s",
+            *(version, model, saved, stopped, ready),
+        )
+        return {"publish/save_time": Sum(saved), "publish/stop_time": Sum(stopped), "publish/start_time": Sum(ready)}
+
+    def _check(self, info: BridgeInfo, version: int, model: str, before: _Served | None) -> None:
+        """That the one who answers is the one that was started."""
+        problems = []
+        if before is not None and info.boot_id == before.info.boot_id:
+            problems.append(f"is still the one of before (boot {info.boot_id})")
+        if info.policy_version != version:
+            problems.append(f"serves version {info.policy_version}, not {version}")
+        if info.model_name != model:
+            problems.append(f"serves {info.model_name}, not {model}")
+        if info.logprobs_mode != "processed_logprobs":
+            problems.append(f"returns {info.logprobs_mode}, not the logprobs that it samples from (--vllm-extra-args?)")
+        if problems:
+            raise BridgeError(f"the inference server that was started {'; and '.join(problems)}")
+        if info.max_model_len < self._seq_len:
+            log.warning("the server serves at most %d tokens, --seq-len is %d", info.max_model_len, self._seq_len)
+
+
+def build_restart(
+    config: TrainConfig,
+    options: RestartOptions,
+    models: ServedModels,
+    policy: Policy,
+    client: ServerClient,
+    last_version: int,
+    stop: StopSignal,
+) -> CheckpointRestart:
+    """A bridge with a server of its own, whose unexpected end ends every wait of the trainer.
+
+    Raises:
+        PortBusyError: the server's port is taken.
+    """
+    on_gpu = torch.cuda.is_available()
+    server = owned_server(config, on_gpu=on_gpu, check_stop=stop.check)
+    stop.watch(server.check)
+    proof = ModelProof(policy.model, client, config.trainer_dtype(on_gpu=on_gpu)) if options.proof else None
+    return CheckpointRestart(options, models, server, client, proof, config.model.seq_len, last_version)

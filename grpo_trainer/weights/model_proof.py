@@ -1,0 +1,98 @@
+"""Proof of a server that was launched on a whole model: does it generate with the weights that the trainer has now?
+
+Its per-token logprobs of the probe prompts must be those of the trainer's own forward pass. The first launch measures
+how far apart rounding keeps the two sides; later ones may be a few times as far apart.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from peft import PeftModel
+
+from grpo_trainer.errors import BridgeError
+from grpo_trainer.server_client import ServerClient
+from grpo_trainer.weights.proof import (
+    COMPLETION_TOKENS,
+    NOISE_LIMIT,
+    NOISE_MARGIN,
+    TOLERANCE,
+    Probe,
+    _gap,
+    _probe_prompts,
+    probe_of,
+    trainer_logprobs,
+)
+from vllm_server.protocol import BridgeInfo
+
+log = logging.getLogger(__name__)
+
+
+class ModelProof:
+    """Compares each launch of a server with the trainer.
+
+    Args:
+        model: the trainer's, with the weights that the server should have.
+        trainer_dtype: that its forward pass computes in.
+    """
+
+    def __init__(self, model: Any, server: ServerClient, trainer_dtype: str) -> None:
+        self._model = model
+        self._server = server
+        self._trainer_dtype = trainer_dtype
+        self._noise: float | None = None
+
+    def prove(self, info: BridgeInfo, version: int) -> float:
+        """Prove that the server that `info` describes generates with the model's present weights, as `version`.
+
+        Returns:
+            Mean |server - trainer| in nats a token.
+
+        Raises:
+            BridgeError: it does not; the message says by how much.
+        """
+        probes = self._ask(info, version)
+        gap = _gap(probes, [trainer_logprobs(self._model, probe) for probe in probes])
+        precision = max(info.dtype, self._trainer_dtype, key=TOLERANCE.__getitem__)  # the coarser of the two sides
+        if self._noise is None:
+            allowed = NOISE_LIMIT[precision]
+        else:
+            allowed = max(TOLERANCE[precision], NOISE_MARGIN * self._noise)
+        if not gap <= allowed:  # also when it is not a number
+            raise BridgeError(self._verdict(version, gap, allowed, probes))
+        if self._noise is None:
+            self._noise = gap
+        log.info(
+            "bridge proved: the server on version %d is within %.2g nats a token of the trainer (allowed %.2g)",
+            *(version, gap, allowed),
+        )
+        return gap
+
+    def _ask(self, info: BridgeInfo, version: int) -> list[Probe]:
+        probes = []
+        for prompt in _probe_prompts(self._model.config.vocab_size, info.max_model_len - COMPLETION_TOKENS):
+            answer = self._server.generate(
+                prompt, max_tokens=COMPLETION_TOKENS, temperature=1.0, logprobs=0, seed=0, ignore_eos=True
+            )
+            if answer.policy_version != version:
+                raise BridgeError(
+                    f"bridge proof failed: launched as version {version}, answered by version {answer.policy_version}"
+                )
+            probes.append(probe_of(answer))
+        return probes
+
+    def _verdict(self, version: int, gap: float, allowed: float, probes: list[Probe]) -> str:
+        what = "serves other weights than the trainer's"
+        base = ""
+        if isinstance(self._model, PeftModel):
+            with self._model.disable_adapter():
+                distance = _gap(probes, [trainer_logprobs(self._model, probe) for probe in probes])
+            base = f", |server - base model| {distance:.3g}"
+            if distance <= allowed:
+                what = "answers as the base model does, without the adapter"
+        return (
+            f"bridge proof failed (version {version}): the server {what}. Mean |server - trainer| is {gap:.3g} nats a "
+            f"token (allowed {allowed:.2g}){base}. Are both on the same base model and dtype? --no-proof trains all "
+            "the same"
+        )
