@@ -244,8 +244,8 @@ class LoraOnly(LoraOptions, ProofOptions):
     )
     transport: Literal["auto", "disk", "memory", "cuda_ipc", "nccl"] = option(
         "auto",
-        help="How adapters go to the server: a folder, the body of a request, mapped GPU memory, or a broadcast between "
-        "GPUs; auto: the fastest that works.",
+        help="How adapters go to the server: a folder, the body of a request, mapped GPU memory, or a broadcast "
+        "between GPUs; auto: the fastest that works.",
         flags=("--lora-transport",),
     )
     lora_root: Path | None = option(
