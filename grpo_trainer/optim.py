@@ -31,6 +31,15 @@ def build_optimizer(parameters: Sequence[Parameter], config: OptimizerConfig) ->
     )
 
 
+SAMPLED_ENTRIES = 1 << 16
+
+
+def sampled(parameter: Parameter) -> Tensor:
+    """A view of entries spread over a parameter, at most `SAMPLED_ENTRIES`: a copy of all would cost a whole model."""
+    flat = parameter.detach().reshape(-1)
+    return flat[:: -(-flat.numel() // SAMPLED_ENTRIES)]
+
+
 def changed_fraction(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
     """The share of entries that differ; 0 after an optimizer step means that its updates were lost."""
     changed = torch.stack([(b != a).sum() for b, a in zip(before, after, strict=True)]).sum()

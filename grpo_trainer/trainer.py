@@ -17,7 +17,7 @@ from grpo_trainer.errors import TrainingError
 from grpo_trainer.logprobs import chosen_logprobs
 from grpo_trainer.losses import LossInputs, old_logprobs, policy_loss
 from grpo_trainer.metrics.types import Mean, Metric, Metrics, Sum, merge
-from grpo_trainer.optim import build_optimizer, changed_fraction
+from grpo_trainer.optim import build_optimizer, changed_fraction, sampled
 from grpo_trainer.rollouts.types import RolloutBatch
 from grpo_trainer.schedules import learning_rate
 
@@ -141,9 +141,9 @@ class Trainer:
                 )
             return False
         self._bad_steps = 0
-        before = [parameter.detach().clone() for parameter in self.parameters]
+        before = [sampled(parameter).clone() for parameter in self.parameters]
         self.optimizer.step()
-        changed = changed_fraction(before, [parameter.detach() for parameter in self.parameters])
+        changed = changed_fraction(before, [sampled(parameter) for parameter in self.parameters])
         metrics["train/changed_fraction"] = Mean(changed)
         if changed == 0.0 and norm > 0.0:
             raise TrainingError(
