@@ -182,12 +182,12 @@ class CheckpointRestart:
         )
         return policy_version
 
-    def prove(self) -> None:
+    def prove(self) -> float | None:
         assert self._served is not None, "connect comes first"
         if self._proof is None:
             log.warning("bridge proof skipped (--no-proof): nothing shows that the server uses what is published")
-            return
-        self._proof.prove(self._served.info, self._served.version)
+            return None
+        return self._proof.prove(self._served.info, self._served.version)
 
     def updating(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()  # the server holds a copy of its own: nothing to fence
