@@ -31,6 +31,7 @@ class TrainingSequence:
     rollout_logprobs: NDArray[np.float32] | None  # one per trained token
     weight: float  # of each of its trained tokens in the loss of the whole batch
     temperature: float
+    version: int | None = None  # of the policy that sampled it, if known
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class MicroBatch:
         weights_N: of each trained token in the loss of the whole batch.
         rollout_logprobs_N: what the server sampled with; 0 where `has_rollout_N` is False.
         temperature_N: of sampling.
+        versions_B: the policy that sampled each sequence; -1: unknown.
     """
 
     tokens_BT: Tensor
@@ -62,6 +64,7 @@ class MicroBatch:
     rollout_logprobs_N: Tensor
     has_rollout_N: Tensor
     temperature_N: Tensor
+    versions_B: Tensor
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on a device."""
@@ -102,6 +105,7 @@ def prepare(batch: RolloutBatch, config: LossConfig, seq_len: int) -> PreparedBa
                     max_completion_len=config.max_completion_len or seq_len,
                 ),
                 temperature=sample.temperature,
+                version=sample.policy_version,
             )
         )
     return PreparedBatch(tuple(sequences), _batch_metrics(batch, cut, lengths, sequences))
@@ -194,4 +198,5 @@ def _pad(sequences: Sequence[TrainingSequence], pad_id: int) -> MicroBatch:
         rollout_logprobs_N=torch.from_numpy(np.concatenate(roll).astype(np.float32)),
         has_rollout_N=each([sequence.rollout_logprobs is not None for sequence in sequences], np.bool_),
         temperature_N=each([sequence.temperature for sequence in sequences], np.float32),
+        versions_B=torch.tensor([-1 if sequence.version is None else sequence.version for sequence in sequences]),
     )

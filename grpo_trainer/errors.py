@@ -49,6 +49,10 @@ class BridgeError(GrpoError, RuntimeError):
     """The server does not generate with the weights that the trainer published."""
 
 
+class DriftError(BridgeError):
+    """Samples are not of the policy that the trainer believes the server to generate with."""
+
+
 class TrainingError(GrpoError, RuntimeError):
     """Training can't go on: too many bad steps in a row, or no data."""
 

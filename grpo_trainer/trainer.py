@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from grpo_trainer.metrics.types import Mean, Metric, Metrics, Sum, merge
 from grpo_trainer.optim import build_optimizer, changed_fraction, sampled
 from grpo_trainer.rollouts.types import RolloutBatch
 from grpo_trainer.schedules import learning_rate
+from grpo_trainer.weights.drift import DriftAlarm, gap_metrics, recheck_version, row_gaps, sample_gaps
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,9 @@ class Trainer:
     Args:
         model: returns an object with `logits` for token ids; its trained parameters are fp32.
         check_stop: called between microbatches; raises to abandon the step, weights untouched.
+
+    Attributes:
+        alarm: looks at each step's samples before the weights change, once it is set.
     """
 
     def __init__(self, model: nn.Module, config: TrainConfig, check_stop: Callable[[], None] = lambda: None) -> None:
@@ -57,6 +62,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.parameters, config.optimizer)
         self.device = self.parameters[0].device
         self._check_stop = check_stop
+        self.alarm: DriftAlarm | None = None
         self._bad_steps = 0
 
     def step(self, batch: RolloutBatch, step: int) -> StepResult:
@@ -67,6 +73,7 @@ class Trainer:
 
         Raises:
             TrainingError: the loss or the gradient was not finite for `--max-bad-steps` steps in a row.
+            DriftError: the samples are not of the trainer's policy, and `--on-drift` is stop; weights untouched.
         """
         started = time.perf_counter()
         prepared = prepare(batch, self.config.loss, self.config.model.seq_len)
@@ -77,13 +84,17 @@ class Trainer:
         parts: list[Metrics] = [prepared.metrics]
         microbatches = split(prepared.sequences, self.config.batch_size)
         scale = loss_scale(prepared.sequences)
+        rows: list[Tensor] = []
         for microbatch in microbatches:
             self._check_stop()
-            parts.append(self._accumulate(microbatch.to(self.device), scale))
+            parts.append(self._accumulate(microbatch.to(self.device), scale, rows))
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad.div_(scale)
-        metrics = merge(parts)
+        gaps = sample_gaps(rows)
+        if self.alarm is not None:
+            self.alarm.look(step, gaps, batch.policy_version, partial(recheck_version, self.model, prepared.sequences))
+        metrics = merge([*parts, gap_metrics(gaps, batch.policy_version)])
         metrics.setdefault("train/loss", Sum(0.0))  # no group had a spread of rewards: nothing to learn from
         backward_seconds = time.perf_counter() - started
         updated = bool(microbatches) and self._update(metrics)
@@ -96,8 +107,11 @@ class Trainer:
         }
         return StepResult(updated, metrics)
 
-    def _accumulate(self, microbatch: MicroBatch, scale: float) -> Metrics:
-        """Forward and backward of one microbatch; gradients add up in the parameters, times `scale`."""
+    def _accumulate(self, microbatch: MicroBatch, scale: float, rows: list[Tensor]) -> Metrics:
+        """Forward and backward of one microbatch; gradients add up in the parameters, times `scale`.
+
+        How far its sequences are from what the server said is added to `rows`.
+        """
         logits_BTV: Tensor = self.model(input_ids=microbatch.tokens_BT, use_cache=False).logits
         trainer_logprobs_N, entropy_N = chosen_logprobs(
             logits_BTV,
@@ -122,6 +136,7 @@ class Trainer:
             eps_high=loss.clip_eps if loss.clip_eps_high is None else loss.clip_eps_high,
         )
         (output.loss * scale).backward()
+        rows.append(row_gaps(microbatch, trainer_logprobs_N))
         return {**output.metrics, "train/loss": Sum(output.loss.detach())}
 
     def _update(self, metrics: dict[str, Metric]) -> bool:

@@ -103,7 +103,7 @@ class RolloutClient:
             "train/data_fetch_time": Sum(waited),
             "rollout/dropped_stale_groups": Sum(dropped),
         }
-        return RolloutBatch(batch_id, tuple(fresh), metrics)
+        return RolloutBatch(batch_id, tuple(fresh), metrics, policy_version)
 
     def _too_stale(self, group: Group, policy_version: int) -> bool:
         versions = [sample.policy_version for sample in group.samples if sample.policy_version is not None]

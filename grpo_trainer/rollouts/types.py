@@ -54,8 +54,10 @@ class RolloutBatch:
         batch_id: names the lease that `ack` ends.
         groups: whole groups, oldest first.
         metrics: how long it took to come, how stale it is, what was dropped.
+        policy_version: the trainer's when it came; samples of this version are fresh.
     """
 
     batch_id: str
     groups: tuple[Group, ...]
     metrics: dict[str, Metric]
+    policy_version: int | None = None

@@ -100,13 +100,13 @@ class LoraSwap:
         if problems:
             raise BridgeError("the inference server " + "; and ".join(problems))
 
-    def prove(self) -> None:
+    def prove(self) -> float | None:
         if not self._config.proof:
             log.warning("bridge proof skipped (--no-proof): nothing shows that the server uses what is published")
-            return
+            return None
         assert self._info is not None, "connect comes first"
         version = self._info.policy_version
-        prove_lora(self._model, self._server, lambda name: self._send(name, version, activate=False), self._info)
+        return prove_lora(self._model, self._server, lambda name: self._send(name, version, activate=False), self._info)
 
     def updating(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()  # the server holds a copy of its own: nothing to fence

@@ -1,0 +1,304 @@
+"""The drift alarm: planted faults are told apart, healthy runs are quiet, nothing floods."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+
+from grpo_trainer.checkpoint import Progress
+from grpo_trainer.config import TrainConfig
+from grpo_trainer.errors import BridgeError, DriftError
+from grpo_trainer.logprobs import chosen_logprobs
+from grpo_trainer.loop import run_steps
+from grpo_trainer.metrics.types import reduce
+from grpo_trainer.options import build
+from grpo_trainer.rollouts.types import RolloutBatch, Sample
+from grpo_trainer.trainer import Trainer
+from grpo_trainer.weights.drift import (
+    SAY_EVERY,
+    Cause,
+    DriftAlarm,
+    Recheck,
+    SampleGap,
+    default_limit,
+    drift_alarm,
+    find_drift,
+    gap_metrics,
+)
+from tests.unit.factories import TinyModel, batch, sample
+from tests.unit.tiny_lora import VOCAB, fill_b, tiny_lora
+
+LIMIT = 0.1
+
+
+def gap(version: int | None, mean: float, tokens: int = 10) -> SampleGap:
+    return SampleGap(version, tokens, mean * tokens)
+
+
+def never(version: int) -> Recheck:
+    raise AssertionError(f"a healthy step was rechecked at {version}")
+
+
+def found(*gaps: SampleGap, recheck: Recheck | None = None) -> tuple[Cause, int | None] | None:
+    finding = find_drift(gaps, 5, LIMIT, never if recheck is None else lambda version: recheck)
+    return finding and (finding.cause, finding.version)
+
+
+def test_samples_within_the_limit_are_fine_and_cost_no_second_look() -> None:
+    assert found(gap(5, 0.09), gap(5, 0.01), gap(4, 0.25), gap(None, 9.0)) is None
+    assert found() is None
+
+
+def test_the_mean_is_over_tokens_not_over_samples() -> None:
+    # (0.5 * 2 + 0.01 * 98) / 100 = 0.0198
+    assert found(gap(5, 0.5, 2), gap(5, 0.01, 98)) is None
+
+
+@pytest.mark.parametrize(
+    ("recheck", "cause"),
+    [
+        (Recheck(own=0.6, base=0.02, raw=None), Cause.BASE_MODEL),
+        (Recheck(own=0.6, base=0.5, raw=0.03), Cause.TEMPERATURE),
+        (Recheck(own=0.6, base=0.5, raw=0.4), Cause.FRESH),
+        (Recheck(own=0.6, base=None, raw=None), Cause.FRESH),
+        (Recheck(own=0.11, base=0.1, raw=None), Cause.FRESH),  # a fresh adapter: base and trainer are hardly apart
+    ],
+)
+def test_a_gap_on_fresh_samples_is_explained_by_what_fits_much_better(recheck: Recheck, cause: Cause) -> None:
+    assert found(gap(5, 0.6), recheck=recheck) == (cause, 5)
+
+
+NOTHING_FITS = Recheck(own=0.6, base=0.5, raw=0.5)
+
+
+def test_one_bad_version_is_told_by_older_ones_that_agree() -> None:
+    assert found(gap(5, 0.6), gap(4, 0.05), recheck=NOTHING_FITS) == (Cause.ONE_VERSION, 5)
+    assert found(gap(5, 0.01), gap(4, 0.6), gap(3, 0.05)) == (Cause.ONE_VERSION, 4)
+
+
+def test_old_samples_may_be_as_far_off_as_the_policy_has_moved() -> None:
+    assert found(gap(5, 0.01), gap(4, 0.29)) is None
+    assert found(gap(5, 0.01), gap(4, 0.31)) == (Cause.STALE, 4)
+    assert found(gap(4, 0.2), gap(3, 0.6)) == (Cause.STALE, 3)
+
+
+def test_what_is_not_finite_comes_first() -> None:
+    assert found(gap(5, 0.6), SampleGap(4, 3, math.nan)) == (Cause.NOT_FINITE, 4)
+    assert found(SampleGap(5, 3, math.inf)) == (Cause.NOT_FINITE, 5)
+
+
+def test_metrics_are_those_of_fresh_and_of_older_samples() -> None:
+    # fresh (0.1 * 10 + 0.4 * 20) / 30 = 0.3, older 0.5; what is not finite or has no version is left out
+    gaps = [gap(5, 0.1), gap(5, 0.4, 20), gap(3, 0.5), gap(None, 7.0), SampleGap(5, 1, math.nan)]
+    assert reduce(gap_metrics(gaps, 5)) == pytest.approx({"train/logprob_gap": 0.3, "train/logprob_gap_stale": 0.5})
+    assert gap_metrics([gap(3, 0.5)], 5).keys() == {"train/logprob_gap_stale"}  # no fresh ones: no number, not 0
+    assert gap_metrics([gap(3, 0.5)], None) == {}
+
+
+# ---------------------------------------------------------------- the alarm
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_a_line_names_everything_and_comes_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+    alarm = DriftAlarm(LIMIT, "warn", "lora_only")
+    for step in range(SAY_EVERY + 1):
+        alarm.look(step, [gap(5, 0.6), gap(5, 0.4), gap(4, 0.0)], 5, lambda version: Recheck(0.5, 0.01, None))
+    first, second = lines(caplog)
+    assert first == (
+        "drift on bridge lora_only: 2 of 3 samples, of version 5, are 0.5 nats a token off (limit 0.1): they are the "
+        "base model's logprobs: the server does not apply the adapter; ask the environment for the served model's name "
+        "or `policy_version`, not for a name of its own; restart the server if it does so"
+    )
+    assert second == f"{first} (and at {SAY_EVERY - 1} steps since it was last said)"
+
+
+def test_another_cause_is_said_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    alarm = DriftAlarm(LIMIT, "warn", "lora_only")
+    alarm.look(0, [gap(5, 0.6)], 5, lambda version: NOTHING_FITS)
+    alarm.look(1, [gap(4, 0.6)], 5, never)
+    assert ["with other weights" in lines(caplog)[0], "the policy has moved away" in lines(caplog)[1]] == [True, True]
+
+
+def test_stop_raises_but_not_for_samples_that_are_merely_old(caplog: pytest.LogCaptureFixture) -> None:
+    alarm = DriftAlarm(LIMIT, "stop", "lora_only")
+    alarm.look(0, [gap(4, 0.6)], 5, never)
+    assert len(lines(caplog)) == 1
+    with pytest.raises(DriftError, match=r"1 of 1 samples, of version 5, are 0\.6 nats a token off") as stopped:
+        alarm.look(1, [gap(5, 0.6)], 5, lambda version: NOTHING_FITS)
+    assert isinstance(stopped.value, BridgeError)
+    with pytest.raises(DriftError, match=r"of version 5: a logprob of theirs is not finite"):
+        alarm.look(1, [SampleGap(5, 1, math.nan)], 5, never)
+
+
+@pytest.mark.parametrize(
+    ("noise", "dtype", "in_4_bits", "limit"),
+    [
+        (1e-6, "float32", False, 0.01),  # the floor
+        (0.01, "float32", False, 0.05),  # 5 times the noise: the server may be coarser
+        (0.009, "bfloat16", False, 0.1),
+        (0.04, "bfloat16", False, 0.2),
+        (0.17, "float32", True, 0.34),  # twice
+        (None, "float32", False, 0.15),  # not measured: what the proof would let pass
+        (None, "bfloat16", True, 0.5),
+    ],
+)
+def test_the_default_limit_follows_the_measured_noise(
+    noise: float | None, dtype: str, in_4_bits: bool, limit: float
+) -> None:
+    assert default_limit(noise, dtype, in_4_bits=in_4_bits) == pytest.approx(limit)
+
+
+def test_options_set_the_limit_or_turn_the_alarm_off() -> None:
+    def alarm(**options: object) -> DriftAlarm | None:
+        values = {"model_name": "m", "weight_bridge_mode": "lora_only", **options}
+        return drift_alarm(build(TrainConfig, values), 0.03, TinyModel())
+
+    chosen, derived = alarm(drift_limit=0.7), alarm()
+    assert chosen is not None and chosen.limit == 0.7
+    assert derived is not None and derived.limit == pytest.approx(0.15)
+    assert alarm(drift_limit=0) is None
+
+
+# ---------------------------------------------------------------- in the trainer, faults planted in the samples
+
+
+def rollouts(sampler: PeftModel, version: int, temperature: float = 1.0, *, raw: bool = False) -> list[Sample]:
+    """Two samples with the logprobs that a server would have sent that holds the sampler's weights."""
+    random = np.random.default_rng(version)
+    made = []
+    for reward in (0.0, 1.0):
+        tokens = random.integers(0, VOCAB, 12)
+        columns = torch.arange(4, 12)
+        with torch.no_grad():
+            logits = sampler.eval()(input_ids=torch.tensor(tokens)[None]).logits
+            said = torch.full((8,), 1.0 if raw else temperature)
+            values, _ = chosen_logprobs(logits, torch.tensor(tokens)[None], columns * 0, columns, said)
+        prompt, completion = tokens[:4].tolist(), tokens[4:].tolist()
+        scored = {"logprobs": values.tolist(), "temperature": temperature, "version": version}
+        made.append(sample(prompt, completion, reward, **scored))
+    return made
+
+
+def trainer(**options: object) -> Trainer:
+    values = {"model_name": "m", "weight_bridge_mode": "lora_only", "lora_r": 8, "on_drift": "stop", **options}
+    config = build(TrainConfig, values)
+    model = tiny_lora()
+    fill_b(model)
+    made = Trainer(model, config)
+    made.alarm = drift_alarm(config, 1e-6, model)
+    return made
+
+
+def other() -> PeftModel:
+    model = tiny_lora()
+    fill_b(model, seed=2)
+    return model
+
+
+def of_version(version: int, *samples: list[Sample]) -> RolloutBatch:
+    return replace(batch(*samples), policy_version=version)
+
+
+def test_honest_samples_pass_and_their_gap_is_rounding() -> None:
+    one = trainer()
+    same = tiny_lora()
+    fill_b(same)
+    result = one.step(of_version(3, rollouts(same, 3), rollouts(other(), 2)), 0)
+    numbers = reduce(result.metrics)
+    assert numbers["train/logprob_gap"] < 1e-5
+    assert numbers["train/logprob_gap_stale"] > 0.3
+    assert result.updated
+
+
+def test_the_gap_is_that_of_the_alignment_metric_when_all_samples_are_fresh() -> None:
+    one = trainer(on_drift="warn")
+    numbers = reduce(one.step(of_version(3, rollouts(other(), 3)), 0).metrics)
+    assert numbers["train/logprob_gap"] == pytest.approx(numbers["alignment/logprob_diff_mean"], rel=1e-5)
+
+
+@pytest.mark.parametrize("fault", ["base", "raw", "weights", "one version", "nan"])
+def test_planted_faults_stop_the_step_with_the_weights_untouched(fault: str) -> None:
+    one = trainer()
+    same, base = tiny_lora(), tiny_lora()  # base: B is 0
+    fill_b(same)
+    groups = {
+        "base": [rollouts(base, 3)],
+        "raw": [rollouts(same, 3, 0.4, raw=True)],
+        "weights": [rollouts(other(), 3)],
+        "one version": [rollouts(other(), 3), rollouts(same, 2)],
+        "nan": [[replace(s, rollout_logprobs_T=s.tokens_T * np.float32(np.nan)) for s in rollouts(same, 3)]],
+    }[fault]
+    said = {
+        "base": "the base model's logprobs",
+        "raw": "they fit at temperature 1",
+        "weights": "with other weights",
+        "one version": "older versions agree",
+        "nan": "not finite",
+    }[fault]
+    before = [parameter.detach().clone() for parameter in one.parameters]
+    with pytest.raises(DriftError, match=said):
+        one.step(of_version(3, *groups), 0)
+    assert all(torch.equal(a, b) for a, b in zip(before, one.parameters, strict=True))
+
+
+def test_samples_without_logprobs_or_versions_are_no_evidence() -> None:
+    one = trainer()
+    nothing = [replace(s, rollout_logprobs_T=None) for s in rollouts(other(), 3)]
+    unknown = [replace(s, policy_version=None) for s in rollouts(other(), 3)]
+    assert "train/logprob_gap" not in one.step(of_version(3, nothing, unknown), 0).metrics
+
+
+# ---------------------------------------------------------------- in the loop
+
+
+class Recorder:
+    """Stands in for rollout client, bridge, checkpoints and metrics: remembers what was called."""
+
+    def __init__(self, groups: RolloutBatch) -> None:
+        self.batch = groups
+        self.calls: list[str] = []
+
+    def connect(self, version: int) -> int:
+        return version
+
+    def prove(self) -> float:
+        return 1e-6
+
+    def publish(self, version: int) -> Any:
+        self.calls.append(f"publish {version}")
+        return type("Published", (), {"metrics": {}})()
+
+    def updating(self) -> Any:
+        return contextlib.nullcontext()
+
+    def register(self) -> None: ...
+
+    def next_batch(self, version: int) -> RolloutBatch:
+        return replace(self.batch, policy_version=version)
+
+    def release(self, batch: RolloutBatch) -> None:
+        self.calls.append("release")
+
+    def save(self, progress: Any, *_: object, **__: object) -> Path:
+        self.calls.append(f"save step {progress.step}")
+        return Path("checkpoint")
+
+
+def test_stop_gives_the_batch_back_and_saves_a_checkpoint() -> None:
+    one = trainer()
+    recorder: Any = Recorder(batch(rollouts(other(), 7)))
+    with pytest.raises(DriftError, match=r"Stopped at step 4, before training on these.*; saved checkpoint, go on"):
+        run_steps(one.config, Progress(4, 7), one, recorder, recorder, recorder, recorder)
+    assert recorder.calls == ["publish 7", "release", "save step 4"]
