@@ -107,11 +107,15 @@ def env(ctx: typer.Context) -> None:
 
 @app.command(context_settings=PASS_THROUGH)
 def bench(ctx: typer.Context) -> None:
-    """Measure: `grpo bench api` loads a rollout API and prints one line of figures."""
-    if ctx.args[:1] != ["api"]:
-        typer.echo("Usage: grpo bench api [OPTIONS]      (--help lists them)")
+    """Measure: `grpo bench sync` a weight bridge, `grpo bench api` a rollout API; each prints its figures."""
+    if ctx.args[:1] not in (["api"], ["sync"]):
+        typer.echo(
+            "Usage: grpo bench sync [OPTIONS]     a weight bridge: publishes, their cost to the server, leaks\n"
+            "       grpo bench api [OPTIONS]      a rollout API under load\n"
+            "(--help lists the options)"
+        )
         raise typer.Exit(0 if ctx.args[:1] in (["-h"], ["--help"]) else 2)
-    _become("grpo_trainer.bench.api", ctx.args[1:])
+    _become(f"grpo_trainer.bench.{ctx.args[0]}", ctx.args[1:])
 
 
 @app.command("demo-model", context_settings=PASS_THROUGH)

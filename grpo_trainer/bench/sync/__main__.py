@@ -1,0 +1,62 @@
+"""The command `grpo bench sync`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+from grpo_trainer.bench.sync.options import SyncOptions
+from grpo_trainer.errors import GrpoError, StoppedError
+from grpo_trainer.options import build, with_options
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+@with_options(SyncOptions)
+def sync(
+    options: dict[str, Any],
+    server_arg: Annotated[
+        list[str] | None, typer.Option(help="One more argument for the server; repeatable, as --server-arg=--seed=1.")
+    ] = None,
+    json_line: Annotated[bool, typer.Option("--json", help="Print one JSON line.")] = False,
+) -> None:
+    """Measure a weight bridge: a model with random weights, a server, and a trainer that does nothing but publish."""
+    asked = build(SyncOptions, options)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads sleep: the server may share the cores
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from grpo_trainer.bench.sync.measure import measure
+    from grpo_trainer.bench.sync.report import as_dict, as_table
+
+    figures = as_dict(measure(asked, tuple(server_arg or ())))
+    print(json.dumps(figures) if json_line else as_table(figures))
+
+
+def _stop(number: int, _: FrameType | None) -> None:
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)  # once is enough: the server is being ended
+    raise StoppedError(f"stopped by {signal.Signals(number).name}", number)
+
+
+def main() -> None:
+    """Entry point: progress on stderr, figures on stdout."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _stop)
+    try:
+        app()
+    except GrpoError as error:
+        sys.stderr.write(f"grpo: {error}\n")
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Tokens per second under load, and publishes under load.
+
+The base model, the newest adapter, and that with publishes take turns, twice, so that drift cancels. Tokens are those
+that the server's own counter has at a window's ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import msgspec
+
+from grpo_trainer.bench.sync.figures import LoadFigures, Publish, counter_total, median_ms, p95_ms
+from grpo_trainer.bench.sync.generator import GROUP, Demand
+from grpo_trainer.bench.sync.options import LoadChoice
+from grpo_trainer.bench.sync.subject import Place, Subject
+from grpo_trainer.errors import ConfigError, ProcessFailedError, ServerError
+from grpo_trainer.launch.plan import ProcessSpec
+from grpo_trainer.launch.supervisor import Child
+
+log = logging.getLogger(__name__)
+
+TOKENS = "vllm:generation_tokens_total"
+RUNNING = "vllm:num_requests_running"
+ROUNDS = 2
+SETTLE_SECONDS = 4.0
+SETTLE_SHARE = 0.3
+DRAIN_SECONDS = 30.0
+
+
+@dataclass
+class Tally:
+    """Tokens and seconds of one kind of load."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclass
+class LoadTest:
+    """One server's tests under load.
+
+    Args:
+        sequences: in flight.
+        vocab: of the model.
+    """
+
+    subject: Subject
+    place: Place
+    choice: LoadChoice
+    url: str
+    sequences: int
+    vocab: int
+    _http: httpx.Client = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.sequences % GROUP:
+            raise ConfigError(f"--concurrency {self.sequences}: wanted a multiple of {GROUP}")
+        self._http = httpx.Client(base_url=self.url, timeout=60.0, trust_env=False)
+
+    def run(self) -> LoadFigures:
+        base, lora, publishing = Tally(), Tally(), Tally()
+        publishes: list[Publish] = []
+        for number in range(1, ROUNDS + 1):
+            self._phase(base, self.subject.base_routing, _wait)
+            self._phase(lora, {}, _wait)
+            self._phase(publishing, {}, lambda until: self._publish_until(until, publishes))
+            rates = (base.rate, lora.rate, publishing.rate)
+            log.info("load %d/%d: base %.0f, adapter %.0f, with publishes %.0f tokens/s", number, ROUNDS, *rates)
+        seconds = [publish.seconds for publish in publishes]
+        stalls = [publish.stall_seconds for publish in publishes]
+        return LoadFigures(
+            requests=self.sequences,
+            base_tokens_per_s=round(base.rate, 1),
+            lora_tokens_per_s=round(lora.rate, 1),
+            publishing_tokens_per_s=round(publishing.rate, 1),
+            lora_over_base=round(lora.rate / base.rate, 4),
+            publishing_over_lora=round(publishing.rate / lora.rate, 4),
+            publishes_under_load=len(publishes),
+            publish_under_load_p50_ms=median_ms(seconds),
+            publish_under_load_p95_ms=p95_ms(seconds),
+            stall_under_load_p50_ms=median_ms(stalls),
+            stall_under_load_p95_ms=p95_ms(stalls),
+        )
+
+    def _phase(self, tally: Tally, routing: dict[str, Any], meanwhile: Callable[[float], None]) -> None:
+        """One window of load; its first seconds are not counted."""
+        seconds = self.choice.load_seconds / ROUNDS
+        demand = Demand(
+            self.url, self.sequences, self.choice.prompt_len, self.choice.completion_len, self.vocab, routing
+        )
+        with self._generator(demand) as generator:
+            start = time.perf_counter()
+            meanwhile(start + min(SETTLE_SECONDS, SETTLE_SHARE * seconds))
+            tokens, began = self._counted()
+            meanwhile(start + seconds)
+            more, ended = self._counted()
+            if generator.exit_code is not None:
+                raise ProcessFailedError(f"under load: {generator.describe_end()}")
+        self.subject.check()
+        tally.tokens += more - tokens
+        tally.seconds += ended - began
+        self._drain()
+
+    @contextmanager
+    def _generator(self, demand: Demand) -> Iterator[Child]:
+        argv = (sys.executable, "-m", "grpo_trainer.bench.sync.generator", msgspec.json.encode(demand).decode())
+        child = Child(ProcessSpec("load", argv), self.place.folder / "load.log", _silent, _silent)
+        try:
+            deadline = time.monotonic() + DRAIN_SECONDS
+            while not self._metric(RUNNING):
+                if child.exit_code is not None:
+                    raise ProcessFailedError(f"under load: {child.describe_end()}")
+                if time.monotonic() > deadline:
+                    raise ServerError("under load: no request came to run")
+                time.sleep(0.05)
+            yield child
+        finally:
+            child.kill_group(child.family())  # it holds nothing worth an orderly end
+            child.close()
+
+    def _publish_until(self, until: float, publishes: list[Publish]) -> None:
+        """One publish at a time, at a fixed rate, or as fast as they go if they take longer."""
+        due = time.perf_counter()
+        while due < until:
+            _wait(due)
+            publishes.append(self.subject.publish())
+            due = max(due + self.choice.publish_interval, time.perf_counter())
+        _wait(until)
+
+    def _counted(self) -> tuple[float, float]:
+        """The server's count of tokens, and when it was that."""
+        asked = time.perf_counter()
+        tokens = self._metric(TOKENS)
+        return tokens, (asked + time.perf_counter()) / 2
+
+    def _metric(self, name: str) -> float:
+        return counter_total(self._http.get("/metrics").raise_for_status().text, name)
+
+    def _drain(self) -> None:
+        """Until the server has let go of what nobody waits for any more."""
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while self._metric(RUNNING):
+            if time.monotonic() > deadline:
+                raise ServerError(f"requests still run {DRAIN_SECONDS:.0f} s after their clients have gone")
+            time.sleep(0.05)
+
+
+def _wait(until: float) -> None:
+    time.sleep(max(0.0, until - time.perf_counter()))
+
+
+def _silent(line: str) -> None:
+    """The log has it."""

@@ -1,0 +1,217 @@
+"""`lora_only` under measurement, beside vLLM's own way to load an adapter."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from peft import PeftModel
+
+from grpo_trainer.bench.sync.figures import Baseline, Publish, median_ms
+from grpo_trainer.bench.sync.options import SyncOptions
+from grpo_trainer.bench.sync.server import server_spec, serving
+from grpo_trainer.bench.sync.subject import Facts, Place
+from grpo_trainer.config import LoraOnly, TrainConfig
+from grpo_trainer.errors import BridgeError, ServerError
+from grpo_trainer.launch.owned_server import OwnedServer
+from grpo_trainer.launch.ports import claim_ports
+from grpo_trainer.metrics.types import reduce
+from grpo_trainer.model.load import load_model
+from grpo_trainer.model.lora import add_adapter
+from grpo_trainer.options import build
+from grpo_trainer.server_client import ServerClient
+from grpo_trainer.weights import proof
+from grpo_trainer.weights.lora_swap import LoraSwap
+from grpo_trainer.weights.packed import PackedAdapter
+from vllm_server.protocol import LoraLoadRequest, LoraLoadResponse
+
+log = logging.getLogger(__name__)
+
+PROMPT = [2, 3, 5, 7]
+SMALL_B = 1e-3
+
+
+@contextmanager
+def opened(options: SyncOptions, place: Place) -> Iterator[LoraOnlySubject]:
+    """Model first, server after it: vLLM must not see memory come and go while it measures what is free."""
+    written = (options.choice.lora_root or place.folder / "adapters").absolute()
+    written.mkdir(parents=True, exist_ok=True)
+    config = _train_config(options, place, written)
+    bridge = config.bridge
+    assert isinstance(bridge, LoraOnly)
+    model = add_adapter(load_model(config.model), bridge, seed=0)
+    flags = ["--max-lora-rank", str(bridge.r), "--lora-name", bridge.name, "--lora-root", str(written)]
+    flags += ["--lora-keep-versions", str(bridge.keep_versions)]
+    spec = server_spec(config, options.server, place, flags, tiny=options.model.shape == "tiny")
+    with serving(spec, place) as server:
+        client = WatchedClient(config.vllm)
+        with LoraSwap(bridge, model, client, written, config.model.seq_len) as swap:
+            subject = LoraOnlySubject(swap, model, client, server, written, url=config.vllm.url)
+            if bridge.proof:
+                subject.prove()
+            yield subject
+
+
+def _train_config(options: SyncOptions, place: Place, written: Path) -> TrainConfig:
+    server, choice = options.server, options.choice
+    values: dict[str, Any] = {
+        "model": str(place.model),
+        "dtype": place.dtype,
+        "seq_len": server.max_model_len,
+        "weight_bridge_mode": "lora_only",
+        "lora_transport": choice.transport,
+        "lora_r": choice.lora_r,
+        "lora_alpha": 2.0 * choice.lora_r,
+        "lora_keep_versions": choice.keep_versions,
+        "lora_root": written,
+        "proof": choice.proof,
+        "vllm_port": claim_ports({"server": 0})["server"],
+        "max_model_len": server.max_model_len,
+        "gpu_memory_utilization": server.gpu_memory_utilization,
+        "vllm_enforce_eager": server.enforce_eager,
+    }
+    return build(TrainConfig, values)
+
+
+class WatchedClient(ServerClient):
+    """Keeps the server's answer to the last publish: transport and times are in it."""
+
+    last: LoraLoadResponse | None = None
+
+    def load_adapter(self, request: LoraLoadRequest, body: memoryview | None = None) -> LoraLoadResponse:
+        self.last = super().load_adapter(request, body)
+        return self.last
+
+
+class LoraOnlySubject:
+    """A trainer that does nothing but publish. Versions start at 1, so that 0 is the base model."""
+
+    def __init__(
+        self, swap: LoraSwap, model: PeftModel, client: WatchedClient, server: OwnedServer, written: Path, url: str
+    ) -> None:
+        self._swap = swap
+        self._model = model
+        self._server = server
+        self.url = url
+        self._proof: dict[str, float] | None = None
+        self._named = {name: p for name, p in model.named_parameters() if "lora_" in name}
+        self._factors = [p.detach() for name, p in self._named.items() if "lora_B" in name]
+        torch._foreach_add_(self._factors, SMALL_B)  # pyright: ignore[reportPrivateImportUsage]  # B = 0 is no adapter
+        self.client = client
+        self.written = written
+        self.base_routing: dict[str, Any] = {"policy_version": 0}
+        self._version = swap.connect(1) - 1
+        self.info = client.wait_until_ready()
+        self._nbytes = PackedAdapter(model, self.served_dtype).nbytes
+
+    @property
+    def served_dtype(self) -> torch.dtype:
+        """In which the server holds adapters."""
+        dtype = getattr(torch, (self.info.lora_dtype or self.info.dtype).removeprefix("torch."))
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    @property
+    def server_pid(self) -> int:
+        pid = self._server.pid
+        assert pid is not None
+        return pid
+
+    def check(self) -> None:
+        self._server.check()
+
+    def prove(self) -> None:
+        """The bridge's own proof; its figures stand in what it logs, which nobody but us wants as numbers."""
+        heard = _Heard()
+        proof.log.addHandler(heard)
+        try:
+            self._swap.prove()
+        finally:
+            proof.log.removeHandler(heard)
+        names = ("noise", "synthetic_moved", "synthetic", "restored")
+        self._proof = {name: float(f"{value:.3g}") for name, value in zip(names, heard.figures, strict=True)}
+
+    def facts(self) -> Facts:
+        assert self.client_answer is not None, "publish comes first"
+        return Facts(self.client_answer.transport, round(self._nbytes / 1e6, 3), self._proof)
+
+    @property
+    def client_answer(self) -> LoraLoadResponse | None:
+        return self.client.last
+
+    def publish(self) -> Publish:
+        self._version += 1
+        step = SMALL_B / 10 * (1 if self._version % 2 else -1)
+        torch._foreach_add_(self._factors, step)  # pyright: ignore[reportPrivateImportUsage]
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the optimizer's step is not what is measured
+        started = time.perf_counter()
+        published = self._swap.publish(self._version)
+        seconds = time.perf_counter() - started
+        answer = self.client_answer
+        assert answer is not None
+        self._check_answers(published.version, published.name)
+        pack = reduce(published.metrics)["publish/save_time"]
+        return Publish(seconds, pack, answer.load_seconds, answer.stall_seconds)
+
+    def _check_answers(self, version: int, name: str) -> None:
+        answer = self.client.generate(PROMPT, max_tokens=1, temperature=1.0, ignore_eos=True)
+        if (answer.policy_version, answer.model) != (version, name):
+            raise BridgeError(
+                f"published {name} as version {version}, but {answer.model} (version {answer.policy_version}) answers"
+            )
+
+    def baseline(self, repeat: int) -> Baseline:
+        """Save by PEFT, load by vLLM's own route, each time under a new name.
+
+        vLLM's unload route forgets the name but leaves the adapter in its slot, and its next load evicts whatever was
+        used longest ago. So our versions are withdrawn first: then it can only evict its own, as it does wherever
+        it is used this way, and no slot more is needed than the other figures were measured with.
+        """
+        for version in self.client.lora_status().versions:
+            self.client.unload_adapter(version.name)
+        saves, loads = [], []
+        with httpx.Client(base_url=self.url, timeout=120.0, trust_env=False) as http:
+            for number in range(repeat + 1):
+                name = f"baseline-{number}"
+                folder = self.written / name
+                started = time.perf_counter()
+                self._save_by_peft(folder)
+                saves.append(time.perf_counter() - started)
+                started = time.perf_counter()
+                _post(http, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+                loads.append(time.perf_counter() - started)
+                asked = {"model": name, "prompt": PROMPT, "max_tokens": 1, "ignore_eos": True}
+                answered = _post(http, "/v1/completions", asked).json()["model"]
+                if answered != name:
+                    raise BridgeError(f"baseline: asked for {name}, answered by {answered}")
+                _post(http, "/v1/unload_lora_adapter", {"lora_name": name})
+        return Baseline(median_ms(loads[1:]), median_ms(saves[1:]), repeat)  # the first warms up
+
+    def _save_by_peft(self, folder: Path) -> None:
+        """In the server's dtype: the smallest file that loses nothing there."""
+        state = {name: p.detach().to(self.served_dtype) for name, p in self._named.items()}
+        self._model.save_pretrained(str(folder), state_dict=state, save_embedding_layers=False)
+
+
+class _Heard(logging.Handler):
+    """Keeps the numbers of the proof's last line."""
+
+    figures: tuple[float, ...] = ()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if isinstance(record.args, tuple):
+            self.figures = tuple(value for value in record.args if isinstance(value, float))
+
+
+def _post(http: httpx.Client, route: str, body: dict[str, Any]) -> httpx.Response:
+    answer = http.post(route, json=body)
+    if answer.status_code != 200:
+        raise ServerError(f"baseline: POST {route}: {answer.status_code}: {answer.text[:500]}")
+    return answer

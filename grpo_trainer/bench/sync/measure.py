@@ -1,0 +1,110 @@
+"""The measurement from beginning to end."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from grpo_trainer.bench.sync.figures import Baseline, LoadFigures, Publish, PublishFigures, publish_figures
+from grpo_trainer.bench.sync.load import LoadTest
+from grpo_trainer.bench.sync.memory import MemoryFigures, Snapshot, gpus_in_use, memory_figures, snapshot
+from grpo_trainer.bench.sync.options import SyncOptions
+from grpo_trainer.bench.sync.random_model import ensure_model
+from grpo_trainer.bench.sync.shapes import SHAPES
+from grpo_trainer.bench.sync.subject import Facts, Place, Subject, opener
+from vllm_server.protocol import BridgeInfo
+
+log = logging.getLogger(__name__)
+
+EARLY_PUBLISH = 10
+PROGRESS_EVERY = 100
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that was measured."""
+
+    options: SyncOptions
+    info: BridgeInfo
+    device: str
+    torch_version: str
+    python_version: str
+    facts: Facts
+    publish: PublishFigures
+    load: LoadFigures | None
+    memory: MemoryFigures
+    baseline: Baseline | None
+
+
+def measure(options: SyncOptions, server_args: tuple[str, ...]) -> Report:
+    """Start a server, publish to it, load it, and end it.
+
+    Raises:
+        GrpoError: the server did not start, the bridge does not do what it says, …
+    """
+    on_gpu = torch.cuda.is_available()
+    dtype = "bfloat16" if on_gpu else "float32"
+    with tempfile.TemporaryDirectory(prefix="grpo-bench-") as name:
+        model = (options.model.model_dir or Path(name) / "model").absolute()
+        ensure_model(SHAPES[options.model.shape], model, getattr(torch, dtype))
+        place = Place(Path(name), model, on_gpu, dtype, server_args)
+        with opener(options.choice.bridge)(options, place) as subject:
+            return _measure(options, place, subject)
+
+
+def _measure(options: SyncOptions, place: Place, subject: Subject) -> Report:
+    gpus = gpus_in_use(options.server.server_gpus)
+    publishes, early, late = _publish(options, subject, gpus)
+    quiet = publish_figures(publishes)
+    log.info("publish: median %.1f ms, 95th percentile %.1f ms", quiet.publish_p50_ms, quiet.publish_p95_ms)
+    load = None if options.load.skip_load else _load(options, place, subject)
+    end = snapshot(subject, late.publishes, gpus)
+    memory = memory_figures(early, late, end)
+    baseline = subject.baseline(options.baseline_repeat) if options.baseline_repeat else None
+    return Report(
+        options=options,
+        info=subject.info,
+        device=torch.cuda.get_device_name() if place.on_gpu else _cpu_name(),
+        torch_version=torch.__version__,
+        python_version=platform.python_version(),
+        facts=subject.facts(),
+        publish=quiet,
+        load=load,
+        memory=memory,
+        baseline=baseline,
+    )
+
+
+def _publish(options: SyncOptions, subject: Subject, gpus: str | None) -> tuple[list[Publish], Snapshot, Snapshot]:
+    """The measured publishes, after as many as the server has slots: the first to each is slower."""
+    for _ in range(subject.info.max_loras):
+        subject.publish()
+    log.info("warmed up: %d publishes, %s", subject.info.max_loras, subject.facts())
+    publishes: list[Publish] = []
+    early: Snapshot | None = None
+    for number in range(1, options.repeat + 1):
+        publishes.append(subject.publish())
+        if number == min(EARLY_PUBLISH, options.repeat):
+            early = snapshot(subject, number, gpus)
+        if number % PROGRESS_EVERY == 0:
+            log.info("%d of %d publishes", number, options.repeat)
+    assert early is not None
+    return publishes, early, snapshot(subject, options.repeat, gpus)
+
+
+def _load(options: SyncOptions, place: Place, subject: Subject) -> LoadFigures:
+    vocab = SHAPES[options.model.shape].vocab
+    sequences = options.concurrency(on_gpu=place.on_gpu)
+    return LoadTest(subject, place, options.load, subject.url, sequences, vocab).run()
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

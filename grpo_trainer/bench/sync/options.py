@@ -1,0 +1,70 @@
+"""What `grpo bench sync` is asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from grpo_trainer.options import Section, option
+
+
+class BridgeChoice(Section):
+    """Bridge."""
+
+    bridge: Literal["lora_only"] = option("lora_only", help="The weight bridge.")
+    transport: Literal["auto", "disk", "memory", "cuda_ipc", "nccl"] = option(
+        "auto", help="How adapters go to the server, as --lora-transport."
+    )
+    lora_r: int = option(16, help="Rank of the adapter, on all linear modules.")
+    lora_root: Path | None = option(
+        None, help="Folder of --transport disk and of the baseline, e.g. in /dev/shm (default: in a temporary folder)."
+    )
+    keep_versions: int = option(4, help="Versions that stay loaded in the server.", ge=2)
+    proof: bool = option(True, help="Prove the bridge first.")
+
+
+class ModelChoice(Section):
+    """Model."""
+
+    shape: Literal["tiny", "0.5b", "1.5b", "7b"] = option("0.5b", help="Shape of the model; its weights are random.")
+    model_dir: Path | None = option(
+        None, help="Write the model there, or use it if it is there (default: a temporary folder)."
+    )
+
+
+class ServerChoice(Section):
+    """Server."""
+
+    max_model_len: int = option(2048, help="Longest sequence served.", gt=1)
+    gpu_memory_utilization: float = option(0.5, help="Share of the GPU's memory for vLLM.", gt=0, le=1)
+    tensor_parallel_size: int = option(1, help="GPUs that the server's model is cut over.", ge=1)
+    server_gpus: str | None = option(None, help="CUDA_VISIBLE_DEVICES of the server (default: as the trainer's).")
+    enforce_eager: bool = option(False, help="No CUDA graphs: several times slower.")
+
+
+class LoadChoice(Section):
+    """Load."""
+
+    skip_load: bool = option(False, help="Do not measure under load.")
+    concurrency: int | None = option(
+        None, help="Sequences in flight, a multiple of 8 (default: 256 on a GPU, 16 on a CPU or for tiny).", ge=8
+    )
+    prompt_len: int = option(64, help="Tokens of a prompt.", ge=1)
+    completion_len: int = option(256, help="Tokens of a completion.", ge=1)
+    load_seconds: float = option(20.0, help="Seconds for each: base model, adapter, adapter with publishes.", gt=0)
+    publish_interval: float = option(1.0, help="Seconds from publish to publish under load.", gt=0)
+
+
+class SyncOptions(Section):
+    """What is measured."""
+
+    repeat: int = option(20, help="Publishes that are measured; 1000 with --skip-load looks for leaks.", ge=1)
+    baseline_repeat: int = option(10, help="Loads by vLLM's own route that are measured; 0: none.", ge=0)
+    choice: BridgeChoice = BridgeChoice()
+    model: ModelChoice = ModelChoice()
+    server: ServerChoice = ServerChoice()
+    load: LoadChoice = LoadChoice()
+
+    def concurrency(self, *, on_gpu: bool) -> int:
+        """Sequences kept in flight."""
+        return self.load.concurrency or (256 if on_gpu and self.model.shape != "tiny" else 16)

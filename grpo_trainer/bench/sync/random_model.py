@@ -1,0 +1,79 @@
+"""A model of a given shape with random weights, and a tokenizer that has its vocabulary: needs no hub."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from grpo_trainer.bench.sync.shapes import Shape
+from grpo_trainer.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+PAD, EOS = "<pad>", "<eos>"
+POSITIONS = 32_768
+
+
+def ensure_model(shape: Shape, folder: Path, dtype: torch.dtype) -> None:
+    """Write it into a folder, unless it is there.
+
+    Raises:
+        ConfigError: the folder holds another model.
+    """
+    if (folder / "config.json").is_file():
+        found = AutoConfig.from_pretrained(folder)
+        sizes = (found.hidden_size, found.intermediate_size, found.num_hidden_layers, found.vocab_size)
+        wanted = (shape.hidden, shape.intermediate, shape.layers, shape.vocab)
+        if sizes != wanted:
+            raise ConfigError(
+                f"--model-dir {folder}: holds a model of {sizes}, --shape is {wanted}; name another folder"
+            )
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    _tokenizer(shape.vocab).save_pretrained(folder)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = Qwen2ForCausalLM(_config(shape, dtype))
+    finally:
+        torch.set_default_dtype(before)
+    model.save_pretrained(folder)
+    log.info("wrote a model of %.0fM random %s parameters to %s", model.num_parameters() / 1e6, dtype, folder)
+    del model
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _config(shape: Shape, dtype: torch.dtype) -> Qwen2Config:
+    return Qwen2Config(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=POSITIONS,
+        tie_word_embeddings=shape.tied,
+        initializer_range=0.1 if shape.hidden < 256 else 0.02,  # a small one says the same to everything otherwise
+        dtype=dtype,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+
+
+def _tokenizer(vocab: int) -> PreTrainedTokenizerFast:
+    """A token for each printable character, and numbered ones for the rest: the server turns every id into text."""
+    names = [PAD, EOS, "\n", *map(chr, range(32, 127))]
+    names += [f"<{index}>" for index in range(len(names), vocab)]
+    tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD)

@@ -1,0 +1,100 @@
+"""What is measured: a bridge with its model and its server. One module for each bridge makes one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from grpo_trainer.bench.sync.figures import Baseline, Publish
+from grpo_trainer.bench.sync.options import SyncOptions
+from grpo_trainer.server_client import ServerClient
+from vllm_server.protocol import BridgeInfo
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a measurement happens.
+
+    Attributes:
+        folder: for what is written; it goes when the measurement is over.
+        model: folder of the model.
+        dtype: of trainer and server.
+        server_args: more of the server's arguments.
+    """
+
+    folder: Path
+    model: Path
+    on_gpu: bool
+    dtype: str
+    server_args: tuple[str, ...]
+
+    @property
+    def server_log(self) -> Path:
+        return self.folder / "server.log"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a bridge says of itself.
+
+    Attributes:
+        transport: the one really used.
+        adapter_mb: what one publish sends, in units of 1e6 bytes.
+        proof: the figures of its proof, nats a token.
+    """
+
+    transport: str
+    adapter_mb: float
+    proof: dict[str, float] | None
+
+
+class Subject(Protocol):
+    """A bridge that is connected and proved.
+
+    Attributes:
+        url: of its server.
+        written: folder that it writes to.
+        base_routing: what a request to the server says to be answered by the base model.
+    """
+
+    url: str
+    info: BridgeInfo
+    written: Path
+    base_routing: dict[str, Any]
+
+    @property
+    def client(self) -> ServerClient: ...
+
+    @property
+    def server_pid(self) -> int: ...
+
+    def facts(self) -> Facts: ...
+
+    def publish(self) -> Publish:
+        """Change the weights, publish them as the next version, and see one request answered by that.
+
+        Raises:
+            BridgeError: another version answers.
+        """
+        ...
+
+    def check(self) -> None:
+        """Raise if the server has ended by itself."""
+        ...
+
+    def baseline(self, repeat: int) -> Baseline | None:
+        """The same by vLLM's own means, if it has any. Comes last: nothing can be published afterwards."""
+        ...
+
+
+Open = Callable[[SyncOptions, Place], AbstractContextManager[Subject]]
+
+
+def opener(bridge: str) -> Open:
+    """What starts the measurement of a bridge."""
+    from grpo_trainer.bench.sync import lora_only
+
+    return {"lora_only": lora_only.opened}[bridge]
