@@ -15,7 +15,7 @@ from grpo_trainer.errors import NotAvailableError
 from grpo_trainer.model.adapter_file import AdapterFile, read_adapter
 from grpo_trainer.options import Section, leaves, option, shown
 from grpo_trainer.ranges import format_ranges, parse_ranges
-from vllm_server.protocol import DEFAULT_LORA_NAME, DEFAULT_PORT, LEGAL_LORA_RANKS
+from vllm_server.protocol import DEFAULT_KEEP_VERSIONS, DEFAULT_LORA_NAME, DEFAULT_PORT, LEGAL_LORA_RANKS
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -239,8 +239,11 @@ class LoraOnly(LoraOptions, ProofOptions):
     """LoRA."""
 
     mode: Literal["lora_only"] = option("lora_only", help="How the server gets new weights.", flags=MODE_FLAGS)
-    keep_versions: int = option(
-        4, help="Adapter versions that stay loaded in the server.", flags=("--lora-keep-versions",), ge=2
+    keep_versions: int | None = option(
+        None,
+        help="Adapter versions that stay loaded in the server (default: --max-staleness + 2 if that is given, else 4).",
+        flags=("--lora-keep-versions",),
+        ge=2,
     )
     transport: Literal["auto", "disk", "memory", "cuda_ipc", "nccl"] = option(
         "auto",
@@ -378,6 +381,13 @@ class TrainConfig(Section):
                         f"{'all' if its is None else shown(its)}; leave {flag} out"
                     )
         return self
+
+    @property
+    def keep_versions(self) -> int:
+        """Adapter versions that a server keeps: those that samples may come from, and the one before the oldest."""
+        given = self.bridge.keep_versions if isinstance(self.bridge, LoraOnly) else None
+        staleness = self.rollouts.max_staleness
+        return given or (DEFAULT_KEEP_VERSIONS if staleness is None else staleness + 2)
 
     @property
     def sequences_per_step(self) -> int:

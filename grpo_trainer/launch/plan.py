@@ -148,7 +148,7 @@ def _server_process(config: RunConfig, ports: Mapping[str, int], python: str, on
     bridge = require_available(config.trainer.bridge)
     assert isinstance(bridge, LoraOnly), "other servers are the trainer's own"
     flags = ["--max-lora-rank", str(bridge.r), "--lora-name", bridge.name]
-    flags += ["--lora-keep-versions", str(bridge.keep_versions)]
+    flags += ["--lora-keep-versions", str(config.trainer.keep_versions)]
     flags += ["--lora-root", str((bridge.lora_root or config.run_dir / "adapters").absolute())]
     trainer = with_server_table(config, ports, on_gpu)
     return server_process(trainer, python=python, on_gpu=on_gpu, model=trainer.model.name, flags=tuple(flags))

@@ -74,7 +74,7 @@ class LoraSwap:
         )  # fmt: skip
         wanted = None if self._config.transport == "auto" else self._config.transport
         packed = PackedAdapter(self._model, getattr(torch, info.lora_dtype or info.dtype))
-        keep_files = self._config.keep_versions + 1  # files outlive their version by one
+        keep_files = info.keep_versions + 1  # files outlive their version by one
         self._transport = open_transport(wanted, packed, self._server, info, self._root, keep_files)
         return policy_version
 

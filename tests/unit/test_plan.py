@@ -47,6 +47,19 @@ def test_both_ends_agree_on_ports_lora_and_folders() -> None:
     assert environment["openai"]["base_url"] == "http://127.0.0.1:9123/v1"
 
 
+@pytest.mark.parametrize(
+    ("flags", "kept"),
+    [
+        ({}, "4"),
+        ({"max_staleness": "0"}, "2"),
+        ({"max_staleness": "5"}, "7"),
+        ({"max_staleness": "5", "lora_keep_versions": "3"}, "3"),
+    ],
+)
+def test_the_server_keeps_the_versions_that_samples_may_come_from(flags: dict[str, Any], kept: str) -> None:
+    assert option(plan(flags).processes[1].argv, "--lora-keep-versions") == kept
+
+
 def test_the_servers_length_follows_the_trainers_unless_it_is_given() -> None:
     assert option(plan({"seq_len": "64"}).processes[1].argv, "--max-model-len") == "64"
     assert option(plan({"seq_len": "64", "server.max_model_len": "99"}).processes[1].argv, "--max-model-len") == "99"
