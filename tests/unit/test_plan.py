@@ -9,7 +9,7 @@ import pytest
 
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.launch.plan import RunPlan, environment_module, plan_run
+from grpo_trainer.launch.plan import RunPlan, environment_module, plan_run, server_process
 from grpo_trainer.options import build
 from grpo_trainer.run_config import RunConfig, build_run
 
@@ -29,6 +29,46 @@ def option(argv: tuple[str, ...], flag: str) -> str:
 def test_servers_first_then_those_who_use_them() -> None:
     names = [[process.name for process in stage] for stage in plan().stages]
     assert names == [["api", "server"], ["trainer", "env-arithmetic"]]
+
+
+@pytest.mark.parametrize("mode", ["none", "lora_restart"])
+def test_a_server_that_the_trainer_starts_is_no_process_of_the_run(mode: str) -> None:
+    made = plan({"weight_bridge_mode": mode})
+    names = [[process.name for process in stage] for stage in made.stages]
+    assert names == [["api"], ["trainer", "env-arithmetic"]]
+
+
+def test_what_the_run_says_of_the_server_reaches_the_one_that_the_trainer_starts() -> None:
+    table = {"server.dtype": "float16", "server.max_model_len": "99", "server.gpu_memory_utilization": "0.3"}
+    table |= {"server.enforce_eager": True, "server.extra_args": "--seed,7"}
+    made = plan({"weight_bridge_mode": "none", "vllm_timeout": "50", "vllm_api_key": "k", **table}, on_gpu=True)
+    trainer = build(TrainConfig, made.config_files[Path("/runs/a/config/trainer.toml")])
+    spec = server_process(trainer, python="py", on_gpu=True, model="/runs/a/checkpoints/step_3", flags=("--x", "1"))
+    argv = spec.argv
+    assert option(argv, "--model") == "/runs/a/checkpoints/step_3"
+    assert option(argv, "--served-model-name") == "demo"  # what environments ask for stays the same
+    assert option(argv, "--port") == "9123" and spec.ready_url == "http://127.0.0.1:9123/health"
+    assert option(argv, "--dtype") == "float16" and option(argv, "--max-model-len") == "99"
+    assert option(argv, "--gpu-memory-utilization") == "0.3" and "--enforce-eager" in argv
+    assert option(argv, "--seed") == "7" and option(argv, "--x") == "1" and "--max-lora-rank" not in argv
+    assert spec.ready_timeout == 50 and spec.env == {"VLLM_API_KEY": "k"} and "k" not in argv
+    environment = made.config_files[Path("/runs/a/config/env-arithmetic.toml")]
+    assert environment["openai"]["api_key"] == "k"
+    assert environment["env"]["retry_timeout"] > 50, "environments must outwait a restart"
+
+
+def test_environments_keep_the_patience_that_they_were_given() -> None:
+    file = {"environments": [{"name": "arithmetic", "env": {"retry_timeout": 5}}]}
+    made = plan({"weight_bridge_mode": "none"}, file=file)
+    assert made.config_files[Path("/runs/a/config/env-arithmetic.toml")]["env"]["retry_timeout"] == 5
+
+
+def test_a_trainer_of_all_weights_has_time_to_save_them() -> None:
+    seconds = {
+        mode: next(p.stop_seconds for p in plan({"weight_bridge_mode": mode}).processes if p.name == "trainer")
+        for mode in ("none", "lora_only", "lora_restart")
+    }
+    assert seconds["none"] > seconds["lora_restart"] == seconds["lora_only"]
 
 
 def test_both_ends_agree_on_ports_lora_and_folders() -> None:

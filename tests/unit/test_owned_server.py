@@ -1,0 +1,173 @@
+"""The trainer's own server, played by small scripts: ready, dead at the start, never ready, deaf to SIGTERM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from grpo_trainer.config import TrainConfig
+from grpo_trainer.errors import PortBusyError, ProcessFailedError, StoppedError
+from grpo_trainer.launch.owned_server import OwnedServer, owned_server
+from grpo_trainer.launch.plan import ProcessSpec
+from grpo_trainer.options import build
+from tests.processes import ROOT, alive, free_port, wait_for
+
+SERVER = """
+import http.server, signal, subprocess, sys
+model, port = sys.argv[1], int(sys.argv[2])
+print("serving", model, flush=True)
+if "engine" in model:
+    engine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    print("engine", engine.pid, flush=True)
+if "deaf" in model:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+class Health(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(model.encode())
+    def log_message(self, *arguments): pass
+http.server.HTTPServer(("127.0.0.1", port), Health).serve_forever()
+"""
+DIES = "import sys; print('ValueError: no such model', file=sys.stderr); print('giving up'); sys.exit(3)"
+SLEEPS = "import time; print('loading', flush=True); time.sleep(600)"
+
+
+def server(tmp_path: Path, script: str = SERVER, *, timeout: float = 60.0, **options: object) -> OwnedServer:
+    port = free_port()
+
+    def launch(model: str, version: int) -> ProcessSpec:
+        return ProcessSpec(
+            name="server",
+            argv=(sys.executable, "-c", script, f"{model}-v{version}", str(port)),
+            ready_url=f"http://127.0.0.1:{port}/health",
+            ready_timeout=timeout,
+            stop_seconds=0.5,
+        )
+
+    return OwnedServer(launch, tmp_path / "logs" / "server.log", **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def engines() -> Iterator[list[int]]:
+    """Pids to be ended if a test fails to."""
+    pids: list[int] = []
+    yield pids
+    for pid in alive(pids):
+        os.kill(pid, signal.SIGKILL)
+
+
+def engine_of(owned: OwnedServer) -> int:
+    wait_for("the engine", lambda: "engine " in owned.log_path.read_text(), owned.log_path, 30)
+    return int(owned.log_path.read_text().rpartition("engine ")[2].split()[0])
+
+
+def test_it_serves_what_it_was_started_on_and_then_what_it_was_started_on_anew(tmp_path: Path) -> None:
+    with server(tmp_path) as owned:
+        pids = []
+        for version in (0, 2):
+            owned.stop()
+            owned.start("model", version)
+            owned.wait_ready()
+            assert owned.pid is not None
+            pids.append(owned.pid)
+            said = (tmp_path / "logs" / "server.log").read_text()
+            assert f"serving model-v{version}" in said
+        assert not alive(pids[:1]) and alive(pids[1:])
+        assert "serving model-v0" in said, "the log of the launch before is gone"
+    assert not alive(pids)
+
+
+def test_one_that_dies_at_the_start_is_told_with_its_last_lines_and_its_log(tmp_path: Path) -> None:
+    with server(tmp_path, DIES) as owned:
+        owned.start("model", 0)
+        with pytest.raises(ProcessFailedError) as error:
+            owned.wait_ready()
+    said = str(error.value)
+    assert "server ended with exit code 3" in said and str(tmp_path / "logs" / "server.log") in said
+    assert "ValueError: no such model" in said and "giving up" in said
+
+
+def test_one_that_is_never_ready_is_told_with_the_limit_and_ended(tmp_path: Path) -> None:
+    with server(tmp_path, SLEEPS, timeout=0.5) as owned:
+        owned.start("model", 0)
+        pid = owned.pid
+        with pytest.raises(ProcessFailedError, match=r"not ready after 0 s \(--vllm-timeout\)"):
+            owned.wait_ready()
+    assert pid is not None and not alive([pid])
+
+
+def test_one_that_dies_later_is_noticed_by_whoever_asks(tmp_path: Path) -> None:
+    with server(tmp_path) as owned:
+        owned.start("model", 0)
+        owned.wait_ready()
+        owned.check()
+        pid = owned.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        wait_for("its end", lambda: not alive([pid]), owned.log_path, 10)
+        with pytest.raises(ProcessFailedError, match="server was killed by SIGKILL"):
+            owned.check()
+
+
+@pytest.mark.parametrize("kind", ["engine", "deaf-engine"])
+def test_stopping_ends_the_whole_family_even_of_one_that_is_deaf(tmp_path: Path, engines: list[int], kind: str) -> None:
+    with server(tmp_path) as owned:
+        owned.start(kind, 0)
+        owned.wait_ready()
+        engines.append(engine_of(owned))
+        pid = owned.pid
+        owned.stop()
+        assert pid is not None and not alive([pid, *engines])
+        assert owned.pid is None
+        owned.check()  # nothing runs: nothing is wrong
+
+
+def test_a_signal_to_the_trainer_ends_the_wait(tmp_path: Path) -> None:
+    def stopped() -> None:
+        raise StoppedError("stopped by SIGINT", signal.SIGINT)
+
+    with server(tmp_path, SLEEPS, check_stop=stopped) as owned, pytest.raises(StoppedError):
+        owned.start("model", 0)
+        owned.wait_ready()
+
+
+def test_it_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
+    port = free_port()
+    trainer = textwrap.dedent(f"""
+        import sys, time
+        from pathlib import Path
+        from grpo_trainer.launch.owned_server import OwnedServer
+        from grpo_trainer.launch.plan import ProcessSpec
+        spec = ProcessSpec("server", (sys.executable, "-c", {SERVER!r}, "m", "{port}"), ready_url="http://127.0.0.1:{port}/")
+        owned = OwnedServer(lambda model, version: spec, Path({str(tmp_path)!r}) / "log")
+        owned.start("m", 0)
+        owned.wait_ready()
+        print(owned.pid, flush=True)
+        time.sleep(600)
+    """)
+    with subprocess.Popen([sys.executable, "-c", trainer], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        assert httpx.get(f"http://127.0.0.1:{port}/", trust_env=False).text == "m"
+        process.kill()
+    wait_for("the server's end", lambda: not alive([pid]), tmp_path / "log", 10)
+
+
+def test_a_busy_port_is_refused_with_its_holder(tmp_path: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        config = build(TrainConfig, {"model": "m", "vllm_port": port, "save_path": str(tmp_path)})
+        with pytest.raises(PortBusyError, match=f"--vllm-port {port}: busy, held by pid {os.getpid()}"):
+            owned_server(config, on_gpu=False, check_stop=lambda: None)
