@@ -1,0 +1,227 @@
+"""The restart bridges against a server that loads what was exported: versions, restarts, and what the proof sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from grpo_trainer.checkpoint import Checkpoints
+from grpo_trainer.config import CheckpointConfig, ModelConfig, RestartOptions, TrainConfig
+from grpo_trainer.errors import BridgeError
+from grpo_trainer.metrics.types import reduce
+from grpo_trainer.model.policy import AllWeights
+from grpo_trainer.trainer import Trainer
+from grpo_trainer.weights.checkpoint_restart import CheckpointModels, CheckpointRestart, MergedModels
+from grpo_trainer.weights.model_proof import ModelProof
+from tests.unit.test_proof import INFO
+from tests.unit.tiny_lora import fill_b, save_tiny, tiny_lora
+from vllm_server.protocol import BridgeInfo, GenerateResponse
+
+
+class FakeServer:
+    """An owned server and its client in one; `fault` says what a launch from version 1 on does wrong."""
+
+    log_path = Path("server.log")
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault = fault
+        self.model: PreTrainedModel | None = None
+        self.info: BridgeInfo = INFO
+        self.told: list[str] = []
+
+    def start(self, model: str, version: int) -> None:
+        assert self.model is None, "two servers at a time"
+        self.told.append(f"start {Path(model).name} v{version}")
+        if version and self.fault == "not restarted":
+            model, version = self.info.model_name, self.info.policy_version
+        boot = self.info.boot_id if version and self.fault == "same boot" else f"boot {len(self.told)}"
+        said = version + 1 if version and self.fault == "wrong version" else version
+        self.info = msgspec.structs.replace(INFO, boot_id=boot, policy_version=said, model_name=model)
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        if version and self.fault == "other weights":
+            layer: Any = self.model.get_submodule("model.layers.1.mlp.up_proj")
+            with torch.no_grad():
+                layer.weight.mul_(1.5)
+
+    def wait_ready(self) -> float:
+        return 1.0
+
+    def stop(self) -> float:
+        if self.model is not None:
+            self.told.append("stop")
+        self.model = None
+        return 0.5
+
+    def wait_until_ready(self) -> BridgeInfo:
+        return self.info
+
+    def close(self) -> None:
+        self.told.append("close")
+
+    def generate(self, prompt: list[int], *, max_tokens: int, **_: Any) -> GenerateResponse:
+        assert self.model is not None
+        tokens, logprobs = list(prompt), []
+        for _step in range(max_tokens):
+            with torch.no_grad():
+                row = torch.log_softmax(self.model(input_ids=torch.tensor([tokens])).logits[0, -1], -1)
+            tokens.append(int(torch.multinomial(row.exp(), 1)))
+            logprobs.append([{tokens[-1]: float(row[tokens[-1]])}])
+        return GenerateResponse(
+            text=[""], prompt=None, finish_reasons=["length"], policy_version=self.info.policy_version, model="m",
+            prompt_token_ids=prompt, token_ids=[tokens[len(prompt) :]], logprobs=[logprobs],
+        )  # fmt: skip
+
+
+class Bridge:
+    """A bridge over a fake server, and how to train a step."""
+
+    def __init__(self, mode: str, folder: Path, fault: str = "", *, interval: int = 2, last: int = 100, keep: int = 0):
+        base = str(save_tiny(folder / "base"))
+        self.root = folder / "run"
+        self.server = FakeServer(fault)
+        self.model, self.change, models = (lora if mode == "lora_restart" else full)(base, self.root, keep)
+        options = RestartOptions(vllm_restart_interval=interval)
+        proof = ModelProof(self.model, self.server, "float32")  # type: ignore[arg-type]
+        self.bridge = CheckpointRestart(options, models, self.server, self.server, proof, 64, last)  # type: ignore[arg-type]
+
+    def folders(self) -> list[str]:
+        return sorted(path.name for path in self.root.iterdir()) if self.root.exists() else []
+
+
+Made = tuple[PeftModel | PreTrainedModel, Callable[[int], None], Any]
+
+
+def lora(base: str, root: Path, keep: int) -> Made:
+    model = tiny_lora()
+    return model, lambda step: fill_b(model, step), MergedModels(base, model, None, torch.float32, root, keep)
+
+
+def full(base: str, root: Path, keep: int) -> Made:
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    trainer = Trainer(model, TrainConfig(model=ModelConfig(name=base)))
+    config = CheckpointConfig(save_path=root, keep_checkpoints=keep)
+    checkpoints = Checkpoints(config, AllWeights(model, None), trainer.optimizer)
+
+    layer: Any = model.get_submodule("model.layers.0.mlp.up_proj")
+
+    def change(step: int) -> None:
+        with torch.no_grad():
+            layer.weight.add_(0.1)
+
+    return model, change, CheckpointModels(base, checkpoints)
+
+
+MODES = pytest.mark.parametrize(("mode", "name"), [("lora_restart", "merged_step"), ("none", "step")])
+
+
+@MODES
+def test_the_server_is_restarted_every_few_versions_and_each_publish_says_which_it_serves(
+    tmp_path: Path, mode: str, name: str
+) -> None:
+    made = Bridge(mode, tmp_path, interval=2, last=6)
+    served = []
+    with made.bridge as bridge:
+        assert bridge.connect(0) == 0
+        bridge.prove()
+        assert bridge.publish(0).version == 0
+        for version in range(1, 7):
+            made.change(version)
+            published = bridge.publish(version)
+            served.append(published.version)
+            numbers = reduce(published.metrics)
+            assert numbers["publish/version"] == version and numbers["publish/served_version"] == served[-1]
+            assert ("publish/start_time" in numbers) == (version in (2, 4))
+    assert served == [0, 2, 2, 4, 4, 4]  # the last version is nobody's: training is over
+    assert made.server.told == [
+        "start base v0", "stop", f"start {name}_2 v2", "stop", f"start {name}_4 v4", "close", "stop"
+    ]  # fmt: skip
+
+
+@MODES
+def test_the_new_server_generates_with_the_trainers_weights(tmp_path: Path, mode: str, name: str) -> None:
+    made = Bridge(mode, tmp_path, interval=1)
+    with made.bridge as bridge:
+        bridge.connect(0)
+        noise = bridge.prove()
+        assert noise is not None and noise < 1e-5
+        made.change(1)
+        bridge.publish(1)
+        assert made.server.model is not None
+        tokens = torch.tensor([[1, 2, 3]])
+        with torch.no_grad():
+            ours, theirs = (model.eval()(input_ids=tokens).logits for model in (made.model, made.server.model))
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+@MODES
+def test_a_resumed_run_starts_the_server_on_its_weights_under_its_version(tmp_path: Path, mode: str, name: str) -> None:
+    made = Bridge(mode, tmp_path, interval=5)
+    made.change(1)
+    with made.bridge as bridge:
+        assert bridge.connect(7) == 7
+        bridge.prove()
+        assert bridge.publish(7).version == 7
+        assert made.server.told == [f"start {name}_7 v7"]
+        assert [bridge.publish(version).version for version in range(8, 12)] == [7, 7, 10, 10]
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("other weights", r"bridge proof failed \(version 1\): the server serves other weights than the trainer's"),
+        ("not restarted", "serves version 0, not 1; and serves .*base, not .*_1"),
+        ("same boot", r"is still the one of before \(boot boot 1\)"),
+        ("wrong version", "serves version 2, not 1"),
+    ],
+)
+@MODES
+def test_each_planted_fault_of_a_relaunch_is_caught(
+    tmp_path: Path, mode: str, name: str, fault: str, said: str
+) -> None:
+    made = Bridge(mode, tmp_path, fault, interval=1)
+    with made.bridge as bridge:
+        bridge.connect(0)
+        bridge.prove()
+        made.change(1)
+        with pytest.raises(BridgeError, match=said):
+            bridge.publish(1)
+
+
+def test_a_server_without_the_adapter_is_told_apart(tmp_path: Path) -> None:
+    made = Bridge("lora_restart", tmp_path, interval=1)
+    with made.bridge as bridge:
+        bridge.connect(0)
+        made.change(1)
+        with pytest.raises(BridgeError, match="answers as the base model does, without the adapter"):
+            bridge.prove()
+
+
+@pytest.mark.parametrize(("keep", "left"), [(0, [3]), (1, [3]), (2, [2, 3])])
+def test_merged_models_are_kept_as_asked_and_the_served_one_always(tmp_path: Path, keep: int, left: list[int]) -> None:
+    made = Bridge("lora_restart", tmp_path, interval=1, keep=keep)
+    with made.bridge as bridge:
+        bridge.connect(0)
+        for version in range(1, 4):
+            made.change(version)
+            bridge.publish(version)
+    assert made.folders() == [f"merged_step_{version}" for version in left]
+
+
+@pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 3]), (1, [3]), (2, [3])])
+def test_served_models_of_all_weights_go_when_checkpoints_are_pruned(
+    tmp_path: Path, keep: int, left: list[int]
+) -> None:
+    made = Bridge("none", tmp_path, interval=1, keep=keep)
+    with made.bridge as bridge:
+        bridge.connect(0)
+        for version in range(1, 4):
+            made.change(version)
+            bridge.publish(version)
+    assert made.folders() == [f"step_{version}" for version in left]
