@@ -116,7 +116,7 @@ class LoadTest:
     @contextmanager
     def _generator(self, demand: Demand) -> Iterator[Child]:
         argv = (sys.executable, "-m", "grpo_trainer.bench.sync.generator", msgspec.json.encode(demand).decode())
-        child = Child(ProcessSpec("load", argv), self.place.folder / "load.log", _silent, _silent)
+        child = Child(ProcessSpec("load", argv), self.place.logs / "load.log", _silent, _silent)
         try:
             deadline = time.monotonic() + DRAIN_SECONDS
             while not self._metric(RUNNING):

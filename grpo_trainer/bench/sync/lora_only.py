@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +29,6 @@ from grpo_trainer.options import build
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights import proof
 from grpo_trainer.weights.lora_swap import LoraSwap
-from grpo_trainer.weights.packed import PackedAdapter
 from vllm_server.protocol import LoraLoadRequest, LoraLoadResponse
 
 log = logging.getLogger(__name__)
@@ -40,9 +40,16 @@ SMALL_B = 1e-3
 @contextmanager
 def opened(options: SyncOptions, place: Place) -> Iterator[LoraOnlySubject]:
     """Model first, server after it: vLLM must not see memory come and go while it measures what is free."""
-    written = (options.choice.lora_root or place.folder / "adapters").absolute()
-    written.mkdir(parents=True, exist_ok=True)
-    config = _train_config(options, place, written)
+    root = (options.choice.lora_root or place.folder).absolute()
+    root.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="grpo-adapters-", dir=root) as folder:
+        config = _train_config(options, place, Path(folder))
+        with _serving(options, place, config, Path(folder)) as subject:
+            yield subject
+
+
+@contextmanager
+def _serving(options: SyncOptions, place: Place, config: TrainConfig, written: Path) -> Iterator[LoraOnlySubject]:
     bridge = config.bridge
     assert isinstance(bridge, LoraOnly)
     model = add_adapter(load_model(config.model), bridge, seed=0)
@@ -51,11 +58,21 @@ def opened(options: SyncOptions, place: Place) -> Iterator[LoraOnlySubject]:
     spec = server_spec(config, options.server, place, flags, tiny=options.model.shape == "tiny")
     with serving(spec, place) as server:
         client = WatchedClient(config.vllm)
-        with LoraSwap(bridge, model, client, written, config.model.seq_len) as swap:
+        with LoraSwap(bridge, model, client, written, config.model.seq_len) as swap, _explained_by(server):
             subject = LoraOnlySubject(swap, model, client, server, written, url=config.vllm.url)
             if bridge.proof:
                 subject.prove()
             yield subject
+
+
+@contextmanager
+def _explained_by(server: OwnedServer) -> Iterator[None]:
+    """If the server does not answer because it has ended, its last lines say more than that."""
+    try:
+        yield
+    except ServerError:
+        server.check()
+        raise
 
 
 def _train_config(options: SyncOptions, place: Place, written: Path) -> TrainConfig:
@@ -102,13 +119,14 @@ class LoraOnlySubject:
         self._proof: dict[str, float] | None = None
         self._named = {name: p for name, p in model.named_parameters() if "lora_" in name}
         self._factors = [p.detach() for name, p in self._named.items() if "lora_B" in name]
-        torch._foreach_add_(self._factors, SMALL_B)  # pyright: ignore[reportPrivateImportUsage]  # B = 0 is no adapter
+        for factor in self._factors:
+            factor.normal_(std=SMALL_B)  # a fresh adapter's B is 0: it would have no effect
         self.client = client
         self.written = written
         self.base_routing: dict[str, Any] = {"policy_version": 0}
         self._version = swap.connect(1) - 1
         self.info = client.wait_until_ready()
-        self._nbytes = PackedAdapter(model, self.served_dtype).nbytes
+        self._nbytes = sum(p.numel() for p in self._named.values()) * self.served_dtype.itemsize
 
     @property
     def served_dtype(self) -> torch.dtype:

@@ -52,7 +52,7 @@ def measure(options: SyncOptions, server_args: tuple[str, ...]) -> Report:
     with tempfile.TemporaryDirectory(prefix="grpo-bench-") as name:
         model = (options.model.model_dir or Path(name) / "model").absolute()
         ensure_model(SHAPES[options.model.shape], model, getattr(torch, dtype))
-        place = Place(Path(name), model, on_gpu, dtype, server_args)
+        place = Place(Path(name), options.log_dir or Path(name), model, on_gpu, dtype, server_args)
         with opener(options.choice.bridge)(options, place) as subject:
             return _measure(options, place, subject)
 

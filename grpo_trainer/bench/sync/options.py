@@ -17,7 +17,7 @@ class BridgeChoice(Section):
     )
     lora_r: int = option(16, help="Rank of the adapter, on all linear modules.")
     lora_root: Path | None = option(
-        None, help="Folder of --transport disk and of the baseline, e.g. in /dev/shm (default: in a temporary folder)."
+        None, help="Folder of --transport disk and of the baseline, e.g. /dev/shm (default: a temporary one)."
     )
     keep_versions: int = option(4, help="Versions that stay loaded in the server.", ge=2)
     proof: bool = option(True, help="Prove the bridge first.")
@@ -60,6 +60,7 @@ class SyncOptions(Section):
 
     repeat: int = option(20, help="Publishes that are measured; 1000 with --skip-load looks for leaks.", ge=1)
     baseline_repeat: int = option(10, help="Loads by vLLM's own route that are measured; 0: none.", ge=0)
+    log_dir: Path | None = option(None, help="Folder of the server's log (default: a temporary one).")
     choice: BridgeChoice = BridgeChoice()
     model: ModelChoice = ModelChoice()
     server: ServerChoice = ServerChoice()

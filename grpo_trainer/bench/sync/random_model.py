@@ -11,6 +11,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2
 
 from grpo_trainer.bench.sync.shapes import Shape
 from grpo_trainer.errors import ConfigError
+from grpo_trainer.files import whole_folder
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +34,8 @@ def ensure_model(shape: Shape, folder: Path, dtype: torch.dtype) -> None:
                 f"--model-dir {folder}: holds a model of {sizes}, --shape is {wanted}; name another folder"
             )
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    _tokenizer(shape.vocab).save_pretrained(folder)
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ConfigError(f"--model-dir {folder}: holds files, but no model; name an empty or a new folder")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     before = torch.get_default_dtype()
@@ -44,11 +45,14 @@ def ensure_model(shape: Shape, folder: Path, dtype: torch.dtype) -> None:
             model = Qwen2ForCausalLM(_config(shape, dtype))
     finally:
         torch.set_default_dtype(before)
-    model.save_pretrained(folder)
+    with whole_folder(folder) as writing:
+        _tokenizer(shape.vocab).save_pretrained(writing)
+        model.save_pretrained(writing)
     log.info("wrote a model of %.0fM random %s parameters to %s", model.num_parameters() / 1e6, dtype, folder)
     del model
     if device == "cuda":
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()  # the peak that is reported is the trainer's
 
 
 def _config(shape: Shape, dtype: torch.dtype) -> Qwen2Config:

@@ -20,20 +20,18 @@ class Place:
 
     Attributes:
         folder: for what is written; it goes when the measurement is over.
+        logs: folder of the logs.
         model: folder of the model.
         dtype: of trainer and server.
         server_args: more of the server's arguments.
     """
 
     folder: Path
+    logs: Path
     model: Path
     on_gpu: bool
     dtype: str
     server_args: tuple[str, ...]
-
-    @property
-    def server_log(self) -> Path:
-        return self.folder / "server.log"
 
 
 @dataclass(frozen=True)
