@@ -20,7 +20,8 @@ from environments.api import wire
 
 log = logging.getLogger(__name__)
 
-_BUSY = frozenset({408, 425, 429})
+_MAY_PASS = frozenset({408, 425, 429, 499})
+"""4xx that say nothing of the request itself; 499 is a server that ends and takes its clients for gone."""
 _SAY_AGAIN_AFTER_S = 30.0
 
 
@@ -119,7 +120,7 @@ class Peer:
             response = await self._http.request(method, path, **kwargs)
         except httpx.TransportError as error:
             raise _Trouble(f"{type(error).__name__} {error}".strip()) from None
-        if response.is_server_error or response.status_code in _BUSY:
+        if response.is_server_error or response.status_code in _MAY_PASS:
             raise _Trouble(f"answers {response.status_code}: {_complaint(response).reason}")
         return response
 

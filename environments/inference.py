@@ -11,6 +11,8 @@ from environments.config import ServerConfig
 from environments.http import Peer, PeerError
 from vllm_server.protocol import GENERATE_ROUTE, GenerateRequest, GenerateResponse, TokenPrompt
 
+ASK_AGAIN_S = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -93,15 +95,23 @@ class InferenceClient:
             sampling={"n": n, "logprobs": 0, **sampling.to_body()},
         )
         async with self._slots:
-            response = await self._peer.request("POST", GENERATE_ROUTE, json=request.to_body())
+            answer = await self._answer(request)
+            while (
+                "abort" in answer.finish_reasons
+            ):  # cut short by a server that is being stopped: no sample of a policy
+                await asyncio.sleep(ASK_AGAIN_S)
+                answer = await self._answer(request)
+        return list(_completions(answer, n, sampling.temperature))
+
+    async def _answer(self, request: GenerateRequest) -> GenerateResponse:
+        response = await self._peer.request("POST", GENERATE_ROUTE, json=request.to_body())
         try:
-            answer = msgspec.json.decode(response.content, type=GenerateResponse)
+            return msgspec.json.decode(response.content, type=GenerateResponse)
         except msgspec.DecodeError as error:
             raise PeerError(
                 f"the inference server at {self._peer.url}: /generate answered what grpo's server does not "
                 f"({error}); start it with `grpo serve`"
             ) from None
-        return list(_completions(answer, n, sampling.temperature))
 
     async def close(self) -> None:
         """Closes the connections."""

@@ -34,6 +34,10 @@ def test_what_may_pass_is_asked_again_and_said(caplog: pytest.LogCaptureFixture)
         httpx.ReadTimeout("slow"),
         httpx.Response(503, json={"detail": "starting"}),
         httpx.Response(429),
+        httpx.ReadError("connection reset by peer"),
+        httpx.RemoteProtocolError("Server disconnected without sending a response."),
+        httpx.Response(500, text="Internal Server Error"),
+        httpx.Response(499),
         httpx.Response(200, text="yes"),
     ]
     with caplog.at_level(logging.INFO):

@@ -42,6 +42,21 @@ def generate(
     return asyncio.run(ask()), asked[0]
 
 
+def test_completions_that_a_stopping_server_cut_short_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("environments.inference.ASK_AGAIN_S", 0.0)
+    answers = iter([{**ANSWER, "finish_reasons": ["stop", "abort"]}, {**ANSWER, "policy_version": 8}])
+
+    async def ask() -> list[Completion]:
+        transport = httpx.MockTransport(lambda _: httpx.Response(200, json=next(answers)))
+        client = InferenceClient(ServerConfig(), patience=1.0, transport=transport)
+        try:
+            return await client.generate([3, 4], 2, Sampling(max_tokens=5))
+        finally:
+            await client.close()
+
+    assert [completion.policy_version for completion in asyncio.run(ask())] == [8, 8]
+
+
 def test_the_request_names_the_distribution_and_the_completions_are_the_servers() -> None:
     config = ServerConfig(base_url="http://server:9001/v1", model_name="policy", api_key="key")
     completions, request = generate(ANSWER, config, Sampling(max_tokens=5, temperature=0.7, stop=("\n",)))
