@@ -5,6 +5,7 @@ The engine would refuse most of these cases too, but by a stack trace, and some 
 """
 
 import json
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ def check_file(file: Path, *, max_rank: int) -> dict[str, Any]:
         raise ServeError(
             422, CONFIG_KEY, got=f"{error!r}", wanted="adapter_config.json in the metadata", fix="put it there"
         ) from error
+    _check_is_object(config, CONFIG_KEY)
     check_config(config, max_rank=max_rank)
     check_header(header, config["r"])
     return config
@@ -77,6 +79,23 @@ def check_config(config: dict[str, Any], *, max_rank: int) -> None:
     """Raise a ServeError, 422, if the engine cannot serve an adapter with this adapter_config.json."""
     for refusal in refusals(config, max_rank):
         raise ServeError(422, refusal.field, got=refusal.got, wanted=refusal.wanted, fix=refusal.fix)
+    # vLLM reads these two without a default, where PEFT has one.
+    alpha = config.get("lora_alpha")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not isfinite(alpha):
+        raise ServeError(422, "lora_alpha", got=alpha, wanted="a number", fix="save the adapter by save_pretrained()")
+    if not isinstance(config.get("target_modules"), str | list):
+        raise ServeError(
+            422,
+            "target_modules",
+            got=config.get("target_modules"),
+            wanted="names of modules",
+            fix="save the adapter by save_pretrained()",
+        )
+
+
+def _check_is_object(config: object, where: str) -> None:
+    if not isinstance(config, dict):
+        raise ServeError(422, where, got=type(config).__name__, wanted="an object", fix="save it again")
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -86,8 +105,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise _missing(path, _CONFIG) from None
     except ValueError as error:
         raise ServeError(422, _CONFIG, got=error, wanted="JSON", fix="save the adapter again") from error
-    if not isinstance(config, dict):
-        raise ServeError(422, _CONFIG, got=type(config).__name__, wanted="an object", fix="save it again")
+    _check_is_object(config, _CONFIG)
     return config
 
 
@@ -106,7 +124,7 @@ def check_header(header: Header, rank: int) -> None:
             if found:
                 modules.setdefault(head, set()).add(part)
                 # Expert weights are packed as [experts × rank, …]; vLLM unpacks and checks those itself.
-                if len(span.shape) == 2 and span.shape[rank_axis] % rank:
+                if len(span.shape) == 2 and span.shape[rank_axis] != rank and ".experts" not in head:
                     shape = list(span.shape)
                     raise ServeError(
                         422, span.name, got=f"shape {shape}", wanted=f"rank {rank}", fix="save the adapter again"

@@ -33,6 +33,11 @@ class Delivery:
     file: str = ""
     channel: str = ""
 
+    @property
+    def said_by(self) -> str:
+        """The part of the request that named it: what an error is about."""
+        return {"disk": "adapter_path", "memory": "body"}.get(self.transport, "channel")
+
 
 class ChannelEngine(Protocol):
     """What channels need of the engine."""
@@ -79,6 +84,14 @@ class Channels:
             ) from error
         check_config(request.adapter_config, max_rank=max_rank)
         check_header(header, request.adapter_config["r"])
+        if request.nbytes != header.nbytes:
+            raise ServeError(
+                422,
+                "nbytes",
+                got=request.nbytes,
+                wanted=f"{header.nbytes}, as the header says",
+                fix="say how many bytes of data one publish has",
+            )
         for name in list(self._open):
             await self.close(name)
         name = uuid4().hex[:8]

@@ -27,7 +27,7 @@ from vllm_server.protocol import (
 
 logger = logging.getLogger("vllm.grpo.publisher")  # below "vllm": vLLM's handler and format
 
-ROOM_TIMEOUT_S = 120.0
+ROOM_TIMEOUT_S = 90.0  # less than what the trainer waits for an answer: it shall hear the reason
 
 
 @dataclass(frozen=True)
@@ -214,10 +214,10 @@ class Publisher:
                 self.check_healthy()
             raise ServeError(
                 422,
-                "adapter_path",
+                delivery.said_by,
                 got=f"{version.path}: {error}",
                 wanted="an adapter that the engine can load",
-                fix="train only modules that vLLM serves for this architecture (all linear layers are)",
+                fix="train it on this model, and only modules that vLLM serves for it (all linear layers are)",
             ) from error
 
     async def _make_room(self) -> None:
@@ -237,6 +237,8 @@ class Publisher:
                     fix="publish less often, shorten max_tokens, or raise --max-cpu-loras",
                 ) from None
         await self._sweep()
+        if self._sweeps:  # the registry has let go of these, the engine may hold them still
+            await asyncio.gather(*self._sweeps)
 
     def _sweep_later(self) -> None:
         """Let go of what may leave while others go on: nobody waits for it."""

@@ -97,16 +97,30 @@ def decode_header(data: bytes) -> Header:
             TensorSpan(name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
             for name, entry in entries.items()
         )
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"a header that is none ({error})") from error
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("metadata that is no object of texts")
     for span in spans:
         _check(span)
+    _check_order(spans)
     return Header(spans, metadata, size)
 
 
 def _check(span: TensorSpan) -> None:
-    if not all(isinstance(n, int) and n >= 0 for n in (*span.shape, span.start, span.end)):
+    if not all(type(n) is int and n >= 0 for n in (*span.shape, span.start, span.end)) or span.end < span.start:
         raise ValueError(f"{span.name} with shape {span.shape} at {span.start}:{span.end}")
+    if not isinstance(span.dtype, str):
+        raise ValueError(f"{span.name} of dtype {span.dtype}")
     wanted = prod(span.shape) * ITEM_SIZES.get(span.dtype, 0)
     if span.dtype in ITEM_SIZES and span.end - span.start != wanted:
         raise ValueError(f"{span.name} with {span.end - span.start} bytes for shape {span.shape} of {span.dtype}")
+
+
+def _check_order(spans: Iterable[TensorSpan]) -> None:
+    """The data has neither gaps nor bytes that belong to two tensors."""
+    end = 0
+    for span in sorted(spans, key=lambda span: (span.start, span.end)):
+        if span.start != end:
+            raise ValueError(f"{span.name} at byte {span.start} of the data, wanted {end}")
+        end = span.end

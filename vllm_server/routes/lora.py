@@ -21,10 +21,24 @@ from vllm_server.server import PolicyServer
 async def load(request: Request) -> Response:
     """Publish the adapter of a `LoraLoadRequest`, or the one in the body; not cut short if the client leaves."""
     publisher = PolicyServer.of(request).publisher
-    if request.headers.get("content-type", "").partition(";")[0] != SAFETENSORS_MEDIA_TYPE:
-        return json_response(await publisher.load(await read_body(request, LoraLoadRequest)))
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != SAFETENSORS_MEDIA_TYPE:
+        return json_response(await publisher.load(await _from_json(request, kind)))
     async with in_memory(request.stream()) as file:
         return json_response(await publisher.load(_from_query(request), file))
+
+
+async def _from_json(request: Request, kind: str) -> LoraLoadRequest:
+    """The JSON body, whatever it is called; one that is none and is not called so may be an adapter sent wrongly."""
+    try:
+        return await read_body(request, LoraLoadRequest)
+    except ServeError as error:
+        if kind in ("", "application/json"):
+            raise
+        raise ServeError(
+            422, "content-type", got=f"{kind} ({error.got})", wanted=f"application/json or {SAFETENSORS_MEDIA_TYPE}",
+            fix="say which of them the body is",
+        ) from error  # fmt: skip
 
 
 def _from_query(request: Request) -> LoraLoadRequest:

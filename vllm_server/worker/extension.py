@@ -73,14 +73,16 @@ class PolicyWorker:
         try:
             with state.slots.writing():
                 state.channels[name] = _receiver(asked, settings, self.device, self.rank)
-        except (ValueError, NcclError) as error:
+        except (ValueError, TypeError, RuntimeError) as error:  # no handle, no such memory, no NCCL, …
             return {"refused": str(error)}
         return {}
 
     def grpo_close_channel(self, name: str) -> None:
         """Let go of it; one that is not open is no error."""
-        receiver = self._grpo().channels.pop(name, None)
+        state = self._grpo()
+        receiver = state.channels.pop(name, None)
         if receiver is not None:
+            state.slots.forget_views()
             receiver.close()
 
     def grpo_install_adapter(self, adapter_id: int, config: str, *, file: str, channel: str) -> dict[str, Any]:
@@ -98,9 +100,9 @@ class PolicyWorker:
                     adapter = read_file(Path(file), settings_of(settings), self.device)
                 installed = state.slots.install(adapter_id, adapter, settings)
         except NcclError as error:
-            del state.channels[channel]
+            self.grpo_close_channel(channel)
             return {"refused": str(error)}
-        except ValueError as error:  # vLLM's own word for an adapter that it does not take
+        except (ValueError, RuntimeError) as error:  # vLLM's own words for an adapter that it does not take
             return {"refused": str(error)}
         return {**asdict(installed), "seconds": time.perf_counter() - started}
 

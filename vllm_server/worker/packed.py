@@ -43,10 +43,15 @@ class Layout:
 
 @dataclass(frozen=True)
 class PackedAdapter:
-    """`buffer_E`: all elements, in the layout's dtype, on the device that it came to."""
+    """
+    Attributes:
+        buffer_E: all elements, in the layout's dtype, on the device that it came to.
+        lasting: the next adapter of this layout comes in the same buffer: views of it are worth keeping.
+    """
 
     layout: Layout
     buffer_E: Tensor
+    lasting: bool = False
 
     def tensors(self, buffer_E: Tensor | None = None) -> dict[str, Tensor]:
         """Views by name, of this buffer or of another one of the same layout."""
@@ -93,4 +98,4 @@ def cast(adapter: PackedAdapter, dtype: torch.dtype) -> PackedAdapter:
     if adapter.layout.dtype == dtype:
         return adapter
     layout = Layout(f"{adapter.layout.key}:{dtype}", dtype, adapter.layout.places)
-    return PackedAdapter(layout, adapter.buffer_E.to(dtype))
+    return PackedAdapter(layout, adapter.buffer_E.to(dtype))  # a new buffer each time: none that lasts

@@ -63,12 +63,22 @@ class CopyPlan:
     scaling: float
     _bound: tuple[int, list[Tensor]] | None = field(default=None, repr=False)
 
-    def run(self, buffer_E: Tensor) -> None:
-        if self._bound is None or self._bound[0] != buffer_E.data_ptr():
-            self._bound = (buffer_E.data_ptr(), [source.of(buffer_E) for source in self.sources])
-        torch._foreach_copy_(self.targets, self._bound[1], non_blocking=True)  # pyright: ignore
+    def run(self, adapter: PackedAdapter) -> None:
+        torch._foreach_copy_(self.targets, self._pieces(adapter), non_blocking=True)  # pyright: ignore
         if self.scaling != 1.0:
             torch._foreach_mul_(self.scaled, self.scaling)  # pyright: ignore
+
+    def _pieces(self, adapter: PackedAdapter) -> list[Tensor]:
+        """Views of the sources. Those of a buffer that comes again are kept: to make hundreds takes a while."""
+        if self._bound is not None and self._bound[0] == adapter.buffer_E.data_ptr():
+            return self._bound[1]  # the memory is the same: while views of it are held, it is nobody else's
+        pieces = [source.of(adapter.buffer_E) for source in self.sources]
+        self._bound = (adapter.buffer_E.data_ptr(), pieces) if adapter.lasting else None
+        return pieces
+
+    def forget_views(self) -> None:
+        """Let go of the buffer."""
+        self._bound = None
 
 
 class SlotResident(LoRAModel):
@@ -123,6 +133,9 @@ class AdapterSlots:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._plans: dict[tuple[int, str], CopyPlan] = {}
         self._written: dict[int, str] = {}  # slot -> key of the layout that it was written with last
+        self._activate = manager.activate_adapter
+        manager.activate_adapter = self._activate_by_vllm
+        manager.remove_oldest_adapter = self._refuse_to_evict
 
     @property
     def dtype(self) -> torch.dtype:
@@ -145,6 +158,7 @@ class AdapterSlots:
 
         Raises:
             RuntimeError: no slot is free.
+            ValueError: vLLM does not take the adapter, or it is another model's.
         """
         started = time.perf_counter()
         adapter = cast(adapter, self.dtype)
@@ -155,7 +169,7 @@ class AdapterSlots:
         known = [slot for slot in free if (slot, key) in self._plans and self._written.get(slot) == key]
         if known:
             slot, unserved = known[0], ()
-            self._plans[slot, key].run(adapter.buffer_E)
+            self._plans[slot, key].run(adapter)
             self._register(adapter_id, slot, config)
         else:
             slot, unserved = self._install_by_vllm(adapter_id, adapter, config)
@@ -187,21 +201,44 @@ class AdapterSlots:
             skip_prefixes=getattr(manager.model, "lora_skip_prefixes", None),
         )
         assert isinstance(lora, SlotResident)
+        _check_sizes(manager, lora)
         manager.add_adapter(lora)  # merges what vLLM has merged
         unserved = tuple(sorted(set(lora.loras) - set(manager.modules)))
         with _Recorder(buffer_E) as recorder:
             manager.activate_adapter(adapter_id)
         lora.seal()
         slot = manager.lora_index_to_id.index(adapter_id)
-        self._forget_slot(slot)
         plan = _plan(recorder.copies, adapter.layout, helper.vllm_lora_scaling_factor)
         if plan is not None:
             self._plans[slot, adapter.layout.key] = plan
             self._written[slot] = adapter.layout.key
         return slot, unserved
 
+    def _activate_by_vllm(self, adapter_id: int) -> bool:
+        """vLLM's own way into a slot, for whatever adapter: nothing recorded holds for that slot afterwards.
+
+        vLLM clears the slot first. Copies that are repeated do not, and need not, as long as those before them were to
+        the same places: so what is written here, or half written and refused, must not be taken for one of them.
+        """
+        manager = self._manager
+        if adapter_id not in manager._active_adapters:
+            if None not in manager.lora_index_to_id:
+                self._refuse_to_evict()
+            self._forget_slot(manager.lora_index_to_id.index(None))  # vLLM takes the first that is free, too
+        return self._activate(adapter_id)
+
+    def _refuse_to_evict(self) -> bool:
+        """vLLM would make room for adapters that come by its own routes; a version pushed out is nowhere else."""
+        slots = len(self._manager.lora_index_to_id)
+        raise RuntimeError(f"all {slots} adapter slots are taken; raise --max-loras to load adapters of your own")
+
+    def forget_views(self) -> None:
+        """Let go of all buffers that adapters came in."""
+        for plan in self._plans.values():
+            plan.forget_views()
+
     def _forget_slot(self, slot: int) -> None:
-        """Plans hold views of the buffers that they were bound to: one layout a slot is kept, the one in it."""
+        """One layout a slot is kept: the one in it."""
         for key in [key for key in self._plans if key[0] == slot]:
             del self._plans[key]
         self._written.pop(slot, None)
@@ -214,6 +251,38 @@ def _renames(model: Any) -> Any:
         if hasattr(mapper, method):
             return getattr(mapper, method)()
     return mapper
+
+
+def _check_sizes(manager: Any, lora: LoRAModel) -> None:
+    """Refuse an adapter of another model: vLLM copies what is too small for a layer into a part of its place.
+
+    Args:
+        lora: before what vLLM has merged is merged.
+
+    Raises:
+        ValueError: a module of it is of another size.
+    """
+    for name, weights in lora.loras.items():
+        parent, _, part = name.rpartition(".")
+        merged, parts = next((m for m in manager.packed_modules_mapping.items() if part in m[1]), (part, [part]))
+        base = getattr(manager.modules.get(f"{parent}.{merged}" if parent else merged), "base_layer", None)
+        outputs = _outputs(base, len(parts))
+        for what, got, wanted in (
+            ("takes inputs", weights.lora_a.shape[-1], getattr(base, "input_size", None)),
+            ("gives outputs", weights.lora_b.shape[0], outputs[parts.index(part)] if outputs else None),
+        ):
+            if isinstance(wanted, int) and got != wanted:
+                verb, noun = what.split()
+                raise ValueError(f"{name} {verb} {got} {noun}, this model's {wanted}: the adapter is another model's")
+
+
+def _outputs(base: Any, parts: int) -> list[Any] | None:
+    """Rows of B for each part of a (merged) linear layer, over all shards; None if it is something else."""
+    if hasattr(base, "total_num_kv_heads"):  # its `output_sizes` count the copies of kv heads on several GPUs
+        heads = (base.total_num_heads, base.total_num_kv_heads, base.total_num_kv_heads)
+        return [count * base.head_size for count in heads] if parts == 3 else None
+    sizes = list(getattr(base, "output_sizes", None) or [getattr(base, "output_size", None)])
+    return sizes if len(sizes) == parts else None
 
 
 def _plan(copies: list[tuple[Tensor, Source]], layout: Layout, scaling: float) -> CopyPlan | None:

@@ -24,7 +24,7 @@ class Nccl:
 
     Raises:
         ServerError: the server's workers could not join.
-        BridgeError: this process could not.
+        NcclError: this process could not.
     """
 
     name: Transport = "nccl"
@@ -48,12 +48,9 @@ class Nccl:
                 if answer.done():
                     answer.result()
 
-            try:
-                self._communicator = Communicator(identity, 0, world_size, refused)
-                self._broadcast()
-                self._communicator.wait(self._stream.query, refused)
-            except NcclError as error:
-                raise BridgeError(f"--lora-transport nccl: {error}") from error
+            self._communicator = Communicator(identity, 0, world_size, refused)
+            self._broadcast()
+            self._communicator.wait(self._stream.query, refused)
             self._channel = answer.result()
 
     @property

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from grpo_trainer.errors import BridgeError, ServerError
+from grpo_trainer.errors import BridgeError
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.packed import PackedAdapter
 from vllm_server.protocol import BridgeInfo, LoraLoadResponse, Transport, machine_id
@@ -114,7 +114,7 @@ def open_transport(
         if reason is None:
             try:
                 opened = _OPENERS[name](packed, server, info, root, keep_files)
-            except ServerError as error:
+            except RuntimeError as error:  # the server's refusal, or CUDA's, or NCCL's: the next one may work
                 reason = str(error)
             else:
                 because = f" ({'; '.join(reasons)})" if reasons else ""

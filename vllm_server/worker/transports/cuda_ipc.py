@@ -40,10 +40,10 @@ class CudaIpcReceiver:
     def receive(self) -> PackedAdapter:
         """What the trainer has packed last; it waits for our answer before it packs again."""
         if self._own_E is None:
-            return PackedAdapter(self._layout, self._theirs_E)
+            return PackedAdapter(self._layout, self._theirs_E, lasting=True)
         self._own_E.copy_(self._theirs_E, non_blocking=True)
-        return PackedAdapter(self._layout, self._own_E)
+        return PackedAdapter(self._layout, self._own_E, lasting=True)
 
     def close(self) -> None:
-        """Unmap the trainer's memory."""
-        del self._theirs_E
+        """Unmap the trainer's memory (once nobody holds a view of it)."""
+        del self._theirs_E, self._own_E

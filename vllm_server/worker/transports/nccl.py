@@ -31,7 +31,7 @@ class NcclReceiver:
             NcclError: it did not come in time; the communicator is gone then.
         """
         self._receive()
-        return PackedAdapter(self._layout, self._buffer_E)
+        return PackedAdapter(self._layout, self._buffer_E, lasting=True)
 
     def _receive(self) -> None:
         stream = torch.cuda.current_stream()
