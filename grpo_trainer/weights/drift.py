@@ -56,6 +56,7 @@ class Cause(StrEnum):
     TEMPERATURE = "temperature"
     ONE_VERSION = "one version"
     FRESH = "fresh samples"
+    QUANTISATION = "quantisation"
     STALE = "stale samples"
 
 
@@ -204,6 +205,11 @@ MEANING = {
         "compare --model-name, --dtype and --seq-len of both sides, and the environment's masks; run the proof again "
         "by restarting the trainer",
     ),
+    Cause.QUANTISATION: (
+        "the trainer's base model in 4 bits has come to differ that much from the server's: the adapter learns to mend "
+        "what only the trainer's model needs",
+        "leave --load-in-4bit out, lower --lr, or raise --drift-limit if the reward still rises",
+    ),
     Cause.STALE: (
         "only samples of older versions are off: the policy has moved away from what sampled them",
         "lower --max-staleness or --lr",
@@ -219,12 +225,16 @@ class DriftAlarm:
         limit: mean gap that samples of the present version may have, in nats a token.
         on_drift: "stop" raises, but for samples that are merely old.
         bridge: the bridge's name, for messages.
+        in_4_bits: the trainer holds its base model so, the server does not: what has no other cause is that.
     """
 
-    def __init__(self, limit: float, on_drift: Literal["warn", "stop"], bridge: str) -> None:
+    def __init__(
+        self, limit: float, on_drift: Literal["warn", "stop"], bridge: str, *, in_4_bits: bool = False
+    ) -> None:
         self.limit = limit
         self._on_drift = on_drift
         self._bridge = bridge
+        self._in_4_bits = in_4_bits
         self._said: dict[Cause, int] = {}
         self._kept_back: dict[Cause, int] = {}
 
@@ -239,6 +249,8 @@ class DriftAlarm:
         finding = find_drift(gaps, version, self.limit, recheck)
         if finding is None:
             return
+        if finding.cause is Cause.FRESH and self._in_4_bits:
+            finding = replace(finding, cause=Cause.QUANTISATION)
         if self._on_drift == "stop" and finding.cause is not Cause.STALE:
             raise DriftError(self._message(finding, len(gaps)))
         cause = finding.cause
@@ -268,13 +280,14 @@ def drift_alarm(config: TrainConfig, noise: float | None, model: nn.Module) -> D
         noise: what the bridge proof measured, in nats a token; None: it was skipped.
     """
     limit = config.drift.drift_limit
+    in_4_bits = config.model.load_in_4bit
     if limit is None:
         dtype = str(getattr(model, "dtype", torch.float32)).removeprefix("torch.")
-        limit = default_limit(noise, dtype, in_4_bits=bool(getattr(model, "is_loaded_in_4bit", False)))
+        limit = default_limit(noise, dtype, in_4_bits=in_4_bits)
     if limit == 0:
         return None
     log.info("drift alarm: limit %.2g nats a token, then %s", limit, config.drift.on_drift)
-    return DriftAlarm(limit, config.drift.on_drift, config.bridge.mode)
+    return DriftAlarm(limit, config.drift.on_drift, config.bridge.mode, in_4_bits=in_4_bits)
 
 
 def default_limit(noise: float | None, dtype: str, *, in_4_bits: bool) -> float:

@@ -142,6 +142,14 @@ def test_stop_raises_but_not_for_samples_that_are_merely_old(caplog: pytest.LogC
         alarm.look(1, [SampleGap(5, 1, math.nan)], 5, never)
 
 
+def test_a_gap_of_a_4_bit_trainer_without_another_cause_is_its_quantisation() -> None:
+    alarm = DriftAlarm(LIMIT, "stop", "lora_only", in_4_bits=True)
+    with pytest.raises(DriftError, match="the trainer's base model in 4 bits"):
+        alarm.look(0, [gap(5, 0.6)], 5, lambda version: NOTHING_FITS)
+    with pytest.raises(DriftError, match="the base model's logprobs"):
+        alarm.look(0, [gap(5, 0.6)], 5, lambda version: Recheck(0.6, 0.01, None))
+
+
 @pytest.mark.parametrize(
     ("noise", "dtype", "in_4_bits", "limit"),
     [
