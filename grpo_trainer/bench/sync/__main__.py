@@ -52,7 +52,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
     try:
-        app()
+        app(prog_name="grpo bench sync")
     except GrpoError as error:
         sys.stderr.write(f"grpo: {error}\n")
         sys.exit(error.exit_code)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from prometheus_client.parser import text_string_to_metric_families
+
 
 @dataclass(frozen=True)
 class Publish:
@@ -114,4 +116,5 @@ def counter_total(metrics: str, name: str) -> float:
     found = [line for line in metrics.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
     if not found:
         raise ValueError(f"no counter {name} among the server's metrics")
-    return sum(float(line.rpartition("} " if "}" in line else " ")[2].split()[0]) for line in found)
+    families = text_string_to_metric_families("\n".join(found) + "\n")
+    return sum(sample.value for family in families for sample in family.samples)

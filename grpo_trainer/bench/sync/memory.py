@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -48,17 +49,26 @@ class MemoryFigures:
 
 def snapshot(subject: Subject, publishes: int, gpus: str | None) -> Snapshot:
     """Look now."""
-    server = psutil.Process(subject.server_pid)
-    family = [server, *server.children(recursive=True)]
+    rss, open_files = _held_by(psutil.Process(subject.server_pid))
     return Snapshot(
         publishes=publishes,
-        server_rss_mb=round(sum(process.memory_info().rss for process in family) / 1e6, 1),
-        server_open_files=sum(process.num_fds() for process in family),
+        server_rss_mb=round(rss / 1e6, 1),
+        server_open_files=open_files,
         trainer_rss_mb=round(psutil.Process().memory_info().rss / 1e6, 1),
         gpu_mb=gpu_used_mb(gpus),
         adapters=len(subject.client.lora_status().versions),
         files=sum(1 for path in subject.written.rglob("*") if path.is_file()),
     )
+
+
+def _held_by(server: psutil.Process) -> tuple[int, int]:
+    """Resident bytes and open files of a process and its descendants."""
+    rss = open_files = 0
+    for process in [server, *server.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):  # a helper that has ended since it was listed
+            rss += process.memory_info().rss
+            open_files += process.num_fds()
+    return rss, open_files
 
 
 def gpu_used_mb(gpus: str | None) -> float | None:
