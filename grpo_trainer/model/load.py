@@ -84,7 +84,7 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
 
 
 def load_all_weights(config: ModelConfig) -> PreTrainedModel:
-    """Load weights in fp32, every one of them to be trained; on a GPU the forward pass runs in `--dtype` by autocast.
+    """Load weights in fp32, every one of them to be trained; the forward pass runs in `--dtype` by autocast.
 
     Small updates to 16-bit weights round to nothing, so these stay fp32 whatever the forward pass computes in.
 
@@ -95,8 +95,8 @@ def load_all_weights(config: ModelConfig) -> PreTrainedModel:
     model.requires_grad_(True)
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
-    if device.type == "cuda" and dtype != torch.float32:
-        model.forward = torch.autocast("cuda", dtype)(model.forward)
+    if dtype != torch.float32:
+        model.forward = torch.autocast(device.type, dtype)(model.forward)
     return model
 
 

@@ -11,7 +11,7 @@ from transformers import BertConfig, PhiConfig, PhiForCausalLM, Qwen2Config, T5C
 from grpo_trainer.config import LoraOnly, ModelConfig
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.model.check import not_trainable
-from grpo_trainer.model.load import load_model, pick_device, pick_dtype
+from grpo_trainer.model.load import load_all_weights, load_model, pick_device, pick_dtype
 from grpo_trainer.model.lora import add_adapter
 from tests.unit.tiny_lora import save_tiny, tiny_qwen
 
@@ -52,6 +52,18 @@ def test_other_kinds_are_named(config: object, said: str) -> None:
 def test_decoders_are_taken_with_or_without_an_architecture() -> None:
     assert not_trainable(Qwen2Config()) is None
     assert not_trainable(Qwen2Config(architectures=["Qwen2ForCausalLM"])) is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_weights_are_trained_in_fp32_whatever_the_forward_pass_computes_in(tmp_path: Path, dtype: str) -> None:
+    config = ModelConfig.model_validate({"name": str(save_tiny(tmp_path)), "device": "cpu", "dtype": dtype})
+    model = load_all_weights(config)
+    logits = model(input_ids=torch.tensor([[1, 2, 3]])).logits
+    assert logits.dtype == getattr(torch, dtype)
+    logits.float().square().mean().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.float32 and parameter.grad is not None, name
+        assert parameter.grad.dtype == torch.float32 and parameter.grad.any(), name
 
 
 def test_a_missing_model_is_told_by_its_name(tmp_path: Path) -> None:
