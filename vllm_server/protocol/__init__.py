@@ -37,6 +37,8 @@ BRIDGE_INFO_ROUTE: Final = "/bridge/info"
 BRIDGE_IS_PAUSED_ROUTE: Final = "/bridge/is_paused"
 BRIDGE_PAUSE_ROUTE: Final = "/bridge/pause"
 BRIDGE_RESUME_ROUTE: Final = "/bridge/resume"
+BRIDGE_UPDATE_BEGIN_ROUTE: Final = "/bridge/update/begin"
+BRIDGE_UPDATE_END_ROUTE: Final = "/bridge/update/end"
 
 
 def version_name(lora_name: str, version: int) -> str:
@@ -318,7 +320,7 @@ class BridgeInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     `boot_id` is new for each server process: versions of another boot mean nothing here. `max_lora_rank` is
     null when the server was started without LoRA, `lora_dtype` too. `last_update_time`: Unix seconds, 0.0 before a
-    publish. `machine` is the server's `machine_id()`.
+    publish. `machine` is the server's `machine_id()`; `bridge_config_path` is set while weights are shared.
     """
 
     enabled: bool
@@ -342,6 +344,7 @@ class BridgeInfo(msgspec.Struct, frozen=True, kw_only=True):
     lora_dtype: str | None
     machine: str
     workers: list[WorkerInfo]
+    bridge_config_path: str | None = None
 
 
 class PausedState(msgspec.Struct, frozen=True):
@@ -360,6 +363,48 @@ class BridgeStatus(msgspec.Struct, frozen=True):
     """Answer of `/bridge/pause` ("paused") and `/bridge/resume` ("resumed")."""
 
     status: Literal["paused", "resumed"]
+
+
+InFlight = Literal["keep", "recompute", "abort"]
+"""What becomes of requests that run while shared weights change: they go on as they are (keep), go on after the cache of
+what they have so far was made anew under the new weights (recompute), or end early (abort)."""
+
+
+class UpdateBeginRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /bridge/update/begin`: hold generation still, because the shared weights are about to be written.
+
+    `boot_id` must be the server's own (409 otherwise). An update that has not ended after `timeout_s` counts as torn: its
+    trainer is taken for dead, generation is refused until a whole update has ended well.
+    """
+
+    boot_id: str
+    in_flight: InFlight = "keep"
+    timeout_s: float = 60.0
+
+
+class UpdateBeginResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """Sent once no forward pass is under way. `token` names the update; `pause_seconds` is what it took."""
+
+    token: str
+    pause_seconds: float
+
+
+class UpdateEndRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """`POST /bridge/update/end`: the weights are those of `version`; generation goes on with a fresh prefix cache.
+
+    With `torn` they are in no known state: generation is refused (503) until an update has ended without it.
+    """
+
+    token: str
+    version: int
+    torn: bool = False
+
+
+class UpdateEndResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """`stall_seconds`: from the pause until generation went on."""
+
+    policy_version: int
+    stall_seconds: float
 
 
 # errors ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,85 @@
+"""`vllm_bridge_config.json`: where a server's weights lie, for a trainer that binds its model to them.
+
+The fields of the Atropos example server are kept by name; ours are added. Written by the server whole or not at all, for
+its owner only; read by the trainer, which checks that the server it speaks of is alive and of this boot.
+
+A handle is of one of two kinds: `cuda_ipc` opens a storage in another process's GPU memory, `file` is a place in a file
+that both processes map (the same bridge on a CPU).
+"""
+
+from typing import Final, Literal
+
+import msgspec
+
+FILE_NAME: Final = "vllm_bridge_config.json"
+SCHEMA_VERSION: Final = 1
+
+
+class ParamMapping(msgspec.Struct, frozen=True, kw_only=True):
+    """What a parameter is in vLLM. `dtype` by torch's name without `torch.`, `device` as torch writes it."""
+
+    vllm_name: str
+    shape: list[int]
+    dtype: str
+    device: str
+
+
+class CudaIpcHandle(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="cuda_ipc"):
+    """What `torch.UntypedStorage._share_cuda_()` gave, bytes in base64, and the tensor's place in that storage.
+
+    `storage_size` and `storage_offset` are in bytes, `tensor_offset` and `stride` in elements of `dtype`.
+    """
+
+    device_index: int
+    ipc_handle_b64: str
+    storage_size: int
+    storage_offset: int
+    ref_counter_handle_b64: str
+    ref_counter_offset: int
+    event_handle_b64: str
+    event_sync_required: bool
+    shape: list[int]
+    dtype: str
+    stride: list[int]
+    tensor_offset: int
+
+
+class FileHandle(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="file"):
+    """A place in a file of the memory that both map: `offset` in bytes, `stride` in elements."""
+
+    path: str
+    offset: int
+    shape: list[int]
+    dtype: str
+    stride: list[int]
+
+
+Handle = CudaIpcHandle | FileHandle
+
+
+class BridgeConfigFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole file.
+
+    `param_mappings` and `ipc_handles` are keyed by `param_names`, vLLM's own names. Two names of one tensor (a tied
+    output layer) have handles of one place. `server_url` is where the server listens; `boot_id` is that of
+    `/bridge/info`, `machine` its `machine_id()`; `gpu_uuid` is empty on a CPU.
+    """
+
+    model: str
+    tp_degree: int
+    dp_shard_degree: int
+    param_names: list[str]
+    param_mappings: dict[str, ParamMapping]
+    ipc_handles: dict[str, Handle]
+    shared_weights_enabled: bool
+    single_copy_enabled: bool
+    num_params: int
+    schema_version: int
+    kind: Literal["cuda_ipc", "file"]
+    server_url: str
+    server_pid: int
+    boot_id: str
+    machine: str
+    gpu_uuid: str
+    vllm_version: str
+    torch_version: str
