@@ -188,12 +188,13 @@ class LoraOnlySubject:
     def baseline(self, repeat: int) -> Baseline:
         """Save by PEFT, load by vLLM's own route, each time under a new name.
 
-        vLLM's unload route forgets the name but leaves the adapter in its slot, and its next load evicts whatever was
-        used longest ago. So our versions are withdrawn first: then it can only evict its own, as it does wherever
-        it is used this way, and no slot more is needed than the other figures were measured with.
+        vLLM's unload route forgets the name but leaves the adapter in its slot, and the server pushes nothing out of a
+        slot to make room. So our versions are withdrawn, and there are at most as many loads as slots: all figures
+        are of one server, and none with more slots than a run has. The first load warms up.
         """
         for version in self.client.lora_status().versions:
             self.client.unload_adapter(version.name)
+        repeat = min(repeat, self.info.max_loras - 1)
         saves, loads = [], []
         with httpx.Client(base_url=self.url, timeout=120.0, trust_env=False) as http:
             for number in range(repeat + 1):
@@ -210,7 +211,7 @@ class LoraOnlySubject:
                 if answered != name:
                     raise BridgeError(f"baseline: asked for {name}, answered by {answered}")
                 _post(http, "/v1/unload_lora_adapter", {"lora_name": name})
-        return Baseline(median_ms(loads[1:]), median_ms(saves[1:]), repeat)  # the first warms up
+        return Baseline(median_ms(loads[1:]), median_ms(saves[1:]), repeat)
 
     def _save_by_peft(self, folder: Path) -> None:
         """In the server's dtype: the smallest file that loses nothing there."""

@@ -59,7 +59,9 @@ class SyncOptions(Section):
     """What is measured."""
 
     repeat: int = option(20, help="Publishes that are measured; 1000 with --skip-load looks for leaks.", ge=1)
-    baseline_repeat: int = option(10, help="Loads by vLLM's own route that are measured; 0: none.", ge=0)
+    baseline_repeat: int = option(
+        10, help="Loads by vLLM's own route that are measured, at most as many as slots less one; 0: none.", ge=0
+    )
     log_dir: Path | None = option(None, help="Folder of the server's log (default: a temporary one).")
     choice: BridgeChoice = BridgeChoice()
     model: ModelChoice = ModelChoice()
