@@ -133,18 +133,25 @@ class Serving:
 
 
 @contextmanager
-def serving(folder: Path, *flags: str, key: str | None = None, wait: bool = True) -> Iterator[Serving]:
-    """`python -m vllm_server` on a free port with a tiny model below `folder`; ended when the block is left.
+def serving(
+    folder: Path,
+    *flags: str,
+    key: str | None = None,
+    wait: bool = True,
+    port: int | None = None,
+    env: dict[str, str] | None = None,
+) -> Iterator[Serving]:
+    """`python -m vllm_server`, by default on a free port, with a tiny model below `folder`; ended with the block.
 
     A start that fails shows the end of the server's log.
     """
     model, adapters, log = save_tiny_model(folder / "model"), folder / "adapters", folder / "server.log"
     adapters.mkdir(exist_ok=True)
-    port = free_port()
+    port = free_port() if port is None else port
     command = ["-m", "vllm_server", "--model", str(model), "--port", str(port)]
     command += ["--max-lora-rank", str(RANK), "--lora-root", str(adapters), "--kv-cache-memory-bytes", str(64 << 20)]
     command += ["--api-key", key] if key else []
-    with running(*command, *flags, log=log) as process:
+    with running(*command, *flags, log=log, env=env) as process:
         server = Serving(f"http://127.0.0.1:{port}", model, adapters, log, process, key)
         if wait:
 

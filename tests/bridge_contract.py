@@ -1,0 +1,308 @@
+"""What the `lora_only` bridge promises, whatever carries the adapter: one set of checks for every transport.
+
+A test module that imports `Contract` gives it a real server and a transport; each method is one promise. Figures are
+compared with the trainer's own forward pass, in nats.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from grpo_trainer.config import LoraOnly, TrainConfig
+from grpo_trainer.errors import ServerError
+from grpo_trainer.metrics.types import reduce
+from grpo_trainer.model.lora import add_adapter
+from grpo_trainer.options import build
+from grpo_trainer.server_client import ServerClient
+from grpo_trainer.weights.lora_swap import LoraSwap
+from grpo_trainer.weights.packed import PackedAdapter
+from grpo_trainer.weights.proof import Probe, probe_of, trainer_logprobs
+from grpo_trainer.weights.transports.transport import _OPENERS, AdapterTransport
+from tests.integration.serving import KEEP_VERSIONS, RANK, Serving
+from tests.unit.tiny_lora import fill_b
+from vllm_server.protocol import GenerateChunk, LoraStatus
+
+PROMPT = [2 + (5 * i) % 90 for i in range(300)]  # longer than two cache blocks: a stale cache would show
+SHORT = [21, 14, 21, 32]  # shorter than any: nothing of it comes from the cache
+LONG_ANSWER = 480
+
+
+class Trainer:
+    """The trainer's side: model, client, bridge. Versions start at 1: 0 stays the base model for other tests."""
+
+    def __init__(self, server: Serving, device: str = "cpu", **options: object) -> None:
+        port = int(server.url.rpartition(":")[2])
+        values: dict[str, object] = {"model": str(server.model_folder), "weight_bridge_mode": "lora_only"}
+        values |= {"vllm_port": port, "lora_r": RANK, "lora_keep_versions": KEEP_VERSIONS, "seq_len": 256}
+        values |= {"lora_root": str(server.adapter_root)}
+        if server.key is not None:
+            values["vllm_api_key"] = server.key
+        self.config = build(TrainConfig, values | options)
+        assert isinstance(self.config.bridge, LoraOnly)
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        base = AutoModelForCausalLM.from_pretrained(server.model_folder, dtype=dtype)
+        base.to(device)  # pyright: ignore[reportArgumentType]
+        base.requires_grad_(False)
+        self.model: PeftModel = add_adapter(base, self.config.bridge, seed=0)
+        self.client = ServerClient(self.config.vllm)
+        seq_len = self.config.model.seq_len
+        self.swap = LoraSwap(self.config.bridge, self.model, self.client, server.adapter_root, seq_len)
+
+    def ask(self, prompt: list[int] = PROMPT, **routing: Any) -> tuple[Probe, int]:
+        """What the server samples, and by which version."""
+        answer = self.client.generate(
+            prompt, max_tokens=6, temperature=1.0, logprobs=0, ignore_eos=True, seed=7, **routing
+        )
+        return probe_of(answer), answer.policy_version
+
+    def gap(self, probe: Probe) -> float:
+        """Mean |server - trainer's own forward| of the sampled tokens."""
+        return float((probe.server_logprobs - trainer_logprobs(self.model, probe)).abs().mean())
+
+    def gap_to_base(self, probe: Probe) -> float:
+        with self.model.disable_adapter():
+            return self.gap(probe)
+
+
+@dataclass
+class Contract:
+    """One bridge, open to a server.
+
+    Attributes:
+        first: the version to publish next at the start.
+        tolerance: mean gap that rounding explains.
+    """
+
+    server: Serving
+    trainer: Trainer
+    transport: str
+    first: int
+    tolerance: float
+
+    def publish(self, version: int) -> str:
+        """Publish it with weights of its own; its name."""
+        fill_b(self.trainer.model, seed=version)
+        return self.trainer.swap.publish(version).name
+
+    def status(self) -> LoraStatus:
+        return self.trainer.client.lora_status()
+
+    def assert_serves(self, version: int, **routing: Any) -> None:
+        """The answer is by `version`, whose weights the trainer must hold."""
+        probe, answered = self.trainer.ask(**routing)
+        assert answered == version
+        assert self.trainer.gap(probe) < self.tolerance
+        assert self.trainer.gap_to_base(probe) > 5 * self.tolerance, "the adapter makes no difference: nothing is shown"
+
+    # ---------------------------------------------------------------------------------------------- promises
+
+    def publishes(self) -> None:
+        """Every new request is answered by the published weights, and says by which version."""
+        slots = []
+        for version in range(self.first, self.first + 2 * KEEP_VERSIONS + 3):  # each slot, then each again
+            fill_b(self.trainer.model, seed=version)
+            published = self.trainer.swap.publish(version)
+            assert (published.version, published.name) == (version, f"policy-v{version}")
+            self.assert_serves(version)
+            metrics = reduce(published.metrics)
+            assert metrics["publish/version"] == version
+            assert metrics["publish/stall_time"] <= metrics["publish/load_time"] <= metrics["train/sync_time"]
+            held = next(v for v in self.status().versions if v.version == version)
+            assert held.adapter_path.startswith("/" if self.transport == "disk" else f"{self.transport}://")
+            slots.append(held.slot)
+        assert len(set(slots)) > 1
+
+    def pins(self) -> None:
+        """An older version answers whoever asks for it, by number or by name, as long as it is kept."""
+        old = self.publish(self.first)
+        before, _ = self.trainer.ask()
+        self.publish(self.first + 1)
+        newest, answered = self.trainer.ask()
+        assert answered == self.first + 1 and self.trainer.gap(newest) < self.tolerance
+        fill_b(self.trainer.model, seed=self.first)
+        self.assert_serves(self.first, policy_version=self.first)
+        self.assert_serves(self.first, model=old)
+        pinned, _ = self.trainer.ask(policy_version=self.first)
+        assert pinned.tokens == before.tokens
+        refused = self.server.post("/generate", {"prompt": "1", "model": old, "policy_version": self.first + 1})
+        assert refused.status_code == 422 and "leave one of them out" in refused.text
+
+    def keeps_requests_on_their_version(self) -> None:
+        """A request that has begun ends on its version, bit for bit, while newer ones are published."""
+        self.publish(self.first)
+        alone = self.stream(threading.Event())
+        begun = threading.Event()
+        lines: list[GenerateChunk] = []
+        reader = threading.Thread(target=lambda: lines.extend(self.stream(begun)))
+        reader.start()
+        assert begun.wait(60)
+        newer = range(self.first + 1, self.first + KEEP_VERSIONS + 2)
+        for version in newer:
+            self.publish(version)
+        held = next(v for v in self.status().versions if v.version == self.first)
+        reader.join(120)
+        assert (held.in_flight, held.draining) == (1, True), "the request ended before the publishes"
+        for got in (alone, lines):
+            assert {line.policy_version for line in got} == {self.first}
+            assert sum(len(line.token_ids) for line in got) == LONG_ANSWER
+        assert [token for line in lines for token in line.token_ids] == [t for line in alone for t in line.token_ids]
+        assert _logprobs(lines) == _logprobs(alone)
+        fill_b(self.trainer.model, seed=newer[-1])
+        self.assert_serves(newer[-1])
+        assert self.first not in {v.version for v in self.status().versions}, "it leaves with its last request"
+
+    def stream(self, begun: threading.Event) -> list[GenerateChunk]:
+        """A long answer of the newest version; `begun` is set at its first token."""
+        body = {"prompt": {"prompt_token_ids": SHORT}, "stream": True, "max_tokens": LONG_ANSWER, "seed": 11}
+        body |= {"logprobs": 0, "ignore_eos": True, "temperature": 1.0}
+        headers = {"authorization": f"Bearer {self.server.key}"}
+        lines = []
+        url = f"{self.server.url}/generate"
+        with httpx.stream("POST", url, json=body, timeout=120, trust_env=False, headers=headers) as answer:
+            for line in answer.iter_lines():
+                lines.append(msgspec.json.decode(line, type=GenerateChunk))
+                begun.set()
+        return lines
+
+    def lets_old_versions_go(self) -> None:
+        """Outside the window: not in the status, its slot free, unknown to requests, its files gone but for one."""
+        before = len(self.status().versions)
+        versions = range(self.first, self.first + KEEP_VERSIONS + 3)
+        names = [self.publish(version) for version in versions]
+        status = self.status()
+        assert status.available_adapters == [v.name for v in status.versions] == names[-KEEP_VERSIONS:]
+        assert len(status.versions) == KEEP_VERSIONS >= before
+        assert len({v.slot for v in status.versions}) == KEEP_VERSIONS
+        for routing in ({"model": names[0]}, {"policy_version": versions[0]}):
+            gone = self.server.post("/generate", {"prompt": "1", **routing})
+            assert gone.status_code == 404 and gone.json()["error"]["param"] in routing
+        folders = sorted(path.name for path in self.server.adapter_root.glob("policy-v*") if path.name in names)
+        assert folders == (sorted(names[-KEEP_VERSIONS - 1 :]) if self.transport == "disk" else [])
+
+    def refuses(self) -> None:
+        """What can't be served is refused with field and fix; the old version goes on serving."""
+        served = self.publish(self.first)
+        for name, version, said in (
+            (served, self.first, "409: adapter_name: got policy-v.*never used.*caches are keyed by name"),
+            (f"policy-v{self.first + 1}", self.first + 2, "422: version: got .*leave one of them out"),
+        ):
+            with pytest.raises(ServerError, match=said):
+                self._transport.send(name, version, activate=True)
+            self.assert_serves(self.first)
+            if self.transport == "nccl":
+                return  # nobody received the broadcast, which ends a communicator: the next trainer makes its own
+        for packed, said in self.unservable():
+            with pytest.raises(ServerError, match=said):
+                self.open_for(packed).send("unservable", self.first + 1, activate=True)
+            self.assert_serves(self.first)
+        assert [v.version for v in self.status().versions if v.active] == [self.first]
+        assert self.server.get("/health").status_code == 200
+        self.trainer.swap.connect(0)  # another trainer's channel has taken the place of ours
+        self.publish(self.first + 1)
+        self.assert_serves(self.first + 1)
+
+    def unservable(self) -> Iterator[tuple[PackedAdapter, str]]:
+        """Adapters, and what is said of them."""
+        dtype = self.packed().buffer_E.dtype
+        large = Trainer(self.server, self.trainer.model.device.type, lora_r=4 * RANK)
+        yield PackedAdapter(large.model, dtype), f"422: r: got {4 * RANK}, wanted 1 to {RANK}.*--max-lora-rank"
+        alien = self.packed()
+        alien.header = alien.header.replace(b"q_proj", b"x_proj")
+        yield alien, "422: .*no place in this model for .*x_proj.*only modules that vLLM serves"
+        damaged = self.packed()
+        damaged.header = damaged.header.replace(b"data_offsets", b"data_offsetz")
+        yield damaged, "422: .*a header that is none.*data_offsets"
+
+    def packed(self) -> PackedAdapter:
+        """The trainer's adapter, in a buffer of its own."""
+        info = self.trainer.client.wait_until_ready()
+        return PackedAdapter(self.trainer.model, getattr(torch, info.lora_dtype or info.dtype))
+
+    def open_for(self, packed: PackedAdapter) -> AdapterTransport:
+        """The same transport for another adapter."""
+        info = self.trainer.client.wait_until_ready()
+        name: Any = self.transport
+        return _OPENERS[name](packed, self.trainer.client, info, self.server.adapter_root, KEEP_VERSIONS)
+
+    @property
+    def _transport(self) -> Any:
+        assert self.trainer.swap._transport is not None
+        return self.trainer.swap._transport
+
+    def proves(self) -> None:
+        """The bridge proof passes, nobody else gets an adapter of it, and it leaves nothing behind."""
+        self.publish(self.first)
+        names = []
+        send = self._transport.send
+
+        def watched(name: str, version: int, *, activate: bool) -> Any:
+            answer = send(name, version, activate=activate)
+            names.append(name)
+            assert self.trainer.ask()[1] == self.first, "others got an adapter of the proof"
+            return answer
+
+        self._transport.send = watched
+        try:
+            self.trainer.swap.prove()
+        finally:
+            del self._transport.send
+        assert len(names) == 3 and not set(names) & {v.name for v in self.status().versions}
+        self.assert_serves(self.first)
+
+    def restores(self) -> None:
+        """The same weights again are the same policy: the server's logprobs come back exactly."""
+        self.publish(self.first)
+        before, _ = self.trainer.ask()
+        self.publish(self.first + 1)
+        between, _ = self.trainer.ask()
+        fill_b(self.trainer.model, seed=self.first)
+        self.trainer.swap.publish(self.first + 2)
+        after, answered = self.trainer.ask()
+        assert answered == self.first + 2
+        assert between.server_logprobs.tolist() != before.server_logprobs.tolist()
+        assert after.tokens == before.tokens
+        assert after.server_logprobs.tolist() == before.server_logprobs.tolist()
+
+
+def _logprobs(lines: list[GenerateChunk]) -> list[float]:
+    return [next(iter(entry[0].values())) for line in lines for entry in line.logprobs or []]
+
+
+@contextmanager
+def contract(server: Serving, transport: str, device: str = "cpu", tolerance: float = 1e-3) -> Iterator[Contract]:
+    """A bridge over one transport, open to a running server.
+
+    from tests.bridge_contract import PROMISES, contract
+
+    with contract(server, "memory") as made:
+        made.publishes()
+    """
+    trainer = Trainer(server, device, lora_transport=transport)
+    with trainer.swap:
+        first = trainer.swap.connect(1)
+        made = Contract(server, trainer, transport, first, tolerance)
+        assert made._transport.name == transport
+        yield made
+
+
+PROMISES = [
+    "publishes",
+    "pins",
+    "keeps_requests_on_their_version",
+    "lets_old_versions_go",
+    "refuses",
+    "proves",
+    "restores",
+]
+"""Names of the promises that every transport is held to."""

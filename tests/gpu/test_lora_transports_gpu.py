@@ -1,0 +1,89 @@
+"""The bridge's contract on a GPU: CUDA graphs on, bfloat16, the trainer beside the server or on a GPU of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from grpo_trainer.errors import BridgeError
+from tests.bridge_contract import PROMISES, Contract, Trainer, contract
+from tests.integration.serving import KEEP_VERSIONS, Serving, serving
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+TOLERANCE = 0.02  # bfloat16 on both sides
+FLAGS = ["--lora-keep-versions", str(KEEP_VERSIONS), "--gpu-memory-utilization", "0.3", "--max-num-seqs", "16"]
+
+
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """A server on the trainer's GPU."""
+    with serving(tmp_path_factory.mktemp("beside"), *FLAGS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """A server on the second GPU, the only one that it sees."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs: NCCL takes one rank a GPU")
+    with serving(tmp_path_factory.mktemp("apart"), *FLAGS, env={"CUDA_VISIBLE_DEVICES": "1"}) as server:
+        yield server
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+@pytest.mark.parametrize("transport", ["cuda_ipc", "memory", "disk"])
+def test_contract_on_one_gpu(beside: Serving, transport: str, promise: str) -> None:
+    with contract(beside, transport, "cuda", TOLERANCE) as made:
+        getattr(made, promise)()
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+def test_contract_between_gpus(apart: Serving, promise: str) -> None:
+    with contract(apart, "nccl", "cuda", TOLERANCE) as made:
+        getattr(made, promise)()
+
+
+def test_auto_takes_gpu_memory(beside: Serving) -> None:
+    trainer = Trainer(beside, "cuda")
+    with trainer.swap:
+        first = trainer.swap.connect(1)
+        made = Contract(beside, trainer, "cuda_ipc", first, TOLERANCE)
+        made.publish(first)
+        made.assert_serves(first)
+        (held,) = [version for version in made.status().versions if version.active]
+        assert held.adapter_path.startswith("cuda_ipc://")
+
+
+def test_nccl_with_one_gpu_is_refused_with_the_reason(beside: Serving) -> None:
+    trainer = Trainer(beside, "cuda", lora_transport="nccl")
+    with trainer.swap, pytest.raises(BridgeError, match="NCCL takes one rank a GPU"):
+        trainer.swap.connect(1)
+
+
+def test_memory_that_the_server_cannot_see_is_refused_with_the_reason(apart: Serving) -> None:
+    trainer = Trainer(apart, "cuda", lora_transport="cuda_ipc")
+    with trainer.swap, pytest.raises(BridgeError, match="does not see the trainer's GPU"):
+        trainer.swap.connect(1)
+
+
+def test_publishes_leave_no_gpu_memory_behind(beside: Serving) -> None:
+    """What the server and the trainer hold after each slot was written is what they hold fifty publishes later."""
+    with contract(beside, "memory", "cuda", TOLERANCE) as made:
+        free = []
+        for version in range(made.first, made.first + 60):
+            made.publish(version)
+            if version >= made.first + 9:
+                torch.cuda.synchronize()
+                free.append(torch.cuda.mem_get_info()[0])
+        assert free[0] - free[-1] < 32 << 20
+
+
+def test_a_trainer_that_has_left_is_forgotten(beside: Serving) -> None:
+    """The next trainer on the same server opens a channel of its own, and what is served is its adapter."""
+    for seed in (1, 2):
+        with contract(beside, "cuda_ipc", "cuda", TOLERANCE) as made:
+            made.publish(made.first + seed)
+            made.assert_serves(made.first + seed)

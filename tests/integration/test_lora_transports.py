@@ -1,0 +1,92 @@
+"""The bridge's contract over every transport that works on a CPU, and what only a CPU shows."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from grpo_trainer.errors import BridgeError, ServerError
+from tests.bridge_contract import PROMISES, Contract, Trainer, contract
+from tests.integration.serving import serving, shared_server
+from tests.processes import free_port
+from tests.unit.tiny_lora import fill_b
+from vllm_server.protocol import LoraLoadRequest
+
+pytestmark = pytest.mark.timeout(400)  # the first test waits for the server
+
+
+@pytest.fixture(params=["disk", "memory"])
+def made(request: pytest.FixtureRequest) -> Iterator[Contract]:
+    with contract(shared_server(), request.param) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+def test_contract(made: Contract, promise: str) -> None:
+    getattr(made, promise)()
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
+def test_a_transport_that_cannot_work_here_is_refused_with_the_reason_and_the_fix(transport: str) -> None:
+    trainer = Trainer(shared_server(), lora_transport=transport)
+    with trainer.swap, pytest.raises(BridgeError) as refused:
+        trainer.swap.connect(1)
+    said = str(refused.value)
+    assert said.startswith(f"--lora-transport {transport}: not {transport}: the trainer runs on a CPU")
+    assert "--lora-transport auto takes the fastest that works" in said
+
+
+def test_auto_takes_what_works_and_says_why_not_the_faster_ones(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = Trainer(shared_server())
+    with trainer.swap, caplog.at_level("INFO"):
+        first = trainer.swap.connect(1)
+        fill_b(trainer.model, seed=first)
+        trainer.swap.publish(first)
+        probe, answered = trainer.ask()
+        assert answered == first and trainer.gap(probe) < 1e-3
+    assert "adapters go to the server by memory (not cuda_ipc: the trainer runs on a CPU; not nccl: " in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["cuda_ipc", "nccl"])
+def test_a_server_on_a_cpu_refuses_channels_and_goes_on(kind: str) -> None:
+    with contract(shared_server(), "memory") as made:
+        made.publish(made.first)
+        packed = made.packed()
+        there = {"gpu_uuid": "GPU-of-the-trainer", "nbytes": packed.nbytes, "adapter_config": packed.settings}
+        there |= {"kind": kind, "header": b64encode(packed.header).decode()}
+        there |= {"handle": [0, "AA=="]} if kind == "cuda_ipc" else {"unique_id": "A" * 172, "world_size": 2}
+        refused = made.server.post("/lora/channel", there)
+        assert refused.status_code == 422, refused.text
+        error = refused.json()["error"]
+        assert error["param"] == "channel" and "publish by another transport" in error["fix"]
+        assert ("GPU-of-the-trainer" if kind == "cuda_ipc" else "no NCCL in this process") in error["got"]
+        for field, wrong in (("nbytes", packed.nbytes - 4), ("header", "AAAA")):
+            refused = made.server.post("/lora/channel", there | {field: wrong})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (422, field)
+        unknown = made.server.post("/lora/load", {"channel": "c0ffee", "version": made.first + 1})
+        assert unknown.status_code == 404 and "open it again: the server was restarted" in unknown.text
+        assert made.server.post("/lora/channel/close", {"channel": "c0ffee"}).json() == {"status": "closed"}
+        made.assert_serves(made.first)
+
+
+def test_a_server_that_ends_is_an_error_and_one_that_came_back_serves_what_is_published_to_it(tmp_path: Path) -> None:
+    port = free_port()
+    with serving(tmp_path, port=port) as server:
+        trainer = Trainer(server)
+        trainer.swap.connect(1)
+        fill_b(trainer.model, seed=1)
+        trainer.swap.publish(1)
+    with trainer.swap:
+        with pytest.raises(ServerError, match=r"no answer.*is it still running"):
+            trainer.swap.publish(2)
+        with serving(tmp_path, port=port):
+            fill_b(trainer.model, seed=3)
+            trainer.swap.publish(3)
+            assert [v.version for v in trainer.client.lora_status().versions] == [3]
+            probe, answered = trainer.ask()
+            assert answered == 3 and trainer.gap(probe) < 1e-3
+            with pytest.raises(ServerError, match=r"404: channel: got c0ffee.*open it again: the server was restarted"):
+                trainer.client.load_adapter(LoraLoadRequest(channel="c0ffee", version=4))
