@@ -37,8 +37,8 @@ on one H200, random weights: 0.009 for a 0.5B shape, about 0.05 for a 7B shape),
 
 NOISE_LIMIT_4BIT = 0.5
 """The same when the trainer holds its base model in 4 bits and the server in 16 or 32: the two are different functions.
-Measured on a CPU against float32: 0.17 for the quickstart's model of 0.75M parameters, 0.20 for a random one; larger
-models have less. More than this, and the samples are too far off the trained policy to learn from."""
+Measured on a CPU against float32: 0.15 for the quickstart's model of 0.75M parameters, 0.20 for a random one. More than
+this, and the samples are too far off the trained policy to learn from."""
 
 SYNTHETIC_MARGIN_4BIT = 2.0
 """Under the synthetic adapter a 4-bit trainer's gap may be this many times the measured noise: what quantisation does
