@@ -366,15 +366,15 @@ class BridgeStatus(msgspec.Struct, frozen=True):
 
 
 InFlight = Literal["keep", "recompute", "abort"]
-"""What becomes of requests that run while shared weights change: they go on as they are (keep), go on after the cache of
-what they have so far was made anew under the new weights (recompute), or end early (abort)."""
+"""What becomes of requests that run while shared weights change: they go on as they are (keep), go on after the cache
+of what they have so far was made anew under the new weights (recompute), or end early (abort)."""
 
 
 class UpdateBeginRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`POST /bridge/update/begin`: hold generation still, because the shared weights are about to be written.
 
-    `boot_id` must be the server's own (409 otherwise). An update that has not ended after `timeout_s` counts as torn: its
-    trainer is taken for dead, generation is refused until a whole update has ended well.
+    `boot_id` must be the server's own (409 otherwise). An update that has not ended after `timeout_s` counts as torn:
+    its trainer is taken for dead, and generation is refused until a whole update has ended well.
     """
 
     boot_id: str

@@ -1,7 +1,7 @@
 """`vllm_bridge_config.json`: where a server's weights lie, for a trainer that binds its model to them.
 
-The fields of the Atropos example server are kept by name; ours are added. Written by the server whole or not at all, for
-its owner only; read by the trainer, which checks that the server it speaks of is alive and of this boot.
+The fields of the Atropos example server are kept by name; ours are added. Written by the server whole or not at all,
+for its owner only; read by the trainer, which checks that the server it speaks of is alive and of this boot.
 
 A handle is of one of two kinds: `cuda_ipc` opens a storage in another process's GPU memory, `file` is a place in a file
 that both processes map (the same bridge on a CPU).
