@@ -6,6 +6,7 @@ from argparse import Namespace
 
 from vllm_server import compat
 from vllm_server.errors import FatalError
+from vllm_server.lora_kernels import use_tuned_kernels
 from vllm_server.protocol import DEFAULT_KEEP_VERSIONS, DEFAULT_LORA_NAME, DEFAULT_PORT
 
 PROGRAM = "python -m vllm_server"
@@ -94,6 +95,8 @@ def parse(argv: list[str]) -> Namespace:
             "the place is taken by the policy's own; leave it out"
         )
     args.worker_extension_cls = WORKER_EXTENSION
+    if args.enable_lora and compat.device_type() == "cuda":
+        use_tuned_kernels(compat.gpu_name())
     if compat.device_type() == "cpu":
         _keep_worker_in_engine(args)
     compat.validate_args(args)
