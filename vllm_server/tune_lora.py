@@ -1,8 +1,8 @@
 """`python -m vllm_server.tune_lora MODEL [MODEL …] [--rank 16] [--out DIR]`: the fastest block sizes for this GPU.
 
-vLLM's LoRA kernels (shrink: x A, expand: … B) take their block sizes from a table by GPU, number of merged slices, tokens,
-and matrix sizes; without one they use defaults. Each candidate is timed in a CUDA graph, as it runs when served, on random
-data of the layers' shapes. Compiling the candidates takes most of the time and is spread over processes.
+vLLM's LoRA kernels (shrink: x A, expand: … B) take their block sizes from a table by GPU, number of merged slices,
+tokens, and matrix sizes; without one they use defaults. Each candidate is timed in a CUDA graph, as it runs when
+served, on random data of the layers' shapes. Compiling the candidates takes most of the time and is spread over processes.
 """
 
 import argparse
@@ -87,7 +87,7 @@ class Kernels:
         from vllm.lora.ops.triton_ops import lora_expand_op, lora_shrink_op
         from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
 
-        self._modules = {"shrink": lora_shrink_op, "expand": lora_expand_op}
+        self._modules: dict[str, Any] = {"shrink": lora_shrink_op, "expand": lora_expand_op}
         bf16 = {"device": "cuda", "dtype": torch.bfloat16}
         self._x = torch.randn(tokens, layer.inputs, **bf16)
         self._a = [torch.randn(MAX_LORAS, 1, rank, layer.inputs, **bf16) for _ in layer.outputs]
@@ -134,9 +134,8 @@ def compile_share(layers: list[Layer], rank: int, share: int, shares: int) -> No
     """Compile every n-th candidate, into Triton's cache on disk."""
     from triton.runtime.errors import OutOfResources
 
-    jobs = [
-        (kernel, layer, blocks) for kernel in ("shrink", "expand") for layer in layers for blocks in candidates(kernel)
-    ]
+    kernels = ("shrink", "expand")
+    jobs = [(kernel, layer, blocks) for kernel in kernels for layer in layers for blocks in candidates(kernel)]
     for kernel, layer, blocks in jobs[share::shares]:
         try:
             Kernels(layer, 64, rank).run(kernel, blocks)
@@ -149,11 +148,12 @@ def tune(layers: list[Layer], rank: int) -> dict[str, dict[str, Any]]:
     tables: dict[str, dict[str, Any]] = {"shrink": {}, "expand": {}}
     for tokens, layer, kernel in itertools.product(TOKENS, layers, tables):
         kernels = Kernels(layer, tokens, rank)
-        taken, best = min((kernels.microseconds(kernel, blocks), index, blocks) for index, blocks in enumerate(candidates(kernel)))[::2]  # fmt: skip
+        timed = {blocks: kernels.microseconds(kernel, blocks) for blocks in candidates(kernel)}
+        best = min(timed, key=timed.__getitem__)
         k, n = (layer.inputs, rank) if kernel == "shrink" else (rank, max(layer.outputs))
         place = tables[kernel].setdefault(str(MAX_LORAS + 1), {}).setdefault(str(len(layer.outputs)), {})
         place.setdefault(str(tokens), {}).setdefault(str(k), {})[str(n)] = asdict(best)
-        print(f"{kernel} {layer.inputs} -> {layer.outputs}, {tokens} tokens: {taken:.1f} us, {best}", flush=True)
+        print(f"{kernel} {layer.inputs} -> {layer.outputs}, {tokens} tokens: {timed[best]:.1f} us, {best}", flush=True)
     return tables
 
 
