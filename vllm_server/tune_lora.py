@@ -2,7 +2,7 @@
 
 vLLM's LoRA kernels (shrink: x A, expand: … B) take their block sizes from a table by GPU, number of merged slices,
 tokens, and matrix sizes; without one they use defaults. Each candidate is timed in a CUDA graph, as it runs when
-served, on random data of the layers' shapes. Compiling the candidates takes most of the time and is spread over processes.
+served, on random data of the layers' shapes. Compiling them takes longest and is spread over processes.
 """
 
 import argparse
