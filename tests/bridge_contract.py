@@ -41,7 +41,7 @@ LONG_ANSWER = 480
 class Trainer:
     """The trainer's side: model, client, bridge. Versions start at 1: 0 stays the base model for other tests."""
 
-    def __init__(self, server: Serving, device: str = "cpu", **options: object) -> None:
+    def __init__(self, server: Serving, device: str = "cpu", **options: Any) -> None:
         port = int(server.url.rpartition(":")[2])
         values: dict[str, object] = {"model": str(server.model_folder), "weight_bridge_mode": "lora_only"}
         values |= {"vllm_port": port, "lora_r": RANK, "lora_keep_versions": KEEP_VERSIONS, "seq_len": 256}

@@ -5,6 +5,8 @@ What it promises once it is open is in `tests/bridge_contract.py`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from grpo_trainer.errors import BridgeError
@@ -32,7 +34,7 @@ def test_a_trainer_that_comes_to_a_used_server_goes_on_counting() -> None:
         ({"lora_name": "other"}, "routes policy-vN, --lora-name is other: make them the same"),
     ],
 )
-def test_a_server_that_cannot_take_the_bridge_is_refused_before_training(options: dict[str, object], said: str) -> None:
+def test_a_server_that_cannot_take_the_bridge_is_refused_before_training(options: dict[str, Any], said: str) -> None:
     trainer = Trainer(shared_server(), **options)
     with trainer.swap, pytest.raises(BridgeError) as error:
         trainer.swap.connect(0)

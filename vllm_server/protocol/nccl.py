@@ -113,6 +113,7 @@ class Communicator:
         self, pointer: int, nbytes: int, *, root: int, stream: int, abandoned: Callable[[], None] = lambda: None
     ) -> None:
         """Enqueue on a CUDA stream: root's bytes come to every rank's memory at `pointer`."""
+        self._async_status()  # raises if it is gone
         status = _library().ncclBroadcast(pointer, pointer, nbytes, _UINT8, root, self._handle, stream)
         _check(status, "broadcast")
         self._settle("broadcast", BROADCAST_TIMEOUT_S, abandoned)

@@ -1,0 +1,205 @@
+"""How an adapter comes to the engine: bodies, and the channel of the one trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from base64 import b64encode
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from vllm_server.deliveries import Channels, delivered_by, from_body, in_memory
+from vllm_server.errors import ServeError
+from vllm_server.protocol import ChannelRequest, CudaIpcChannel, LoraLoadRequest, NcclChannel
+
+MODULE = "base_model.model.model.layers.0.self_attn.q_proj"
+CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+TENSORS = {f"{MODULE}.lora_A.weight": torch.ones(4, 6), f"{MODULE}.lora_B.weight": torch.ones(6, 4)}
+NBYTES = 4 * (4 * 6 + 6 * 4)
+
+
+def adapter(config: object = CONFIG, tensors: dict[str, torch.Tensor] = TENSORS) -> bytes:
+    return save(tensors, metadata={"adapter_config": config if isinstance(config, str) else json.dumps(config)})
+
+
+def header(data: bytes) -> str:
+    return b64encode(data[: 8 + int.from_bytes(data[:8], "little")]).decode()
+
+
+def channel(kind: str = "cuda_ipc", **changed: Any) -> ChannelRequest:
+    told = {"gpu_uuid": "GPU-1", "nbytes": NBYTES, "header": header(adapter()), "adapter_config": CONFIG, **changed}
+    if kind == "nccl":
+        return NcclChannel(unique_id="", world_size=2, **told)
+    return CudaIpcChannel(handle=[0], **told)
+
+
+class StandInEngine:
+    """Remembers what it was asked; fails to open when told so."""
+
+    def __init__(self) -> None:
+        self.open: list[str] = []
+        self.fails = False
+
+    async def open_channel(self, name: str, request: ChannelRequest) -> None:
+        if self.fails:
+            raise ServeError(422, "channel", got="no", wanted="yes", fix="none")
+        self.open.append(name)
+
+    async def close_channel(self, name: str) -> None:
+        self.open.remove(name)
+
+
+def test_a_server_has_one_channel_the_newest() -> None:
+    async def story() -> None:
+        channels = Channels(engine := StandInEngine())
+        first = await channels.open(channel(), 8)
+        assert engine.open == [first]
+        second = await channels.open(channel("nccl"), 8)
+        assert engine.open == [second]
+        with pytest.raises(ServeError, match=f"got {first}, which is not open.*another trainer has opened one"):
+            channels.delivery(first)
+        await channels.close(first)  # a trainer that has been replaced says goodbye: not for the other
+        assert engine.open == [second]
+        await channels.close(second)
+        await channels.close(second)
+        assert engine.open == []
+        with pytest.raises(ServeError) as gone:
+            channels.delivery(second)
+        assert gone.value.status == 404
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("kind", ["cuda_ipc", "nccl"])
+def test_each_publish_through_a_channel_has_an_origin_of_its_own(kind: str) -> None:
+    """The server refuses two living versions from one origin, and the engine's caches may be keyed by it."""
+
+    async def story() -> None:
+        channels = Channels(StandInEngine())
+        name = await channels.open(channel(kind), 8)
+        one, two = channels.delivery(name), channels.delivery(name)
+        assert one.origin != two.origin and one.origin.startswith(f"{kind}://{name}/")
+        assert (one.transport, one.channel, one.file, one.config) == (kind, name, "", CONFIG)
+        assert one.said_by == "channel"
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("changed", "field", "said"),
+    [
+        ({"header": "?"}, "header", "wanted the header of a safetensors file in base64"),
+        ({"header": "AAAA"}, "header", "3 bytes"),
+        ({"nbytes": NBYTES - 4}, "nbytes", f"got {NBYTES - 4}, wanted {NBYTES}, as the header says"),
+        ({"adapter_config": CONFIG | {"r": 16}}, "r", "wanted 1 to 8"),
+        ({"adapter_config": CONFIG | {"r": 2}}, f"{MODULE}.lora_A.weight", r"got shape \[4, 6\], wanted rank 2"),
+        ({"adapter_config": {**CONFIG, "lora_alpha": None}}, "lora_alpha", "got None, wanted a number"),
+        ({"adapter_config": CONFIG | {"use_dora": True}}, "use_dora", "train with use_dora=False"),
+    ],
+)
+def test_a_channel_that_cannot_be_served_leaves_the_open_one_alone(
+    changed: dict[str, Any], field: str, said: str
+) -> None:
+    async def story() -> None:
+        channels = Channels(engine := StandInEngine())
+        name = await channels.open(channel(), 8)
+        with pytest.raises(ServeError, match=said) as refused:
+            await channels.open(channel(**changed), 8)
+        assert (refused.value.status, refused.value.field) == (422, field)
+        assert engine.open == [name] and channels.delivery(name).channel == name
+
+    asyncio.run(story())
+
+
+def test_a_channel_that_the_engine_cannot_open_is_not_open() -> None:
+    async def story() -> None:
+        channels = Channels(engine := StandInEngine())
+        engine.fails = True
+        with pytest.raises(ServeError, match="channel"):
+            await channels.open(channel(), 8)
+        assert not channels._open
+
+    asyncio.run(story())
+
+
+def receive(pieces: Iterable[bytes]) -> Any:
+    """What a body is taken for."""
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for piece in pieces:
+            yield piece
+
+    async def story() -> Any:
+        async with in_memory(chunks()) as file:
+            path = Path(file)
+            assert path.read_bytes() == b"".join(pieces)
+            delivery = from_body(file, 8)
+        assert not path.exists()
+        return delivery
+
+    return asyncio.run(story())
+
+
+def test_a_body_comes_in_pieces_and_leaves_nothing_behind() -> None:
+    whole = adapter()
+    delivery = receive([whole[:5], whole[5:300], whole[300:]])
+    assert (delivery.transport, delivery.config, delivery.said_by) == ("memory", CONFIG, "body")
+    assert delivery.origin.startswith("memory://") and delivery.origin != receive([whole]).origin
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "said"),
+    [
+        (b"", "adapter_model.safetensors", "0 bytes"),
+        (adapter()[:-1], "adapter_model.safetensors", "a file that ends early"),
+        (adapter()[:40], "adapter_model.safetensors", "ends in its header"),
+        (b"\x80\x02}q\x00" + bytes(100), "adapter_model.safetensors", "ends in its header"),  # torch.save
+        (b"\x00" * 5 + b"\x01" + bytes(2), "adapter_model.safetensors", "a header of 1099511627776 bytes"),
+        (save(TENSORS), "adapter_config", "wanted adapter_config.json in the metadata"),
+        (adapter("no JSON"), "adapter_config", "wanted adapter_config.json in the metadata"),
+        (adapter([1]), "adapter_config", "got list, wanted an object"),
+        (adapter({**CONFIG, "r": "4"}), "r", "wanted 1 to 8"),
+        (adapter({k: v for k, v in CONFIG.items() if k != "lora_alpha"}), "lora_alpha", "wanted a number"),
+        (adapter({k: v for k, v in CONFIG.items() if k != "target_modules"}), "target_modules", "names of modules"),
+        (adapter({**CONFIG, "lora_alpha": float("nan")}), "lora_alpha", "got nan, wanted a number"),
+        (adapter({**CONFIG, "r": 2}), f"{MODULE}.lora_A.weight", "wanted rank 2"),
+        (adapter(tensors={"x": torch.ones(1)}), "adapter_model.safetensors", "1 tensors, none of LoRA"),
+        (adapter(tensors=dict(list(TENSORS.items())[:1])), "adapter_model.safetensors", "no A and B together"),
+    ],
+)
+def test_a_body_that_is_no_servable_adapter_is_refused_by_field(body: bytes, field: str, said: str) -> None:
+    with pytest.raises(ServeError, match=said) as refused:
+        receive([body])
+    assert (refused.value.status, refused.value.field) == (422, field)
+    assert refused.value.fix
+
+
+@pytest.mark.parametrize(
+    ("request_", "body", "way"),
+    [
+        (LoraLoadRequest(adapter_path="/a"), None, "folder"),
+        (LoraLoadRequest(channel="c"), None, "channel"),
+        (LoraLoadRequest(adapter_name="n"), "/proc/1/fd/1", "body"),
+    ],
+)
+def test_a_request_says_one_way(request_: LoraLoadRequest, body: str | None, way: str) -> None:
+    assert delivered_by(request_, body) == way
+
+
+@pytest.mark.parametrize(
+    ("request_", "body", "got"),
+    [
+        (LoraLoadRequest(), None, "no adapter"),
+        (LoraLoadRequest(adapter_path="/a"), "f", "body and folder"),
+        (LoraLoadRequest(adapter_path="/a", channel="c"), "f", "body and channel and folder"),
+    ],
+)
+def test_no_way_or_two_are_refused(request_: LoraLoadRequest, body: str | None, got: str) -> None:
+    with pytest.raises(ServeError) as refused:
+        delivered_by(request_, body)
+    assert (refused.value.status, refused.value.got) == (422, got)

@@ -1,0 +1,93 @@
+"""NCCL where there is none: an error that says so. What it does with GPUs is in tests/gpu."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from vllm_server.protocol import nccl
+from vllm_server.protocol.nccl import Communicator, NcclError, unique_id
+
+
+class StandInLibrary:
+    """A library whose communicator never gets ready, and which notes what it was asked."""
+
+    def __init__(self, state: int = 7) -> None:
+        self.state = state
+        self.aborted: list[int | None] = []
+
+    def ncclCommInitRankConfig(self, handle: Any, size: int, name: Any, rank: int, config: Any) -> int:
+        ctypes.cast(handle, ctypes.POINTER(ctypes.c_void_p))[0] = 17
+        return 7
+
+    def ncclCommGetAsyncError(self, handle: Any, status: Any) -> int:
+        ctypes.cast(status, ctypes.POINTER(ctypes.c_int))[0] = self.state
+        return 0
+
+    def ncclBroadcast(self, *_: Any) -> int:
+        return 0
+
+    def ncclCommAbort(self, handle: ctypes.c_void_p) -> int:
+        self.aborted.append(handle.value)
+        return 0
+
+    def ncclGetErrorString(self, status: int) -> bytes:
+        return b"unhandled system error"
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInLibrary]:
+    made = StandInLibrary()
+    monkeypatch.setattr(nccl, "_library", lambda: made)
+    yield made
+
+
+def test_without_the_library_the_error_says_what_was_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    nccl._library.cache_clear()
+    with pytest.raises(NcclError, match=r"no NCCL in this process \(libnccl.so.2: .*wanted a CUDA build of torch"):
+        unique_id()
+    with pytest.raises(NcclError, match="no NCCL in this process"):
+        Communicator(bytes(128), 0, 2)
+
+
+def test_a_partner_who_never_comes_is_an_error_and_ends_the_communicator(
+    library: StandInLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "INIT_TIMEOUT_S", 0.01)
+    with pytest.raises(NcclError, match="could not join as rank 1 of 2: the others did not answer"):
+        Communicator(bytes(128), 1, 2)
+    assert library.aborted == [17]
+
+
+def test_whoever_knows_that_nobody_comes_ends_the_wait(library: StandInLibrary) -> None:
+    def refused() -> None:
+        raise RuntimeError("the server refused")
+
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="the server refused"):
+        Communicator(bytes(128), 0, 2, refused)
+    assert time.monotonic() - started < nccl.INIT_TIMEOUT_S
+    assert library.aborted == [17]
+
+
+def test_a_communicator_that_failed_is_not_used_again(library: StandInLibrary) -> None:
+    library.state = 0
+    communicator = Communicator(bytes(128), 0, 2)
+    communicator.broadcast(0, 4, root=0, stream=0)
+    library.state = 2
+    with pytest.raises(NcclError, match=r"could not broadcast: unhandled system error \(NCCL_DEBUG=INFO tells more\)"):
+        communicator.wait(lambda: False)
+    assert library.aborted == [17]
+    for again in (lambda: communicator.broadcast(0, 4, root=0, stream=0), lambda: communicator.wait(lambda: False)):
+        with pytest.raises(NcclError, match="gone after a failure: open the channel again"):
+            again()
+    communicator.close()
+    assert library.aborted == [17]  # once

@@ -1,0 +1,156 @@
+"""Which transport is taken, for every place that trainer and server may be in."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_trainer.errors import BridgeError, ServerError
+from grpo_trainer.weights.packed import PackedAdapter
+from grpo_trainer.weights.transports import transport as module
+from grpo_trainer.weights.transports.transport import ORDER, Layout, layout, obstacle, open_transport
+from tests.unit.tiny_lora import tiny_lora
+from vllm_server.protocol import BridgeInfo, Transport, WorkerInfo, machine_id
+from vllm_server.protocol.nccl import NcclError
+
+OURS, OTHER = "GPU-ours", "GPU-other"
+
+
+def info(*workers: WorkerInfo, machine: str = "here") -> BridgeInfo:
+    return BridgeInfo(
+        enabled=True, shared_weights=False, update_count=0, last_update_time=0.0, model_name="m",
+        served_model_name="m", device="cuda", dtype="bfloat16", boot_id="b", pid=1, policy_version=0,
+        lora_name="policy", max_lora_rank=8, max_loras=4, keep_versions=4, max_model_len=512,
+        logprobs_mode="processed_logprobs", vllm_version="0", lora_dtype="bfloat16", machine=machine,
+        workers=list(workers) or [worker()],
+    )  # fmt: skip
+
+
+def worker(rank: int = 0, uuid: str = OURS, visible: list[str] | None = None) -> WorkerInfo:
+    return WorkerInfo(rank=rank, gpu_uuid=uuid, visible_gpus=[uuid] if visible is None else visible)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "told", "expandable", "works"),
+    [
+        # one machine, one GPU: its memory can be mapped, NCCL takes one rank a GPU
+        (OURS, info(worker()), False, {"cuda_ipc"}),
+        # one machine, the server on another GPU, which it sees alone
+        (OURS, info(worker(uuid=OTHER)), False, {"nccl"}),
+        # the same, and the server sees the trainer's as well
+        (OURS, info(worker(uuid=OTHER, visible=[OTHER, OURS])), False, {"cuda_ipc", "nccl"}),
+        # two workers, one of them on the trainer's GPU
+        (OURS, info(worker(visible=[OURS, OTHER]), worker(1, OTHER, [OURS, OTHER])), False, {"cuda_ipc"}),
+        # two workers, one of which does not see the trainer's GPU
+        (OURS, info(worker(0, "GPU-2", ["GPU-2", OURS]), worker(1, OTHER, [OTHER])), False, {"nccl"}),
+        # another machine, even though a GPU is said to be the same
+        (OURS, info(worker(uuid=OTHER, visible=[OURS, OTHER]), machine="there"), False, {"nccl"}),
+        # memory that can't be mapped elsewhere
+        (OURS, info(worker(uuid=OTHER, visible=[OTHER, OURS])), True, {"nccl"}),
+        (OURS, info(worker()), True, set()),
+        # a CPU on either side
+        ("", info(worker()), False, set()),
+        (OURS, info(worker(uuid="", visible=[])), False, set()),
+        ("", info(worker(uuid="", visible=[])), False, set()),
+        (OURS, info(worker(), worker(1, "", [])), False, set()),
+    ],
+)
+def test_what_works_where(trainer: str, told: BridgeInfo, expandable: bool, works: set[Transport]) -> None:
+    where = Layout(trainer, "here", told, expandable)
+    assert {name for name in ORDER if obstacle(name, where) is None} == works | {"memory", "disk"}
+
+
+@pytest.mark.parametrize("name", ["cuda_ipc", "nccl"])
+def test_every_obstacle_is_told_in_words_of_its_own(name: Transport) -> None:
+    """All combinations: CPU or GPU on both sides, one or two machines, what is visible, the allocator."""
+    said = {}
+    for trainer, uuid, machine, sees, expandable in itertools.product(
+        (OURS, ""), (OURS, OTHER, ""), ("here", "there"), (True, False), (True, False)
+    ):
+        visible = [gpu for gpu in (uuid, OURS if sees else "") if gpu]
+        where = Layout(trainer, "here", info(worker(uuid=uuid, visible=visible), machine=machine), expandable)
+        said[trainer, uuid, machine, sees, expandable] = obstacle(name, where)
+    for (trainer, uuid, machine, sees, expandable), reason in said.items():
+        if not trainer:
+            assert reason == "the trainer runs on a CPU"
+        elif not uuid:
+            assert reason == "the server runs on a CPU"
+        elif name == "nccl":
+            assert (reason or "").startswith("the server uses the trainer's GPU") == (uuid == OURS)
+        elif machine == "there":
+            assert reason == "the server runs on another machine"
+        elif expandable:
+            assert reason is not None and "expandable_segments" in reason
+        else:
+            blind = not sees and uuid != OURS
+            assert (reason or "").startswith("worker 0 of the server does not see the trainer's GPU") == blind
+
+
+def test_a_trainer_on_a_cpu_finds_itself_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = PackedAdapter(tiny_lora(), torch.float32)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    told = info()
+    assert layout(packed, told) == Layout("", machine_id(), told, expandable_segments=False)
+    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "max_split_size_mb:64,expandable_segments:True")
+            assert layout(packed, told).expandable_segments
+
+
+class Opened:
+    """What a stand-in opener hands out."""
+
+    def __init__(self, name: Transport) -> None:
+        self.name = name
+
+
+@pytest.fixture
+def openers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
+    """On a machine where nothing is in the way: openers that raise what is put in here."""
+    failures: dict[str, Exception] = {}
+
+    def opener(name: Transport) -> Any:
+        def open_it(*_: object) -> Opened:
+            if name in failures:
+                raise failures[name]
+            return Opened(name)
+
+        return open_it
+
+    monkeypatch.setattr(module, "_OPENERS", {name: opener(name) for name in ORDER})
+    monkeypatch.setattr(module, "layout", lambda packed, told: Layout(OURS, "here", told))
+    return failures
+
+
+def opened(wanted: Transport | None) -> str:
+    told = info(worker(uuid=OTHER, visible=[OTHER, OURS]))
+    nothing: Any = None
+    return open_transport(wanted, nothing, nothing, told, Path(), 2).name
+
+
+def test_auto_takes_the_fastest_that_opens(openers: dict[str, Exception], caplog: pytest.LogCaptureFixture) -> None:
+    assert opened(None) == "cuda_ipc"
+    openers["cuda_ipc"] = RuntimeError("CUDA error: invalid device context")  # torch's own
+    assert opened(None) == "nccl"
+    openers["nccl"] = NcclError("no NCCL in this process")
+    caplog.set_level("INFO")
+    assert opened(None) == "memory"
+    for reason in ("not cuda_ipc: CUDA error: invalid device context", "not nccl: no NCCL in this process"):
+        assert reason in caplog.text
+    openers["memory"] = ServerError("413")
+    assert opened(None) == "disk"
+
+
+def test_a_transport_that_was_asked_for_is_taken_or_refused_with_the_reason(openers: dict[str, Exception]) -> None:
+    for name in ORDER:
+        assert opened(name) == name
+        openers[name] = ServerError(f"no {name} today")
+        with pytest.raises(BridgeError, match=rf"--lora-transport {name}: not {name}: no {name} today\. .*auto takes"):
+            opened(name)
+    with pytest.raises(BridgeError, match=r"--lora-transport auto: not cuda_ipc: .*; not disk: no disk today"):
+        opened(None)
