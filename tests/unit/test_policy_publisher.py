@@ -3,12 +3,13 @@
 import asyncio
 import json
 from collections.abc import Coroutine
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from vllm_server.deliveries import Delivery
 from vllm_server.errors import ServeError
@@ -128,6 +129,61 @@ def test_a_publish_waits_for_a_place_that_requests_hold(tmp_path: Path) -> None:
 
     run(story())
     assert events(publisher).index("remove policy-v1") < events(publisher).index("add policy-v3")
+
+
+class SlowEngine(StandInEngine):
+    """Has as many slots as it says, and takes its time to free one."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__()
+        self.slots = slots
+        self.held: set[str] = set()
+
+    async def add(self, name: str, adapter_id: int, delivery: Delivery) -> Installed:
+        assert len(self.held) < self.slots, "all slots are taken"
+        self.held.add(name)
+        return await super().add(name, adapter_id, delivery)
+
+    async def remove(self, name: str, adapter_id: int) -> None:
+        await asyncio.sleep(0.02)
+        self.held.remove(name)
+        await super().remove(name, adapter_id)
+
+
+def test_a_publish_waits_for_slots_that_are_being_freed(tmp_path: Path) -> None:
+    publisher = make_publisher(tmp_path, keep=1, capacity=4)
+    publisher.engine = SlowEngine(4)
+
+    async def story() -> None:
+        with ExitStack() as running:
+            for number in (1, 2, 3, 4):
+                await load(publisher, save_adapter(tmp_path / f"{number}"))
+                running.enter_context(publisher.serving())
+        for number in (5, 6, 7):  # the first three are on their way out of the engine, one after the other
+            answer = await load(publisher, save_adapter(tmp_path / f"{number}"))
+            assert answer.policy_version == number
+        await asyncio.sleep(0.1)
+        assert publisher.engine.held == {"policy-v7"}  # pyright: ignore[reportAttributeAccessIssue]
+
+    run(story())
+
+
+@pytest.mark.parametrize("kind", ["disk", "memory"])
+def test_a_refusal_of_the_engine_is_about_the_part_of_the_request_that_named_the_adapter(
+    tmp_path: Path, kind: str
+) -> None:
+    publisher = make_publisher(tmp_path)
+    publisher.engine.fails = {"add policy-v1"}  # pyright: ignore[reportAttributeAccessIssue]
+    folder = save_adapter(tmp_path / "1")
+    body = tmp_path / "body"
+    tensors = load_file(Path(folder) / "adapter_model.safetensors")
+    save_file(tensors, body, {"adapter_config": (Path(folder) / "adapter_config.json").read_text()})
+    with pytest.raises(ServeError) as refused:
+        if kind == "disk":
+            asyncio.run(load(publisher, folder))
+        else:
+            asyncio.run(publisher.load(LoraLoadRequest(), str(body)))
+    assert refused.value.field == {"disk": "adapter_path", "memory": "body"}[kind]
 
 
 def test_a_place_that_never_comes_free_is_an_error_that_says_so(tmp_path: Path) -> None:
