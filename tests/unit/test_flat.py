@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from vllm_server.protocol.flat import HEADER_LIMIT, ITEM_SIZES, decode_header, encode_header, header_size, lay_out
-from vllm_server.worker.packed import DTYPES, layout_of, read_file
+from vllm_server.worker.packed import DTYPES, layout_of
+from vllm_server.worker.transports.file import FileReader
 
 names = st.text(min_size=1, max_size=30).filter(lambda name: name != "__metadata__" and name.isprintable())
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -62,7 +63,7 @@ def test_we_read_what_safetensors_writes(
     assert header.metadata == {"format": "pt"}
     if header.nbytes == 0:
         return  # nothing to map
-    read = read_file(file, "", torch.device("cpu")).tensors()
+    read = FileReader(torch.device("cpu")).read(file, "").tensors()
     assert read.keys() == made.keys()
     assert all(torch.equal(read[name], made[name]) for name in made)
 
@@ -168,4 +169,4 @@ def test_a_file_that_became_shorter_is_a_value_error(tmp_path: Path) -> None:
     file = tmp_path / "adapter.safetensors"
     file.write_bytes(save({"a": torch.ones(4)})[:-4])
     with pytest.raises(ValueError):
-        read_file(file, "", torch.device("cpu"))
+        FileReader(torch.device("cpu")).read(file, "")

@@ -17,9 +17,10 @@ import torch
 
 from vllm_server.protocol import ChannelRequest, CudaIpcChannel, NcclChannel
 from vllm_server.protocol.nccl import NcclError
-from vllm_server.worker.packed import PackedAdapter, read_file
+from vllm_server.worker.packed import PackedAdapter
 from vllm_server.worker.slots import AdapterSlots
 from vllm_server.worker.transports.cuda_ipc import CudaIpcReceiver, gpu_uuid
+from vllm_server.worker.transports.file import FileReader
 from vllm_server.worker.transports.nccl import NcclReceiver
 
 
@@ -35,6 +36,7 @@ class PolicyState:
     """A worker's adapters and open channels."""
 
     slots: AdapterSlots
+    files: FileReader
     channels: dict[str, Receiver] = field(default_factory=dict)
 
 
@@ -97,7 +99,7 @@ class PolicyWorker:
                 if channel:
                     adapter = state.channels[channel].receive()
                 else:
-                    adapter = read_file(Path(file), settings_of(settings), self.device)
+                    adapter = state.files.read(Path(file), settings_of(settings))
                 installed = state.slots.install(adapter_id, adapter, settings)
         except NcclError as error:
             self.grpo_close_channel(channel)
@@ -110,5 +112,7 @@ class PolicyWorker:
         state: PolicyState | None = self.__dict__.get("_grpo_state")
         if state is None:
             manager = self.get_model().lora_manager  # type: ignore[attr-defined]  # the worker's own
-            state = self.__dict__["_grpo_state"] = PolicyState(AdapterSlots(manager, self.device))
+            state = self.__dict__["_grpo_state"] = PolicyState(
+                AdapterSlots(manager, self.device), FileReader(self.device)
+            )
         return state

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from vllm_server.protocol.flat import decode_header, header_size
+from vllm_server.protocol.flat import decode_header
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -78,19 +76,6 @@ def layout_of(header: bytes, settings: str) -> Layout:
     dtype = DTYPES[dtypes.pop()]
     places = {span.name: Place(span.start // dtype.itemsize, span.shape) for span in parsed.spans}
     return Layout(f"{hash(bytes(header[: parsed.size]))}:{settings}", dtype, places)
-
-
-def read_file(path: Path, settings: str, device: torch.device) -> PackedAdapter:
-    """Map a safetensors file and bring its data to the device in one copy (on a CPU: none).
-
-    The buffer of a CPU is the mapped file: use it before the file goes.
-    """
-    with path.open("rb") as stream:
-        size = header_size(stream.read(8))
-        mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)  # private: nothing is written back
-    layout = layout_of(mapped[:size], settings)
-    data_E = torch.frombuffer(mapped, dtype=layout.dtype, offset=size, count=layout.numel)
-    return PackedAdapter(layout, data_E.to(device))
 
 
 def cast(adapter: PackedAdapter, dtype: torch.dtype) -> PackedAdapter:
