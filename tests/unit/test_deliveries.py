@@ -158,7 +158,7 @@ def test_a_body_comes_in_pieces_and_leaves_nothing_behind() -> None:
         (b"", "adapter_model.safetensors", "0 bytes"),
         (adapter()[:-1], "adapter_model.safetensors", "a file that ends early"),
         (adapter()[:40], "adapter_model.safetensors", "ends in its header"),
-        (b"\x80\x02}q\x00" + bytes(100), "adapter_model.safetensors", "a header of 1903\\d+ bytes"),  # torch.save
+        (b"\x80\x02}q\x00" + bytes(100), "adapter_model.safetensors", f"a header of {0x717D0280} bytes"),  # torch.save
         (b"\x00" * 5 + b"\x01" + bytes(2), "adapter_model.safetensors", "a header of 1099511627776 bytes"),
         (save(TENSORS), "adapter_config", "wanted adapter_config.json in the metadata"),
         (adapter("no JSON"), "adapter_config", "wanted adapter_config.json in the metadata"),
