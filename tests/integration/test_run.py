@@ -38,12 +38,8 @@ def arguments(model: Path, run_dir: Path, **options: object) -> list[str]:
         "api.port": 0,
         **{name.replace("_", "-").replace("--", "."): value for name, value in options.items()},
     }
-    return [
-        "-m",
-        "grpo_trainer",
-        "run",
-        *(word for key, value in settings.items() for word in (f"--{key}", str(value))),
-    ]
+    given = {key: value for key, value in settings.items() if value is not None}
+    return ["-m", "grpo_trainer", "run", *(word for key, value in given.items() for word in (f"--{key}", str(value)))]
 
 
 @contextmanager
