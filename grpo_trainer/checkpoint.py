@@ -51,7 +51,7 @@ class Checkpoints:
         self._policy = policy
         self._optimizer = optimizer
         self._device = next(policy.model.parameters()).device
-        self._weights: tuple[int, Path] | None = None  # the step whose weights a folder is known to hold
+        self._weights: tuple[int, Path] | None = None  # the version that a folder is known to hold
         self._serving: Path | None = None
 
     def maybe_save(self, progress: Progress) -> None:
@@ -71,20 +71,25 @@ class Checkpoints:
             "generators": generators,
             "weights": self._policy.exact_weights(),
         }
-        with self._with_weights(progress.step, path) as folder:
+        with self._with_weights(progress.policy_version, path) as folder:
             write_tensors(folder / TENSORS_FILE, state)
             replace_file(folder / STATE_FILE, json.dumps(asdict(progress)).encode())
         log.info("saved %s", path)
         self._prune(path)
         return path
 
-    def export(self, step: int) -> Path:
-        """A folder that holds the trained weights after `step`, which they are now; written if there is none."""
-        if self._weights is None or self._weights[0] != step:
-            path = self._config.save_path / self._name(step)
+    def export(self, version: int) -> Path:
+        """A folder that holds the trained weights, which are of this policy version; written if there is none.
+
+        Versions are steps, but for steps that were skipped: a checkpoint of that step is never overwritten.
+        """
+        if self._weights is None or self._weights[0] != version:
+            path = self._config.save_path / self._name(version)
+            if (path / STATE_FILE).exists():
+                path = path.with_name(f"version_{version}")
             with whole_folder(path) as folder:
                 self._policy.save(folder)
-            self._weights = (step, path)
+            self._weights = (version, path)
         return self._weights[1]
 
     def serving(self, path: Path) -> None:
@@ -99,9 +104,9 @@ class Checkpoints:
         return f"{self._policy.step_prefix}{step}"
 
     @contextmanager
-    def _with_weights(self, step: int, path: Path) -> Iterator[Path]:
+    def _with_weights(self, version: int, path: Path) -> Iterator[Path]:
         """A folder with the weights in it, to be added to."""
-        if self._weights == (step, path):  # written for the server
+        if self._weights == (version, path):  # written for the server
             yield path
         else:
             with whole_folder(path) as folder:
@@ -132,7 +137,7 @@ class Checkpoints:
         torch.set_rng_state(tensors["generators"]["cpu"].clone())
         if "cuda" in tensors["generators"] and self._device.type == "cuda":
             torch.cuda.set_rng_state(tensors["generators"]["cuda"].clone(), self._device)
-        self._weights = (progress.step, path)
+        self._weights = (progress.policy_version, path)
         log.info("resumed %s: step %d, policy version %d", path, progress.step, progress.policy_version)
         return progress
 

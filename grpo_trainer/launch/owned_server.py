@@ -34,6 +34,8 @@ class OwnedServer:
     Args:
         launch: the process that serves a model (folder or name) as a policy version.
         log_path: its output goes there, one launch after the other.
+        link: a symbolic link to be made, by which it finds every model folder. vLLM keys its compilation cache by the
+            model's path: under one path only the first launch compiles.
         check_stop: called while waiting; raises to end the wait.
     """
 
@@ -41,10 +43,12 @@ class OwnedServer:
         self,
         launch: Callable[[str, int], ProcessSpec],
         log_path: Path,
+        link: Path,
         check_stop: Callable[[], None] = lambda: None,
     ) -> None:
         self._launch = launch
         self.log_path = log_path
+        self._link = link
         self._check_stop = check_stop
         self._child: Child | None = None
 
@@ -54,19 +58,33 @@ class OwnedServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End it for good."""
         self.stop()
+        self._link.unlink(missing_ok=True)
 
     @property
     def pid(self) -> int | None:
         """Of the running server."""
         return self._child.process.pid if self._child else None
 
-    def start(self, model: str, version: int) -> None:
-        """Launch it; `wait_ready` comes next."""
+    def start(self, model: str, version: int) -> str:
+        """Launch it on a folder or a hub's name; `wait_ready` comes next. Returns what the server calls its model."""
         assert self._child is None, "one server at a time"
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        spec = self._launch(model, version)
+        path = self._linked(Path(model)) if Path(model).is_dir() else model
+        spec = self._launch(path, version)
+        log.info("starting the inference server on %s as version %d", model, version)
         self._child = Child(spec, self.log_path, _silent, _silent, last_lines=LAST_LINES)
+        return path
+
+    def _linked(self, folder: Path) -> str:
+        self._link.parent.mkdir(parents=True, exist_ok=True)
+        self._link.unlink(missing_ok=True)  # nobody reads it now: no server runs
+        self._link.symlink_to(folder.absolute(), target_is_directory=True)
+        return str(self._link.absolute())
 
     def wait_ready(self) -> float:
         """Wait until it answers; returns the seconds since its launch.
@@ -146,4 +164,4 @@ def owned_server(config: TrainConfig, *, on_gpu: bool, check_stop: Callable[[], 
             config, python=sys.executable, on_gpu=on_gpu, model=model, flags=("--policy-version", str(version))
         )
 
-    return OwnedServer(launch, config.log_dir / "logs" / "server.log", check_stop)
+    return OwnedServer(launch, config.log_dir / "logs" / "server.log", config.log_dir / "served_model", check_stop)

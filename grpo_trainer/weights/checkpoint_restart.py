@@ -170,7 +170,7 @@ class CheckpointRestart:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._client.close()
-        self._server.stop()
+        self._server.close()
 
     def connect(self, policy_version: int) -> int:
         self._launch(policy_version)
@@ -218,10 +218,10 @@ class CheckpointRestart:
         stopped = self._server.stop()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # vLLM takes its share of what is free
-        self._server.start(model, version)
+        path = self._server.start(model, version)
         ready = self._server.wait_ready()
         info = self._client.wait_until_ready()
-        self._check(info, version, model, before)
+        self._check(info, version, path, before)
         self._served = _Served(version, model, info)
         self._models.serving(model)
         log.info(
@@ -230,15 +230,15 @@ class CheckpointRestart:
         )
         return {"publish/save_time": Sum(saved), "publish/stop_time": Sum(stopped), "publish/start_time": Sum(ready)}
 
-    def _check(self, info: BridgeInfo, version: int, model: str, before: _Served | None) -> None:
+    def _check(self, info: BridgeInfo, version: int, path: str, before: _Served | None) -> None:
         """That the one who answers is the one that was started."""
         problems = []
         if before is not None and info.boot_id == before.info.boot_id:
             problems.append(f"is still the one of before (boot {info.boot_id})")
         if info.policy_version != version:
             problems.append(f"serves version {info.policy_version}, not {version}")
-        if info.model_name != model:
-            problems.append(f"serves {info.model_name}, not {model}")
+        if info.model_name != path:
+            problems.append(f"serves {info.model_name}, not {path}")
         if info.logprobs_mode != "processed_logprobs":
             problems.append(f"returns {info.logprobs_mode}, not the logprobs that it samples from (--vllm-extra-args?)")
         if problems:

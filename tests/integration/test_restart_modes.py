@@ -121,7 +121,7 @@ def test_ctrl_c_during_a_relaunch_ends_all_and_keeps_the_run(demo_model: Path, t
     with started(demo_model, run_dir, log, **options("none", **more)) as process:
         wait_for_step(run_dir, 1, process, log)
         server_log = run_dir / "logs" / "server.log"
-        wait_for("the relaunch", lambda: "step_2 --served" in server_log.read_text(), log, 60)
+        wait_for("the relaunch", lambda: "--policy-version 2" in server_log.read_text(), log, 60)
         members = family(process.pid)
         process.send_signal(signal.SIGINT)
         assert finished(process, log, 30) == 130

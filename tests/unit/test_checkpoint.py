@@ -111,6 +111,19 @@ def test_weights_written_for_the_server_are_not_written_again_for_the_checkpoint
     assert again.export(3) == served  # what was resumed is served as it lies there
 
 
+def test_after_a_skipped_step_no_checkpoint_is_overwritten_by_what_is_served(tmp_path: Path) -> None:
+    trainer = trainer_of_all_weights()
+    saver = checkpoints(trainer, tmp_path)
+    saver.save(Progress(step=4, policy_version=3))
+    trainer.step(ROLLOUTS, 4)
+    assert saver.export(4).name == "version_4"
+    assert saver.save(Progress(step=5, policy_version=4)).name == "step_5"
+    assert saver.export(5).name == "version_5"
+    assert checkpoints(trainer_of_all_weights(), tmp_path).resume() == Progress(5, 4)
+    again = checkpoints(trainer_of_all_weights(), tmp_path, resume=str(tmp_path / "step_5"))
+    assert again.resume() == Progress(5, 4) and again.export(4) == tmp_path / "step_5"
+
+
 def test_what_is_served_outlives_pruning_and_goes_with_the_next(tmp_path: Path) -> None:
     saver = checkpoints(trainer_of_all_weights(), tmp_path, keep_checkpoints=1)
     saver.save(Progress(1, 1))

@@ -36,8 +36,9 @@ class FakeServer:
         self.info: BridgeInfo = INFO
         self.told: list[str] = []
 
-    def start(self, model: str, version: int) -> None:
+    def start(self, model: str, version: int) -> str:
         assert self.model is None, "two servers at a time"
+        wanted = model
         self.told.append(f"start {Path(model).name} v{version}")
         if version and self.fault == "not restarted":
             model, version = self.info.model_name, self.info.policy_version
@@ -49,6 +50,7 @@ class FakeServer:
             layer: Any = self.model.get_submodule("model.layers.1.mlp.up_proj")
             with torch.no_grad():
                 layer.weight.mul_(1.5)
+        return wanted
 
     def wait_ready(self) -> float:
         return 1.0
@@ -63,7 +65,7 @@ class FakeServer:
         return self.info
 
     def close(self) -> None:
-        self.told.append("close")
+        self.stop()
 
     def generate(self, prompt: list[int], *, max_tokens: int, **_: Any) -> GenerateResponse:
         assert self.model is not None
@@ -140,7 +142,7 @@ def test_the_server_is_restarted_every_few_versions_and_each_publish_says_which_
             assert ("publish/start_time" in numbers) == (version in (2, 4))
     assert served == [0, 2, 2, 4, 4, 4]  # the last version is nobody's: training is over
     assert made.server.told == [
-        "start base v0", "stop", f"start {name}_2 v2", "stop", f"start {name}_4 v4", "close", "stop"
+        "start base v0", "stop", f"start {name}_2 v2", "stop", f"start {name}_4 v4", "stop"
     ]  # fmt: skip
 
 

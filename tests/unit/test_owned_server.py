@@ -54,7 +54,7 @@ def server(tmp_path: Path, script: str = SERVER, *, timeout: float = 60.0, **opt
             stop_seconds=0.5,
         )
 
-    return OwnedServer(launch, tmp_path / "logs" / "server.log", **options)  # type: ignore[arg-type]
+    return OwnedServer(launch, tmp_path / "logs" / "server.log", tmp_path / "served", **options)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -85,6 +85,17 @@ def test_it_serves_what_it_was_started_on_and_then_what_it_was_started_on_anew(t
         assert not alive(pids[:1]) and alive(pids[1:])
         assert "serving model-v0" in said, "the log of the launch before is gone"
     assert not alive(pids)
+
+
+def test_every_model_folder_is_served_by_one_path(tmp_path: Path) -> None:
+    with server(tmp_path) as owned:
+        for version, name in enumerate(("a", "b")):
+            (tmp_path / name).mkdir()
+            assert owned.start(str(tmp_path / name), version) == str(tmp_path / "served")
+            assert (tmp_path / "served").resolve() == tmp_path / name
+            owned.stop()
+        assert owned.start("a-hub/name", 2) == "a-hub/name"
+    assert not (tmp_path / "served").is_symlink()
 
 
 def test_one_that_dies_at_the_start_is_told_with_its_last_lines_and_its_log(tmp_path: Path) -> None:
@@ -149,7 +160,7 @@ def test_it_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
         from grpo_trainer.launch.owned_server import OwnedServer
         from grpo_trainer.launch.plan import ProcessSpec
         spec = ProcessSpec("server", (sys.executable, "-c", {SERVER!r}, "m", "{port}"), ready_url="http://127.0.0.1:{port}/")
-        owned = OwnedServer(lambda model, version: spec, Path({str(tmp_path)!r}) / "log")
+        owned = OwnedServer(lambda model, version: spec, Path({str(tmp_path)!r}) / "log", Path("none"))
         owned.start("m", 0)
         owned.wait_ready()
         print(owned.pid, flush=True)
