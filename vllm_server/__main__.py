@@ -33,10 +33,11 @@ def main(argv: list[str]) -> int:
 
 
 def _serve(argv: list[str]) -> int:
-    from vllm_server import app, compat, preflight
+    from vllm_server import app, compat, preflight, sharing
 
     args = arguments.parse(argv)
     compat.assert_seams()
+    sharing.prepare(args)
     report = preflight.inspect_model(args.model, trust_remote_code=args.trust_remote_code)
     if not report.supported:
         raise FatalError(f"--model {args.model}: {report.reason}")

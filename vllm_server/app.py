@@ -30,6 +30,14 @@ def extend(app: Starlette, args: Namespace) -> None:
         Route(protocol.BRIDGE_IS_PAUSED_ROUTE, guarded(bridge.is_paused, keys)),
         Route(protocol.BRIDGE_PAUSE_ROUTE, guarded(bridge.pause, keys), methods=["POST"]),
         Route(protocol.BRIDGE_RESUME_ROUTE, guarded(bridge.resume, keys), methods=["POST"]),
+        Route(protocol.BRIDGE_UPDATE_BEGIN_ROUTE, guarded(bridge.begin_update, keys), methods=["POST"]),
+        Route(protocol.BRIDGE_UPDATE_END_ROUTE, guarded(bridge.end_update, keys), methods=["POST"]),
+        Route(protocol.BRIDGE_SLEEP_ROUTE, guarded(bridge.sleep, keys), methods=["POST"]),
+        Route(protocol.BRIDGE_WAKE_UP_ROUTE, guarded(bridge.wake_up, keys), methods=["POST"]),
+        Route(protocol.BRIDGE_IS_SLEEPING_ROUTE, guarded(bridge.is_sleeping, keys)),
+        Route(protocol.BRIDGE_STATE_DICT_INFO_ROUTE, guarded(bridge.state_dict_info, keys)),
+        Route(protocol.BRIDGE_DEBUG_ROUTE, guarded(bridge.debug, keys)),
+        Route(protocol.BRIDGE_LIST_ENDPOINTS_ROUTE, guarded(bridge.list_endpoints, keys)),
     ]
     app.router.routes[:0] = ours
 
@@ -37,11 +45,16 @@ def extend(app: Starlette, args: Namespace) -> None:
 def serve(args: Namespace) -> None:
     """Serve until a signal comes; blocks."""
     announcing: list[asyncio.Task[None]] = []
+    servers: list[PolicyServer] = []
 
     async def engine_is_up(app: Starlette, engine: compat.Engine) -> None:
-        await PolicyServer.start(app, engine, args)
+        servers.append(await PolicyServer.start(app, engine, args))
         scheme = "https" if args.ssl_keyfile else "http"
         announcing.append(asyncio.create_task(compat.announce(app, scheme, args.host)))
 
     args.middleware = [*args.middleware, f"{RouteToNewest.__module__}.{RouteToNewest.__qualname__}"]
-    compat.run(args, extend=lambda app: extend(app, args), ready_state=engine_is_up)
+    try:
+        compat.run(args, extend=lambda app: extend(app, args), ready_state=engine_is_up)
+    finally:
+        for server in servers:
+            server.close()

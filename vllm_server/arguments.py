@@ -15,6 +15,7 @@ DEFAULT_HOST = "127.0.0.1"
 SPARE_ADAPTERS = 4  # for one being loaded, and versions outside the window on which requests still run
 
 WORKER_EXTENSION = "vllm_server.worker.extension.PolicyWorker"
+SHARING_WORKER_EXTENSION = "vllm_server.worker.sharing.SharingWorker"
 
 CPU_CACHE_BYTES = 512 << 20  # vLLM's own default, a share of all memory, is touched at start
 
@@ -72,6 +73,18 @@ def parse(argv: list[str]) -> Namespace:
         metavar="N",
         help="version of the model in --model: what it counts as in answers",
     )
+    group.add_argument(
+        "--shared-weights",
+        action="store_true",
+        default=os.environ.get("VLLM_ENABLE_SHARED_WEIGHTS", "").lower() in ("1", "true", "yes"),
+        help="let a trainer on this machine bind its model to the weights in memory (VLLM_ENABLE_SHARED_WEIGHTS=1)",
+    )
+    group.add_argument(
+        "--bridge-config-path",
+        metavar="FILE",
+        help="where to tell the trainer of them (default: VLLM_BRIDGE_CONFIG_PATH, $LOGDIR, or the folder "
+        "atropos_bridge in the system's temporary folder)",
+    )
     unset = {"model": None, "max_lora_rank": None, "max_loras": None, "max_cpu_loras": None}
     plain = {name: parser.get_default(name) for name in unset}
     parser.set_defaults(
@@ -94,7 +107,7 @@ def parse(argv: list[str]) -> Namespace:
             f"--worker-extension-cls {args.worker_extension_cls}: got a class of yours, wanted none: "
             "the place is taken by the policy's own; leave it out"
         )
-    args.worker_extension_cls = WORKER_EXTENSION
+    args.worker_extension_cls = SHARING_WORKER_EXTENSION if args.shared_weights else WORKER_EXTENSION
     if args.enable_lora and compat.device_type() == "cuda":
         use_tuned_kernels(compat.gpu_name())
     if compat.device_type() == "cpu":

@@ -49,6 +49,9 @@ _ENGINE_SEAMS: dict[str, tuple[str, ...]] = {
     "resume_generation": (),
     "is_paused": (),
     "check_health": (),
+    "sleep": ("level",),
+    "wake_up": (),
+    "is_sleeping": (),
     "get_tokenizer": (),
 }
 
@@ -58,6 +61,7 @@ class Engine(Protocol):
 
     vllm_config: Any
     renderer: Any
+    engine_core: Any
 
     def generate(
         self,
@@ -73,11 +77,14 @@ class Engine(Protocol):
     async def resume_generation(self) -> None: ...
     async def is_paused(self) -> bool: ...
     async def check_health(self) -> None: ...
+    async def sleep(self, level: int = 1) -> None: ...
+    async def wake_up(self) -> Any: ...
+    async def is_sleeping(self) -> bool: ...
     async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = (), kwargs: Any = None) -> list[Any]: ...
     def get_tokenizer(self) -> Any: ...
 
 
-def _seam(modules: tuple[str, ...], *names: str) -> ModuleType:
+def seam(modules: tuple[str, ...], *names: str) -> ModuleType:
     """The first of `modules` that exists; it must have all `names`.
 
     Raises:
@@ -92,12 +99,13 @@ def _seam(modules: tuple[str, ...], *names: str) -> ModuleType:
             continue
         missing = [name for name in names if not hasattr(module, name)]
         if missing:
-            raise FatalError(_moved(f"{module_name}.{missing[0]}"), exit_code=1)
+            raise FatalError(moved(f"{module_name}.{missing[0]}"), exit_code=1)
         return module
-    raise FatalError(_moved(" or ".join(modules)), exit_code=1)
+    raise FatalError(moved(" or ".join(modules)), exit_code=1)
 
 
-def _moved(symbol: str) -> str:
+def moved(symbol: str) -> str:
+    """What to say of a symbol that this vLLM does not have."""
     return f"vLLM {vllm_version()} has no {symbol}: wanted vLLM 0.25 to 0.33; install one of them"
 
 
@@ -126,49 +134,54 @@ def cpu_head_sizes() -> list[int]:
 
 def server_parser(program: str, description: str) -> ArgumentParser:
     """vLLM's own argument parser, with every flag of `vllm serve`."""
-    parser_class = _seam(_PARSERS, "FlexibleArgumentParser").FlexibleArgumentParser
-    cli = _seam(_CLI_ARGS, "make_arg_parser", "validate_parsed_serve_args")
+    parser_class = seam(_PARSERS, "FlexibleArgumentParser").FlexibleArgumentParser
+    cli = seam(_CLI_ARGS, "make_arg_parser", "validate_parsed_serve_args")
     return cli.make_arg_parser(parser_class(prog=program, description=description))
 
 
 def validate_args(args: Namespace) -> None:
     """vLLM's own checks of parsed arguments."""
-    _seam(_CLI_ARGS, "validate_parsed_serve_args").validate_parsed_serve_args(args)
+    seam(_CLI_ARGS, "validate_parsed_serve_args").validate_parsed_serve_args(args)
 
 
 def assert_seams() -> None:
     """Everything below is there, or a FatalError names what is not."""
-    if not hasattr(_seam(("vllm.renderers.base",), "BaseRenderer").BaseRenderer, "render_cmpl_async"):
-        raise FatalError(_moved("BaseRenderer.render_cmpl_async"), exit_code=1)
+    if not hasattr(seam(("vllm.renderers.base",), "BaseRenderer").BaseRenderer, "render_cmpl_async"):
+        raise FatalError(moved("BaseRenderer.render_cmpl_async"), exit_code=1)
     _launcher()
     _engine_process()
     if not hasattr(uvicorn.Server, "capture_signals"):
         raise FatalError("uvicorn has no Server.capture_signals: wanted 0.30 or later; upgrade it", exit_code=1)
     sampling_params_class()
     lora_request_class()
-    engine = _seam(("vllm.v1.engine.async_llm",), "AsyncLLM").AsyncLLM
-    for method, parameters in _ENGINE_SEAMS.items():
+    assert_callable("vllm.v1.engine.async_llm", "AsyncLLM", _ENGINE_SEAMS)
+
+
+def assert_callable(module: str, owner: str, methods: dict[str, tuple[str, ...]]) -> None:
+    """The class has these methods with these parameters, or a FatalError names the first that it has not."""
+    engine = getattr(seam((module,), owner), owner)
+    for method, parameters in methods.items():
         function = getattr(engine, method, None)
         known = inspect.signature(function).parameters if function else {}
         missing = [name for name in parameters if name not in known]
         if function is None or missing:
-            raise FatalError(_moved(f"AsyncLLM.{method}({', '.join(missing)})"), exit_code=1)
+            raise FatalError(moved(f"{owner}.{method}({', '.join(missing)})"), exit_code=1)
 
 
 def _launcher() -> ModuleType:
-    module = _seam(_LAUNCHERS, "build_app", "init_app_state", "run_server", "run_server_worker")
+    module = seam(_LAUNCHERS, "build_app", "init_app_state", "run_server", "run_server_worker")
     # They are replaced in the module, which helps only if the launcher looks them up there when it runs.
     for caller, called in _REPLACED:
-        if f"{called}(" not in inspect.getsource(_seam(_LAUNCHERS, caller).__dict__[caller]):
-            raise FatalError(_moved(f"{module.__name__}.{caller} that calls {called}"), exit_code=1)
+        if f"{called}(" not in inspect.getsource(seam(_LAUNCHERS, caller).__dict__[caller]):
+            raise FatalError(moved(f"{module.__name__}.{caller} that calls {called}"), exit_code=1)
     return module
 
 
 def _engine_process() -> type:
-    engine_core = _seam(("vllm.v1.engine.core",), "EngineCoreProc").EngineCoreProc
-    manager = _seam(("vllm.v1.engine.utils",), "CoreEngineProcManager").CoreEngineProcManager
+    engine_core = seam(("vllm.v1.engine.core",), "EngineCoreProc").EngineCoreProc
+    manager = seam(("vllm.v1.engine.utils",), "CoreEngineProcManager").CoreEngineProcManager
     if "target=EngineCoreProc.run_engine_core" not in inspect.getsource(manager):
-        raise FatalError(_moved("CoreEngineProcManager that starts run_engine_core"), exit_code=1)
+        raise FatalError(moved("CoreEngineProcManager that starts run_engine_core"), exit_code=1)
     return engine_core
 
 
@@ -188,7 +201,7 @@ def run(
     launcher = _launcher()
     _extend_app(launcher, extend, ready_state)
     _end_promptly(launcher)
-    _seam(("vllm.entrypoints.serve.utils.api_utils",), "cli_env_setup").cli_env_setup()
+    seam(("vllm.entrypoints.serve.utils.api_utils",), "cli_env_setup").cli_env_setup()
     # vLLM stops the engine first and then waits, by default for ever, for requests that it will never answer.
     serving = launcher.run_server(args, timeout_graceful_shutdown=_LAST_WORDS_S)
     with _told_to_stop():
@@ -277,18 +290,18 @@ async def rendered(engine: Engine, prompt: str | list[int]) -> Any:
 
 def sampling_params_class() -> Any:
     """`SamplingParams`, whose fields are the sampling keys that a request may use."""
-    return _seam(("vllm.sampling_params",), "SamplingParams", "RequestOutputKind").SamplingParams
+    return seam(("vllm.sampling_params",), "SamplingParams", "RequestOutputKind").SamplingParams
 
 
 def output_kind(*, stream: bool) -> Any:
     """What a request is to yield: what is new each time, or all of it once, at the end."""
-    kinds = _seam(("vllm.sampling_params",), "RequestOutputKind").RequestOutputKind
+    kinds = seam(("vllm.sampling_params",), "RequestOutputKind").RequestOutputKind
     return kinds.DELTA if stream else kinds.FINAL_ONLY
 
 
 def lora_request_class() -> Any:
     """`LoRARequest`: build it by keyword only, its fields have moved about."""
-    return _seam(("vllm.lora.request",), "LoRARequest").LoRARequest
+    return seam(("vllm.lora.request",), "LoRARequest").LoRARequest
 
 
 def request_errors() -> tuple[type[Exception], ...]:
@@ -299,7 +312,7 @@ def request_errors() -> tuple[type[Exception], ...]:
 
 def engine_dead_error() -> type[Exception]:
     """What the engine raises once its process is gone."""
-    return _seam(("vllm.v1.engine.exceptions",), "EngineDeadError").EngineDeadError
+    return seam(("vllm.v1.engine.exceptions",), "EngineDeadError").EngineDeadError
 
 
 @dataclass(frozen=True)
@@ -316,7 +329,7 @@ class Adapters:
     def __post_init__(self) -> None:
         for name in ("lora_requests", "lora_id_counter"):
             if not hasattr(self.models, name):
-                raise FatalError(_moved(f"OpenAIServingModels.{name}"), exit_code=1)
+                raise FatalError(moved(f"OpenAIServingModels.{name}"), exit_code=1)
 
     def next_id(self) -> int:
         """An adapter id that was never used in this process."""

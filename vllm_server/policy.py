@@ -31,6 +31,19 @@ class Version:
     by_name_only: bool = False  # for those who ask for it; never what "the newest" means
 
 
+@dataclass(frozen=True)
+class Lease:
+    """A request's hold on the version that answers it. The base model's number may change meanwhile: `rebase`."""
+
+    version: Version
+    began_with: int
+
+    @property
+    def ended_with(self) -> int | None:
+        """The number now, if it is another than at the beginning."""
+        return None if self.version.version == self.began_with else self.version.version
+
+
 class PolicyRegistry:
     """Versions by name, in the order in which they were published.
 
@@ -141,6 +154,11 @@ class PolicyRegistry:
         current = [v for v in self._live.values() if not (v.retired or v.by_name_only)]
         for old in current[: -self.keep]:
             old.retired = True
+
+    def rebase(self, version: int) -> None:
+        """The base model's weights were changed in place: they count as `version` from now on."""
+        self.base.version = version
+        self._highest = max(self._highest, version)
 
     def make_room(self) -> bool:
         """Retire idle versions, oldest first, until one more adapter fits once `removable` ones are gone.

@@ -3,8 +3,8 @@
 import os
 import time
 from argparse import Namespace
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,13 @@ from uuid import uuid4
 from starlette.applications import Starlette
 from starlette.requests import Request
 
-from vllm_server import compat
-from vllm_server.policy import PolicyRegistry, Version
-from vllm_server.protocol import BridgeInfo, LoraStatus, VersionStatus, WorkerInfo, machine_id
+from vllm_server import compat, sharing
+from vllm_server.bridge_file import BridgeFile
+from vllm_server.fence import Fence
+from vllm_server.policy import Lease, PolicyRegistry, Version
+from vllm_server.protocol import BridgeDebug, BridgeInfo, LoraStatus, VersionStatus, WorkerInfo, machine_id
 from vllm_server.publisher import Publisher
+from vllm_server.shared_engine import SharedEngine
 
 
 @dataclass(frozen=True)
@@ -26,13 +29,20 @@ class PolicyServer:
     engine: compat.Engine
     adapters: compat.Adapters
     publisher: Publisher
+    fence: Fence
     args: Namespace
     boot_id: str
     workers: tuple[WorkerInfo, ...]
+    bridge_file: BridgeFile | None
+    started: float
 
     @classmethod
     async def start(cls, app: Starlette, engine: compat.Engine, args: Namespace) -> "PolicyServer":
-        """Made when vLLM has filled `app.state`, before the first request."""
+        """Made when vLLM has filled `app.state`, before the first request.
+
+        Raises:
+            FatalError: the weights cannot be shared.
+        """
         served = list(args.served_model_name or [args.model])
         lora = engine.vllm_config.lora_config
         registry = PolicyRegistry(
@@ -51,9 +61,21 @@ class PolicyServer:
             max_rank=lora.max_lora_rank if lora else None,
         )
         workers = await compat.describe_workers(engine)
-        server = cls(engine, adapters, publisher, args, boot_id=str(uuid4()), workers=workers)
+        boot_id = str(uuid4())
+        shared = SharedEngine(engine)
+        fence = Fence(boot_id, shared, on_version=registry.rebase, shared=args.shared_weights)
+        file = None
+        if fence.shared:
+            shared.salt_caches(lambda: fence.salt)
+            file = await sharing.export(shared, args, boot_id, workers[0].gpu_uuid)
+        server = cls(engine, adapters, publisher, fence, args, boot_id, workers, file, started=time.monotonic())
         app.state.policy_server = server
         return server
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        if self.bridge_file is not None:
+            self.bridge_file.remove(self.boot_id)
 
     @classmethod
     def of(cls, request: Request) -> "PolicyServer":
@@ -63,6 +85,22 @@ class PolicyServer:
     @property
     def registry(self) -> PolicyRegistry:
         return self.publisher.registry
+
+    @asynccontextmanager
+    async def serving(self, model: str | None = None, policy_version: int | None = None) -> AsyncIterator[Lease]:
+        """The version that answers a request, held until the block is left; waits while weights are written.
+
+        Raises:
+            ServeError: 404 no such version, 503 a publish or an update of shared weights failed half-way.
+        """
+        await self.fence.passage()
+        with self.publisher.serving(model, policy_version) as version:
+            yield Lease(version, version.version)
+
+    def check_healthy(self) -> None:
+        """Raise a ServeError, 503, while weights or adapters are in no known state."""
+        self.publisher.check_healthy()
+        self.fence.check_healthy()
 
     async def generate(
         self, prompt: str | list[int], params: Any, request_id: str, version: Version
@@ -77,6 +115,8 @@ class PolicyServer:
             self.engine.generate(ready, params, request_id, lora_request=lora, prompt_text=text)
         ) as outputs:
             async for output in outputs:
+                if any(part.finish_reason == "abort" for part in output.outputs):
+                    self.fence.check_healthy()  # ended because weights are torn
                 yield output
 
     def decode(self, token_ids: list[int]) -> str:
@@ -119,9 +159,9 @@ class PolicyServer:
         model, lora = config.model_config, config.lora_config
         return BridgeInfo(
             enabled=lora is not None,
-            shared_weights=False,
-            update_count=self.registry.load_count,
-            last_update_time=self.publisher.last_update_time,
+            shared_weights=self.fence.shared,
+            update_count=self.registry.load_count + self.fence.updates,
+            last_update_time=max(self.publisher.last_update_time, self.fence.last_update_time),
             model_name=str(model.model),
             served_model_name=self.registry.base.name,
             device=compat.device_type(),
@@ -139,4 +179,17 @@ class PolicyServer:
             lora_dtype=str(lora.lora_dtype).removeprefix("torch.") if lora else None,
             machine=machine_id(),
             workers=list(self.workers),
+            bridge_config_path=str(self.bridge_file.path) if self.bridge_file else None,
+        )
+
+    async def bridge_debug(self) -> BridgeDebug:
+        """`GET /bridge/debug`."""
+        return BridgeDebug(
+            info=self.bridge_info(),
+            uptime_seconds=time.monotonic() - self.started,
+            paused=await self.engine.is_paused(),
+            updating=self.fence.updating,
+            fault=self.fence.fault or self.publisher.fault,
+            last_stall_seconds=self.fence.last_stall_seconds,
+            in_flight={v.name: v.in_flight for v in (self.registry.base, *self.registry.versions)},
         )

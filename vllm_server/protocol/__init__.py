@@ -22,8 +22,15 @@ DEFAULT_KEEP_VERSIONS: Final = 4
 LEGAL_LORA_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes as `--max-lora-rank`; an adapter of any rank up to it can be loaded."""
 
+PROOF_VERSION: Final = -1
+"""What shared weights count as while a trainer proves that the server sees its writes: they are no policy's."""
+
 VERSION_HEADER: Final = "x-policy-version"
 """Response header of vLLM's own /v1 completion routes: the version that answered."""
+
+VERSION_END_HEADER: Final = "x-policy-version-end"
+"""Beside it if shared weights changed while the request ran (not for streams, whose headers go first): the version at
+its end. What was answered is a mixture."""
 
 GENERATE_ROUTE: Final = "/generate"
 HEALTH_ROUTE: Final = "/health"
@@ -37,6 +44,12 @@ BRIDGE_INFO_ROUTE: Final = "/bridge/info"
 BRIDGE_IS_PAUSED_ROUTE: Final = "/bridge/is_paused"
 BRIDGE_PAUSE_ROUTE: Final = "/bridge/pause"
 BRIDGE_RESUME_ROUTE: Final = "/bridge/resume"
+BRIDGE_SLEEP_ROUTE: Final = "/bridge/sleep"
+BRIDGE_WAKE_UP_ROUTE: Final = "/bridge/wake_up"
+BRIDGE_IS_SLEEPING_ROUTE: Final = "/bridge/is_sleeping"
+BRIDGE_STATE_DICT_INFO_ROUTE: Final = "/bridge/state_dict_info"
+BRIDGE_DEBUG_ROUTE: Final = "/bridge/debug"
+BRIDGE_LIST_ENDPOINTS_ROUTE: Final = "/bridge/list_endpoints"
 BRIDGE_UPDATE_BEGIN_ROUTE: Final = "/bridge/update/begin"
 BRIDGE_UPDATE_END_ROUTE: Final = "/bridge/update/end"
 
@@ -120,7 +133,8 @@ class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     `logprobs[out][pos]` is a list of one object `{"<token id>": logprob}` whose first key is the sampled
     token (asked with `logprobs: 0` it is the only one; with `logprobs: k` the k likeliest follow).
     `prompt_logprobs[pos]` is null at the first position. `token_ids` includes the stop token that ended a
-    completion, if one did.
+    completion, if one did. `policy_version` is the version that the request began with; if shared weights changed
+    while it ran, `policy_version_end` is the one that it ended with, and the completions are a mixture.
     """
 
     text: list[str]
@@ -132,12 +146,14 @@ class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     token_ids: list[list[int]]
     logprobs: list[list[list[TokenLogprobs]]] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    policy_version_end: int | None = None
 
 
 class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One line of a streamed `/generate` (newline-delimited JSON): what completion `index` gained.
 
-    A completion has ended when its `finish_reason` is there.
+    A completion has ended when its `finish_reason` is there. `policy_version_end` is there once shared weights have
+    changed since the request began: the version by then.
     """
 
     index: int
@@ -147,6 +163,7 @@ class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     model: str
     finish_reason: str | None = None
     logprobs: list[list[TokenLogprobs]] | None = None
+    policy_version_end: int | None = None
 
 
 # /lora/... -------------------------------------------------------------------------------------------------
@@ -360,9 +377,47 @@ class PauseRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
 
 
 class BridgeStatus(msgspec.Struct, frozen=True):
-    """Answer of `/bridge/pause` ("paused") and `/bridge/resume` ("resumed")."""
+    """Answer of `/bridge/pause`, `/bridge/resume`, `/bridge/sleep` and `/bridge/wake_up`."""
 
-    status: Literal["paused", "resumed"]
+    status: Literal["paused", "resumed", "asleep", "awake"]
+
+
+class SleepingState(msgspec.Struct, frozen=True):
+    """`GET /bridge/is_sleeping`."""
+
+    sleeping: bool
+
+
+class ParameterInfo(msgspec.Struct, frozen=True):
+    """A parameter in the engine; `dtype` by torch's name without `torch.`."""
+
+    shape: list[int]
+    dtype: str
+
+
+class StateDictInfo(msgspec.Struct, frozen=True):
+    """`GET /bridge/state_dict_info`: the model's parameters by vLLM's names, tied ones under each of theirs."""
+
+    num_params: int
+    params: dict[str, ParameterInfo]
+
+
+class BridgeDebug(msgspec.Struct, frozen=True, kw_only=True):
+    """`GET /bridge/debug`: what holds generation, and since when. `fault` says why it is refused, if it is."""
+
+    info: BridgeInfo
+    uptime_seconds: float
+    paused: bool
+    updating: bool
+    fault: str | None
+    last_stall_seconds: float
+    in_flight: dict[str, int]
+
+
+class EndpointList(msgspec.Struct, frozen=True):
+    """`GET /bridge/list_endpoints`: every route of the server, as "METHOD /path"."""
+
+    endpoints: list[str]
 
 
 InFlight = Literal["keep", "recompute", "abort"]
@@ -391,6 +446,9 @@ class UpdateBeginResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 class UpdateEndRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """`POST /bridge/update/end`: the weights are those of `version`; generation goes on with a fresh prefix cache.
+
+    Any version will do, an older one again, too: a trainer's proof writes weights that are no policy's
+    (`PROOF_VERSION`), and then those of before.
 
     With `torn` they are in no known state: generation is refused (503) until an update has ended without it.
     """

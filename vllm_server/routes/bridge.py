@@ -2,18 +2,29 @@
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
+from vllm_server import shared_engine
 from vllm_server.compat import engine_dead_error
-from vllm_server.errors import engine_is_dead
+from vllm_server.errors import ServeError, engine_is_dead
 from vllm_server.http import json_response, read_body
-from vllm_server.protocol import BridgeStatus, PausedState, PauseRequest
+from vllm_server.protocol import (
+    BridgeStatus,
+    EndpointList,
+    PausedState,
+    PauseRequest,
+    SleepingState,
+    StateDictInfo,
+    UpdateBeginRequest,
+    UpdateEndRequest,
+)
 from vllm_server.server import PolicyServer
 
 
 async def health(request: Request) -> Response:
-    """200, or 503 when the engine is dead or a publish failed half-way."""
+    """200, or 503 when the engine is dead, or a publish or an update of shared weights failed half-way."""
     server = PolicyServer.of(request)
-    server.publisher.check_healthy()
+    server.check_healthy()
     try:
         await server.engine.check_health()
     except engine_dead_error() as error:
@@ -33,13 +44,94 @@ async def is_paused(request: Request) -> Response:
 
 async def pause(request: Request) -> Response:
     """Hold generation still; what becomes of running requests is `PauseRequest.mode`."""
-    mode = (await read_body(request, PauseRequest)).mode
+    server, mode = PolicyServer.of(request), (await read_body(request, PauseRequest)).mode
+    server.fence.check_idle()
+    server.fence.paused = True
     # vLLM's docstring says that "keep" leaves the cache alone; its code resets it unless told otherwise.
-    await PolicyServer.of(request).engine.pause_generation(mode=mode, clear_cache=mode != "keep")
+    await server.engine.pause_generation(mode=mode, clear_cache=mode != "keep")
     return json_response(BridgeStatus("paused"))
 
 
 async def resume(request: Request) -> Response:
     """Let generation go on."""
-    await PolicyServer.of(request).engine.resume_generation()
+    server = PolicyServer.of(request)
+    server.fence.check_idle()
+    server.fence.check_healthy()
+    server.fence.paused = False
+    await server.engine.resume_generation()
     return json_response(BridgeStatus("resumed"))
+
+
+async def begin_update(request: Request) -> Response:
+    """Hold generation for an `UpdateBeginRequest`: shared weights are about to be written."""
+    asked = await read_body(request, UpdateBeginRequest)
+    try:
+        return json_response(await PolicyServer.of(request).fence.begin(asked))
+    except engine_dead_error() as error:
+        raise engine_is_dead() from error
+
+
+async def end_update(request: Request) -> Response:
+    """Let generation go on, or refuse it, as the `UpdateEndRequest` says."""
+    asked = await read_body(request, UpdateEndRequest)
+    try:
+        return json_response(await PolicyServer.of(request).fence.end(asked))
+    except engine_dead_error() as error:
+        raise engine_is_dead() from error
+
+
+async def sleep(request: Request) -> Response:
+    """Free the GPU's memory until `wake_up`: vLLM's sleep mode, if the server was started with it."""
+    server = PolicyServer.of(request)
+    _check_may_sleep(server)
+    await server.engine.sleep(1)
+    return json_response(BridgeStatus("asleep"))
+
+
+async def wake_up(request: Request) -> Response:
+    """Undo `sleep`."""
+    server = PolicyServer.of(request)
+    _check_may_sleep(server)
+    await server.engine.wake_up()
+    return json_response(BridgeStatus("awake"))
+
+
+async def is_sleeping(request: Request) -> Response:
+    """Whether the server sleeps."""
+    server = PolicyServer.of(request)
+    sleeping = server.args.enable_sleep_mode and await server.engine.is_sleeping()
+    return json_response(SleepingState(sleeping))
+
+
+def _check_may_sleep(server: PolicyServer) -> None:
+    if server.fence.shared:
+        raise ServeError(
+            409, "sleep", got="a server that shares its weights", wanted="one that keeps them to itself",
+            fix="the trainer computes with this memory: end the trainer and the server instead",
+        )  # fmt: skip
+    if not server.args.enable_sleep_mode:
+        raise ServeError(
+            409,
+            "sleep",
+            got="a server without sleep mode",
+            wanted="one with it",
+            fix="start it with --enable-sleep-mode",
+        )
+
+
+async def state_dict_info(request: Request) -> Response:
+    """The model's parameters, as `StateDictInfo`."""
+    params = await shared_engine.parameters(PolicyServer.of(request).engine)
+    return json_response(StateDictInfo(len(params), params))
+
+
+async def debug(request: Request) -> Response:
+    """What holds generation, as `BridgeDebug`."""
+    return json_response(await PolicyServer.of(request).bridge_debug())
+
+
+async def list_endpoints(request: Request) -> Response:
+    """Every route of the server, vLLM's own among them, as `EndpointList`."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    found = {f"{method} {route.path}" for route in routes for method in (route.methods or {"GET"}) if method != "HEAD"}
+    return json_response(EndpointList(sorted(found, key=lambda line: line.partition(" ")[::-1])))

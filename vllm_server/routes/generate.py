@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from vllm_server.compat import engine_dead_error, request_errors
 from vllm_server.errors import ServeError, engine_is_dead
 from vllm_server.http import NDJSON, json_response, parse_body, unless_disconnected
-from vllm_server.policy import Version
+from vllm_server.policy import Lease, Version
 from vllm_server.protocol import GenerateChunk, GenerateRequest, GenerateResponse, TokenLogprobs, TokenPrompt
 from vllm_server.sampling import build_sampling_params
 from vllm_server.server import PolicyServer
@@ -41,18 +41,18 @@ async def generate(request: Request) -> Response:
         ) from error
     params = build_sampling_params(asked.sampling, stream=asked.stream)
     async with AsyncExitStack() as held:
-        version = held.enter_context(server.publisher.serving(asked.model, asked.policy_version))
-        outputs = await held.enter_async_context(aclosing(_outputs(server, asked, params, version)))
+        lease = await held.enter_async_context(server.serving(asked.model, asked.policy_version))
+        outputs = await held.enter_async_context(aclosing(_outputs(server, asked, params, lease.version)))
         if not asked.stream:
             final = await unless_disconnected(request, _last(outputs))
         else:
             # Taken before the headers go out, so that what is wrong with the request is a status, not a line.
             final = await unless_disconnected(request, _next(outputs))
             if final is not None:
-                return _HeldStream(_lines(final, outputs, version), held.pop_all())
+                return _HeldStream(_lines(final, outputs, lease), held.pop_all())
     if final is None:
         return Response(status_code=499)  # nobody reads it
-    return json_response(_response(server, final, params, version))
+    return json_response(_response(server, final, params, lease))
 
 
 async def health_generate(request: Request) -> Response:
@@ -60,13 +60,12 @@ async def health_generate(request: Request) -> Response:
     server = PolicyServer.of(request)
     asked = GenerateRequest(prompt=TokenPrompt([0]), sampling={"max_tokens": 1, "temperature": 0.0})
     params = build_sampling_params(asked.sampling, stream=False)
-    with server.publisher.serving() as version:
-        try:
-            async with asyncio.timeout(_HEALTH_LIMIT_S):
-                await unless_disconnected(request, _last(_outputs(server, asked, params, version)))
-        except TimeoutError:
-            wanted = f"one token within {_HEALTH_LIMIT_S:.0f} s"
-            raise ServeError(503, "engine", got="no token", wanted=wanted, fix="resume it, or wait") from None
+    try:
+        async with asyncio.timeout(_HEALTH_LIMIT_S), server.serving() as lease:
+            await unless_disconnected(request, _last(_outputs(server, asked, params, lease.version)))
+    except TimeoutError:
+        wanted = f"one token within {_HEALTH_LIMIT_S:.0f} s"
+        raise ServeError(503, "engine", got="no token", wanted=wanted, fix="resume it, or wait") from None
     return Response(status_code=200)
 
 
@@ -99,14 +98,15 @@ async def _last(outputs: AsyncIterator[Any]) -> Any:
     return last
 
 
-def _response(server: PolicyServer, final: Any, params: Any, version: Version) -> GenerateResponse:
+def _response(server: PolicyServer, final: Any, params: Any, lease: Lease) -> GenerateResponse:
     prompt_ids = list(final.prompt_token_ids)
     return GenerateResponse(
         text=[output.text for output in final.outputs],
         prompt=final.prompt if final.prompt is not None else server.decode(prompt_ids),
         finish_reasons=[output.finish_reason for output in final.outputs],
-        policy_version=version.version,
-        model=version.name,
+        policy_version=lease.began_with,
+        policy_version_end=lease.ended_with,
+        model=lease.version.name,
         prompt_token_ids=prompt_ids,
         token_ids=[list(output.token_ids) for output in final.outputs],
         logprobs=None if params.logprobs is None else [_positions(o.logprobs) for o in final.outputs],
@@ -129,24 +129,25 @@ class _HeldStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _lines(first: Any, rest: AsyncIterator[Any], version: Version) -> AsyncIterator[bytes]:
+async def _lines(first: Any, rest: AsyncIterator[Any], lease: Lease) -> AsyncIterator[bytes]:
     """One line for what each completion gained in each engine step."""
     try:
-        yield _chunks(first, version)
+        yield _chunks(first, lease)
         async for output in rest:
-            yield _chunks(output, version)
+            yield _chunks(output, lease)
     except ServeError as error:  # the status is sent already: say it in a line
         yield msgspec.json.encode(error.response()) + b"\n"
 
 
-def _chunks(output: Any, version: Version) -> bytes:
+def _chunks(output: Any, lease: Lease) -> bytes:
     chunks = [
         GenerateChunk(
             index=part.index,
             text=part.text,
             token_ids=list(part.token_ids),
-            policy_version=version.version,
-            model=version.name,
+            policy_version=lease.began_with,
+            policy_version_end=lease.ended_with,
+            model=lease.version.name,
             finish_reason=part.finish_reason,
             logprobs=None if part.logprobs is None else _positions(part.logprobs),
         )

@@ -10,8 +10,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_server.errors import ServeError
 from vllm_server.http import error_response
-from vllm_server.protocol import VERSION_HEADER
-from vllm_server.publisher import Publisher
+from vllm_server.policy import Lease
+from vllm_server.protocol import VERSION_END_HEADER, VERSION_HEADER
+from vllm_server.server import PolicyServer
 
 _ROUTED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 
@@ -35,14 +36,13 @@ class RouteToNewest:
         except msgspec.DecodeError:
             asked = None  # vLLM says what is wrong with it
         app: Starlette = scope["app"]
-        publisher: Publisher = app.state.policy_server.publisher
-        if not publisher.registry.serves(asked):  # no version of ours: an adapter of vLLM's --lora-modules, or unknown
+        server: PolicyServer = app.state.policy_server
+        if not server.registry.serves(asked):  # no version of ours: an adapter of vLLM's --lora-modules, or unknown
             return await self.app(scope, _replay(body, receive), send)
         try:
-            with publisher.serving(asked) as version:
-                body = _with_model(body, version.name)
-                header = (VERSION_HEADER.encode(), str(version.version).encode())
-                await self.app(_with_length(scope, len(body)), _replay(body, receive), _adding(header, send))
+            async with server.serving(asked) as lease:
+                body = _with_model(body, lease.version.name)
+                await self.app(_with_length(scope, len(body)), _replay(body, receive), _telling(lease, send))
         except ServeError as error:
             await error_response(error)(scope, receive, send)
 
@@ -83,10 +83,12 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-def _adding(header: tuple[bytes, bytes], send: Send) -> Send:
+def _telling(lease: Lease, send: Send) -> Send:
     async def add(message: Message) -> None:
         if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message.get("headers", []), header]}
+            said = {VERSION_HEADER: lease.began_with, VERSION_END_HEADER: lease.ended_with}
+            ours = [(name.encode(), str(number).encode()) for name, number in said.items() if number is not None]
+            message = {**message, "headers": [*message.get("headers", []), *ours]}
         await send(message)
 
     return add

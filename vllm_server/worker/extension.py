@@ -18,6 +18,7 @@ import torch
 from vllm_server.protocol import ChannelRequest, CudaIpcChannel, NcclChannel
 from vllm_server.protocol.nccl import NcclError
 from vllm_server.worker.packed import PackedAdapter
+from vllm_server.worker.shared_weights import dtype_name, plain_parameters
 from vllm_server.worker.slots import AdapterSlots
 from vllm_server.worker.transports.cuda_ipc import CudaIpcReceiver, gpu_uuid
 from vllm_server.worker.transports.file import FileReader
@@ -66,6 +67,11 @@ class PolicyWorker:
         visible = [gpu_uuid(index) for index in range(torch.cuda.device_count())]
         index = self.device.index if self.device.index is not None else torch.cuda.current_device()
         return {"rank": self.rank, "gpu_uuid": gpu_uuid(index), "visible_gpus": visible}
+
+    def grpo_parameters(self) -> dict[str, dict[str, Any]]:
+        """Shape and dtype of all parameters, each as `ParameterInfo`."""
+        found = plain_parameters(self.get_model())  # type: ignore[attr-defined]  # the worker's own
+        return {name: {"shape": list(p.shape), "dtype": dtype_name(p)} for name, p in found.items()}
 
     def grpo_open_channel(self, name: str, request: str) -> dict[str, Any]:
         """Map the trainer's memory, or join its communicator (a `ChannelRequest` as JSON)."""

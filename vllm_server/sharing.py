@@ -1,0 +1,92 @@
+"""A server that shares its weights: what it checks, tells the trainer, and takes back at its end."""
+
+import logging
+import os
+from argparse import Namespace
+
+from vllm_server import compat, preflight, shared_engine, sharing_checks
+from vllm_server.bridge_file import BridgeFile
+from vllm_server.protocol import machine_id
+from vllm_server.protocol.bridge_config import SCHEMA_VERSION, BridgeConfigFile, ParamMapping
+from vllm_server.shared_engine import SharedEngine
+
+logger = logging.getLogger("vllm.grpo.sharing")
+
+_WITHOUT_EFFECT = ("VLLM_SKIP_WEIGHT_DAEMON", "NUM_INFERENCE_NODES")
+
+_REACHED_BY = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # for those who listen on all addresses
+
+
+def prepare(args: Namespace) -> None:
+    """Refuse what cannot work before anything is loaded, and settle what sharing needs of vLLM's flags.
+
+    Raises:
+        FatalError: see `sharing_checks`, `bridge_file` and `shared_engine`.
+    """
+    set_in_vain = [name for name in _WITHOUT_EFFECT if name in os.environ]
+    if set_in_vain:
+        logger.warning("%s: accepted, without effect", ", ".join(set_in_vain))
+    if not args.shared_weights:
+        return
+    try:
+        config = preflight.read_config(args.model)
+    except (OSError, ValueError):
+        config = {}  # preflight says what is wrong with it
+    device = compat.device_type()
+    sharing_checks.check_shareable(args, config, device, os.environ, os.uname().release)
+    bridge_file(args).check()
+    shared_engine.assert_seams()
+    if device == "cuda":
+        args.moe_backend = "triton"  # leaves experts' weights as they were saved
+
+
+def bridge_file(args: Namespace) -> BridgeFile:
+    """Where this server tells of its weights."""
+    return BridgeFile.choose(args.bridge_config_path, os.environ)
+
+
+async def export(engine: SharedEngine, args: Namespace, boot_id: str, gpu_uuid: str) -> BridgeFile:
+    """Share the weights, and say so in the bridge file.
+
+    Raises:
+        FatalError: they cannot be shared, or the file not written.
+    """
+    exported = await engine.export()
+    handles = exported.handles
+    file = bridge_file(args)
+    file.write(
+        BridgeConfigFile(
+            model=str(engine.engine.vllm_config.model_config.model),
+            tp_degree=1,
+            dp_shard_degree=1,
+            param_names=list(handles),
+            param_mappings={
+                name: ParamMapping(vllm_name=name, shape=handle.shape, dtype=handle.dtype, device=exported.device)
+                for name, handle in handles.items()
+            },
+            ipc_handles=handles,
+            shared_weights_enabled=True,
+            single_copy_enabled=True,
+            num_params=len(handles),
+            schema_version=SCHEMA_VERSION,
+            kind="cuda_ipc" if compat.device_type() == "cuda" else "file",
+            server_url=server_url(args),
+            server_pid=os.getpid(),
+            boot_id=boot_id,
+            machine=machine_id(),
+            gpu_uuid=gpu_uuid,
+            vllm_version=compat.vllm_version(),
+            torch_version=exported.torch_version,
+        )
+    )
+    logger.info("Exported %d IPC handles for single-copy mode: %s", len(handles), file.path)
+    return file
+
+
+def server_url(args: Namespace) -> str:
+    """Where a trainer on this machine reaches the server."""
+    if args.uds:
+        return f"unix:{args.uds}"
+    host: str = _REACHED_BY.get(args.host or "", args.host)
+    scheme = "https" if args.ssl_keyfile else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{args.port}"
