@@ -71,15 +71,21 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
     if config.load_in_4bit:
         _check_kernel(model, device)
         _keep_one_layout(model)
+    freeze(model, config)
+    log.info(
+        "loaded %s: %.2fM parameters%s, %s on %s",
+        *(config.name, model.num_parameters() / 1e6, ", 4 bits each" if config.load_in_4bit else "", dtype, device),
+    )
+    return model
+
+
+def freeze(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
+    """Put a model into training mode, without dropout, with nothing to train yet."""
     model.requires_grad_(False)
     remove_dropout(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
-    log.info(
-        "loaded %s: %.2fM parameters%s, %s on %s",
-        *(config.name, model.num_parameters() / 1e6, ", 4 bits each" if config.load_in_4bit else "", dtype, device),
-    )
     return model.train()
 
 

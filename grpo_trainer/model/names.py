@@ -40,8 +40,9 @@ RENAMED: Final[tuple[tuple[str, str], ...]] = ((".mlp.", ".block_sparse_moe."),)
 """Parts of a path that vLLM may call otherwise."""
 
 ALIKE: Final = frozenset(
-    "embed_tokens lm_head q_proj k_proj v_proj qkv_proj o_proj gate_proj up_proj gate_up_proj down_proj "
-    "fc1 fc2 c_fc c_proj gate shared_expert_gate".split()
+    {"embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"}
+    | {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "fc1", "fc2", "c_fc", "c_proj"}
+    | {"gate", "shared_expert_gate"}
 )
 """Modules whose matrices, `[out, in]`, have the same rows on both sides. Not: `query_key_value` and `Wqkv`, which vLLM
 reorders, `kv_b_proj`, of which it keeps transformed copies, and `c_attn`, which transformers holds transposed."""

@@ -1,0 +1,318 @@
+"""The trainer's model in the server's memory: built without weights, each parameter a view of vLLM's own.
+
+Nothing is copied. `names.py` says what a parameter's place is, the server's `vllm_bridge_config.json` what opens it.
+"""
+
+from __future__ import annotations
+
+import logging
+from base64 import b64decode
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from grpo_trainer.config import ModelConfig
+from grpo_trainer.errors import BridgeError, ConfigError, ModelError
+from grpo_trainer.model.check import check_model
+from grpo_trainer.model.load import freeze
+from grpo_trainer.model.names import Binding, Facts, bind_names
+from grpo_trainer.weights.bridge_file import check_gpu, end_of, start_of, storage_of, tied_names
+from vllm_server.protocol.bridge_config import BridgeConfigFile, CudaIpcHandle, FileHandle, Handle
+
+log = logging.getLogger(__name__)
+
+WITHOUT_EFFECT: Final = frozenset(
+    {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"}
+    | {"output_attentions", "output_hidden_states", "initializer_range", "id2label", "label2id", "problem_type"}
+    | {"attention_dropout", "embd_pdrop", "resid_pdrop", "hidden_dropout", "residual_dropout"}
+    | {"bos_token_id", "eos_token_id", "pad_token_id"}
+)
+"""Fields of a model's configuration that change nothing about a forward pass without dropout."""
+
+PLAIN_EXPERTS: Final = {"is_transposed": False, "is_concatenated": True, "has_bias": False, "has_gate": True}
+"""How transformers marks modules of fused experts that are `[expert, out, in]`, gate before up, as vLLM has them."""
+
+BUFFER_TOLERANCE: Final = 1e-5
+"""Relative; a GPU's powers and cosines differ from a CPU's in the last bits."""
+
+
+def attach_model(config: BridgeConfigFile, model_config: ModelConfig, device: torch.device) -> PreTrainedModel:
+    """The model of `--model-name`, its parameters being the server's, in training mode but with nothing to train yet.
+
+    Args:
+        device: where the trainer runs; `cuda` without a number means the server's GPU.
+
+    Raises:
+        BridgeError: the memory can't be opened from here.
+        ConfigError: `--dtype` is not the server's.
+        ModelError: the server serves another model, or one that can't be bound (`NamesError`).
+    """
+    found = check_same_model(config.model, model_config.name)
+    device = server_device(config, device)
+    dtype = served_dtype(config)
+    if model_config.dtype != "auto" and getattr(torch, model_config.dtype) != dtype:
+        raise ConfigError(
+            f"--dtype {model_config.dtype}: the server's weights are {_name(dtype)}, and there is but one copy; use "
+            f"--dtype auto, or start the server with --dtype {model_config.dtype}"
+        )
+    model = build_without_weights(found, dtype, model_config.attention, device)
+    bindings = bind_names(_shapes(model), _vllm_shapes(config), facts_of(model, config))
+    bind(model, bindings, open_handles(config, device))
+    _take_generation_config(model, model_config.name)
+    log.info("Attached %d tensors to vLLM's shared memory", len(bindings))
+    log.info("Single-copy mode active: %s, %s on %s", model_config.name, _name(dtype), device)
+    return freeze(model, model_config)
+
+
+def check_same_model(served: str, own: str) -> Any:
+    """The configuration of `--model-name`, if it is that of the server's model in all that matters.
+
+    Raises:
+        ModelError: it is not, naming the first field that differs; or one of the two is not to be found.
+    """
+    found = check_model(own)
+    if served == own or (Path(own).is_dir() and Path(served).is_dir() and Path(own).samefile(served)):
+        return found
+    try:
+        theirs = check_model(served).to_dict()
+    except ModelError:
+        raise ModelError(
+            f"--model-name {own}: the server serves {served}, which can't be read from here, so that the two can't be "
+            "compared; name the same model on both sides"
+        ) from None
+    ours = found.to_dict()
+    for field in sorted((ours.keys() | theirs.keys()) - WITHOUT_EFFECT):
+        if ours.get(field) != theirs.get(field):
+            raise ModelError(
+                f"--model-name {own}: is another model than the server's {served}: {field}: got {ours.get(field)}, "
+                f"wanted {theirs.get(field)}; name the same model on both sides"
+            )
+    return found
+
+
+def served_dtype(config: BridgeConfigFile) -> torch.dtype:
+    """What most of the server's parameters are."""
+    [(name, _)] = Counter(mapping.dtype for mapping in config.param_mappings.values()).most_common(1)
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+# the memory ------------------------------------------------------------------------------------------------
+
+
+def server_device(config: BridgeConfigFile, wanted: torch.device) -> torch.device:
+    """The server's device by this process's number.
+
+    Raises:
+        BridgeError: the trainer was told to run on another one, or does not see it.
+    """
+    if config.kind == "file":
+        if wanted.type != "cpu":
+            raise BridgeError(f"--device {wanted}: the server's weights are in main memory; use --device cpu")
+        return wanted
+    if wanted.type != "cuda":
+        raise BridgeError(f"--device {wanted}: the server's weights are on GPU {config.gpu_uuid}; use --device auto")
+    visible = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    check_gpu(config, visible)
+    index = visible.index(config.gpu_uuid)
+    if wanted.index not in (None, index):
+        raise BridgeError(f"--device {wanted}: the server's weights are on cuda:{index}; use --device cuda:{index}")
+    return torch.device("cuda", index)
+
+
+def open_handles(config: BridgeConfigFile, device: torch.device) -> dict[str, Tensor]:
+    """The server's parameters by vLLM's names, to be read and written here; each storage is mapped once.
+
+    Args:
+        device: see `server_device`.
+
+    Raises:
+        BridgeError: the memory can't be mapped, or is smaller than the file says.
+    """
+    handles = config.ipc_handles
+    sizes: dict[tuple[str, int], int] = {}
+    for handle in handles.values():
+        sizes[storage_of(handle)] = max(sizes.get(storage_of(handle), 0), end_of(handle))
+    if device.type == "cuda":
+        torch.cuda.init()
+        torch.empty(1, device=device)  # without a context of its own the process crashes when it opens a handle
+    storages: dict[tuple[str, int], torch.UntypedStorage] = {}
+    tensors: dict[str, Tensor] = {}
+    for name, handle in handles.items():
+        place = storage_of(handle)
+        try:
+            if place not in storages:
+                storages[place] = _open(handle, sizes[place], device)
+        except (OSError, RuntimeError) as error:
+            raise BridgeError(
+                f"{name}: the server's memory can't be mapped: {error}. Server and trainer must run on one machine, in "
+                "one container, as one user, and the server must be alive"
+            ) from None
+        tensors[name] = _tensor(handle, storages[place], device)
+    return tensors
+
+
+def _open(handle: Handle, size: int, device: torch.device) -> torch.UntypedStorage:
+    """Map a storage of which `size` bytes are needed."""
+    match handle:
+        case CudaIpcHandle():
+            has = handle.storage_size
+        case FileHandle():
+            has = Path(handle.path).stat().st_size  # torch would make a shorter or missing file longer
+    if has < size:
+        raise RuntimeError(f"it has {has} bytes, the file speaks of {size}")
+    match handle:
+        case CudaIpcHandle():
+            storage: Any = torch.UntypedStorage._new_shared_cuda(
+                device.index,
+                b64decode(handle.ipc_handle_b64),
+                handle.storage_size,
+                handle.storage_offset,
+                b64decode(handle.ref_counter_handle_b64),
+                handle.ref_counter_offset,
+                b64decode(handle.event_handle_b64),
+                handle.event_sync_required,
+            )
+        case FileHandle():
+            storage = torch.UntypedStorage.from_file(handle.path, True, has)
+    return storage
+
+
+def _tensor(handle: Handle, storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+    dtype = getattr(torch, handle.dtype)
+    offset = start_of(handle) // dtype.itemsize
+    empty = torch.empty(0, dtype=dtype, device=device)
+    return empty.set_(storage, offset, tuple(handle.shape), tuple(handle.stride))  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+# the model -------------------------------------------------------------------------------------------------
+
+
+def build_without_weights(config: Any, dtype: torch.dtype, attention: str, device: torch.device) -> PreTrainedModel:
+    """The model with its parameters on meta, and its buffers on the device as the model's own code computes them.
+
+    Raises:
+        ModelError: that code leaves a buffer other than the model's constructor on a CPU does.
+    """
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
+    with init_empty_weights(include_buffers=False):
+        reference = dict(AutoModelForCausalLM.from_config(config, **options).named_buffers())
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, **options)
+    held = set(model.state_dict())
+    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+        if name not in held:
+            empty = torch.empty_like(buffer, device=device)
+            _put(model, name, empty.fill_(torch.nan) if empty.is_floating_point() else empty.zero_())
+    model.initialize_weights()  # as when a checkpoint is loaded; for parameters on meta it does nothing
+    for name, buffer in model.named_buffers():
+        if name not in held:
+            _check_buffer(name, buffer, reference.get(name))
+    return model
+
+
+def _check_buffer(name: str, buffer: Tensor, wanted: Tensor | None) -> None:
+    here = buffer.cpu()
+    if wanted is None or (here.shape, here.dtype) != (wanted.shape, wanted.dtype):
+        raise ModelError(f"{name}: this buffer is not in a model built on a CPU; transformers may be too old for it")
+    if not torch.allclose(here.double(), wanted.double(), rtol=BUFFER_TOLERANCE, atol=0.0, equal_nan=False):
+        error = (here.double() - wanted.double()).abs().max().item()
+        raise ModelError(
+            f"{name}: this buffer differs by up to {error:.3g} from that of a model built on a CPU; use lora_only"
+        )
+
+
+def facts_of(model: PreTrainedModel, config: BridgeConfigFile) -> Facts:
+    """What the map needs to know besides names and shapes."""
+    first: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for name, tensor in _state(model):
+        if (owner := first.setdefault(id(tensor), name)) != name:
+            ties[name] = owner
+    strange: dict[str, str] = {}
+    for path, module in model.named_modules():
+        marks = {"is_transposed": False, "is_concatenated": True, "has_bias": False, "has_gate": True}
+        if hasattr(module, "is_transposed"):
+            odd = [
+                f"{mark} is {getattr(module, mark)}" for mark, plain in marks.items() if getattr(module, mark) != plain
+            ]
+            strange |= {path: f"its experts are laid out otherwise ({', '.join(odd)})"} if odd else {}
+    return Facts(ties, tied_names(config), strange)
+
+
+def bind(model: PreTrainedModel, bindings: Iterable[Binding], tensors: Mapping[str, Tensor]) -> None:
+    """Make each parameter (and buffer that checkpoints hold) a view of the server's, without copying.
+
+    Raises:
+        ModelError: a dtype differs from what the model computes with, or something is left without memory.
+    """
+    own: dict[str, list[str]] = {}  # first name -> all of its names
+    first: dict[int, str] = {}
+    meta = dict(_state(model))
+    for name, tensor in meta.items():
+        own.setdefault(first.setdefault(id(tensor), name), []).append(name)
+    for binding in bindings:
+        whole = tensors[binding.vllm_name]
+        if whole.dtype != meta[binding.hf_name].dtype:
+            raise ModelError(
+                f"{binding.hf_name}: dtype: the server's {binding.vllm_name} is {_name(whole.dtype)}, the model "
+                f"computes with {_name(meta[binding.hf_name].dtype)}; use lora_only or none"
+            )
+        view = whole.narrow(0, binding.start, binding.length)
+        is_parameter = isinstance(meta[binding.hf_name], nn.Parameter)
+        bound = nn.Parameter(view, requires_grad=False) if is_parameter else view
+        for name in own[binding.hf_name]:
+            _put(model, name, bound)
+    if left := list(_on_meta(model)):
+        raise ModelError(
+            f"{left[0]}: has no memory; its architecture is not known to shared_vllm, use lora_only or none"
+        )
+
+
+def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, and the buffers that checkpoints hold, tied ones under each of their names."""
+    held = set(model.state_dict())
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from ((name, buffer) for name, buffer in model.named_buffers(remove_duplicate=False) if name in held)
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in _state(model)}
+
+
+def _vllm_shapes(config: BridgeConfigFile) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(mapping.shape) for name, mapping in config.param_mappings.items()}
+
+
+def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    place = module._parameters if leaf in module._parameters else module._buffers
+    place[leaf] = tensor  # pyright: ignore[reportArgumentType]
+
+
+def _on_meta(model: nn.Module) -> Iterator[str]:
+    """Tensors without memory, plain attributes of modules among them."""
+    for path, module in model.named_modules():
+        for name, value in [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]:
+            if isinstance(value, Tensor) and value.is_meta:
+                yield f"{path}.{name}"
+
+
+def _take_generation_config(model: PreTrainedModel, name: str) -> None:
+    """As `from_pretrained` does, so that what is saved is whole."""
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(name)
+    except OSError:
+        return  # it came without one, and has one made of its configuration
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

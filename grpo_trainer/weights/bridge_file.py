@@ -1,0 +1,235 @@
+"""Find `vllm_bridge_config.json` and refuse one that does not speak of a living server of our own on this machine."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+import stat
+import tempfile
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import psutil
+
+from grpo_trainer.errors import BridgeError
+from vllm_server.protocol import machine_id
+from vllm_server.protocol.bridge_config import FILE_NAME, SCHEMA_VERSION, BridgeConfigFile, CudaIpcHandle, Handle
+
+log = logging.getLogger(__name__)
+
+SHARED_FOLDER: Final = "atropos_bridge"
+"""In the system temporary folder; where a server writes the file if it was told nothing else."""
+
+CLOCK_SLACK_S: Final = 2.0
+"""Process start times are rounded, file times are of another clock."""
+
+ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Dtypes that can be trained. Torch's own table is not used, so that this file needs no torch."""
+
+
+def find_bridge_config(path: Path | None) -> BridgeConfigFile:
+    """The server's file: the one that was named, else the first good one in the known places.
+
+    Args:
+        path: `--vllm-config-path`, the file or its folder; None: look in `$LOGDIR`, `.`, and `atropos_bridge` in the
+            system temporary folder, in this order.
+
+    Raises:
+        BridgeError: there is none, or none that can be used; it says why of each.
+    """
+    if path is not None:
+        return read_bridge_config(path / FILE_NAME if path.is_dir() else path)
+    reasons: list[str] = []
+    for candidate in known_places():
+        if not os.path.lexists(candidate):
+            continue
+        try:
+            return read_bridge_config(candidate)
+        except BridgeError as error:
+            log.warning("passed over: %s", error)
+            reasons.append(str(error))
+    looked = ", ".join(str(candidate.parent) for candidate in known_places())
+    found = f"Found, and refused: {'; '.join(reasons)}. " if reasons else ""
+    raise BridgeError(
+        f"--vllm-config-path: no usable {FILE_NAME} in {looked}. {found}"
+        "Start the server with `grpo serve --shared-weights`, or name its file"
+    )
+
+
+def known_places() -> list[Path]:
+    """Where the file is looked for, in order."""
+    folders = [Path(folder) for folder in [os.environ.get("LOGDIR")] if folder]
+    return [folder / FILE_NAME for folder in [*folders, Path.cwd(), Path(tempfile.gettempdir()) / SHARED_FOLDER]]
+
+
+def read_bridge_config(path: Path) -> BridgeConfigFile:
+    """Read one file and check all that can be checked without the server's answer and without a GPU.
+
+    That it is of the server's present life is for the caller to see: `boot_id` against that of `/bridge/info`.
+
+    Raises:
+        BridgeError: it can't be used, and why.
+    """
+    data, written = _read_private(path)
+    try:
+        version = msgspec.json.decode(data, type=_Versioned).schema_version
+        if version != SCHEMA_VERSION:
+            raise BridgeError(
+                f"{path}: schema_version: got {version}, wanted {SCHEMA_VERSION}; the server and the trainer are of "
+                "different releases: install one of both"
+            )
+        config = msgspec.json.decode(data, type=BridgeConfigFile)
+    except msgspec.DecodeError as error:
+        raise BridgeError(f"{path}: damaged: {error}; start the server again") from None
+    for problem in _problems(config, written):
+        raise BridgeError(f"{path}: {problem}")
+    return config
+
+
+def check_gpu(config: BridgeConfigFile, visible: Collection[str]) -> None:
+    """Memory of a GPU can be mapped only by a process that sees this GPU.
+
+    Args:
+        visible: the uuids of the GPUs that the trainer sees; empty on a CPU.
+
+    Raises:
+        BridgeError: it does not see the server's.
+    """
+    if config.kind == "cuda_ipc" and config.gpu_uuid not in visible:
+        raise BridgeError(
+            f"gpu_uuid: the server's weights are on GPU {config.gpu_uuid}, the trainer sees "
+            f"{', '.join(visible) or 'none'}; start it with --device auto and a CUDA_VISIBLE_DEVICES that has this GPU"
+        )
+
+
+def tied_names(config: BridgeConfigFile) -> dict[str, str]:
+    """Names that stand for a place which another name came first for -> that name."""
+    first: dict[tuple[object, ...], str] = {}
+    ties: dict[str, str] = {}
+    for name in config.param_names:
+        handle = config.ipc_handles[name]
+        place = (*storage_of(handle), start_of(handle), *handle.shape)
+        if (owner := first.setdefault(place, name)) != name:
+            ties[name] = owner
+    return ties
+
+
+def storage_of(handle: Handle) -> tuple[str, int]:
+    """What tells storages apart."""
+    if isinstance(handle, CudaIpcHandle):
+        return handle.ipc_handle_b64, handle.storage_offset
+    return handle.path, 0
+
+
+def start_of(handle: Handle) -> int:
+    """Where in its storage a tensor begins, in bytes."""
+    if isinstance(handle, CudaIpcHandle):
+        return handle.tensor_offset * ITEM_BYTES[handle.dtype]
+    return handle.offset
+
+
+def end_of(handle: Handle) -> int:
+    """Where in its storage a tensor's last element ends, in bytes."""
+    reach = sum((size - 1) * stride for size, stride in zip(handle.shape, handle.stride, strict=True))
+    return start_of(handle) + (reach + 1) * ITEM_BYTES[handle.dtype]
+
+
+class _Versioned(msgspec.Struct):
+    schema_version: int
+
+
+def _read_private(path: Path) -> tuple[bytes, float]:
+    """Content and time of writing of a regular file that is ours and that nobody else may read."""
+    try:
+        with path.open("rb") as file:
+            info = os.fstat(file.fileno())
+            data = file.read() if stat.S_ISREG(info.st_mode) else b""
+    except OSError as error:
+        raise BridgeError(f"--vllm-config-path {path}: {error.strerror}; wanted the server's {FILE_NAME}") from None
+    if not stat.S_ISREG(info.st_mode):
+        raise BridgeError(f"{path}: no regular file; wanted the server's {FILE_NAME}")
+    if info.st_uid != os.geteuid():
+        raise BridgeError(
+            f"{path}: owner: got uid {info.st_uid}, wanted {os.geteuid()}, the trainer's; run both as one user"
+        )
+    if info.st_mode & 0o077:
+        raise BridgeError(
+            f"{path}: mode: got {stat.S_IMODE(info.st_mode):04o}, wanted 0600: who reads it can write the weights; "
+            "chmod 600 it if nobody else could have changed it, or start the server again"
+        )
+    return data, info.st_mtime
+
+
+def _problems(config: BridgeConfigFile, written: float) -> Iterator[str]:
+    """What is wrong with it, the reason that explains most first."""
+    if config.machine != machine_id():
+        yield "machine: of another machine, or of this one before it was started anew; start the server here"
+    if not _alive(config.server_pid, written):
+        yield f"server_pid: process {config.server_pid}, which wrote it, is gone; start the server, or remove the file"
+    for field, degree in (("tp_degree", config.tp_degree), ("dp_shard_degree", config.dp_shard_degree)):
+        if degree != 1:
+            yield f"{field}: got {degree}, wanted 1: each worker holds a part only; serve on one GPU"
+    if not (config.shared_weights_enabled and config.single_copy_enabled):
+        yield "shared_weights_enabled: got false; start the server with --shared-weights"
+    yield from _contradictions(config)
+
+
+def _contradictions(config: BridgeConfigFile) -> Iterator[str]:
+    """The parts of the file must tell the same story, or memory would be read for what it is not."""
+    damaged = "the file is damaged, start the server again"
+    names = set(config.param_names)
+    if not names or len(names) != len(config.param_names) or config.num_params != len(names):
+        yield f"num_params: got {config.num_params} for {len(names)} names in param_names; {damaged}"
+    for field, keys in (("param_mappings", set(config.param_mappings)), ("ipc_handles", set(config.ipc_handles))):
+        if different := sorted(names ^ keys):
+            yield f"{field}: {different[0]} is in one of it and param_names only; {damaged}"
+            return
+    for name in config.param_names:
+        mapping, handle = config.param_mappings[name], config.ipc_handles[name]
+        if (mapping.shape, mapping.dtype) != (handle.shape, handle.dtype):
+            yield (
+                f"{name}: {mapping.dtype} {mapping.shape} in param_mappings, {handle.dtype} {handle.shape} in "
+                f"ipc_handles; {damaged}"
+            )
+        elif handle.dtype not in ITEM_BYTES:
+            yield f"{name}: dtype: got {handle.dtype}, wanted {', '.join(ITEM_BYTES)}; serve without quantisation"
+        elif isinstance(handle, CudaIpcHandle) != (config.kind == "cuda_ipc"):
+            yield f"{name}: its handle is not of kind {config.kind}; {damaged}"
+        elif not _is_place(handle):
+            yield f"{name}: offset {start_of(handle)}, strides {handle.stride}: no place of {handle.shape}; {damaged}"
+    yield from _overlaps(config)
+
+
+def _is_place(handle: Handle) -> bool:
+    return (
+        len(handle.stride) == len(handle.shape)
+        and min([start_of(handle), *handle.shape, *handle.stride]) >= 0
+        and start_of(handle) % ITEM_BYTES[handle.dtype] == 0
+    )
+
+
+def _overlaps(config: BridgeConfigFile) -> Iterator[str]:
+    """Two names may stand for one place, but not for places that overlap."""
+    regions: dict[tuple[str, int], list[tuple[int, int, str]]] = {}
+    ties = tied_names(config)
+    for name, handle in config.ipc_handles.items():
+        if name not in ties and math.prod(handle.shape):
+            regions.setdefault(storage_of(handle), []).append((start_of(handle), end_of(handle), name))
+    for places in regions.values():
+        places.sort()
+        for (_, end, name), (start, _, other) in itertools.pairwise(places):
+            if start < end:
+                yield f"{name} and {other} overlap in memory; serve with the default --load-format and kernels"
+
+
+def _alive(pid: int, written: float) -> bool:
+    """Whether the process that wrote the file still runs: one that started later has only got its number."""
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= written + CLOCK_SLACK_S
+    except (psutil.Error, ValueError):
+        return False
