@@ -156,7 +156,7 @@ class Fence:
         """Let generation go on with the weights as they are now; or, if they are torn, refuse it from now on.
 
         Raises:
-            ServeError: 409 no such update is under way (any more), 422 no version.
+            ServeError: 409, no such update is under way (any more).
         """
         update = self._update
         if update is None or not update.held or update.ending or asked.token != update.token:

@@ -87,6 +87,7 @@ def server_url(args: Namespace) -> str:
     """Where a trainer on this machine reaches the server."""
     if args.uds:
         return f"unix:{args.uds}"
-    host: str = _REACHED_BY.get(args.host or "", args.host)
+    host = args.host or ""
+    host = _REACHED_BY.get(host, host)
     scheme = "https" if args.ssl_keyfile else "http"
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{args.port}"

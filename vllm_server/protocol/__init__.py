@@ -450,7 +450,8 @@ class UpdateEndRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     Any version will do, an older one again, too: a trainer's proof writes weights that are no policy's
     (`PROOF_VERSION`), and then those of before.
 
-    With `torn` they are in no known state: generation is refused (503) until an update has ended without it.
+    With `torn` they are in no known state: generation is refused (503) until an update has ended without it. A negative
+    version says that they are no policy's, as while a trainer proves that the server uses what it writes.
     """
 
     token: str
