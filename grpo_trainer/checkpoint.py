@@ -23,6 +23,7 @@ from grpo_trainer.config import CheckpointConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import replace_file, whole_folder, write_tensors
 from grpo_trainer.model.policy import Adapter, AllWeights, Policy
+from grpo_trainer.optim import FusedAdamW, TwoPartOptimizer
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class Checkpoints:
         optimizer: of its parameters.
     """
 
-    def __init__(self, config: CheckpointConfig, policy: Policy, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, config: CheckpointConfig, policy: Policy, optimizer: TwoPartOptimizer) -> None:
         self._config = config
         self._policy = policy
         self._optimizer = optimizer
@@ -68,6 +69,7 @@ class Checkpoints:
             generators["cuda"] = torch.cuda.get_rng_state(self._device)
         state = {
             "optimizer": self._optimizer.state_dict(),
+            "optimizer_kind": self._optimizer.kind,
             "generators": generators,
             "weights": self._policy.exact_weights(),
         }
@@ -132,6 +134,12 @@ class Checkpoints:
                 f"({', '.join(newer)}), which the run would mix with; move them away, or choose another --save-path"
             )
         tensors = torch.load(path / TENSORS_FILE, map_location="cpu", weights_only=True, mmap=True)
+        kind = tensors.get("optimizer_kind", FusedAdamW.kind)
+        if kind != self._optimizer.kind:
+            raise ConfigError(
+                f"--resume {path}: made with another optimizer: it was {kind}, is {self._optimizer.kind} (--optimizer, "
+                "--master-weights, --dtype); give it as it was"
+            )
         self._policy.load(path, tensors.get("weights", {}))
         self._load_optimizer(tensors["optimizer"])
         torch.set_rng_state(tensors["generators"]["cpu"].clone())

@@ -6,16 +6,16 @@ its own. `RunConfig` (in `run_config.py`) adds the processes around it. Nothing 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from grpo_trainer.errors import NotAvailableError
 from grpo_trainer.model.adapter_file import AdapterFile, read_adapter
 from grpo_trainer.options import Section, leaves, option, shown
 from grpo_trainer.ranges import format_ranges, parse_ranges
-from vllm_server.protocol import DEFAULT_KEEP_VERSIONS, DEFAULT_LORA_NAME, DEFAULT_PORT, LEGAL_LORA_RANKS
+from vllm_server.protocol import DEFAULT_KEEP_VERSIONS, DEFAULT_LORA_NAME, DEFAULT_PORT, LEGAL_LORA_RANKS, InFlight
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -64,7 +64,9 @@ class RolloutConfig(Section):
 class OptimizerConfig(Section):
     """Optimizer."""
 
-    optimizer: Literal["adamw"] = option("adamw", help="Optimizer: adamw, fp32 states.")
+    optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = option(
+        "adamw", help="adamw: fp32 states; adamw_8bit: its states in 8 bits; adafactor: next to no states."
+    )
     lr: float = option(1e-5, help="Peak learning rate.", gt=0)
     warmup_steps: int = option(0, help="Steps over which the learning rate rises linearly from 0.", ge=0)
     lr_schedule: Literal["constant", "linear", "cosine"] = option(
@@ -84,8 +86,8 @@ class OptimizerConfig(Section):
     @field_validator("optimizer", mode="before")
     @classmethod
     def _known_optimizer(cls, value: Any) -> Any:
-        if value in ("adamw_8bit", "adamw_cpu", "adafactor"):
-            raise ValueError("not in this version yet; use adamw")
+        if value == "adamw_cpu":
+            raise ValueError("not in this version; use adamw_8bit or adafactor, whose states are small")
         return value
 
 
@@ -222,23 +224,64 @@ class RestartOptions(ProofOptions):
 MODE_FLAGS = ("--weight-bridge-mode",)
 
 
-class CheckpointRestart(RestartOptions):
+class AllWeightsOptions(Section):
+    """All weights are trained, or those of some layers."""
+
+    train_layers: str | None = option(
+        None,
+        help="Train these layers only, from 0: numbers and ranges such as 20-31 (default: all of the model).",
+        flags=("--train-layer-indices",),
+    )
+
+    @field_validator("train_layers")
+    @classmethod
+    def _are_layers(cls, value: str | None) -> str | None:
+        return None if value is None else format_ranges(parse_ranges(value))
+
+    @property
+    def layer_indices(self) -> tuple[int, ...] | None:
+        """The layers that are trained, ascending; None: all of the model."""
+        return None if self.train_layers is None else parse_ranges(self.train_layers)
+
+
+class SharedServer(Section):
+    """The trainer's model lies in the memory of a server that runs with --shared-weights."""
+
+    config_path: Path | None = option(
+        None,
+        help="The server's vllm_bridge_config.json (default: where the server says that it is).",
+        flags=("--vllm-config-path",),
+    )
+
+
+class CheckpointRestart(AllWeightsOptions, RestartOptions):
     """Weight bridge."""
 
     mode: Literal["none"] = option("none", help="How the server gets new weights.", flags=MODE_FLAGS)
 
 
-class SharedVllm(Section):
+class SharedVllm(AllWeightsOptions, SharedServer, ProofOptions):
     """Shared weights."""
 
     mode: Literal["shared_vllm"] = option("shared_vllm", help="How the server gets new weights.", flags=MODE_FLAGS)
-    config_path: Path | None = option(None, help="vllm_bridge_config.json.", flags=("--vllm-config-path",))
+    single_copy: bool = option(False, help="The same as --weight-bridge-mode shared_vllm.")
+    in_flight: InFlight = option(
+        "keep",
+        help="Requests that run while the weights change go on as they are, go on after the cache of what they have "
+        "was made anew, or end early.",
+    )
+    master_weights: bool = option(
+        False, help="Keep an fp32 copy of the trained weights (4 bytes each) instead of rounding stochastically."
+    )
 
 
-class LoraOnly(LoraOptions, ProofOptions):
+class LoraOnly(LoraOptions, SharedServer, ProofOptions):
     """LoRA."""
 
     mode: Literal["lora_only"] = option("lora_only", help="How the server gets new weights.", flags=MODE_FLAGS)
+    share_base: bool = option(
+        False, help="Hold no base model: use the server's, which runs on this GPU with --shared-weights."
+    )
     keep_versions: int | None = option(
         None,
         help="Adapter versions that stay loaded in the server (default: --max-staleness + 2 if that is given, else 4).",
@@ -315,6 +358,13 @@ class TrainConfig(Section):
     checkpoints: CheckpointConfig = CheckpointConfig()
     logging: LogConfig = LogConfig()
 
+    @classmethod
+    def normalised(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """`--single-copy` names a mode."""
+        values = {key.replace("-", "_"): value for key, value in given.items()}
+        alone = values.get("single_copy") and "weight_bridge_mode" not in values
+        return {**given, "weight_bridge_mode": "shared_vllm"} if alone else dict(given)
+
     @model_validator(mode="after")
     def _warmup_fits(self) -> TrainConfig:
         if self.optimizer.warmup_steps >= self.training_steps and self.optimizer.warmup_steps:
@@ -348,6 +398,37 @@ class TrainConfig(Section):
     def owns_server(self) -> bool:
         """Whether the trainer starts the inference server itself."""
         return isinstance(self.bridge, RestartOptions)
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the trainer's model lies in the server's memory."""
+        return isinstance(self.bridge, SharedVllm) or (isinstance(self.bridge, LoraOnly) and self.bridge.share_base)
+
+    @property
+    def master_weights(self) -> bool:
+        """Whether the optimizer keeps an fp32 copy of 16-bit weights."""
+        return isinstance(self.bridge, SharedVllm) and self.bridge.master_weights
+
+    @model_validator(mode="after")
+    def _sharing_fits(self) -> TrainConfig:
+        if not self.shares_weights:
+            if isinstance(self.bridge, LoraOnly) and self.bridge.config_path is not None:
+                raise ValueError("--vllm-config-path: belongs to --share-base; leave it out, or add that")
+            return self
+        shared = "--share-base" if isinstance(self.bridge, LoraOnly) else "--weight-bridge-mode shared_vllm"
+        if self.model.load_in_4bit:
+            raise ValueError(f"--load-in-4bit: with {shared} the weights are the server's, in 16 or 32 bits")
+        dtypes = {self.model.dtype, self.vllm.dtype} - {"auto"}
+        if len(dtypes) == 2:
+            raise ValueError(
+                f"--vllm-dtype {self.vllm.dtype}: with {shared} there is one copy of the weights, but --dtype is "
+                f"{self.model.dtype}; leave one of them out"
+            )
+        if "float16" in dtypes and isinstance(self.bridge, SharedVllm) and not self.bridge.master_weights:
+            raise ValueError(
+                "--dtype float16: small updates would be lost in it; wanted bfloat16 or float32, or --master-weights"
+            )
+        return self
 
     @model_validator(mode="after")
     def _4_bits_fit(self) -> TrainConfig:
@@ -408,18 +489,3 @@ def _settings_of(adapter: AdapterFile) -> dict[str, Any]:
         "target_modules": list(adapter.target_modules),
         "layers": None if adapter.layers is None else format_ranges(adapter.layers),
     }
-
-
-def require_available(bridge: Section) -> CheckpointRestart | LoraOnly | LoraRestart:
-    """The bridge's configuration, if this version has that bridge.
-
-    Raises:
-        NotAvailableError: it does not.
-    """
-    if isinstance(bridge, SharedVllm):
-        raise NotAvailableError(
-            f"--weight-bridge-mode {bridge.mode}: not in this version yet; use lora_only "
-            "(trains a LoRA adapter and swaps it into the running server)"
-        )
-    assert isinstance(bridge, (CheckpointRestart, LoraOnly, LoraRestart)), bridge
-    return bridge

@@ -23,12 +23,6 @@ class ConfigError(GrpoError, ValueError):
     exit_code = 2
 
 
-class NotAvailableError(GrpoError, NotImplementedError):
-    """The option is known, but this version does not have it."""
-
-    exit_code = 2
-
-
 class ModelError(GrpoError, ValueError):
     """The model can't be trained or served."""
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from environments.api import wire
 from grpo_trainer.benchmark import print_time_split
 from grpo_trainer.checkpoint import Checkpoints, Progress
-from grpo_trainer.config import TrainConfig, require_available
+from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import DriftError, StoppedError
 from grpo_trainer.files import METRICS_FILE, refuse_to_mix_runs
 from grpo_trainer.metrics.sinks import MetricLog, build_metric_log
@@ -31,10 +31,9 @@ def train(config: TrainConfig) -> None:
     Raises:
         GrpoError: whatever the user can mend. A signal saves a checkpoint first.
     """
-    require_available(config.bridge)
     refuse_to_mix_runs(config.log_dir, config.checkpoints.resume, "--log-dir")
     with StopSignal() as stop:
-        policy = build_policy(config)
+        policy = build_policy(config, stop.check)
         trainer = Trainer(policy.model, config, stop.check)
         checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer)
         progress = checkpoints.resume()
@@ -69,12 +68,11 @@ def run_steps(
         for step in range(progress.step, config.training_steps):
             batch = rollouts.next_batch(progress.policy_version)
             try:
-                with bridge.updating():
-                    result = trainer.step(batch, step)
+                result = trainer.step(batch, step, bridge.updating)
             except (StoppedError, DriftError):
                 rollouts.release(batch)
                 raise
-            progress = Progress(step + 1, progress.policy_version + 1)
+            progress = Progress(step + 1, progress.policy_version + int(result.updated))
             published = bridge.publish(progress.policy_version)
             rollouts.ack(batch, progress.step)
             metrics.log(progress.step, batch.metrics, result.metrics, published.metrics)

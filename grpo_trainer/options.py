@@ -33,6 +33,11 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
+    @classmethod
+    def normalised(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What flat values mean, where some stand for others."""
+        return dict(given)
+
 
 def option(default: Any = ..., *, help: str, flags: tuple[str, ...] = (), **constraints: Any) -> Any:
     """Declare an option of a `Section`.
@@ -107,6 +112,7 @@ def build(root: type[C], given: Mapping[str, Any], *, where: str = "") -> C:
         ConfigError: for an unknown key (suggesting the nearest), a wrong value, a missing one, or an option that
             does not belong to what was chosen.
     """
+    given = root.normalised(given)
     tree: dict[str, Any] = {}
     by_key: dict[str, list[Leaf]] = {}
     for leaf in leaves(root):

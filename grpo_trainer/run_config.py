@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,11 @@ SET_BY_THE_RUN = {
     "log_dir": "--run-dir",
 }
 """Options of the trainer that a run derives, and what to use instead."""
+
+
+DEGREES = frozenset({"--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp"})
+UNSHARED = DEGREES | {"--quantization", "-q", "--enable-sleep-mode"}
+"""Arguments of a server whose weights no trainer can use."""
 
 
 class ApiProcess(Section):
@@ -144,13 +150,35 @@ def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Seque
     for key in given["trainer"]:
         if (instead := SET_BY_THE_RUN.get(key.replace("-", "_"))) is not None:
             raise ConfigError(f"--{key.replace('_', '-')}: set by the run itself; use {instead}")
-    return RunConfig(
+    config = RunConfig(
         options=build(RunOptions, given["run"]),
         trainer=build(TrainConfig, given["trainer"]),
         api=build(ApiProcess, _split_lists(given["api"]), where="api."),
         server=build(ServerProcess, _split_lists(given["server"]), where="server."),
         environments=_environments(file.get("environments", []), flags.get("env"), env_args),
     )
+    if config.trainer.shares_weights:
+        _check_sharing(config)
+    return config
+
+
+def _check_sharing(config: RunConfig) -> None:
+    """The server would refuse most of it, too, but only once it is started.
+
+    Raises:
+        ConfigError: no trainer could use this server's weights.
+    """
+    words = [word for argument in config.server.extra_args for word in argument.split("=")]
+    for flag, value in pairwise([*words, ""]):
+        if flag in UNSHARED and not (flag in DEGREES and value == "1"):
+            raise ConfigError(
+                f"--server.extra-args {flag}: the trainer is to use the server's weights, which must be whole, plain, "
+                "and stay where they are; leave it out, or use --weight-bridge-mode none or lora_only"
+            )
+    if config.server.dtype not in ("auto", config.trainer.model.dtype):
+        raise ConfigError(
+            f"--server.dtype {config.server.dtype}: there is one copy of the weights; leave it out and use --dtype"
+        )
 
 
 def _table(file: Mapping[str, Any], name: str) -> dict[str, Any]:

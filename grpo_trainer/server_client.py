@@ -41,9 +41,16 @@ class ServerClient:
         Raises:
             ServerError: it was not ready within `--vllm-timeout`, or is no server of ours.
         """
+        return self._wait_for(protocol.HEALTH_ROUTE)
+
+    def wait_until_there(self) -> protocol.BridgeInfo:
+        """Likewise, but it may refuse to generate: see `fault`."""
+        return self._wait_for(protocol.BRIDGE_INFO_ROUTE)
+
+    def _wait_for(self, route: str) -> protocol.BridgeInfo:
         started = time.monotonic()
         said = 0.0
-        while not self._is_healthy():
+        while not self._answers(route):
             self._check_stop()
             waited = time.monotonic() - started
             if waited > self._config.startup_timeout:
@@ -57,11 +64,24 @@ class ServerClient:
             time.sleep(POLL_SECONDS)
         return self._ask("GET", protocol.BRIDGE_INFO_ROUTE, protocol.BridgeInfo)
 
-    def _is_healthy(self) -> bool:
+    def _answers(self, route: str) -> bool:
         try:
-            return self._http.get(protocol.HEALTH_ROUTE, timeout=5.0).status_code == 200
+            return self._http.get(route, timeout=5.0).status_code == 200
         except httpx.TransportError:
             return False  # not there yet: that is what is being waited for
+
+    def fault(self) -> str | None:
+        """Why the server refuses to generate, if it does."""
+        answer = self._http.get(protocol.HEALTH_ROUTE)
+        return None if answer.status_code == 200 else _reason(answer) or f"/health answers {answer.status_code}"
+
+    def begin_update(self, request: protocol.UpdateBeginRequest) -> protocol.UpdateBeginResponse:
+        """Have generation held still while the shared weights are written."""
+        return self._ask("POST", protocol.BRIDGE_UPDATE_BEGIN_ROUTE, protocol.UpdateBeginResponse, request)
+
+    def end_update(self, request: protocol.UpdateEndRequest) -> protocol.UpdateEndResponse:
+        """Let it go on, on what was written."""
+        return self._ask("POST", protocol.BRIDGE_UPDATE_END_ROUTE, protocol.UpdateEndResponse, request)
 
     def load_adapter(
         self, request: protocol.LoraLoadRequest, body: memoryview | None = None

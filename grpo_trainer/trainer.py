@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -48,7 +49,7 @@ class Trainer:
     """Owns the model's trained parameters and their optimizer.
 
     Args:
-        model: returns an object with `logits` for token ids; its trained parameters are fp32.
+        model: returns an object with `logits` for token ids.
         check_stop: called between microbatches; raises to abandon the step, weights untouched.
 
     Attributes:
@@ -59,17 +60,20 @@ class Trainer:
         self.model = model
         self.config = config
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.optimizer = build_optimizer(self.parameters, config.optimizer)
+        self.optimizer = build_optimizer(self.parameters, config.optimizer, master_weights=config.master_weights)
         self.device = self.parameters[0].device
         self._check_stop = check_stop
         self.alarm: DriftAlarm | None = None
         self._bad_steps = 0
 
-    def step(self, batch: RolloutBatch, step: int) -> StepResult:
+    def step(
+        self, batch: RolloutBatch, step: int, writing: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> StepResult:
         """Train once on a batch.
 
         Args:
             step: from 0; sets the learning rate.
+            writing: entered around the write of the weights and nothing else; not at all if the step is skipped.
 
         Raises:
             TrainingError: the loss or the gradient was not finite for `--max-bad-steps` steps in a row.
@@ -97,7 +101,7 @@ class Trainer:
         metrics = merge([*parts, gap_metrics(gaps, batch.policy_version)])
         metrics.setdefault("train/loss", Sum(0.0))  # no group had a spread of rewards: nothing to learn from
         backward_seconds = time.perf_counter() - started
-        updated = bool(microbatches) and self._update(metrics)
+        updated = bool(microbatches) and self._update(metrics, writing)
         metrics |= {
             "train/lr": Mean(lr),
             "train/skipped": Sum(int(not updated)),
@@ -139,7 +143,7 @@ class Trainer:
         rows.append(row_gaps(microbatch, trainer_logprobs_N))
         return {**output.metrics, "train/loss": Sum(output.loss.detach())}
 
-    def _update(self, metrics: dict[str, Metric]) -> bool:
+    def _update(self, metrics: dict[str, Metric], writing: Callable[[], AbstractContextManager[None]]) -> bool:
         """Clip and step, unless loss or gradient is not finite."""
         limit = self.config.optimizer.max_grad_norm or float("inf")
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, limit))
@@ -157,7 +161,9 @@ class Trainer:
             return False
         self._bad_steps = 0
         before = [sampled(parameter).clone() for parameter in self.parameters]
-        self.optimizer.step()
+        self.optimizer.prepare()
+        with writing():
+            self.optimizer.step()
         changed = changed_fraction(before, [sampled(parameter) for parameter in self.parameters])
         metrics["train/changed_fraction"] = Mean(changed)
         if changed == 0.0 and norm > 0.0:

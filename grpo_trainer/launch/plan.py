@@ -12,10 +12,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from grpo_trainer.config import CheckpointRestart, LoraOnly, TrainConfig, require_available
+from grpo_trainer.config import AllWeightsOptions, LoraOnly, TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.options import dump
 from grpo_trainer.run_config import EnvironmentProcess, RunConfig
+from vllm_server.protocol.bridge_config import FILE_NAME
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_GPU_SHARE = 0.45
@@ -70,7 +71,11 @@ def plan_run(config: RunConfig, ports: Mapping[str, int], *, python: str, on_gpu
         ports: resolved (never 0) ports of "api" and "server".
         python: the interpreter of every process.
         on_gpu: whether server and trainer run on a GPU; on a CPU all processes share its cores.
+
+    Raises:
+        ConfigError: the trainer is to use the server's weights, but from another device.
     """
+    _check_device(config.trainer, on_gpu=on_gpu)
     folder = config.run_dir / "config"
     trainer = _trainer_table(config, ports, on_gpu)
     files: dict[Path, Mapping[str, Any]] = {folder / "trainer.toml": trainer}
@@ -145,13 +150,29 @@ def server_process(
 
 
 def _server_process(config: RunConfig, ports: Mapping[str, int], python: str, on_gpu: bool) -> ProcessSpec:
-    bridge = require_available(config.trainer.bridge)
-    assert isinstance(bridge, LoraOnly), "other servers are the trainer's own"
-    flags = ["--max-lora-rank", str(bridge.r), "--lora-name", bridge.name]
-    flags += ["--lora-keep-versions", str(config.trainer.keep_versions)]
-    flags += ["--lora-root", str((bridge.lora_root or config.run_dir / "adapters").absolute())]
+    bridge = config.trainer.bridge
+    flags: list[str] = []
+    if config.trainer.shares_weights:
+        flags += ["--shared-weights", "--bridge-config-path", str(_bridge_config_path(config))]
+    if isinstance(bridge, LoraOnly):
+        flags += ["--max-lora-rank", str(bridge.r), "--lora-name", bridge.name]
+        flags += ["--lora-keep-versions", str(config.trainer.keep_versions)]
+        flags += ["--lora-root", str((bridge.lora_root or config.run_dir / "adapters").absolute())]
     trainer = with_server_table(config, ports, on_gpu)
     return server_process(trainer, python=python, on_gpu=on_gpu, model=trainer.model.name, flags=tuple(flags))
+
+
+def _check_device(trainer: TrainConfig, *, on_gpu: bool) -> None:
+    device = trainer.model.device
+    if trainer.shares_weights and device != "auto" and device.startswith("cuda") != on_gpu:
+        where = "a GPU's memory" if on_gpu else "main memory"
+        raise ConfigError(
+            f"--device {device}: the trainer is to use the server's weights, which lie in {where}; use --device auto"
+        )
+
+
+def _bridge_config_path(config: RunConfig) -> Path:
+    return (config.run_dir / "config" / FILE_NAME).absolute()
 
 
 def with_server_table(config: RunConfig, ports: Mapping[str, int], on_gpu: bool) -> TrainConfig:
@@ -172,7 +193,9 @@ def with_server_table(config: RunConfig, ports: Mapping[str, int], on_gpu: bool)
 
 def _trainer_table(config: RunConfig, ports: Mapping[str, int], on_gpu: bool) -> dict[str, Any]:
     trainer = with_server_table(config, ports, on_gpu) if config.trainer.owns_server else config.trainer
+    shared = {"vllm_config_path": str(_bridge_config_path(config))} if trainer.shares_weights else {}
     return dump(trainer, only_set=True) | {
+        **shared,
         "atropos_url": f"http://{LOOPBACK}:{ports['api']}",
         "vllm_port": ports["server"],
         "dtype": trainer.trainer_dtype(on_gpu=on_gpu),
@@ -186,7 +209,7 @@ def _trainer_process(config: RunConfig, config_file: Path, python: str) -> Proce
         name="trainer",
         argv=(python, "-m", "grpo_trainer", "train", "--config", str(config_file)),
         ends_run=True,
-        stop_seconds=STOP_SECONDS_ALL_WEIGHTS if isinstance(config.trainer.bridge, CheckpointRestart) else 7.0,
+        stop_seconds=STOP_SECONDS_ALL_WEIGHTS if isinstance(config.trainer.bridge, AllWeightsOptions) else 7.0,
     )
 
 

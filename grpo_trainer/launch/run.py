@@ -11,7 +11,6 @@ from typing import Any
 import tomli_w
 from rich.console import Console
 
-from grpo_trainer.config import require_available
 from grpo_trainer.errors import ModelError, StoppedError, from_os_error
 from grpo_trainer.files import refuse_to_mix_runs, replace_file
 from grpo_trainer.launch.plan import RunPlan, plan_run
@@ -29,7 +28,6 @@ def run(config: RunConfig, console: Console) -> None:
         GrpoError: nothing was started when the configuration, the model, a port or the run folder was at fault;
             everything was ended again when a process failed.
     """
-    require_available(config.trainer.bridge)
     refuse_to_mix_runs(config.run_dir, config.trainer.checkpoints.resume, "--run-dir")
     ports = claim_ports({"api": config.api.port, "server": config.server.port})
     with console.status("checking the model and vLLM"):

@@ -4,7 +4,7 @@ Checkpoints of both kinds hold besides what `checkpoint.py` adds. An adapter's (
 
     adapter_step_12/     adapter_model.safetensors, adapter_config.json     what PEFT and vLLM load
 
-All weights (`none`):
+All weights (`none`, `shared_vllm`):
 
     step_12/             model*.safetensors, config.json, tokenizer files   what transformers and vLLM load
 """
@@ -12,7 +12,8 @@ All weights (`none`):
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -21,13 +22,28 @@ from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_trainer.config import CheckpointRestart, LoraOnly, LoraRestart, ModelConfig, TrainConfig, require_available
-from grpo_trainer.errors import ConfigError, ModelError
+from grpo_trainer.config import (
+    AllWeightsOptions,
+    CheckpointRestart,
+    LoraOnly,
+    LoraRestart,
+    ModelConfig,
+    SharedServer,
+    SharedVllm,
+    TrainConfig,
+)
+from grpo_trainer.errors import BridgeError, ConfigError, ModelError
 from grpo_trainer.model import lora
+from grpo_trainer.model.attach import attach_model
 from grpo_trainer.model.export import export_model, stored_tensors
-from grpo_trainer.model.load import load_all_weights, load_model
+from grpo_trainer.model.load import load_all_weights, load_model, pick_device
+from grpo_trainer.server_client import ServerClient
+from grpo_trainer.weights.bridge_file import find_bridge_config
+from vllm_server.protocol.bridge_config import BridgeConfigFile
+
+log = logging.getLogger(__name__)
 
 MODEL_CONFIG_FILE = "config.json"
 
@@ -135,29 +151,133 @@ class AllWeights:
         return {name: tensor.detach() for name, (_, tensor) in stored_tensors(self.model).items()}
 
     def load(self, path: Path, exact: Mapping[str, Tensor]) -> None:
-        own = stored_tensors(self.model)
-        shapes = {name: tensor.shape for name, (_, tensor) in own.items()}
-        if shapes != {name: tensor.shape for name, tensor in exact.items()}:
-            raise ConfigError(f"--resume {path}: its weights are not those of this --model-name; give it as it was")
+        self._check_shapes(path, exact)
         with torch.no_grad():
-            for name, (_, tensor) in own.items():
+            for name, (_, tensor) in stored_tensors(self.model).items():
                 tensor.copy_(exact[name])
 
+    def _check_shapes(self, path: Path, weights: Mapping[str, Tensor]) -> None:
+        own = {name: tensor.shape for name, (_, tensor) in stored_tensors(self.model).items()}
+        if own != {name: tensor.shape for name, tensor in weights.items()}:
+            raise ConfigError(f"--resume {path}: its weights are not those of this --model-name; give it as it was")
 
-def build_policy(config: TrainConfig) -> Policy:
-    """Load the model and make trainable what the run trains.
+
+class SharedWeights(AllWeights):
+    """Every parameter of a model that lies in a server's memory: as the server has them, nothing is rounded in saving.
+
+    Args:
+        source: the server's handles.
+
+    Attributes:
+        loaded: weights of a checkpoint that are not written yet; that takes a fence.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, source: BridgeConfigFile
+    ) -> None:
+        super().__init__(model, tokenizer, model.dtype)
+        self.source = source
+        self.loaded: dict[str, Tensor] | None = None
+
+    def exact_weights(self) -> dict[str, Tensor]:
+        """Those of another dtype than the rest: in most models none."""
+        stored = {name: tensor.detach() for name, (_, tensor) in stored_tensors(self.model).items()}
+        return {name: tensor.clone() for name, tensor in stored.items() if tensor.dtype != self._dtype}
+
+    def load(self, path: Path, exact: Mapping[str, Tensor]) -> None:
+        """Read them into main memory, for `write_loaded`."""
+        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+        loaded = {name: tensor.detach() for name, (_, tensor) in stored_tensors(model).items()} | dict(exact)
+        self._check_shapes(path, loaded)
+        self.loaded = loaded
+
+    @torch.no_grad()
+    def write_loaded(self) -> None:
+        """Write the checkpoint's weights into the server's memory."""
+        assert self.loaded is not None
+        for name, (_, tensor) in stored_tensors(self.model).items():
+            tensor.copy_(self.loaded[name])
+        self.loaded = None
+
+
+def build_policy(config: TrainConfig, check_stop: Callable[[], None] = lambda: None) -> Policy:
+    """Load the model, or attach it to the server's, and make trainable what the run trains.
+
+    Args:
+        check_stop: called while waiting for the server; raises to end the wait.
 
     Raises:
-        NotAvailableError: the mode is not in this version.
         ModelError, ConfigError: see `load_model`.
+        BridgeError: the server does not share its weights, or they can't be attached.
     """
-    match require_available(config.bridge):
+    match config.bridge:
+        case LoraOnly(share_base=True) as options:
+            base, _ = attach_to_server(config, options, check_stop)
+            return Adapter(lora.add_adapter(base, options, config.model.seed))
         case LoraOnly() | LoraRestart() as options:
             return Adapter(lora.add_adapter(load_model(config.model), options, config.model.seed))
-        case CheckpointRestart():
+        case SharedVllm() as options:
+            model, source = attach_to_server(config, options, check_stop)
+            _choose_trained(model, options)
+            return SharedWeights(model, load_tokenizer(config.model), source)
+        case CheckpointRestart() as options:
             model = load_all_weights(config.model)
+            _choose_trained(model, options)
             dtype = getattr(torch, config.served_dtype(on_gpu=torch.cuda.is_available()))
             return AllWeights(model, load_tokenizer(config.model), dtype)
+
+
+def attach_to_server(
+    config: TrainConfig, options: SharedServer, check_stop: Callable[[], None]
+) -> tuple[PreTrainedModel, BridgeConfigFile]:
+    """The model in the memory of the server, which is waited for; nothing is to be trained yet.
+
+    Raises:
+        BridgeError: the server does not share its weights, or the file is another server's.
+        BridgeError, ConfigError, ModelError: see `attach_model`.
+    """
+    client = ServerClient(config.vllm, check_stop)
+    try:
+        info = client.wait_until_there()
+    finally:
+        client.close()
+    if info.bridge_config_path is None:
+        raise BridgeError(
+            f"the inference server at {config.vllm.url} keeps its weights to itself; start it with --shared-weights"
+        )
+    path = options.config_path or Path(info.bridge_config_path)
+    file = find_bridge_config(path)
+    if file.boot_id != info.boot_id:
+        raise BridgeError(
+            f"--vllm-config-path {path}: is of another server (boot {file.boot_id}) than the one at {config.vllm.url} "
+            f"(boot {info.boot_id}); leave it out, or name {info.bridge_config_path}"
+        )
+    auto = torch.device("cpu" if file.kind == "file" else "cuda")
+    device = auto if config.model.device == "auto" else pick_device(config.model.device)
+    return attach_model(file, config.model, device), file
+
+
+def _choose_trained(model: PreTrainedModel, options: AllWeightsOptions) -> None:
+    """Every parameter, or those of the layers that `--train-layer-indices` names.
+
+    Raises:
+        ModelError: the model has fewer layers.
+    """
+    wanted = options.layer_indices
+    model.requires_grad_(wanted is None)
+    if wanted is None:
+        return
+    found = lora.decoder_layers(model)
+    if beyond := [number for number in wanted if number >= found.count]:
+        raise ModelError(
+            f"--train-layer-indices {','.join(map(str, beyond))}: the model has {found.count} layers, "
+            f"0 to {found.count - 1}"
+        )
+    layers = model.get_submodule(found.name)
+    for number in wanted:
+        layers.get_submodule(str(number)).requires_grad_(True)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    log.info("training %d of %d layers: %.2fM parameters", len(wanted), found.count, trained / 1e6)
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:

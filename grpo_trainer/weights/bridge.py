@@ -11,9 +11,9 @@ from typing import Protocol
 from peft import PeftModel
 
 from grpo_trainer.checkpoint import Checkpoints, Progress
-from grpo_trainer.config import CheckpointRestart, LoraOnly, LoraRestart, TrainConfig, require_available
+from grpo_trainer.config import CheckpointRestart, LoraOnly, LoraRestart, SharedVllm, TrainConfig
 from grpo_trainer.metrics.types import Metrics
-from grpo_trainer.model.policy import Policy
+from grpo_trainer.model.policy import Policy, SharedWeights
 from grpo_trainer.signals import StopSignal
 
 
@@ -58,11 +58,16 @@ class WeightBridge(Protocol):
         ...
 
     def updating(self) -> AbstractContextManager[None]:
-        """Held while the trainer's weights change; a bridge that shares memory fences the server here."""
+        """Held while the trainer's weights change; a bridge that shares memory fences the server here.
+
+        What is published next is one version more than what was before.
+        """
         ...
 
     def publish(self, version: int) -> Published:
         """Make the server generate with the trainer's weights, as `version`, if this bridge does so at this one.
+
+        The same version again, after a step that was skipped: nothing is to be done.
 
         Returns:
             What the server generates with: `version`, or an older one.
@@ -80,20 +85,23 @@ def build_bridge(
         stop: ends the bridge's waits; where the bridge owns the server, the server's end ends everybody else's.
 
     Raises:
-        NotAvailableError: it is not in this version.
         PortBusyError: the trainer is to start the server, and its port is taken.
     """
     from grpo_trainer.server_client import ServerClient
     from grpo_trainer.weights.checkpoint_restart import CheckpointModels, MergedModels, build_restart
     from grpo_trainer.weights.lora_swap import LoraSwap
+    from grpo_trainer.weights.shared_weights import SharedBridge
 
     client = ServerClient(config.vllm, stop.check)
     last_version = progress.policy_version + config.training_steps - progress.step
-    match require_available(config.bridge):
+    match config.bridge:
         case LoraOnly() as options:
             assert isinstance(policy.model, PeftModel)
             root = options.lora_root or Path(config.log_dir) / "adapters"
             return LoraSwap(options, policy.model, client, root.absolute(), config.model.seq_len)
+        case SharedVllm() as options:
+            assert isinstance(policy, SharedWeights)
+            return SharedBridge(options, policy, client, config.model.seq_len)
         case LoraRestart() as options:
             return build_restart(config, options, MergedModels.of(config, policy), policy, client, last_version, stop)
         case CheckpointRestart() as options:

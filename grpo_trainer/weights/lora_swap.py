@@ -45,6 +45,7 @@ class LoraSwap:
         self._seq_len = seq_len
         self._info: BridgeInfo | None = None
         self._transport: AdapterTransport | None = None
+        self._published: int | None = None
 
     def __enter__(self) -> LoraSwap:
         return self
@@ -113,6 +114,8 @@ class LoraSwap:
 
     def publish(self, version: int) -> Published:
         name = version_name(self._config.name, version)
+        if version == self._published:
+            return Published(version, name, {"train/sync_time": Sum(0.0), "publish/version": Sum(version)})
         started = time.perf_counter()
         sent = self._send(name, version, activate=True)
         metrics = {
@@ -122,6 +125,7 @@ class LoraSwap:
             "publish/stall_time": Sum(sent.answer.stall_seconds),
             "publish/version": Sum(version),
         }
+        self._published = version
         return Published(version, name, metrics)
 
     def _send(self, name: str, version: int, *, activate: bool) -> Sent:

@@ -52,13 +52,9 @@ class ModelProof:
         Raises:
             BridgeError: it does not; the message says by how much.
         """
-        probes = self._ask(info, version)
-        gap = _gap(probes, [trainer_logprobs(self._model, probe) for probe in probes])
-        precision = max(info.dtype, self._trainer_dtype, key=TOLERANCE.__getitem__)  # the coarser of the two sides
-        if self._noise is None:
-            allowed = NOISE_LIMIT[precision]
-        else:
-            allowed = max(TOLERANCE[precision], NOISE_MARGIN * self._noise)
+        probes = self.ask(info, version)
+        gap = self.gap(probes)
+        allowed = self.allowed(info)
         if not gap <= allowed:  # also when it is not a number
             raise BridgeError(self._verdict(version, gap, allowed, probes))
         if self._noise is None:
@@ -69,7 +65,23 @@ class ModelProof:
         )
         return gap
 
-    def _ask(self, info: BridgeInfo, version: int) -> list[Probe]:
+    def allowed(self, info: BridgeInfo) -> float:
+        """How far apart the two sides may be by now, in nats a token."""
+        precision = max(info.dtype, self._trainer_dtype, key=TOLERANCE.__getitem__)  # the coarser of the two sides
+        if self._noise is None:
+            return NOISE_LIMIT[precision]
+        return max(TOLERANCE[precision], NOISE_MARGIN * self._noise)
+
+    def gap(self, probes: list[Probe]) -> float:
+        """Mean |server - trainer| with the weights that the trainer has now, in nats a token."""
+        return _gap(probes, [trainer_logprobs(self._model, probe) for probe in probes])
+
+    def ask(self, info: BridgeInfo, version: int) -> list[Probe]:
+        """What the server samples for the probe prompts.
+
+        Raises:
+            BridgeError: another version answered.
+        """
         probes = []
         for prompt in _probe_prompts(self._model.config.vocab_size, info.max_model_len - COMPLETION_TOKENS):
             answer = self._server.generate(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_trainer.config import LoraOnly, TrainConfig
+from grpo_trainer.config import LoraOnly, SharedVllm, TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.options import build, dump, unique_leaves
 from grpo_trainer.run_config import build_run
@@ -76,7 +76,36 @@ def test_every_predecessor_flag_is_in_the_help() -> None:
         ),
         ({"model_name": "m", "lora_r": 8}, "--lora-r: belongs to --weight-bridge-mode lora_only, lora_restart"),
         ({"model_name": "m", "weight_bridge_mode": "lora"}, "--weight-bridge-mode lora: wanted one of 'none'"),
-        ({"model_name": "m", "optimizer": "adafactor"}, "--optimizer adafactor: not in this version yet; use adamw"),
+        ({"model_name": "m", "optimizer": "adamw_cpu"}, "--optimizer adamw_cpu: not in this version; use adamw_8bit"),
+        (
+            {"model_name": "m", "single_copy": True, "weight_bridge_mode": "none"},
+            "--single-copy: belongs to --weight-bridge-mode shared_vllm, but the mode is none",
+        ),
+        (
+            {"model_name": "m", "weight_bridge_mode": "lora_only", "train_layer_indices": "1"},
+            "--train-layer-indices: belongs to --weight-bridge-mode none, shared_vllm, but the mode is lora_only",
+        ),
+        ({"model_name": "m", "train_layer_indices": "3-1"}, "--train-layer-indices 3-1: 3-1 is no rising range"),
+        (
+            {"model_name": "m", "weight_bridge_mode": "lora_only", "vllm_config_path": "x.json"},
+            "--vllm-config-path: belongs to --share-base",
+        ),
+        (
+            {"model_name": "m", "weight_bridge_mode": "lora_only", "share_base": True, "load_in_4bit": True},
+            "--load-in-4bit: with --share-base the weights are the server's, in 16 or 32 bits",
+        ),
+        (
+            {"model_name": "m", "weight_bridge_mode": "shared_vllm", "load_in_4bit": True},
+            "--load-in-4bit: with --weight-bridge-mode shared_vllm the weights are the server's",
+        ),
+        (
+            {"model_name": "m", "single_copy": True, "dtype": "bfloat16", "vllm_dtype": "float32"},
+            "--vllm-dtype float32: with --weight-bridge-mode shared_vllm there is one copy of the weights",
+        ),
+        (
+            {"model_name": "m", "weight_bridge_mode": "shared_vllm", "dtype": "float16"},
+            "--dtype float16: small updates would be lost in it; wanted bfloat16 or float32, or --master-weights",
+        ),
         ({"model_name": "m", "rollout_url": "localhost:8000"}, "wanted an address such as http://localhost:8000"),
         ({"model_name": "m", "warmup_steps": 10}, "--warmup-steps 10: wanted fewer than --training-steps 10"),
     ],
@@ -86,6 +115,13 @@ def test_messages_name_the_option_what_came_and_what_was_wanted(given_values: di
         build(TrainConfig, given_values)
     assert said in str(error.value)
     assert error.value.exit_code == 2
+
+
+def test_single_copy_is_another_name_of_the_mode() -> None:
+    config = build(TrainConfig, {"model": "m", "single-copy": True, "train-layer-indices": "21,20"})
+    assert isinstance(config.bridge, SharedVllm)
+    assert config.bridge.layer_indices == (20, 21)
+    assert build(TrainConfig, dump(config)) == config
 
 
 def test_dashes_and_aliases_mean_the_same() -> None:
@@ -137,23 +173,25 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ({"environments": [{}, {}]}, {"env": "arithmetic"}, [], "2 environments, a flag can't tell which"),
         ({"trainer": 3}, {}, [], "trainer: got 3, wanted a table"),
         ({}, {"server.gpu_memory_utilization": "7"}, [], "--server.gpu-memory-utilization 7: input should be less"),
+        (
+            {},
+            {"single_copy": True, "server.extra_args": "--tensor-parallel-size,2"},
+            [],
+            "--server.extra-args --tensor-parallel-size: the trainer is to use the server's weights",
+        ),
+        (
+            {},
+            {"weight_bridge_mode": "lora_only", "share_base": True, "server.extra_args": "--quantization=fp8"},
+            [],
+            "--server.extra-args --quantization: the trainer is to use",
+        ),
+        ({}, {"single_copy": True, "server.dtype": "float16"}, [], "--server.dtype float16: there is one copy"),
     ],
 )
 def test_a_runs_messages(file: dict[str, object], flags: dict[str, object], args: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as error:
         build_run(file, {"model_name": "m", **flags}, args)
     assert said in str(error.value)
-
-
-@pytest.mark.parametrize("mode", ["shared_vllm"])
-@pytest.mark.parametrize("command", ["train", "run"])
-def test_modes_to_come_say_so_and_exit_2(mode: str, command: str, tmp_path: Path) -> None:
-    done = grpo(
-        command, "--model", "m", "--weight-bridge-mode", mode, *(["--run-dir", str(tmp_path)] * (command == "run"))
-    )
-    assert done.returncode == 2
-    assert f"--weight-bridge-mode {mode}: not in this version yet; use lora_only" in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 def test_a_toml_file_with_an_error_names_the_place(tmp_path: Path) -> None:

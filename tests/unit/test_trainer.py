@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -133,9 +135,41 @@ def test_the_loss_scale_is_a_power_of_two_that_brings_the_weight_near_one(weight
     assert loss_scale([]) == 1.0
 
 
-def test_16_bit_weights_are_refused() -> None:
-    with pytest.raises(TypeError, match="fp32"):
-        Trainer(TinyModel().to(torch.bfloat16), config())
+@contextmanager
+def told(events: list[str], watched: Callable[[], object]) -> Iterator[None]:
+    """A fence that says when it is entered and left, and whether what is watched changed within."""
+    before = copy.deepcopy(watched())
+    events.append("begin")
+    yield
+    events.append("end" if watched() != before else "end, nothing changed")
+
+
+def test_the_fence_is_held_for_the_write_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = TinyModel().to(torch.bfloat16)
+    trainer = Trainer(model, config(optimizer={"lr": 1e-2}))
+    events: list[str] = []
+    prepare = trainer.optimizer.prepare
+    monkeypatch.setattr(trainer.optimizer, "prepare", lambda: (events.append("prepared"), prepare()))
+    model.register_forward_hook(lambda *_: events.append("forward"))
+    weights = lambda: [parameter.tolist() for parameter in trainer.parameters]  # noqa: E731
+    result = trainer.step(rollouts(), 0, lambda: told(events, weights))
+    assert events == [*["forward"] * 3, "prepared", "begin", "end"]
+    assert reduce(result.metrics)["train/changed_fraction"] > 0
+
+
+def test_a_step_that_is_skipped_takes_no_fence() -> None:
+    trainer = Trainer(TinyModel(), config())
+    poisoned = batch([sample([1], [2], 1.0, logprobs=[float("nan")]), sample([1], [3], 0.0)])
+    even = batch([sample([1], [2], 1.0), sample([1], [3], 1.0)])
+    events: list[str] = []
+    for data in (poisoned, even):
+        assert not trainer.step(data, 0, lambda: told(events, list)).updated
+    assert not events
+
+
+def test_16_bit_weights_without_a_landing_optimizer_are_refused() -> None:
+    with pytest.raises(TypeError, match="float16, wanted float32, bfloat16, or --master-weights"):
+        Trainer(TinyModel().to(torch.float16), config())
 
 
 def test_paths_in_a_configuration_survive_validation() -> None:

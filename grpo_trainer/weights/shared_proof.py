@@ -1,0 +1,154 @@
+"""Proof of a bridge over shared memory: does the server compute with the very weights that the trainer holds?
+
+First both sides must agree on the present weights. Then a few rows of some matrices are changed in place, within a
+fence: the server's logprobs must move, and be those of the trainer's own forward pass. Then the old bits come back, and
+so must the logprobs. A server with a copy of its own, a parameter bound to another's place, or a stale cache fails
+here, before a step is trained.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from grpo_trainer.errors import BridgeError
+from grpo_trainer.model.lora import decoder_layers
+from grpo_trainer.weights.model_proof import ModelProof
+from grpo_trainer.weights.proof import MIN_MOVE, RELATIVE_SIZES, Probe, _probe_prompts, trainer_logprobs
+from vllm_server.protocol import PROOF_VERSION, BridgeInfo
+
+log = logging.getLogger(__name__)
+
+Fence = Callable[[int], AbstractContextManager[None]]
+"""Entered to write the shared weights, which are of that version afterwards."""
+
+
+class SharedProof:
+    """Proves one server.
+
+    Args:
+        model: its parameters lie in the server's memory.
+        proof: asks the server, and compares.
+    """
+
+    def __init__(self, model: PreTrainedModel, proof: ModelProof) -> None:
+        self._model = model
+        self._proof = proof
+
+    def prove(self, info: BridgeInfo, version: int, fence: Fence) -> float:
+        """Present weights, a synthetic change, the present ones again; these are `version`.
+
+        Returns:
+            The noise: mean |server - trainer| on the present weights, in nats a token.
+
+        Raises:
+            BridgeError: the server's logprobs are not those of the shared weights; the message says which way.
+        """
+        noise = self._proof.prove(info, version)
+        before = self._proof.ask(info, version)
+        allowed = self._proof.allowed(info)
+        larger = 2 * allowed  # in 16 bits, rounding grows with what is changed
+        change = SyntheticChange(self._model, _probe_prompts(self._model.config.vocab_size, info.max_model_len))
+        with fence(PROOF_VERSION):
+            change.write(MIN_MOVE / 2 * larger)
+        try:
+            synthetic = self._proof.ask(info, PROOF_VERSION)
+            gap = self._proof.gap(synthetic)
+        finally:
+            with fence(version):
+                change.restore()
+        moved = self._proof.gap(synthetic)
+        if not gap <= larger:
+            raise BridgeError(_verdict(gap, moved, larger))
+        if moved < 2 * larger:
+            raise BridgeError(
+                f"bridge proof impossible: a synthetic change moves this model by {moved:.3g} nats a token only, "
+                f"wanted twice the gap that must be allowed ({larger:.2g}). --no-proof trains all the same"
+            )
+        after = self._proof.ask(info, version)
+        back = _difference(before, after, self._proof.gap(after))
+        if not back <= allowed:
+            raise BridgeError(
+                f"bridge proof failed: after a synthetic change was undone bit for bit, the server's logprobs are "
+                f"{back:.3g} nats a token from those of before (allowed {allowed:.2g}): a stale cache? Nothing was "
+                "trained. --no-proof trains all the same"
+            )
+        log.info(
+            "bridge proved: the server is within %.2g nats a token of the trainer; a synthetic change of the weights "
+            "moved it by %.3g and it stayed within %.2g; undone, it is within %.2g of before",
+            *(noise, moved, gap, back),
+        )
+        return noise
+
+
+def _verdict(gap: float, moved: float, allowed: float) -> str:
+    if moved <= allowed:
+        what = "does not see what the trainer writes: it answers as before the change"
+    else:
+        what = "computes with other weights than the trainer's (a parameter bound to another's place?)"
+    return (
+        f"bridge proof failed (synthetic change): the server {what}. Mean |server - trainer| is {gap:.3g} nats a token "
+        f"(allowed {allowed:.2g}), |server - unchanged weights| {moved:.3g}. The old weights are back, nothing was "
+        "trained. Start the server anew; --no-proof trains all the same"
+    )
+
+
+def _difference(before: list[Probe], after: list[Probe], gap: float) -> float:
+    """Mean |after - before|; where rounding led to other tokens, |server - trainer| stands for it."""
+    if [probe.tokens for probe in before] != [probe.tokens for probe in after]:
+        return gap
+    pairs = zip(before, after, strict=True)
+    return float(torch.cat([(b.server_logprobs - a.server_logprobs).abs() for b, a in pairs]).mean())
+
+
+class SyntheticChange:
+    """Half the rows of two matrices, of attention and of the MLP, in the first, middle and last layer.
+
+    Args:
+        prompts: by these it is measured how much a change moves the model.
+    """
+
+    def __init__(self, model: PreTrainedModel, prompts: list[list[int]]) -> None:
+        self._model = model
+        self._texts = [Probe(prompt, 1, torch.zeros(len(prompt) - 1)) for prompt in prompts]
+        self._places = [matrix[: -(-len(matrix) // 2)] for matrix in _matrices(model)]
+        self._saved = [place.clone() for place in self._places]
+
+    @torch.no_grad()
+    def write(self, move: float) -> None:
+        """Change the weights so that the trainer's own logprobs move by at least `move` nats a token, on average, or
+        as much as the largest of `RELATIVE_SIZES` does."""
+        before = self._logprobs()
+        for size in RELATIVE_SIZES:
+            for index, (place, saved) in enumerate(zip(self._places, self._saved, strict=True)):
+                generator = torch.Generator(place.device).manual_seed(index)
+                noise = torch.randn(saved.shape, generator=generator, device=place.device)
+                place.copy_(saved.float() + noise.mul_(size * saved.float().square().mean().sqrt()))
+            if float((self._logprobs() - before).abs().mean()) >= move:
+                return
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """The old bits."""
+        for place, saved in zip(self._places, self._saved, strict=True):
+            place.copy_(saved)
+
+    def _logprobs(self) -> Tensor:
+        return torch.cat([trainer_logprobs(self._model, text) for text in self._texts])
+
+
+def _matrices(model: PreTrainedModel) -> list[Tensor]:
+    """Views `[rows, columns]`, first and last of some layers; of stacked experts the first."""
+    found = decoder_layers(model)
+    layers = model.get_submodule(found.name)
+    chosen = []
+    for index in sorted({0, found.count // 2, found.count - 1}):
+        parameters = layers.get_submodule(str(index)).parameters()
+        matrices = [parameter.detach() for parameter in parameters if parameter.ndim >= 2]
+        chosen += [matrix.flatten(0, -3)[0] if matrix.ndim > 2 else matrix for matrix in (matrices[0], matrices[-1])]
+    return chosen

@@ -1,0 +1,168 @@
+"""Shared weights: the trainer's parameters are the server's, and the optimizer writes them where the server reads them.
+
+Nothing is sent. A write happens within a fence: the server finishes the forward pass under way and holds still; what it
+computed from the old weights is dropped; generation goes on, as the next version. If a write does not come to its end,
+the server is told (or, when the trainer is dead, finds out when time is up) and refuses to generate until another has.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
+
+import torch
+
+from grpo_trainer.config import SharedVllm
+from grpo_trainer.errors import BridgeError, ServerError
+from grpo_trainer.metrics.types import Metric, Sum
+from grpo_trainer.model.policy import SharedWeights
+from grpo_trainer.server_client import ServerClient
+from grpo_trainer.weights.bridge import Published
+from grpo_trainer.weights.model_proof import ModelProof
+from grpo_trainer.weights.shared_proof import SharedProof
+from vllm_server.protocol import BridgeInfo, UpdateBeginRequest, UpdateEndRequest
+
+log = logging.getLogger(__name__)
+
+WRITE_SECONDS = 60.0
+RESTORE_SECONDS = 600.0
+"""A fence that is held longer counts as torn; a checkpoint comes over the bus."""
+
+
+class SharedBridge:
+    """The `shared_vllm` bridge.
+
+    Args:
+        policy: its model lies in the memory of `server`.
+        seq_len: longest sequence of the training, which the server must be able to serve.
+    """
+
+    def __init__(self, config: SharedVllm, policy: SharedWeights, server: ServerClient, seq_len: int) -> None:
+        self._config = config
+        self._policy = policy
+        self._server = server
+        self._seq_len = seq_len
+        self._device = policy.model.device
+        self._info: BridgeInfo | None = None
+        self._version = 0
+        self._metrics: dict[str, Metric] = {}
+
+    def __enter__(self) -> SharedBridge:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.close()
+
+    def connect(self, policy_version: int) -> int:
+        """As everywhere; a checkpoint that was resumed is written into the server's memory here.
+
+        Raises:
+            BridgeError: the server is not the one that the model was attached to, or its weights are no policy's.
+        """
+        info = self._info = self._server.wait_until_there()
+        self._check(info)
+        log.info(
+            "bridge shared_vllm: server %s, vLLM %s on %s, %s, boot %s",
+            *(info.served_model_name, info.vllm_version, info.device, info.dtype, info.boot_id),
+        )
+        if self._policy.loaded is not None:
+            version = policy_version if policy_version > info.policy_version else info.policy_version + 1
+            with self._fence(version, RESTORE_SECONDS):
+                self._policy.write_loaded()
+            log.info("wrote the checkpoint's weights into the server's memory, as version %d", version)
+            return version
+        fault = self._server.fault()
+        if fault is None and info.policy_version < 0:
+            fault = "an earlier trainer ended while it was proving the bridge, and left a synthetic change"
+        if fault is not None:
+            raise BridgeError(
+                f"the inference server holds no policy's weights: {fault}. Write a checkpoint's into it with --resume "
+                "auto, or start the server anew"
+            )
+        if info.update_count:
+            log.warning(
+                "an earlier trainer has written the server's weights: training goes on from its version %d, not from "
+                "the model's files",
+                info.policy_version,
+            )
+        self._version = max(policy_version, info.policy_version)
+        return self._version
+
+    def _check(self, info: BridgeInfo) -> None:
+        """Refuse before training what would fail, or lie, during it."""
+        attached = self._policy.source.boot_id
+        if info.boot_id != attached:
+            raise BridgeError(
+                f"the inference server was started anew (boot {info.boot_id}) after its weights were attached (boot "
+                f"{attached}); start the trainer again"
+            )
+        if info.logprobs_mode != "processed_logprobs":
+            raise BridgeError(
+                f"the inference server returns {info.logprobs_mode}, not the logprobs that it samples from: start it "
+                "with --logprobs-mode processed_logprobs"
+            )
+        if info.max_model_len < self._seq_len:
+            log.warning("the server serves at most %d tokens, --seq-len is %d", info.max_model_len, self._seq_len)
+
+    def prove(self) -> float | None:
+        if not self._config.proof:
+            log.warning("bridge proof skipped (--no-proof): nothing shows that the server uses what is written")
+            return None
+        assert self._info is not None, "connect comes first"
+        model = self._policy.model
+        proof = ModelProof(model, self._server, str(model.dtype).removeprefix("torch."))
+        return SharedProof(model, proof).prove(self._info, self._version, self._fence)
+
+    def updating(self) -> AbstractContextManager[None]:
+        return self._fence(self._version + 1)
+
+    def publish(self, version: int) -> Published:
+        """Nothing is left to do: the write was all."""
+        assert self._info is not None, "connect comes first"
+        if version != self._version:
+            raise BridgeError(f"asked to publish version {version}, but the weights are those of {self._version}")
+        metrics, self._metrics = self._metrics, {}
+        quiet: dict[str, Metric] = {"train/sync_time": Sum(0.0), "publish/version": Sum(version)}
+        return Published(version, self._info.served_model_name, quiet | metrics)
+
+    @contextmanager
+    def _fence(self, version: int, seconds: float = WRITE_SECONDS) -> Iterator[None]:
+        """Within the block nothing reads the weights; after it the server generates with them, as `version`."""
+        assert self._info is not None, "connect comes first"
+        self._finish_kernels()  # what was queued before need not hold the server
+        started = time.perf_counter()
+        asked = UpdateBeginRequest(boot_id=self._info.boot_id, in_flight=self._config.in_flight, timeout_s=seconds)
+        begun = self._server.begin_update(asked)
+        writing = time.perf_counter()
+        try:
+            yield
+            self._finish_kernels()
+        except BaseException:
+            self._say_torn(begun.token, version)
+            raise
+        written = time.perf_counter()
+        ended = self._server.end_update(UpdateEndRequest(token=begun.token, version=version))
+        if ended.policy_version != version:
+            raise BridgeError(f"wrote version {version}, but the server took it for {ended.policy_version}")
+        self._version = version
+        self._metrics = {
+            "train/sync_time": Sum(time.perf_counter() - started),
+            "publish/pause_time": Sum(begun.pause_seconds),
+            "publish/write_time": Sum(written - writing),
+            "publish/stall_time": Sum(ended.stall_seconds),
+        }
+
+    def _say_torn(self, token: str, version: int) -> None:
+        try:
+            self._server.end_update(UpdateEndRequest(token=token, version=version, torn=True))
+        except ServerError as error:  # then it finds out when time is up; the reason for all this is worth more
+            log.warning("the server could not be told that its weights are torn: %s", error)
+
+    def _finish_kernels(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

@@ -1,0 +1,301 @@
+"""Steps land: what is smaller than the spacing of 16-bit weights is not lost, on average nothing is added to it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from grpo_trainer import optim
+from grpo_trainer.config import OptimizerConfig
+from grpo_trainer.optim import (
+    Adafactor,
+    AdamW,
+    AdamW8bit,
+    FusedAdamW,
+    TwoPartOptimizer,
+    build_optimizer,
+    from_8_bits,
+    pieces,
+    round_stochastically,
+    sampled,
+    to_8_bits,
+)
+
+SIZE = 4096
+OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor")
+ALL = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    torch.manual_seed(0)
+
+
+def weight(value: float, dtype: torch.dtype = torch.bfloat16, shape: Sequence[int] = (SIZE,)) -> Parameter:
+    return Parameter(torch.full(tuple(shape), value, dtype=dtype))
+
+
+def made(
+    name: str, parameters: Sequence[Parameter], *, master_weights: bool = False, **options: float
+) -> TwoPartOptimizer:
+    config = OptimizerConfig.model_validate({"optimizer": name, "lr": 1e-5, **options})
+    return build_optimizer(parameters, config, master_weights=master_weights)
+
+
+def step(optimizer: TwoPartOptimizer, parameters: Sequence[Parameter], gradients: Sequence[torch.Tensor]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.to(parameter.dtype).clone()
+    optimizer.prepare()
+    optimizer.step()
+
+
+# ---------------------------------------------------------------- rounding
+
+
+def test_rounding_is_unbiased() -> None:
+    # bfloat16 has 7 bits after the point: between 1 and 2 its values are 1/128 apart. 1 + 1/512 lies a quarter of the
+    # way from 1 to 1 + 1/128, so it must go up with probability 1/4.
+    rounded = round_stochastically(torch.full((40_000,), 1 + 1 / 512))
+    assert set(rounded.tolist()) == {1.0, 1 + 1 / 128}
+    up = float((rounded > 1).float().mean())
+    assert abs(up - 0.25) < 5 * math.sqrt(0.25 * 0.75 / 40_000)
+    negative = round_stochastically(torch.full((40_000,), -1 - 1 / 512))
+    assert set(negative.tolist()) == {-1.0, -1 - 1 / 128}
+    assert abs(float(negative.double().mean()) + 1 + 1 / 512) < 5 * math.sqrt(0.25 * 0.75 / 40_000) / 128
+
+
+def test_what_bfloat16_can_say_stays_exactly() -> None:
+    exact = torch.randn(10_000).bfloat16()
+    special = torch.tensor([0.0, -0.0, 1.0, -2.5, float("inf"), -float("inf"), 1e-40, 3e38]).bfloat16()
+    for values in (exact, special):
+        for _ in range(5):
+            assert torch.equal(round_stochastically(values.float()), values)
+    assert math.isnan(float(round_stochastically(torch.tensor([math.nan]))))
+
+
+def test_the_mean_of_any_value_is_right() -> None:
+    values = torch.randn(200) * torch.logspace(-6, 3, 200)
+    tries = torch.stack([round_stochastically(values).double() for _ in range(2000)])
+    spacing = 2.0 ** (values.abs().log2().floor() - 7)
+    # a step of the spacing with probability p has a standard deviation of at most half of it
+    allowed = 5 * 0.5 * spacing.double() / math.sqrt(2000)
+    assert ((tries.mean(0) - values.double()).abs() <= allowed).all()
+
+
+# ---------------------------------------------------------------- landing
+
+
+def test_plain_bfloat16_does_not_move() -> None:
+    # 0.02 lies between 2^-6 and 2^-5: spacing 2^-6 / 128 = 1.2e-4, and a step of 1e-5 is less than half of that.
+    parameter = weight(0.02)
+    before = parameter.detach().clone()
+    plain = torch.optim.AdamW([parameter], lr=1e-5, weight_decay=0.0)
+    for _ in range(20):
+        parameter.grad = torch.ones_like(parameter)
+        plain.step()
+    assert torch.equal(parameter, before)
+
+
+@ALL
+@pytest.mark.parametrize("shape", [(SIZE,), (64, 64)])
+def test_small_steps_move_bfloat16_as_far_as_they_should(name: str, shape: tuple[int, ...]) -> None:
+    # With a gradient of 1 at each step every one of these optimizers takes steps of exactly lr: 25 of them are 2.5e-4.
+    # Each rounding has a standard deviation of at most half the spacing, and 25 x 4096 of them are independent.
+    parameter = weight(0.02, shape=shape)
+    start = float(parameter.detach().double().mean())
+    optimizer = made(name, [parameter])
+    for _ in range(25):
+        step(optimizer, [parameter], [torch.ones(shape)])
+    moved = start - float(parameter.detach().double().mean())
+    deviation = 0.5 * (2**-6 / 128) * math.sqrt(25 / SIZE)
+    assert abs(moved - 25e-5) < 5 * deviation + 0.01 * 25e-5  # and 1 % for moments in 8 bits
+
+
+@ALL
+def test_master_weights_move_as_far_exactly_and_parameters_are_their_nearest(name: str) -> None:
+    parameter = weight(0.02)
+    start = parameter.detach().float().clone()
+    optimizer = made(name, [parameter], master_weights=True)
+    for _ in range(25):
+        step(optimizer, [parameter], [torch.ones(SIZE)])
+    master = optimizer.state[parameter]["master"]
+    torch.testing.assert_close(start - master, torch.full((SIZE,), 25e-5), rtol=0.01, atol=0)
+    assert torch.equal(parameter, master.bfloat16()) and not torch.equal(parameter.float(), start)
+
+
+@ALL
+def test_the_parameters_stand_still_until_the_second_part(name: str) -> None:
+    parameter = weight(0.02, shape=(64, 64))
+    before = parameter.detach().clone()
+    optimizer = made(name, [parameter], lr=1e-2)
+    parameter.grad = torch.randn(64, 64).bfloat16()
+    place = parameter.data_ptr()
+    optimizer.prepare()
+    assert torch.equal(parameter, before)
+    optimizer.step()
+    assert not torch.equal(parameter, before)
+    assert parameter.data_ptr() == place and parameter.grad is None
+
+
+def test_a_step_needs_no_preparation_by_hand() -> None:
+    one, two = weight(1.0, torch.float32), weight(1.0, torch.float32)
+    gradient = torch.randn(SIZE)
+    for parameter, prepared in ((one, True), (two, False)):
+        optimizer = AdamW([parameter], OptimizerConfig(lr=1e-3), master_weights=False)
+        parameter.grad = gradient.clone()
+        if prepared:
+            optimizer.prepare()
+        optimizer.step()
+    assert torch.equal(one, two)
+
+
+# ---------------------------------------------------------------- against others
+
+
+def run(optimizer: torch.optim.Optimizer, parameter: Parameter, steps: int = 20) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(steps):
+        parameter.grad = torch.randn(parameter.shape, generator=generator) * 0.1 + 0.02
+        optimizer.step()
+    return parameter.detach().clone()
+
+
+CONFIG = OptimizerConfig(lr=1e-2, weight_decay=0.1, adam_beta2=0.95)
+
+
+def test_adamw_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optim, "PIECE", 1000)  # in pieces that do not fit evenly
+    start = torch.randn(70, 33)
+    theirs = Parameter(start.clone())
+    ours = Parameter(start.clone())
+    wanted = run(torch.optim.AdamW([theirs], lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8), theirs)
+    torch.testing.assert_close(run(AdamW([ours], CONFIG, master_weights=False), ours), wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_8_bit_adamw_is_near_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optim, "PIECE", 1000)
+    start = torch.randn(70, 33)
+    exact, rough = Parameter(start.clone()), Parameter(start.clone())
+    moved = run(AdamW([exact], CONFIG, master_weights=False), exact) - start
+    moved_8 = run(AdamW8bit([rough], CONFIG, master_weights=False), rough) - start
+    assert float((moved_8 - moved).norm() / moved.norm()) < 0.05
+
+
+@pytest.mark.parametrize("shape", [(70, 33), (50,), (3, 20, 11)])
+def test_adafactor_is_transformers(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.optimization import Adafactor as Theirs
+
+    monkeypatch.setattr(optim, "PIECE", 100)
+    start = torch.randn(shape)
+    ours = Parameter(start.clone())
+    got = run(Adafactor([ours], CONFIG, master_weights=False), ours)
+    # theirs clips a stack of matrices as one: ours each by itself
+    for index in range(shape[0] if len(shape) == 3 else 1):
+        generator = torch.Generator().manual_seed(3)
+        theirs = Parameter((start[index] if len(shape) == 3 else start).clone())
+        options = {"lr": 1e-2, "weight_decay": 0.1, "relative_step": False, "scale_parameter": False}
+        other = Theirs([theirs], **options)
+        for _ in range(20):
+            whole = torch.randn(shape, generator=generator) * 0.1 + 0.02
+            theirs.grad = whole[index] if len(shape) == 3 else whole
+            other.step()
+        torch.testing.assert_close(got[index] if len(shape) == 3 else got, theirs.detach(), rtol=1e-4, atol=1e-6)
+
+
+# ---------------------------------------------------------------- strange memory
+
+
+@ALL
+def test_views_of_another_engines_memory_are_written_and_nothing_beside_them(name: str) -> None:
+    """Rows of a fused matrix, and halves of stacked experts, which are no contiguous memory."""
+    fused, experts = torch.zeros(96, 32).bfloat16(), torch.zeros(4, 64, 32).bfloat16()
+    rows, halves = Parameter(fused[32:64]), Parameter(experts[:, 32:])
+    assert not halves.is_contiguous()
+    optimizer = made(name, [rows, halves], lr=1e-2)
+    step(optimizer, [rows, halves], [torch.randn(32, 32), torch.randn(4, 32, 32)])
+    assert fused[32:64].all() and not fused[:32].any() and not fused[64:].any()
+    assert experts[:, 32:].all() and not experts[:, :32].any()
+    assert 0 < sampled(halves).numel() <= halves.numel()
+
+
+@ALL
+@pytest.mark.parametrize("master_weights", [False, True])
+def test_what_is_saved_and_loaded_goes_on_bit_for_bit(name: str, master_weights: bool) -> None:
+    start = torch.randn(70, 33).bfloat16()
+    gradients = [torch.randn(70, 33) for _ in range(6)]
+    straight = Parameter(start.clone())
+    first = made(name, [straight], master_weights=master_weights, lr=1e-3)
+    for gradient in gradients[:3]:
+        step(first, [straight], [gradient])
+    saved, middle, generator = copy.deepcopy(first.state_dict()), straight.detach().clone(), torch.get_rng_state()
+    for gradient in gradients[3:]:
+        step(first, [straight], [gradient])
+    resumed = Parameter(middle)
+    second = made(name, [resumed], master_weights=master_weights, lr=1e-3)
+    second.load_state_dict(saved)
+    torch.set_rng_state(generator)
+    for gradient in gradients[3:]:
+        step(second, [resumed], [gradient])
+    assert torch.equal(straight, resumed)
+    floats = [v.dtype for v in second.state[resumed].values() if isinstance(v, torch.Tensor) and v.is_floating_point()]
+    assert set(floats) <= {torch.float32}
+
+
+@ALL
+def test_bytes_of_state_for_each_weight_are_as_documented(name: str) -> None:
+    parameter = weight(0.02, shape=(1024, 1024))
+    optimizer = made(name, [parameter])
+    step(optimizer, [parameter], [torch.ones(1024, 1024)])
+    state = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
+    size = sum(tensor.numel() * tensor.itemsize for tensor in state) / parameter.numel()
+    # fp32 moments: 2 x 4; 8 bits and a 4-byte scale for 256: 2 x (1 + 1/64); 1024 + 1024 fp32 means: 8/1024
+    assert size == {"adamw": 8.0, "adamw_8bit": 2 + 1 / 32, "adafactor": 8 / 1024}[name]
+
+
+def test_fp32_parameters_keep_torchs_adamw_and_need_no_master_weights() -> None:
+    assert isinstance(made("adamw", [weight(1.0, torch.float32)]), FusedAdamW)
+    assert made("adamw", [weight(1.0, torch.float32)], master_weights=True).kind == "adamw"
+    assert isinstance(made("adamw", [weight(1.0)]), AdamW)
+    kinds = [made(name, [weight(1.0)], master_weights=m).kind for name in OPTIMIZERS for m in (False, True)]
+    assert len({*kinds, "adamw"}) == 7
+
+
+def test_float16_is_refused_without_master_weights() -> None:
+    with pytest.raises(TypeError, match=r"got one of torch.float16, wanted float32, bfloat16, or --master-weights"):
+        made("adamw", [weight(1.0, torch.float16)])
+    made("adamw", [weight(1.0, torch.float16)], master_weights=True)
+
+
+# ---------------------------------------------------------------- 8 bits
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_8_bits_keep_values_over_seven_decades(signed: bool) -> None:
+    values = torch.logspace(-6, 0, 1000) * (torch.randn(1000).sign() if signed else 1.0)
+    codes, scales = torch.empty(1000, dtype=torch.uint8), torch.empty(4)
+    to_8_bits(values, codes, scales, signed)
+    back = from_8_bits(codes, scales, signed)
+    assert float(((back - values) / values).abs().mean()) < (0.06 if signed else 0.03)
+    # a block's largest value is kept, a negative one to 1 %: there is a code for 1, none for -1
+    ends = torch.tensor([255, 511, 767, 999])
+    torch.testing.assert_close(back[ends], values[ends], rtol=0.01, atol=0)
+
+
+def test_zeros_stay_zeros_in_8_bits() -> None:
+    codes, scales = torch.empty(300, dtype=torch.uint8), torch.empty(2)
+    to_8_bits(torch.zeros(300), codes, scales, signed=True)
+    assert not from_8_bits(codes, scales, signed=True).any()
+
+
+def test_pieces_make_up_the_whole_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optim, "PIECE", 10)
+    for shape in [(), (0,), (25,), (7, 4), (3, 5, 4), (2, 2, 3, 20)]:
+        tensor = torch.arange(math.prod(shape)).view(shape)
+        parts = list(pieces(tensor))
+        assert all(part.numel() <= 20 for part in parts)
+        assert torch.cat([part.reshape(-1) for part in parts]).tolist() == tensor.reshape(-1).tolist()
