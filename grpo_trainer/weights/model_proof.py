@@ -52,6 +52,19 @@ class ModelProof:
         Raises:
             BridgeError: it does not; the message says by how much.
         """
+        gap, allowed = self.compare(info, version)
+        log.info(
+            "bridge proved: the server on version %d is within %.2g nats a token of the trainer (allowed %.2g)",
+            *(version, gap, allowed),
+        )
+        return gap
+
+    def compare(self, info: BridgeInfo, version: int) -> tuple[float, float]:
+        """Mean |server - trainer| in nats a token, and how much it may be; the first measures the noise.
+
+        Raises:
+            BridgeError: it is more.
+        """
         probes = self.ask(info, version)
         gap = self.gap(probes)
         allowed = self.allowed(info)
@@ -59,11 +72,7 @@ class ModelProof:
             raise BridgeError(self._verdict(version, gap, allowed, probes))
         if self._noise is None:
             self._noise = gap
-        log.info(
-            "bridge proved: the server on version %d is within %.2g nats a token of the trainer (allowed %.2g)",
-            *(version, gap, allowed),
-        )
-        return gap
+        return gap, allowed
 
     def allowed(self, info: BridgeInfo) -> float:
         """How far apart the two sides may be by now, in nats a token."""

@@ -49,7 +49,7 @@ class SharedProof:
         Raises:
             BridgeError: the server's logprobs are not those of the shared weights; the message says which way.
         """
-        noise = self._proof.prove(info, version)
+        noise, _ = self._proof.compare(info, version)
         before = self._proof.ask(info, version)
         allowed = self._proof.allowed(info)
         larger = 2 * allowed  # in 16 bits, rounding grows with what is changed

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.config import SharedServer, TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.launch.plan import RunPlan, environment_module, plan_run, server_process
 from grpo_trainer.options import build
@@ -66,9 +66,9 @@ def test_environments_keep_the_patience_that_they_were_given() -> None:
 def test_a_trainer_of_all_weights_has_time_to_save_them() -> None:
     seconds = {
         mode: next(p.stop_seconds for p in plan({"weight_bridge_mode": mode}).processes if p.name == "trainer")
-        for mode in ("none", "lora_only", "lora_restart")
+        for mode in ("none", "shared_vllm", "lora_only", "lora_restart")
     }
-    assert seconds["none"] > seconds["lora_restart"] == seconds["lora_only"]
+    assert seconds["none"] == seconds["shared_vllm"] > seconds["lora_restart"] == seconds["lora_only"]
 
 
 def test_both_ends_agree_on_ports_lora_and_folders() -> None:
@@ -85,6 +85,38 @@ def test_both_ends_agree_on_ports_lora_and_folders() -> None:
     environment = made.config_files[Path("/runs/a/config/env-arithmetic.toml")]
     assert environment["env"]["rollout_server_url"] == "http://127.0.0.1:8123"
     assert environment["openai"]["base_url"] == "http://127.0.0.1:9123/v1"
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+@pytest.mark.parametrize("flags", [{"weight_bridge_mode": "shared_vllm"}, {"single_copy": True}, {"share_base": True}])
+def test_a_server_that_shares_its_weights_tells_the_trainer_where_they_are(flags: dict[str, Any], on_gpu: bool) -> None:
+    base = {"model_name": "demo", "run_dir": "/runs/a"}
+    if "share_base" in flags:
+        base["weight_bridge_mode"] = "lora_only"
+    made = plan_run(build_run({}, {**base, **flags}), PORTS, python="py", on_gpu=on_gpu)
+    assert [[process.name for process in stage] for stage in made.stages][0] == ["api", "server"]
+    server = made.stages[0][1]
+    assert "--shared-weights" in server.argv
+    trainer = build(TrainConfig, made.config_files[Path("/runs/a/config/trainer.toml")])
+    assert isinstance(trainer.bridge, SharedServer) and trainer.shares_weights
+    assert str(trainer.bridge.config_path) == option(server.argv, "--bridge-config-path")
+    assert str(trainer.bridge.config_path).startswith("/runs/a/config/")
+    assert ("--max-lora-rank" in server.argv) == ("share_base" in flags)
+    assert option(server.argv, "--dtype") == trainer.model.dtype
+    if on_gpu:
+        assert option(server.argv, "--gpu-memory-utilization") == "0.45" and "--enforce-eager" not in server.argv
+
+
+def test_other_servers_keep_their_weights_to_themselves() -> None:
+    assert not any("--shared-weights" in process.argv for process in plan().processes)
+
+
+@pytest.mark.parametrize(("device", "on_gpu"), [("cpu", True), ("cuda:0", False)])
+def test_a_trainer_on_another_device_than_the_weights_is_refused(device: str, on_gpu: bool) -> None:
+    with pytest.raises(ConfigError, match=f"--device {device}: .* use --device auto"):
+        plan({"weight_bridge_mode": "shared_vllm", "device": device}, on_gpu=on_gpu)
+    plan({"weight_bridge_mode": "shared_vllm", "device": device}, on_gpu=not on_gpu)
+    plan({"device": device}, on_gpu=on_gpu)  # with weights of its own it may
 
 
 @pytest.mark.parametrize(

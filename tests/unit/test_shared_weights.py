@@ -1,0 +1,359 @@
+"""The bridge over shared memory, against a server that computes with the trainer's own tensors: fences, versions, what
+the proof sees, what becomes of a write that does not end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+from grpo_trainer.checkpoint import Checkpoints, Progress
+from grpo_trainer.config import CheckpointConfig, ModelConfig, OptimizerConfig, SharedVllm, TrainConfig
+from grpo_trainer.errors import BridgeError, ConfigError, ModelError, ServerError
+from grpo_trainer.metrics.types import reduce
+from grpo_trainer.model.policy import AllWeights, SharedWeights, _choose_trained
+from grpo_trainer.trainer import Trainer
+from grpo_trainer.weights.shared_weights import SharedBridge
+from tests.unit.factories import batch, sample
+from tests.unit.test_proof import INFO
+from tests.unit.tiny_lora import tiny_qwen
+from vllm_server.protocol import (
+    PROOF_VERSION,
+    BridgeInfo,
+    GenerateResponse,
+    UpdateBeginRequest,
+    UpdateBeginResponse,
+    UpdateEndRequest,
+    UpdateEndResponse,
+)
+
+ROLLOUTS = batch([sample([1, 2], [3, 4], 1.0), sample([1, 2], [5], 0.0)])
+
+
+def sharing(theirs: Qwen2ForCausalLM) -> Qwen2ForCausalLM:
+    """A second model on the first one's parameters."""
+    ours = tiny_qwen(seed=99)
+    for name, parameter in theirs.named_parameters():
+        module = ours.get_submodule(name.rpartition(".")[0])
+        setattr(module, name.rpartition(".")[2], torch.nn.Parameter(parameter.data))
+    ours.tie_weights()
+    return ours
+
+
+class SharingServer:
+    """A server and its client in one; `fault_of_it` says what it does wrong."""
+
+    def __init__(self, fault_of_it: str = "", version: int = 0, updates: int = 0) -> None:
+        self.model = tiny_qwen().eval()
+        self.fault_of_it = fault_of_it
+        self.info: BridgeInfo = msgspec.structs.replace(
+            INFO, shared_weights=True, policy_version=version, update_count=updates
+        )
+        self.told: list[str] = []
+        self.held = False
+        self.torn: str | None = None
+        self.asked: dict[tuple[int, ...], GenerateResponse] = {}
+
+    def trainers_model(self) -> Qwen2ForCausalLM:
+        ours = sharing(self.model)
+        if self.fault_of_it == "other place":
+            mlp: Any = ours.get_submodule("model.layers.1.mlp")
+            mlp.gate_proj.weight, mlp.up_proj.weight = mlp.up_proj.weight, mlp.gate_proj.weight
+        if self.fault_of_it == "a copy":
+            self.model = tiny_qwen().eval()
+        return ours
+
+    def wait_until_there(self) -> BridgeInfo:
+        return self.info
+
+    def fault(self) -> str | None:
+        return self.torn
+
+    def begin_update(self, request: UpdateBeginRequest) -> UpdateBeginResponse:
+        assert not self.held
+        assert request.boot_id == self.info.boot_id
+        self.held = True
+        self.told.append(f"begin {request.in_flight}")
+        return UpdateBeginResponse(token="t", pause_seconds=0.25)
+
+    def end_update(self, request: UpdateEndRequest) -> UpdateEndResponse:
+        if self.fault_of_it == "gone":
+            raise ServerError("no answer")
+        assert self.held and request.token == "t"
+        self.held = False
+        self.told.append("torn" if request.torn else f"end {request.version}")
+        self.torn = "torn" if request.torn else None
+        if not request.torn:
+            self.info = msgspec.structs.replace(self.info, policy_version=request.version)
+            if self.fault_of_it != "stale cache":
+                self.asked.clear()
+        return UpdateEndResponse(policy_version=request.version, stall_seconds=0.5)
+
+    def generate(self, prompt: list[int], *, max_tokens: int, **_: Any) -> GenerateResponse:
+        assert not self.held, "asked while it is held still"
+        if tuple(prompt) not in self.asked:
+            self.asked[tuple(prompt)] = self._sample(prompt, max_tokens)
+        return msgspec.structs.replace(self.asked[tuple(prompt)], policy_version=self.info.policy_version)
+
+    @torch.no_grad()
+    def _sample(self, prompt: list[int], max_tokens: int) -> GenerateResponse:
+        draw = torch.Generator().manual_seed(0)
+        tokens, logprobs = list(prompt), []
+        for _ in range(max_tokens):
+            row = torch.log_softmax(self.model(input_ids=torch.tensor([tokens])).logits[0, -1], -1)
+            tokens.append(int(torch.multinomial(row.exp(), 1, generator=draw)))
+            logprobs.append([{tokens[-1]: float(row[tokens[-1]])}])
+        return GenerateResponse(
+            text=[""], prompt=None, finish_reasons=["length"], policy_version=0, model="m",
+            prompt_token_ids=prompt, token_ids=[tokens[len(prompt) :]], logprobs=[logprobs],
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self.told.append("close")
+
+
+class Made:
+    """A bridge over such a server, and a trainer on its weights."""
+
+    def __init__(self, server: SharingServer | None = None, **options: Any) -> None:
+        self.server = server or SharingServer()
+        self.model = self.server.trainers_model()
+        self.config = SharedVllm.model_validate({"mode": "shared_vllm", **options})
+        _choose_trained(self.model, self.config)
+        source: Any = SimpleNamespace(boot_id=self.server.info.boot_id)
+        self.policy = SharedWeights(self.model, None, source)
+        client: Any = self.server
+        self.bridge = SharedBridge(self.config, self.policy, client, 64)
+        train = TrainConfig(model=ModelConfig(name="tiny"), bridge=self.config, optimizer=OptimizerConfig(lr=1e-2))
+        self.trainer = Trainer(self.model, train)
+
+    def checkpoints(self, folder: Path) -> Checkpoints:
+        return Checkpoints(CheckpointConfig(save_path=folder, resume="auto"), self.policy, self.trainer.optimizer)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "recompute", "abort"])
+def test_a_step_is_a_fence_and_a_version(in_flight: str) -> None:
+    made = Made(in_flight=in_flight)
+    with made.bridge as bridge:
+        assert bridge.connect(0) == 0
+        assert reduce(bridge.publish(0).metrics) == {"train/sync_time": 0.0, "publish/version": 0}
+        for version in (1, 2):
+            before = made.weights()
+            assert made.trainer.step(ROLLOUTS, version, bridge.updating).updated
+            assert not same(made.weights(), before)
+            published = bridge.publish(version)
+            assert published.version == version == made.server.info.policy_version
+            numbers = reduce(published.metrics)
+            assert (numbers["publish/pause_time"], numbers["publish/stall_time"]) == (0.25, 0.5)  # as the server says
+            assert 0 < numbers["publish/write_time"] < numbers["train/sync_time"]
+    begin = f"begin {in_flight}"
+    assert made.server.told == [begin, "end 1", begin, "end 2", "close"]
+
+
+def test_what_the_trainer_writes_the_server_computes_with() -> None:
+    made = Made()
+    with made.bridge as bridge:
+        bridge.connect(0)
+        made.trainer.step(ROLLOUTS, 0, bridge.updating)
+        tokens = torch.tensor([[1, 2, 3]])
+        with torch.no_grad():
+            assert torch.equal(made.model.eval()(tokens).logits, made.server.model(tokens).logits)
+
+
+def test_a_step_that_is_skipped_is_no_version() -> None:
+    made = Made()
+    poisoned = batch([sample([1], [2], 1.0, logprobs=[float("nan")]), sample([1], [3], 0.0)])
+    with made.bridge as bridge:
+        bridge.connect(0)
+        before = made.weights()
+        result = made.trainer.step(poisoned, 0, bridge.updating)
+        assert not result.updated and same(made.weights(), before)
+        assert bridge.publish(0 + int(result.updated)).version == 0
+        with pytest.raises(BridgeError, match="asked to publish version 1, but the weights are those of 0"):
+            bridge.publish(1)
+    assert made.server.told == ["close"]
+
+
+def test_a_write_that_fails_is_torn_and_the_reason_is_the_writes_own() -> None:
+    made = Made()
+    made.bridge.connect(0)
+    with pytest.raises(ZeroDivisionError), made.bridge.updating():
+        raise ZeroDivisionError
+    assert made.server.told == ["begin keep", "torn"]
+
+
+def test_a_server_that_is_gone_hides_no_reason() -> None:
+    made = Made(SharingServer("gone"))
+    made.bridge.connect(0)
+    with pytest.raises(ZeroDivisionError), made.bridge.updating():
+        raise ZeroDivisionError
+
+
+# ---------------------------------------------------------------- the proof
+
+
+def test_the_proof_changes_the_weights_and_puts_every_bit_back() -> None:
+    made = Made()
+    with made.bridge as bridge:
+        bridge.connect(0)
+        before = made.weights()
+        noise = bridge.prove()
+        assert noise is not None and noise < 1e-5
+        assert same(made.weights(), before)
+        assert bridge.publish(0).version == 0
+    assert made.server.told == ["begin keep", f"end {PROOF_VERSION}", "begin keep", "end 0", "close"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("a copy", "does not see what the trainer writes: it answers as before the change"),
+        ("stale cache", "does not see what the trainer writes: it answers as before the change"),
+        ("other place", "serves other weights than the trainer's"),
+    ],
+)
+def test_each_planted_fault_is_caught_and_the_weights_are_as_before(fault: str, said: str) -> None:
+    made = Made(SharingServer(fault))
+    made.bridge.connect(0)
+    before = made.weights()
+    with pytest.raises(BridgeError, match=said):
+        made.bridge.prove()
+    assert same(made.weights(), before) and not made.server.held and made.server.info.policy_version == 0
+
+
+def test_a_stale_cache_after_the_change_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Made()
+    made.bridge.connect(0)
+    end = made.server.end_update
+
+    def forgetful(request: UpdateEndRequest) -> UpdateEndResponse:
+        kept = dict(made.server.asked)
+        answer = end(request)
+        if request.version == 0:
+            made.server.asked.update(kept)  # of the synthetic weights
+        return answer
+
+    monkeypatch.setattr(made.server, "end_update", forgetful)
+    with pytest.raises(BridgeError, match=r"undone bit for bit, the server's logprobs are .* from those of before"):
+        made.bridge.prove()
+
+
+def test_no_proof_changes_nothing() -> None:
+    made = Made(proof=False)
+    made.bridge.connect(0)
+    assert made.bridge.prove() is None and not made.server.told
+
+
+# ---------------------------------------------------------------- starting again
+
+
+def test_a_checkpoint_is_written_within_a_fence_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    first = Made()
+    first.bridge.connect(0)
+    for step in range(2):
+        first.trainer.step(ROLLOUTS, step, first.bridge.updating)
+    path = first.checkpoints(tmp_path).save(Progress(2, 2))
+    assert path.name == "step_2" and (path / "model.safetensors").is_file()
+    for step in range(2, 4):
+        first.trainer.step(ROLLOUTS, step, first.bridge.updating)
+
+    second = Made()
+    before = second.weights()
+    progress = second.checkpoints(tmp_path).resume()
+    assert progress == Progress(2, 2) and same(second.weights(), before)  # the server reads them: not without a fence
+    assert second.bridge.connect(2) == 2
+    assert second.server.told == ["begin keep", "end 2"]
+    assert second.bridge.publish(2).version == 2
+    for step in range(2, 4):
+        second.trainer.step(ROLLOUTS, step, second.bridge.updating)
+    assert same(second.weights(), first.weights())
+
+
+@pytest.mark.parametrize(("served", "becomes"), [(0, 2), (1, 2), (2, 3), (17, 18)])
+def test_a_resumed_version_is_none_that_the_server_has_seen(tmp_path: Path, served: int, becomes: int) -> None:
+    first = Made()
+    first.checkpoints(tmp_path).save(Progress(2, 2))
+    second = Made(SharingServer(version=served))
+    second.server.torn = "an update is torn"  # a whole write makes it well
+    second.checkpoints(tmp_path).resume()
+    assert second.bridge.connect(2) == becomes == second.server.info.policy_version
+    assert second.server.fault() is None
+    with second.bridge.updating():
+        pass
+    assert second.bridge.publish(becomes + 1).version == becomes + 1
+
+
+def test_a_checkpoint_of_all_weights_that_another_mode_wrote_is_of_use(tmp_path: Path) -> None:
+    other = tiny_qwen(seed=5)
+    other.requires_grad_(True)
+    trainer = Trainer(other, TrainConfig(model=ModelConfig(name="tiny")))
+    config = CheckpointConfig(save_path=tmp_path)
+    Checkpoints(config, AllWeights(other, None), trainer.optimizer).save(Progress(3, 3))
+    made = Made()
+    made.checkpoints(tmp_path).resume()
+    made.bridge.connect(3)
+    assert same(made.weights(), {name: parameter.detach() for name, parameter in other.named_parameters()})
+
+
+def test_without_a_checkpoint_training_goes_on_from_what_the_server_has(caplog: pytest.LogCaptureFixture) -> None:
+    made = Made(SharingServer(version=17, updates=20))
+    assert made.bridge.connect(0) == 17
+    assert "training goes on from its version 17, not from the model's files" in caplog.text
+    made.trainer.step(ROLLOUTS, 0, made.bridge.updating)
+    assert made.bridge.publish(18).version == 18
+
+
+def test_weights_that_are_no_policys_are_refused_with_the_fix() -> None:
+    for server in (SharingServer(version=PROOF_VERSION, updates=1), SharingServer()):
+        if server.info.policy_version == 0:
+            server.torn = "an update of the weights is torn"
+        made = Made(server)
+        with pytest.raises(BridgeError, match=r"holds no policy's weights: .*--resume auto, or start the server anew"):
+            made.bridge.connect(0)
+
+
+def test_a_server_that_was_started_anew_is_refused() -> None:
+    made = Made()
+    made.server.info = msgspec.structs.replace(made.server.info, boot_id="other")
+    with pytest.raises(BridgeError, match=r"started anew .* after its weights were attached"):
+        made.bridge.connect(0)
+
+
+def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
+    first = Made()
+    first.model.model.layers = first.model.model.layers[:1]
+    first.model.config.num_hidden_layers = 1
+    first.model.config.layer_types = ["full_attention"]
+    first.checkpoints(tmp_path).save(Progress(1, 1))
+    with pytest.raises(ConfigError, match="its weights are not those of this --model-name"):
+        Made().checkpoints(tmp_path).resume()
+
+
+# ---------------------------------------------------------------- some layers
+
+
+def test_only_the_chosen_layers_are_trained() -> None:
+    made = Made(train_layers="1")
+    before = made.weights()
+    made.bridge.connect(0)
+    made.trainer.step(ROLLOUTS, 0, made.bridge.updating)
+    after = made.weights()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all(name.startswith("model.layers.1.") for name in changed)
+
+
+def test_layers_that_the_model_lacks_are_named() -> None:
+    with pytest.raises(ModelError, match="--train-layer-indices 2,3: the model has 2 layers, 0 to 1"):
+        Made(train_layers="1-3")
