@@ -1,0 +1,177 @@
+"""One process in which vLLM loads one tiny model after another, and the trainer's attached model is held against it.
+
+    python -m tests.golden.host FOLDER [ARCHITECTURE ...]
+
+For each architecture FOLDER gets `NAME.json`: vLLM's names and shapes, and where each of transformers' parameters was
+*found by its content* (which knows nothing of the rules in `names.py`); the committed ones are made this way. And
+`NAME.figures.json`: how the attached model's logprobs compare to the server's, before and after a write in place.
+
+On a GPU vLLM's engine gets a process of its own, since no process can open its own CUDA IPC handles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from grpo_trainer.config import ModelConfig
+from grpo_trainer.model.attach import attach_model, open_handles
+from grpo_trainer.weights.bridge_file import read_bridge_config, tied_names
+from tests.golden.models import ATTENTION, CONFIGS, VOCABULARY, Golden, random_model
+from tests.golden.stand_in import bridge_config, write_config
+from vllm_server.protocol.bridge_config import BridgeConfigFile
+
+PROMPT_TOKENS = 200  # longer than a block of the cache and than the tiny models' sliding windows
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Logprobs of one prompt's tokens: mean |difference| in nats.
+
+    Attributes:
+        before: attached model and server, on the weights as loaded.
+        own: attached model and the model as it was saved: 0 when it is bound right and runs in the same dtype.
+        moved: server before and after every parameter was written in place through the attached model.
+        after: attached model and server after that.
+    """
+
+    before: float
+    own: float
+    moved: float
+    after: float
+    attached: int
+
+
+def main(folder: Path, architectures: Sequence[str]) -> None:
+    on_gpu = torch.cuda.is_available()
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(on_gpu)), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+    for name in architectures:
+        model = random_model(name)
+        model.save_pretrained(folder / name)
+        with _engine(folder / name, on_gpu) as engine:
+            config = _exported(engine, folder / name, on_gpu)
+            attached = attach_model(config, _options(folder / name, on_gpu), torch.device("cuda" if on_gpu else "cpu"))
+            memory = open_handles(config, attached.device)
+            shapes = {told: tuple(mapping.shape) for told, mapping in config.param_mappings.items()}
+            found = {own: find(tensor, memory) for own, tensor in model.named_parameters()}
+            (folder / f"{name}.json").write_text(Golden(shapes, tied_names(config), found).text())
+            figures = _compare(engine, model, attached)
+        (folder / f"{name}.figures.json").write_text(json.dumps(asdict(figures)))
+        print(name, figures, flush=True)
+        del attached, memory
+
+
+def find(tensor: Tensor, memory: Mapping[str, Tensor]) -> list[tuple[str, int]]:
+    """Every place `[name, first row]` where the tensor's very content stands, whatever it is called."""
+    places: list[tuple[str, int]] = []
+    rows = tensor.shape[0]
+    for name, whole in sorted(memory.items()):
+        if whole.shape[1:] != tensor.shape[1:] or whole.shape[0] < rows:
+            continue
+        wanted = tensor.to(device=whole.device, dtype=whole.dtype)
+        same = (whole == wanted[0]).flatten(1).all(1) if whole.dim() > 1 else whole == wanted[0]
+        starts = [start for start in same.nonzero().flatten().tolist() if start + rows <= whole.shape[0]]
+        places += [(name, start) for start in starts if torch.equal(whole[start : start + rows], wanted)]
+    return places
+
+
+@contextlib.contextmanager
+def _engine(folder: Path, on_gpu: bool) -> Any:
+    from vllm import LLM
+
+    sizes: dict[str, Any] = {"gpu_memory_utilization": 0.2, "moe_backend": "triton"}
+    cpu: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 24, "distributed_executor_backend": "uni"}
+    engine = LLM(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype="bfloat16" if on_gpu else "float32",
+        enforce_eager=True,
+        max_model_len=256,
+        enable_prefix_caching=True,
+        worker_extension_cls="vllm_server.worker.sharing.SharingWorker",
+        **(sizes if on_gpu else cpu),
+    )
+    try:
+        yield engine
+    finally:
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        engine.llm_engine.engine_core.shutdown()
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def _exported(engine: Any, folder: Path, on_gpu: bool) -> BridgeConfigFile:
+    """Written and read as the server and the trainer do."""
+    from vllm_server.worker.shared_weights import Exported
+
+    (answer,) = engine.collective_rpc("grpo_export_weights")
+    exported = msgspec.json.decode(answer["exported"], type=Exported)
+    config = bridge_config(
+        str(folder), exported.handles, gpu_uuid=str(torch.cuda.get_device_properties(0).uuid) if on_gpu else ""
+    )
+    return read_bridge_config(write_config(folder, config))
+
+
+def _options(folder: Path, on_gpu: bool) -> ModelConfig:
+    attention = ATTENTION.get(folder.name, "sdpa")
+    return ModelConfig.model_validate({"name": str(folder), "attention": attention, "device": "auto"})
+
+
+def _compare(engine: Any, as_saved: Any, attached: PreTrainedModel) -> Figures:
+    tokens = torch.randint(2, VOCABULARY, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(2)).tolist()
+    first, ours = _served(engine, tokens), logprobs(attached, tokens)
+    own = logprobs(as_saved.to(device=attached.device, dtype=attached.dtype), tokens)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in attached.parameters():
+            noise = 0.05 * torch.randn(parameter.shape, generator=generator)
+            parameter.add_(noise.to(device=parameter.device, dtype=parameter.dtype))
+    engine.reset_prefix_cache()
+    second = _served(engine, tokens)
+    return Figures(
+        before=difference(first, ours),
+        own=difference(own, ours),
+        moved=difference(first, second),
+        after=difference(second, logprobs(attached, tokens)),
+        attached=len(list(attached.parameters())),
+    )
+
+
+def difference(one: Tensor, other: Tensor) -> float:
+    """Mean |difference|, in nats a token."""
+    return (one - other).abs().mean().item()
+
+
+@torch.no_grad()
+def logprobs(model: PreTrainedModel, tokens: Sequence[int]) -> Tensor:
+    """Of each token but the first, [token - 1]."""
+    ids = torch.tensor([list(tokens)], device=model.device)
+    logits = model(input_ids=ids).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].cpu()
+
+
+def _served(engine: Any, tokens: Sequence[int]) -> Tensor:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    (output,) = engine.generate({"prompt_token_ids": list(tokens)}, sampling, use_tqdm=False)
+    given = zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
+    return torch.tensor([logprobs_of[token].logprob for token, logprobs_of in given])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).absolute(), sys.argv[2:] or list(CONFIGS))
