@@ -1,10 +1,7 @@
 """How an adapter comes to the engine: out of a folder, the body of a request, or a channel; checked here first."""
 
 import asyncio
-import os
 from base64 import b64decode
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -121,18 +118,6 @@ class Channels:
             )
         kind: Transport = request.__struct_config__.tag  # type: ignore[assignment]  # "cuda_ipc" or "nccl"
         return Delivery(kind, f"{kind}://{name}/{uuid4().hex[:8]}", request.adapter_config, channel=name)
-
-
-@asynccontextmanager
-async def in_memory(chunks: AsyncIterator[bytes]) -> AsyncIterator[str]:
-    """A file in memory with these bytes: its path, which the engine's processes can open until the block is left."""
-    descriptor = os.memfd_create("adapter")
-    try:
-        async for chunk in chunks:
-            os.write(descriptor, chunk)
-        yield f"/proc/{os.getpid()}/fd/{descriptor}"
-    finally:
-        os.close(descriptor)
 
 
 def delivered_by(request: LoraLoadRequest, body: str | None) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from vllm_server.bodies import Bodies
 from vllm_server.deliveries import ChannelEngine, Channels, Delivery, delivered_by, from_body, from_folder
 from vllm_server.errors import ServeError
 from vllm_server.policy import PolicyRegistry, Version
@@ -62,6 +63,7 @@ class Publisher:
     room_timeout_s: float = ROOM_TIMEOUT_S
     fault: str | None = None
     last_update_time: float = 0.0
+    bodies: Bodies = field(default_factory=Bodies)
     _channels: Channels = field(init=False)
     _publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _request_ended: asyncio.Event = field(default_factory=asyncio.Event)

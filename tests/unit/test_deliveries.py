@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from vllm_server.deliveries import Channels, delivered_by, from_body, in_memory
+from vllm_server.bodies import Bodies
+from vllm_server.deliveries import Channels, delivered_by, from_body
 from vllm_server.errors import ServeError
 from vllm_server.protocol import ChannelRequest, CudaIpcChannel, LoraLoadRequest, NcclChannel
 
@@ -127,6 +128,9 @@ def test_a_channel_that_the_engine_cannot_open_is_not_open() -> None:
     asyncio.run(story())
 
 
+BODIES = Bodies()
+
+
 def receive(pieces: Iterable[bytes]) -> Any:
     """What a body is taken for."""
 
@@ -135,14 +139,42 @@ def receive(pieces: Iterable[bytes]) -> Any:
             yield piece
 
     async def story() -> Any:
-        async with in_memory(chunks()) as file:
-            path = Path(file)
-            assert path.read_bytes() == b"".join(pieces)
-            delivery = from_body(file, 8)
-        assert not path.exists()
-        return delivery
+        async with BODIES.holding(chunks(), None) as file:
+            assert Path(file).read_bytes() == b"".join(pieces)
+            return from_body(file, 8)
 
     return asyncio.run(story())
+
+
+def test_a_file_for_bodies_is_used_again_and_holds_nothing_of_the_last_one() -> None:
+    async def hold(body: bytes, nbytes: int | None) -> tuple[str, bytes]:
+        async def once() -> AsyncIterator[bytes]:
+            yield body
+
+        async with bodies.holding(once(), nbytes) as file:
+            return file, Path(file).read_bytes()
+
+    bodies = Bodies()
+    first, _ = asyncio.run(hold(b"long" * 1000, 4000))
+    for length in (None, 5, 3):  # unknown, right, and too short a promise
+        again, read = asyncio.run(hold(b"short", length))
+        assert (again, read) == (first, b"short")
+    large = bytes(range(256)) * 20_000  # more than a file begins with
+    assert asyncio.run(hold(large, None)) == (first, large)
+
+
+def test_two_bodies_at_a_time_have_a_file_each() -> None:
+    async def story() -> None:
+        bodies = Bodies()
+
+        async def once(body: bytes) -> AsyncIterator[bytes]:
+            yield body
+
+        async with bodies.holding(once(b"a"), 1) as one, bodies.holding(once(b"b"), 1) as two:
+            assert (Path(one).read_bytes(), Path(two).read_bytes()) == (b"a", b"b")
+        assert len(bodies._idle) == 1
+
+    asyncio.run(story())
 
 
 def test_a_body_comes_in_pieces_and_leaves_nothing_behind() -> None:

@@ -4,7 +4,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vllm_server.deliveries import in_memory
 from vllm_server.errors import ServeError
 from vllm_server.http import json_response, read_body
 from vllm_server.protocol import (
@@ -24,7 +23,8 @@ async def load(request: Request) -> Response:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != SAFETENSORS_MEDIA_TYPE:
         return json_response(await publisher.load(await _from_json(request, kind)))
-    async with in_memory(request.stream()) as file:
+    length = request.headers.get("content-length", "")
+    async with publisher.bodies.holding(request.stream(), int(length) if length.isdecimal() else None) as file:
         return json_response(await publisher.load(_from_query(request), file))
 
 
