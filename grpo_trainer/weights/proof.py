@@ -9,7 +9,7 @@ before a step is trained.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +18,13 @@ from uuid import uuid4
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from torch import Tensor
+from torch import Tensor, nn
 
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.logprobs import chosen_logprobs
 from grpo_trainer.model.load import weights_of
 from grpo_trainer.server_client import ServerClient
+from grpo_trainer.weights.diagnosis import Presence, adapted_modules, explain, look_for_each_module, replaced
 from vllm_server.protocol import BridgeInfo, GenerateResponse
 
 log = logging.getLogger(__name__)
@@ -93,41 +94,117 @@ def prove_lora(model: PeftModel, server: ServerClient, load: Callable[[str], obj
     Raises:
         BridgeError: the server's logprobs are not those of the published weights; the message says which way.
     """
-    in_4_bits = bool(getattr(model, "is_loaded_in_4bit", False))
-    completion = COMPLETION_TOKENS_4BIT if in_4_bits else COMPLETION_TOKENS
-    prompts = _probe_prompts(model.config.vocab_size, info.max_model_len - completion)
-    dtypes = (str(dtype).removeprefix("torch.") for dtype in (info.dtype, model.dtype))
-    precision = max(dtypes, key=TOLERANCE.__getitem__)  # the coarser of the two sides
-    loaded: list[str] = []
-
-    def probe(stage: str, allowed: float) -> Gaps:
-        name = f"{info.lora_name}-proof-{stage}-{uuid4().hex[:8]}"
-        load(name)
-        loaded.append(name)
-        gaps = _measure(model, [_ask(server, prompt, name, completion) for prompt in prompts])
-        if gaps.trainer > allowed:
-            raise BridgeError(_verdict(stage, gaps, allowed))
-        return gaps
-
+    proof = _Proof(model, server, load, info)
+    noise_limit = NOISE_LIMIT_4BIT if proof.in_4_bits else NOISE_LIMIT[proof.precision]
     try:
-        noise = probe("present", NOISE_LIMIT_4BIT if in_4_bits else NOISE_LIMIT[precision]).trainer
-        allowed = max(TOLERANCE[precision], NOISE_MARGIN * noise)
+        noise = proof.probe("present", noise_limit).trainer
+        allowed = max(proof.tolerance, NOISE_MARGIN * noise)
         # in 16 bits, rounding grows with the adapter; quantisation does not
-        larger = max(TOLERANCE[precision], SYNTHETIC_MARGIN_4BIT * noise) if in_4_bits else 2 * allowed
-        with _synthetic_adapter(model, prompts, MIN_MOVE / 2 * larger):
-            synthetic = probe("synthetic", larger)
-        if synthetic.base < 2 * larger:
-            raise BridgeError(_inconclusive(synthetic, larger))
-        restored = probe("restored", allowed)
+        larger = max(proof.tolerance, SYNTHETIC_MARGIN_4BIT * noise) if proof.in_4_bits else 2 * allowed
+        with _synthetic_adapter(model, proof.prompts, MIN_MOVE / 2 * larger):
+            synthetic = proof.probe("synthetic", larger)
+            if synthetic.base < 2 * larger:
+                raise BridgeError(_inconclusive(synthetic, larger))
+            presence = proof.look_for_each_module()
+        restored = proof.probe("restored", allowed)
     finally:
-        for name in loaded:
-            server.unload_adapter(name)
+        proof.leave()
     log.info(
         "bridge proved: the server is within %.2g nats a token of the trainer; a synthetic adapter moved it by %.3g "
-        "and it stayed within %.2g; restored, it is within %.2g",
-        *(noise, synthetic.base, synthetic.trainer, restored.trainer),
+        "and it stayed within %.2g (one module of %d missing would have shown for %d); restored, it is within %.2g",
+        *(noise, synthetic.base, synthetic.trainer, presence.modules, presence.seen, restored.trainer),
     )
     return noise
+
+
+class _Proof:
+    """The adapters that are tried on the server, one after the other; `leave` takes them out again."""
+
+    def __init__(self, model: PeftModel, server: ServerClient, load: Callable[[str], object], info: BridgeInfo) -> None:
+        self.in_4_bits = bool(getattr(model, "is_loaded_in_4bit", False))
+        dtypes = (str(dtype).removeprefix("torch.") for dtype in (info.dtype, model.dtype))
+        self.precision = max(dtypes, key=TOLERANCE.__getitem__)  # the coarser of the two sides
+        self.tolerance = TOLERANCE[self.precision]
+        self._completion = COMPLETION_TOKENS_4BIT if self.in_4_bits else COMPLETION_TOKENS
+        self.prompts = _probe_prompts(model.config.vocab_size, info.max_model_len - self._completion)
+        self._model = model
+        self._server = server
+        self._load = load
+        self._lora_name = info.lora_name
+        self._modules = adapted_modules(model)
+        self._tried: dict[str, tuple[str, dict[str, Tensor]]] = {}  # stage -> its name in the server, its weights
+
+    def probe(self, stage: str, allowed: float) -> Gaps:
+        """Publish the model's adapter as it is now and compare; a gap that is not allowed is a BridgeError."""
+        name = f"{self._lora_name}-proof-{stage}-{uuid4().hex[:8]}"
+        self._load(name)
+        earlier = {tried: weights for tried, (_, weights) in self._tried.items()}
+        self._tried[stage] = name, {key: b_Or.detach().clone() for key, b_Or in self._modules.items()}
+        probes = [_ask(self._server, prompt, name, self._completion) for prompt in self.prompts]
+        gaps = _measure(self._model, probes)
+        # not <=: also when it is not a number
+        if not gaps.trainer <= allowed or self._still(probes, gaps.trainer, earlier):
+            raise BridgeError(_verdict(stage, gaps, allowed, self._what_is_wrong(probes, gaps, allowed, earlier)))
+        return gaps
+
+    def _still(self, probes: list[Probe], least: float, earlier: Mapping[str, Mapping[str, Tensor]]) -> str | None:
+        """The earlier stage whose weights the server is closer to than to the present ones."""
+        for stage, weights in earlier.items():
+            if all(torch.equal(b_Or, self._modules[name]) for name, b_Or in weights.items()):
+                continue  # the same weights again
+            with replaced(self._modules, weights):
+                if self._gap(probes) < least:
+                    return stage
+        return None
+
+    def _gap(self, probes: list[Probe]) -> float:
+        return _gap(probes, [trainer_logprobs(self._model, probe) for probe in probes])
+
+    def look_for_each_module(self) -> Presence:
+        """Of the adapter that was probed last, which the model must still have; a missing module is a BridgeError."""
+        name, _ = list(self._tried.values())[-1]
+        prompt = self.prompts[-1]
+        answer = self._server.generate(prompt, model=name, max_tokens=1, temperature=1.0, prompt_logprobs=0, seed=0)
+        assert answer.prompt_logprobs is not None, "asked with prompt_logprobs"
+        later = zip(prompt[1:], answer.prompt_logprobs[1:], strict=True)
+        text = Probe(prompt, 1, torch.tensor([entry[token] for token, entry in later if entry is not None]))
+        presence = look_for_each_module(
+            self._modules, text.server_logprobs, lambda: trainer_logprobs(self._model, text)
+        )
+        if presence.wrong:
+            told = " and ".join(f"{100 * served:.0f} % of {module}" for module, served in presence.wrong)
+            raise BridgeError(
+                f"bridge proof failed (synthetic adapter): the server does not serve the whole adapter, but {told}. "
+                "Nothing was trained. --no-proof trains all the same"
+            )
+        return presence
+
+    def _what_is_wrong(
+        self, probes: list[Probe], gaps: Gaps, allowed: float, earlier: Mapping[str, Mapping[str, Tensor]]
+    ) -> str:
+        if gaps.base <= allowed and gaps.base < gaps.trainer:
+            return "does not serve the adapter: it answers as the base model does"
+        if stage := self._still(probes, min(gaps.trainer, allowed), earlier):
+            return f"still serves the adapter that was published before ({stage})"
+        if len(probes) > 1 and self._gap(probes[:1]) <= allowed:
+            return "answers the long prompt alone with other weights than the published ones: a stale prefix cache"
+        known = explain(self._modules, lambda: self._gap(probes), allowed, _scalings(self._model))
+        return known or "serves other weights than the published ones (another base model, a damaged adapter?)"
+
+    def leave(self) -> None:
+        """Withdraw what was tried."""
+        for name, _ in self._tried.values():
+            self._server.unload_adapter(name)
+
+
+def _scalings(model: PeftModel) -> dict[str, float]:
+    """What an adapter's scale may be off by."""
+    scaling, rank = next(
+        (layer.scaling["default"], layer.r["default"]) for layer in model.modules() if isinstance(layer, LoraLayer)
+    )
+    found = {"applied twice": scaling, "not applied": 1 / scaling}
+    found |= {"rank-stabilised": rank**0.5, "not rank-stabilised": rank**-0.5, "lora_alpha?": 2.0, "alpha?": 0.5}
+    return {reason: factor for reason, factor in found.items() if factor != 1.0}
 
 
 def _measure(model: PeftModel, probes: list[Probe]) -> Gaps:
@@ -136,13 +213,7 @@ def _measure(model: PeftModel, probes: list[Probe]) -> Gaps:
         return Gaps(own, _gap(probes, [trainer_logprobs(model, probe) for probe in probes]))
 
 
-def _verdict(stage: str, gaps: Gaps, allowed: float) -> str:
-    if gaps.base <= allowed:
-        what = "does not serve the adapter: it answers as the base model does"
-    elif stage == "restored":
-        what = "did not come back to the trainer's weights (a stale prefix cache?)"
-    else:
-        what = "serves other weights than the published ones (scale, a missing module, another base model?)"
+def _verdict(stage: str, gaps: Gaps, allowed: float, what: str) -> str:
     return (
         f"bridge proof failed ({stage} adapter): the server {what}. Mean |server - trainer| is {gaps.trainer:.3g} nats "
         f"a token (allowed {allowed:.2g}), |server - base model| {gaps.base:.3g}. Nothing was trained. Are both on the "
@@ -181,7 +252,7 @@ def probe_of(answer: GenerateResponse) -> Probe:
     return Probe([*answer.prompt_token_ids, *answer.token_ids[0]], len(answer.prompt_token_ids), torch.tensor(sampled))
 
 
-def trainer_logprobs(model: PeftModel, probe: Probe) -> Tensor:
+def trainer_logprobs(model: nn.Module, probe: Probe) -> Tensor:
     """The trainer's own logprobs of the tokens that the server sampled."""
     device = next(model.parameters()).device
     tokens_BT = torch.tensor([probe.tokens], device=device)

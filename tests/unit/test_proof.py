@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
@@ -21,25 +24,43 @@ INFO = BridgeInfo(
 )  # fmt: skip
 
 
-class FakeServer:
-    """Serves adapters by name from a model of its own; `fault` says what it does wrong."""
+SCALING = 32 / 8
+"""lora_alpha / r of the trainer."""
 
-    def __init__(self, trainer: PeftModel, fault: str = "", model: PeftModel | None = None) -> None:
+BLOCK = 16
+"""Tokens of a block of the stand-in's KV cache."""
+
+
+class FakeServer:
+    """Serves adapters by name from a model of its own; `fault` says what it does wrong.
+
+    Args:
+        noise: standard deviation of what it adds to each logprob: a server that rounds differently.
+    """
+
+    def __init__(self, trainer: PeftModel, fault: str = "", model: PeftModel | None = None, noise: float = 0.0) -> None:
         self.trainer = trainer
         self.model = (tiny_lora() if model is None else model).eval()
         self.fault = fault
+        self.noise = noise
+        self.random = torch.Generator().manual_seed(0)
         self.adapters: dict[str, dict[str, torch.Tensor]] = {}
         self.unloaded: list[str] = []
+        self.prefixes: dict[tuple[int, ...], Any] = {}
 
     def load(self, name: str) -> None:
         state = {key: value.clone() for key, value in get_peft_model_state_dict(self.trainer).items()}
         if self.fault == "scaled twice":
-            state = {key: value * 2 if "lora_B" in key else value for key, value in state.items()}
-        if self.fault == "a module missing":
-            state = {k: v * 0 if "layers.1.mlp.up_proj.lora_B" in k else v for k, v in state.items()}
+            state = {key: value * SCALING if "lora_B" in key else value for key, value in state.items()}
+        if self.fault.startswith("without "):
+            part = self.fault.removeprefix("without ")
+            assert any(part in key for key in state)
+            state = {key: value * 0 if part in key and "lora_B" in key else value for key, value in state.items()}
         self.adapters[name] = state
 
-    def generate(self, prompt: list[int], *, model: str, max_tokens: int, **_: Any) -> GenerateResponse:
+    def generate(
+        self, prompt: list[int], *, model: str, max_tokens: int, prompt_logprobs: int | None = None, **_: Any
+    ) -> GenerateResponse:
         served = {
             "base served": None,
             "first adapter kept": next(iter(self.adapters)),
@@ -50,16 +71,36 @@ class FakeServer:
         tokens = list(prompt)
         logprobs = []
         for _step in range(max_tokens):
-            with torch.no_grad():
-                row = torch.log_softmax(self.model(input_ids=torch.tensor([tokens])).logits[0, -1], -1)
+            row = self._row(tokens, len(prompt) // BLOCK * BLOCK)
             token = int(torch.multinomial(row.exp(), 1))
-            logprobs.append([{token: float(row[token])}])
+            logprobs.append([{token: float("nan") if self.fault == "no numbers" else float(row[token])}])
             tokens.append(token)
         return GenerateResponse(
             text=[""], prompt=None, finish_reasons=["length"], policy_version=0,
             model="policy-v9" if self.fault == "wrong name" else model,
             prompt_token_ids=prompt, token_ids=[tokens[len(prompt) :]], logprobs=[logprobs],
+            prompt_logprobs=None if prompt_logprobs is None else self._prompt_logprobs(prompt),
         )  # fmt: skip
+
+    @torch.no_grad()
+    def _row(self, tokens: list[int], blocks: int) -> torch.Tensor:
+        """Logprobs of the next token; a stale cache holds keys and values of whoever had the same prompt first."""
+        prefix = None
+        if self.fault == "stale prefix cache" and blocks:
+            key = tuple(tokens[:blocks])
+            if key not in self.prefixes:
+                self.prefixes[key] = self.model(input_ids=torch.tensor([key]), use_cache=True).past_key_values
+            prefix, tokens = copy.deepcopy(self.prefixes[key]), tokens[blocks:]
+        logits_V = self.model(input_ids=torch.tensor([tokens]), past_key_values=prefix, use_cache=bool(prefix)).logits
+        return self._rounded(logits_V[0, -1])
+
+    @torch.no_grad()
+    def _prompt_logprobs(self, prompt: list[int]) -> list[dict[int, float] | None]:
+        rows = self._rounded(self.model(input_ids=torch.tensor([prompt])).logits[0])
+        return [None, *({token: float(row[token])} for token, row in zip(prompt[1:], rows, strict=False))]
+
+    def _rounded(self, logits: torch.Tensor) -> torch.Tensor:
+        return torch.log_softmax(logits + self.noise * torch.randn(logits.shape, generator=self.random), -1)
 
     def unload_adapter(self, name: str) -> None:
         self.unloaded.append(name)
@@ -73,11 +114,19 @@ def prove() -> tuple[PeftModel, FakeServer]:
     return trainer, server
 
 
-@pytest.mark.parametrize("fault", ["base served", "scaled twice", "a module missing"])
-def test_a_fresh_adapter_which_is_still_the_base_model_hides_no_fault(fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("base served", "does not serve the adapter"),
+        ("scaled twice", "4 times its scale"),
+        ("without layers.1.mlp.up_proj", "without model.layers.1.mlp.up_proj"),
+        ("stale prefix cache", "a stale prefix cache"),
+    ],
+)
+def test_a_fresh_adapter_which_is_still_the_base_model_hides_no_fault(fault: str, said: str) -> None:
     trainer = tiny_lora()  # B is 0: only the synthetic adapter shows anything
     server = FakeServer(trainer, fault)
-    with pytest.raises(BridgeError, match="synthetic adapter"):
+    with pytest.raises(BridgeError, match=rf"\(synthetic adapter\): the server .*{said}"):
         prove_lora(trainer, server, server.load, INFO)  # type: ignore[arg-type]
     assert sorted(server.unloaded) == sorted(server.adapters)
 
@@ -96,17 +145,57 @@ def test_an_honest_server_passes_and_the_weights_are_as_before_bit_for_bit() -> 
     ("fault", "said"),
     [
         ("base served", "present adapter.*answers as the base model does"),
-        ("scaled twice", "present adapter.*other weights than the published ones"),
-        ("a module missing", "present adapter.*other weights than the published ones"),
-        ("first adapter kept", "synthetic adapter.*other weights than the published ones"),
-        ("synthetic kept", "restored adapter.*did not come back"),
+        ("scaled twice", r"present adapter.*the adapter at 4 times its scale \(applied twice\)"),
+        ("without layers.1.mlp.up_proj", "present adapter.*serves the adapter without model.layers.1.mlp.up_proj"),
+        ("without k_proj", "present adapter.*serves the adapter without every k_proj"),
+        ("without layers.0.self_attn", "present adapter.*serves other weights than the published ones"),
+        ("first adapter kept", r"synthetic adapter.*still serves the adapter that was published before \(present\)"),
+        ("synthetic kept", r"restored adapter.*still serves the adapter that was published before \(synthetic\)"),
+        ("stale prefix cache", "synthetic adapter.*answers the long prompt alone .*a stale prefix cache"),
         ("wrong name", "answered by policy-v9"),
     ],
 )
-def test_each_planted_fault_is_caught(fault: str, said: str) -> None:
+def test_each_planted_fault_is_caught_and_named(fault: str, said: str) -> None:
     trainer = tiny_lora()
     fill_b(trainer)
+    before = {key: value.clone() for key, value in get_peft_model_state_dict(trainer).items()}
     server = FakeServer(trainer, fault)
     with pytest.raises(BridgeError, match=said):
         prove_lora(trainer, server, server.load, INFO)  # type: ignore[arg-type]
     assert sorted(server.unloaded) == sorted(server.adapters)  # a failed proof leaves nothing behind
+    after = get_peft_model_state_dict(trainer)
+    assert all(torch.equal(after[key], before[key]) for key in before)
+
+
+def test_logprobs_that_are_no_numbers_are_no_proof() -> None:
+    trainer = tiny_lora()
+    server = FakeServer(trainer, "no numbers")
+    with pytest.raises(BridgeError, match=r"present adapter.* is nan nats a token"):
+        prove_lora(trainer, server, server.load, INFO)  # type: ignore[arg-type]
+
+
+LAYERS = 12
+NOISY = msgspec.structs.replace(INFO, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    "module", ["layers.3.self_attn.q_proj", "layers.5.self_attn.k_proj", "layers.11.mlp.down_proj"]
+)
+def test_one_missing_module_shows_through_noise_that_hides_it_on_average(module: str) -> None:
+    """One of 84 modules changes the logprobs by less, on average, than what 16 bits do must be allowed to."""
+    trainer = tiny_lora(LAYERS)
+    server = FakeServer(trainer, f"without layers.{module}", tiny_lora(LAYERS), noise=0.02)
+    said = rf"does not serve the whole adapter, but \d % of model.layers.{module}\. "
+    with pytest.raises(BridgeError, match=said):
+        prove_lora(trainer, server, server.load, NOISY)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_noise_alone_is_no_missing_module(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = tiny_lora(LAYERS)
+    server = FakeServer(trainer, model=tiny_lora(LAYERS), noise=0.02)
+    server.random.manual_seed(seed)
+    with caplog.at_level("INFO"):
+        assert 0.005 < prove_lora(trainer, server, server.load, NOISY) < 0.05  # type: ignore[arg-type]
+    seen = re.search(r"one module of 84 missing would have shown for (\d+)", caplog.text)
+    assert seen is not None and int(seen[1]) > 42
