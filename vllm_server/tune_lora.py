@@ -2,7 +2,9 @@
 
 vLLM's LoRA kernels (shrink: x A, expand: … B) take their block sizes from a table by GPU, number of merged slices,
 tokens, and matrix sizes; without one they use defaults. Each candidate is timed in a CUDA graph, as it runs when
-served, on random data of the layers' shapes. Compiling them takes longest and is spread over processes.
+served, on random data of the layers' shapes: once with all tokens of one version, once with those of four versions
+mixed, as they are while adapters are published often; the sum decides.
+Compiling takes longest and is spread over processes.
 """
 
 import argparse
@@ -11,7 +13,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from vllm_server.preflight import read_config
 TOKENS = (16, 64, 128, 256, 512)
 MAX_LORAS = 8
 REPEATS = 40
+MIX = (0.4, 0.3, 0.2, 0.1)  # shares of a batch's tokens by version while publishes come
 SLICES_ALIKE = (
     4,
     5,
@@ -80,6 +83,12 @@ def candidates(kernel: str) -> Iterator[Blocks]:
             yield Blocks(m, n, 16, num_warps=warps, num_stages=2)
 
 
+def versions_of(tokens: int, shares: Sequence[float]) -> list[int]:
+    """The version of each token in a batch that several share, as unevenly as `shares` says; they sum to 1."""
+    ends = [round(tokens * total) for total in itertools.accumulate(shares)]
+    return [version for version, (start, end) in enumerate(itertools.pairwise([0, *ends])) for _ in range(start, end)]
+
+
 class Kernels:
     """vLLM's two kernels on one layer's random data."""
 
@@ -94,21 +103,27 @@ class Kernels:
         self._b = [torch.randn(MAX_LORAS, 1, outputs, rank, **bf16) for outputs in layer.outputs]
         self._middle = torch.zeros(len(layer.outputs), tokens, rank, device="cuda")
         self._y = torch.zeros(tokens, sum(layer.outputs), **bf16)
-        meta = LoRAKernelMeta.make(MAX_LORAS, max(TOKENS), "cuda")
-        meta.prepare_tensors(torch.zeros(tokens, dtype=torch.int32, device="cuda"))
-        self._meta = meta.meta_args(tokens, False)
+        self._metas = []
+        for shares in ((1.0,), MIX):
+            meta = LoRAKernelMeta.make(MAX_LORAS, max(TOKENS), "cuda")
+            meta.prepare_tensors(torch.tensor(versions_of(tokens, shares), dtype=torch.int32, device="cuda"))
+            self._metas.append(meta.meta_args(tokens, False))
 
     def run(self, kernel: str, blocks: Blocks) -> None:
-        """One call with these block sizes."""
+        """One call with these block sizes for each mix of versions."""
+        for meta in self._metas:
+            self._run(kernel, blocks, meta)
+
+    def _run(self, kernel: str, blocks: Blocks, meta: Any) -> None:
         module = self._modules[kernel]
         module.get_lora_op_configs = lambda *_, **__: asdict(blocks)
         if kernel == "shrink":
-            module._lora_shrink(self._x, self._a, self._middle, *self._meta, 1.0)
+            module._lora_shrink(self._x, self._a, self._middle, *meta, 1.0)
         else:
-            module._lora_expand(self._middle, self._b, self._y, *self._meta, 0, True)
+            module._lora_expand(self._middle, self._b, self._y, *meta, 0, True)
 
     def microseconds(self, kernel: str, blocks: Blocks) -> float:
-        """Of one call within a CUDA graph; infinite where the kernel does not fit on the GPU."""
+        """Of one call of each mix within a CUDA graph; infinite where the kernel does not fit on the GPU."""
         from triton.runtime.errors import OutOfResources
 
         try:

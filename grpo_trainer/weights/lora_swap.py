@@ -107,7 +107,7 @@ class LoraSwap:
             return None
         assert self._info is not None, "connect comes first"
         version = self._info.policy_version
-        return prove_lora(self._model, self._server, lambda name: self._send(name, version, activate=False), self._info)
+        return prove_lora(self._model, self._server, lambda name: self.send(name, version, activate=False), self._info)
 
     def updating(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()  # the server holds a copy of its own: nothing to fence
@@ -117,7 +117,7 @@ class LoraSwap:
         if version == self._published:
             return Published(version, name, {"train/sync_time": Sum(0.0), "publish/version": Sum(version)})
         started = time.perf_counter()
-        sent = self._send(name, version, activate=True)
+        sent = self.send(name, version, activate=True)
         metrics = {
             "train/sync_time": Sum(time.perf_counter() - started),
             "publish/save_time": Sum(sent.pack_seconds),
@@ -128,7 +128,7 @@ class LoraSwap:
         self._published = version
         return Published(version, name, metrics)
 
-    def _send(self, name: str, version: int, *, activate: bool) -> Sent:
+    def send(self, name: str, version: int, *, activate: bool) -> Sent:
         """Publish the adapter as it is, and check what the server says it did."""
         assert self._transport is not None, "connect comes first"
         sent = self._transport.send(name, version, activate=activate)

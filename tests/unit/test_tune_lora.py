@@ -9,7 +9,7 @@ import pytest
 
 from vllm_server import lora_kernels
 from vllm_server.lora_kernels import FOLDER, VARIABLE, file_name, use_tuned_kernels
-from vllm_server.tune_lora import Layer, candidates, layers_of, merged, with_more_slices
+from vllm_server.tune_lora import MIX, Layer, candidates, layers_of, merged, versions_of, with_more_slices
 
 BLOCKS = {"block_m", "block_n", "block_k", "num_warps", "num_stages", "num_ctas"}
 
@@ -74,6 +74,12 @@ def test_more_slices_take_what_most_slices_have() -> None:
     table = with_more_slices({"9": {"1": {"a": 1}, "3": {"a": 3}}})
     assert table["9"]["4"] == {"a": 3} == table["9"]["6"]
     assert table["9"]["1"] == {"a": 1}
+
+
+def test_tokens_of_several_versions() -> None:
+    assert versions_of(3, (1.0,)) == [0, 0, 0]
+    # 16 tokens end at round(6.4) = 6, round(11.2) = 11, round(14.4) = 14 and 16
+    assert versions_of(16, MIX) == [0] * 6 + [1] * 5 + [2] * 3 + [3] * 2
 
 
 def test_candidates_differ() -> None:

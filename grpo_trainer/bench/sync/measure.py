@@ -81,10 +81,11 @@ def _measure(options: SyncOptions, place: Place, subject: Subject) -> Report:
 
 
 def _publish(options: SyncOptions, subject: Subject, gpus: str | None) -> tuple[list[Publish], Snapshot, Snapshot]:
-    """The measured publishes, after as many as the server has slots: the first to each is slower."""
-    for _ in range(subject.info.max_loras):
+    """The measured publishes, after as many as the server keeps: from then on each pushes one out."""
+    subject.warm_up()
+    for _ in range(subject.info.keep_versions + 1):
         subject.publish()
-    log.info("warmed up: %d publishes, %s", subject.info.max_loras, subject.facts())
+    log.info("warmed up: %s", subject.facts())
     publishes: list[Publish] = []
     early: Snapshot | None = None
     for number in range(1, options.repeat + 1):

@@ -41,7 +41,7 @@ def serving(spec: ProcessSpec, place: Place) -> Iterator[OwnedServer]:
     Raises:
         ProcessFailedError: it did not come up; the message has its last lines.
     """
-    with OwnedServer(lambda model, version: spec, place.logs / "server.log") as server:
+    with OwnedServer(lambda model, version: spec, place.logs / "server.log", place.folder / "served") as server:
         server.start(str(place.model), 0)
         server.wait_ready()
         yield server

@@ -71,6 +71,10 @@ class Subject(Protocol):
 
     def facts(self) -> Facts: ...
 
+    def warm_up(self) -> None:
+        """Do once what only the first publishes do."""
+        ...
+
     def publish(self) -> Publish:
         """Change the weights, publish them as the next version, and see one request answered by that.
 
