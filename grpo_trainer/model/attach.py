@@ -16,6 +16,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from grpo_trainer.config import ModelConfig
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError
@@ -202,7 +203,7 @@ def build_without_weights(config: Any, dtype: torch.dtype, attention: str, devic
         ModelError: that code leaves a buffer other than the model's constructor on a CPU does.
     """
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
-    with init_empty_weights(include_buffers=False):
+    with init_empty_weights(include_buffers=False), no_init_weights():
         reference = dict(AutoModelForCausalLM.from_config(config, **options).named_buffers())
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, **options)

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from grpo_trainer.config import ModelConfig
 from grpo_trainer.model.attach import attach_model, open_handles
+from grpo_trainer.model.load import load_model
 from grpo_trainer.weights.bridge_file import read_bridge_config, tied_names
 from tests.golden.models import ATTENTION, CONFIGS, VOCABULARY, Golden, random_model
 from tests.golden.stand_in import bridge_config, write_config
@@ -42,7 +43,7 @@ class Figures:
 
     Attributes:
         before: attached model and server, on the weights as loaded.
-        own: attached model and the model as it was saved: 0 when it is bound right and runs in the same dtype.
+        own: attached model and the one that `load_model` makes of the files: 0 if it is bound right.
         moved: server before and after every parameter was written in place through the attached model.
         after: attached model and server after that.
     """
@@ -68,7 +69,7 @@ def main(folder: Path, architectures: Sequence[str]) -> None:
             shapes = {told: tuple(mapping.shape) for told, mapping in config.param_mappings.items()}
             found = {own: find(tensor, memory) for own, tensor in model.named_parameters()}
             (folder / f"{name}.json").write_text(Golden(shapes, tied_names(config), found).text())
-            figures = _compare(engine, model, attached)
+            figures = _compare(engine, folder / name, attached)
         (folder / f"{name}.figures.json").write_text(json.dumps(asdict(figures)))
         print(name, figures, flush=True)
         del attached, memory
@@ -131,10 +132,10 @@ def _options(folder: Path, on_gpu: bool) -> ModelConfig:
     return ModelConfig.model_validate({"name": str(folder), "attention": attention, "device": "auto"})
 
 
-def _compare(engine: Any, as_saved: Any, attached: PreTrainedModel) -> Figures:
+def _compare(engine: Any, folder: Path, attached: PreTrainedModel) -> Figures:
     tokens = torch.randint(2, VOCABULARY, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(2)).tolist()
     first, ours = _served(engine, tokens), logprobs(attached, tokens)
-    own = logprobs(as_saved.to(device=attached.device, dtype=attached.dtype), tokens)
+    own = logprobs(load_model(_options(folder, attached.device.type == "cuda")), tokens)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in attached.parameters():

@@ -38,7 +38,9 @@ class StandIn:
 def stand_in(architecture: str, folder: Path, dtype: torch.dtype = torch.float32) -> StandIn:
     """Lay a random model out by the golden file; padding is NaN, so that nobody reads it unnoticed."""
     told = golden(architecture)
-    model = random_model(architecture).to(dtype=dtype)  # pyright: ignore[reportCallIssue]
+    model = random_model(architecture)
+    for parameter in model.parameters():  # and no buffers: rotary frequencies stay in 32 bits
+        parameter.data = parameter.data.to(dtype)
     model.save_pretrained(folder)
     tensors = {name: torch.full(shape, torch.nan, dtype=dtype) for name, shape in told.vllm.items()}
     tensors |= {name: tensors[first] for name, first in told.ties.items()}

@@ -1,0 +1,343 @@
+"""The model in a server's memory, against a stand-in that lays weights out as vLLM was seen to."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PreTrainedModel
+
+from grpo_trainer.config import ModelConfig
+from grpo_trainer.errors import BridgeError, ConfigError, ModelError
+from grpo_trainer.model import attach
+from grpo_trainer.model.attach import attach_model, bind, build_without_weights, open_handles, server_device
+from grpo_trainer.model.export import export_model
+from grpo_trainer.model.names import Binding, NamesError
+from tests.golden.models import ATTENTION, CONFIGS, VOCABULARY, random_model
+from tests.golden.stand_in import StandIn, bridge_config, stand_in
+from tests.unit.test_bridge_file import CUDA
+from vllm_server.protocol.bridge_config import FileHandle
+
+CPU = torch.device("cpu")
+TOKENS = torch.randint(2, VOCABULARY, (1, 90), generator=torch.Generator().manual_seed(0))
+
+
+def options(server: StandIn, architecture: str = "", **more: Any) -> ModelConfig:
+    attention = ATTENTION.get(architecture, "sdpa")
+    return ModelConfig.model_validate({"name": str(server.folder), "device": "cpu", "attention": attention, **more})
+
+
+def attached(server: StandIn, architecture: str = "", **more: Any) -> PreTrainedModel:
+    return attach_model(server.config, options(server, architecture, **more), CPU)
+
+
+@torch.no_grad()
+def logprobs(model: nn.Module) -> Tensor:
+    logits = model(input_ids=TOKENS).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(1, TOKENS[0, 1:, None])[:, 0]
+
+
+@pytest.fixture(params=["qwen2", "phi3"])
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> StandIn:
+    """With fused and tied weights, and with neither."""
+    return stand_in(request.param, tmp_path)
+
+
+@pytest.fixture
+def qwen(tmp_path: Path) -> StandIn:
+    return stand_in("qwen2", tmp_path)
+
+
+# the memory is the server's --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("architecture", sorted(CONFIGS))
+def test_the_attached_model_computes_what_the_saved_one_does(
+    tmp_path: Path, architecture: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = stand_in(architecture, tmp_path)
+    with caplog.at_level(logging.INFO):
+        model = attached(server, architecture)
+    assert torch.equal(logprobs(model), logprobs(server.model.train()))
+    count = len(list(model.parameters()))
+    assert count == len(list(server.model.parameters()))
+    assert f"Attached {count} tensors to vLLM's shared memory" in caplog.text
+    assert "Single-copy mode active" in caplog.text
+
+
+def test_no_parameter_has_memory_of_its_own(server: StandIn) -> None:
+    model = attached(server)
+    storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    assert len(storages) == 1  # the one file
+    assert all(not parameter.requires_grad for parameter in model.parameters())
+    assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+
+
+def test_a_write_in_place_is_seen_by_everybody_who_maps_the_memory(qwen: StandIn) -> None:
+    writer, reader = attached(qwen), attached(qwen)
+    before = logprobs(reader)
+    with torch.no_grad():
+        writer.get_parameter("model.layers.0.mlp.up_proj.weight").mul_(2)
+    theirs = open_handles(qwen.config, CPU)["model.layers.0.mlp.gate_up_proj.weight"]
+    ours = qwen.model.get_submodule("model.layers.0.mlp")
+    assert torch.equal(theirs[:96], ours.get_parameter("gate_proj.weight"))
+    assert torch.equal(theirs[96:], 2 * ours.get_parameter("up_proj.weight"))
+    assert not torch.equal(logprobs(reader), before)
+    assert torch.equal(logprobs(reader), logprobs(writer))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_an_optimizers_step_lands_in_the_file(qwen: StandIn, checkpointing: bool) -> None:
+    model = attached(qwen, gradient_checkpointing=checkpointing)
+    assert model.training and model.is_gradient_checkpointing == checkpointing
+    model.requires_grad_(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    optimizer.step()
+    again = dict(attached(qwen).named_parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.any(), name
+        assert not torch.equal(again[name], before[name]), name
+        assert torch.allclose(again[name], before[name] - 0.1 * parameter.grad, rtol=1e-6, atol=1e-8), name
+
+
+def test_the_padding_of_the_vocabulary_is_never_touched(qwen: StandIn) -> None:
+    model = attached(qwen)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    for name, tensor in open_handles(qwen.config, CPU).items():
+        if "embed_tokens" in name or "lm_head" in name:
+            assert tensor.shape[0] == 128 and tensor[VOCABULARY:].isnan().all()
+            tensor = tensor[:VOCABULARY]
+        assert not tensor.any(), name
+
+
+def test_tied_embeddings_stay_tied(qwen: StandIn) -> None:
+    model = attached(qwen)
+    assert model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight")
+    assert isinstance(model.get_parameter("lm_head.weight"), nn.Parameter)
+
+
+def test_parameters_are_of_the_servers_dtype_and_rotary_frequencies_of_32_bits(tmp_path: Path) -> None:
+    server = stand_in("qwen3", tmp_path, torch.bfloat16)
+    model = attached(server)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.dtype == torch.bfloat16
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
+    assert torch.equal(logprobs(model), logprobs(server.model.train()))
+
+
+def test_what_is_saved_is_what_was_loaded(tmp_path: Path) -> None:
+    """Under the names of published checkpoints, the experts one by one."""
+    server = stand_in("mixtral", tmp_path / "served")
+    (tmp_path / "saved").mkdir()
+    export_model(attached(server), None, tmp_path / "saved", torch.float32)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    wanted = dict(server.model.named_parameters())
+    for name, parameter in again.named_parameters():
+        assert torch.equal(parameter, wanted[name]), name
+
+
+# buffers ---------------------------------------------------------------------------------------------------
+
+SIZES = {"vocab_size": 98, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
+ROPES = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0 + 0.1 * index for index in range(16)],
+        "long_factor": [2.0 + index for index in range(16)],
+        "original_max_position_embeddings": 64,
+    },
+}
+
+
+@pytest.mark.parametrize("rope", sorted(ROPES))
+def test_rotary_frequencies_are_the_models_own(rope: str) -> None:
+    kind: Any = Phi3Config if rope == "longrope" else LlamaConfig
+    more = {"original_max_position_embeddings": 64, "pad_token_id": 0} if rope == "longrope" else {}
+    config = kind(**SIZES, **more, rope_parameters={"rope_theta": 50000.0, **ROPES[rope]})
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    built = build_without_weights(config, torch.float32, "sdpa", CPU)
+    wanted = dict(plain.named_buffers())
+    assert [name for name, _ in built.named_buffers()] == sorted(wanted)
+    for name, buffer in built.named_buffers():
+        assert torch.equal(buffer, wanted[name])
+    tensors = {name: parameter.detach() for name, parameter in plain.named_parameters()}
+    places = [Binding(name, name, 0, len(tensor), tuple(tensor.shape)) for name, tensor in tensors.items()]
+    bind(built, places, tensors)
+    assert torch.equal(logprobs(built.eval()), logprobs(plain.eval()))  # 90 tokens: beyond the original 64
+
+
+def test_a_buffer_that_nothing_initialises_is_refused(qwen: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PreTrainedModel, "initialize_weights", lambda self: None)
+    with pytest.raises(ModelError, match=r"model\.rotary_emb\.inv_freq: this buffer differs by up to nan"):
+        attached(qwen)
+
+
+def test_a_buffer_that_is_not_the_references_is_refused(qwen: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the frequencies had been computed with another base."""
+    right = PreTrainedModel.initialize_weights
+
+    def wrong(self: PreTrainedModel) -> None:
+        right(self)
+        for buffer in self.buffers():
+            buffer.mul_(1.001)
+
+    monkeypatch.setattr(PreTrainedModel, "initialize_weights", wrong)
+    with pytest.raises(ModelError, match=r"model\.rotary_emb\.inv_freq: this buffer differs by up to 0\.001"):
+        attached(qwen)
+
+
+# faults ----------------------------------------------------------------------------------------------------
+
+
+def test_with_gate_and_up_swapped_logprobs_would_differ(qwen: StandIn) -> None:
+    """Their shapes are the same, so no check of shapes would see it: the table in `names.py` alone decides."""
+    model = attached(qwen)
+    right = logprobs(model)
+    mlp = model.get_submodule("model.layers.0.mlp")
+    gate, up = mlp.get_submodule("gate_proj"), mlp.get_submodule("up_proj")
+    gate.weight, up.weight = up.weight, gate.weight  # pyright: ignore[reportArgumentType]
+    assert (logprobs(model) - right).abs().mean() > 0.01
+
+
+def test_a_missing_tied_head_is_refused(tmp_path: Path) -> None:
+    """The server holds a head of its own, which the trainer would leave as it is."""
+    server = stand_in("llama", tmp_path)
+    handles = dict(server.config.ipc_handles)
+    embedding = handles["model.embed_tokens.weight"]
+    assert isinstance(embedding, FileHandle)
+    with (tmp_path / "memory").open("ab") as file:
+        file.seek(-file.tell() % 64, 2)
+        end = file.tell() + (-file.tell() % 64)
+        file.truncate(end + 128 * 128 * 4)
+    handles["lm_head.weight"] = msgspec.structs.replace(embedding, offset=end)
+    apart = StandIn(tmp_path, server.model, bridge_config(str(tmp_path), handles))
+    with pytest.raises(NamesError, match=r"lm_head\.weight: tied to model\.embed_tokens\.weight in the trainer"):
+        attached(apart)
+
+
+def test_another_dtype_than_the_servers_is_refused(qwen: StandIn) -> None:
+    with pytest.raises(ConfigError, match=r"--dtype bfloat16: the server's weights are float32.*--dtype auto"):
+        attached(qwen, dtype="bfloat16")
+    attached(qwen, dtype="float32")
+
+
+def test_one_parameter_of_another_dtype_is_refused(qwen: StandIn) -> None:
+    name = "model.norm.weight"
+    mapping = msgspec.structs.replace(qwen.config.param_mappings[name], dtype="bfloat16")
+    handle = msgspec.structs.replace(qwen.config.ipc_handles[name], dtype="bfloat16")
+    config = msgspec.structs.replace(
+        qwen.config,
+        param_mappings=dict(qwen.config.param_mappings) | {name: mapping},
+        ipc_handles=dict(qwen.config.ipc_handles) | {name: handle},
+    )
+    with pytest.raises(
+        ModelError, match=r"model\.norm\.weight: dtype: .* is bfloat16, the model computes with float32"
+    ):
+        attach_model(config, options(qwen), CPU)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("rms_norm_eps", 1e-5), ("hidden_size", 64), ("tie_word_embeddings", False)]
+)
+def test_another_model_is_refused_by_the_field_that_differs(
+    qwen: StandIn, tmp_path: Path, field: str, value: Any
+) -> None:
+    other = random_model("qwen2").config
+    setattr(other, field, value)
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(ModelError, match=rf"{field}: got {value}, wanted .*; name the same model on both sides"):
+        attach_model(qwen.config, options(qwen, name=str(tmp_path / "other")), CPU)
+
+
+def test_another_architecture_is_refused(qwen: StandIn, tmp_path: Path) -> None:
+    random_model("qwen3").config.save_pretrained(tmp_path / "other")
+    with pytest.raises(ModelError, match="is another model than the server's"):
+        attach_model(qwen.config, options(qwen, name=str(tmp_path / "other")), CPU)
+
+
+def test_the_same_model_in_another_folder_is_taken(qwen: StandIn, tmp_path: Path) -> None:
+    copy = random_model("qwen2").config
+    copy.initializer_range = 0.5  # without effect on a model that is there
+    copy.save_pretrained(tmp_path / "copy")
+    attach_model(qwen.config, options(qwen, name=str(tmp_path / "copy")), CPU)
+
+
+def test_a_server_whose_model_cant_be_read_is_refused(qwen: StandIn) -> None:
+    config = msgspec.structs.replace(qwen.config, model="/not/here")
+    with pytest.raises(ModelError, match="the server serves /not/here, which can't be read from here"):
+        attach_model(config, options(qwen), CPU)
+
+
+def test_a_model_that_leaves_something_without_memory_is_refused(qwen: StandIn) -> None:
+    built = build_without_weights(qwen.model.config, torch.float32, "sdpa", CPU)
+    built.get_submodule("model.norm").scale = torch.empty(1, device="meta")  # a plain attribute
+    tensors = {name: parameter.detach() for name, parameter in qwen.model.named_parameters()}
+    places = [Binding(name, name, 0, len(tensor), tuple(tensor.shape)) for name, tensor in tensors.items()]
+    with pytest.raises(ModelError, match=r"model\.norm\.scale: has no memory"):
+        bind(built, places, tensors)
+
+
+def test_memory_that_is_shorter_than_the_file_says_is_refused_and_left_as_it_is(qwen: StandIn) -> None:
+    memory = qwen.folder / "memory"
+    size = memory.stat().st_size - 4
+    with memory.open("r+b") as file:
+        file.truncate(size)
+    with pytest.raises(BridgeError, match=rf"can't be mapped: it has {size} bytes, the file speaks of {size + 4}"):
+        attached(qwen)
+    assert memory.stat().st_size == size
+    memory.unlink()
+    with pytest.raises(BridgeError, match=r"can't be mapped: .*No such file"):
+        attached(qwen)
+    assert not memory.exists()
+
+
+# devices ---------------------------------------------------------------------------------------------------
+
+
+def test_memory_of_a_cpu_needs_a_trainer_on_the_cpu(qwen: StandIn) -> None:
+    assert server_device(qwen.config, CPU) == CPU
+    with pytest.raises(BridgeError, match="--device cuda: the server's weights are in main memory; use --device cpu"):
+        server_device(qwen.config, torch.device("cuda"))
+
+
+def test_the_servers_gpu_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = bridge_config("some/model", {"a": CUDA}, gpu_uuid="GPU-2")
+    uuids = ["GPU-1", "GPU-2", "GPU-3"]
+
+    class Properties:
+        def __init__(self, index: int) -> None:
+            self.uuid = uuids[index]
+
+    monkeypatch.setattr(attach.torch.cuda, "device_count", lambda: len(uuids))
+    monkeypatch.setattr(attach.torch.cuda, "get_device_properties", Properties)
+    assert server_device(config, torch.device("cuda")) == torch.device("cuda", 1)
+    assert server_device(config, torch.device("cuda", 1)) == torch.device("cuda", 1)
+    with pytest.raises(BridgeError, match="--device cuda:0: the server's weights are on cuda:1; use --device cuda:1"):
+        server_device(config, torch.device("cuda", 0))
+    with pytest.raises(BridgeError, match="--device cpu: the server's weights are on GPU GPU-2; use --device auto"):
+        server_device(config, CPU)
+    uuids[1] = "GPU-9"
+    with pytest.raises(BridgeError, match="on GPU GPU-2, the trainer sees GPU-1, GPU-9, GPU-3"):
+        server_device(config, torch.device("cuda"))

@@ -1,0 +1,255 @@
+"""Finding `vllm_bridge_config.json`, and each reason to refuse one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from grpo_trainer.errors import BridgeError
+from grpo_trainer.weights import bridge_file
+from grpo_trainer.weights.bridge_file import (
+    SHARED_FOLDER,
+    check_gpu,
+    find_bridge_config,
+    read_bridge_config,
+    tied_names,
+)
+from tests.golden.stand_in import bridge_config, write_config, write_tensors
+from vllm_server.protocol.bridge_config import FILE_NAME, BridgeConfigFile, CudaIpcHandle, FileHandle
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> BridgeConfigFile:
+    """A file that is in order: two parameters, one of them under two names."""
+    weight = torch.zeros(4, 8)
+    tensors = {"embed.weight": weight, "norm.weight": torch.zeros(8), "head.weight": weight}
+    return bridge_config("some/model", write_tensors(tmp_path / "memory", tensors))
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Path]:
+    """The known places, empty."""
+    folders = {name: tmp_path / name for name in ("logs", "here", "temporary")}
+    folders["shared"] = folders["temporary"] / SHARED_FOLDER
+    for folder in folders.values():
+        folder.mkdir(mode=0o700, exist_ok=True)
+    monkeypatch.setenv("LOGDIR", str(folders["logs"]))
+    monkeypatch.setattr("tempfile.tempdir", str(folders["temporary"]))
+    monkeypatch.chdir(folders["here"])
+    return folders
+
+
+def changed(config: BridgeConfigFile, **fields: Any) -> BridgeConfigFile:
+    return msgspec.structs.replace(config, **fields)
+
+
+def refused(path: Path, *words: str) -> None:
+    with pytest.raises(BridgeError) as caught:
+        read_bridge_config(path)
+    for word in (str(path), *words):
+        assert word in str(caught.value)
+
+
+# finding ---------------------------------------------------------------------------------------------------
+
+
+def test_a_named_file_or_its_folder(tmp_path: Path, config: BridgeConfigFile) -> None:
+    path = write_config(tmp_path, config)
+    assert find_bridge_config(path) == find_bridge_config(tmp_path) == config
+
+
+def test_a_named_file_that_is_not_there_is_not_searched_for(
+    tmp_path: Path, config: BridgeConfigFile, places: Mapping[str, Path]
+) -> None:
+    write_config(places["here"], config)
+    with pytest.raises(BridgeError, match=r"--vllm-config-path .*nowhere.*: No such file"):
+        find_bridge_config(tmp_path / "nowhere.json")
+
+
+def test_places_in_order(config: BridgeConfigFile, places: Mapping[str, Path]) -> None:
+    for name in ("shared", "here", "logs"):  # each goes before those written so far
+        write_config(places[name], changed(config, boot_id=name))
+        assert find_bridge_config(None).boot_id == name
+
+
+def test_a_bad_file_is_passed_over_and_named_if_there_is_no_other(
+    config: BridgeConfigFile, places: Mapping[str, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    write_config(places["logs"], changed(config, tp_degree=2))
+    with pytest.raises(BridgeError) as caught:
+        find_bridge_config(None)
+    for word in ("tp_degree: got 2", *(str(places[name]) for name in ("logs", "here", "shared"))):
+        assert word in str(caught.value)
+    write_config(places["shared"], config)
+    assert find_bridge_config(None) == config
+    assert "passed over" in caplog.text and "tp_degree" in caplog.text
+
+
+def test_nothing_anywhere_says_what_to_start(places: Mapping[str, Path]) -> None:
+    with pytest.raises(BridgeError, match=r"no usable .* in .*logs.*grpo serve --shared-weights"):
+        find_bridge_config(None)
+
+
+# refusing --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o622])
+def test_a_file_that_others_may_read_or_write(tmp_path: Path, config: BridgeConfigFile, mode: int) -> None:
+    path = write_config(tmp_path, config)
+    path.chmod(mode)
+    refused(path, f"mode: got {mode:04o}, wanted 0600", "chmod")
+
+
+def test_a_file_of_somebody_else(tmp_path: Path, config: BridgeConfigFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_config(tmp_path, config)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    refused(path, f"owner: got uid {os.getuid()}, wanted {os.getuid() + 1}")
+
+
+def test_a_dead_server(tmp_path: Path, config: BridgeConfigFile) -> None:
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait()
+    refused(write_config(tmp_path, changed(config, server_pid=done.pid)), f"process {done.pid}", "is gone")
+
+
+def test_a_process_that_only_got_the_dead_servers_number(tmp_path: Path, config: BridgeConfigFile) -> None:
+    path = write_config(tmp_path, config)
+    os.utime(path, (1e9, 1e9))  # written in 2001, before this process was
+    refused(path, f"process {os.getpid()}", "is gone")
+
+
+def test_another_boot_of_the_machine(tmp_path: Path, config: BridgeConfigFile) -> None:
+    refused(write_config(tmp_path, changed(config, machine="before the power went out")), "started anew")
+
+
+def test_another_release(tmp_path: Path, config: BridgeConfigFile) -> None:
+    """Told by its number even where its fields are unknown."""
+    path = write_config(tmp_path, config)
+    path.write_text('{"schema_version": 2, "weights": []}')
+    refused(path, "schema_version: got 2, wanted 1", "install")
+
+
+@pytest.mark.parametrize("field", ["tp_degree", "dp_shard_degree"])
+def test_several_workers(tmp_path: Path, config: BridgeConfigFile, field: str) -> None:
+    refused(write_config(tmp_path, changed(config, **{field: 4})), f"{field}: got 4, wanted 1", "one GPU")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"schema_version": 1}', '{"schema_version": "one"}', "\x00\xff"])
+def test_damaged_json(tmp_path: Path, config: BridgeConfigFile, content: str) -> None:
+    path = write_config(tmp_path, config)
+    path.write_bytes(content.encode("latin-1"))
+    refused(path, "damaged", "start the server again")
+
+
+def test_cut_short_anywhere(tmp_path: Path, config: BridgeConfigFile) -> None:
+    path = write_config(tmp_path, config)
+    whole = path.read_bytes()
+    for length in range(0, len(whole), 7):
+        path.write_bytes(whole[:length])
+        refused(path, "damaged")
+
+
+def test_no_file_at_all(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).mkdir()
+    with pytest.raises(BridgeError, match="Is a directory"):
+        read_bridge_config(tmp_path / FILE_NAME)
+
+
+def test_a_server_that_shares_nothing(tmp_path: Path, config: BridgeConfigFile) -> None:
+    refused(write_config(tmp_path, changed(config, shared_weights_enabled=False)), "--shared-weights")
+
+
+def handle(config: BridgeConfigFile, name: str = "norm.weight", **fields: Any) -> dict[str, Any]:
+    """All handles, one of them changed."""
+    return dict(config.ipc_handles) | {name: msgspec.structs.replace(config.ipc_handles[name], **fields)}
+
+
+CUDA = CudaIpcHandle(
+    device_index=0,
+    ipc_handle_b64="aGFuZGxl",
+    storage_size=32,
+    storage_offset=0,
+    ref_counter_handle_b64="",
+    ref_counter_offset=0,
+    event_handle_b64="",
+    event_sync_required=False,
+    shape=[8],
+    dtype="float32",
+    stride=[1],
+    tensor_offset=0,
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (lambda good: {"num_params": 2}, "num_params: got 2 for 3 names"),
+        (lambda good: {"param_names": []}, "num_params: got 3 for 0 names"),
+        (lambda good: {"param_names": ["norm.weight"] * 3}, "num_params: got 3 for 1 names"),
+        (lambda good: {"param_mappings": {}}, "param_mappings: embed.weight"),
+        (lambda good: {"ipc_handles": dict(good.ipc_handles) | {"more": CUDA}}, "ipc_handles: more"),
+        (lambda good: {"ipc_handles": handle(good, dtype="bfloat16")}, "float32 [8] in param_mappings, bfloat16 [8]"),
+        (lambda good: {"ipc_handles": handle(good, shape=[4])}, "float32 [8] in param_mappings, float32 [4]"),
+        (lambda good: {"ipc_handles": handle(good, stride=[])}, "strides []"),
+        (lambda good: {"ipc_handles": handle(good, stride=[-1])}, "strides [-1]"),
+        (lambda good: {"ipc_handles": handle(good, offset=-4)}, "offset -4"),
+        (lambda good: {"ipc_handles": handle(good, offset=126)}, "offset 126"),
+        (lambda good: {"ipc_handles": dict(good.ipc_handles) | {"norm.weight": CUDA}}, "not of kind file"),
+        # embed.weight is 4 * 8 * 4 = 128 bytes from 0
+        (lambda good: {"ipc_handles": handle(good, offset=124)}, "embed.weight and norm.weight overlap"),
+    ],
+)
+def test_a_file_that_contradicts_itself(tmp_path: Path, config: BridgeConfigFile, fields: Any, said: str) -> None:
+    refused(write_config(tmp_path, changed(config, **fields(config))), said)
+
+
+def test_quantised_weights(tmp_path: Path, config: BridgeConfigFile) -> None:
+    mappings = {name: msgspec.structs.replace(told, dtype="int8") for name, told in config.param_mappings.items()}
+    handles = {name: msgspec.structs.replace(told, dtype="int8") for name, told in config.ipc_handles.items()}
+    path = write_config(tmp_path, changed(config, param_mappings=mappings, ipc_handles=handles))
+    refused(path, "embed.weight: dtype: got int8, wanted float32, bfloat16, float16")
+
+
+# places ----------------------------------------------------------------------------------------------------
+
+
+def test_ties_are_names_of_one_place(config: BridgeConfigFile) -> None:
+    assert tied_names(config) == {"head.weight": "embed.weight"}
+
+
+def test_storages_are_told_apart_by_handle_and_offset() -> None:
+    """The same place in another storage is another place; small tensors share a block of GPU memory."""
+    handles = {
+        "a": CUDA,
+        "b": msgspec.structs.replace(CUDA, storage_offset=512),
+        "c": msgspec.structs.replace(CUDA, ipc_handle_b64="b3RoZXI="),
+        "d": msgspec.structs.replace(CUDA, tensor_offset=8),
+        "e": msgspec.structs.replace(CUDA),
+    }
+    config = bridge_config("some/model", handles, gpu_uuid="GPU-1")
+    assert config.kind == "cuda_ipc"
+    assert tied_names(config) == {"e": "a"}
+
+
+def test_ends_count_strides() -> None:
+    """Row 3 of a [4, 2] tensor with rows of 5 elements ends at element 3 * 5 + 1 + 1 = 17: byte 10 + 34 in 16 bits."""
+    place = FileHandle(path="x", offset=10, shape=[4, 2], dtype="bfloat16", stride=[5, 1])
+    assert bridge_file.end_of(place) == 44
+
+
+def test_a_trainer_must_see_the_servers_gpu(config: BridgeConfigFile) -> None:
+    on_gpu = bridge_config("some/model", {"a": CUDA}, gpu_uuid="GPU-1")
+    check_gpu(config, [])
+    check_gpu(on_gpu, ["GPU-0", "GPU-1"])
+    with pytest.raises(BridgeError, match=r"on GPU GPU-1, the trainer sees GPU-0, GPU-2; .*CUDA_VISIBLE_DEVICES"):
+        check_gpu(on_gpu, ["GPU-0", "GPU-2"])
+    with pytest.raises(BridgeError, match="the trainer sees none"):
+        check_gpu(on_gpu, [])

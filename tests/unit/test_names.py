@@ -1,0 +1,246 @@
+"""Where vLLM keeps each parameter: against what vLLM reported of ten architectures, and against every kind of mistake.
+
+`tests/golden/*.json` hold vLLM 0.32's names and shapes, and where each parameter was found in its memory by content.
+The modules of vLLM 0.25.1 that these names come from were compared: they bear the same names.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_trainer.model.names import FUSED, Binding, Facts, NamesError, Shape, bind_names
+from tests.golden.models import CONFIGS, golden, random_model
+
+ARCHITECTURES = sorted(CONFIGS)
+
+architectures = st.sampled_from(ARCHITECTURES)
+
+
+@functools.cache
+def own(architecture: str) -> tuple[dict[str, Shape], dict[str, str]]:
+    """Shapes of transformers' parameters, and their ties."""
+    model = random_model(architecture)
+    shapes, ties, first = {}, {}, {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shapes[name] = tuple(parameter.shape)
+        if first.setdefault(id(parameter), name) != name:
+            ties[name] = first[id(parameter)]
+    return shapes, ties
+
+
+def bound(architecture: str) -> tuple[Binding, ...]:
+    shapes, ties = own(architecture)
+    told = golden(architecture)
+    return bind_names(shapes, told.vllm, Facts(ties, told.ties))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_parameter_is_bound_where_its_content_was_found(architecture: str) -> None:
+    shapes, ties = own(architecture)
+    found = golden(architecture).found
+    bindings = bound(architecture)
+    assert [binding.hf_name for binding in bindings] == sorted(shapes.keys() - ties.keys()) == sorted(found)
+    for binding in bindings:
+        assert (binding.vllm_name, binding.start) in found[binding.hf_name]
+        assert (binding.length, *binding.shape[1:]) == binding.shape == shapes[binding.hf_name]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_all_of_vllms_memory_is_bound_but_for_the_vocabularys_padding(architecture: str) -> None:
+    told = golden(architecture)
+    sizes = {name: torch.Size(shape).numel() for name, shape in told.vllm.items() if name not in told.ties}
+    places = {told.ties.get(binding.vllm_name, binding.vllm_name) for binding in bound(architecture)}
+    covered = sum(torch.Size(binding.shape).numel() for binding in bound(architecture))
+    heads = [name for name in sizes if "embed_tokens" in name or "lm_head" in name]
+    assert places == set(sizes)
+    # 98 tokens are padded to 128, in a hidden size of 128
+    assert sum(sizes.values()) - covered == len(heads) * (128 - 98) * 128
+
+
+def test_qwen2_in_full() -> None:
+    """One layer by hand: 4 heads and 2 key-value heads of 32, 96 intermediate."""
+    layer = {
+        binding.hf_name.removeprefix("model.layers.1."): (binding.vllm_name.removeprefix("model.layers.1."), start)
+        for binding in bound("qwen2")
+        if binding.hf_name.startswith("model.layers.1.")
+        for start in [(binding.start, binding.start + binding.length)]
+    }
+    assert layer == {
+        "self_attn.q_proj.weight": ("self_attn.qkv_proj.weight", (0, 128)),
+        "self_attn.k_proj.weight": ("self_attn.qkv_proj.weight", (128, 192)),
+        "self_attn.v_proj.weight": ("self_attn.qkv_proj.weight", (192, 256)),
+        "self_attn.q_proj.bias": ("self_attn.qkv_proj.bias", (0, 128)),
+        "self_attn.k_proj.bias": ("self_attn.qkv_proj.bias", (128, 192)),
+        "self_attn.v_proj.bias": ("self_attn.qkv_proj.bias", (192, 256)),
+        "self_attn.o_proj.weight": ("self_attn.o_proj.weight", (0, 128)),
+        "mlp.gate_proj.weight": ("mlp.gate_up_proj.weight", (0, 96)),
+        "mlp.up_proj.weight": ("mlp.gate_up_proj.weight", (96, 192)),
+        "mlp.down_proj.weight": ("mlp.down_proj.weight", (0, 128)),
+        "input_layernorm.weight": ("input_layernorm.weight", (0, 128)),
+        "post_attention_layernorm.weight": ("post_attention_layernorm.weight", (0, 128)),
+    }
+
+
+@given(st.data())
+def test_order_does_not_matter(data: st.DataObject) -> None:
+    architecture = data.draw(architectures)
+    shapes, ties = own(architecture)
+    told = golden(architecture)
+    shuffled = dict(data.draw(st.permutations(list(shapes.items()))))
+    theirs = dict(data.draw(st.permutations(list(told.vllm.items()))))
+    assert bind_names(shuffled, theirs, Facts(ties, told.ties)) == bound(architecture)
+
+
+@given(st.data())
+def test_whatever_is_missing_in_vllm_is_refused(data: st.DataObject) -> None:
+    architecture = data.draw(architectures)
+    shapes, ties = own(architecture)
+    told = golden(architecture)
+    dropped = data.draw(st.sampled_from(sorted(told.vllm.keys() - told.ties.keys())))
+    gone = {dropped, *(name for name, first in told.ties.items() if first == dropped)}
+    rest = {name: shape for name, shape in told.vllm.items() if name not in gone}
+    kept = {name: first for name, first in told.ties.items() if name not in gone}
+    with pytest.raises(NamesError) as caught:
+        bind_names(shapes, rest, Facts(ties, kept))
+    lost = [binding.hf_name for binding in bound(architecture) if binding.vllm_name in gone]
+    assert lost and all(any(problem.startswith(name) for problem in caught.value.problems) for name in lost)
+
+
+@given(st.data())
+def test_whatever_is_missing_in_the_trainer_is_refused(data: st.DataObject) -> None:
+    architecture = data.draw(architectures)
+    shapes, ties = own(architecture)
+    told = golden(architecture)
+    dropped = data.draw(st.sampled_from(bound(architecture)))
+    rest = {name: shape for name, shape in shapes.items() if name != dropped.hf_name and name not in ties}
+    with pytest.raises(NamesError) as caught:
+        bind_names(rest, told.vllm, Facts({}, told.ties))
+    first = told.ties.get(dropped.vllm_name, dropped.vllm_name)
+    assert any(first in problem or dropped.vllm_name in problem for problem in caught.value.problems)
+
+
+@given(st.data(), st.booleans())
+def test_whatever_is_there_twice_is_refused(data: st.DataObject, in_vllm: bool) -> None:
+    """Under a name of its own on either side, or as another layer's."""
+    architecture = data.draw(architectures)
+    shapes, ties = own(architecture)
+    told = golden(architecture)
+    names = told.vllm if in_vllm else shapes
+    name = data.draw(st.sampled_from(sorted(names.keys() - ties.keys() - told.ties.keys())))
+    twin = data.draw(st.sampled_from([f"twin.{name}", name.replace("layers.1.", "layers.2."), f"{name}_2"]))
+    if twin == name:
+        twin = f"{name}_3"
+    theirs = {**told.vllm, twin: names[name]} if in_vllm else told.vllm
+    ours = shapes if in_vllm else {**shapes, twin: names[name]}
+    with pytest.raises(NamesError, match=r"twin\.|layers\.2\.|_[23]"):
+        bind_names(ours, theirs, Facts(ties, told.ties))
+
+
+@given(st.data())
+def test_a_shape_that_does_not_fit_is_refused(data: st.DataObject) -> None:
+    architecture = data.draw(architectures)
+    shapes, ties = own(architecture)
+    told = golden(architecture)
+    name = data.draw(st.sampled_from(sorted(shapes.keys() - ties.keys())))
+    dimension = data.draw(st.integers(0, len(shapes[name]) - 1))
+    by = data.draw(st.sampled_from([-1, 1]))
+    # A vocabulary that is one token larger fits into the same padding, which configurations tell apart.
+    changed = [size + by * (at == dimension) for at, size in enumerate(shapes[name])]
+    wrong = {**shapes, name: tuple(changed)}
+    if dimension == 0 and ("embed_tokens" in name or "lm_head" in name):
+        wrong = {**shapes, name: (129, *changed[1:])}
+    with pytest.raises(NamesError) as caught:
+        bind_names(wrong, told.vllm, Facts(ties, told.ties))
+    assert any(problem.startswith(name) for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_gate_and_up_have_the_same_shape_and_one_order(architecture: str) -> None:
+    """Fused matrices are told apart by the table alone: nothing about their shapes, names or order on disk can swap
+    them."""
+    parts = {binding.hf_name: binding for binding in bound(architecture)}
+    gates = [name for name in parts if name.endswith(".gate_proj.weight")]
+    for name in gates:
+        gate, up = parts[name], parts[name.replace("gate_proj", "up_proj")]
+        assert gate.shape == up.shape
+        assert (gate.vllm_name, gate.start, up.vllm_name, up.start) == (up.vllm_name, 0, gate.vllm_name, gate.length)
+    assert gates or architecture in ("phi3", "mixtral", "qwen3_moe")  # fused in transformers as well
+    assert FUSED["gate_up_proj"] == ("gate_proj", "up_proj")
+
+
+def test_a_tied_head_that_vllm_holds_apart_is_refused() -> None:
+    shapes, ties = own("llama")
+    told = golden("llama")
+    assert ties == told.ties | {"lm_head.weight": "model.embed_tokens.weight"}
+    with pytest.raises(NamesError, match=r"lm_head\.weight: tied to model\.embed_tokens\.weight in the trainer"):
+        bind_names(shapes, told.vllm, Facts(ties, {}))
+
+
+def test_a_head_of_its_own_that_vllm_ties_is_refused() -> None:
+    shapes, _ = own("llama")
+    told = golden("llama")
+    with pytest.raises(NamesError, match=r"model\.embed_tokens\.weight and lm_head\.weight: both in rows 0 to 98"):
+        bind_names(shapes, told.vllm, Facts({}, told.ties))
+
+
+def test_a_missing_head_is_refused_unless_it_is_tied() -> None:
+    shapes, ties = own("llama")
+    told = golden("llama")
+    headless = {name: shape for name, shape in told.vllm.items() if name != "lm_head.weight"}
+    assert bind_names(shapes, headless, Facts(ties, {})) == bound("llama")
+    with pytest.raises(NamesError, match=r"lm_head\.weight \[98, 128\]: has no place in vLLM"):
+        bind_names(shapes, headless, Facts({}, {}))
+
+
+def test_only_vocabularies_are_padded_and_only_to_the_next_64() -> None:
+    def bind(name: str, rows: int, theirs: int) -> tuple[Binding, ...]:
+        return bind_names({name: (rows, 8)}, {name: (theirs, 8)})
+
+    assert bind("model.embed_tokens.weight", 100, 128) == (
+        Binding("model.embed_tokens.weight", "model.embed_tokens.weight", 0, 100, (100, 8)),
+    )
+    assert bind("lm_head.weight", 128, 128)[0].length == 128
+    for name, rows, theirs in [("lm_head.weight", 64, 128), ("lm_head.weight", 100, 192), ("a.o_proj.weight", 60, 64)]:
+        with pytest.raises(NamesError, match="does not fit"):
+            bind(name, rows, theirs)
+
+
+@pytest.mark.parametrize("module", ["attention.query_key_value", "attn.c_attn", "self_attn.kv_b_proj", "attn.Wqkv"])
+def test_matrices_whose_rows_vllm_may_order_otherwise_are_refused(module: str) -> None:
+    name = f"model.layers.0.{module}.weight"
+    with pytest.raises(NamesError, match="not known to have its rows in the same order"):
+        bind_names({name: (8, 8)}, {name: (8, 8)})
+
+
+def test_experts_that_are_laid_out_otherwise_are_refused_though_their_shapes_fit() -> None:
+    """64 intermediate and 128 hidden: `[expert, 128, 128]` both ways."""
+    shapes, ties = own("qwen3_moe")
+    told = golden("qwen3_moe")
+    path = "model.layers.0.mlp.experts"
+    assert shapes[f"{path}.gate_up_proj"] == (4, 128, 128)
+    with pytest.raises(NamesError, match=r"layers\.0\.mlp\.experts\.gate_up_proj .*: transposed; wanted"):
+        bind_names(shapes, told.vllm, Facts(ties, told.ties, {path: "transposed"}))
+
+
+def test_a_part_of_a_fused_matrix_alone_is_refused() -> None:
+    with pytest.raises(NamesError, match=r"holds a\.up_proj\.weight as well, which the trainer lacks"):
+        bind_names({"a.gate_proj.weight": (4, 8)}, {"a.gate_up_proj.weight": (8, 8)})
+
+
+def test_two_possible_places_are_refused() -> None:
+    theirs = {"a.qkv_proj.weight": (12, 8), "a.q_proj.weight": (4, 8)}
+    ours = {f"a.{part}_proj.weight": (4, 8) for part in "qkv"}
+    with pytest.raises(NamesError, match=r"could be any of vLLM's a\.q_proj\.weight, a\.qkv_proj\.weight"):
+        bind_names(ours, theirs)
+
+
+def test_the_message_lists_the_first_and_counts_the_rest() -> None:
+    with pytest.raises(NamesError) as caught:
+        bind_names({f"norm{number}.weight": (4,) for number in range(30)}, {})
+    assert len(caught.value.problems) == 30
+    assert "(30 problems)" in str(caught.value) and "and 18 more" in str(caught.value)
