@@ -178,9 +178,7 @@ LAYERS = 12
 NOISY = msgspec.structs.replace(INFO, dtype="bfloat16")
 
 
-@pytest.mark.parametrize(
-    "module", ["layers.3.self_attn.q_proj", "layers.5.self_attn.k_proj", "layers.11.mlp.down_proj"]
-)
+@pytest.mark.parametrize("module", ["3.self_attn.q_proj", "5.self_attn.k_proj", "11.mlp.down_proj"])
 def test_one_missing_module_shows_through_noise_that_hides_it_on_average(module: str) -> None:
     """One of 84 modules changes the logprobs by less, on average, than what 16 bits do must be allowed to."""
     trainer = tiny_lora(LAYERS)
@@ -190,7 +188,7 @@ def test_one_missing_module_shows_through_noise_that_hides_it_on_average(module:
         prove_lora(trainer, server, server.load, NOISY)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_noise_alone_is_no_missing_module(seed: int, caplog: pytest.LogCaptureFixture) -> None:
     trainer = tiny_lora(LAYERS)
     server = FakeServer(trainer, model=tiny_lora(LAYERS), noise=0.02)

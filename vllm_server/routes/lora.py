@@ -1,7 +1,9 @@
 """`/lora/…`: publish a version, withdraw one, see which are there."""
 
+import logging
+
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from vllm_server.errors import ServeError
@@ -16,6 +18,8 @@ from vllm_server.protocol import (
 )
 from vllm_server.server import PolicyServer
 
+logger = logging.getLogger("vllm.grpo.publisher")  # below "vllm": vLLM's handler and format
+
 
 async def load(request: Request) -> Response:
     """Publish the adapter of a `LoraLoadRequest`, or the one in the body; not cut short if the client leaves."""
@@ -24,8 +28,12 @@ async def load(request: Request) -> Response:
     if kind != SAFETENSORS_MEDIA_TYPE:
         return json_response(await publisher.load(await _from_json(request, kind)))
     length = request.headers.get("content-length", "")
-    async with publisher.bodies.holding(request.stream(), int(length) if length.isdecimal() else None) as file:
-        return json_response(await publisher.load(_from_query(request), file))
+    try:
+        async with publisher.bodies.holding(request.stream(), int(length) if length.isdecimal() else None) as file:
+            return json_response(await publisher.load(_from_query(request), file))
+    except ClientDisconnect:
+        logger.warning("An adapter broke off on its way here: nothing of it is published")
+        return Response(status_code=400)  # to nobody
 
 
 async def _from_json(request: Request, kind: str) -> LoraLoadRequest:
