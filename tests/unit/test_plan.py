@@ -94,7 +94,7 @@ def test_a_server_that_shares_its_weights_tells_the_trainer_where_they_are(flags
     if "share_base" in flags:
         base["weight_bridge_mode"] = "lora_only"
     made = plan_run(build_run({}, {**base, **flags}), PORTS, python="py", on_gpu=on_gpu)
-    assert [[process.name for process in stage] for stage in made.stages][0] == ["api", "server"]
+    assert [process.name for process in made.stages[0]] == ["api", "server"]
     server = made.stages[0][1]
     assert "--shared-weights" in server.argv
     trainer = build(TrainConfig, made.config_files[Path("/runs/a/config/trainer.toml")])
