@@ -21,7 +21,7 @@ from transformers.initialization import no_init_weights
 from grpo_trainer.config import ModelConfig
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError
 from grpo_trainer.model.check import check_model
-from grpo_trainer.model.load import freeze
+from grpo_trainer.model.load import check_attention, freeze
 from grpo_trainer.model.names import Binding, Facts, bind_names
 from grpo_trainer.weights.bridge_file import check_gpu, end_of, start_of, storage_of, tied_names
 from vllm_server.protocol.bridge_config import BridgeConfigFile, CudaIpcHandle, FileHandle, Handle
@@ -51,10 +51,11 @@ def attach_model(config: BridgeConfigFile, model_config: ModelConfig, device: to
 
     Raises:
         BridgeError: the memory can't be opened from here.
-        ConfigError: `--dtype` is not the server's.
+        ConfigError: `--dtype` is not the server's, or `--attention` leaves out part of the model.
         ModelError: the server serves another model, or one that can't be bound (`NamesError`).
     """
     found = check_same_model(config.model, model_config.name)
+    check_attention(found, model_config.attention)
     device = server_device(config, device)
     dtype = served_dtype(config)
     if model_config.dtype != "auto" and getattr(torch, model_config.dtype) != dtype:

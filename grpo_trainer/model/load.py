@@ -44,12 +44,28 @@ def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
 
 
 def remove_dropout(model: PreTrainedModel) -> None:
-    """No dropout in the base model: the server samples without, and the ratio would be noise."""
+    """No dropout or jitter in the base model: the server samples without, and the ratio would be noise."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010  # a plain attribute, unknown to nn.Module's types
+        # Others are functions of plain attributes: attention_dropout, residual_dropout, layerdrop, jitter_noise, …
+        for name in [name for name, value in vars(module).items() if isinstance(value, float)]:
+            if "drop" in name or "jitter" in name:
+                setattr(module, name, 0.0)
+
+
+def check_attention(found: Any, wanted: str) -> None:
+    """Refuse an attention implementation that would silently leave out part of the model.
+
+    Raises:
+        ConfigError: naming the part.
+    """
+    capping = getattr(found, "attn_logit_softcapping", None)
+    if capping and wanted == "sdpa":
+        raise ConfigError(
+            f"--attention sdpa: does not cap this model's attention scores (attn_logit_softcapping {capping}), as the "
+            "server does; use --attention eager"
+        )
 
 
 def load_model(config: ModelConfig) -> PreTrainedModel:
@@ -59,9 +75,10 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
 
     Raises:
         ModelError: see `check_model`; or it is quantised already.
-        ConfigError: see `pick_device`; or bitsandbytes is missing.
+        ConfigError: see `pick_device` and `check_attention`; or bitsandbytes is missing.
     """
     found = check_model(config.name)
+    check_attention(found, config.attention)
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     quantised = {"quantization_config": _in_4_bits(config.name, found, dtype)} if config.load_in_4bit else {}

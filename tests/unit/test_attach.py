@@ -10,13 +10,22 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    OPTConfig,
+    Phi3Config,
+    PreTrainedModel,
+    SeedOssConfig,
+)
 
 from grpo_trainer.config import ModelConfig
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError
 from grpo_trainer.model import attach
 from grpo_trainer.model.attach import attach_model, bind, build_without_weights, open_handles, server_device
 from grpo_trainer.model.export import export_model
+from grpo_trainer.model.load import freeze, load_model
 from grpo_trainer.model.names import Binding, NamesError
 from tests.golden.models import ATTENTION, CONFIGS, VOCABULARY, random_model
 from tests.golden.stand_in import StandIn, bridge_config, stand_in
@@ -24,6 +33,8 @@ from tests.unit.test_bridge_file import CUDA
 from vllm_server.protocol.bridge_config import FileHandle
 
 CPU = torch.device("cpu")
+SIZES: dict[str, Any] = {"vocab_size": 98, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1}
+SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
 TOKENS = torch.randint(2, VOCABULARY, (1, 90), generator=torch.Generator().manual_seed(0))
 
 
@@ -145,10 +156,32 @@ def test_what_is_saved_is_what_was_loaded(tmp_path: Path) -> None:
         assert torch.equal(parameter, wanted[name]), name
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        OPTConfig(vocab_size=98, hidden_size=32, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2, dropout=0.5,
+                  layerdrop=0.5, word_embed_proj_dim=32),
+        SeedOssConfig(**SIZES, head_dim=32, residual_dropout=0.5),
+        MixtralConfig(**SIZES, num_local_experts=2, router_jitter_noise=0.5, attention_dropout=0.5),
+    ],
+    ids=lambda config: config.model_type,
+)  # fmt: skip
+def test_nothing_is_random_in_training_mode(config: Any) -> None:
+    model = freeze(AutoModelForCausalLM.from_config(config), ModelConfig(name="x"))
+    assert model.training
+    assert torch.equal(logprobs(model), logprobs(model))
+
+
+def test_attention_that_would_leave_out_capping_is_refused(tmp_path: Path) -> None:
+    server = stand_in("gemma2", tmp_path)
+    for make in (attached, lambda server: load_model(options(server))):
+        with pytest.raises(ConfigError, match=r"--attention sdpa: .*attn_logit_softcapping 50\.0.*--attention eager"):
+            make(server)
+    assert torch.equal(logprobs(attached(server, "gemma2")), logprobs(load_model(options(server, "gemma2"))))
+
+
 # buffers ---------------------------------------------------------------------------------------------------
 
-SIZES = {"vocab_size": 98, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1}
-SIZES |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
 ROPES = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 4.0},
