@@ -147,13 +147,15 @@ class SharedBridge:
             raise
         written = time.perf_counter()
         ended = self._server.end_update(UpdateEndRequest(token=begun.token, version=version))
+        finished = time.perf_counter()
         if ended.policy_version != version:
             raise BridgeError(f"wrote version {version}, but the server took it for {ended.policy_version}")
         self._version = version
         self._metrics = {
-            "train/sync_time": Sum(time.perf_counter() - started),
+            "train/sync_time": Sum(finished - started),
             "publish/pause_time": Sum(begun.pause_seconds),
             "publish/write_time": Sum(written - writing),
+            "publish/end_time": Sum(finished - written),
             "publish/stall_time": Sum(ended.stall_seconds),
         }
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -23,16 +24,24 @@ def mentioning(text: str) -> list[list[str]]:
     return [line for line in lines if any(text in part for part in line)]
 
 
-def test_one_line_of_figures_and_nothing_left_running(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "grpo_trainer", "bench", "sync", "--shape", "tiny", "--transport", "memory"]
-    command += ["--repeat", "3", "--skip-load", "--json"]
-    temporary = tmp_path / "tmp"
+def measured(folder: Path, *words: str) -> dict[str, Any]:
+    """The figures, of a measurement that leaves nothing behind."""
+    command = [sys.executable, "-m", "grpo_trainer", "bench", "sync", "--shape", "tiny", "--skip-load", "--json"]
+    temporary = folder / "tmp"
     temporary.mkdir()
     environment = {**os.environ, "TMPDIR": str(temporary)}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False, timeout=380)
+    done = subprocess.run(
+        [*command, *words], capture_output=True, text=True, cwd=ROOT, env=environment, check=False, timeout=380
+    )
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
-    figures = json.loads(line)
+    assert not list(temporary.glob("grpo*"))
+    assert not mentioning(str(temporary))
+    return json.loads(line)
+
+
+def test_one_line_of_figures_and_nothing_left_running(tmp_path: Path) -> None:
+    figures = measured(tmp_path, "--transport", "memory", "--repeat", "3")
 
     assert (figures["bridge"], figures["transport"], figures["shape"]) == ("lora_only", "memory", "tiny")
     assert (figures["lora_r"], figures["repeat"], figures["keep_versions"]) == (16, 3, 4)
@@ -55,6 +64,27 @@ def test_one_line_of_figures_and_nothing_left_running(tmp_path: Path) -> None:
     assert memory["flat_publishes"] == [3, 3] and memory["flat_adapters"] == [4, 4]
     assert memory["files_at_end"] == 0  # this transport writes none
     assert memory["server_rss_mb"] > 100 and memory["gpu_total_gb"] is None
+    assert figures["attach_ms"] is None and figures["share_base"] is False
 
-    assert not list(temporary.glob("grpo-*"))
-    assert not mentioning(str(temporary))
+
+def test_shared_weights_are_written_where_they_are(tmp_path: Path) -> None:
+    figures = measured(tmp_path, "--bridge", "shared_vllm", "--repeat", "3")
+    assert (figures["bridge"], figures["transport"], figures["adapter_mb"]) == ("shared_vllm", None, None)
+    assert figures["attach_ms"] > 0 and figures["proof"]["noise"] < 1e-4
+    assert figures["model_gb"] == round(SHAPES["tiny"].parameters() * 4 / 1e9, 4)
+    assert 0 < figures["write_ms"] < figures["stall_ms"] <= figures["publish_p50_ms"]
+    assert figures["phases"]["pack_ms"] == figures["write_ms"] and figures["after_write_ms"] > 0
+    assert figures["baseline_ms"] is None and figures["memory"]["files_at_end"] == 0
+
+
+def test_an_adapter_over_the_servers_base(tmp_path: Path) -> None:
+    figures = measured(tmp_path, "--share-base", "--repeat", "3", "--baseline-repeat", "0")
+    assert (figures["bridge"], figures["share_base"], figures["lora_r"]) == ("lora_only", True, 16)
+    assert figures["attach_ms"] > 0 and figures["proof"]["noise"] < 1e-4
+
+
+def test_a_restart_is_a_checkpoint_and_a_launch(tmp_path: Path) -> None:
+    figures = measured(tmp_path, "--bridge", "none", "--repeat", "1")
+    assert figures["bridge"] == "none" and figures["attach_ms"] is None and figures["load"] is None
+    phases = figures["phases"]
+    assert phases["pack_ms"] > 0 and phases["engine_ms"] == figures["stall_ms"] < figures["publish_p50_ms"]

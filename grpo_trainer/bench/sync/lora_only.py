@@ -14,32 +14,32 @@ import httpx
 import torch
 from peft import PeftModel
 
+from grpo_trainer.bench.sync.common import PROMPT, check_answers, explained_by, train_values, weighed
 from grpo_trainer.bench.sync.figures import Baseline, Publish, median_ms
 from grpo_trainer.bench.sync.options import SyncOptions
 from grpo_trainer.bench.sync.server import server_spec, serving
-from grpo_trainer.bench.sync.subject import Facts, Place
+from grpo_trainer.bench.sync.subject import Facts, Place, WeightFigures
 from grpo_trainer.config import LoraOnly, TrainConfig
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.launch.owned_server import OwnedServer
-from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.model.load import load_model
-from grpo_trainer.model.lora import add_adapter
+from grpo_trainer.model.policy import build_policy
 from grpo_trainer.options import build
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights import proof
 from grpo_trainer.weights.lora_swap import LoraSwap
 from vllm_server.protocol import LoraLoadRequest, LoraLoadResponse
+from vllm_server.protocol.bridge_config import FILE_NAME
 
 log = logging.getLogger(__name__)
 
-PROMPT = [2, 3, 5, 7]
 SMALL_B = 1e-3
 
 
 @contextmanager
 def opened(options: SyncOptions, place: Place) -> Iterator[LoraOnlySubject]:
-    """Model first, server after it: vLLM must not see memory come and go while it measures what is free."""
+    """Model first, server after it: vLLM must not see memory come and go while it measures what is free. (A model in
+    the server's memory takes none.)"""
     root = (options.choice.lora_root or place.folder).absolute()
     root.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="grpo-adapters-", dir=root) as folder:
@@ -52,46 +52,38 @@ def opened(options: SyncOptions, place: Place) -> Iterator[LoraOnlySubject]:
 def _serving(options: SyncOptions, place: Place, config: TrainConfig, written: Path) -> Iterator[LoraOnlySubject]:
     bridge = config.bridge
     assert isinstance(bridge, LoraOnly)
-    model = add_adapter(load_model(config.model), bridge, seed=0)
+
+    def adapted() -> PeftModel:
+        policy = build_policy(config)
+        assert isinstance(policy.model, PeftModel)
+        return policy.model
+
+    early = None if bridge.share_base else weighed(adapted, place, attached=False)
     flags = ["--max-lora-rank", str(bridge.r), "--lora-name", bridge.name, "--lora-root", str(written)]
     flags += ["--lora-keep-versions", str(bridge.keep_versions)]
+    if bridge.share_base:
+        flags += ["--shared-weights", "--bridge-config-path", str(place.folder / FILE_NAME)]
     spec = server_spec(config, options.server, place, flags, tiny=options.model.shape == "tiny")
     with serving(spec, place) as server:
         client = WatchedClient(config.vllm)
-        with LoraSwap(bridge, model, client, written, config.model.seq_len) as swap, _explained_by(server):
-            subject = LoraOnlySubject(swap, model, client, server, written, url=config.vllm.url)
+        model, weights = early or weighed(adapted, place, attached=True)
+        with LoraSwap(bridge, model, client, written, config.model.seq_len) as swap, explained_by(server):
+            subject = LoraOnlySubject(swap, model, client, server, written, weights, url=config.vllm.url)
             if bridge.proof:
                 subject.prove()
             yield subject
 
 
-@contextmanager
-def _explained_by(server: OwnedServer) -> Iterator[None]:
-    """If the server does not answer because it has ended, its last lines say more than that."""
-    try:
-        yield
-    except ServerError:
-        server.check()
-        raise
-
-
 def _train_config(options: SyncOptions, place: Place, written: Path) -> TrainConfig:
-    server, choice = options.server, options.choice
+    choice = options.choice
     values: dict[str, Any] = {
-        "model": str(place.model),
-        "dtype": place.dtype,
-        "seq_len": server.max_model_len,
-        "weight_bridge_mode": "lora_only",
+        **train_values(options, place, "lora_only"),
         "lora_transport": choice.transport,
         "lora_r": choice.lora_r,
         "lora_alpha": 2.0 * choice.lora_r,
         "lora_keep_versions": choice.keep_versions,
         "lora_root": written,
-        "proof": choice.proof,
-        "vllm_port": claim_ports({"server": 0})["server"],
-        "max_model_len": server.max_model_len,
-        "gpu_memory_utilization": server.gpu_memory_utilization,
-        "vllm_enforce_eager": server.enforce_eager,
+        "share_base": choice.share_base,
     }
     return build(TrainConfig, values)
 
@@ -109,10 +101,20 @@ class WatchedClient(ServerClient):
 class LoraOnlySubject:
     """A trainer that does nothing but publish. Versions start at 1, so that 0 is the base model."""
 
+    serves_on = True
+
     def __init__(
-        self, swap: LoraSwap, model: PeftModel, client: WatchedClient, server: OwnedServer, written: Path, url: str
+        self,
+        swap: LoraSwap,
+        model: PeftModel,
+        client: WatchedClient,
+        server: OwnedServer,
+        written: Path,
+        weights: WeightFigures,
+        url: str,
     ) -> None:
         self._swap = swap
+        self._weights = weights
         self._model = model
         self._server = server
         self.url = url
@@ -157,20 +159,23 @@ class LoraOnlySubject:
 
     def facts(self) -> Facts:
         assert self.client_answer is not None, "publish comes first"
-        return Facts(self.client_answer.transport, round(self._nbytes / 1e6, 3), self._proof)
+        return Facts(self.client_answer.transport, round(self._nbytes / 1e6, 3), self._proof, self._weights)
 
     @property
     def client_answer(self) -> LoraLoadResponse | None:
         return self.client.last
 
     def warm_up(self) -> None:
-        """One adapter into each slot that is free, by name only: the first to come to a slot is slower."""
+        """One adapter into each slot that is free, by name only: the first to come to a slot is slower. Then as many
+        publishes as the server keeps: from then on each pushes one out."""
         free = self.info.max_loras - len(self.client.lora_status().versions)
         names = [f"{self.info.lora_name}-warm-{number}" for number in range(free)]
         for name in names:
             self._swap.send(name, self._version, activate=False)
         for name in names:
             self.client.unload_adapter(name)
+        for _ in range(self.info.keep_versions + 1):
+            self.publish()
 
     def publish(self) -> Publish:
         self._version += 1
@@ -183,16 +188,9 @@ class LoraOnlySubject:
         seconds = time.perf_counter() - started
         answer = self.client_answer
         assert answer is not None
-        self._check_answers(published.version, published.name)
+        check_answers(self.client, published.version, published.name)
         pack = reduce(published.metrics)["publish/save_time"]
         return Publish(seconds, pack, answer.load_seconds, answer.stall_seconds)
-
-    def _check_answers(self, version: int, name: str) -> None:
-        answer = self.client.generate(PROMPT, max_tokens=1, temperature=1.0, ignore_eos=True)
-        if (answer.policy_version, answer.model) != (version, name):
-            raise BridgeError(
-                f"published {name} as version {version}, but {answer.model} (version {answer.policy_version}) answers"
-            )
 
     def baseline(self, repeat: int) -> Baseline:
         """Save by PEFT, load by vLLM's own route, each time under a new name.

@@ -62,7 +62,7 @@ def _measure(options: SyncOptions, place: Place, subject: Subject) -> Report:
     publishes, early, late = _publish(options, subject, gpus)
     quiet = publish_figures(publishes)
     log.info("publish: median %.1f ms, 95th percentile %.1f ms", quiet.publish_p50_ms, quiet.publish_p95_ms)
-    load = None if options.load.skip_load else _load(options, place, subject)
+    load = None if options.load.skip_load or not subject.serves_on else _load(options, place, subject)
     end = snapshot(subject, late.publishes, gpus)
     memory = memory_figures(early, late, end)
     baseline = subject.baseline(options.baseline_repeat) if options.baseline_repeat else None
@@ -81,10 +81,8 @@ def _measure(options: SyncOptions, place: Place, subject: Subject) -> Report:
 
 
 def _publish(options: SyncOptions, subject: Subject, gpus: str | None) -> tuple[list[Publish], Snapshot, Snapshot]:
-    """The measured publishes, after as many as the server keeps: from then on each pushes one out."""
+    """The measured publishes, after the ones that are not."""
     subject.warm_up()
-    for _ in range(subject.info.keep_versions + 1):
-        subject.publish()
     log.info("warmed up: %s", subject.facts())
     publishes: list[Publish] = []
     early: Snapshot | None = None

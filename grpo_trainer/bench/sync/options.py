@@ -5,13 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from pydantic import model_validator
+
 from grpo_trainer.options import Section, option
 
 
 class BridgeChoice(Section):
     """Bridge."""
 
-    bridge: Literal["lora_only"] = option("lora_only", help="The weight bridge.")
+    bridge: Literal["lora_only", "shared_vllm", "none"] = option(
+        "lora_only", help="The weight bridge; none restarts the server at each publish, so --repeat 3 will do."
+    )
+    share_base: bool = option(False, help="lora_only: the trainer's base model is the server's, as --share-base.")
     transport: Literal["auto", "disk", "memory", "cuda_ipc", "nccl"] = option(
         "auto", help="How adapters go to the server, as --lora-transport."
     )
@@ -21,6 +26,12 @@ class BridgeChoice(Section):
     )
     keep_versions: int = option(4, help="Versions that stay loaded in the server.", ge=2)
     proof: bool = option(True, help="Prove the bridge first.")
+
+    @model_validator(mode="after")
+    def _base_is_shared_by_adapters(self) -> BridgeChoice:
+        if self.share_base and self.bridge != "lora_only":
+            raise ValueError(f"--share-base: belongs to --bridge lora_only, but the bridge is {self.bridge}")
+        return self
 
 
 class ModelChoice(Section):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,6 +35,21 @@ class Place:
 
 
 @dataclass(frozen=True)
+class WeightFigures:
+    """The trainer's model.
+
+    Attributes:
+        attach_ms: to have it in the server's memory; None: it is not.
+        model_gb: its weights in the server's dtype, in units of 1e9 bytes; an adapter is not counted.
+        trainer_extra_gb: what loading or attaching it (and making an adapter) took of the GPU; None: there is none.
+    """
+
+    attach_ms: float | None
+    model_gb: float
+    trainer_extra_gb: float | None
+
+
+@dataclass(frozen=True)
 class Facts:
     """What a bridge says of itself.
 
@@ -42,11 +57,14 @@ class Facts:
         transport: the one really used.
         adapter_mb: what one publish sends, in units of 1e6 bytes.
         proof: the figures of its proof, nats a token.
+        own: figures that only this bridge has.
     """
 
-    transport: str
-    adapter_mb: float
+    transport: str | None
+    adapter_mb: float | None
     proof: dict[str, float] | None
+    weights: WeightFigures
+    own: dict[str, Any] = field(default_factory=dict)
 
 
 class Subject(Protocol):
@@ -56,12 +74,14 @@ class Subject(Protocol):
         url: of its server.
         written: folder that it writes to.
         base_routing: what a request to the server says to be answered by the base model.
+        serves_on: it answers requests while a publish is under way.
     """
 
     url: str
     info: BridgeInfo
     written: Path
     base_routing: dict[str, Any]
+    serves_on: bool
 
     @property
     def client(self) -> ServerClient: ...
@@ -97,6 +117,6 @@ Open = Callable[[SyncOptions, Place], AbstractContextManager[Subject]]
 
 def opener(bridge: str) -> Open:
     """What starts the measurement of a bridge."""
-    from grpo_trainer.bench.sync import lora_only
+    from grpo_trainer.bench.sync import lora_only, restart, shared_vllm
 
-    return {"lora_only": lora_only.opened}[bridge]
+    return {"lora_only": lora_only.opened, "shared_vllm": shared_vllm.opened, "none": restart.opened}[bridge]

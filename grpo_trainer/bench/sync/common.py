@@ -1,0 +1,83 @@
+"""What the subjects of all bridges share."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from grpo_trainer.bench.sync.options import SyncOptions
+from grpo_trainer.bench.sync.subject import Place, WeightFigures
+from grpo_trainer.errors import BridgeError, ServerError
+from grpo_trainer.launch.owned_server import OwnedServer
+from grpo_trainer.launch.ports import claim_ports
+from grpo_trainer.server_client import ServerClient
+
+PROMPT = [2, 3, 5, 7]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def train_values(options: SyncOptions, place: Place, mode: str) -> dict[str, Any]:
+    """The trainer's options in every mode."""
+    server = options.server
+    return {
+        "model": str(place.model),
+        "dtype": place.dtype,
+        "seq_len": server.max_model_len,
+        "weight_bridge_mode": mode,
+        "proof": options.choice.proof,
+        "vllm_port": claim_ports({"server": 0})["server"],
+        "max_model_len": server.max_model_len,
+        "gpu_memory_utilization": server.gpu_memory_utilization,
+        "vllm_enforce_eager": server.enforce_eager,
+    }
+
+
+@contextmanager
+def explained_by(server: OwnedServer) -> Iterator[None]:
+    """If the server does not answer because it has ended, its last lines say more than that."""
+    try:
+        yield
+    except ServerError:
+        server.check()
+        raise
+
+
+def check_answers(client: ServerClient, version: int, name: str | None = None) -> None:
+    """One request must be answered by this version (and by this name).
+
+    Raises:
+        BridgeError: it is answered by another.
+    """
+    answer = client.generate(PROMPT, max_tokens=1, temperature=1.0, ignore_eos=True)
+    if (answer.policy_version, name or answer.model) != (version, answer.model):
+        raise BridgeError(
+            f"published {name or answer.model} as version {version}, but {answer.model} (version "
+            f"{answer.policy_version}) answers"
+        )
+
+
+def weighed(build: Callable[[], M], place: Place, *, attached: bool) -> tuple[M, WeightFigures]:
+    """A trainer's model, how long it took to get, and what it takes of the GPU beside the server's own weights."""
+    before = _allocated()
+    started = time.perf_counter()
+    model = build()
+    seconds = time.perf_counter() - started
+    base = [parameter for name, parameter in model.named_parameters() if ".lora_" not in name]
+    served = sum(parameter.numel() for parameter in base) * getattr(torch, place.dtype).itemsize
+    after = _allocated()
+    figures = WeightFigures(
+        attach_ms=round(seconds * 1e3, 1) if attached else None,
+        model_gb=round(served / 1e9, 4),
+        trainer_extra_gb=None if before is None or after is None else round((after - before) / 1e9, 4),
+    )
+    return model, figures
+
+
+def _allocated() -> int | None:
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else None

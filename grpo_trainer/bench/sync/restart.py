@@ -1,0 +1,117 @@
+"""`none` under measurement: a checkpoint of all weights, and a server started anew on it, at each publish."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_trainer.bench.sync.common import check_answers, train_values, weighed
+from grpo_trainer.bench.sync.figures import Baseline, Publish
+from grpo_trainer.bench.sync.options import SyncOptions
+from grpo_trainer.bench.sync.server import server_spec
+from grpo_trainer.bench.sync.subject import Facts, Place, WeightFigures
+from grpo_trainer.checkpoint import Checkpoints
+from grpo_trainer.config import CheckpointConfig, CheckpointRestart, TrainConfig
+from grpo_trainer.launch.owned_server import OwnedServer
+from grpo_trainer.launch.plan import ProcessSpec
+from grpo_trainer.metrics.types import reduce
+from grpo_trainer.model.load import load_all_weights
+from grpo_trainer.model.policy import AllWeights, load_tokenizer
+from grpo_trainer.optim import build_optimizer
+from grpo_trainer.options import build
+from grpo_trainer.server_client import ServerClient
+from grpo_trainer.weights import checkpoint_restart
+from grpo_trainer.weights.checkpoint_restart import CheckpointModels
+from grpo_trainer.weights.model_proof import ModelProof
+
+log = logging.getLogger(__name__)
+
+NO_LAST_VERSION = -1
+
+
+@contextmanager
+def opened(options: SyncOptions, place: Place) -> Iterator[RestartSubject]:
+    """The trainer's model is in fp32, as in training; its optimizer has no states yet."""
+    config = build(TrainConfig, {**train_values(options, place, "none"), "vllm_restart_interval": 1})
+    assert isinstance(config.bridge, CheckpointRestart)
+    model, weights = weighed(lambda: load_all_weights(config.model), place, attached=False)
+    written = place.folder / "written"
+    policy = AllWeights(model, load_tokenizer(config.model), getattr(torch, place.dtype))
+    optimizer = build_optimizer(list(model.parameters()), config.optimizer)
+    checkpoints = Checkpoints(CheckpointConfig(save_path=written, keep_checkpoints=1), policy, optimizer)
+
+    def launch(path: str, version: int) -> ProcessSpec:
+        flags = ["--policy-version", str(version)]
+        there = Place(place.folder, place.logs, Path(path), place.on_gpu, place.dtype, place.server_args)
+        return server_spec(config, options.server, there, flags, tiny=options.model.shape == "tiny")
+
+    server = OwnedServer(launch, place.logs / "server.log", place.folder / "served")
+    client = ServerClient(config.vllm)
+    proof = ModelProof(model, client, place.dtype) if config.bridge.proof else None
+    models = CheckpointModels(config.model.name, checkpoints)
+    with checkpoint_restart.CheckpointRestart(
+        config.bridge, models, server, client, proof, config.model.seq_len, NO_LAST_VERSION
+    ) as bridge:
+        yield RestartSubject(bridge, client, server, written, weights, config.vllm.url)
+
+
+class RestartSubject:
+    """A trainer that does nothing but publish. While it does, nobody is served."""
+
+    serves_on = False
+
+    def __init__(
+        self,
+        bridge: checkpoint_restart.CheckpointRestart,
+        client: ServerClient,
+        server: OwnedServer,
+        written: Path,
+        weights: WeightFigures,
+        url: str,
+    ) -> None:
+        self._bridge = bridge
+        self._server = server
+        self._weights = weights
+        self.client = client
+        self.url = url
+        self.written = written
+        self.base_routing: dict[str, Any] = {}
+        self._version = bridge.connect(0)
+        self.info = client.wait_until_ready()
+        noise = bridge.prove()
+        self._proof = None if noise is None else {"noise": float(f"{noise:.3g}")}
+
+    @property
+    def server_pid(self) -> int:
+        pid = self._server.pid
+        assert pid is not None
+        return pid
+
+    def check(self) -> None:
+        self._server.check()
+
+    def facts(self) -> Facts:
+        return Facts(None, None, self._proof, self._weights)
+
+    def warm_up(self) -> None:
+        """The first launch has compiled what there is to compile."""
+
+    def publish(self) -> Publish:
+        """Its parts are the checkpoint, the old server's end and the new one's start, and the proof."""
+        self._version += 1
+        started = time.perf_counter()
+        published = self._bridge.publish(self._version)
+        seconds = time.perf_counter() - started
+        check_answers(self.client, self._version)
+        numbers = reduce(published.metrics)
+        away = numbers["publish/stop_time"] + numbers["publish/start_time"]
+        return Publish(seconds, numbers["publish/save_time"], engine_seconds=away, stall_seconds=away)
+
+    def baseline(self, repeat: int) -> Baseline | None:
+        return None

@@ -1,0 +1,138 @@
+"""`shared_vllm` under measurement: a fence around a write of every weight, as an optimizer's is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo_trainer.bench.sync.common import check_answers, explained_by, train_values, weighed
+from grpo_trainer.bench.sync.figures import Baseline, Publish, median_ms
+from grpo_trainer.bench.sync.options import SyncOptions
+from grpo_trainer.bench.sync.server import server_spec, serving
+from grpo_trainer.bench.sync.subject import Facts, Place, WeightFigures
+from grpo_trainer.config import SharedVllm, TrainConfig
+from grpo_trainer.launch.owned_server import OwnedServer
+from grpo_trainer.metrics.types import reduce
+from grpo_trainer.model.policy import SharedWeights, build_policy
+from grpo_trainer.options import build
+from grpo_trainer.server_client import ServerClient
+from grpo_trainer.weights.shared_weights import SharedBridge
+from vllm_server.protocol.bridge_config import FILE_NAME
+
+log = logging.getLogger(__name__)
+
+WARM_UP = 3
+
+
+@contextmanager
+def opened(options: SyncOptions, place: Place) -> Iterator[SharedSubject]:
+    """The server first: its memory is the trainer's."""
+    config = build(TrainConfig, train_values(options, place, "shared_vllm"))
+    assert isinstance(config.bridge, SharedVllm)
+    flags = ["--shared-weights", "--bridge-config-path", str(place.folder / FILE_NAME)]
+    spec = server_spec(config, options.server, place, flags, tiny=options.model.shape == "tiny")
+    with serving(spec, place) as server, explained_by(server):
+        client = ServerClient(config.vllm)
+        policies: list[SharedWeights] = []
+
+        def attached() -> torch.nn.Module:
+            policy = build_policy(config)
+            assert isinstance(policy, SharedWeights)
+            policies.append(policy)
+            return policy.model
+
+        _, weights = weighed(attached, place, attached=True)
+        with SharedBridge(config.bridge, policies[0], client, config.model.seq_len) as bridge:
+            written = place.folder / "written"
+            yield SharedSubject(
+                bridge, policies[0], client, server, written, weights, url=config.vllm.url, repeat=options.repeat
+            )
+
+
+class SharedSubject:
+    """A trainer that does nothing but write its weights.
+
+    What it writes are the bits that are there, by a multiplication with one: it reads and writes as many bytes as the
+    optimizers' copy of the new weights from where the gradients were, without holding those.
+    """
+
+    serves_on = True
+
+    def __init__(
+        self,
+        bridge: SharedBridge,
+        policy: SharedWeights,
+        client: ServerClient,
+        server: OwnedServer,
+        written: Path,
+        weights: WeightFigures,
+        url: str,
+        repeat: int,
+    ) -> None:
+        self._bridge = bridge
+        self._server = server
+        self._weights = weights
+        self._parameters = [parameter.detach() for parameter in policy.model.parameters()]
+        self._fences: list[dict[str, float]] = []
+        self._measured = slice(WARM_UP, WARM_UP + repeat)
+        self.client = client
+        self.url = url
+        self.written = written
+        self.base_routing: dict[str, Any] = {}
+        self._version = bridge.connect(0)
+        self.info = client.wait_until_ready()
+        noise = bridge.prove()
+        self._proof = None if noise is None else {"noise": float(f"{noise:.3g}")}
+
+    @property
+    def server_pid(self) -> int:
+        pid = self._server.pid
+        assert pid is not None
+        return pid
+
+    def check(self) -> None:
+        self._server.check()
+
+    def facts(self) -> Facts:
+        fences = self._fences[self._measured] or self._fences
+
+        def median(name: str) -> float:
+            return median_ms([fence[f"publish/{name}"] for fence in fences])
+
+        own = {
+            "write": "every weight times one, in place",
+            "write_ms": median("write_time"),
+            "pause_ms": median("pause_time"),
+            "after_write_ms": median("end_time"),
+            "stall_beside_write_ms": median_ms(
+                [fence["publish/stall_time"] - fence["publish/write_time"] for fence in fences]
+            ),
+        }
+        return Facts(None, None, self._proof, self._weights, own)
+
+    def warm_up(self) -> None:
+        for _ in range(WARM_UP):
+            self.publish()
+
+    def publish(self) -> Publish:
+        """Its parts are the write, the server's own part of the pause, and all that is between."""
+        self._version += 1
+        with torch.no_grad(), self._bridge.updating():
+            torch._foreach_mul_(self._parameters, 1.0)  # pyright: ignore[reportPrivateImportUsage]
+        numbers = reduce(self._bridge.publish(self._version).metrics)
+        check_answers(self.client, self._version)
+        self._fences.append(numbers)
+        return Publish(
+            seconds=numbers["train/sync_time"],
+            pack_seconds=numbers["publish/write_time"],
+            engine_seconds=numbers["publish/pause_time"],
+            stall_seconds=numbers["publish/stall_time"],
+        )
+
+    def baseline(self, repeat: int) -> Baseline | None:
+        return None
