@@ -14,13 +14,13 @@ from grpo_trainer.model.lora import add_adapter
 VOCAB = 64
 
 
-def tiny_qwen(seed: int = 0, layers: int = 2) -> Qwen2ForCausalLM:
+def tiny_qwen(seed: int = 0, depth: int = 2) -> Qwen2ForCausalLM:
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=layers,
+        num_hidden_layers=depth,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,
@@ -31,9 +31,9 @@ def tiny_qwen(seed: int = 0, layers: int = 2) -> Qwen2ForCausalLM:
     return model.train()
 
 
-def tiny_lora(layers: int = 2, **options: object) -> PeftModel:
+def tiny_lora(depth: int = 2, **options: object) -> PeftModel:
     return add_adapter(
-        tiny_qwen(layers=layers), LoraOnly.model_validate({"mode": "lora_only", "r": 8, **options}), seed=0
+        tiny_qwen(depth=depth), LoraOnly.model_validate({"mode": "lora_only", "r": 8, **options}), seed=0
     )
 
 
