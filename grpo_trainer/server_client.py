@@ -44,7 +44,7 @@ class ServerClient:
         return self._wait_for(protocol.HEALTH_ROUTE)
 
     def wait_until_there(self) -> protocol.BridgeInfo:
-        """Likewise, but it may refuse to generate: see `fault`."""
+        """Likewise, but it may refuse to generate: see `wait_until_settled`."""
         return self._wait_for(protocol.BRIDGE_INFO_ROUTE)
 
     def _wait_for(self, route: str) -> protocol.BridgeInfo:
@@ -70,10 +70,19 @@ class ServerClient:
         except httpx.TransportError:
             return False  # not there yet: that is what is being waited for
 
-    def fault(self) -> str | None:
-        """Why the server refuses to generate, if it does."""
-        answer = self._http.get(protocol.HEALTH_ROUTE)
-        return None if answer.status_code == 200 else _reason(answer) or f"/health answers {answer.status_code}"
+    def wait_until_settled(self) -> protocol.BridgeDebug:
+        """Wait while an update of shared weights is under way; `fault` says why generation is refused then, if it is.
+
+        An update whose trainer is dead ends when its time is up.
+        """
+        said = False
+        while (state := self._ask("GET", protocol.BRIDGE_DEBUG_ROUTE, protocol.BridgeDebug)).updating:
+            self._check_stop()
+            if not said:
+                said = True
+                log.info("waiting for an update of the server's weights to end; of a dead trainer it is given up soon")
+            time.sleep(POLL_SECONDS)
+        return state
 
     def begin_update(self, request: protocol.UpdateBeginRequest) -> protocol.UpdateBeginResponse:
         """Have generation held still while the shared weights are written."""

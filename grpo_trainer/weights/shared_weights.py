@@ -64,7 +64,9 @@ class SharedBridge:
         Raises:
             BridgeError: the server is not the one that the model was attached to, or its weights are no policy's.
         """
-        info = self._info = self._server.wait_until_there()
+        self._server.wait_until_there()
+        state = self._server.wait_until_settled()
+        info = self._info = state.info
         self._check(info)
         log.info(
             "bridge shared_vllm: server %s, vLLM %s on %s, %s, boot %s",
@@ -76,7 +78,7 @@ class SharedBridge:
                 self._policy.write_loaded()
             log.info("wrote the checkpoint's weights into the server's memory, as version %d", version)
             return version
-        fault = self._server.fault()
+        fault = state.fault
         if fault is None and info.policy_version < 0:
             fault = "an earlier trainer ended while it was proving the bridge, and left a synthetic change"
         if fault is not None:

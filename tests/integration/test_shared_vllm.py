@@ -29,6 +29,7 @@ from tests.integration.serving import Serving, serving
 from tests.integration.test_run import arguments, finished, rows, started, wait_for_step
 from tests.processes import alive, answers, family, free_port, running, tail, wait_for
 from tests.unit.factories import batch, sample
+from vllm_server.protocol import UpdateBeginRequest
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -115,15 +116,22 @@ def test_every_optimizer_writes_in_place(server: Serving, tmp_path: Path, optimi
     made.assert_serves(version + 1)
 
 
-def test_torn_weights_are_refused_until_a_checkpoint_is_written_over_them(server: Serving, tmp_path: Path) -> None:
+@pytest.mark.parametrize("died", [False, True])
+def test_torn_weights_are_refused_until_a_checkpoint_is_written_over_them(
+    server: Serving, tmp_path: Path, died: bool
+) -> None:
     made = Attached(server, tmp_path)
     version = made.bridge.connect(0)
     made.checkpoints.save(Progress(1, version))
     probe = made.assert_serves(version)
-    with pytest.raises(ZeroDivisionError), made.bridge.updating():
-        next(made.policy.model.parameters()).data.zero_()
-        raise ZeroDivisionError
-    assert server.get("/health").status_code == 503
+    if died:
+        boot = made.policy.source.boot_id
+        made.client.begin_update(UpdateBeginRequest(boot_id=boot, timeout_s=3.0))  # and nothing more is heard of it
+    else:
+        with pytest.raises(ZeroDivisionError), made.bridge.updating():
+            next(made.policy.model.parameters()).data.zero_()
+            raise ZeroDivisionError
+        assert server.get("/health").status_code == 503
     with pytest.raises(BridgeError, match=r"holds no policy's weights: .*torn.*--resume auto"):
         Attached(server, tmp_path).bridge.connect(0)
     healed = Attached(server, tmp_path, resume="auto")

@@ -24,6 +24,7 @@ from tests.unit.test_proof import INFO
 from tests.unit.tiny_lora import tiny_qwen
 from vllm_server.protocol import (
     PROOF_VERSION,
+    BridgeDebug,
     BridgeInfo,
     GenerateResponse,
     UpdateBeginRequest,
@@ -71,8 +72,11 @@ class SharingServer:
     def wait_until_there(self) -> BridgeInfo:
         return self.info
 
-    def fault(self) -> str | None:
-        return self.torn
+    def wait_until_settled(self) -> BridgeDebug:
+        return BridgeDebug(
+            info=self.info, uptime_seconds=1.0, paused=False, updating=False, fault=self.torn, last_stall_seconds=0.0,
+            in_flight={},
+        )  # fmt: skip
 
     def begin_update(self, request: UpdateBeginRequest) -> UpdateBeginResponse:
         assert not self.held
@@ -289,7 +293,7 @@ def test_a_resumed_version_is_none_that_the_server_has_seen(tmp_path: Path, serv
     second.server.torn = "an update is torn"  # a whole write makes it well
     second.checkpoints(tmp_path).resume()
     assert second.bridge.connect(2) == becomes == second.server.info.policy_version
-    assert second.server.fault() is None
+    assert second.server.torn is None
     with second.bridge.updating():
         pass
     assert second.bridge.publish(becomes + 1).version == becomes + 1
