@@ -6,7 +6,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 check_memory 6
-prepare envs,dev
+prepare envs,dev,qlora
 cd "$repository"
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive} HF_HUB_OFFLINE=1 WANDB_MODE=offline
 if [ $# -gt 0 ]; then

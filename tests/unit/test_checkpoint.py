@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tests.unit.factories import batch, sample
 from tests.unit.tiny_lora import fill_b, save_tiny, tiny_lora, tiny_qwen
 
 
-def trainer_with(**options: object) -> Trainer:
+def trainer_with(**options: Any) -> Trainer:
     config = TrainConfig(model=ModelConfig(name="tiny"), training_steps=100)
     return Trainer(tiny_lora(**options), config)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -31,7 +32,7 @@ def tiny_qwen(seed: int = 0, depth: int = 2) -> Qwen2ForCausalLM:
     return model.train()
 
 
-def tiny_lora(depth: int = 2, **options: object) -> PeftModel:
+def tiny_lora(depth: int = 2, **options: Any) -> PeftModel:
     return add_adapter(
         tiny_qwen(depth=depth), LoraOnly.model_validate({"mode": "lora_only", "r": 8, **options}), seed=0
     )
