@@ -94,7 +94,7 @@ def test_an_engine_that_dies_is_told_and_ends_the_server(tmp_path: Path) -> None
     [
         (["--max-lora-rank", "24"], 2, "choose from 1, 8, 16, 32"),
         (["--lora-keep-versions", "0"], 2, "--lora-keep-versions: got 0, wanted 1 or more"),
-        (["--enable-lora", "--max-cpu-loras", "4"], 2, "--max-cpu-loras 4: got fewer places"),
+        (["--enable-lora", "--max-cpu-loras", "4"], 2, "--max-cpu-loras 4: got another number than"),
         (["--max-model-len", "100000"], 1, "vllm_server: User-specified max_model_len (100000) is greater"),
     ],
 )
