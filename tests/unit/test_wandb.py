@@ -8,6 +8,7 @@ import pytest
 
 from grpo_trainer.config import LogConfig, ModelConfig, TrainConfig
 from grpo_trainer.metrics.sinks import WandbSink
+from tests.processes import wait_for
 
 
 def test_an_offline_run_is_written_below_the_log_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,4 +18,5 @@ def test_an_offline_run_is_written_below_the_log_folder(tmp_path: Path, monkeypa
     sink.write(1, {"reward/mean": 0.5})
     sink.close()
     (run_file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    assert b"reward/mean" in run_file.read_bytes()
+    # W&B's own process writes it, and may be a moment behind.
+    wait_for("the metric in the run's file", lambda: b"reward/mean" in run_file.read_bytes(), run_file, seconds=30.0)
