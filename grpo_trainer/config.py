@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from grpo_trainer.loss_config import LossConfig
 from grpo_trainer.model.adapter_file import AdapterFile, read_adapter
 from grpo_trainer.options import Section, leaves, option, shown
 from grpo_trainer.ranges import format_ranges, parse_ranges
@@ -89,33 +90,6 @@ class OptimizerConfig(Section):
         if value == "adamw_cpu":
             raise ValueError("not in this version; use adamw_8bit or adafactor, whose states are small")
         return value
-
-
-class LossConfig(Section):
-    """Loss."""
-
-    loss: Literal["grpo", "dapo", "dr_grpo"] = option(
-        "dapo",
-        help="How token losses are averaged: by sequence (grpo), over all tokens (dapo), by a constant (dr_grpo).",
-    )
-    clip_eps: float = option(0.2, help="The ratio is clipped below 1 - this.", gt=0, lt=1)
-    clip_eps_high: float | None = option(None, help="The ratio is clipped above 1 + this (default: --clip-eps).", gt=0)
-    scale_rewards: Literal["auto", "group", "none"] = option(
-        "auto", help="Divide a group's advantages by its standard deviation, or not; auto: all but dr_grpo do."
-    )
-    ratio_against: Literal["rollout", "trainer"] = option(
-        "rollout",
-        help="Old logprobs: those the server sampled with, or the trainer's own before the update "
-        "(always so for groups that bring none).",
-    )
-    max_completion_len: int | None = option(None, help="Normaliser of dr_grpo, in tokens (default: --seq-len).", gt=0)
-
-    @property
-    def advantage_scale(self) -> Literal["group", "none"]:
-        """What `scale_rewards` comes to with this loss: Dr. GRPO is defined without the division."""
-        if self.scale_rewards == "auto":
-            return "none" if self.loss == "dr_grpo" else "group"
-        return self.scale_rewards
 
 
 class VllmConfig(Section):
@@ -427,6 +401,19 @@ class TrainConfig(Section):
         if "float16" in dtypes and isinstance(self.bridge, SharedVllm) and not self.bridge.master_weights:
             raise ValueError(
                 "--dtype float16: small updates would be lost in it; wanted bfloat16 or float32, or --master-weights"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _loss_fits(self) -> TrainConfig:
+        if self.loss.updates_per_batch > 1 and isinstance(self.bridge, SharedVllm):
+            raise ValueError(
+                f"--updates-per-batch {self.loss.updates_per_batch}: with --weight-bridge-mode shared_vllm the server "
+                "generates with every update at once, but a version of the policy is one batch's; wanted 1"
+            )
+        if self.loss.ref_offload and isinstance(self.bridge, LoraOptions):
+            raise ValueError(
+                "--ref-offload: with LoRA the reference is the model without its adapter, no copy; leave it out"
             )
         return self
 

@@ -1,10 +1,12 @@
-"""Logprobs of chosen tokens in fp32, chunk by chunk: fp32 copies of the logits exist for one chunk at a time.
+"""Logprobs of tokens in fp32, chunk by chunk: fp32 copies of the logits exist for one chunk at a time.
 
 Shift convention: the logits at position t predict the token at t + 1, so the logprob of `tokens_BT[b, t]` is read from
 `logits_BTV[b, t - 1]`.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,39 +16,66 @@ CHUNK_TOKENS = 1024
 """Rows whose fp32 log-softmax exists at one time."""
 
 
-def chosen_logprobs(
-    logits_BTV: Tensor, tokens_BT: Tensor, rows_N: Tensor, columns_N: Tensor, temperature_N: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Logprob of the token at each (row, column) under the distribution it was sampled from, and that one's entropy.
+@dataclass(frozen=True)
+class TokenScores:
+    """Of N positions, in fp32 and nats.
+
+    Attributes:
+        logprobs_N: of the token that stands there, with gradient.
+        entropy_N: of the distribution that it was taken from; with gradient if asked for.
+        others_NK: logprobs of the other tokens that were asked for, with gradient.
+    """
+
+    logprobs_N: Tensor
+    entropy_N: Tensor
+    others_NK: Tensor
+
+
+def token_scores(
+    logits_BTV: Tensor,
+    tokens_BT: Tensor,
+    rows_N: Tensor,
+    columns_N: Tensor,
+    temperature_N: Tensor,
+    others_NK: Tensor | None = None,
+    *,
+    entropy_gradient: bool = False,
+) -> TokenScores:
+    """Scores of the tokens at each (row, column), under the distribution that they were sampled from.
 
     Args:
         logits_BTV: any float dtype; computed in fp32 chunk by chunk, recomputed in the backward pass.
         columns_N: positions of the tokens, each >= 1.
         temperature_N: divides the logits.
-
-    Returns:
-        `trainer_logprobs_N` with gradient and `entropy_N` without, both fp32, in nats.
+        others_NK: ids of tokens whose logprobs in those places are wanted, too.
     """
-    targets_N = tokens_BT[rows_N, columns_N]
-    logprobs, entropies = [], []
+    if others_NK is None:
+        others_NK = rows_N.new_zeros(len(rows_N), 0)
+    if not len(rows_N):  # no trained token: a zero that can still be backpropagated
+        nothing = logits_BTV.float().sum() * torch.zeros(0, device=logits_BTV.device)
+        return TokenScores(nothing, nothing if entropy_gradient else nothing.detach(), nothing.view(others_NK.shape))
     chunks = zip(
         logits_BTV[rows_N, columns_N - 1].split(CHUNK_TOKENS),  # split, not sliced: one gradient of that size, not many
-        targets_N.split(CHUNK_TOKENS),
+        tokens_BT[rows_N, columns_N].split(CHUNK_TOKENS),
         temperature_N.split(CHUNK_TOKENS),
+        others_NK.split(CHUNK_TOKENS),
         strict=True,
     )
-    for logits_nV, targets_n, temperature_n in chunks if len(rows_N) else ():
-        pair = checkpoint(_logprob_and_entropy, logits_nV, targets_n, temperature_n, use_reentrant=False)
-        assert pair is not None
-        logprobs.append(pair[0])
-        entropies.append(pair[1])
-    if not logprobs:  # no trained token: a zero that can still be backpropagated
-        nothing = logits_BTV.float().sum() * torch.zeros(0, device=logits_BTV.device)
-        return nothing, nothing.detach()
-    return torch.cat(logprobs), torch.cat(entropies)
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    for chunk in chunks:
+        part = checkpoint(_scores, *chunk, entropy_gradient, use_reentrant=False)
+        assert part is not None
+        parts.append(part)
+    return TokenScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def _logprob_and_entropy(logits_nV: Tensor, targets_n: Tensor, temperature_n: Tensor) -> tuple[Tensor, Tensor]:
+def _scores(
+    logits_nV: Tensor, targets_n: Tensor, temperature_n: Tensor, others_nK: Tensor, entropy_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     all_nV = torch.log_softmax(logits_nV.float() / temperature_n[:, None], dim=-1)
-    entropy_n = -(all_nV.detach().exp() * all_nV.detach()).sum(-1)
-    return all_nV.gather(-1, targets_n[:, None]).squeeze(-1), entropy_n
+    entropy_of_nV = all_nV if entropy_gradient else all_nV.detach()
+    return (
+        all_nV.gather(-1, targets_n[:, None]).squeeze(-1),
+        -(entropy_of_nV.exp() * entropy_of_nV).sum(-1),
+        all_nV.gather(-1, others_nK),
+    )

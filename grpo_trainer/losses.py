@@ -1,48 +1,103 @@
-"""Policy losses: pure functions of flat tensors, one entry per trained token (suffix `_N`), all in fp32.
+"""The loss of a microbatch: pure functions of flat tensors, one entry per trained token (suffix `_N`), all in fp32.
 
-Notation: `lp` the trainer's logprob now, `old` the logprob before the first update on this batch, `A` the advantage,
-`ratio = exp(lp - old)`.
+Notation: `lp` the trainer's logprob now, `old` the logprob before the first update on this batch, `roll` the one that
+the server sampled with, `ref` the reference model's, `A` the advantage.
 
-| name | mean over tokens | source |
-|---|---|---|
-| grpo | within a sequence, then over sequences | DeepSeekMath, arXiv 2402.03300 |
-| dapo | over all trained tokens of the batch | DAPO, arXiv 2503.14476 |
-| dr_grpo | sum over tokens / (sequences x longest allowed completion) | Dr. GRPO, arXiv 2503.20783 |
+| name | ratio | surrogate | mean over tokens | source |
+|---|---|---|---|---|
+| grpo | token | clipped | within a sequence, then over sequences | DeepSeekMath, arXiv 2402.03300 |
+| bnpo | token | clipped | over all trained tokens of the batch | TRL's name |
+| dapo | token | clipped | the same | DAPO, arXiv 2503.14476 |
+| dr_grpo | token | clipped | sum / (sequences x longest allowed completion) | Dr. GRPO, arXiv 2503.20783 |
+| gspo | sequence | clipped | as grpo | GSPO, arXiv 2507.18071 |
+| cispo | token | cispo | as dapo | MiniMax-M1, arXiv 2506.13585 |
+| sapo | token | sapo | as grpo | SAPO, arXiv 2511.20347 |
 
-The surrogate is PPO's (arXiv 1707.06347): `-min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A)`, for either sign of
-A; `eps_high > eps_low` is DAPO's clip-higher.
+bnpo and dapo are one: a "batch" is the whole one, whatever microbatches it is cut into. The means of gspo, cispo and
+sapo are the papers' own, and TRL 1.16's. Ratios and surrogates are in `surrogates.py`; the loss is
+
+    sum of weight x (-w x gain + kl_beta x KL)  - entropy_coef x mean entropy  + distill_coef x mean cross-entropy
+
+with w from `corrections.py`, KL and cross-entropy from `regularisers.py`; a token under supervision (the override
+`sft`) has -A lp in place of the bracket, and A = 1. The weight is a token's share in the mean of the table. The other
+means are over all trained tokens of the batch, or all of them that have a teacher, whatever the loss.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from grpo_trainer.metrics.types import Max, Mean, Metric
+from grpo_trainer.corrections import Correction, mismatch_correction
+from grpo_trainer.loss_config import LossConfig, LossName
+from grpo_trainer.metrics.types import Max, Mean, Metric, Sum
+from grpo_trainer.regularisers import divergence, teacher_cross_entropy
+from grpo_trainer.segments import Segments
+from grpo_trainer.surrogates import Surrogate, cispo, clipped, sapo, sequence_ratio, token_ratio
 
-LossName = Literal["grpo", "dapo", "dr_grpo"]
+
+@dataclass(frozen=True)
+class Form:
+    """A row of the table."""
+
+    ratio: Callable[[Tensor, Tensor, Segments], Tensor]
+    surrogate: Callable[[Tensor, Tensor, Tensor, LossConfig], Surrogate]
+    mean: Literal["sequences", "tokens", "constant"]
+
+
+FORMS: dict[LossName, Form] = {
+    "grpo": Form(token_ratio, clipped, "sequences"),
+    "bnpo": Form(token_ratio, clipped, "tokens"),
+    "dapo": Form(token_ratio, clipped, "tokens"),
+    "dr_grpo": Form(token_ratio, clipped, "constant"),
+    "gspo": Form(sequence_ratio, clipped, "sequences"),
+    "cispo": Form(token_ratio, cispo, "tokens"),
+    "sapo": Form(token_ratio, sapo, "sequences"),
+}
+
+
+@dataclass(frozen=True)
+class BatchCounts:
+    """What means are taken over: counted in the whole batch before anything is left out or split."""
+
+    sequences: int
+    trained_tokens: int
+    teacher_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss sees of one microbatch, N trained tokens.
+    """What the loss sees of one microbatch: N trained tokens, K tokens of a teacher at each.
 
     Attributes:
         trainer_logprobs_N: of the current policy, with gradient.
-        entropy_N: of the current policy at each position, without gradient.
+        entropy_N: of the current policy at each position; with gradient if there is a bonus for it.
+        old_logprobs_N: the trainer's before the first update on this batch; None: this is the first, they are its own.
         rollout_logprobs_N, has_rollout_N: what the server sampled with, where it is known.
-        advantages_N, weights_N: as in `batching.MicroBatch`.
+        ref_logprobs_N: the reference's; None: there is none.
+        advantages_N, weights_N, supervised_N, teacher_logprobs_NK: as in `batching.MicroBatch`.
+        trainer_logprobs_NK: of the teacher's tokens under the current policy, with gradient.
+        segments: the sequences that the tokens belong to.
+        counts: of the whole batch.
     """
 
     trainer_logprobs_N: Tensor
     entropy_N: Tensor
+    old_logprobs_N: Tensor | None
     rollout_logprobs_N: Tensor
     has_rollout_N: Tensor
+    ref_logprobs_N: Tensor | None
     advantages_N: Tensor
     weights_N: Tensor
+    supervised_N: Tensor
+    trainer_logprobs_NK: Tensor
+    teacher_logprobs_NK: Tensor
+    segments: Segments
+    counts: BatchCounts
 
 
 @dataclass(frozen=True)
@@ -53,66 +108,118 @@ class LossOutput:
     metrics: dict[str, Metric]
 
 
-def token_weight(loss: LossName, *, length: int, sequences: int, trained_tokens: int, max_completion_len: int) -> float:
+def token_weight(loss: LossName, *, length: int, counts: BatchCounts, max_completion_len: int) -> float:
     """The weight of each trained token of one sequence, so that the batch's loss is the weighted sum over its tokens.
 
     Args:
         length: trained tokens of the sequence.
-        sequences: sequences of the whole batch, skipped and empty ones included.
-        trained_tokens: of the whole batch, likewise.
         max_completion_len: the constant of dr_grpo, in tokens.
     """
-    match loss:
-        case "grpo":
-            return 1.0 / (length * sequences)
-        case "dapo":
-            return 1.0 / trained_tokens
-        case "dr_grpo":
-            return 1.0 / (sequences * max_completion_len)
+    match FORMS[loss].mean:
+        case "sequences":
+            return 1.0 / (length * counts.sequences)
+        case "tokens":
+            return 1.0 / counts.trained_tokens
+        case "constant":
+            return 1.0 / (counts.sequences * max_completion_len)
 
 
-def old_logprobs(inputs: LossInputs, against: Literal["rollout", "trainer"]) -> Tensor:
-    """What the ratio is taken against, without gradient.
-
-    With one update per batch the trainer's logprobs before the update are those of this very forward pass; they stand
-    in wherever the server's are not known.
-    """
-    own = inputs.trainer_logprobs_N.detach()
-    return torch.where(inputs.has_rollout_N, inputs.rollout_logprobs_N, own) if against == "rollout" else own
-
-
-def policy_loss(inputs: LossInputs, old_N: Tensor, eps_low: float, eps_high: float) -> LossOutput:
-    """The clipped surrogate, summed with the batch's weights."""
-    ratio_N = torch.exp(inputs.trainer_logprobs_N - old_N)
-    clipped_N = ratio_N.clamp(1.0 - eps_low, 1.0 + eps_high)
-    gain_N = torch.minimum(ratio_N * inputs.advantages_N, clipped_N * inputs.advantages_N)
-    loss = -(inputs.weights_N * gain_N).sum()
+def batch_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
+    """The microbatch's share of the loss that the options describe."""
+    form, lp_N = FORMS[config.loss], inputs.trainer_logprobs_N
+    own_N = lp_N.detach() if inputs.old_logprobs_N is None else inputs.old_logprobs_N
+    old_N = own_N
+    if config.ratio_against == "rollout":
+        old_N = torch.where(inputs.has_rollout_N, inputs.rollout_logprobs_N, own_N)
+    ratio_N = form.ratio(lp_N, old_N, inputs.segments)
+    surrogate = form.surrogate(ratio_N, lp_N, inputs.advantages_N, config)
+    correction = mismatch_correction(
+        own_N,
+        inputs.rollout_logprobs_N,
+        inputs.has_rollout_N,
+        inputs.segments,
+        kind=config.correction,
+        level=config.is_level,
+        cap=config.is_cap,
+    )
+    policy_N = torch.where(inputs.supervised_N, 0.0, -correction.weights_N * surrogate.gain_N)
+    parts = {"policy": (inputs.weights_N * policy_N).sum(), **_other_parts(inputs, config)}
     with torch.no_grad():
-        metrics = _metrics(inputs, ratio_N, eps_low, eps_high)
-    return LossOutput(loss, metrics)
+        metrics = {
+            **_policy_metrics(inputs, ratio_N, surrogate),
+            **_correction_metrics(inputs, correction, config),
+            **_gap_metrics(inputs),
+            **_reference_metrics(inputs),
+            **{f"loss/{name}": Sum(part.detach()) for name, part in parts.items()},
+        }
+    return LossOutput(torch.stack(list(parts.values())).sum(), metrics)
 
 
-def _metrics(inputs: LossInputs, ratio_N: Tensor, eps_low: float, eps_high: float) -> dict[str, Metric]:
+def _other_parts(inputs: LossInputs, config: LossConfig) -> dict[str, Tensor]:
+    """The parts of the loss besides the policy's; those that are not asked for are not there."""
+    lp_N, weights_N = inputs.trainer_logprobs_N, inputs.weights_N
+    imitated_N = torch.where(inputs.supervised_N, inputs.advantages_N * lp_N, 0.0)
+    parts = {"supervised": -(weights_N * imitated_N).sum()}
+    if config.kl_beta and inputs.ref_logprobs_N is not None:
+        kl_N = divergence(lp_N, inputs.ref_logprobs_N, config.kl_estimator)
+        parts["kl"] = config.kl_beta * (weights_N * torch.where(inputs.supervised_N, 0.0, kl_N)).sum()
+    if config.entropy_coef:
+        parts["entropy"] = -config.entropy_coef * inputs.entropy_N.sum() / max(1, inputs.counts.trained_tokens)
+    if config.distill_coef and inputs.counts.teacher_tokens:
+        cross_N = teacher_cross_entropy(
+            inputs.trainer_logprobs_NK, inputs.teacher_logprobs_NK, config.distill_temperature
+        )
+        parts["distillation"] = config.distill_coef * cross_N.sum() / inputs.counts.teacher_tokens
+    return parts
+
+
+def _policy_metrics(inputs: LossInputs, ratio_N: Tensor, surrogate: Surrogate) -> dict[str, Metric]:
+    """Of the tokens that the policy sampled; under supervision there is no ratio."""
+    sampled_N = ~inputs.supervised_N
+    count = sampled_N.sum()
+    low, high = (surrogate.low_N & sampled_N).sum(), (surrogate.high_N & sampled_N).sum()
+    ratio_N = torch.where(sampled_N, ratio_N, 0.0)
     tokens = ratio_N.numel()
-    low = ((ratio_N < 1.0 - eps_low) & (inputs.advantages_N < 0)).sum()  # where clipping takes the gradient away
-    high = ((ratio_N > 1.0 + eps_high) & (inputs.advantages_N > 0)).sum()
-    metrics: dict[str, Metric] = {
-        "grpo/mean_ratio": Mean(ratio_N.sum(), tokens),
+    return {
+        "grpo/mean_ratio": Mean(ratio_N.sum(), count),
         "grpo/max_ratio": Max(ratio_N.max() if tokens else 0.0),
-        "grpo/clipped_fraction": Mean(low + high, tokens),
-        "grpo/clipped_low": Mean(low, tokens),
-        "grpo/clipped_high": Mean(high, tokens),
-        "grpo/entropy": Mean(inputs.entropy_N.sum(), tokens),
+        "grpo/clipped_fraction": Mean(low + high, count),
+        "grpo/clipped_low": Mean(low, count),
+        "grpo/clipped_high": Mean(high, count),
+        "grpo/entropy": Mean(inputs.entropy_N.detach().sum(), tokens),
         "logprobs/trainer_mean": Mean(inputs.trainer_logprobs_N.sum(), tokens),
     }
-    known = inputs.has_rollout_N
-    count = known.sum()
-    gap_N = torch.where(known, inputs.rollout_logprobs_N - inputs.trainer_logprobs_N, 0.0)
-    metrics |= {
-        "logprobs/rollout_mean": Mean(torch.where(known, inputs.rollout_logprobs_N, 0.0).sum(), count),
-        "alignment/logprob_diff_mean": Mean(gap_N.abs().sum(), count),
-        "alignment/logprob_diff_max": Max(gap_N.abs().max() if tokens else 0.0),
-        # k3 of Schulman 2020 (joschu.net/blog/kl-approx.html): exp(x) - x - 1 with x = roll - lp
-        "alignment/kl_rollout": Mean((gap_N.exp() - gap_N - 1.0).sum(), count),
+
+
+def _correction_metrics(inputs: LossInputs, correction: Correction, config: LossConfig) -> dict[str, Metric]:
+    """The mean weight of the tokens that have one, and the share of them whose weight was cut."""
+    if config.correction == "none":
+        return {}
+    known_N = inputs.has_rollout_N
+    count = known_N.sum()
+    return {
+        "correction/weight_mean": Mean(torch.where(known_N, correction.weights_N, 0.0).sum(), count),
+        "correction/clipped_fraction": Mean((correction.cut_N & known_N).sum(), count),
     }
-    return metrics
+
+
+def _gap_metrics(inputs: LossInputs) -> dict[str, Metric]:
+    """How far the trainer is from the server."""
+    known_N = inputs.has_rollout_N
+    count = known_N.sum()
+    gap_N = torch.where(known_N, inputs.rollout_logprobs_N - inputs.trainer_logprobs_N, 0.0)
+    return {
+        "logprobs/rollout_mean": Mean(torch.where(known_N, inputs.rollout_logprobs_N, 0.0).sum(), count),
+        "alignment/logprob_diff_mean": Mean(gap_N.abs().sum(), count),
+        "alignment/logprob_diff_max": Max(gap_N.abs().max() if gap_N.numel() else 0.0),
+        "alignment/kl_rollout": Mean(divergence(-gap_N, torch.zeros_like(gap_N), "k3").sum(), count),
+    }
+
+
+def _reference_metrics(inputs: LossInputs) -> dict[str, Metric]:
+    """How far the policy is from the reference, by k3, whichever estimator the loss has."""
+    if inputs.ref_logprobs_N is None:
+        return {}
+    sampled_N = ~inputs.supervised_N
+    kl_N = divergence(inputs.trainer_logprobs_N, inputs.ref_logprobs_N, "k3")
+    return {"alignment/kl_reference": Mean(torch.where(sampled_N, kl_N, 0.0).sum(), sampled_N.sum())}

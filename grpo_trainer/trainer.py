@@ -13,12 +13,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from grpo_trainer.batching import MicroBatch, TrainingSequence, prepare, split
+from grpo_trainer.batching import MicroBatch, PreparedBatch, TrainingSequence, prepare, split
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import TrainingError
-from grpo_trainer.logprobs import chosen_logprobs
-from grpo_trainer.losses import LossInputs, old_logprobs, policy_loss
+from grpo_trainer.logprobs import TokenScores, token_scores
+from grpo_trainer.losses import BatchCounts, LossInputs, batch_loss
 from grpo_trainer.metrics.types import Mean, Metric, Metrics, Sum, merge
+from grpo_trainer.model.reference import Reference, build_reference
 from grpo_trainer.optim import build_optimizer, changed_fraction, sampled
 from grpo_trainer.rollouts.types import RolloutBatch
 from grpo_trainer.schedules import learning_rate
@@ -33,6 +34,20 @@ class StepResult:
 
     updated: bool
     metrics: dict[str, Metric]
+
+
+class Pass:
+    """A microbatch, and what its first forward pass leaves to the later updates on the same batch.
+
+    Attributes:
+        old_logprobs_N: the trainer's before the first update; None: that is still to come.
+        ref_logprobs_N: the reference's; None: not computed yet, or there is none.
+    """
+
+    def __init__(self, microbatch: MicroBatch) -> None:
+        self.microbatch = microbatch
+        self.old_logprobs_N: Tensor | None = None
+        self.ref_logprobs_N: Tensor | None = None
 
 
 def loss_scale(sequences: Sequence[TrainingSequence]) -> float:
@@ -56,24 +71,32 @@ class Trainer:
         alarm: looks at each step's samples before the weights change, once it is set.
     """
 
-    def __init__(self, model: nn.Module, config: TrainConfig, check_stop: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: TrainConfig,
+        check_stop: Callable[[], None] = lambda: None,
+        reference: Reference | None = None,
+    ) -> None:
         self.model = model
         self.config = config
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = build_optimizer(self.parameters, config.optimizer, master_weights=config.master_weights)
         self.device = self.parameters[0].device
         self._check_stop = check_stop
+        self._reference = build_reference(model, config) if reference is None else reference
         self.alarm: DriftAlarm | None = None
         self._bad_steps = 0
+        self._said_unused = False
 
     def step(
         self, batch: RolloutBatch, step: int, writing: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> StepResult:
-        """Train once on a batch.
+        """Train on a batch: once, or `--updates-per-batch` times.
 
         Args:
             step: from 0; sets the learning rate.
-            writing: entered around the write of the weights and nothing else; not at all if the step is skipped.
+            writing: entered around each write of the weights and nothing else; not at all for one that is skipped.
 
         Raises:
             TrainingError: the loss or the gradient was not finite for `--max-bad-steps` steps in a row.
@@ -81,67 +104,124 @@ class Trainer:
         """
         started = time.perf_counter()
         prepared = prepare(batch, self.config.loss, self.config.model.seq_len)
+        self._say_unused(prepared)
         lr = learning_rate(self.config.optimizer, step, self.config.training_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        passes = [Pass(microbatch) for microbatch in split(prepared.sequences, self.config.batch_size)]
+        look = partial(self._look, step, batch.policy_version, prepared.sequences)
+        updates: list[StepResult] = []
+        for _ in range(self.config.loss.updates_per_batch if passes else 0):
+            untouched = not any(update.updated for update in updates)
+            updates.append(self._learn(passes, prepared, look if not updates else None, writing, untouched))
+        metrics = merge([prepared.metrics, *(update.metrics for update in updates)])
+        if not updates:  # no group had a spread of rewards: nothing to learn from
+            metrics |= {"train/loss": Sum(0.0), "train/skipped": Sum(1)}
+        metrics |= {"train/lr": Mean(lr), "train/step_time": Sum(time.perf_counter() - started)}
+        return StepResult(any(update.updated for update in updates), metrics)
+
+    def _learn(
+        self,
+        passes: Sequence[Pass],
+        prepared: PreparedBatch,
+        look: Callable[[Sequence[Tensor]], Metrics] | None,
+        writing: Callable[[], AbstractContextManager[None]],
+        untouched: bool,
+    ) -> StepResult:
+        """One update over the whole batch.
+
+        Args:
+            look: takes what there is to see of drift before the weights change.
+            untouched: the weights are still the policy's that was published: the step may be abandoned.
+        """
+        started = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
-        parts: list[Metrics] = [prepared.metrics]
-        microbatches = split(prepared.sequences, self.config.batch_size)
         scale = loss_scale(prepared.sequences)
+        parts: list[Metrics] = []
         rows: list[Tensor] = []
-        for microbatch in microbatches:
-            self._check_stop()
-            parts.append(self._accumulate(microbatch.to(self.device), scale, rows))
+        for one in passes:
+            if untouched:
+                self._check_stop()
+            parts.append(self._accumulate(one, prepared.counts, scale, rows))
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad.div_(scale)
-        gaps = sample_gaps(rows)
-        if self.alarm is not None:
-            self.alarm.look(step, gaps, batch.policy_version, partial(recheck_version, self.model, prepared.sequences))
-        metrics = merge([*parts, gap_metrics(gaps, batch.policy_version)])
-        metrics.setdefault("train/loss", Sum(0.0))  # no group had a spread of rewards: nothing to learn from
+        sums = merge(parts).items()  # microbatches' shares of the loss add up; those of several updates do not
+        metrics: dict[str, Metric] = {key: Mean(each.total) if isinstance(each, Sum) else each for key, each in sums}
+        if look is not None:
+            metrics |= look(rows)
         backward_seconds = time.perf_counter() - started
-        updated = bool(microbatches) and self._update(metrics, writing)
+        updated = self._update(metrics, writing)
         metrics |= {
-            "train/lr": Mean(lr),
             "train/skipped": Sum(int(not updated)),
             "train/forward_backward_time": Sum(backward_seconds),
             "train/optimizer_time": Sum(time.perf_counter() - started - backward_seconds),
-            "train/step_time": Sum(time.perf_counter() - started),
         }
         return StepResult(updated, metrics)
 
-    def _accumulate(self, microbatch: MicroBatch, scale: float, rows: list[Tensor]) -> Metrics:
+    def _look(
+        self, step: int, version: int | None, sequences: Sequence[TrainingSequence], rows: Sequence[Tensor]
+    ) -> Metrics:
+        """How far the samples are from what the server said; the alarm's word on it."""
+        gaps = sample_gaps(rows)
+        if self.alarm is not None:
+            self.alarm.look(step, gaps, version, partial(recheck_version, self.model, sequences))
+        return gap_metrics(gaps, version)
+
+    def _accumulate(self, one: Pass, counts: BatchCounts, scale: float, rows: list[Tensor]) -> Metrics:
         """Forward and backward of one microbatch; gradients add up in the parameters, times `scale`.
 
         How far its sequences are from what the server said is added to `rows`.
         """
+        microbatch = one.microbatch.to(self.device)
+        if self._reference is not None and one.ref_logprobs_N is None:
+            with torch.no_grad(), self._reference.active():
+                one.ref_logprobs_N = self._scores(microbatch).logprobs_N
+        scores = self._scores(microbatch)
+        inputs = LossInputs(
+            trainer_logprobs_N=scores.logprobs_N,
+            entropy_N=scores.entropy_N,
+            old_logprobs_N=one.old_logprobs_N,
+            rollout_logprobs_N=microbatch.rollout_logprobs_N,
+            has_rollout_N=microbatch.has_rollout_N,
+            ref_logprobs_N=one.ref_logprobs_N,
+            advantages_N=microbatch.advantages_N,
+            weights_N=microbatch.weights_N,
+            supervised_N=microbatch.supervised_N,
+            trainer_logprobs_NK=scores.others_NK,
+            teacher_logprobs_NK=microbatch.teacher_logprobs_NK,
+            segments=microbatch.segments,
+            counts=counts,
+        )
+        output = batch_loss(inputs, self.config.loss)
+        (output.loss * scale).backward()
+        if one.old_logprobs_N is None:
+            one.old_logprobs_N = scores.logprobs_N.detach()
+        rows.append(row_gaps(microbatch, scores.logprobs_N))
+        return {**output.metrics, "train/loss": Sum(output.loss.detach())}
+
+    def _scores(self, microbatch: MicroBatch) -> TokenScores:
         logits_BTV: Tensor = self.model(input_ids=microbatch.tokens_BT, use_cache=False).logits
-        trainer_logprobs_N, entropy_N = chosen_logprobs(
+        if microbatch.teacher_ids_NK.numel() and int(microbatch.teacher_ids_NK.max()) >= logits_BTV.shape[-1]:
+            raise TrainingError(
+                f"distill_token_ids: got {int(microbatch.teacher_ids_NK.max())}, the model has "
+                f"{logits_BTV.shape[-1]} tokens; the teacher's tokens must be the model's"
+            )
+        return token_scores(
             logits_BTV,
             microbatch.tokens_BT,
             microbatch.rows_N,
             microbatch.columns_N,
             microbatch.temperature_N,
+            microbatch.teacher_ids_NK,
+            entropy_gradient=self.config.loss.entropy_coef > 0,
         )
-        inputs = LossInputs(
-            trainer_logprobs_N=trainer_logprobs_N,
-            entropy_N=entropy_N,
-            rollout_logprobs_N=microbatch.rollout_logprobs_N,
-            has_rollout_N=microbatch.has_rollout_N,
-            advantages_N=microbatch.advantages_N,
-            weights_N=microbatch.weights_N,
-        )
-        loss = self.config.loss
-        output = policy_loss(
-            inputs,
-            old_logprobs(inputs, loss.ratio_against),
-            eps_low=loss.clip_eps,
-            eps_high=loss.clip_eps if loss.clip_eps_high is None else loss.clip_eps_high,
-        )
-        (output.loss * scale).backward()
-        rows.append(row_gaps(microbatch, trainer_logprobs_N))
-        return {**output.metrics, "train/loss": Sum(output.loss.detach())}
+
+    def _say_unused(self, prepared: PreparedBatch) -> None:
+        """What comes and is not used is worth one line."""
+        if prepared.counts.teacher_tokens and not self.config.loss.distill_coef and not self._said_unused:
+            self._said_unused = True
+            log.warning("samples come with a teacher's logprobs, which are not used: --distill-coef is 0")
 
     def _update(self, metrics: dict[str, Metric], writing: Callable[[], AbstractContextManager[None]]) -> bool:
         """Clip and step, unless loss or gradient is not finite."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import httpx
@@ -19,7 +19,7 @@ from environments.api import wire
 from grpo_trainer.config import RolloutConfig
 from grpo_trainer.errors import ServerError, TrainingError
 from grpo_trainer.metrics.types import Max, Mean, Metric, Sum
-from grpo_trainer.rollouts.types import Group, RolloutBatch, Sample
+from grpo_trainer.rollouts.types import Group, RolloutBatch, Sample, Teacher
 
 log = logging.getLogger(__name__)
 
@@ -200,47 +200,59 @@ class RolloutClient:
 
 
 def to_group(packed: wire.PackedGroup) -> Group:
-    """A group of the wire as the trainer's; its arrays are views of the bytes that came."""
+    """A group of the wire as the trainer's; its arrays are views of the bytes that came.
+
+    Of overrides those of a sequence stand over the group's: `sft`, `set_advantage_to_zero`, `temperature`.
+    """
     ends = np.cumsum(packed.lengths)[:-1]
     tokens = np.split(np.frombuffer(packed.tokens, "<i4").astype(np.int64), ends)
     trained = np.split(np.frombuffer(packed.masks, "<i4") != wire.IGNORED, ends)
     advantages = _floats(packed.advantages, ends, sum(packed.lengths))
     logprobs = _floats(packed.inference_logprobs, ends, sum(packed.lengths))
-    temperatures = _temperatures(packed)
     count = len(packed.lengths)
-    advantages = _overridden(packed, advantages, trained)
+    overrides = [{**(packed.group_overrides or {}), **own} for own in packed.overrides or [{}] * count]
+    requested = (packed.generation_params or {}).get("temperature")
     versions = packed.policy_versions or [None] * count
     samples = tuple(
         Sample(
             tokens_T=tokens[i],
             trained_T=trained[i],
             reward=packed.scores[i],
-            advantages_T=advantages[i],
+            advantages_T=_advantages(advantages, i, packed.lengths[i], overrides[i]),
             rollout_logprobs_T=logprobs[i] if logprobs and _are_logprobs(logprobs[i], trained[i]) else None,
             policy_version=versions[i],
-            temperature=temperatures[i],
+            temperature=float(overrides[i].get("temperature") or requested or 1.0),
+            supervised=bool(overrides[i].get("sft")),
+            teacher=_teacher(packed, i),
         )
         for i in range(count)
     )
     return Group(samples, packed.env_id)
 
 
-def _overridden(
-    packed: wire.PackedGroup, advantages: list[NDArray[np.float32]] | None, trained: list[NDArray[np.bool_]]
-) -> list[NDArray[np.float32] | None]:
-    """The environment's advantages, 0 for sequences that it wants left out (`set_advantage_to_zero`).
+def _advantages(
+    given: list[NDArray[np.float32]] | None, i: int, length: int, override: dict[str, Any]
+) -> NDArray[np.float32] | None:
+    """The environment's own, or 0 for a sequence that it wants left out though its reward counts."""
+    if override.get("set_advantage_to_zero"):
+        return np.zeros(length, np.float32)
+    return given[i] if given else None
 
-    Raises:
-        TrainingError: a sequence is to be trained by supervision (`sft`): doing something else would be wrong silently.
-    """
-    overrides = packed.overrides or [{}] * len(packed.lengths)
-    if any(override.get("sft") for override in [packed.group_overrides or {}, *overrides]):
-        raise TrainingError("a group has the override sft, which is not in this version yet; send it without")
-    chosen: list[NDArray[np.float32] | None] = [*advantages] if advantages else [None] * len(packed.lengths)
-    return [
-        np.zeros(len(trained[i]), np.float32) if override.get("set_advantage_to_zero") else chosen[i]
-        for i, override in enumerate(overrides)
-    ]
+
+def _teacher(packed: wire.PackedGroup, i: int) -> Teacher | None:
+    """A sequence's ragged lists as arrays; a negative id is filling of the environment's."""
+    if not packed.distill_token_ids or not packed.distill_logprobs:
+        return None
+    ids, logprobs = packed.distill_token_ids[i], packed.distill_logprobs[i]
+    width = max(map(len, ids), default=0)
+    ids_TK = np.zeros((len(ids), width), np.int64)
+    logprobs_TK = np.full((len(ids), width), -np.inf, np.float32)
+    for t, (some_ids, some_logprobs) in enumerate(zip(ids, logprobs, strict=True)):
+        ids_TK[t, : len(some_ids)] = some_ids
+        logprobs_TK[t, : len(some_ids)] = some_logprobs
+    logprobs_TK[ids_TK < 0] = -np.inf
+    teacher = Teacher(ids_TK.clip(min=0), logprobs_TK)
+    return teacher if teacher.given_T.any() else None
 
 
 def _floats(data: bytes | None, ends: NDArray[np.int64], total: int) -> list[NDArray[np.float32]] | None:
@@ -253,13 +265,6 @@ def _floats(data: bytes | None, ends: NDArray[np.int64], total: int) -> list[NDA
 def _are_logprobs(values_T: NDArray[np.float32], trained_T: NDArray[np.bool_]) -> bool:
     """Some environments fill the whole row with the masked value (1.0): that is no logprob, and means "unknown"."""
     return bool((values_T[trained_T] <= 1e-3).all())
-
-
-def _temperatures(packed: wire.PackedGroup) -> list[float]:
-    """Sampling temperature of each sequence: its override, the group's, the request's, or 1."""
-    group = {**(packed.generation_params or {}), **(packed.group_overrides or {})}
-    overrides = packed.overrides or [{}] * len(packed.lengths)
-    return [float(override.get("temperature") or group.get("temperature") or 1.0) for override in overrides]
 
 
 def _staleness(groups: list[Group], policy_version: int) -> dict[str, Metric]:

@@ -11,6 +11,28 @@ from grpo_trainer.metrics.types import Metric
 
 
 @dataclass(frozen=True, eq=False)
+class Teacher:
+    """A teacher's likeliest tokens for each position of a sequence: K of them at most.
+
+    Attributes:
+        ids_TK: token ids; 0 where it gave fewer than K.
+        logprobs_TK: their logprobs in the place of the position's own token; -inf where it gave fewer.
+    """
+
+    ids_TK: NDArray[np.int64]
+    logprobs_TK: NDArray[np.float32]
+
+    def at(self, positions: NDArray[np.int64] | slice) -> Teacher:
+        """Of some positions only."""
+        return Teacher(self.ids_TK[positions], self.logprobs_TK[positions])
+
+    @property
+    def given_T(self) -> NDArray[np.bool_]:
+        """Where it gave any."""
+        return np.asarray(np.isfinite(self.logprobs_TK).any(axis=-1))
+
+
+@dataclass(frozen=True, eq=False)
 class Sample:
     """One scored sequence, prompt and completion.
 
@@ -23,6 +45,8 @@ class Sample:
             at trained tokens mean anything.
         policy_version: the version that sampled it, if known.
         temperature: of sampling; the trainer's logits are divided by it.
+        supervised: it is to be imitated, not judged: the policy did not sample it.
+        teacher: what a teacher would have put in the place of each token, else None.
     """
 
     tokens_T: NDArray[np.int64]
@@ -32,6 +56,8 @@ class Sample:
     rollout_logprobs_T: NDArray[np.float32] | None = None
     policy_version: int | None = None
     temperature: float = 1.0
+    supervised: bool = False
+    teacher: Teacher | None = None
 
 
 @dataclass(frozen=True)
@@ -43,7 +69,8 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        return [sample.reward for sample in self.samples]
+        """Of what the policy sampled: what is to be imitated is no measure of it."""
+        return [sample.reward for sample in self.samples if not sample.supervised]
 
 
 @dataclass(frozen=True)

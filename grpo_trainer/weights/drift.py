@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from grpo_trainer.batching import MicroBatch, TrainingSequence, split
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import DriftError
-from grpo_trainer.logprobs import chosen_logprobs
+from grpo_trainer.logprobs import token_scores
 from grpo_trainer.metrics.types import Mean, Metric
 from grpo_trainer.weights.proof import NOISE_LIMIT, NOISE_LIMIT_4BIT
 
@@ -318,8 +318,8 @@ def _mean_difference(model: nn.Module, sequences: Sequence[TrainingSequence]) ->
     rows = []
     for microbatch in (one.to(device) for one in split(sequences, size=1)):
         logits_BTV: Tensor = model(input_ids=microbatch.tokens_BT, use_cache=False).logits
-        logprobs_N, _ = chosen_logprobs(
+        scores = token_scores(
             logits_BTV, microbatch.tokens_BT, microbatch.rows_N, microbatch.columns_N, microbatch.temperature_N
         )
-        rows.append(row_gaps(microbatch, logprobs_N))
+        rows.append(row_gaps(microbatch, scores.logprobs_N))
     return mean_gap(sample_gaps(rows)).mean

@@ -21,7 +21,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from grpo_trainer.errors import BridgeError
-from grpo_trainer.logprobs import chosen_logprobs
+from grpo_trainer.logprobs import token_scores
 from grpo_trainer.model.load import weights_of
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.diagnosis import Presence, adapted_modules, explain, look_for_each_module, replaced
@@ -263,10 +263,10 @@ def trainer_logprobs(model: nn.Module, probe: Probe) -> Tensor:
         with torch.no_grad():
             logits_BTV = model(input_ids=tokens_BT, use_cache=False).logits
             ones_N = torch.ones(len(columns_N), device=device)
-            logprobs_N, _ = chosen_logprobs(logits_BTV, tokens_BT, torch.zeros_like(columns_N), columns_N, ones_N)
+            scores = token_scores(logits_BTV, tokens_BT, torch.zeros_like(columns_N), columns_N, ones_N)
     finally:
         model.train(training)
-    return logprobs_N.cpu()
+    return scores.logprobs_N.cpu()
 
 
 def _gap(probes: list[Probe], trainer: list[Tensor]) -> float:

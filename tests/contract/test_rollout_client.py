@@ -15,6 +15,7 @@ from grpo_trainer.config import RolloutConfig
 from grpo_trainer.errors import ServerError, StoppedError, TrainingError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.rollouts.client import RolloutClient, to_group
+from grpo_trainer.rollouts.types import Sample
 from tests.processes import answers, end, free_port, running, wait_for
 
 BATCH = 4
@@ -183,15 +184,37 @@ def test_a_trainer_that_was_taken_over_ends_with_that_word(api: Api) -> None:
         first.next_batch(1)
 
 
-def test_sequences_that_the_environment_leaves_out_get_no_advantage_and_supervision_is_refused() -> None:
-    rows = {"tokens": [[1, 2], [1, 3]], "masks": [[-100, 2], [-100, 3]], "scores": [0.0, 1.0]}
-    left_out = wire.ScoredData(**rows, overrides=[{"set_advantage_to_zero": True}, {}])  # type: ignore[arg-type]
-    samples = to_group(wire.pack(left_out)).samples
-    assert samples[0].advantages_T is not None and not samples[0].advantages_T.any()
-    assert samples[1].advantages_T is None  # the group's own
-    supervised = wire.ScoredData(**rows, overrides=[{"sft": True}, {}])  # type: ignore[arg-type]
-    with pytest.raises(TrainingError, match="override sft"):
-        to_group(wire.pack(supervised))
+ROWS = {"tokens": [[1, 2], [1, 3]], "masks": [[-100, 2], [-100, 3]], "scores": [0.0, 1.0]}
+
+
+def samples_of(**fields: object) -> tuple[Sample, ...]:
+    return to_group(wire.pack(wire.ScoredData(**ROWS, **fields))).samples  # type: ignore[arg-type]
+
+
+def test_sequences_that_the_environment_leaves_out_get_no_advantage() -> None:
+    first, second = samples_of(overrides=[{"set_advantage_to_zero": True}, {}])
+    assert first.advantages_T is not None and not first.advantages_T.any()
+    assert second.advantages_T is None  # the group's own
+    own = samples_of(overrides=[{}, {"set_advantage_to_zero": True}], advantages=[[2.0, 3.0], [4.0, 5.0]])
+    assert [s.advantages_T.tolist() for s in own if s.advantages_T is not None] == [[2.0, 3.0], [0.0, 0.0]]
+
+
+def test_overrides_of_a_sequence_stand_over_the_groups() -> None:
+    assert [s.supervised for s in samples_of(overrides=[{"sft": True}, {}])] == [True, False]
+    assert [s.supervised for s in samples_of(group_overrides={"sft": True})] == [True, True]
+    mixed = samples_of(group_overrides={"sft": True, "temperature": 0.5}, overrides=[{}, {"sft": False}])
+    assert [(s.supervised, s.temperature) for s in mixed] == [(True, 0.5), (False, 0.5)]
+
+
+def test_a_teachers_tokens_come_padded_to_the_most_that_it_gave() -> None:
+    taught, untaught = samples_of(
+        distill_token_ids=[[[], [7, 8]], [[], [-1]]], distill_logprobs=[[[], [-0.25, -1.5]], [[], [0.0]]]
+    )
+    assert taught.teacher is not None
+    assert taught.teacher.ids_TK.tolist() == [[0, 0], [7, 8]]
+    assert taught.teacher.logprobs_TK.tolist() == [[-np.inf, -np.inf], [-0.25, -1.5]]
+    assert taught.teacher.given_T.tolist() == [False, True]
+    assert untaught.teacher is None  # an id below 0 is filling
 
 
 def test_temperatures_come_from_the_override_the_group_or_the_request() -> None:

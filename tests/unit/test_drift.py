@@ -17,7 +17,7 @@ from peft import PeftModel
 from grpo_trainer.checkpoint import Progress
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import BridgeError, DriftError
-from grpo_trainer.logprobs import chosen_logprobs
+from grpo_trainer.logprobs import token_scores
 from grpo_trainer.loop import run_steps
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.options import build
@@ -192,7 +192,7 @@ def rollouts(sampler: PeftModel, version: int, temperature: float = 1.0, *, raw:
         with torch.no_grad():
             logits = sampler.eval()(input_ids=torch.tensor(tokens)[None]).logits
             said = torch.full((8,), 1.0 if raw else temperature)
-            values, _ = chosen_logprobs(logits, torch.tensor(tokens)[None], columns * 0, columns, said)
+            values = token_scores(logits, torch.tensor(tokens)[None], columns * 0, columns, said).logprobs_N
         prompt, completion = tokens[:4].tolist(), tokens[4:].tolist()
         scored = {"logprobs": values.tolist(), "temperature": temperature, "version": version}
         made.append(sample(prompt, completion, reward, **scored))

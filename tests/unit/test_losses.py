@@ -1,120 +1,278 @@
-"""Losses against values computed by hand and against autograd of the plain formula in float64."""
+"""The loss of a batch: its means and parts by hand, and all of it against autograd of the plain formulas in float64."""
 
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_trainer.losses import LossInputs, LossName, old_logprobs, policy_loss, token_weight
+from grpo_trainer.loss_config import LossConfig, LossName
+from grpo_trainer.losses import FORMS, BatchCounts, LossInputs, batch_loss, token_weight
+from grpo_trainer.metrics.types import reduce
+from grpo_trainer.segments import Segments
+from tests.unit.plain_loss import PlainSequence, near_a_corner, plain_loss
+
+MAX_LEN = 7
 
 
-def inputs(
-    lp: list[float], advantages: list[float], *, roll: list[float] | None = None, weights: list[float] | None = None
-) -> LossInputs:
-    count = len(lp)
-    return LossInputs(
-        trainer_logprobs_N=torch.tensor(lp, requires_grad=True),
-        entropy_N=torch.zeros(count),
-        rollout_logprobs_N=torch.tensor(roll or [0.0] * count),
-        has_rollout_N=torch.full((count,), roll is not None),
-        advantages_N=torch.tensor(advantages),
-        weights_N=torch.tensor(weights or [1.0] * count),
-    )
+def inputs(sequences: list[PlainSequence], config: LossConfig, **changes: object) -> LossInputs:
+    """What the loss sees of these sequences, as a batch of its own."""
+    counts = BatchCounts(len(sequences), sum(len(s.lp) for s in sequences))
+
+    def flat(values: list[list[float]]) -> torch.Tensor:
+        return torch.tensor([value for each in values for value in each])
+
+    def each(values: list[float]) -> torch.Tensor:
+        return torch.tensor([value for value, s in zip(values, sequences, strict=True) for _ in s.lp])
+
+    weights = [
+        token_weight(config.loss, length=len(s.lp), counts=counts, max_completion_len=MAX_LEN) for s in sequences
+    ]
+    lp_N = flat([s.lp for s in sequences]).requires_grad_()
+    values: dict[str, object] = {
+        "trainer_logprobs_N": lp_N,
+        "entropy_N": torch.zeros(len(lp_N)),
+        "old_logprobs_N": flat([s.old for s in sequences]),
+        "rollout_logprobs_N": flat([s.roll or [0.0] * len(s.lp) for s in sequences]),
+        "has_rollout_N": each([s.roll is not None for s in sequences]),
+        "ref_logprobs_N": flat([s.ref or [0.0] * len(s.lp) for s in sequences]) if config.kl_beta else None,
+        "advantages_N": flat([[1.0] * len(s.lp) if s.supervised else s.advantages for s in sequences]),
+        "weights_N": each(weights),
+        "supervised_N": each([s.supervised for s in sequences]),
+        "trainer_logprobs_NK": torch.zeros(len(lp_N), 0),
+        "teacher_logprobs_NK": torch.zeros(len(lp_N), 0),
+        "segments": Segments(each(list(range(len(sequences)))), len(sequences)),
+        "counts": counts,
+        **changes,
+    }
+    return LossInputs(**values)  # type: ignore[arg-type]
 
 
-# ratio, advantage -> loss and gradient with respect to lp; clip range [0.8, 1.2]
-CASES = [
-    (1.0, 2.0, -2.0, -2.0),  # inside: -(1 * 2); d/dlp = -ratio * A = -2
-    (1.5, 1.0, -1.2, 0.0),  # too high, A > 0: clipped at 1.2, no gradient
-    (0.5, 1.0, -0.5, -0.5),  # too low, A > 0: min(0.5, 0.8) = 0.5, the gradient stays
-    (0.5, -1.0, 0.8, 0.0),  # too low, A < 0: min(-0.5, -0.8) = -0.8, no gradient
-    (1.5, -1.0, 1.5, 1.5),  # too high, A < 0: min(-1.5, -1.2) = -1.5, the gradient stays
-]
+def one(lp: list[float], advantage: float = 1.0, **fields: object) -> PlainSequence:
+    values: dict[str, object] = {"advantages": [advantage] * len(lp), "old": list(lp), **fields}
+    return PlainSequence(lp, **values)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("ratio", "advantage", "loss", "gradient"), CASES)
-def test_clipped_surrogate_for_both_signs_and_sides(
-    ratio: float, advantage: float, loss: float, gradient: float
-) -> None:
-    case = inputs([math.log(ratio)], [advantage])
-    output = policy_loss(case, torch.zeros(1), eps_low=0.2, eps_high=0.2)
-    output.loss.backward()
-    assert output.loss.item() == pytest.approx(loss, abs=1e-6)
-    assert case.trainer_logprobs_N.grad is not None
-    assert case.trainer_logprobs_N.grad.item() == pytest.approx(gradient, abs=1e-6)
+def gradient(case: LossInputs, config: LossConfig) -> list[float]:
+    (slope_N,) = torch.autograd.grad(batch_loss(case, config).loss, case.trainer_logprobs_N)
+    return slope_N.tolist()
 
 
-def test_clip_higher_moves_only_the_upper_bound() -> None:
-    high = policy_loss(inputs([math.log(1.25)], [1.0]), torch.zeros(1), eps_low=0.2, eps_high=0.28)
-    assert high.loss.item() == pytest.approx(-1.25)  # below 1.28: not clipped
-    low = policy_loss(inputs([math.log(0.7)], [-1.0]), torch.zeros(1), eps_low=0.2, eps_high=0.28)
-    assert low.loss.item() == pytest.approx(0.8)  # still clipped at 0.8
+# ---------------------------------------------------------------- means, parts
 
 
-def test_clip_fractions_count_only_tokens_that_lose_their_gradient() -> None:
-    ratios = [1.5, 1.5, 0.5, 0.5]
-    output = policy_loss(
-        inputs([math.log(r) for r in ratios], [1.0, -1.0, -1.0, 1.0]), torch.zeros(4), eps_low=0.2, eps_high=0.2
-    )
-    assert output.metrics["grpo/clipped_high"].value() == 0.25  # 1.5 with A > 0
-    assert output.metrics["grpo/clipped_low"].value() == 0.25  # 0.5 with A < 0
-    assert output.metrics["grpo/clipped_fraction"].value() == 0.5
-    assert output.metrics["grpo/mean_ratio"].value() == pytest.approx(1.0)
-    assert output.metrics["grpo/max_ratio"].value() == pytest.approx(1.5)
+def test_every_loss_that_can_be_chosen_has_its_row() -> None:
+    assert set(FORMS) == set(get_args(LossName))
 
 
 @pytest.mark.parametrize(
     ("loss", "weight"),
     [
         ("grpo", 1 / (5 * 4)),  # 5 tokens in this sequence, 4 sequences
-        ("dapo", 1 / 30),  # 30 trained tokens in the batch
+        ("gspo", 1 / (5 * 4)),
+        ("sapo", 1 / (5 * 4)),
+        ("bnpo", 1 / 30),  # 30 trained tokens in the batch
+        ("dapo", 1 / 30),
+        ("cispo", 1 / 30),
         ("dr_grpo", 1 / (4 * 100)),  # 4 sequences of at most 100 tokens
     ],
 )
 def test_token_weights(loss: LossName, weight: float) -> None:
-    got = token_weight(loss, length=5, sequences=4, trained_tokens=30, max_completion_len=100)
-    assert got == pytest.approx(weight)
+    counts = BatchCounts(sequences=4, trained_tokens=30)
+    assert token_weight(loss, length=5, counts=counts, max_completion_len=100) == pytest.approx(weight)
 
 
-def test_unknown_rollout_logprobs_are_replaced_by_the_trainers_own() -> None:
-    case = inputs([-1.0, -2.0], [1.0, 1.0], roll=[-1.5, 1.0])
-    case = LossInputs(**{**case.__dict__, "has_rollout_N": torch.tensor([True, False])})
-    assert old_logprobs(case, "rollout").tolist() == [-1.5, -2.0]
-    assert old_logprobs(case, "trainer").tolist() == [-1.0, -2.0]
-    assert not old_logprobs(case, "trainer").requires_grad
+@pytest.mark.parametrize("loss", get_args(LossName))
+def test_on_policy_every_loss_has_the_plain_policy_gradient(loss: LossName) -> None:
+    config = LossConfig(loss=loss, ratio_against="trainer")
+    case = inputs([one([-1.0, -2.0], 3.0), one([-0.5], -1.0)], config, old_logprobs_N=None)
+    assert gradient(case, config) == pytest.approx((-case.weights_N * case.advantages_N).tolist())
+
+
+def test_old_logprobs_are_the_servers_the_trainers_before_or_the_trainers_now() -> None:
+    # log ratios: the server's 0.5 where it is known; the trainer's, a moment ago, 0.1; its own now, 0
+    sequences = [one([-1.0], old=[-1.1], roll=[-1.5]), one([-1.0], old=[-1.1])]
+    against_server, against_trainer = LossConfig(), LossConfig(ratio_against="trainer")
+
+    def mean_ratio(config: LossConfig, **changes: object) -> float:
+        return reduce(batch_loss(inputs(sequences, config, **changes), config).metrics)["grpo/mean_ratio"]
+
+    assert mean_ratio(against_server) == pytest.approx((math.exp(0.5) + math.exp(0.1)) / 2)
+    assert mean_ratio(against_trainer) == pytest.approx(math.exp(0.1))
+    assert mean_ratio(against_server, old_logprobs_N=None) == pytest.approx((math.exp(0.5) + 1) / 2)
+    assert mean_ratio(against_trainer, old_logprobs_N=None) == pytest.approx(1)
+
+
+def test_the_correction_weighs_the_policys_part_alone() -> None:
+    config = LossConfig(ratio_against="trainer", is_cap=1.25, kl_beta=0.1, kl_estimator="k2")
+    sequences = [one([-1.0], 2.0, roll=[-1.2], ref=[-1.5]), one([-1.0], 2.0, roll=[-2.0], ref=[-1.0])]
+    # w = exp(0.2) = 1.2214 and min(exp(1), 1.25) = 1.25; dapo: half of each
+    # policy -(1.2214 + 1.25) * 2 / 2 = -2.4714; KL 0.1 * 0.5^2 / 2 / 2 = 0.00625
+    output = batch_loss(inputs(sequences, config), config)
+    numbers = reduce(output.metrics)
+    assert numbers["loss/policy"] == pytest.approx(-2.4714, abs=1e-4)
+    assert numbers["loss/kl"] == pytest.approx(0.00625)
+    assert output.loss.item() == pytest.approx(-2.4714 + 0.00625, abs=1e-4)
+    assert numbers["correction/weight_mean"] == pytest.approx((1.2214 + 1.25) / 2, abs=1e-4)
+    assert numbers["correction/clipped_fraction"] == 0.5
+
+
+def test_there_is_no_correction_to_speak_of_where_the_ratio_contains_it() -> None:
+    config = LossConfig()
+    numbers = reduce(batch_loss(inputs([one([-1.0], roll=[-1.2])], config), config).metrics)
+    assert not [key for key in numbers if key.startswith("correction/")]
+    assert numbers["grpo/mean_ratio"] == pytest.approx(math.exp(0.2))
+
+
+def test_the_entropy_bonus_is_of_the_mean_over_all_trained_tokens_of_the_batch() -> None:
+    config = LossConfig(loss="dr_grpo", entropy_coef=0.5)
+    entropy_N = torch.tensor([1.0, 2.0, 6.0], requires_grad=True)
+    case = inputs([one([-1.0, -1.0], 0.0), one([-1.0], 0.0)], config, entropy_N=entropy_N)
+    output = batch_loss(case, config)
+    assert reduce(output.metrics)["loss/entropy"] == pytest.approx(-1.5)  # -0.5 * (1 + 2 + 6) / 3
+    assert reduce(output.metrics)["grpo/entropy"] == pytest.approx(3.0)
+    (slope_N,) = torch.autograd.grad(output.loss, entropy_N)
+    assert slope_N.tolist() == pytest.approx([-0.5 / 3] * 3)
+
+
+def test_the_entropy_is_logged_without_a_bonus() -> None:
+    case = inputs([one([-1.0])], LossConfig(), entropy_N=torch.tensor([1.5]))
+    numbers = reduce(batch_loss(case, LossConfig()).metrics)
+    assert numbers["grpo/entropy"] == 1.5 and "loss/entropy" not in numbers
+
+
+def test_distillation_is_a_mean_over_the_places_that_have_a_teacher() -> None:
+    config = LossConfig(distill_coef=2.0)
+    lp_NK = torch.tensor([[-1.0], [-3.0], [-5.0]], requires_grad=True)
+    changes = {
+        "trainer_logprobs_NK": lp_NK,
+        "teacher_logprobs_NK": torch.tensor([[-0.1], [-0.2], [-math.inf]]),
+        "counts": BatchCounts(sequences=2, trained_tokens=3, teacher_tokens=4),  # two more in another microbatch
+    }
+    output = batch_loss(inputs([one([-1.0, -1.0], 0.0), one([-1.0], 0.0)], config, **changes), config)
+    assert output.loss.item() == pytest.approx(2.0)  # 2 * (1 + 3) / 4
+    (slope_NK,) = torch.autograd.grad(output.loss, lp_NK)
+    assert slope_NK.tolist() == [[-0.5], [-0.5], [0.0]]
+
+
+def test_supervision_is_the_logprob_itself_and_no_sample_of_the_policy() -> None:
+    config = LossConfig(kl_beta=1.0, clip_eps=0.1)
+    told = one([-4.0, -4.0], supervised=True, ref=[-1.0, -1.0], old=[-9.0, -9.0])  # a ratio that would be clipped
+    case = inputs([told, one([-1.0, -2.0], 0.0, roll=[-1.0, -1.5], ref=[-1.0, -2.0])], config)
+    numbers = reduce(batch_loss(case, config).metrics)
+    assert numbers["loss/supervised"] == pytest.approx(2.0)  # (4 + 4) / 4
+    assert gradient(case, config)[:2] == pytest.approx([-0.25, -0.25])
+    assert numbers["loss/policy"] == 0 and numbers["loss/kl"] == pytest.approx(0)
+    assert numbers["grpo/clipped_fraction"] == 0
+    assert numbers["grpo/mean_ratio"] == pytest.approx((1 + math.exp(-0.5)) / 2)
+    assert numbers["alignment/kl_reference"] == pytest.approx(0)
 
 
 def test_gap_to_the_rollout_policy_is_measured_where_it_is_known() -> None:
-    case = inputs([-1.0, -2.0], [1.0, 1.0], roll=[-1.5, 1.0])
-    case = LossInputs(**{**case.__dict__, "has_rollout_N": torch.tensor([True, False])})
-    metrics = policy_loss(case, old_logprobs(case, "rollout"), 0.2, 0.2).metrics
-    assert metrics["alignment/logprob_diff_mean"].value() == pytest.approx(0.5)
-    assert metrics["alignment/logprob_diff_max"].value() == pytest.approx(0.5)
-    # k3 with x = roll - lp = -0.5: exp(-0.5) + 0.5 - 1 = 0.10653
-    assert metrics["alignment/kl_rollout"].value() == pytest.approx(0.10653, abs=1e-5)
+    numbers = reduce(batch_loss(inputs([one([-1.0], roll=[-1.5]), one([-2.0])], LossConfig()), LossConfig()).metrics)
+    assert numbers["alignment/logprob_diff_mean"] == pytest.approx(0.5)
+    assert numbers["alignment/logprob_diff_max"] == pytest.approx(0.5)
+    # k3 with x = lp - roll = 0.5: exp(-0.5) + 0.5 - 1 = 0.10653
+    assert numbers["alignment/kl_rollout"] == pytest.approx(0.10653, abs=1e-5)
+    assert numbers["logprobs/rollout_mean"] == -1.5 and numbers["logprobs/trainer_mean"] == -1.5
 
 
-@given(
-    st.lists(
-        st.tuples(st.floats(-3, 0), st.floats(-3, 0), st.floats(-2, 2), st.floats(0.01, 1)), min_size=1, max_size=20
+def test_the_divergence_from_the_reference_is_measured_by_k3_without_being_in_the_loss() -> None:
+    case = inputs([one([-1.0], 0.0)], LossConfig(log_kl=True), ref_logprobs_N=torch.tensor([-1.5]))
+    output = batch_loss(case, LossConfig(log_kl=True, kl_estimator="k1"))
+    assert reduce(output.metrics)["alignment/kl_reference"] == pytest.approx(0.10653, abs=1e-5)
+    assert output.loss.item() == 0
+
+
+def test_clip_fractions() -> None:
+    logs = [math.log(ratio) for ratio in (1.5, 1.5, 0.5, 0.5)]
+    sequence = PlainSequence(logs, advantages=[1.0, -1.0, -1.0, 1.0], old=[0.0] * 4)
+    numbers = reduce(batch_loss(inputs([sequence], LossConfig()), LossConfig()).metrics)
+    assert numbers["grpo/clipped_high"] == 0.25  # 1.5 with A > 0
+    assert numbers["grpo/clipped_low"] == 0.25  # 0.5 with A < 0
+    assert numbers["grpo/clipped_fraction"] == 0.5
+    assert numbers["grpo/mean_ratio"] == pytest.approx(1.0)
+    assert numbers["grpo/max_ratio"] == pytest.approx(1.5)
+
+
+def test_a_microbatch_without_trained_tokens_has_a_loss_of_0() -> None:
+    nothing = torch.zeros(0)
+    config = LossConfig(kl_beta=0.1, distill_coef=1.0, entropy_coef=0.1)
+    changes: dict[str, object] = {
+        "old_logprobs_N": None,
+        "has_rollout_N": nothing.bool(),
+        "supervised_N": nothing.bool(),
+        "segments": Segments(nothing.long(), 1),
+        "counts": BatchCounts(sequences=2, trained_tokens=10, teacher_tokens=3),
+    }
+    case = inputs([one([-1.0], ref=[-1.0])], config)
+    shapes = {name: nothing.view(0, 0) if name.endswith("_NK") else nothing for name in vars(case)}
+    case = LossInputs(**{**shapes, **changes})  # type: ignore[arg-type]
+    output = batch_loss(case, config)
+    assert output.loss.item() == 0 and reduce(output.metrics)["grpo/max_ratio"] == 0
+
+
+# ---------------------------------------------------------------- all of it, in float64
+
+
+@st.composite
+def any_sequences(draw: st.DrawFn) -> list[PlainSequence]:
+    made = []
+    for _ in range(draw(st.integers(1, 4))):
+        length = draw(st.integers(1, 5))
+        values = st.lists(st.floats(-3, -0.01), min_size=length, max_size=length)
+        advantages = draw(st.one_of(st.floats(-2, 2).map(lambda a: [a] * 5), st.just([1.5, -0.5] * 3)))[:length]
+        made.append(
+            PlainSequence(
+                lp=draw(values),
+                advantages=advantages,
+                old=draw(values),
+                roll=draw(st.none() | values),
+                ref=draw(values),
+                supervised=draw(st.integers(0, 5)) == 0,
+            )
+        )
+    return made
+
+
+@st.composite
+def any_config(draw: st.DrawFn) -> LossConfig:
+    loss = draw(st.sampled_from(get_args(LossName)))
+    against = draw(st.sampled_from(["rollout", "trainer"]))
+    kind = draw(st.sampled_from(["auto", "none", "truncate", "mask"] if against == "trainer" else ["auto", "none"]))
+    return LossConfig(
+        loss=loss,
+        clip_eps_high=draw(st.sampled_from([None, 0.28, 4.0])),
+        dual_clip=None if loss in ("cispo", "sapo") else draw(st.sampled_from([None, 3.0])),
+        sapo_tau_neg=draw(st.sampled_from([1.05, 2.0])),
+        ratio_against=against,  # type: ignore[arg-type]
+        is_correction=kind,  # type: ignore[arg-type]
+        is_level=draw(st.sampled_from(["token", "sequence"])),
+        is_cap=draw(st.sampled_from([2.0, 1.3])),
+        kl_beta=draw(st.sampled_from([0.0, 0.04])),
+        kl_estimator=draw(st.sampled_from(["k1", "k2", "k3"])),
     )
-)
-def test_loss_and_gradient_equal_the_plain_formula_in_float64(rows: list[tuple[float, float, float, float]]) -> None:
-    lp, old, advantages, weights = (list(column) for column in zip(*rows, strict=True))
-    if any(abs(math.exp(a - b) - edge) < 1e-4 for a, b in zip(lp, old, strict=True) for edge in (0.8, 1.2)):
-        return  # at the corner of the clip the gradient is either side's
-    case = inputs(lp, advantages, weights=weights)
-    output = policy_loss(case, torch.tensor(old), 0.2, 0.2)
-    output.loss.backward()
-    exact = torch.tensor(lp, dtype=torch.float64, requires_grad=True)
-    ratio = torch.exp(exact - torch.tensor(old, dtype=torch.float64))
-    a = torch.tensor(advantages, dtype=torch.float64)
-    plain = -(torch.tensor(weights, dtype=torch.float64) * torch.min(ratio * a, ratio.clamp(0.8, 1.2) * a)).sum()
-    plain.backward()
+
+
+@settings(max_examples=300)
+@given(any_sequences(), any_config())
+def test_loss_and_gradient_equal_the_plain_formulas_in_float64(
+    sequences: list[PlainSequence], config: LossConfig
+) -> None:
+    if near_a_corner(sequences, config):
+        return  # there the gradient is either side's
+    if config.loss == "gspo" and any(len(set(s.advantages)) > 1 for s in sequences):
+        return  # the plain formula has one advantage a sequence
+    for s in sequences:
+        s.roll = None if s.supervised else s.roll
+    case = inputs(sequences, config)
+    output = batch_loss(case, config)
+    plain = plain_loss(sequences, config, MAX_LEN)
     assert output.loss.item() == pytest.approx(plain.item(), rel=1e-4, abs=1e-4)
-    assert case.trainer_logprobs_N.grad is not None and exact.grad is not None
-    torch.testing.assert_close(case.trainer_logprobs_N.grad.double(), exact.grad, rtol=1e-3, atol=1e-4)
+    (got_N,) = torch.autograd.grad(output.loss, case.trainer_logprobs_N)
+    wanted = torch.autograd.grad(plain, [s.leaf for s in sequences])
+    torch.testing.assert_close(got_N.double(), torch.cat(list(wanted)), rtol=1e-3, atol=1e-4)

@@ -1,0 +1,141 @@
+"""The reference that the policy's divergence is measured from: the model that training began with, never written.
+
+With an adapter it is the model without it. Where all weights are trained it is a frozen copy of them, read from
+`--model-name`: so it is the same after a resume, and whatever a server has in its memory. It computes through the
+policy's own modules, which take the frozen weights for the time of a forward pass: the two differ by their weights and
+by nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from grpo_trainer.config import TrainConfig
+from grpo_trainer.errors import ConfigError, ModelError
+from grpo_trainer.model.lora import decoder_layers
+
+log = logging.getLogger(__name__)
+
+
+class Reference(Protocol):
+    """A second policy in the first one's modules."""
+
+    def active(self) -> AbstractContextManager[None]:
+        """Within the block the model computes as the reference; for forward passes without gradient."""
+        ...
+
+
+class AdapterOff:
+    """The model without its adapter."""
+
+    def __init__(self, model: PeftModel) -> None:
+        self._model = model
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with self._model.disable_adapter():
+            yield
+
+
+class FrozenWeights:
+    """A copy of the weights, in its own dtype, on the device or in main memory.
+
+    A decoder layer takes its weights when its turn comes and gives them back after it: of weights that have to be moved
+    or cast, one layer's are on the device at a time, and what lies outside the layers (embeddings, head).
+
+    Args:
+        weights: by the names of the model's parameters.
+        layers: modules whose weights are taken one after the other.
+    """
+
+    def __init__(self, model: nn.Module, weights: Mapping[str, Tensor], layers: Sequence[nn.Module] = ()) -> None:
+        by_parameter = {parameter: weights[name] for name, parameter in model.named_parameters()}
+        self._layers = [(layer, {p: by_parameter.pop(p) for p in layer.parameters()}) for layer in layers]
+        self._outside = by_parameter
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        hooks = [hook for layer, weights in self._layers for hook in _while_it_runs(layer, weights)]
+        own = _exchange(self._outside)
+        try:
+            yield
+        finally:
+            _exchange(own)
+            for hook in hooks:
+                hook.remove()
+
+
+def _while_it_runs(layer: nn.Module, weights: Mapping[nn.Parameter, Tensor]) -> list[Any]:
+    """Hooks by which a layer has other weights during its forward pass, however that ends."""
+    own: list[dict[nn.Parameter, Tensor]] = []
+    before = layer.register_forward_pre_hook(lambda *_: own.append(_exchange(weights)))
+
+    def restore(*_: Any) -> None:
+        _exchange(own.pop())
+
+    return [before, layer.register_forward_hook(restore, always_call=True)]
+
+
+def _exchange(weights: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+    """Point parameters at other values; returns what they pointed at. Nothing is written into memory."""
+    before = {parameter: parameter.data for parameter in weights}
+    for parameter, value in weights.items():
+        parameter.data = value.to(parameter.device, parameter.dtype, non_blocking=True)
+    return before
+
+
+def build_reference(model: nn.Module, config: TrainConfig) -> Reference | None:
+    """The reference that the options ask for; None: they ask for none.
+
+    Raises:
+        ConfigError: the device has no room for a copy of the weights.
+        ModelError: the files at `--model-name` hold other parameters.
+    """
+    if not config.loss.needs_reference:
+        return None
+    if isinstance(model, PeftModel):
+        return AdapterOff(model)
+    assert isinstance(model, PreTrainedModel)
+    found = AutoModelForCausalLM.from_pretrained(config.model.name, dtype="auto")
+    weights = {name: parameter.detach() for name, parameter in found.named_parameters()}
+    if {name: p.shape for name, p in model.named_parameters()} != {name: w.shape for name, w in weights.items()}:
+        raise ModelError(f"--model-name {config.model.name}: its parameters are not the trained model's")
+    size = sum(weight.numel() * weight.itemsize for weight in weights.values())
+    device = model.device
+    if config.loss.ref_offload:
+        weights = {name: w.pin_memory() if device.type == "cuda" else w for name, w in weights.items()}
+    else:
+        check_room(size, free_bytes(device))
+        weights = {name: weight.to(device) for name, weight in weights.items()}
+    log.info("reference: %.1f MB of frozen weights on %s", size / 1e6, next(iter(weights.values())).device)
+    return FrozenWeights(model, weights, list(model.get_submodule(decoder_layers(model).name).children()))
+
+
+def free_bytes(device: torch.device) -> float:
+    """What may still be allocated on a GPU; main memory is not counted."""
+    if device.type != "cuda":
+        return float("inf")
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
+
+
+def check_room(size: int, free: float) -> None:
+    """Refuse a copy that does not fit, in words.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if size > free:
+        raise ConfigError(
+            f"--kl-beta, --log-kl: the reference is a copy of the weights, {size / 2**30:.1f} GiB, and the GPU has "
+            f"{free / 2**30:.1f} GiB free; add --ref-offload, train an adapter (its reference needs no copy), or give "
+            "the server less (--gpu-memory-utilization)"
+        )

@@ -1,0 +1,79 @@
+"""What the policy gains by each token: ratios and surrogates, pure functions of flat tensors (`_N`), all in fp32.
+
+The ratio is of one token, `exp(lp - old)` (PPO, arXiv 1707.06347), or of its whole sequence, `exp(mean(lp - old))`
+(GSPO, arXiv 2507.18071). What is made of it:
+
+| surrogate | gain | source |
+|---|---|---|
+| clipped | min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A), for either sign of A | PPO, arXiv 1707.06347 |
+| - eps_high > eps_low | clip-higher | DAPO, arXiv 2503.14476 |
+| - dual clip c, where A < 0 | max(the above, c A) | arXiv 1912.09729 |
+| cispo | sg(min(ratio, 1 + eps_high)) A lp | MiniMax-M1, arXiv 2506.13585 |
+| sapo | (4 / tau) sigmoid(tau (ratio - 1)) A, tau by the sign of A | SAPO, arXiv 2511.20347 |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from grpo_trainer.loss_config import LossConfig
+from grpo_trainer.segments import Segments
+
+MAX_LOG_RATIO = 20.0
+"""Beyond every clip, and far from the overflow of exp in fp32: a gradient of 0 times infinity would be NaN."""
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """What the tokens gain, with gradient, and which of them the clip holds at its lower or upper end."""
+
+    gain_N: Tensor
+    low_N: Tensor
+    high_N: Tensor
+
+
+def token_ratio(lp_N: Tensor, old_N: Tensor, segments: Segments) -> Tensor:
+    """The new probability of each token over its old one."""
+    return torch.exp((lp_N - old_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
+def sequence_ratio(lp_N: Tensor, old_N: Tensor, segments: Segments) -> Tensor:
+    """The geometric mean of a sequence's ratios, at each of its tokens.
+
+    A token's gradient goes through its own logprob alone (GSPO-token, section 4.3): where all tokens of a sequence have
+    the same advantage, the gradient of their mean is GSPO's own; where not, each token keeps its advantage.
+    """
+    mean_N = segments.mean_N((lp_N - old_N).detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return torch.exp(mean_N + lp_N - lp_N.detach())
+
+
+def clipped(ratio_N: Tensor, lp_N: Tensor, advantages_N: Tensor, config: LossConfig) -> Surrogate:
+    """PPO's, with clip-higher and dual clip. A token that the clip holds has no gradient."""
+    low, high = 1.0 - config.clip_eps, 1.0 + config.eps_high
+    plain_N = ratio_N * advantages_N
+    gain_N = torch.minimum(plain_N, ratio_N.clamp(low, high) * advantages_N)
+    low_N = (ratio_N < low) & (advantages_N < 0)
+    high_N = (ratio_N > high) & (advantages_N > 0)
+    if config.dual_clip is not None:
+        beyond_N = (ratio_N > config.dual_clip) & (advantages_N < 0)
+        gain_N = torch.where(beyond_N, config.dual_clip * advantages_N, gain_N)
+        high_N = high_N | beyond_N
+    return Surrogate(gain_N, low_N, high_N)
+
+
+def cispo(ratio_N: Tensor, lp_N: Tensor, advantages_N: Tensor, config: LossConfig) -> Surrogate:
+    """The ratio weighs the logprob's gradient, which no token loses: the weight is cut, from above only."""
+    high = 1.0 + config.eps_high
+    gain_N = ratio_N.detach().clamp(max=high) * advantages_N * lp_N
+    return Surrogate(gain_N, torch.zeros_like(ratio_N, dtype=torch.bool), ratio_N > high)
+
+
+def sapo(ratio_N: Tensor, lp_N: Tensor, advantages_N: Tensor, config: LossConfig) -> Surrogate:
+    """A gate instead of a clip: its slope is 1 at a ratio of 1 and falls off smoothly on both sides."""
+    tau_N = torch.where(advantages_N > 0, config.sapo_tau_pos, config.sapo_tau_neg)
+    gain_N = 4.0 / tau_N * torch.sigmoid(tau_N * (ratio_N - 1.0)) * advantages_N
+    never_N = torch.zeros_like(ratio_N, dtype=torch.bool)
+    return Surrogate(gain_N, never_N, never_N)
