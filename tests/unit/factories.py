@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from grpo_trainer.rollouts.types import Group, RolloutBatch, Sample
+from grpo_trainer.rollouts.types import Group, RolloutBatch, Sample, Teacher
 
 VOCAB = 11
 
@@ -22,8 +22,10 @@ def sample(
     advantages: Sequence[float] | None = None,
     temperature: float = 1.0,
     version: int | None = None,
+    supervised: bool = False,
+    teacher: Sequence[dict[int, float]] | None = None,
 ) -> Sample:
-    """A sample whose `logprobs` and `advantages` are given for the completion only."""
+    """A sample whose `logprobs`, `advantages` and `teacher` (logprobs by token) are given for the completion only."""
     pad = [1.0] * len(prompt)
     return Sample(
         tokens_T=np.array([*prompt, *completion], np.int64),
@@ -33,7 +35,19 @@ def sample(
         rollout_logprobs_T=None if logprobs is None else np.array([*pad, *logprobs], np.float32),
         policy_version=version,
         temperature=temperature,
+        supervised=supervised,
+        teacher=None if teacher is None else taught(len(prompt), teacher),
     )
+
+
+def taught(prompt: int, rows: Sequence[dict[int, float]]) -> Teacher:
+    """What a teacher gives after a prompt of so many tokens."""
+    width = max(map(len, rows))
+    ids_TK = np.zeros((prompt + len(rows), width), np.int64)
+    logprobs_TK = np.full((prompt + len(rows), width), -np.inf, np.float32)
+    for t, row in enumerate(rows, prompt):
+        ids_TK[t, : len(row)], logprobs_TK[t, : len(row)] = list(row), list(row.values())
+    return Teacher(ids_TK, logprobs_TK)
 
 
 def batch(*groups: Sequence[Sample]) -> RolloutBatch:

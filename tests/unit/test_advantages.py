@@ -24,10 +24,20 @@ def test_unscaled_by_hand() -> None:
     assert group_advantages([1, 2, 6], "none") == [-2, -1, 3]
 
 
+def test_rloo_by_hand() -> None:
+    # 1 - (2 + 6) / 2 = -3, 2 - (1 + 6) / 2 = -1.5, 6 - (1 + 2) / 2 = 4.5
+    assert group_advantages([1, 2, 6], "none", "rloo") == pytest.approx([-3, -1.5, 4.5])
+    # divided on request: std = sqrt((4 + 1 + 9) / 2) = sqrt 7
+    assert group_advantages([1, 2, 6], "group", "rloo") == pytest.approx([v / (7**0.5 + 1e-4) for v in (-3, -1.5, 4.5)])
+    assert group_advantages([3.0], "none", "rloo") == [0.0]  # there are no others
+
+
 def test_dr_grpo_is_defined_without_the_division() -> None:
     assert LossConfig(loss="dr_grpo").advantage_scale == "none"
     assert LossConfig(loss="dapo").advantage_scale == "group"
     assert LossConfig(loss="dr_grpo", scale_rewards="group").advantage_scale == "group"
+    assert LossConfig(advantage_estimator="rloo").advantage_scale == "none"
+    assert {LossConfig(loss=loss).advantage_scale for loss in ("grpo", "bnpo", "gspo", "cispo", "sapo")} == {"group"}
 
 
 def test_equal_rewards_teach_exactly_nothing() -> None:

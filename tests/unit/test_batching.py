@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_trainer.batching import prepare, split
-from grpo_trainer.config import LossConfig
+from grpo_trainer.loss_config import LossConfig, LossName
 from grpo_trainer.metrics.types import reduce
 from tests.unit.factories import VOCAB, batch, sample
 
@@ -64,13 +67,65 @@ def test_advantages_of_the_environment_are_used() -> None:
     assert prepared.sequences[0].advantages.tolist() == [0.25, -4.0]
 
 
+def test_where_there_is_more_to_learn_than_from_rewards_a_group_without_a_spread_is_not_skipped() -> None:
+    dull = batch([sample([1], [2, 3], 1.0), sample([1], [4, 5], 1.0)])
+    for config in (LossConfig(kl_beta=0.1), LossConfig(entropy_coef=0.1)):
+        assert len(prepare(dull, config, 10).sequences) == 2
+    taught = [sample([1], [2, 3], 1.0, teacher=[{4: -0.1}, {}]), sample([1], [4, 5], 1.0)]
+    prepared = prepare(batch(taught), LossConfig(distill_coef=1.0), 10)
+    assert len(prepared.sequences) == 1 and prepared.counts.teacher_tokens == 1
+    unused = prepare(batch(taught), LossConfig(), 10)
+    assert not unused.sequences and reduce(unused.metrics)["batch/teacher_tokens"] == 1
+
+
+def test_what_is_to_be_imitated_has_advantage_1_and_is_no_part_of_the_groups_baseline() -> None:
+    told = sample([1], [9], 5.0, supervised=True, logprobs=[-0.5], version=3)
+    judged = [sample([1], [2], 0.0), sample([1], [3], 1.0)]
+    prepared = prepare(batch([told, *judged]), LossConfig(scale_rewards="none"), 10)
+    assert [s.advantages.tolist() for s in prepared.sequences] == [[1.0], [-0.5], [0.5]]
+    first = prepared.sequences[0]
+    assert first.supervised and first.rollout_logprobs is None and first.version is None  # the policy did not sample it
+    numbers = reduce(prepared.metrics)
+    assert numbers["reward/mean"] == 0.5 and numbers["batch/supervised"] == 1
+    alone = prepare(batch([told]), LossConfig(), 10)
+    assert len(alone.sequences) == 1 and reduce(alone.metrics)["batch/zero_variance_share"] == 0
+
+
+def test_left_out_wins_over_imitation_and_imitation_over_given_advantages() -> None:
+    left_out = sample([1], [2], 0.0, supervised=True)
+    left_out = replace(left_out, advantages_T=np.zeros(2, np.float32))
+    told = sample([1], [2], 0.0, supervised=True, advantages=[7.0])
+    (kept,) = prepare(batch([left_out, told]), LossConfig(), 10).sequences
+    assert kept.advantages.tolist() == [1.0]
+
+
+def test_the_teachers_tokens_follow_the_trained_ones_through_cutting_and_sorting() -> None:
+    long = sample([1, 2], [3, 4, 5], 1.0, teacher=[{7: -0.1, 8: -2.0}, {}, {9: -0.3}])
+    short = sample([1], [6], 0.0, teacher=[{10: -0.4}])
+    prepared = prepare(batch([long, short]), LossConfig(distill_coef=1.0), 4)
+    assert prepared.counts.teacher_tokens == 2  # the last of the long one is cut away
+    (microbatch,) = split(prepared.sequences, 2)
+    assert microbatch.teacher_ids_NK.tolist() == [[10, 0], [7, 8], [0, 0]]
+    assert microbatch.teacher_logprobs_NK.isfinite().tolist() == [[True, False], [True, True], [False, False]]
+
+
+def test_rewards_of_each_environment() -> None:
+    groups = batch([sample([1], [2], 0.0), sample([1], [3], 1.0)], [sample([1], [2], 3.0)], [sample([1], [2], 5.0)])
+    first, *rest = groups.groups
+    numbers = reduce(
+        prepare(replace(groups, groups=(first, *(replace(g, environment=1) for g in rest))), LossConfig(), 9).metrics
+    )
+    assert (numbers["reward/env_0"], numbers["reward/env_0_std"]) == (0.5, 0.5)
+    assert (numbers["reward/env_1"], numbers["reward/env_1_std"]) == (4.0, 1.0)
+
+
 completions = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)
 groups = st.lists(
     st.lists(st.tuples(completions, st.sampled_from([0.0, 0.5, 1.0])), min_size=2, max_size=4), min_size=1, max_size=4
 )
 
 
-@given(groups, st.integers(1, 9), st.sampled_from(["grpo", "dapo", "dr_grpo"]))
+@given(groups, st.integers(1, 9), st.sampled_from(get_args(LossName)))
 def test_every_trained_token_is_in_exactly_one_microbatch(
     rows: list[list[tuple[list[int], float]]], size: int, loss
 ) -> None:

@@ -108,6 +108,23 @@ def test_every_predecessor_flag_is_in_the_help() -> None:
         ),
         ({"model_name": "m", "rollout_url": "localhost:8000"}, "wanted an address such as http://localhost:8000"),
         ({"model_name": "m", "warmup_steps": 10}, "--warmup-steps 10: wanted fewer than --training-steps 10"),
+        (
+            {"model_name": "m", "loss": "sapo", "dual_clip": 3},
+            "--dual-clip 3: belongs to the clipped losses, but --loss is sapo",
+        ),
+        (
+            {"model_name": "m", "is_correction": "mask"},
+            "--is-correction mask: the ratio contains that correction already; wanted none, or --ratio-against trainer",
+        ),
+        ({"model_name": "m", "ref_offload": True}, "there is no reference; leave it out, or add --kl-beta or --log-kl"),
+        (
+            {"model_name": "m", "weight_bridge_mode": "lora_only", "kl_beta": 0.1, "ref_offload": True},
+            "--ref-offload: with LoRA the reference is the model without its adapter",
+        ),
+        (
+            {"model_name": "m", "single_copy": True, "updates_per_batch": 2},
+            "--updates-per-batch 2: with --weight-bridge-mode shared_vllm the server generates with every update",
+        ),
     ],
 )
 def test_messages_name_the_option_what_came_and_what_was_wanted(given_values: dict[str, object], said: str) -> None:
@@ -115,6 +132,15 @@ def test_messages_name_the_option_what_came_and_what_was_wanted(given_values: di
         build(TrainConfig, given_values)
     assert said in str(error.value)
     assert error.value.exit_code == 2
+
+
+def test_the_correction_is_on_where_the_ratio_does_not_contain_it() -> None:
+    def correction(**given: object) -> str:
+        return build(TrainConfig, {"model_name": "m", **given}).loss.correction
+
+    assert correction() == "none" and correction(ratio_against="trainer") == "truncate"
+    assert correction(ratio_against="trainer", is_correction="none") == "none"
+    assert correction(ratio_against="trainer", is_correction="mask") == "mask"
 
 
 def test_single_copy_is_another_name_of_the_mode() -> None:

@@ -8,18 +8,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from random import Random
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from grpo_trainer.batching import prepare
 from grpo_trainer.config import LossConfig, ModelConfig, OptimizerConfig, TrainConfig
 from grpo_trainer.errors import StoppedError, TrainingError
+from grpo_trainer.loss_config import LossName
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.rollouts.types import RolloutBatch
+from grpo_trainer.model.reference import FrozenWeights
+from grpo_trainer.rollouts.types import RolloutBatch, Sample
 from grpo_trainer.trainer import Trainer, loss_scale
 from tests.unit.factories import VOCAB, TinyModel, batch, sample
 
@@ -42,32 +47,69 @@ def rollouts(seed: int = 0, groups: int = 3) -> RolloutBatch:
     return batch(*made)
 
 
+def full_rollouts(seed: int = 0) -> RolloutBatch:
+    """Besides `rollouts`: samples to imitate, teachers, temperatures, and a group without a spread."""
+    random = np.random.default_rng(seed)
+
+    def teacher(length: int) -> list[dict[int, float]]:
+        return [
+            {int(token): -float(random.random()) for token in random.integers(0, VOCAB, i % 3)} for i in range(length)
+        ]
+
+    told = [sample([1], [3, 4, 5], 1.0, supervised=True), sample([1], [6], 0.0, teacher=[{7: -0.1, 8: -3.0}])]
+    dull = [sample([1, 2], [3, 4, 5, 6], 1.0, teacher=teacher(4), temperature=0.7) for _ in range(2)]
+    plain = rollouts(seed).groups
+    return RolloutBatch("b", (*plain, *batch([*told, sample([1], [2], 1.0)], dull).groups), {})
+
+
 def gradients(trainer: Trainer) -> list[torch.Tensor]:
     return [p.grad.clone() for p in trainer.parameters if p.grad is not None]
 
 
-@settings(max_examples=15)
-@given(st.integers(1, 12), st.sampled_from(["grpo", "dapo", "dr_grpo"]), st.integers(0, 5))
-def test_any_split_into_microbatches_gives_the_same_loss_and_gradient(size: int, loss: str, seed: int) -> None:
-    results = []
-    for batch_size in (12, size):
-        trainer = Trainer(
-            TinyModel(), config(batch_size=batch_size, loss={"loss": loss}, optimizer={"max_grad_norm": 0})
-        )
-        result = trainer.step(rollouts(seed), 0)
-        results.append((reduce(result.metrics), gradients(trainer)))
-    (whole, whole_grads), (parts, part_grads) = results
-    for key in ("train/loss", "grpo/mean_ratio", "grpo/entropy", "train/grad_norm", "grpo/clipped_fraction"):
-        assert parts[key] == pytest.approx(whole[key], abs=1e-6, rel=1e-5), key
-    for a, b in zip(whole_grads, part_grads, strict=True):
+EVERYTHING = {"kl_beta": 0.1, "entropy_coef": 0.02, "distill_coef": 0.5, "distill_temperature": 2.0}
+LOSSES: list[dict[str, object]] = [
+    *({"loss": name} for name in get_args(LossName)),
+    {"loss": "gspo", "ratio_against": "trainer", "is_level": "sequence", **EVERYTHING},
+    {"loss": "dapo", "ratio_against": "trainer", "is_correction": "mask", "is_cap": 1.5, **EVERYTHING},
+    {"loss": "dr_grpo", "advantage_estimator": "rloo", "dual_clip": 3.0, **EVERYTHING},
+]
+
+
+def trained_once(data: RolloutBatch, loss: dict[str, object], batch_size: int) -> tuple[dict[str, float], list[Tensor]]:
+    """Metrics and gradients of a step."""
+    model, other = TinyModel(), TinyModel(seed=1)
+    settings = config(batch_size=batch_size, loss=loss, optimizer={"max_grad_norm": 0})
+    reference = FrozenWeights(model, {name: value.detach() for name, value in other.named_parameters()})
+    trainer = Trainer(model, settings, reference=reference)
+    return reduce(trainer.step(data, 0).metrics), gradients(trainer)
+
+
+def assert_same(one: tuple[dict[str, float], list[Tensor]], other: tuple[dict[str, float], list[Tensor]]) -> None:
+    assert one[0].keys() == other[0].keys()
+    for key, value in one[0].items():
+        if not key.endswith("_time"):
+            assert other[0][key] == pytest.approx(value, abs=1e-6, rel=1e-5), key
+    for a, b in zip(one[1], other[1], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_the_order_of_groups_changes_nothing() -> None:
-    forward, backward = rollouts(), rollouts()
-    backward = RolloutBatch("b", tuple(reversed(backward.groups)), {})
-    losses = [reduce(Trainer(TinyModel(), config()).step(b, 0).metrics)["train/loss"] for b in (forward, backward)]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+@settings(max_examples=40)
+@given(st.integers(1, 16), st.sampled_from(LOSSES), st.integers(0, 5))
+def test_any_split_into_microbatches_gives_the_same_loss_and_gradient(
+    size: int, loss: dict[str, object], seed: int
+) -> None:
+    """And so does padding: one sequence a microbatch has none."""
+    data = full_rollouts(seed)
+    assert_same(trained_once(data, loss, 100), trained_once(data, loss, size))
+
+
+@settings(max_examples=20)
+@given(st.sampled_from(LOSSES), st.randoms(use_true_random=False))
+def test_the_order_of_groups_and_samples_changes_nothing(loss: dict[str, object], random: Random) -> None:
+    data = full_rollouts()
+    groups = [replace(group, samples=tuple(random.sample(group.samples, len(group.samples)))) for group in data.groups]
+    random.shuffle(groups)
+    assert_same(trained_once(data, loss, 4), trained_once(replace(data, groups=tuple(groups)), loss, 4))
 
 
 def test_a_step_raises_the_logprob_of_what_was_rewarded() -> None:
@@ -133,6 +175,99 @@ def test_the_loss_scale_is_a_power_of_two_that_brings_the_weight_near_one(weight
     scale = loss_scale([replace(sequence, weight=weight)])
     assert math.log2(scale).is_integer() and 0.5 < weight * scale < 2
     assert loss_scale([]) == 1.0
+
+
+def weights_of(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def test_later_updates_on_a_batch_count_from_the_policy_before_the_first() -> None:
+    """Two updates on a batch are two steps on it whose old logprobs are those from before the first."""
+    together, apart = TinyModel(), TinyModel()
+    data = batch([sample([1, 2], [3, 4], 1.0), sample([1, 2], [5], 0.0)])
+    loss: dict[str, object] = {"ratio_against": "trainer", "clip_eps": 0.01}
+    twice = Trainer(together, config(loss={**loss, "updates_per_batch": 2}, optimizer={"lr": 1e-2}))
+    numbers = reduce(twice.step(data, 0).metrics)
+
+    def with_logprobs(one: Sample) -> Sample:
+        with torch.no_grad():
+            all_TV = torch.log_softmax(apart(torch.tensor(one.tokens_T)[None], False).logits[0], -1)  # type: ignore[attr-defined]
+        before = all_TV[:-1].gather(-1, torch.tensor(one.tokens_T)[1:, None])[:, 0].numpy()
+        return replace(one, rollout_logprobs_T=np.concatenate([[1.0], before]).astype(np.float32))
+
+    then = replace(data, groups=(replace(data.groups[0], samples=tuple(map(with_logprobs, data.groups[0].samples))),))
+    once = Trainer(apart, config(loss=loss, optimizer={"lr": 1e-2}))
+    first = reduce(once.step(data, 0).metrics)
+    once.config = config(loss={"clip_eps": 0.01}, optimizer={"lr": 1e-2})
+    second = reduce(once.step(then, 0).metrics)
+    torch.testing.assert_close(weights_of(together), weights_of(apart), rtol=0, atol=1e-7)
+    assert second["grpo/clipped_fraction"] > 0  # so it does matter what they count from
+    for key in ("train/loss", "train/grad_norm", "grpo/mean_ratio", "grpo/clipped_fraction"):
+        assert numbers[key] == pytest.approx((first[key] + second[key]) / 2, abs=1e-6), key
+
+
+def test_the_logprobs_before_the_first_update_cost_no_forward_pass() -> None:
+    for updates in (1, 3):
+        model = TinyModel()
+        calls: list[int] = []
+        model.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        trainer = Trainer(
+            model, config(batch_size=100, loss={"updates_per_batch": updates, "ratio_against": "trainer"})
+        )
+        trainer.step(rollouts(), 0)
+        assert len(calls) == updates
+
+
+def test_a_stop_after_the_first_update_waits_for_the_last() -> None:
+    model = TinyModel()
+    before = weights_of(model)
+
+    def stop_once_changed() -> None:
+        if not torch.equal(weights_of(model), before):
+            raise StoppedError("stopped by SIGTERM", 15)
+
+    trainer = Trainer(model, config(loss={"updates_per_batch": 3}), stop_once_changed)
+    assert trainer.step(rollouts(), 0).updated
+
+
+def test_a_step_counts_as_landed_if_one_of_its_updates_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(TinyModel(), config(loss={"updates_per_batch": 3}))
+    norms = iter([1.0, math.nan, 1.0])
+    clip = torch.nn.utils.clip_grad_norm_
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *a: clip(*a) * next(norms))
+    result = trainer.step(rollouts(), 0)
+    assert result.updated and reduce(result.metrics)["train/skipped"] == 1
+
+
+def test_a_teachers_token_that_the_model_lacks_is_named() -> None:
+    data = batch([sample([1], [2], 1.0, teacher=[{VOCAB: -0.1}]), sample([1], [3], 0.0)])
+    with pytest.raises(TrainingError, match=f"distill_token_ids: got {VOCAB}, the model has {VOCAB} tokens"):
+        Trainer(TinyModel(), config(loss={"distill_coef": 1.0})).step(data, 0)
+
+
+def test_a_teacher_that_is_not_listened_to_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = Trainer(TinyModel(), config())
+    for step in range(2):
+        trainer.step(full_rollouts(), step)
+    assert [r.message for r in caplog.records].count(
+        "samples come with a teacher's logprobs, which are not used: --distill-coef is 0"
+    ) == 1
+
+
+@pytest.mark.parametrize("kind", ["supervised", "taught"])
+def test_imitation_and_distillation_teach_without_a_spread_of_rewards(kind: str) -> None:
+    model = TinyModel()
+    shown = sample([1, 2], [3], 0.0, supervised=True) if kind == "supervised" else None
+    shown = shown or sample([1, 2], [4], 0.0, teacher=[{3: -0.01}])
+    trainer = Trainer(model, config(loss={"distill_coef": 1.0}, optimizer={"lr": 1e-2}))
+
+    def chance() -> float:
+        with torch.no_grad():
+            return torch.log_softmax(model(torch.tensor([[1, 2]]), False).logits[0, -1], -1)[3].item()  # type: ignore[attr-defined]
+
+    before = chance()
+    assert trainer.step(batch([shown]), 0).updated
+    assert chance() > before
 
 
 @contextmanager
