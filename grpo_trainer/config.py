@@ -8,17 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
+from grpo_trainer.bridge_options import (
+    BridgeConfig,
+    CheckpointRestart,
+    LoraOnly,
+    LoraOptions,
+    RestartOptions,
+    SharedVllm,
+)
 from grpo_trainer.loss_config import LossConfig
 from grpo_trainer.model.adapter_file import AdapterFile, read_adapter
 from grpo_trainer.options import Section, leaves, option, shown
-from grpo_trainer.ranges import format_ranges, parse_ranges
-from vllm_server.protocol import DEFAULT_KEEP_VERSIONS, DEFAULT_LORA_NAME, DEFAULT_PORT, LEGAL_LORA_RANKS, InFlight
-
-ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+from grpo_trainer.ranges import format_ranges
+from vllm_server.protocol import DEFAULT_KEEP_VERSIONS, DEFAULT_PORT
 
 
 class ModelConfig(Section):
@@ -129,158 +135,6 @@ class VllmConfig(Section):
     @property
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
-
-
-class LoraOptions(Section):
-    """LoRA."""
-
-    r: int = option(16, help="Rank of the adapter.", flags=("--lora-r", "--lora-rank"))
-    alpha: float = option(32.0, help="The adapter is scaled by alpha / r.", flags=("--lora-alpha",), gt=0)
-    rslora: bool = option(
-        False, help="Rank-stabilised LoRA: scaled by alpha / sqrt(r) instead.", flags=("--lora-rslora",)
-    )
-    dropout: float = option(0.0, help="Dropout on the adapter's input.", flags=("--lora-dropout",), ge=0, lt=1)
-    target_modules: tuple[str, ...] = option(
-        ALL_LINEAR, help="Modules with an adapter, comma-separated.", flags=("--lora-target-modules",)
-    )
-    layers: str | None = option(
-        None,
-        help="Layers with an adapter, from 0: numbers and ranges such as 0-3,28-31 (default: all).",
-        flags=("--lora-layer-indices",),
-    )
-    adapter: Path | None = option(
-        None,
-        help="Start from this PEFT LoRA checkpoint; rank, alpha, rslora, modules and layers are its own.",
-        flags=("--lora-adapter",),
-    )
-    name: str = option(DEFAULT_LORA_NAME, help="Versions are served as NAME-v1, NAME-v2, …", flags=("--lora-name",))
-
-    @field_validator("r")
-    @classmethod
-    def _served_rank(cls, value: int) -> int:
-        if value not in LEGAL_LORA_RANKS:
-            fitting = [rank for rank in LEGAL_LORA_RANKS if rank >= value]
-            use = f"; use {fitting[0] if fitting else LEGAL_LORA_RANKS[-1]}"
-            raise ValueError(f"vLLM serves ranks {', '.join(map(str, LEGAL_LORA_RANKS))}{use}")
-        return value
-
-    @field_validator("target_modules", mode="before")
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        names = value.replace(",", " ").split() if isinstance(value, str) else value
-        if not names:
-            raise ValueError("wanted at least one module name, e.g. q_proj,v_proj")
-        return names
-
-    @field_validator("layers")
-    @classmethod
-    def _are_layers(cls, value: str | None) -> str | None:
-        return None if value is None else format_ranges(parse_ranges(value))
-
-    @property
-    def layer_indices(self) -> tuple[int, ...] | None:
-        """The layers with an adapter, ascending; None: all."""
-        return None if self.layers is None else parse_ranges(self.layers)
-
-
-class ProofOptions(Section):
-    """Weight bridge."""
-
-    proof: bool = option(True, help="Before training, prove that the server generates with what the trainer publishes.")
-
-
-class RestartOptions(ProofOptions):
-    """The trainer starts vLLM itself, and again on newer weights."""
-
-    vllm_restart_interval: int = option(3, help="Restart vLLM on the newest weights every N steps.", ge=1)
-
-
-MODE_FLAGS = ("--weight-bridge-mode",)
-
-
-class AllWeightsOptions(Section):
-    """All weights are trained, or those of some layers."""
-
-    train_layers: str | None = option(
-        None,
-        help="Train these layers only, from 0: numbers and ranges such as 20-31 (default: all of the model).",
-        flags=("--train-layer-indices",),
-    )
-
-    @field_validator("train_layers")
-    @classmethod
-    def _are_layers(cls, value: str | None) -> str | None:
-        return None if value is None else format_ranges(parse_ranges(value))
-
-    @property
-    def layer_indices(self) -> tuple[int, ...] | None:
-        """The layers that are trained, ascending; None: all of the model."""
-        return None if self.train_layers is None else parse_ranges(self.train_layers)
-
-
-class SharedServer(Section):
-    """The trainer's model lies in the memory of a server that runs with --shared-weights."""
-
-    config_path: Path | None = option(
-        None,
-        help="The server's vllm_bridge_config.json (default: where the server says that it is).",
-        flags=("--vllm-config-path",),
-    )
-
-
-class CheckpointRestart(AllWeightsOptions, RestartOptions):
-    """Weight bridge."""
-
-    mode: Literal["none"] = option("none", help="How the server gets new weights.", flags=MODE_FLAGS)
-
-
-class SharedVllm(AllWeightsOptions, SharedServer, ProofOptions):
-    """Shared weights."""
-
-    mode: Literal["shared_vllm"] = option("shared_vllm", help="How the server gets new weights.", flags=MODE_FLAGS)
-    single_copy: bool = option(False, help="The same as --weight-bridge-mode shared_vllm.")
-    in_flight: InFlight = option(
-        "keep",
-        help="Requests that run while the weights change go on as they are, go on after the cache of what they have "
-        "was made anew, or end early.",
-    )
-    master_weights: bool = option(
-        False, help="Keep an fp32 copy of the trained weights (4 bytes each) instead of rounding stochastically."
-    )
-
-
-class LoraOnly(LoraOptions, SharedServer, ProofOptions):
-    """LoRA."""
-
-    mode: Literal["lora_only"] = option("lora_only", help="How the server gets new weights.", flags=MODE_FLAGS)
-    share_base: bool = option(
-        False, help="Hold no base model: use the server's, which runs on this GPU with --shared-weights."
-    )
-    keep_versions: int | None = option(
-        None,
-        help="Adapter versions that stay loaded in the server (default: --max-staleness + 2 if that is given, else 4).",
-        flags=("--lora-keep-versions",),
-        ge=2,
-    )
-    transport: Literal["auto", "disk", "memory", "cuda_ipc", "nccl"] = option(
-        "auto",
-        help="How adapters go to the server: a folder, the body of a request, mapped GPU memory, or a broadcast "
-        "between GPUs; auto: the fastest that works.",
-        flags=("--lora-transport",),
-    )
-    lora_root: Path | None = option(
-        None,
-        help="Folder for the adapters of --lora-transport disk, e.g. in /dev/shm (default: in --log-dir).",
-    )
-
-
-class LoraRestart(LoraOptions, RestartOptions):
-    """LoRA."""
-
-    mode: Literal["lora_restart"] = option("lora_restart", help="How the server gets new weights.", flags=MODE_FLAGS)
-
-
-BridgeConfig = Annotated[CheckpointRestart | SharedVllm | LoraOnly | LoraRestart, Field(discriminator="mode")]
 
 
 class DriftConfig(Section):

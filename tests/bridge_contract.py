@@ -19,7 +19,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from grpo_trainer.config import LoraOnly, TrainConfig
+from grpo_trainer.bridge_options import LoraOnly
+from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import ServerError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.lora import add_adapter

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from grpo_trainer.config import AllWeightsOptions, LoraOnly, TrainConfig
+from grpo_trainer.bridge_options import AllWeightsOptions, LoraOnly
+from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.options import dump
 from grpo_trainer.run_config import EnvironmentProcess, RunConfig

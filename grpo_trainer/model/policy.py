@@ -24,16 +24,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_trainer.config import (
+from grpo_trainer.bridge_options import (
     AllWeightsOptions,
     CheckpointRestart,
     LoraOnly,
     LoraRestart,
-    ModelConfig,
     SharedServer,
     SharedVllm,
-    TrainConfig,
 )
+from grpo_trainer.config import ModelConfig, TrainConfig
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError
 from grpo_trainer.model import lora
 from grpo_trainer.model.attach import attach_model

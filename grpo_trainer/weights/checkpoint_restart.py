@@ -22,8 +22,9 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedTokenizerBase
 
+from grpo_trainer.bridge_options import RestartOptions
 from grpo_trainer.checkpoint import Checkpoints
-from grpo_trainer.config import RestartOptions, TrainConfig
+from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.files import whole_folder
 from grpo_trainer.launch.owned_server import OwnedServer, owned_server

@@ -13,7 +13,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from grpo_trainer.config import LoraOnly, TrainConfig
+from grpo_trainer.bridge_options import LoraOnly
+from grpo_trainer.config import TrainConfig
 from grpo_trainer.model.load import load_model
 from grpo_trainer.model.lora import add_adapter, save_adapter
 from grpo_trainer.options import build

@@ -15,8 +15,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from grpo_trainer.bridge_options import SharedVllm
 from grpo_trainer.checkpoint import Checkpoints, Progress
-from grpo_trainer.config import SharedVllm, TrainConfig
+from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.model.policy import SharedWeights, build_policy
 from grpo_trainer.options import build

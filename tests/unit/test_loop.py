@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from grpo_trainer.bridge_options import LoraOnly
 from grpo_trainer.checkpoint import Progress
-from grpo_trainer.config import LoraOnly, ModelConfig, TrainConfig
+from grpo_trainer.config import ModelConfig, TrainConfig
 from grpo_trainer.loop import run_steps
 from grpo_trainer.trainer import StepResult
 from grpo_trainer.weights.bridge import Published

@@ -13,7 +13,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from grpo_trainer.config import LoraOnly, TrainConfig
+from grpo_trainer.bridge_options import LoraOnly
+from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.model.adapter_file import read_adapter
 from grpo_trainer.model.lora import adapter_state, add_adapter, save_adapter

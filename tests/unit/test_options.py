@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_trainer.config import LoraOnly, SharedVllm, TrainConfig
+from grpo_trainer.bridge_options import LoraOnly, SharedVllm
+from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.options import build, dump, unique_leaves
 from grpo_trainer.run_config import build_run

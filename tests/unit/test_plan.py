@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from grpo_trainer.config import SharedServer, TrainConfig
+from grpo_trainer.bridge_options import SharedServer
+from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.launch.plan import RunPlan, environment_module, plan_run, server_process
 from grpo_trainer.options import build

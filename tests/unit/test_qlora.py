@@ -11,7 +11,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from grpo_trainer.config import LoraOnly, ModelConfig, TrainConfig
+from grpo_trainer.bridge_options import LoraOnly
+from grpo_trainer.config import ModelConfig, TrainConfig
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError
 from grpo_trainer.model.load import load_model, weights_of
 from grpo_trainer.model.lora import add_adapter

@@ -12,8 +12,9 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
+from grpo_trainer.bridge_options import SharedVllm
 from grpo_trainer.checkpoint import Checkpoints, Progress
-from grpo_trainer.config import CheckpointConfig, ModelConfig, OptimizerConfig, SharedVllm, TrainConfig
+from grpo_trainer.config import CheckpointConfig, ModelConfig, OptimizerConfig, TrainConfig
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError, ServerError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.policy import AllWeights, SharedWeights, _choose_trained

@@ -19,7 +19,8 @@ from grpo_trainer.bench.sync.figures import Baseline, Publish, median_ms
 from grpo_trainer.bench.sync.options import SyncOptions
 from grpo_trainer.bench.sync.server import server_spec, serving
 from grpo_trainer.bench.sync.subject import Facts, Place, WeightFigures
-from grpo_trainer.config import LoraOnly, TrainConfig
+from grpo_trainer.bridge_options import LoraOnly
+from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.launch.owned_server import OwnedServer
 from grpo_trainer.metrics.types import reduce

@@ -16,8 +16,9 @@ from grpo_trainer.bench.sync.figures import Baseline, Publish
 from grpo_trainer.bench.sync.options import SyncOptions
 from grpo_trainer.bench.sync.server import server_spec
 from grpo_trainer.bench.sync.subject import Facts, Place, WeightFigures
+from grpo_trainer.bridge_options import CheckpointRestart
 from grpo_trainer.checkpoint import Checkpoints
-from grpo_trainer.config import CheckpointConfig, CheckpointRestart, TrainConfig
+from grpo_trainer.config import CheckpointConfig, TrainConfig
 from grpo_trainer.launch.owned_server import OwnedServer
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.metrics.types import reduce
