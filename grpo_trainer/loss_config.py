@@ -54,6 +54,9 @@ class LossConfig(Section):
     kl_estimator: KlEstimator = option(
         "k3", help="Of the KL, x = lp - ref: x (k1), x^2 / 2 (k2), exp(-x) + x - 1 (k3)."
     )
+    kl_unbiased: bool = option(
+        False, help="Multiply the KL by the ratio, with its gradient: k1's and k3's gradient is then the KL's own."
+    )
     log_kl: bool = option(False, help="Measure the KL from the reference even where --kl-beta is 0.")
     ref_offload: bool = option(
         False, help="Keep the reference's weights in main memory; each layer's come to the GPU as it needs them."

@@ -143,7 +143,7 @@ def batch_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
         cap=config.is_cap,
     )
     policy_N = torch.where(inputs.supervised_N, 0.0, -correction.weights_N * surrogate.gain_N)
-    parts = {"policy": (inputs.weights_N * policy_N).sum(), **_other_parts(inputs, config)}
+    parts = {"policy": (inputs.weights_N * policy_N).sum(), **_other_parts(inputs, ratio_N, config)}
     with torch.no_grad():
         metrics = {
             **_policy_metrics(inputs, ratio_N, surrogate),
@@ -155,13 +155,13 @@ def batch_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
     return LossOutput(torch.stack(list(parts.values())).sum(), metrics)
 
 
-def _other_parts(inputs: LossInputs, config: LossConfig) -> dict[str, Tensor]:
+def _other_parts(inputs: LossInputs, ratio_N: Tensor, config: LossConfig) -> dict[str, Tensor]:
     """The parts of the loss besides the policy's; those that are not asked for are not there."""
     lp_N, weights_N = inputs.trainer_logprobs_N, inputs.weights_N
     imitated_N = torch.where(inputs.supervised_N, inputs.advantages_N * lp_N, 0.0)
     parts = {"supervised": -(weights_N * imitated_N).sum()}
     if config.kl_beta and inputs.ref_logprobs_N is not None:
-        kl_N = divergence(lp_N, inputs.ref_logprobs_N, config.kl_estimator)
+        kl_N = divergence(lp_N, inputs.ref_logprobs_N, config.kl_estimator) * (ratio_N if config.kl_unbiased else 1.0)
         parts["kl"] = config.kl_beta * (weights_N * torch.where(inputs.supervised_N, 0.0, kl_N)).sum()
     if config.entropy_coef:
         parts["entropy"] = -config.entropy_coef * inputs.entropy_N.sum() / max(1, inputs.counts.trained_tokens)

@@ -8,7 +8,8 @@
 | distillation | -sum_k softmax(teacher / tau)_k lp_k over the teacher's k likeliest tokens | Atropos's distill fields |
 
 Of samples of the policy, k1 and k3 have the KL divergence as their mean. Their gradients do not: that of k1 is 0 on
-average, that of k3 is the reversed divergence's; k2's is the KL's own.
+average, that of k3 is the reversed divergence's; k2's is the KL's own. Multiplied by the ratio, k1 and k3 have both
+(DeepSeek-V3.2, arXiv 2512.02556): that is `--kl-unbiased`.
 """
 
 from __future__ import annotations

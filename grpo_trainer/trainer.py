@@ -50,6 +50,25 @@ class Pass:
         self.ref_logprobs_N: Tensor | None = None
 
 
+def loss_inputs(one: Pass, microbatch: MicroBatch, scores: TokenScores, counts: BatchCounts) -> LossInputs:
+    """What the loss sees of a forward pass; `microbatch` is the pass's, on the device of the scores."""
+    return LossInputs(
+        trainer_logprobs_N=scores.logprobs_N,
+        entropy_N=scores.entropy_N,
+        old_logprobs_N=one.old_logprobs_N,
+        rollout_logprobs_N=microbatch.rollout_logprobs_N,
+        has_rollout_N=microbatch.has_rollout_N,
+        ref_logprobs_N=one.ref_logprobs_N,
+        advantages_N=microbatch.advantages_N,
+        weights_N=microbatch.weights_N,
+        supervised_N=microbatch.supervised_N,
+        trainer_logprobs_NK=scores.others_NK,
+        teacher_logprobs_NK=microbatch.teacher_logprobs_NK,
+        segments=microbatch.segments,
+        counts=counts,
+    )
+
+
 def loss_scale(sequences: Sequence[TrainingSequence]) -> float:
     """A power of two that brings the largest token weight near 1 during the backward pass.
 
@@ -178,22 +197,7 @@ class Trainer:
             with torch.no_grad(), self._reference.active():
                 one.ref_logprobs_N = self._scores(microbatch).logprobs_N
         scores = self._scores(microbatch)
-        inputs = LossInputs(
-            trainer_logprobs_N=scores.logprobs_N,
-            entropy_N=scores.entropy_N,
-            old_logprobs_N=one.old_logprobs_N,
-            rollout_logprobs_N=microbatch.rollout_logprobs_N,
-            has_rollout_N=microbatch.has_rollout_N,
-            ref_logprobs_N=one.ref_logprobs_N,
-            advantages_N=microbatch.advantages_N,
-            weights_N=microbatch.weights_N,
-            supervised_N=microbatch.supervised_N,
-            trainer_logprobs_NK=scores.others_NK,
-            teacher_logprobs_NK=microbatch.teacher_logprobs_NK,
-            segments=microbatch.segments,
-            counts=counts,
-        )
-        output = batch_loss(inputs, self.config.loss)
+        output = batch_loss(loss_inputs(one, microbatch, scores, counts), self.config.loss)
         (output.loss * scale).backward()
         if one.old_logprobs_N is None:
             one.old_logprobs_N = scores.logprobs_N.detach()

@@ -68,6 +68,7 @@ def _tokens(s: PlainSequence, config: LossConfig) -> Tensor:
     if config.kl_beta and s.ref is not None:
         x = lp - torch.tensor(s.ref, dtype=torch.float64)
         kl = {"k1": x, "k2": x**2 / 2, "k3": torch.exp(-x) + x - 1}[config.kl_estimator]
+        kl = kl * ratio if config.kl_unbiased else kl
         loss = loss + config.kl_beta * kl
     return loss
 

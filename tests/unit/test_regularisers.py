@@ -52,6 +52,9 @@ def test_values_and_gradients_estimate_what_they_are_said_to() -> None:
     torch.testing.assert_close(slope((p * divergence(lp, ref, "k1")).sum()), torch.zeros_like(ref))
     torch.testing.assert_close(slope((p * divergence(lp, ref, "k2")).sum()), slope(kl))
     torch.testing.assert_close(slope((p * divergence(lp, ref, "k3")).sum()), slope(reverse))
+    ratio = torch.exp(lp - lp.detach())
+    for estimator in ("k1", "k3"):
+        torch.testing.assert_close(slope((p * ratio * divergence(lp, ref, estimator)).sum()), slope(kl))
 
 
 def test_distillation_by_hand() -> None:

@@ -1,0 +1,42 @@
+"""docs/papers.md: every paper's flags are options, and make the loss that the row names."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from grpo_trainer.config import TrainConfig
+from grpo_trainer.options import build, unique_leaves
+
+PAGE = (Path(__file__).parents[2] / "docs" / "papers.md").read_text()
+ROWS = re.findall(r"^\| (.+?) \| `(--[^`]+)` \|", PAGE, re.MULTILINE)
+
+
+def given(flags: str) -> dict[str, object]:
+    """Values by key; a flag without a value is a switch."""
+    values: dict[str, object] = {}
+    key = ""
+    for word in shlex.split(flags):
+        if word.startswith("--"):
+            key, values[word.removeprefix("--")] = word.removeprefix("--"), True
+        else:
+            values[key] = word
+    return values
+
+
+@pytest.mark.parametrize(("paper", "flags"), ROWS, ids=[re.sub(r"\W+", " ", paper) for paper, _ in ROWS])
+def test_every_papers_flags_build_a_configuration(paper: str, flags: str) -> None:
+    build(TrainConfig, {"model_name": "m", **given(flags)})
+
+
+def test_the_papers_are_all_there() -> None:
+    found = {build(TrainConfig, {"model_name": "m", **given(flags)}).loss.loss for _, flags in ROWS}
+    assert found == {"grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo"}
+
+
+def test_every_flag_that_the_page_names_is_there() -> None:
+    known = {flag for leaf in unique_leaves(TrainConfig) for flag in leaf.flags}
+    assert set(re.findall(r"--[a-z][a-z-]+", PAGE)) <= known
