@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_server.errors import ServeError
 from vllm_server.protocol.adapter_config import refusals
-from vllm_server.protocol.flat import Header, decode_header, header_size
+from vllm_server.protocol.flat import Header, decode_header, read_header
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _CONFIG = "adapter_config.json"
@@ -143,8 +143,7 @@ def check_header(header: Header, rank: int) -> None:
 def _read_header(file: Path) -> Header:
     try:
         with file.open("rb") as stream:
-            head = stream.read(8)
-            header = decode_header(head + stream.read(header_size(head) - 8))
+            header = decode_header(read_header(stream))
         if file.stat().st_size < header.size + header.nbytes:
             raise ValueError("a file that ends early")
         return header

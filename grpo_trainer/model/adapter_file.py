@@ -11,12 +11,12 @@ from typing import Any
 from grpo_trainer.errors import ConfigError
 from vllm_server.protocol import LEGAL_LORA_RANKS, servable_rank
 from vllm_server.protocol.adapter_config import refusals
+from vllm_server.protocol.flat import decode_header, read_header
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 
 _PREFIX = "base_model.model."
-_HEADER_LIMIT = 100 << 20  # bytes; safetensors' own limit
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,7 @@ def read_adapter(path: Path) -> AdapterFile:
             f"--lora-adapter {path}: r: got {config['r']}, vLLM serves ranks {', '.join(map(str, LEGAL_LORA_RANKS))}; "
             f"train one of rank {fitting}"
         )
-    shapes = _read_header(path)
-    modules = tuple(sorted({_module(name) for name in shapes}))
+    modules = tuple(sorted({_module(name) for name in _tensor_names(path)}))
     layers = sorted({number for module in modules if (number := layer_number(module)) is not None})
     restricted = config.get("layers_to_transform") is not None or layers != list(range(len(layers)))
     return AdapterFile(
@@ -94,30 +93,25 @@ def _read_config(path: Path) -> dict[str, Any]:
     return {"lora_alpha": 8, **config}  # PEFT's own default
 
 
-def _read_header(path: Path) -> dict[str, list[int]]:
-    """Names and shapes of the tensors: a safetensors file begins with 8 bytes of length, then JSON."""
+def _tensor_names(path: Path) -> list[str]:
+    """Of what is in the weights' file; only its header is read."""
     try:
         with (path / WEIGHTS_FILE).open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            if not 0 < size <= _HEADER_LIMIT:
-                raise ValueError(f"a header of {size} bytes")
-            header = json.loads(stream.read(size))
-        header.pop("__metadata__", None)
-        shapes = {name: list(entry["shape"]) for name, entry in header.items()}
+            names = [span.name for span in decode_header(read_header(stream)).spans]
     except FileNotFoundError:
         raise ConfigError(
             f"--lora-adapter {path}: has no {WEIGHTS_FILE}; save it by save_pretrained(folder, safe_serialization=True)"
         ) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except ValueError as error:
         raise ConfigError(f"--lora-adapter {path}: {WEIGHTS_FILE} is damaged: {error}; save it again") from None
-    if strange := [name for name in shapes if not re.search(r"\.lora_[AB]\.weight$", name)]:
+    if strange := [name for name in names if not re.search(r"\.lora_[AB]\.weight$", name)]:
         raise ConfigError(
             f"--lora-adapter {path}: has {strange[0]}; wanted only lora_A and lora_B of linear modules (vLLM serves "
             "adapters on embeddings for some architectures only)"
         )
-    if not shapes:
+    if not names:
         raise ConfigError(f"--lora-adapter {path}: {WEIGHTS_FILE} is empty; save it again")
-    return shapes
+    return names
 
 
 def _module(tensor: str) -> str:

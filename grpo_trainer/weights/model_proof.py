@@ -19,9 +19,9 @@ from grpo_trainer.weights.proof import (
     NOISE_MARGIN,
     TOLERANCE,
     Probe,
-    _gap,
-    _probe_prompts,
+    mean_gap,
     probe_of,
+    probe_prompts,
     trainer_logprobs,
 )
 from vllm_server.protocol import BridgeInfo
@@ -83,7 +83,7 @@ class ModelProof:
 
     def gap(self, probes: list[Probe]) -> float:
         """Mean |server - trainer| with the weights that the trainer has now, in nats a token."""
-        return _gap(probes, [trainer_logprobs(self._model, probe) for probe in probes])
+        return mean_gap(probes, [trainer_logprobs(self._model, probe) for probe in probes])
 
     def ask(self, info: BridgeInfo, version: int) -> list[Probe]:
         """What the server samples for the probe prompts.
@@ -92,7 +92,7 @@ class ModelProof:
             BridgeError: another version answered.
         """
         probes = []
-        for prompt in _probe_prompts(self._model.config.vocab_size, info.max_model_len - COMPLETION_TOKENS):
+        for prompt in probe_prompts(self._model.config.vocab_size, info.max_model_len - COMPLETION_TOKENS):
             answer = self._server.generate(
                 prompt, max_tokens=COMPLETION_TOKENS, temperature=1.0, logprobs=0, seed=0, ignore_eos=True
             )
@@ -108,7 +108,7 @@ class ModelProof:
         base = ""
         if isinstance(self._model, PeftModel):
             with self._model.disable_adapter():
-                distance = _gap(probes, [trainer_logprobs(self._model, probe) for probe in probes])
+                distance = mean_gap(probes, [trainer_logprobs(self._model, probe) for probe in probes])
             base = f", |server - base model| {distance:.3g}"
             if distance <= allowed:
                 what = "answers as the base model does, without the adapter"

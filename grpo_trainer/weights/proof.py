@@ -126,7 +126,7 @@ class _Proof:
         self.precision = max(dtypes, key=TOLERANCE.__getitem__)  # the coarser of the two sides
         self.tolerance = TOLERANCE[self.precision]
         self._completion = COMPLETION_TOKENS_4BIT if self.in_4_bits else COMPLETION_TOKENS
-        self.prompts = _probe_prompts(model.config.vocab_size, info.max_model_len - self._completion)
+        self.prompts = probe_prompts(model.config.vocab_size, info.max_model_len - self._completion)
         self._model = model
         self._server = server
         self._load = load
@@ -158,7 +158,7 @@ class _Proof:
         return None
 
     def _gap(self, probes: list[Probe]) -> float:
-        return _gap(probes, [trainer_logprobs(self._model, probe) for probe in probes])
+        return mean_gap(probes, [trainer_logprobs(self._model, probe) for probe in probes])
 
     def look_for_each_module(self) -> Presence:
         """Of the adapter that was probed last, which the model must still have; a missing module is a BridgeError."""
@@ -208,9 +208,9 @@ def _scalings(model: PeftModel) -> dict[str, float]:
 
 
 def _measure(model: PeftModel, probes: list[Probe]) -> Gaps:
-    own = _gap(probes, [trainer_logprobs(model, probe) for probe in probes])
+    own = mean_gap(probes, [trainer_logprobs(model, probe) for probe in probes])
     with model.disable_adapter():
-        return Gaps(own, _gap(probes, [trainer_logprobs(model, probe) for probe in probes]))
+        return Gaps(own, mean_gap(probes, [trainer_logprobs(model, probe) for probe in probes]))
 
 
 def _verdict(stage: str, gaps: Gaps, allowed: float, what: str) -> str:
@@ -229,7 +229,7 @@ def _inconclusive(gaps: Gaps, allowed: float) -> str:
     )
 
 
-def _probe_prompts(vocab_size: int, room: int) -> list[list[int]]:
+def probe_prompts(vocab_size: int, room: int) -> list[list[int]]:
     """Random token ids, the same at every start: one short prompt, one over two cache blocks if there is room."""
     generator = torch.Generator().manual_seed(0)
     lengths = sorted({min(SHORT_PROMPT, room), min(LONG_PROMPT, room)})
@@ -269,7 +269,7 @@ def trainer_logprobs(model: nn.Module, probe: Probe) -> Tensor:
     return scores.logprobs_N.cpu()
 
 
-def _gap(probes: list[Probe], trainer: list[Tensor]) -> float:
+def mean_gap(probes: list[Probe], trainer: list[Tensor]) -> float:
     """Mean |server - trainer| over all sampled tokens, in nats."""
     differences = [(probe.server_logprobs - own).abs() for probe, own in zip(probes, trainer, strict=True)]
     return float(torch.cat(differences).mean())

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.model.lora import decoder_layers
 from grpo_trainer.weights.model_proof import ModelProof
-from grpo_trainer.weights.proof import MIN_MOVE, RELATIVE_SIZES, Probe, _probe_prompts, trainer_logprobs
+from grpo_trainer.weights.proof import MIN_MOVE, RELATIVE_SIZES, Probe, probe_prompts, trainer_logprobs
 from vllm_server.protocol import PROOF_VERSION, BridgeInfo
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class SharedProof:
         before = self._proof.ask(info, version)
         allowed = self._proof.allowed(info)
         larger = 2 * allowed  # in 16 bits, rounding grows with what is changed
-        change = SyntheticChange(self._model, _probe_prompts(self._model.config.vocab_size, info.max_model_len))
+        change = SyntheticChange(self._model, probe_prompts(self._model.config.vocab_size, info.max_model_len))
         with fence(PROOF_VERSION):
             change.write(MIN_MOVE / 2 * larger)
         try:

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, BinaryIO
 
 ITEM_SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 HEADER_LIMIT = 100 << 20  # bytes; safetensors' own
@@ -79,6 +79,16 @@ def header_size(head: bytes) -> int:
     if size > HEADER_LIMIT:
         raise ValueError(f"a header of {size} bytes")
     return 8 + size
+
+
+def read_header(stream: BinaryIO) -> bytes:
+    """Length and header from the beginning of a file, which is left where its data starts; for `decode_header`.
+
+    Raises:
+        ValueError: this is no safetensors file.
+    """
+    head = stream.read(8)
+    return head + stream.read(header_size(head) - 8)
 
 
 def decode_header(data: bytes) -> Header:

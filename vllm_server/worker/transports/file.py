@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from vllm_server.protocol.flat import header_size
+from vllm_server.protocol.flat import read_header
 from vllm_server.worker.packed import Layout, PackedAdapter, layout_of
 
 
@@ -31,9 +31,7 @@ class FileReader:
             ValueError: it is damaged; the message says in what.
         """
         with path.open("rb") as stream:
-            head = stream.read(8)
-            header = head + stream.read(header_size(head) - 8)
-            layout = self._layout_of(header, settings)
+            layout = self._layout_of(read_header(stream), settings)
             target = self._host_E.view(torch.uint8).numpy().data
             if stream.readinto(target) != len(target):
                 raise ValueError("a file that ends early")
