@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-import signal
-import sys
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
 
+from grpo_trainer.bench.command import run_command
 from grpo_trainer.bench.sync.options import SyncOptions
-from grpo_trainer.errors import GrpoError, StoppedError
 from grpo_trainer.options import build, with_options
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -39,24 +35,5 @@ def sync(
     print(json.dumps(figures) if json_line else as_table(figures))
 
 
-def _stop(number: int, _: FrameType | None) -> None:
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, signal.SIG_IGN)  # once is enough: the server is being ended
-    raise StoppedError(f"stopped by {signal.Signals(number).name}", number)
-
-
-def main() -> None:
-    """Entry point: progress on stderr, figures on stdout."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _stop)
-    try:
-        app(prog_name="grpo bench sync")
-    except GrpoError as error:
-        sys.stderr.write(f"grpo: {error}\n")
-        sys.exit(error.exit_code)
-
-
 if __name__ == "__main__":
-    main()
+    run_command(app, "grpo bench sync")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -47,6 +48,61 @@ class Tally:
         return self.tokens / self.seconds
 
 
+class Meter:
+    """The server's own counters."""
+
+    def __init__(self, url: str) -> None:
+        self._http = httpx.Client(base_url=url, timeout=60.0, trust_env=False)
+
+    def counted(self) -> tuple[float, float]:
+        """Tokens generated so far, and when it was that."""
+        asked = time.perf_counter()
+        tokens = self._metric(TOKENS)
+        return tokens, (asked + time.perf_counter()) / 2
+
+    @property
+    def running(self) -> float:
+        """Sequences that run."""
+        return self._metric(RUNNING)
+
+    def drain(self) -> None:
+        """Until the server has let go of what nobody waits for any more."""
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while self.running:
+            if time.monotonic() > deadline:
+                raise ServerError(f"requests still run {DRAIN_SECONDS:.0f} s after their clients have gone")
+            time.sleep(0.05)
+
+    def _metric(self, name: str) -> float:
+        return counter_total(self._http.get("/metrics").raise_for_status().text, name)
+
+
+@contextmanager
+def generating(demand: Demand, log_path: Path, meter: Meter) -> Iterator[Child]:
+    """A server that is kept busy, until the block is left."""
+    if demand.sequences % GROUP:
+        raise ConfigError(f"--concurrency {demand.sequences}: wanted a multiple of {GROUP}")
+    argv = (sys.executable, "-m", "grpo_trainer.bench.sync.generator", msgspec.json.encode(demand).decode())
+    child = Child(ProcessSpec("load", argv), log_path, _silent, _silent)
+    try:
+        deadline = time.monotonic() + DRAIN_SECONDS
+        while not meter.running:
+            check_busy(child)
+            if time.monotonic() > deadline:
+                raise ServerError("under load: no request came to run")
+            time.sleep(0.05)
+        yield child
+    finally:
+        child.kill_group(child.family())  # it holds nothing worth an orderly end
+        child.close()
+
+
+def check_busy(generator: Child) -> None:
+    """Raise if it has ended by itself."""
+    if generator.exit_code is not None:
+        raise ProcessFailedError(f"under load: {generator.describe_end()}")
+
+
 @dataclass
 class LoadTest:
     """One server's tests under load.
@@ -62,12 +118,10 @@ class LoadTest:
     url: str
     sequences: int
     vocab: int
-    _http: httpx.Client = field(init=False)
+    _meter: Meter = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.sequences % GROUP:
-            raise ConfigError(f"--concurrency {self.sequences}: wanted a multiple of {GROUP}")
-        self._http = httpx.Client(base_url=self.url, timeout=60.0, trust_env=False)
+        self._meter = Meter(self.url)
 
     def run(self) -> LoadFigures:
         base, lora, publishing = Tally(), Tally(), Tally()
@@ -100,35 +154,17 @@ class LoadTest:
         demand = Demand(
             self.url, self.sequences, self.choice.prompt_len, self.choice.completion_len, self.vocab, routing
         )
-        with self._generator(demand) as generator:
+        with generating(demand, self.place.logs / "load.log", self._meter) as generator:
             start = time.perf_counter()
             meanwhile(start + min(SETTLE_SECONDS, SETTLE_SHARE * seconds))
-            tokens, began = self._counted()
+            tokens, began = self._meter.counted()
             meanwhile(start + seconds)
-            more, ended = self._counted()
-            if generator.exit_code is not None:
-                raise ProcessFailedError(f"under load: {generator.describe_end()}")
+            more, ended = self._meter.counted()
+            check_busy(generator)
         self.subject.check()
         tally.tokens += more - tokens
         tally.seconds += ended - began
-        self._drain()
-
-    @contextmanager
-    def _generator(self, demand: Demand) -> Iterator[Child]:
-        argv = (sys.executable, "-m", "grpo_trainer.bench.sync.generator", msgspec.json.encode(demand).decode())
-        child = Child(ProcessSpec("load", argv), self.place.logs / "load.log", _silent, _silent)
-        try:
-            deadline = time.monotonic() + DRAIN_SECONDS
-            while not self._metric(RUNNING):
-                if child.exit_code is not None:
-                    raise ProcessFailedError(f"under load: {child.describe_end()}")
-                if time.monotonic() > deadline:
-                    raise ServerError("under load: no request came to run")
-                time.sleep(0.05)
-            yield child
-        finally:
-            child.kill_group(child.family())  # it holds nothing worth an orderly end
-            child.close()
+        self._meter.drain()
 
     def _publish_until(self, until: float, publishes: list[Publish]) -> None:
         """One publish at a time, at a fixed rate, or as fast as they go if they take longer."""
@@ -138,23 +174,6 @@ class LoadTest:
             publishes.append(self.subject.publish())
             due = max(due + self.choice.publish_interval, time.perf_counter())
         _wait(until)
-
-    def _counted(self) -> tuple[float, float]:
-        """The server's count of tokens, and when it was that."""
-        asked = time.perf_counter()
-        tokens = self._metric(TOKENS)
-        return tokens, (asked + time.perf_counter()) / 2
-
-    def _metric(self, name: str) -> float:
-        return counter_total(self._http.get("/metrics").raise_for_status().text, name)
-
-    def _drain(self) -> None:
-        """Until the server has let go of what nobody waits for any more."""
-        deadline = time.monotonic() + DRAIN_SECONDS
-        while self._metric(RUNNING):
-            if time.monotonic() > deadline:
-                raise ServerError(f"requests still run {DRAIN_SECONDS:.0f} s after their clients have gone")
-            time.sleep(0.05)
 
 
 def _wait(until: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from grpo_trainer.model.policy import SharedWeights, build_policy
 from grpo_trainer.options import build
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.shared_weights import SharedBridge
+from vllm_server.protocol import InFlight
 from vllm_server.protocol.bridge_config import FILE_NAME
 
 log = logging.getLogger(__name__)
@@ -31,9 +32,9 @@ WARM_UP = 3
 
 
 @contextmanager
-def opened(options: SyncOptions, place: Place) -> Iterator[SharedSubject]:
+def opened(options: SyncOptions, place: Place, in_flight: InFlight = "keep") -> Iterator[SharedSubject]:
     """The server first: its memory is the trainer's."""
-    config = build(TrainConfig, train_values(options, place, "shared_vllm"))
+    config = build(TrainConfig, train_values(options, place, "shared_vllm") | {"in_flight": in_flight})
     assert isinstance(config.bridge, SharedVllm)
     flags = ["--shared-weights", "--bridge-config-path", str(place.folder / FILE_NAME)]
     spec = server_spec(config, options.server, place, flags, tiny=options.model.shape == "tiny")
@@ -60,6 +61,10 @@ class SharedSubject:
 
     What it writes are the bits that are there, by a multiplication with one: it reads and writes as many bytes as the
     optimizers' copy of the new weights from where the gradients were, without holding those.
+
+    Attributes:
+        parameters: all, in the server's memory.
+        version: that the server generates with.
     """
 
     serves_on = True
@@ -78,14 +83,14 @@ class SharedSubject:
         self._bridge = bridge
         self._server = server
         self._weights = weights
-        self._parameters = [parameter.detach() for parameter in policy.model.parameters()]
+        self.parameters = [parameter.detach() for parameter in policy.model.parameters()]
         self._fences: list[dict[str, float]] = []
         self._measured = slice(WARM_UP, WARM_UP + repeat)
         self.client = client
         self.url = url
         self.written = written
         self.base_routing: dict[str, Any] = {}
-        self._version = bridge.connect(0)
+        self.version = bridge.connect(0)
         self.info = client.wait_until_ready()
         noise = bridge.prove()
         self._proof = None if noise is None else {"noise": float(f"{noise:.3g}")}
@@ -122,11 +127,16 @@ class SharedSubject:
 
     def publish(self) -> Publish:
         """Its parts are the write, the server's own part of the pause, and all that is between."""
-        self._version += 1
+        written = self.write(lambda: torch._foreach_mul_(self.parameters, 1.0))  # pyright: ignore[reportPrivateImportUsage]
+        check_answers(self.client, self.version)
+        return written
+
+    def write(self, change: Callable[[], object]) -> Publish:
+        """Change the weights within a fence; not as `publish`, nobody asks who answers then."""
+        self.version += 1
         with torch.no_grad(), self._bridge.updating():
-            torch._foreach_mul_(self._parameters, 1.0)  # pyright: ignore[reportPrivateImportUsage]
-        numbers = reduce(self._bridge.publish(self._version).metrics)
-        check_answers(self.client, self._version)
+            change()
+        numbers = reduce(self._bridge.publish(self.version).metrics)
         self._fences.append(numbers)
         return Publish(
             seconds=numbers["train/sync_time"],

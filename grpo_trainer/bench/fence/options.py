@@ -1,0 +1,31 @@
+"""What `grpo bench fence` is asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from grpo_trainer.bench.sync.options import BridgeChoice, ModelChoice, ServerChoice, SyncOptions
+from grpo_trainer.options import Section, option
+
+
+class FenceOptions(Section):
+    """What is measured."""
+
+    writes: int = option(10_000, help="Writes of all weights, one pattern after the other.", ge=2)
+    concurrency: int = option(
+        256, help="Sequences in flight beside the answers that are judged, a multiple of 8.", ge=8
+    )
+    judges: int = option(32, help="Answers asked for at any time that are held against both patterns.", ge=1)
+    completion_len: int = option(256, help="Tokens of a completion of those in flight.", ge=1)
+    quiet_seconds: float = option(8.0, help="Seconds of the same load without writes, before and after.", gt=0)
+    in_flight: Literal["keep", "recompute"] = option("keep", help="What becomes of requests that run.")
+    fenced: bool = option(True, help="--no-fenced writes without a fence: the fault that is looked for must be found.")
+    log_dir: Path | None = option(None, help="Folder of the server's log (default: a temporary one).")
+    model: ModelChoice = ModelChoice()
+    server: ServerChoice = ServerChoice()
+
+    def bridge(self) -> SyncOptions:
+        """The same server and trainer as `grpo bench sync --bridge shared_vllm` has."""
+        choice = BridgeChoice(bridge="shared_vllm")
+        return SyncOptions(choice=choice, model=self.model, server=self.server, log_dir=self.log_dir)
