@@ -14,7 +14,7 @@ from tests.integration.serving import KEEP_VERSIONS, Serving, serving
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 TOLERANCE = 0.02  # bfloat16 on both sides
-FLAGS = ["--lora-keep-versions", str(KEEP_VERSIONS), "--gpu-memory-utilization", "0.3", "--max-num-seqs", "16"]
+FLAGS = ["--lora-keep-versions", str(KEEP_VERSIONS), "--gpu-memory-utilization", "0.1", "--max-num-seqs", "16"]
 
 
 @pytest.fixture(scope="module")

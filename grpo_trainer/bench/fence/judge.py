@@ -1,6 +1,7 @@
 """Asks and judges, in a process of its own: `python -m grpo_trainer.bench.fence.judge`.
 
-Reads one line of JSON with the fields of `Case`; asks until its standard input ends; then prints what it found.
+Reads one line of JSON with the fields of `Case`; asks, and prints a line once it has an answer; goes on until its
+standard input ends; then prints what it found.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ async def judge(case: Case) -> Verdicts:
                 even = case.even
                 patterns = frozenset() if even is None else frozenset((version + even) % 2 for version in versions)
                 verdicts.judge(references, index, answer, patterns)
+                if verdicts.answers == 1:
+                    print("judging", flush=True)
 
         async with asyncio.TaskGroup() as tasks:
             for index in range(case.requests):

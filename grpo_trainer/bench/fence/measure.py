@@ -40,7 +40,7 @@ REPEATS = 4
 SETTLE_SECONDS = 2.0
 PROGRESS_EVERY = 1000
 JUDGE_SECONDS = 120.0
-"""For the last answers to come, and the judge's own start."""
+"""For the last answers to come."""
 
 
 @dataclass(frozen=True)
@@ -200,9 +200,10 @@ class Stress:
             subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log_file) as process,
         ):
             try:
-                assert process.stdin is not None
+                assert process.stdin is not None and process.stdout is not None
                 process.stdin.write(msgspec.json.encode(case) + b"\n")
                 process.stdin.flush()
+                process.stdout.readline()  # it judges from now on, or has ended
                 yield verdicts
                 said, _ = process.communicate(timeout=JUDGE_SECONDS)
             finally:

@@ -1,0 +1,113 @@
+"""One copy of the weights on a GPU: CUDA IPC handles, CUDA graphs on, bfloat16, stochastic rounding."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.serving import Serving, serving
+from tests.integration.test_shared_vllm import ROLLOUTS, Attached
+from tests.processes import ROOT
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+TOLERANCE = 0.02  # bfloat16 on both sides
+STEPS = 10
+
+DIES_ATTACHED = """
+import sys
+from pathlib import Path
+from tests.gpu.test_shared_weights_gpu import attached
+from tests.integration.serving import Serving
+import os, signal
+made = attached(Serving(sys.argv[1], Path(sys.argv[2]), Path(), Path(), None), Path(sys.argv[3]))
+made.bridge.connect(0)
+made.assert_serves(made.client.wait_until_ready().policy_version)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def attached(server: Serving, folder: Path, **options: object) -> Attached:
+    """A trainer in the server's memory, in bfloat16."""
+    return Attached(server, folder, TOLERANCE, **{"lr": 1e-3, **options})
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    folder = tmp_path_factory.mktemp("shared")
+    flags = ["--shared-weights", "--bridge-config-path", str(folder / "bridge.json"), "--gpu-memory-utilization", "0.1"]
+    with serving(folder, *flags, "--max-num-seqs", "16") as running_server:
+        yield running_server
+
+
+def test_the_parameters_are_the_servers_own_memory(server: Serving, tmp_path: Path) -> None:
+    before = torch.cuda.memory_allocated()
+    made = attached(server, tmp_path)
+    parameters = list(made.policy.model.parameters())
+    assert {(parameter.device.type, parameter.dtype) for parameter in parameters} == {("cuda", torch.bfloat16)}
+    assert made.policy.source.kind == "cuda_ipc"
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    assert torch.cuda.memory_allocated() - before < 0.01 * weights + 4096, "attaching took memory of its own"
+
+
+def test_ten_steps_are_served_as_they_are_made_and_old_bits_are_the_old_policy(server: Serving, tmp_path: Path) -> None:
+    made = attached(server, tmp_path)
+    first = made.bridge.connect(0)
+    noise = made.bridge.prove()
+    assert noise is not None and noise < TOLERANCE
+    before, probe = made.weights(), made.assert_serves(first)
+    for version in range(first + 1, first + 1 + STEPS):
+        assert made.trainer.step(ROLLOUTS, 0, made.bridge.updating).updated
+        assert made.bridge.publish(version).version == version
+        made.assert_serves(version)
+    moved = made.assert_serves(first + STEPS)
+    assert moved.server_logprobs.tolist() != probe.server_logprobs.tolist()
+    with torch.no_grad(), made.bridge.updating():
+        for parameter, bits in zip(made.policy.model.parameters(), before, strict=True):
+            parameter.copy_(bits)
+    again = made.assert_serves(first + STEPS + 1)
+    assert again.tokens == probe.tokens
+    assert float((again.server_logprobs - probe.server_logprobs).abs().max()) < TOLERANCE
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "adafactor"])
+def test_every_optimizer_writes_in_place(server: Serving, tmp_path: Path, optimizer: str) -> None:
+    made = attached(server, tmp_path, optimizer=optimizer)
+    version = made.bridge.connect(0)
+    assert made.trainer.step(ROLLOUTS, 0, made.bridge.updating).updated
+    made.assert_serves(version + 1)
+
+
+def test_a_trainer_that_is_killed_does_not_hurt_the_server(server: Serving, tmp_path: Path) -> None:
+    words = [sys.executable, "-c", DIES_ATTACHED, server.url, str(server.model_folder), str(tmp_path)]
+    died = subprocess.run(words, cwd=ROOT, env={**os.environ, "PYTHONPATH": path()}, capture_output=True, check=False)
+    assert died.returncode == -9, died.stderr.decode()[-2000:]
+    assert server.get("/health").status_code == 200
+    made = attached(server, tmp_path)
+    version = made.bridge.connect(0)
+    assert made.trainer.step(ROLLOUTS, 0, made.bridge.updating).updated
+    made.assert_serves(version + 1)
+
+
+def path() -> str:
+    return os.pathsep.join(entry for entry in sys.path if entry)
+
+
+@pytest.mark.parametrize("fenced", [True, False])
+def test_no_answer_sees_half_a_write_and_the_judge_would_notice(tmp_path: Path, fenced: bool) -> None:
+    words = ["-m", "grpo_trainer", "bench", "fence", "--shape", "0.5b", "--json", "--log-dir", str(tmp_path)]
+    words += ["--writes", "300", "--quiet-seconds", "2", "--gpu-memory-utilization", "0.2"]
+    words += [] if fenced else ["--no-fenced"]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == (0 if fenced else 1), done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["answers"] > 100
+    assert (found["torn"] == 0) == fenced
+    assert not fenced or found["misnamed"] == 0
