@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from grpo_trainer.advantages import group_advantages, is_zero_variance
-from grpo_trainer.config import LossConfig
+from grpo_trainer.config import LossConfig, TrainConfig
 from grpo_trainer.losses import BatchCounts, token_weight
 from grpo_trainer.metrics.types import Max, Mean, Metric, Sum
 from grpo_trainer.rollouts.types import Group, RolloutBatch, Sample, Teacher
@@ -83,6 +83,25 @@ class MicroBatch:
     def segments(self) -> Segments:
         """The sequences that the trained tokens belong to."""
         return Segments(self.rows_N, len(self.tokens_BT))
+
+
+@dataclass(frozen=True)
+class ReadyBatch:
+    """All that a step needs of a batch but the device: a thread may make it while the step before it runs.
+
+    Attributes:
+        policy_version: the trainer's when the batch came, as in `RolloutBatch`.
+    """
+
+    prepared: PreparedBatch
+    microbatches: tuple[MicroBatch, ...]
+    policy_version: int | None
+
+
+def ready(batch: RolloutBatch, config: TrainConfig) -> ReadyBatch:
+    """Scored groups to tensors in main memory: `prepare`, then `split`."""
+    prepared = prepare(batch, config.loss, config.model.seq_len)
+    return ReadyBatch(prepared, tuple(split(prepared.sequences, config.batch_size)), batch.policy_version)
 
 
 def prepare(batch: RolloutBatch, config: LossConfig, seq_len: int) -> PreparedBatch:

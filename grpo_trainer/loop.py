@@ -68,7 +68,7 @@ def run_steps(
         for step in range(progress.step, config.training_steps):
             batch = rollouts.next_batch(progress.policy_version)
             try:
-                result = trainer.step(batch, step, bridge.updating)
+                result = trainer.step(trainer.ready(batch), step, bridge.updating)
             except (StoppedError, DriftError):
                 rollouts.release(batch)
                 raise

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from grpo_trainer.batching import MicroBatch, PreparedBatch, TrainingSequence, prepare, split
+from grpo_trainer.batching import MicroBatch, PreparedBatch, ReadyBatch, TrainingSequence, ready
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import TrainingError
 from grpo_trainer.logprobs import TokenScores, token_scores
@@ -108,12 +108,20 @@ class Trainer:
         self._bad_steps = 0
         self._said_unused = False
 
+    def ready(self, batch: RolloutBatch) -> ReadyBatch:
+        """Make a batch ready for `step`; touches no device, and may run in a thread beside a step."""
+        return ready(batch, self.config)
+
     def step(
-        self, batch: RolloutBatch, step: int, writing: Callable[[], AbstractContextManager[None]] = nullcontext
+        self,
+        batch: ReadyBatch | RolloutBatch,
+        step: int,
+        writing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> StepResult:
         """Train on a batch: once, or `--updates-per-batch` times.
 
         Args:
+            batch: one that is not ready is made so first.
             step: from 0; sets the learning rate.
             writing: entered around each write of the weights and nothing else; not at all for one that is skipped.
 
@@ -122,12 +130,13 @@ class Trainer:
             DriftError: the samples are not of the trainer's policy, and `--on-drift` is stop; weights untouched.
         """
         started = time.perf_counter()
-        prepared = prepare(batch, self.config.loss, self.config.model.seq_len)
+        batch = batch if isinstance(batch, ReadyBatch) else self.ready(batch)
+        prepared = batch.prepared
         self._say_unused(prepared)
         lr = learning_rate(self.config.optimizer, step, self.config.training_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        passes = [Pass(microbatch) for microbatch in split(prepared.sequences, self.config.batch_size)]
+        passes = [Pass(microbatch) for microbatch in batch.microbatches]
         look = partial(self._look, step, batch.policy_version, prepared.sequences)
         updates: list[StepResult] = []
         for _ in range(self.config.loss.updates_per_batch if passes else 0):
