@@ -1,0 +1,248 @@
+"""Sequences to the tensors of forward and backward passes. Pure.
+
+Two layouts. Padded: a row for each sequence, right-padded, which needs no attention mask: attention is causal, so no
+trained token ever sees padding. Packed: all sequences end to end in one row, for attention that is told where each
+begins (`boundaries`); there is no padding. What the loss needs lies flat, one entry per trained token (suffix `_N`), so
+it is the same in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from grpo_trainer.rollouts.types import Teacher
+from grpo_trainer.segments import Segments
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingSequence:
+    """A sample with its advantages and its weight in the batch's loss."""
+
+    tokens_T: NDArray[np.int64]
+    positions: NDArray[np.int64]  # of its trained tokens, each >= 1: a token is predicted from the one before it
+    advantages: NDArray[np.float32]  # one per trained token
+    rollout_logprobs: NDArray[np.float32] | None  # one per trained token
+    weight: float  # of each of its trained tokens in the loss of the whole batch
+    temperature: float
+    version: int | None = None  # of the policy that sampled it, if known
+    supervised: bool = False
+    teacher: Teacher | None = None  # of its trained tokens, if they learn from it
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Where the sequences of a packed row lie.
+
+    Attributes:
+        boundaries: int32 `[B + 1]`, where each begins in the row, and where the last ends.
+        positions_1T: of each token within its sequence.
+        longest: tokens of the longest.
+    """
+
+    boundaries: Tensor
+    positions_1T: Tensor
+    longest: int
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Tensors of one forward and backward pass. B sequences, T tokens, N trained tokens, K tokens of a teacher.
+
+    Attributes:
+        tokens_BT: token ids, right-padded; packed: `[1, T]`.
+        packed: where sequences lie in the one row; None: there is a row for each.
+        starts_B: of each sequence in `tokens_BT.view(-1)`.
+        rows_N, columns_N: the sequence that a trained token belongs to, and its place there; columns are >= 1.
+        advantages_N: of each trained token; 1 under supervision.
+        weights_N: of each trained token in the loss of the whole batch.
+        rollout_logprobs_N: what the server sampled with; 0 where `has_rollout_N` is False.
+        temperature_N: of sampling.
+        supervised_N: the token is to be imitated; the policy did not sample it.
+        teacher_ids_NK, teacher_logprobs_NK: as in `rollouts.types.Teacher`; K is 0 where no sequence has a teacher.
+        versions_B: the policy that sampled each sequence; -1: unknown.
+    """
+
+    tokens_BT: Tensor
+    packed: Packed | None
+    starts_B: Tensor
+    rows_N: Tensor
+    columns_N: Tensor
+    advantages_N: Tensor
+    weights_N: Tensor
+    rollout_logprobs_N: Tensor
+    has_rollout_N: Tensor
+    temperature_N: Tensor
+    supervised_N: Tensor
+    teacher_ids_NK: Tensor
+    teacher_logprobs_NK: Tensor
+    versions_B: Tensor
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on a device."""
+        packed = None if self.packed is None else _moved(self.packed, device)
+        return replace(_moved(self, device), packed=packed)
+
+    @property
+    def segments(self) -> Segments:
+        """The sequences that the trained tokens belong to."""
+        return Segments(self.rows_N, len(self.versions_B))
+
+    @property
+    def predictors_N(self) -> Tensor:
+        """Where in `tokens_BT.view(-1)` the token before each trained one stands: the one that it is predicted from."""
+        return self.starts_B[self.rows_N] + self.columns_N - 1
+
+    @property
+    def targets_N(self) -> Tensor:
+        """The ids of the trained tokens."""
+        return self.tokens_BT.view(-1)[self.predictors_N + 1]
+
+
+M = TypeVar("M", MicroBatch, Packed)
+
+
+def _moved(whole: M, device: torch.device) -> M:
+    """Its tensors on a device; from pinned memory the copies overlap with what the device does."""
+
+    def move(tensor: Tensor) -> Tensor:
+        if device.type == "cuda" and tensor.device.type == "cpu":
+            tensor = tensor.pin_memory()
+        return tensor.to(device, non_blocking=True)
+
+    return replace(whole, **{name: move(value) for name, value in vars(whole).items() if isinstance(value, Tensor)})
+
+
+# ---------------------------------------------------------------- which sequences go together
+
+
+def plan(lengths: Sequence[int], *, size: int, max_tokens: int | None, packed: bool) -> list[list[int]]:
+    """Which sequences make up each microbatch, by their indices.
+
+    Args:
+        lengths: of the sequences, in tokens.
+        size: sequences of a microbatch, where `max_tokens` does not decide.
+        max_tokens: most tokens of a microbatch, padding included; one sequence alone may have more.
+        packed: without padding.
+    """
+    by_length = sorted(range(len(lengths)), key=lambda index: lengths[index])
+    if max_tokens is None:
+        return [by_length[start : start + size] for start in range(0, len(by_length), size)]
+    longest_first = by_length[::-1]  # the largest microbatches first: what they need is there for the others
+    return (_bins if packed else _rows)(lengths, longest_first, max_tokens)
+
+
+def _rows(lengths: Sequence[int], longest_first: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """As many rows as fit, each as long as the first."""
+    chosen: list[list[int]] = []
+    for index in longest_first:
+        if chosen and (len(chosen[-1]) + 1) * lengths[chosen[-1][0]] <= max_tokens:
+            chosen[-1].append(index)
+        else:
+            chosen.append([index])
+    return chosen
+
+
+def _bins(lengths: Sequence[int], longest_first: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """As few bins as first-fit-decreasing finds; as even ones where that fits, since a small pass wastes a device."""
+    first_fit: list[list[int]] = []
+    loads: list[int] = []
+    for index in longest_first:
+        place = next((at for at, load in enumerate(loads) if load + lengths[index] <= max_tokens), len(loads))
+        if place == len(loads):
+            first_fit.append([])
+            loads.append(0)
+        first_fit[place].append(index)
+        loads[place] += lengths[index]
+    even: list[list[int]] = [[] for _ in first_fit]
+    even_loads = [0] * len(first_fit)
+    for index in longest_first:
+        place = even_loads.index(min(even_loads))
+        even[place].append(index)
+        even_loads[place] += lengths[index]
+    return even if max(even_loads, default=0) <= max(max_tokens, *loads, 0) else first_fit
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def split(
+    sequences: Sequence[TrainingSequence], size: int, *, max_tokens: int | None = None, packed: bool = False
+) -> list[MicroBatch]:
+    """Microbatches as `plan` has them."""
+    lengths = [len(sequence.tokens_T) for sequence in sequences]
+    chosen = plan(lengths, size=size, max_tokens=max_tokens, packed=packed)
+    return [_microbatch([sequences[index] for index in one], packed) for one in chosen]
+
+
+def _microbatch(sequences: Sequence[TrainingSequence], packed: bool) -> MicroBatch:
+    counts = [len(sequence.positions) for sequence in sequences]
+    roll = [
+        np.zeros(count, np.float32) if sequence.rollout_logprobs is None else sequence.rollout_logprobs
+        for sequence, count in zip(sequences, counts, strict=True)
+    ]
+    teacher = _joined_teachers(sequences)
+    lengths = np.array([len(sequence.tokens_T) for sequence in sequences])
+    starts = np.arange(len(sequences)) * lengths.max()
+
+    def each(values: Sequence[float | bool | int], dtype: type) -> Tensor:
+        return torch.from_numpy(np.repeat(np.asarray(values, dtype), counts))
+
+    return MicroBatch(
+        tokens_BT=_end_to_end(sequences) if packed else _padded(sequences),
+        packed=_layout(lengths) if packed else None,
+        starts_B=torch.from_numpy(np.cumsum(lengths) - lengths if packed else starts),
+        rows_N=each(range(len(sequences)), np.int64),
+        columns_N=torch.from_numpy(np.concatenate([sequence.positions for sequence in sequences])),
+        advantages_N=torch.from_numpy(np.concatenate([sequence.advantages for sequence in sequences])),
+        weights_N=each([sequence.weight for sequence in sequences], np.float32),
+        rollout_logprobs_N=torch.from_numpy(np.concatenate(roll).astype(np.float32)),
+        has_rollout_N=each([sequence.rollout_logprobs is not None for sequence in sequences], np.bool_),
+        temperature_N=each([sequence.temperature for sequence in sequences], np.float32),
+        supervised_N=each([sequence.supervised for sequence in sequences], np.bool_),
+        teacher_ids_NK=torch.from_numpy(teacher.ids_TK),
+        teacher_logprobs_NK=torch.from_numpy(teacher.logprobs_TK),
+        versions_B=torch.tensor([-1 if sequence.version is None else sequence.version for sequence in sequences]),
+    )
+
+
+PAD_ID = 0
+"""Any token would do: nothing sees it."""
+
+
+def _padded(sequences: Sequence[TrainingSequence]) -> Tensor:
+    longest = max(len(sequence.tokens_T) for sequence in sequences)
+    tokens_BT = np.full((len(sequences), longest), PAD_ID, dtype=np.int64)
+    for row, sequence in enumerate(sequences):
+        tokens_BT[row, : len(sequence.tokens_T)] = sequence.tokens_T
+    return torch.from_numpy(tokens_BT)
+
+
+def _end_to_end(sequences: Sequence[TrainingSequence]) -> Tensor:
+    return torch.from_numpy(np.concatenate([sequence.tokens_T for sequence in sequences]))[None]
+
+
+def _layout(lengths: NDArray[np.int64]) -> Packed:
+    boundaries = np.concatenate([[0], np.cumsum(lengths)])
+    positions = np.arange(boundaries[-1]) - np.repeat(boundaries[:-1], lengths)
+    return Packed(torch.from_numpy(boundaries.astype(np.int32)), torch.from_numpy(positions)[None], int(lengths.max()))
+
+
+def _joined_teachers(sequences: Sequence[TrainingSequence]) -> Teacher:
+    """One for all trained tokens of several sequences, as wide as the widest."""
+    width = max((s.teacher.ids_TK.shape[1] for s in sequences if s.teacher is not None), default=0)
+    count = sum(len(sequence.positions) for sequence in sequences)
+    ids_NK, logprobs_NK = np.zeros((count, width), np.int64), np.full((count, width), -np.inf, np.float32)
+    start = 0
+    for sequence in sequences:
+        rows = slice(start, start := start + len(sequence.positions))
+        if sequence.teacher is not None:
+            own = sequence.teacher.ids_TK.shape[1]
+            ids_NK[rows, :own], logprobs_NK[rows, :own] = sequence.teacher.ids_TK, sequence.teacher.logprobs_TK
+    return Teacher(ids_NK, logprobs_NK)
