@@ -12,9 +12,9 @@ import typer
 
 from grpo_trainer import __version__
 from grpo_trainer.config import TrainConfig
-from grpo_trainer.errors import GrpoError, from_os_error
+from grpo_trainer.errors import ConfigError, GrpoError, from_os_error
 from grpo_trainer.options import build, with_options
-from grpo_trainer.run_config import ApiProcess, RunOptions, ServerProcess, build_run, read_toml
+from grpo_trainer.run_config import ApiProcess, RunConfig, RunOptions, ServerProcess, build_run, read_toml
 
 app = typer.Typer(
     name="grpo",
@@ -79,6 +79,41 @@ def run(
     from grpo_trainer.launch.run import run as supervise
 
     supervise(run_config, Console())
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@with_options(ServerProcess, prefix="server.")
+@with_options(ApiProcess, prefix="api.")
+@with_options(RunOptions)
+@with_options(TrainConfig)
+def doctor(
+    ctx: typer.Context,
+    options: dict[str, Any],
+    config: ConfigFile = None,
+    env: Annotated[str | None, typer.Option(help="As for `grpo run`.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Would `grpo run` with these options work here? Without any: is the machine fit? Exits with 1 if not."""
+    from grpo_trainer.doctor.command import as_json as to_json
+    from grpo_trainer.doctor.command import print_examination
+    from grpo_trainer.doctor.examine import examine
+    from grpo_trainer.doctor.machine import look
+
+    run_config: RunConfig | str | None = None
+    if config or options or env or ctx.args:
+        try:
+            flags = {**options, **({"env": env} if env else {})}
+            run_config = build_run(read_toml(config) if config else {}, flags, ctx.args)
+        except ConfigError as error:
+            run_config = str(error)
+    examination = examine(look(), run_config)
+    if as_json:
+        typer.echo(to_json(examination))
+    else:
+        from rich.console import Console
+
+        print_examination(examination, Console())
+    raise typer.Exit(1 if examination.fails else 0)
 
 
 @app.command(context_settings=PASS_THROUGH)

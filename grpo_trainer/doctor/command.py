@@ -1,0 +1,69 @@
+"""What `grpo doctor` prints: a table for people, one JSON object for machines."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from grpo_trainer.doctor.examine import Examination
+from grpo_trainer.doctor.memory import GB, MemoryPlan, device_name
+
+MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[bold red]fail[/]", "skip": "[dim]skip[/]"}
+
+
+def print_examination(examination: Examination, console: Console) -> None:
+    """The table, the memory plan, and what to mend."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "check", "found"):
+        table.add_column(column, overflow="fold")
+    for finding in examination.findings:
+        table.add_row(MARKS[finding.status], escape(finding.name), escape(finding.got))
+    console.print(table)
+    if examination.memory is not None:
+        console.print(memory_table(examination.memory))
+    wrong = [finding for finding in examination.findings if finding.fix]
+    for finding in wrong:
+        console.print(f"\n{MARKS[finding.status]} {escape(finding.name)}: {escape(finding.got)}", soft_wrap=True)
+        console.print(f"  wanted: {finding.wanted}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"  fix: {finding.fix}", markup=False, highlight=False, soft_wrap=True)
+    fails = sum(finding.status == "fail" for finding in examination.findings)
+    verdict = f"[bold red]{fails} would fail[/]" if fails else "[green]nothing stands in the way[/]"
+    console.print(f"\n{verdict}")
+
+
+def memory_table(plan: MemoryPlan) -> Table:
+    """What lies where, in GB."""
+    table = Table(title="planned memory, GB", title_justify="left", box=None, pad_edge=False)
+    devices = sorted({row.device for row in plan.rows})
+    table.add_column("")
+    for device in devices:
+        table.add_column(device_name(plan.devices, device), justify="right")
+    for owner, what in dict.fromkeys((row.owner, row.what) for row in plan.rows):
+        here = {row.device: row.nbytes for row in plan.rows if (row.owner, row.what) == (owner, what)}
+        table.add_row(f"{owner}: {what}", *(f"{here[d] / GB:.2f}" if d in here else "" for d in devices))
+    table.add_row("in all", *(f"{plan.used(device) / GB:.2f}" for device in devices), style="bold")
+    table.add_row("there is", *(f"{plan.devices.total / GB:.2f}" for _ in devices))
+    table.caption = f"key-value cache for {plan.kv_tokens:,} tokens; activations are an estimate"
+    table.caption_justify = "left"
+    return table
+
+
+def as_json(examination: Examination) -> str:
+    """One object: `{"ok": bool, "findings": [...], "memory": {...} or null}`; sizes in bytes."""
+    plan = examination.memory
+    memory: dict[str, Any] | None = None
+    if plan is not None:
+        memory = {
+            "rows": [asdict(row) for row in plan.rows],
+            "total": plan.devices.total,
+            "devices": plan.devices.count,
+            "kind": plan.devices.kind,
+            "kv_tokens": plan.kv_tokens,
+        }
+    findings = [asdict(finding) for finding in examination.findings]
+    return json.dumps({"ok": not examination.fails, "findings": findings, "memory": memory})

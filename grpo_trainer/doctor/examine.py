@@ -1,0 +1,127 @@
+"""All checks, in the order in which their answers are of use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_trainer.doctor import machine_checks as of_machine
+from grpo_trainer.doctor import run_checks as of_run
+from grpo_trainer.doctor.findings import Finding, fail, ok, skip
+from grpo_trainer.doctor.ipc import check_cuda_ipc
+from grpo_trainer.doctor.machine import Machine
+from grpo_trainer.doctor.memory import MemoryPlan
+from grpo_trainer.doctor.model_files import ModelFiles, find_folder, read_model
+from grpo_trainer.doctor.model_shape import ModelShape
+from grpo_trainer.launch.run import preflight
+from grpo_trainer.run_config import RunConfig
+
+
+@dataclass(frozen=True)
+class Probes:
+    """The checks that start processes of their own.
+
+    Attributes:
+        ipc: tries CUDA IPC; called with `on_gpu` and `needed`.
+        served: vLLM's word on a model.
+    """
+
+    ipc: Callable[..., Finding] = check_cuda_ipc
+    served: Callable[[str], Mapping[str, Any]] = preflight
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What was found. `memory` is None where it can't be planned."""
+
+    findings: tuple[Finding, ...]
+    memory: MemoryPlan | None = None
+
+    @property
+    def fails(self) -> bool:
+        return any(finding.status == "fail" for finding in self.findings)
+
+
+def examine(machine: Machine, config: RunConfig | str | None, probes: Probes | None = None) -> Examination:
+    """Run the checks.
+
+    Args:
+        config: the run; or why its configuration is refused; None: look at the machine alone.
+    """
+    probes = probes or Probes()
+    run = config if isinstance(config, RunConfig) else None
+    findings = list(_machine(machine, run, probes))
+    if isinstance(config, str):
+        findings.append(fail("configuration", config, "options that are known and go together", "see the message"))
+    if run is None:
+        return Examination(tuple(findings))
+    findings += [
+        ok("configuration", f"--model-name {run.trainer.model.name}, --weight-bridge-mode {run.trainer.bridge.mode}"),
+        of_run.check_combinations(run, machine),
+        of_run.check_wandb(run.trainer, machine.environment, Path.home()),
+        of_run.check_ports(run),
+        of_run.check_run_folder(run),
+    ]
+    files, found = _model_files(run.trainer.model.name, machine)
+    shape, shape_found = _shape(files)
+    findings += [found, *shape_found, of_run.check_disk(run, shape)]
+    plan = None
+    if files is not None:
+        findings += [of_run.check_tokenizer(files), of_run.check_shareable(run.trainer, files)]
+        findings += [of_run.check_lora_modules(run.trainer, files)]
+    if shape is not None:
+        findings.append(of_run.check_length(run, shape))
+        findings.append(of_run.check_spread(of_run.server_spread(run), shape, machine))
+        memory, plan = of_run.check_memory(run, shape, machine)
+        findings.append(memory)
+    findings.append(_served(run.trainer.model.name, files, findings, probes))
+    return Examination(tuple(findings), plan)
+
+
+def _machine(machine: Machine, run: RunConfig | None, probes: Probes) -> Iterator[Finding]:
+    shares = run is not None and run.trainer.shares_weights
+    server = of_run.server_spread(run) if run else None
+    yield of_machine.check_python(machine)
+    for package in ("torch", "vllm", "transformers", "peft"):
+        yield of_machine.check_package(machine, package)
+    yield of_machine.check_pins(machine)
+    yield of_machine.check_gpu(machine)
+    yield of_machine.check_driver(machine)
+    yield of_machine.check_expandable_segments(machine, shares=shares)
+    yield probes.ipc(on_gpu=machine.on_gpu, needed=shares)
+    yield of_machine.check_ptrace(machine)
+    yield of_machine.check_shm(machine, workers=server.tensor_parallel * server.replicas if server else 1)
+
+
+def _model_files(name: str, machine: Machine) -> tuple[ModelFiles | None, Finding]:
+    folder = find_folder(name)
+    if folder is None:
+        offline = machine.environment.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+        if offline or name.startswith((".", "/", "~")) or name.count("/") != 1:
+            fix = "correct --model-name; or download it first where the hub can be reached (unset HF_HUB_OFFLINE)"
+            return None, fail("model", f"no folder {name}, and none in the cache", "a model's folder or hub name", fix)
+        return None, skip("model", f"{name} is not on this machine yet: it comes from the hub when the run starts")
+    try:
+        files = read_model(folder)
+    except ValueError as error:
+        return None, fail("model", str(error), "config.json and whole *.safetensors", "save or download it again")
+    return files, ok("model", f"{folder}: {len(files.shapes)} tensors")
+
+
+def _shape(files: ModelFiles | None) -> tuple[ModelShape | None, list[Finding]]:
+    if files is None:
+        return None, []
+    try:
+        return ModelShape.from_config(files.config), []
+    except ValueError as error:
+        return None, [skip("memory", f"can't be planned: {error}")]
+
+
+def _served(name: str, files: ModelFiles | None, findings: list[Finding], probes: Probes) -> Finding:
+    """The slow one: only where nothing has said no to vLLM or the model before."""
+    broken = {finding.name for finding in findings if finding.status == "fail"}
+    if files is None or broken & {"model", "vllm", "torch", "versions together"}:
+        return skip("vLLM serves it", "the model or vLLM is not there to be asked")
+    return of_run.check_served(name, probes.served)

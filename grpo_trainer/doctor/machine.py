@@ -1,0 +1,143 @@
+"""What this machine is: facts for the checks, gathered once, without torch."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+SHM = Path("/dev/shm")
+PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
+NVIDIA_DEVICE = Path("/dev/nvidiactl")
+SMI_SECONDS = 30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One that this process may use; sizes in bytes."""
+
+    name: str
+    uuid: str
+    total: int
+    free: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Facts.
+
+    Attributes:
+        driver: NVIDIA's version; None: no GPU was found.
+        gpu_problem: why GPUs that seem to be there can't be used; empty: nothing of the kind.
+        ptrace_scope: Yama's setting; None: the kernel has none.
+        version: of an installed distribution by its name; None: it is not installed.
+        requires: what a distribution says it needs.
+    """
+
+    python: str
+    kernel: str
+    memory: int
+    gpus: tuple[Gpu, ...] = ()
+    driver: str | None = None
+    gpu_problem: str = ""
+    ptrace_scope: int | None = None
+    shm: Path = SHM
+    environment: Mapping[str, str] = field(default_factory=dict)
+    version: Callable[[str], str | None] = lambda name: None
+    requires: Callable[[str], list[str]] = lambda name: []
+
+    @property
+    def on_gpu(self) -> bool:
+        return bool(self.gpus)
+
+
+def look() -> Machine:
+    """Gather them."""
+    gpus, driver, problem = _gpus(os.environ)
+    return Machine(
+        python=platform.python_version(),
+        kernel=os.uname().release,
+        memory=_memory(),
+        gpus=gpus,
+        driver=driver,
+        gpu_problem=problem,
+        ptrace_scope=int(PTRACE_SCOPE.read_text()) if PTRACE_SCOPE.exists() else None,
+        environment=dict(os.environ),
+        version=_version,
+        requires=_requires,
+    )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _requires(name: str) -> list[str]:
+    try:
+        return importlib.metadata.requires(name) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+
+
+def _memory() -> int:
+    """Bytes of main memory, of the container's share where it has one."""
+    whole = psutil.virtual_memory().total
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    return min(whole, int(text)) if text.isdigit() else whole
+
+
+def _gpus(environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str | None, str]:
+    """The visible GPUs, the driver's version, and what is wrong with them."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        there = NVIDIA_DEVICE.exists()
+        return (), None, "an NVIDIA device is there, but no nvidia-smi to ask about it" if there else ""
+    query = [tool, "--query-gpu=name,uuid,memory.total,memory.free,driver_version", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=SMI_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return (), None, f"nvidia-smi gave no answer within {SMI_SECONDS} s"
+    if done.returncode:
+        return (), None, (done.stdout or done.stderr).strip().splitlines()[0]
+    return read_gpus(done.stdout, environment.get("CUDA_VISIBLE_DEVICES"))
+
+
+def read_gpus(listed: str, visible: str | None) -> tuple[tuple[Gpu, ...], str | None, str]:
+    """Read nvidia-smi's answer.
+
+    Args:
+        listed: lines of `name, uuid, MiB in all, MiB free, driver`.
+        visible: CUDA_VISIBLE_DEVICES: numbers or beginnings of UUIDs; None: all are visible.
+    """
+    gpus, driver = [], None
+    for line in listed.strip().splitlines():
+        name, uuid, total, free, driver = (part.strip() for part in line.split(","))
+        if total.isdigit() and free.isdigit():  # a GPU that is split (MIG) says [N/A]
+            gpus.append(Gpu(name, uuid, int(total) << 20, int(free) << 20))
+        else:
+            return (), driver, f"{name} says {total} of its memory: is it split (MIG)?"
+    if visible is None:
+        return tuple(gpus), driver, ""
+    chosen: list[Gpu] = []
+    for word in filter(None, (word.strip() for word in visible.split(","))):
+        named = [gpu for number, gpu in enumerate(gpus) if word == str(number) or _is_uuid_of(word, gpu)]
+        if not named:
+            break  # as CUDA does: what follows an unknown one is hidden, too
+        chosen += named
+    hidden = f"CUDA_VISIBLE_DEVICES={visible} hides all {len(gpus)} GPUs" if gpus and not chosen else ""
+    return tuple(chosen), driver, hidden
+
+
+def _is_uuid_of(word: str, gpu: Gpu) -> bool:
+    return not word.isdigit() and gpu.uuid.startswith(word)

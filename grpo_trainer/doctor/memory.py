@@ -1,0 +1,256 @@
+"""Would it fit? What trainer and server hold on each device, from configuration and sizes alone. Pure.
+
+Weights, gradients, states and the key-value cache are exact up to allocators' rounding; activations are estimates of
+what the backward pass keeps, to about a fifth, for layers as Llama's and Qwen's are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from grpo_trainer.bridge_options import AllWeightsOptions, LoraOnly, LoraOptions, SharedVllm
+from grpo_trainer.config import TrainConfig
+from grpo_trainer.doctor.model_shape import ModelShape
+
+GB = 1e9
+CONTEXT = int(0.6 * GB)
+"""Of a GPU's memory, what each process takes before it allocates anything: context, kernels, libraries' workspaces."""
+SERVER_WORKSPACE = int(2.5 * GB)
+"""Of its share, what vLLM needs besides weights and cache: activations of the largest batch, CUDA graphs."""
+CPU_CACHE, CPU_PROCESS = 512 << 20, int(1.2 * GB)
+SPARE_ADAPTERS = 4
+"""Slots of the server besides the versions that it keeps."""
+HEAD_ROWS = 1024
+"""Rows whose fp32 log-softmax exists at one time (`logprobs.CHUNK_TOKENS`)."""
+NF4_BYTES = 0.52
+STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 8 / 256, "adafactor": 0.01}
+
+
+@dataclass(frozen=True)
+class Devices:
+    """Where a run is to live: `count` GPUs of `total` bytes each, or main memory."""
+
+    kind: str  # cuda or cpu
+    total: int
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Server:
+    """How the inference server is spread: the first `tensor_parallel * replicas` devices are its own."""
+
+    gpu_share: float
+    max_model_len: int
+    tensor_parallel: int = 1
+    replicas: int = 1
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """One thing that lies in a device's memory."""
+
+    device: int
+    owner: str  # trainer or server
+    what: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What lies where.
+
+    Attributes:
+        kv_tokens: tokens of the server's key-value cache, in all replicas.
+    """
+
+    rows: tuple[MemoryRow, ...]
+    devices: Devices
+    kv_tokens: int
+    max_model_len: int
+
+    def used(self, device: int) -> int:
+        return sum(row.nbytes for row in self.rows if row.device == device)
+
+    @property
+    def fullest(self) -> int:
+        """The device with the least room left."""
+        return max({row.device for row in self.rows}, key=self.used)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why it would not work; empty where it would."""
+        found = []
+        if self.used(self.fullest) > self.devices.total:
+            found.append(
+                f"{self.used(self.fullest) / GB:.1f} GB on {device_name(self.devices, self.fullest)}, which has "
+                f"{self.devices.total / GB:.1f} GB"
+            )
+        if self.kv_tokens < self.max_model_len:
+            found.append(
+                f"a key-value cache of {max(self.kv_tokens, 0):,} tokens, less than one sequence of "
+                f"{self.max_model_len:,}"
+            )
+        return tuple(found)
+
+
+def device_name(devices: Devices, index: int) -> str:
+    return f"GPU {index}" if devices.kind == "cuda" else "this machine"
+
+
+def plan_memory(config: TrainConfig, model: ModelShape, server: Server, devices: Devices) -> MemoryPlan:
+    """Lay out a run's memory.
+
+    Args:
+        config: the trainer's options; its `--device cuda:N` says which GPU is the trainer's.
+        server: the inference server, which `--weight-bridge-mode` may make share its weights.
+    """
+    on_gpu = devices.kind == "cuda"
+    _, _, number = config.model.device.partition(":")
+    device = int(number) if on_gpu and number else 0
+    rows = [
+        MemoryRow(device, "trainer", what, int(size)) for what, size in _trainer_parts(config, model, on_gpu=on_gpu)
+    ]
+    server_rows, kv_tokens = _server_rows(config, model, server, devices)
+    return MemoryPlan((*server_rows, *(row for row in rows if row.nbytes)), devices, kv_tokens, server.max_model_len)
+
+
+# the server ------------------------------------------------------------------------------------------------
+
+
+def _server_rows(
+    config: TrainConfig, model: ModelShape, server: Server, devices: Devices
+) -> tuple[Sequence[MemoryRow], int]:
+    """The server's rows on each of its devices, and the tokens of its cache."""
+    item = 2 if config.served_dtype(on_gpu=devices.kind == "cuda") != "float32" else 4
+    weights = model.parameters * item // server.tensor_parallel
+    slots = _adapter_slots(config, model) * item
+    token = 2 * model.layers * max(model.kv_heads // server.tensor_parallel, 1) * model.head_dim * item
+    if devices.kind == "cpu":
+        rows = [
+            ("weights", weights),
+            ("adapter slots", slots),
+            ("key-value cache", CPU_CACHE),
+            ("process", CPU_PROCESS),
+        ]
+        return [MemoryRow(0, "server", what, size) for what, size in rows if size], CPU_CACHE // token
+    share = int(server.gpu_share * devices.total)
+    cache = share - weights - slots - SERVER_WORKSPACE
+    parts = [("weights", weights), ("adapter slots", slots), ("workspace", SERVER_WORKSPACE), ("context", CONTEXT)]
+    parts.append(("key-value cache", max(cache, 0)))
+    used = range(server.tensor_parallel * server.replicas)
+    rows = [MemoryRow(device, "server", what, size) for device in used for what, size in parts if size]
+    return rows, server.replicas * (cache // token)
+
+
+def _adapter_slots(config: TrainConfig, model: ModelShape) -> int:
+    """Elements of the adapters that the server holds at one time."""
+    bridge = config.bridge
+    if not isinstance(bridge, LoraOnly):
+        return 0
+    return model.adapter_parameters(bridge.r, bridge.target_modules) * (config.keep_versions + SPARE_ADAPTERS)
+
+
+# the trainer -----------------------------------------------------------------------------------------------
+
+
+def _trainer_parts(config: TrainConfig, model: ModelShape, *, on_gpu: bool) -> list[tuple[str, float]]:
+    """What the trainer's process holds, in bytes."""
+    item = 2 if config.trainer_dtype(on_gpu=on_gpu) != "float32" else 4
+    trained = trained_parameters(config, model)
+    states = STATE_BYTES[config.optimizer.optimizer] * trained
+    process = CONTEXT if on_gpu else CPU_PROCESS
+    shared = config.shares_weights
+    if isinstance(config.bridge, LoraOptions):
+        weights = 0.0 if shared else _frozen_bytes(config, model, item)
+        parts = [("weights", weights), ("adapter", 4.0 * trained), ("gradients", 4.0 * trained)]
+    else:  # `none` holds fp32 and computes in --dtype from a cast copy; `shared_vllm` holds nothing of its own
+        weights = 0.0 if shared else 4.0 * model.parameters
+        cast = 0.0 if shared or item == 4 else float(item * model.parameters)
+        gradients = (item if shared else 4.0) * trained
+        parts = [("weights", weights), ("weights, cast", cast), ("gradients", gradients)]
+    if config.master_weights and item == 2:
+        parts.append(("master weights", 4.0 * trained))
+    if config.loss.needs_reference and not isinstance(config.bridge, LoraOptions) and not config.loss.ref_offload:
+        parts.append(("reference", float(item * model.parameters)))
+    tokens = config.batch_size * config.model.seq_len
+    parts += [("optimizer states", states), ("activations", activation_bytes(config, model, tokens, item))]
+    return [*parts, ("logits", logit_bytes(model, tokens, item)), ("process", float(process))]
+
+
+def trained_parameters(config: TrainConfig, model: ModelShape) -> int:
+    """Elements that the optimizer moves."""
+    bridge = config.bridge
+    layers = None if bridge.layer_indices is None else len([n for n in bridge.layer_indices if n < model.layers])
+    if isinstance(bridge, LoraOptions):
+        return model.adapter_parameters(bridge.r, bridge.target_modules, layers)
+    return model.parameters if layers is None else layers * model.layer_parameters
+
+
+def _frozen_bytes(config: TrainConfig, model: ModelShape, item: int) -> float:
+    """A frozen base model: whole, or its layers in 4 bits."""
+    if not config.model.load_in_4bit:
+        return float(item * model.parameters)
+    layers = model.layers * model.layer_parameters
+    return NF4_BYTES * layers + item * (model.parameters - layers)
+
+
+def activation_bytes(config: TrainConfig, model: ModelShape, tokens: int, item: int) -> float:
+    """What the layers of one microbatch of `tokens` tokens keep for the backward pass.
+
+    With checkpointing each layer's input is kept, and one layer's own activations at a time.
+    """
+    layer = tokens * layer_bytes_per_token(config, model, item)
+    if config.model.gradient_checkpointing:
+        return tokens * model.layers * model.hidden * item + layer
+    return model.layers * layer
+
+
+def layer_bytes_per_token(config: TrainConfig, model: ModelShape, item: int) -> float:
+    """Of one decoder layer: two RMS norms (computed in fp32), attention without its scores, a gated MLP."""
+    hidden, q, kv, inner = model.hidden, model.q_width, model.kv_width, model.active_intermediate
+    norms = 2 * 4 * hidden
+    attention = item * (2 * q + 2 * kv)  # queries, keys, values, output
+    mlp = item * 3 * inner  # gate, its silu, up
+    inputs = {"q_proj": hidden, "k_proj": hidden, "v_proj": hidden, "o_proj": q, "gate_proj": hidden, "up_proj": hidden}
+    inputs["down_proj"] = inner
+    if isinstance(config.bridge, LoraOptions):  # each adapted module keeps its input in fp32
+        kept = 4 * sum(inputs[name] for name in config.bridge.target_modules if name in inputs)
+    else:  # modules keep inputs for their weights' gradient, those of one input once; norms keep what they scaled
+        kept = item * (2 * hidden + q + inner) + item * 2 * hidden
+    return float(norms + attention + mlp + kept)
+
+
+def logit_bytes(model: ModelShape, tokens: int, item: int) -> float:
+    """Logits of a microbatch, their gradient, and three fp32 copies of some rows of them."""
+    return float(2 * item * tokens * model.vocab + 3 * 4 * min(HEAD_ROWS, tokens) * model.vocab)
+
+
+def is_trained_whole(config: TrainConfig) -> bool:
+    """Whether every weight is trained, rather than an adapter."""
+    return isinstance(config.bridge, AllWeightsOptions)
+
+
+def advice(config: TrainConfig, plan: MemoryPlan) -> str:
+    """What would make a plan that does not fit fit, the largest part first."""
+    device = plan.fullest
+    trainer = {row.what: row.nbytes for row in plan.rows if row.owner == "trainer" and row.device == device}
+    if plan.used(device) <= plan.devices.total:
+        return "raise --server.gpu-memory-utilization, or lower --server.max-model-len"
+    choices = []
+    microbatch = trainer.get("activations", 0) + trainer.get("logits", 0)
+    if microbatch > 0.1 * plan.devices.total:
+        choices.append((microbatch, "lower --batch-size (and raise --gradient-accumulation-steps)"))
+        if not config.model.gradient_checkpointing:
+            choices.append((microbatch / 2, "add --gradient-checkpointing"))
+    held = sum(size for what, size in trainer.items() if what not in ("activations", "logits"))
+    if is_trained_whole(config) and config.optimizer.optimizer == "adamw":
+        choices.append((trainer.get("optimizer states", 0), "--optimizer adamw_8bit"))
+    if is_trained_whole(config) and not isinstance(config.bridge, SharedVllm):
+        choices.append((held / 2, "--weight-bridge-mode shared_vllm or lora_only"))
+    if any(row.owner == "server" and row.device == device for row in plan.rows) and plan.devices.kind == "cuda":
+        choices.append((plan.devices.total / 10, "lower --server.gpu-memory-utilization"))
+    if plan.devices.count > 1 and not config.shares_weights:
+        choices.append((held, f"--device cuda:{plan.devices.count - 1}, a GPU of the trainer's own"))
+    best = [text for _, text in sorted(choices, reverse=True)[:3]]
+    return "; or ".join(best) or "choose a smaller model"

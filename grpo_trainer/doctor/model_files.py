@@ -1,0 +1,99 @@
+"""A model's folder, read without loading a weight: its configuration, and names and shapes from the files' headers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_server.protocol.flat import decode_header, read_header
+
+CONFIG_FILE = "config.json"
+INDEX_FILE = "model.safetensors.index.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What a model's folder holds.
+
+    Attributes:
+        shapes: of its tensors, by name; empty where it has none in safetensors.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether there is a vocabulary: `tokenizer_config.json` alone has none."""
+        return any((self.folder / name).is_file() for name in TOKENIZER_FILES[:3])
+
+
+def find_folder(name: str) -> Path | None:
+    """Where a model lies: the folder itself, or the hub's cache; None: it would have to be downloaded."""
+    if Path(name).is_dir():
+        return Path(name)
+    if name.count("/") > 1 or name.startswith((".", "/", "~")):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(name, CONFIG_FILE)
+    except HFValidationError:
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def read_model(folder: Path) -> ModelFiles:
+    """Read configuration and headers.
+
+    Raises:
+        ValueError: a file is missing, can't be read, or is cut off; the message names it.
+    """
+    config = _json(folder / CONFIG_FILE)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in _weight_files(folder):
+        shapes |= _shapes(path)
+    if not shapes and not list(folder.glob("*.bin")):
+        raise ValueError(f"{folder} has no weights: no *.safetensors")
+    return ModelFiles(folder, config, shapes)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that the index names, or all there are."""
+    if not (folder / INDEX_FILE).exists():
+        return sorted(folder.glob("*.safetensors"))
+    names = sorted(set(_json(folder / INDEX_FILE).get("weight_map", {}).values()))
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing:
+        raise ValueError(f"{folder} lacks {len(missing)} of {len(names)} weight files: {missing[0]}")
+    return [folder / name for name in names]
+
+
+def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        with path.open("rb") as file:
+            header = decode_header(read_header(file))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} can't be read: {error}") from None
+    whole = header.size + header.nbytes
+    if (size := path.stat().st_size) < whole:
+        raise ValueError(f"{path} is cut off: {size:,} bytes of {whole:,}")
+    return {span.name: span.shape for span in header.spans}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{path.parent} has no {path.name}") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} can't be read: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is no JSON object")
+    return found

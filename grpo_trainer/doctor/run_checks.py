@@ -1,0 +1,293 @@
+"""Checks of a run: what it reads, where it writes, whom it listens to, and whether its parts go together."""
+
+from __future__ import annotations
+
+import importlib.util
+import netrc
+import shutil
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from grpo_trainer.bridge_options import LoraOnly, LoraOptions, SharedVllm
+from grpo_trainer.config import TrainConfig
+from grpo_trainer.doctor.findings import Finding, fail, ok, skip, warn
+from grpo_trainer.doctor.machine import Machine
+from grpo_trainer.doctor.memory import (
+    GB,
+    STATE_BYTES,
+    Devices,
+    MemoryPlan,
+    Server,
+    advice,
+    device_name,
+    plan_memory,
+    trained_parameters,
+)
+from grpo_trainer.doctor.model_files import ModelFiles
+from grpo_trainer.doctor.model_shape import ModelShape
+from grpo_trainer.errors import GrpoError
+from grpo_trainer.files import refuse_to_mix_runs
+from grpo_trainer.launch.plan import environment_module
+from grpo_trainer.launch.ports import is_free, port_holder
+from grpo_trainer.model.names import ALIKE, EXPERTS
+from grpo_trainer.run_config import DEGREES, RunConfig
+
+LOGS = 100_000_000
+"""Bytes that logs and metrics of a long run may take."""
+NEARLY_FULL = 0.93
+"""Of a device's memory: estimates of activations are right to about a fifth of them."""
+
+
+# where it writes, whom it listens to ------------------------------------------------------------------------
+
+
+def check_run_folder(config: RunConfig) -> Finding:
+    """May it be written, and is it free?"""
+    name, folder = "run folder", config.run_dir
+    try:
+        refuse_to_mix_runs(folder, config.trainer.checkpoints.resume, "--run-dir")
+    except GrpoError:
+        return fail(name, f"{folder} holds a run already", "a new folder", "--resume auto, or another --run-dir")
+    there = _existing(folder)
+    if not there.is_dir():
+        return fail(name, f"{there} is a file", "a folder", "choose another --run-dir")
+    if not _writable(there):
+        return fail(name, f"{there} may not be written", "a folder of yours", "choose another --run-dir")
+    return ok(name, str(folder))
+
+
+def _writable(folder: Path) -> bool:
+    probe = folder / ".grpo_doctor"
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError:
+        return False
+    return True
+
+
+def check_disk(config: RunConfig, shape: ModelShape | None) -> Finding:
+    """Room for the checkpoints: two at least, as the new one is whole before the old one goes."""
+    folder = _existing(config.run_dir)
+    free = shutil.disk_usage(folder).free
+    each = checkpoint_bytes(config.trainer, shape) if shape else 0
+    kept = kept_checkpoints(config.trainer)
+    least, all_of_them = 2 * each + LOGS, (kept + 1) * each + LOGS
+    got = f"{free / GB:.1f} GB free at {folder}"
+    fix = "free space, or put the run elsewhere (--run-dir)"
+    if free < least:
+        return fail("disk", got, f"{least / GB:.1f} GB: two checkpoints of {each / GB:.2f} GB and logs", fix)
+    if free < all_of_them:
+        wanted = f"{all_of_them / GB:.1f} GB: {kept} checkpoints of {each / GB:.2f} GB"
+        return warn("disk", got, wanted, f"--keep-checkpoints 2; or {fix}")
+    return ok("disk", got)
+
+
+def checkpoint_bytes(config: TrainConfig, shape: ModelShape) -> int:
+    """Of one checkpoint: trained weights, what of them is kept exactly, and the optimizer's states."""
+    trained = trained_parameters(config, shape)
+    states = STATE_BYTES[config.optimizer.optimizer] * trained
+    if isinstance(config.bridge, LoraOptions):
+        return int(4 * trained + states)
+    if isinstance(config.bridge, SharedVllm):
+        return int(2 * shape.parameters + states + (4 * trained if config.bridge.master_weights else 0))
+    return int((2 + 4) * shape.parameters + states)
+
+
+def kept_checkpoints(config: TrainConfig) -> int:
+    """How many lie there at the end, the final one among them."""
+    interval, keep = config.checkpoints.checkpoint_interval, config.checkpoints.keep_checkpoints
+    made = config.training_steps // interval if interval else 0
+    return 1 + (min(keep, made) if keep else made)
+
+
+def _existing(path: Path) -> Path:
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def check_ports(config: RunConfig) -> Finding:
+    wanted = {"api": config.api.port, "server": config.server.port}
+    busy = [(table, port) for table, port in wanted.items() if port and not is_free("127.0.0.1", port)]
+    if busy:
+        got = ", ".join(f"{port} is held by {port_holder(port)}" for _, port in busy)
+        fix = " and ".join(f"--{table}.port 0 (any free one)" for table, _ in busy)
+        return fail("ports", got, "free ones", f"end that, or {fix}")
+    if wanted["api"] and wanted["api"] == wanted["server"]:
+        return fail("ports", f"{wanted['api']} twice", "one for each process", "--server.port 0 (any free one)")
+    return ok("ports", ", ".join(f"{table} {port or 'any'}" for table, port in wanted.items()))
+
+
+# the model -------------------------------------------------------------------------------------------------
+
+
+def check_tokenizer(files: ModelFiles) -> Finding:
+    if files.has_tokenizer:
+        return ok("tokenizer", str(files.folder))
+    fix = f"AutoTokenizer.from_pretrained(BASE).save_pretrained('{files.folder}')"
+    return fail("tokenizer", f"none in {files.folder}", "tokenizer.json or tokenizer.model beside the weights", fix)
+
+
+def check_served(model: str, preflight: Callable[[str], Mapping[str, Any]]) -> Finding:
+    """vLLM's own word, from a process of its own."""
+    try:
+        report = preflight(model)
+    except GrpoError as error:
+        return fail(
+            "vLLM serves it", str(error), "a decoder-only model that vLLM serves", "choose another --model-name"
+        )
+    return ok("vLLM serves it", f"{', '.join(report['architectures'])} on {report['device']}")
+
+
+def check_shareable(config: TrainConfig, files: ModelFiles) -> Finding:
+    """Can the trainer's parameters be views of the server's?"""
+    name, fix = "shared weights", "--weight-bridge-mode lora_only (without --share-base) or none"
+    if not config.shares_weights:
+        return skip(name, f"--weight-bridge-mode {config.bridge.mode} needs none")
+    for part in (files.config, files.config.get("text_config") or {}):
+        if part.get("quantization_config") or part.get("compression_config"):
+            return fail(name, "quantised weights", "plain ones, which can be trained in place", fix)
+        if part.get("kv_lora_rank"):
+            return fail(name, "multi-head latent attention", "attention of plain matrices", fix)
+    strange = [
+        tensor
+        for tensor, shape in sorted(files.shapes.items())
+        if len(shape) > 1 and _module(tensor) not in ALIKE and tensor.rpartition(".")[2] not in EXPERTS
+    ]
+    if strange:
+        got = f"{strange[0]} {list(files.shapes[strange[0]])} and {len(strange) - 1} more"
+        return fail(name, got, "modules whose rows vLLM is known to lay out alike", fix)
+    return ok(name, "every matrix has a known place")
+
+
+def check_lora_modules(config: TrainConfig, files: ModelFiles) -> Finding:
+    name = "LoRA modules"
+    if not isinstance(config.bridge, LoraOptions) or not files.shapes:
+        return skip(name, "no adapter" if files.shapes else "no safetensors to look into")
+    present = {_module(tensor) for tensor, shape in files.shapes.items() if len(shape) > 1}
+    missing = [module for module in config.bridge.target_modules if module not in present]
+    if missing:
+        wanted = f"some of {', '.join(sorted(present - {'embed_tokens', 'lm_head'}))}"
+        fix = f"--lora-target-modules {','.join(m for m in config.bridge.target_modules if m in present) or '…'}"
+        return fail(name, f"the model has no {', '.join(missing)}", wanted, fix)
+    return ok(name, ", ".join(config.bridge.target_modules))
+
+
+def _module(tensor: str) -> str:
+    return tensor.rpartition(".")[0].rpartition(".")[2]
+
+
+def check_length(config: RunConfig, shape: ModelShape) -> Finding:
+    trained = config.trainer.model.seq_len
+    served = config.server.max_model_len or config.trainer.vllm.max_model_len or trained
+    longest = max(trained, served)
+    if shape.positions and longest > shape.positions:
+        got = f"{longest} tokens"
+        return fail("sequence length", got, f"at most the model's {shape.positions}", f"--seq-len {shape.positions}")
+    return ok("sequence length", f"{trained} trained, {served} served")
+
+
+# parts that must go together ---------------------------------------------------------------------------------
+
+
+def check_combinations(config: RunConfig, machine: Machine) -> Finding:
+    """What no single option's range can say. The first that is wrong."""
+    name, trainer = "options together", config.trainer
+    device = trainer.model.device
+    if device.startswith("cuda"):
+        number = int(device.partition(":")[2] or 0)
+        if number >= len(machine.gpus):
+            got = f"--device {device}, with {len(machine.gpus)} visible GPUs"
+            return fail(name, got, "one that is there", "--device auto, or see CUDA_VISIBLE_DEVICES")
+    bridge = trainer.bridge
+    if isinstance(bridge, LoraOnly) and bridge.transport in ("cuda_ipc", "nccl") and not machine.on_gpu:
+        got = f"--lora-transport {bridge.transport} without a GPU"
+        return fail(name, got, "auto, disk or memory", "--lora-transport auto")
+    if trainer.model.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+        return fail(name, "--attention flash_attention_2 without flash-attn", "the package", "--attention sdpa")
+    if trainer.model.load_in_4bit and importlib.util.find_spec("bitsandbytes") is None:
+        return fail(name, "--load-in-4bit without bitsandbytes", "it", "pip install 'grpo-trainer[qlora]'")
+    for environment in config.environments:
+        try:
+            environment_module(environment.name)
+        except GrpoError as error:
+            return fail(name, str(error), "an environment that is there", "--env arithmetic, or a module of yours")
+        size = environment.env.get("group_size")
+        if size is not None and trainer.sequences_per_step % int(size):
+            got = f"{trainer.sequences_per_step} sequences a step in groups of {size}"
+            fix = f"--gradient-accumulation-steps {int(size)}, or another group_size"
+            return fail(name, got, "a multiple of the group's size: else no batch ever fills", fix)
+    return ok(name, f"--weight-bridge-mode {bridge.mode}")
+
+
+def server_spread(config: RunConfig) -> Server:
+    """The server that the run's options ask for."""
+    degrees = {"tensor": 1, "pipeline": 1, "data": 1}
+    words = [w for arg in (*config.trainer.vllm.extra_args, *config.server.extra_args) for w in arg.split("=")]
+    for flag, value in pairwise(words):
+        if flag in DEGREES and value.isdigit():
+            degrees[{"t": "tensor", "p": "pipeline", "d": "data"}[flag.strip("-")[0]]] = int(value)
+    trained = config.trainer.model.seq_len
+    return Server(
+        gpu_share=config.trainer.vllm.gpu_memory_utilization or config.server.gpu_memory_utilization,
+        max_model_len=config.server.max_model_len or config.trainer.vllm.max_model_len or trained,
+        tensor_parallel=degrees["tensor"] * degrees["pipeline"],
+        replicas=degrees["data"],
+    )
+
+
+def check_spread(server: Server, shape: ModelShape, machine: Machine) -> Finding:
+    """Do its degrees divide the model and fit the machine?"""
+    name, workers = "server's GPUs", server.tensor_parallel * server.replicas
+    if workers > 1 and workers > len(machine.gpus):
+        got = f"{workers} wanted by --server.extra-args, {len(machine.gpus)} visible"
+        return fail(name, got, "as many as are there", "lower --tensor-parallel-size or --data-parallel-size")
+    if shape.heads % server.tensor_parallel:
+        got = f"{shape.heads} attention heads on {server.tensor_parallel} GPUs"
+        return fail(name, got, "a divisor of the heads", "choose another --tensor-parallel-size")
+    return ok(name, str(workers)) if machine.on_gpu else skip(name, "on the CPU")
+
+
+def check_memory(config: RunConfig, shape: ModelShape, machine: Machine) -> tuple[Finding, MemoryPlan]:
+    """Would it fit? The plan comes along, for those who want to see it."""
+    devices = devices_of(machine)
+    plan = plan_memory(config.trainer, shape, server_spread(config), devices)
+    fullest = plan.used(plan.fullest)
+    got = f"{fullest / GB:.1f} of {devices.total / GB:.1f} GB on {device_name(devices, plan.fullest)}"
+    if plan.problems:
+        return fail("memory", "; ".join(plan.problems), "less", advice(config.trainer, plan)), plan
+    if fullest > NEARLY_FULL * devices.total:
+        wanted = f"{NEARLY_FULL:.0%} or less: activations are an estimate"
+        return warn("memory", got, wanted, advice(config.trainer, plan)), plan
+    return ok("memory", got), plan
+
+
+def devices_of(machine: Machine) -> Devices:
+    """The smallest visible GPU's memory for each of them, or main memory."""
+    if machine.on_gpu:
+        return Devices("cuda", min(gpu.total for gpu in machine.gpus), len(machine.gpus))
+    return Devices("cpu", machine.memory)
+
+
+def check_wandb(config: TrainConfig, environment: Mapping[str, str], home: Path) -> Finding:
+    """W&B without a key asks for one on a terminal that a run does not have."""
+    name = "wandb"
+    if not config.logging.use_wandb:
+        return skip(name, "not asked for")
+    mode = environment.get("WANDB_MODE", "online")
+    if mode in ("offline", "disabled", "dryrun"):
+        return ok(name, mode)
+    if environment.get("WANDB_API_KEY") or _has_login(Path(environment.get("NETRC") or home / ".netrc"), environment):
+        return ok(name, "has a key")
+    return fail(name, "no API key", "one", "`wandb login`, or WANDB_API_KEY=…, or WANDB_MODE=offline")
+
+
+def _has_login(path: Path, environment: Mapping[str, str]) -> bool:
+    host = environment.get("WANDB_BASE_URL", "https://api.wandb.ai").split("//")[-1].split("/")[0]
+    try:
+        return netrc.netrc(str(path)).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

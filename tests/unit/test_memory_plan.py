@@ -1,0 +1,162 @@
+"""Memory plans against arithmetic by hand and against what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from grpo_trainer.config import TrainConfig
+from grpo_trainer.doctor.memory import (
+    CONTEXT,
+    CPU_CACHE,
+    SERVER_WORKSPACE,
+    Devices,
+    MemoryPlan,
+    Server,
+    advice,
+    layer_bytes_per_token,
+    plan_memory,
+)
+from grpo_trainer.doctor.model_shape import ModelShape
+from grpo_trainer.options import build
+
+H200 = Devices("cuda", 141_000_000_000)
+SMALL = ModelShape(
+    hidden=8, intermediate=16, layers=2, heads=2, kv_heads=1, head_dim=4, vocab=32, tied=False, positions=64
+)
+QWEN = {"model_type": "qwen2", "tie_word_embeddings": True, "vocab_size": 151_936}
+HALF_B = ModelShape.from_config(
+    QWEN | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+    | {"num_key_value_heads": 2}
+)  # fmt: skip
+SEVEN_B = ModelShape.from_config(
+    QWEN | {"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28}
+    | {"num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False}
+)  # fmt: skip
+
+
+def trainer(mode: str = "none", **flags: Any) -> TrainConfig:
+    return build(TrainConfig, {"model_name": "m", "weight_bridge_mode": mode, "seq_len": 10, "batch_size": 2, **flags})
+
+
+def parts(config: TrainConfig, shape: ModelShape = SMALL, devices: Devices = H200) -> dict[tuple[str, str], int]:
+    plan = plan_memory(config, shape, Server(0.5, 10), devices)
+    return {(row.owner, row.what): row.nbytes for row in plan.rows}
+
+
+def test_the_parameters_of_models_that_are_known() -> None:
+    assert HALF_B.parameters == 494_032_768  # Qwen2.5-0.5B, and 7B, by their own count
+    assert SEVEN_B.parameters == 7_615_616_512
+    # Layer: q, o 8*8 each, k, v 8*4 each: 192; mlp 3*8*16 = 384; norms 16. Twice, and 2 * 32*8 = 512, and 8.
+    assert SMALL.parameters == 2 * (192 + 384 + 16) + 512 + 8
+    assert SMALL.adapter_parameters(4, ("q_proj", "down_proj")) == 2 * 4 * (16 + 24)
+
+
+def test_a_mixture_of_experts_holds_all_of_them_and_passes_some() -> None:
+    config = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+    shape = ModelShape.from_config(
+        config | {"intermediate_size": 99, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    )
+    assert shape.layer_parameters == 4 * 64 + 3 * 8 * 16 * 4 + 8 * 4 + 16  # heads of 4, keys of their own
+    assert shape.active_intermediate == 32
+    with pytest.raises(ValueError, match="no vocab_size"):
+        ModelShape.from_config({"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2})
+
+
+def test_all_weights_in_mode_none() -> None:
+    count = SMALL.parameters
+    found = parts(trainer())
+    assert found["trainer", "weights"] == 4 * count  # fp32,
+    assert found["trainer", "weights, cast"] == 2 * count  # computed with in bfloat16
+    assert found["trainer", "gradients"] == 4 * count
+    assert found["trainer", "optimizer states"] == 8 * count
+    assert ("trainer", "reference") not in found
+    assert parts(trainer(kl_beta=0.1))["trainer", "reference"] == 2 * count
+    assert ("trainer", "reference") not in parts(trainer(kl_beta=0.1, ref_offload=True))
+    assert parts(trainer(optimizer="adamw_8bit"))["trainer", "optimizer states"] == int((2 + 8 / 256) * count)
+
+
+def test_shared_weights_are_the_servers() -> None:
+    count = SMALL.parameters
+    found = parts(trainer("shared_vllm", master_weights=True))
+    assert ("trainer", "weights") not in found and found["server", "weights"] == 2 * count
+    assert found["trainer", "gradients"] == 2 * count and found["trainer", "master weights"] == 4 * count
+    some = parts(trainer("shared_vllm", train_layer_indices="1"))
+    assert some["trainer", "optimizer states"] == 8 * SMALL.layer_parameters
+
+
+def test_an_adapter() -> None:
+    adapter = SMALL.adapter_parameters(8, ("q_proj", "v_proj"))
+    found = parts(trainer("lora_only", lora_r=8, lora_target_modules="q_proj,v_proj", lora_keep_versions=3))
+    assert found["trainer", "weights"] == 2 * SMALL.parameters
+    assert found["trainer", "adapter"] == found["trainer", "gradients"] == 4 * adapter
+    assert found["trainer", "optimizer states"] == 8 * adapter
+    assert found["server", "adapter slots"] == 2 * adapter * (3 + 4)
+    assert ("trainer", "weights") not in parts(trainer("lora_only", share_base=True))
+    assert ("server", "adapter slots") not in parts(trainer("lora_restart"))
+    four_bits = parts(trainer("lora_only", load_in_4bit=True))["trainer", "weights"]
+    outside = SMALL.parameters - 2 * SMALL.layer_parameters
+    assert four_bits == int(0.52 * 2 * SMALL.layer_parameters + 2 * outside)
+
+
+def test_activations_and_logits() -> None:
+    # Per token and layer, bfloat16: norms 2*4*8 = 64; q, k, v, out 2*(16 + 8) = 48; MLP 2*3*16 = 96;
+    # inputs 2*(2*8 + 8 + 16) = 80, what norms scaled 2*2*8 = 32.
+    assert layer_bytes_per_token(trainer(), SMALL, 2) == 64 + 48 + 96 + 80 + 32
+    # An adapter on q and down keeps their inputs in fp32 instead: 4*(8 + 16) = 96.
+    lora = trainer("lora_only", lora_target_modules="q_proj,down_proj")
+    assert layer_bytes_per_token(lora, SMALL, 2) == 64 + 48 + 96 + 96
+    found = parts(trainer())
+    assert found["trainer", "activations"] == 20 * 2 * 320  # 2 sequences of 10, 2 layers
+    assert found["trainer", "logits"] == 2 * 2 * 20 * 32 + 3 * 4 * 20 * 32
+    kept = parts(trainer(gradient_checkpointing=True))["trainer", "activations"]
+    assert kept == 20 * 2 * 8 * 2 + 20 * 320  # each layer's input, and one layer whole
+
+
+def test_the_servers_share() -> None:
+    plan = plan_memory(trainer(), SMALL, Server(0.5, 10), H200)
+    token = 2 * 2 * 1 * 4 * 2  # keys and values of 2 layers, one head of 4, 2 bytes
+    cache = 70_500_000_000 - 2 * SMALL.parameters - SERVER_WORKSPACE
+    assert plan.kv_tokens == cache // token
+    server = sum(row.nbytes for row in plan.rows if row.owner == "server")
+    assert server == 70_500_000_000 + CONTEXT  # its share, and what comes before it
+    assert not plan.problems
+    shards = plan_memory(trainer(), HALF_B, Server(0.5, 10, tensor_parallel=2), replace(H200, count=2))
+    assert {row.device for row in shards.rows if row.owner == "server"} == {0, 1}
+    (weights,) = {row.nbytes for row in shards.rows if (row.owner, row.what) == ("server", "weights")}
+    assert weights == HALF_B.parameters
+    own = plan_memory(trainer(device="cuda:1"), HALF_B, Server(0.9, 10), replace(H200, count=2))
+    assert {row.device for row in own.rows if row.owner == "trainer"} == {1}
+
+
+def test_main_memory_of_a_machine_without_a_gpu() -> None:
+    found = parts(trainer("lora_only"), devices=Devices("cpu", 24 << 30))
+    assert found["server", "weights"] == found["trainer", "weights"] == 4 * SMALL.parameters
+    assert found["server", "key-value cache"] == CPU_CACHE and ("trainer", "weights, cast") not in found
+
+
+def test_what_does_not_fit_is_said_with_a_way_out() -> None:
+    def plan(config: TrainConfig, share: float = 0.45, devices: Devices = H200) -> MemoryPlan:
+        return plan_memory(config, SEVEN_B, Server(share, 4096), devices)
+
+    whole = trainer(seq_len=4096)
+    assert "GB on GPU 0, which has 141.0 GB" in plan(whole).problems[0]
+    assert "shared_vllm" in advice(whole, plan(whole)) and "adamw_8bit" in advice(whole, plan(whole))
+    two = advice(whole, plan(whole, devices=replace(H200, count=2)))
+    assert "--device cuda:1" in two
+    wide = trainer("lora_only", seq_len=4096, batch_size=16)
+    assert advice(wide, plan(wide)).startswith("lower --batch-size")
+    assert not plan(trainer("lora_only", seq_len=4096, batch_size=1, gradient_checkpointing=True)).problems
+    (problem,) = plan(trainer("lora_only", seq_len=10), share=0.13).problems
+    assert "less than one sequence of 4,096" in problem
+    assert "raise --server.gpu-memory-utilization" in advice(wide, plan(trainer("lora_only", seq_len=10), share=0.13))
+
+
+@pytest.mark.parametrize(("shape", "measured"), [(HALF_B, 6.4), (SEVEN_B, 30.3)])
+def test_estimates_agree_with_what_was_measured(shape: ModelShape, measured: float) -> None:
+    """docs/benchmarks.md, "One optimisation step": LoRA r 16, microbatches of 2 sequences of 768 tokens, one H200."""
+    found = parts(trainer("lora_only", batch_size=2, seq_len=768), shape)
+    allocated = sum(size for (owner, what), size in found.items() if owner == "trainer" and what != "process")
+    assert allocated / 1e9 == pytest.approx(measured, rel=0.1)
