@@ -1,8 +1,4 @@
-"""Scored groups to microbatches: advantages, the whole batch's normaliser, length-sorted right-padded tensors. Pure.
-
-Right padding needs no attention mask: attention is causal, so no trained token ever sees padding. What the loss needs
-lies flat, one entry per trained token (suffix `_N`), so that padding can't enter it.
-"""
+"""Scored groups to what a step trains on: advantages, the whole batch's normaliser, microbatches. Pure."""
 
 from __future__ import annotations
 
@@ -10,31 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from grpo_trainer.advantages import group_advantages, is_zero_variance
 from grpo_trainer.config import LossConfig, TrainConfig
 from grpo_trainer.losses import BatchCounts, token_weight
 from grpo_trainer.metrics.types import Max, Mean, Metric, Sum
+from grpo_trainer.microbatches import MicroBatch, TrainingSequence, split
 from grpo_trainer.rollouts.types import Group, RolloutBatch, Sample, Teacher
-from grpo_trainer.segments import Segments
-
-
-@dataclass(frozen=True, eq=False)
-class TrainingSequence:
-    """A sample with its advantages and its weight in the batch's loss."""
-
-    tokens_T: NDArray[np.int64]
-    positions: NDArray[np.int64]  # of its trained tokens, each >= 1: a token is predicted from the one before it
-    advantages: NDArray[np.float32]  # one per trained token
-    rollout_logprobs: NDArray[np.float32] | None  # one per trained token
-    weight: float  # of each of its trained tokens in the loss of the whole batch
-    temperature: float
-    version: int | None = None  # of the policy that sampled it, if known
-    supervised: bool = False
-    teacher: Teacher | None = None  # of its trained tokens, if they learn from it
 
 
 @dataclass(frozen=True)
@@ -44,45 +23,6 @@ class PreparedBatch:
     sequences: tuple[TrainingSequence, ...]
     counts: BatchCounts
     metrics: dict[str, Metric]
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Tensors of one forward and backward pass. B sequences, T tokens, N trained tokens, K tokens of a teacher.
-
-    Attributes:
-        tokens_BT: token ids, right-padded.
-        rows_N, columns_N: where the trained tokens stand in `tokens_BT`; columns are >= 1.
-        advantages_N: of each trained token; 1 under supervision.
-        weights_N: of each trained token in the loss of the whole batch.
-        rollout_logprobs_N: what the server sampled with; 0 where `has_rollout_N` is False.
-        temperature_N: of sampling.
-        supervised_N: the token is to be imitated; the policy did not sample it.
-        teacher_ids_NK, teacher_logprobs_NK: as in `rollouts.types.Teacher`; K is 0 where no sequence has a teacher.
-        versions_B: the policy that sampled each sequence; -1: unknown.
-    """
-
-    tokens_BT: Tensor
-    rows_N: Tensor
-    columns_N: Tensor
-    advantages_N: Tensor
-    weights_N: Tensor
-    rollout_logprobs_N: Tensor
-    has_rollout_N: Tensor
-    temperature_N: Tensor
-    supervised_N: Tensor
-    teacher_ids_NK: Tensor
-    teacher_logprobs_NK: Tensor
-    versions_B: Tensor
-
-    def to(self, device: torch.device) -> MicroBatch:
-        """The same on a device."""
-        return MicroBatch(*(tensor.to(device, non_blocking=True) for tensor in self.__dict__.values()))
-
-    @property
-    def segments(self) -> Segments:
-        """The sequences that the trained tokens belong to."""
-        return Segments(self.rows_N, len(self.tokens_BT))
 
 
 @dataclass(frozen=True)
@@ -98,24 +38,35 @@ class ReadyBatch:
     policy_version: int | None
 
 
-def ready(batch: RolloutBatch, config: TrainConfig) -> ReadyBatch:
+def ready(batch: RolloutBatch, config: TrainConfig, *, packed: bool = False) -> ReadyBatch:
     """Scored groups to tensors in main memory: `prepare`, then `split`."""
-    prepared = prepare(batch, config.loss, config.model.seq_len)
-    return ReadyBatch(prepared, tuple(split(prepared.sequences, config.batch_size)), batch.policy_version)
+    drop = config.compute.overlong == "drop"
+    prepared = prepare(batch, config.loss, config.model.seq_len, drop_overlong=drop)
+    microbatches = split(
+        prepared.sequences, config.batch_size, max_tokens=config.compute.max_tokens_per_microbatch, packed=packed
+    )
+    return ReadyBatch(prepared, tuple(microbatches), batch.policy_version)
 
 
-def prepare(batch: RolloutBatch, config: LossConfig, seq_len: int) -> PreparedBatch:
+def prepare(batch: RolloutBatch, config: LossConfig, seq_len: int, *, drop_overlong: bool = False) -> PreparedBatch:
     """Give every trained token its advantage and its weight.
 
     The weights are those of the whole batch, counted before anything is left out, so neither the split into
     microbatches nor skipping changes the loss. Sequences that have neither loss nor gradient are skipped: those whose
     advantages are all 0, where nothing else is to be learnt from them.
+
+    Args:
+        seq_len: longer sequences are cut.
+        drop_overlong: they are left out instead, as if the batch had been without them; their rewards remain part of
+            their groups' means.
     """
-    cut = [_cut(sample, seq_len) for group in batch.groups for sample in group.samples]
+    samples = [sample for group in batch.groups for sample in group.samples]
+    overlong = [len(sample.tokens_T) > seq_len for sample in samples]
+    cut = [_cut(sample, seq_len, drop_overlong and over) for sample, over in zip(samples, overlong, strict=True)]
     positions = [np.flatnonzero(sample.trained_T) for sample in cut]
     teachers = [_teacher(sample, where) for sample, where in zip(cut, positions, strict=True)]
     counts = BatchCounts(
-        sequences=len(cut),
+        sequences=len(cut) - (sum(overlong) if drop_overlong else 0),
         trained_tokens=sum(map(len, positions)),
         teacher_tokens=sum(int(teacher.given_T.sum()) for teacher in teachers if teacher is not None),
     )
@@ -126,7 +77,12 @@ def prepare(batch: RolloutBatch, config: LossConfig, seq_len: int) -> PreparedBa
         if len(where)
     )
     kept = tuple(sequence for sequence in sequences if _teaches(sequence, config))
-    return PreparedBatch(kept, counts, _batch_metrics(batch, cut, positions, counts, kept))
+    metrics = _batch_metrics(batch, cut, positions, counts, kept)
+    metrics |= {
+        "batch/truncated": Sum(0 if drop_overlong else sum(overlong)),
+        "batch/dropped_overlong": Sum(sum(overlong) if drop_overlong else 0),
+    }
+    return PreparedBatch(kept, counts, metrics)
 
 
 def _teacher(sample: Sample, positions: NDArray[np.int64]) -> Teacher | None:
@@ -167,10 +123,10 @@ def _teaches(sequence: TrainingSequence, config: LossConfig) -> bool:
     return bool(sequence.advantages.any()) or config.trains_without_advantage or sequence.teacher is not None
 
 
-def _cut(sample: Sample, seq_len: int) -> Sample:
-    """The sample within `seq_len` tokens, its first token untrained: nothing predicts it."""
+def _cut(sample: Sample, seq_len: int, dropped: bool) -> Sample:
+    """The sample within `seq_len` tokens, its first token untrained: nothing predicts it. Dropped: all untrained."""
     trained_T = sample.trained_T[:seq_len].copy()
-    trained_T[0] = False
+    trained_T[: None if dropped else 1] = False
     cut = slice(0, seq_len)
     return replace(
         sample,
@@ -206,9 +162,6 @@ def _batch_metrics(
         "batch/sequences": Sum(counts.sequences),
         "batch/sequences_trained": Sum(len(kept)),
         "batch/supervised": Sum(sum(sample.supervised for sample in cut)),
-        "batch/truncated": Sum(
-            sum(len(s.tokens_T) > len(c.tokens_T) for s, c in zip(_samples(batch), cut, strict=True))
-        ),
         "batch/trained_tokens": Sum(counts.trained_tokens),
         "batch/teacher_tokens": Sum(counts.teacher_tokens),
         "batch/tokens": Sum(sum(len(sample.tokens_T) for sample in cut)),
@@ -224,58 +177,3 @@ def _batch_metrics(
 
 def _reward_metrics(mean: str, std: str, rewards: Sequence[float]) -> dict[str, Metric]:
     return {mean: Mean(sum(rewards), len(rewards)), std: Mean(float(np.std(rewards)) if rewards else 0.0)}
-
-
-def _samples(batch: RolloutBatch) -> list[Sample]:
-    return [sample for group in batch.groups for sample in group.samples]
-
-
-def split(sequences: Sequence[TrainingSequence], size: int, pad_id: int = 0) -> list[MicroBatch]:
-    """Microbatches of at most `size` sequences of similar length: sorted, so that padding is little."""
-    by_length = sorted(sequences, key=lambda sequence: len(sequence.tokens_T))
-    return [_pad(by_length[start : start + size], pad_id) for start in range(0, len(by_length), size)]
-
-
-def _pad(sequences: Sequence[TrainingSequence], pad_id: int) -> MicroBatch:
-    longest = max(len(sequence.tokens_T) for sequence in sequences)
-    tokens_BT = np.full((len(sequences), longest), pad_id, dtype=np.int64)
-    for row, sequence in enumerate(sequences):
-        tokens_BT[row, : len(sequence.tokens_T)] = sequence.tokens_T
-    counts = [len(sequence.positions) for sequence in sequences]
-    roll = [
-        np.zeros(count, np.float32) if sequence.rollout_logprobs is None else sequence.rollout_logprobs
-        for sequence, count in zip(sequences, counts, strict=True)
-    ]
-    teacher = _joined_teachers(sequences)
-
-    def each(values: Sequence[float | bool | int], dtype: type) -> Tensor:
-        return torch.from_numpy(np.repeat(np.asarray(values, dtype), counts))
-
-    return MicroBatch(
-        tokens_BT=torch.from_numpy(tokens_BT),
-        rows_N=each(range(len(sequences)), np.int64),
-        columns_N=torch.from_numpy(np.concatenate([sequence.positions for sequence in sequences])),
-        advantages_N=torch.from_numpy(np.concatenate([sequence.advantages for sequence in sequences])),
-        weights_N=each([sequence.weight for sequence in sequences], np.float32),
-        rollout_logprobs_N=torch.from_numpy(np.concatenate(roll).astype(np.float32)),
-        has_rollout_N=each([sequence.rollout_logprobs is not None for sequence in sequences], np.bool_),
-        temperature_N=each([sequence.temperature for sequence in sequences], np.float32),
-        supervised_N=each([sequence.supervised for sequence in sequences], np.bool_),
-        teacher_ids_NK=torch.from_numpy(teacher.ids_TK),
-        teacher_logprobs_NK=torch.from_numpy(teacher.logprobs_TK),
-        versions_B=torch.tensor([-1 if sequence.version is None else sequence.version for sequence in sequences]),
-    )
-
-
-def _joined_teachers(sequences: Sequence[TrainingSequence]) -> Teacher:
-    """One for all trained tokens of several sequences, as wide as the widest."""
-    width = max((s.teacher.ids_TK.shape[1] for s in sequences if s.teacher is not None), default=0)
-    count = sum(len(sequence.positions) for sequence in sequences)
-    ids_NK, logprobs_NK = np.zeros((count, width), np.int64), np.full((count, width), -np.inf, np.float32)
-    start = 0
-    for sequence in sequences:
-        rows = slice(start, start := start + len(sequence.positions))
-        if sequence.teacher is not None:
-            own = sequence.teacher.ids_TK.shape[1]
-            ids_NK[rows, :own], logprobs_NK[rows, :own] = sequence.teacher.ids_TK, sequence.teacher.logprobs_TK
-    return Teacher(ids_NK, logprobs_NK)

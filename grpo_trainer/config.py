@@ -20,6 +20,7 @@ from grpo_trainer.bridge_options import (
     RestartOptions,
     SharedVllm,
 )
+from grpo_trainer.compute_options import ComputeConfig
 from grpo_trainer.loss_config import LossConfig
 from grpo_trainer.model.adapter_file import AdapterFile, read_adapter
 from grpo_trainer.options import Section, leaves, option, shown
@@ -41,7 +42,11 @@ class ModelConfig(Section):
     )
     attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", help="Attention implementation.")
     seq_len: int = option(2048, help="Longest sequence trained on, in tokens; longer ones are truncated.", gt=1)
-    gradient_checkpointing: bool = option(False, help="Recompute activations in the backward pass to save memory.")
+    gradient_checkpointing: bool | None = option(
+        None,
+        help="Recompute activations in the backward pass to save memory (default: auto, in as few layers as the GPU's "
+        "free memory allows; off on a CPU).",
+    )
     seed: int = option(0, help="Seeds adapter initialisation, dropout and the order of microbatches.")
 
 
@@ -156,7 +161,10 @@ class CheckpointConfig(Section):
     checkpoint_interval: int = option(3, help="Save every N steps; 0: only the final one.", ge=0)
     keep_checkpoints: int = option(0, help="Keep only the newest N besides the final one; 0: all.", ge=0)
     resume: str = option(
-        "never", help="auto: go on from the newest checkpoint in --save-path; never; or a checkpoint's path."
+        "never", help="auto: go on from the newest whole checkpoint in --save-path; never; or a checkpoint's path."
+    )
+    background_writes: bool = option(
+        True, help="Copy a checkpoint into main memory, where there is room, and write it while training goes on."
     )
 
 
@@ -180,6 +188,7 @@ class TrainConfig(Section):
     rollouts: RolloutConfig = RolloutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     loss: LossConfig = LossConfig()
+    compute: ComputeConfig = ComputeConfig()
     bridge: BridgeConfig = CheckpointRestart()
     vllm: VllmConfig = VllmConfig()
     drift: DriftConfig = DriftConfig()
@@ -199,6 +208,16 @@ class TrainConfig(Section):
             raise ValueError(
                 f"--warmup-steps {self.optimizer.warmup_steps}: wanted fewer than --training-steps "
                 f"{self.training_steps}, else the peak learning rate is never reached"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sequences_fit(self) -> TrainConfig:
+        most = self.compute.max_tokens_per_microbatch
+        if most is not None and most < self.model.seq_len:
+            raise ValueError(
+                f"--max-tokens-per-microbatch {most}: wanted at least --seq-len {self.model.seq_len}, which one "
+                "sequence may have"
             )
         return self
 

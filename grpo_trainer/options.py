@@ -68,7 +68,7 @@ class Leaf:
 
     @property
     def is_bool(self) -> bool:
-        return self.field.annotation is bool
+        return self.field.annotation in (bool, bool | None)
 
 
 def leaves(root: type[Section], path: tuple[str, ...] = (), choice: type[Section] | None = None) -> Iterator[Leaf]:

@@ -13,12 +13,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from grpo_trainer.batching import MicroBatch, PreparedBatch, ReadyBatch, TrainingSequence, ready
+from grpo_trainer.batching import PreparedBatch, ReadyBatch, ready
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import TrainingError
 from grpo_trainer.logprobs import TokenScores, token_scores
 from grpo_trainer.losses import BatchCounts, LossInputs, batch_loss
 from grpo_trainer.metrics.types import Mean, Metric, Metrics, Sum, merge
+from grpo_trainer.microbatches import MicroBatch, TrainingSequence
 from grpo_trainer.model.reference import Reference, build_reference
 from grpo_trainer.optim import build_optimizer, changed_fraction, sampled
 from grpo_trainer.rollouts.types import RolloutBatch

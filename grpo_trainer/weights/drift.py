@@ -19,11 +19,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from grpo_trainer.batching import MicroBatch, TrainingSequence, split
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import DriftError
 from grpo_trainer.logprobs import token_scores
 from grpo_trainer.metrics.types import Mean, Metric
+from grpo_trainer.microbatches import MicroBatch, TrainingSequence, split
 from grpo_trainer.weights.proof import NOISE_LIMIT, NOISE_LIMIT_4BIT
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ def row_gaps(microbatch: MicroBatch, trainer_logprobs_N: Tensor) -> Tensor:
     """
     known_N = microbatch.has_rollout_N
     gap_N = torch.where(known_N, (trainer_logprobs_N.detach() - microbatch.rollout_logprobs_N).abs(), 0.0)
-    rows_B3 = torch.zeros(len(microbatch.tokens_BT), 3, dtype=torch.float64, device=gap_N.device)
+    rows_B3 = torch.zeros(len(microbatch.versions_B), 3, dtype=torch.float64, device=gap_N.device)
     rows_B3[:, 0] = microbatch.versions_B
     rows_B3[:, 1].index_add_(0, microbatch.rows_N, known_N.double())
     rows_B3[:, 2].index_add_(0, microbatch.rows_N, gap_N.double())

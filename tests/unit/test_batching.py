@@ -11,9 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_trainer.batching import prepare, split
+from grpo_trainer.batching import prepare
 from grpo_trainer.loss_config import LossConfig, LossName
 from grpo_trainer.metrics.types import reduce
+from grpo_trainer.microbatches import plan, split
 from tests.unit.factories import VOCAB, batch, sample
 
 
@@ -125,32 +126,80 @@ groups = st.lists(
 )
 
 
-@given(groups, st.integers(1, 9), st.sampled_from(get_args(LossName)))
+@given(
+    groups,
+    st.integers(1, 9),
+    st.sampled_from(get_args(LossName)),
+    st.none() | st.integers(8, 30),
+    st.booleans(),
+)
 def test_every_trained_token_is_in_exactly_one_microbatch(
-    rows: list[list[tuple[list[int], float]]], size: int, loss
+    rows: list[list[tuple[list[int], float]]], size: int, loss: LossName, max_tokens: int | None, packed: bool
 ) -> None:
     rollouts = batch(*[[sample([1, 2], tokens, reward) for tokens, reward in group] for group in rows])
     prepared = prepare(rollouts, LossConfig(loss=loss), 100)
-    microbatches = split(prepared.sequences, size)
-    assert sum(len(m.tokens_BT) for m in microbatches) == len(prepared.sequences)
-    assert all(len(m.tokens_BT) <= size for m in microbatches)
+    microbatches = split(prepared.sequences, size, max_tokens=max_tokens, packed=packed)
+    assert sum(len(m.versions_B) for m in microbatches) == len(prepared.sequences)
+    if max_tokens is None:
+        assert all(len(m.versions_B) <= size for m in microbatches)
+    else:
+        assert all(m.tokens_BT.numel() <= max_tokens for m in microbatches)
     wanted = sorted(
         (int(s.tokens_T[p]), float(a), s.weight)
         for s in prepared.sequences
         for p, a in zip(s.positions, s.advantages, strict=True)
     )
     got = sorted(
-        (int(m.tokens_BT[r, c]), float(a), float(w))
+        (int(token), float(a), float(w))
         for m in microbatches
-        for r, c, a, w in zip(m.rows_N, m.columns_N, m.advantages_N, m.weights_N, strict=True)
+        for token, a, w in zip(m.targets_N, m.advantages_N, m.weights_N, strict=True)
     )
     assert got == [(token, advantage, pytest.approx(weight, rel=1e-6)) for token, advantage, weight in wanted]
+    before = sorted(int(s.tokens_T[p - 1]) for s in prepared.sequences for p in s.positions)
+    assert before == sorted(int(t) for m in microbatches for t in m.tokens_BT.view(-1)[m.predictors_N])
+
+
+def test_a_packed_row_by_hand() -> None:
+    prepared = prepare(batch([sample([1], [2, 3, 4], 1.0), sample([5], [6], 0.0)]), LossConfig(), 10)
+    (microbatch,) = split(prepared.sequences, 2, packed=True)
+    assert microbatch.tokens_BT.tolist() == [[5, 6, 1, 2, 3, 4]]
+    assert microbatch.packed is not None and microbatch.packed.longest == 4
+    assert microbatch.packed.boundaries.tolist() == [0, 2, 6]
+    assert microbatch.packed.boundaries.dtype == torch.int32
+    assert microbatch.packed.positions_1T.tolist() == [[0, 1, 0, 1, 2, 3]]
+    assert microbatch.targets_N.tolist() == [6, 2, 3, 4] and microbatch.predictors_N.tolist() == [0, 2, 3, 4]
+    assert microbatch.segments.count == 2 and microbatch.rows_N.tolist() == [0, 1, 1, 1]
+
+
+def test_a_budget_of_tokens_decides_the_split() -> None:
+    lengths = [5, 1, 4, 3, 2]
+    assert plan(lengths, size=2, max_tokens=None, packed=True) == [[1, 4], [3, 2], [0]]
+    # padded, 8 tokens: one row of 5, two of 4 (4 and 3), two of 2 (2 and 1)
+    assert plan(lengths, size=2, max_tokens=8, packed=False) == [[0], [2, 3], [4, 1]]
+    # packed, 8 tokens: 15 in all, so two bins: 5 + 3 and 4 + 2 + 1 first fit; longest to the emptier one is as even
+    assert plan(lengths, size=2, max_tokens=8, packed=True) == [[0, 4, 1], [2, 3]]
+    # two bins of 12 for 24 tokens: 6 + 6 and 4 + 4 + 4; the longest to the emptier one would come to 6 + 4 + 4 = 14
+    assert plan([6, 6, 4, 4, 4], size=2, max_tokens=12, packed=True) == [[1, 0], [4, 3, 2]]
+    # longer than the budget: alone
+    assert plan([9, 2, 2], size=2, max_tokens=4, packed=True) == [[0], [2, 1]]
+
+
+def test_overlong_sequences_are_dropped_on_request() -> None:
+    """As if the batch had been without them, but for the mean of rewards that the others are measured by."""
+    rollouts = batch([sample([1, 2], [3, 4, 5], 1.0), sample([1, 2], [3], 0.0)])
+    prepared = prepare(rollouts, LossConfig(), 4, drop_overlong=True)
+    assert [s.tokens_T.tolist() for s in prepared.sequences] == [[1, 2, 3]]
+    assert prepared.sequences[0].weight == 1.0 and prepared.sequences[0].advantages[0] < 0
+    numbers = reduce(prepared.metrics)
+    assert numbers["batch/dropped_overlong"] == 1 and numbers["batch/truncated"] == 0
+    assert numbers["batch/sequences"] == 1 and numbers["batch/trained_tokens"] == 1
+    assert prepare(rollouts, LossConfig(loss="grpo"), 2, drop_overlong=True).sequences == ()
 
 
 def test_padding_goes_right_and_carries_nothing() -> None:
     prepared = prepare(batch([sample([1], [2, 3, 4], 1.0), sample([1], [2], 0.0)]), LossConfig(), 10)
-    (microbatch,) = split(prepared.sequences, 2, pad_id=9)
-    assert microbatch.tokens_BT.tolist() == [[1, 2, 9, 9], [1, 2, 3, 4]]  # sorted by length
+    (microbatch,) = split(prepared.sequences, 2)
+    assert microbatch.tokens_BT.tolist() == [[1, 2, 0, 0], [1, 2, 3, 4]]  # sorted by length
     assert microbatch.rows_N.tolist() == [0, 1, 1, 1] and microbatch.columns_N.tolist() == [1, 1, 2, 3]
     assert microbatch.temperature_N.dtype == torch.float32
     assert np.isclose(float(microbatch.weights_N.sum()), 1.0)

@@ -1,0 +1,44 @@
+"""Options of how a step is computed: none of them changes what is learnt. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from grpo_trainer.options import Section, option
+
+Choice = Literal["auto", "on", "off"]
+
+
+class ComputeConfig(Section):
+    """Speed and memory."""
+
+    max_tokens_per_microbatch: int | None = option(
+        None,
+        help="Most tokens of a forward pass, padding included; then it decides how a step's sequences (--batch-size x "
+        "--gradient-accumulation-steps) are cut into microbatches (default: --batch-size of them each).",
+        gt=1,
+    )
+    overlong: Literal["truncate", "drop"] = option(
+        "truncate", help="Sequences longer than --seq-len: train on what fits, or not at all; both are counted."
+    )
+    packing: Choice = option(
+        "auto", help="Sequences end to end without padding; auto: on a GPU, where the model's attention allows it."
+    )
+    compile: Choice = option(
+        "auto",
+        help="torch.compile of decoder layers and head; auto: on a GPU, for models of at least 0.3B parameters and "
+        "runs of at least 20 steps (it takes about a minute).",
+    )
+    activation_offload: bool = option(
+        False, help="Keep what layers recompute from (--gradient-checkpointing) in main memory; auto turns that on."
+    )
+    trainer_memory_gb: float | None = option(
+        None,
+        help="GPU memory in GB that --gradient-checkpointing auto may count on (default: what is free).",
+        gt=0,
+    )
+    grad_dtype: Literal["auto", "weights", "float32"] = option(
+        "auto",
+        help="Gradients add up over microbatches in the weights' dtype, or in float32; auto: float32 where it takes "
+        "less than a tenth of the GPU's free memory, or off a GPU.",
+    )
