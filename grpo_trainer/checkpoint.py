@@ -3,40 +3,40 @@
 step_12/                      named by what is trained, see `model/policy.py`
     …                         the trained weights, as others load them
     trainer_state.pt          optimizer, random generators, weights that the above rounds
-    state.json                step, policy version; written last: a folder without it is no checkpoint
+    state.json                step, policy version, checksums; written last: a folder without it is no checkpoint
+
+While training goes on they are written from a copy in main memory, by a thread (`saving/`).
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from grpo_trainer.config import CheckpointConfig
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.files import replace_file, whole_folder, write_tensors
+from grpo_trainer.files import remove_remains, whole_folder, write_tensors
+from grpo_trainer.metrics.types import Metrics, Sum
 from grpo_trainer.model.policy import Adapter, AllWeights, Policy
 from grpo_trainer.optim import FusedAdamW, TwoPartOptimizer
+from grpo_trainer.saving.finding import Found, newest_whole, saved_checkpoints
+from grpo_trainer.saving.generators import generator_states, restore_generators
+from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, Progress, check_files, read_state, seal
+from grpo_trainer.saving.snapshot import Snapshot
+from grpo_trainer.saving.writer import BackgroundWriter
 
 log = logging.getLogger(__name__)
 
-STATE_FILE = "state.json"
 TENSORS_FILE = "trainer_state.pt"
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a run stands: steps done, and the policy version that they led to."""
-
-    step: int = 0
-    policy_version: int = 0
 
 
 class Checkpoints:
@@ -45,6 +45,9 @@ class Checkpoints:
     Args:
         policy: what is trained.
         optimizer: of its parameters.
+
+    Attributes:
+        safe: the newest progress that can be resumed; None: there is none yet.
     """
 
     def __init__(self, config: CheckpointConfig, policy: Policy, optimizer: TwoPartOptimizer) -> None:
@@ -54,85 +57,179 @@ class Checkpoints:
         self._device = next(policy.model.parameters()).device
         self._weights: tuple[int, Path] | None = None  # the version that a folder is known to hold
         self._serving: Path | None = None
+        self._snapshot = Snapshot()
+        self._writer = BackgroundWriter()
+        self._pruning = threading.Lock()
+        self._write_seconds: float | None = None
+        self.safe: Progress | None = None
+        self._safe_path: Path | None = None
 
-    def maybe_save(self, progress: Progress) -> None:
-        """Save if `--checkpoint-interval` says so."""
+    # Saving
+
+    def maybe_save(self, progress: Progress) -> Metrics:
+        """Save if `--checkpoint-interval` says so, in the background if there is room for a copy.
+
+        Returns:
+            How long training stood still for it, and how long one took to write since this was asked last.
+
+        Raises:
+            OSError: the one before could not be written.
+        """
+        self._writer.check()
         interval = self._config.checkpoint_interval
-        if interval and progress.step % interval == 0:
-            self.save(progress)
+        due = interval and progress.step % interval == 0
+        return {**self._start(progress), **self._took()} if due else self._took()
+
+    def _took(self) -> Metrics:
+        seconds, self._write_seconds = self._write_seconds, None
+        return {} if seconds is None else {"checkpoint/write_time": Sum(seconds)}
+
+    def _start(self, progress: Progress) -> Metrics:
+        started = time.perf_counter()
+        self._writer.wait()
+        path = self._path(progress)
+        tree = self._tree()
+        copy = self._snapshot.take(tree) if self._config.background_writes else None
+        if copy is None:
+            self._write(path, progress, tree)
+        else:
+            self._writer.start(lambda: self._write(path, progress, copy))
+        return {"train/save_time": Sum(time.perf_counter() - started)}
 
     def save(self, progress: Progress, *, final: bool = False) -> Path:
-        """Write a checkpoint, then prune older ones to `--keep-checkpoints`."""
-        path = self._config.save_path / (self._policy.final_name if final else self._name(progress.step))
-        generators = {"cpu": torch.get_rng_state()}
-        if self._device.type == "cuda":
-            generators["cuda"] = torch.cuda.get_rng_state(self._device)
-        state = {
+        """Write a checkpoint, then prune older ones to `--keep-checkpoints`; it is on the disk when this returns.
+
+        Raises:
+            OSError: this one or the one before could not be written.
+        """
+        self._writer.wait()
+        if not final and self._safe_path is not None and self.safe == progress:
+            return self._safe_path
+        path = self._config.save_path / self._policy.final_name if final else self._path(progress)
+        self._write(path, progress, self._tree())
+        return path
+
+    def close(self, seconds: float | None = None) -> None:
+        """Wait for what is being written, so long at most.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        if self._writer.wait(seconds):
+            self._snapshot.close()
+
+    def _tree(self) -> dict[str, Any]:
+        """All that is saved, as it lies in memory; training must stand still while this is read."""
+        return {
             "optimizer": self._optimizer.state_dict(),
             "optimizer_kind": self._optimizer.kind,
-            "generators": generators,
-            "weights": self._policy.exact_weights(),
+            "generators": generator_states(self._device),
+            "weights": self._policy.tensors(),
         }
-        with self._with_weights(progress.policy_version, path) as folder:
-            write_tensors(folder / TENSORS_FILE, state)
-            replace_file(folder / STATE_FILE, json.dumps(asdict(progress)).encode())
+
+    def _write(self, path: Path, progress: Progress, tree: dict[str, Any]) -> None:
+        started = time.perf_counter()
+        weights: dict[str, Tensor] = tree["weights"]
+        with self._with_weights(progress.policy_version, path, weights) as folder:
+            write_tensors(folder / TENSORS_FILE, {**tree, "weights": self._policy.exact(weights)})
+            seal(folder, progress)
+        self.safe, self._safe_path = progress, path
+        self._write_seconds = time.perf_counter() - started
         log.info("saved %s", path)
         self._prune(path)
-        return path
+
+    @contextmanager
+    def _with_weights(self, version: int, path: Path, weights: Mapping[str, Tensor]) -> Iterator[Path]:
+        """A folder with the weights in it, to be added to."""
+        if self._weights == (version, path):  # written for the server
+            yield path
+        else:
+            with whole_folder(path) as folder:
+                self._policy.write(folder, weights)
+                yield folder
+
+    def _path(self, progress: Progress) -> Path:
+        return self._config.save_path / self._name(progress.step)
+
+    def _name(self, step: int) -> str:
+        return f"{self._policy.step_prefix}{step}"
+
+    # For a server that is started on them
 
     def export(self, version: int) -> Path:
         """A folder that holds the trained weights, which are of this policy version; written if there is none.
 
         Versions are steps, but for steps that were skipped: a checkpoint of that step is never overwritten.
         """
+        self._writer.wait()
         if self._weights is None or self._weights[0] != version:
             path = self._config.save_path / self._name(version)
             if (path / STATE_FILE).exists():
                 path = path.with_name(f"version_{version}")
             with whole_folder(path) as folder:
-                self._policy.save(folder)
+                self._policy.write(folder, self._policy.tensors())
             self._weights = (version, path)
         return self._weights[1]
 
     def serving(self, path: Path) -> None:
         """A server has loaded this folder: it stays, and the one before may go."""
+        self._writer.wait()
         before, self._serving = self._serving, path
         if before is not None and self._config.keep_checkpoints and not (before / STATE_FILE).exists():
             shutil.rmtree(before)
             log.info("pruned %s", before)
         self._prune(path)
 
-    def _name(self, step: int) -> str:
-        return f"{self._policy.step_prefix}{step}"
-
-    @contextmanager
-    def _with_weights(self, version: int, path: Path) -> Iterator[Path]:
-        """A folder with the weights in it, to be added to."""
-        if self._weights == (version, path):  # written for the server
-            yield path
-        else:
-            with whole_folder(path) as folder:
-                self._policy.save(folder)
-                yield folder
+    # Resuming
 
     def resume(self) -> Progress:
         """Load what `--resume` names; the start of a new run when there is nothing to resume.
 
+        Of `auto` a damaged checkpoint is put aside, and the newest whole one before it taken.
+
         Raises:
-            ConfigError: the named checkpoint is none or incomplete, was made with other options or in another mode, or
-                newer ones lie in `--save-path`.
+            ConfigError: the named checkpoint is none, damaged or incomplete, was made with other options or in another
+                mode, or newer ones lie in `--save-path`.
         """
-        path = self._wanted()
-        if path is None:
+        if self._config.resume == "never":
             return Progress()
+        for kind in (Adapter, AllWeights):
+            remove_remains(self._config.save_path, kind.step_prefix)
+            remove_remains(self._config.save_path, kind.final_name)
+        found = (
+            newest_whole(self._config.save_path)
+            if self._config.resume == "auto"
+            else self._named(Path(self._config.resume))
+        )
+        if found is None:
+            log.info("--resume auto: no checkpoint in %s, starting anew", self._config.save_path)
+            return Progress()
+        self._check_kind(found.path)
+        self._load(found.path)
+        self.safe, self._safe_path = found.state.progress, found.path
+        self._weights = (self.safe.policy_version, found.path)
+        _say(found)
+        return self.safe
+
+    def _named(self, path: Path) -> Found:
         self._check_kind(path)
-        progress = Progress(**json.loads((path / STATE_FILE).read_text()))
-        newer = [found.name for step, found in self._saved() if step > progress.step]
+        try:
+            found = Found(path, read_state(path))
+            check_files(path, found.state)
+        except DamagedError as damage:
+            raise ConfigError(
+                f"--resume {path}: damaged: {damage}; use --resume auto to go on from the newest whole one"
+            ) from None
+        step = found.state.progress.step
+        newer = [one.path.name for one in saved_checkpoints(self._config.save_path) if one.state.progress.step > step]
         if newer:
             raise ConfigError(
-                f"--resume {path}: step {progress.step}, but {self._config.save_path} holds newer checkpoints "
+                f"--resume {path}: step {step}, but {self._config.save_path} holds newer checkpoints "
                 f"({', '.join(newer)}), which the run would mix with; move them away, or choose another --save-path"
             )
+        return found
+
+    def _load(self, path: Path) -> None:
         tensors = torch.load(path / TENSORS_FILE, map_location="cpu", weights_only=True, mmap=True)
         kind = tensors.get("optimizer_kind", FusedAdamW.kind)
         if kind != self._optimizer.kind:
@@ -142,12 +239,7 @@ class Checkpoints:
             )
         self._policy.load(path, tensors.get("weights", {}))
         self._load_optimizer(tensors["optimizer"])
-        torch.set_rng_state(tensors["generators"]["cpu"].clone())
-        if "cuda" in tensors["generators"] and self._device.type == "cuda":
-            torch.cuda.set_rng_state(tensors["generators"]["cuda"].clone(), self._device)
-        self._weights = (progress.policy_version, path)
-        log.info("resumed %s: step %d, policy version %d", path, progress.step, progress.policy_version)
-        return progress
+        restore_generators(tensors["generators"], self._device)
 
     def _check_kind(self, path: Path) -> None:
         for file in (STATE_FILE, TENSORS_FILE):
@@ -167,32 +259,26 @@ class Checkpoints:
         for group, options in zip(self._optimizer.param_groups, wanted, strict=True):
             group.update(options)
 
-    def _wanted(self) -> Path | None:
-        match self._config.resume:
-            case "never":
-                return None
-            case "auto":
-                saved = self._saved()
-                if not saved:
-                    log.info("--resume auto: no checkpoint in %s, starting anew", self._config.save_path)
-                return saved[-1][1] if saved else None
-            case path:
-                return Path(path)
-
-    def _saved(self) -> list[tuple[int, Path]]:
-        """All whole checkpoints by step, of any kind, the final ones among them, oldest first."""
-        return sorted(
-            (json.loads((path / STATE_FILE).read_text())["step"], path)
-            for kind in (Adapter, AllWeights)
-            for path in [*self._config.save_path.glob(f"{kind.step_prefix}*"), self._config.save_path / kind.final_name]
-            if (path / STATE_FILE).is_file()
-        )
+    # Pruning
 
     def _prune(self, newest: Path) -> None:
         keep = self._config.keep_checkpoints
-        steps = [path for _, path in self._saved() if path.name != self._policy.final_name]
-        for path in steps[:-keep] if keep else []:
-            if path in (newest, self._serving):
-                continue
-            shutil.rmtree(path)
-            log.info("pruned %s", path)
+        with self._pruning:
+            paths = [found.path for found in saved_checkpoints(self._config.save_path)] if keep else []
+            for path in [path for path in paths if path.name != self._policy.final_name][:-keep]:
+                if path in (newest, self._serving):
+                    continue
+                shutil.rmtree(path)
+                log.info("pruned %s", path)
+
+
+def _say(found: Found) -> None:
+    progress, files = found.state.progress, found.state.files
+    minutes = max(0.0, time.time() - found.state.saved_at) / 60
+    age = f"{minutes:.0f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours"
+    size = sum(size for size, _ in (files or {}).values()) / 1e6
+    verified = "no checksums in it" if files is None else f"{len(files)} files, {size:.1f} MB, checksums right"
+    log.info(
+        "resumed %s: step %d, policy version %d, saved %s ago, %s",
+        *(found.path, progress.step, progress.policy_version, age, verified),
+    )

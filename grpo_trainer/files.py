@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -98,7 +100,7 @@ def refuse_to_mix_runs(folder: Path, resume: str, flag: str) -> None:
 def whole_folder(path: Path) -> Iterator[Path]:
     """A folder to write into that becomes `path` when the block ends well, and vanishes when it does not.
 
-    A folder that is at `path` already is replaced.
+    A folder that is at `path` already is replaced: whoever looks finds the one or the other.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
@@ -106,8 +108,41 @@ def whole_folder(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         if path.exists():
-            shutil.rmtree(path)
-        temporary.rename(path)
+            _exchange(temporary, path)
+            shutil.rmtree(temporary)
+        else:
+            temporary.rename(path)
+        sync_folder(path.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def remove_remains(folder: Path, name: str) -> None:
+    """Remove what a process that was killed left of files and folders of names that begin so."""
+    for path in folder.glob(f".{name}*.tmp"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder on the disk, not only on their way there."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Swap two folders in one go; on a file system that can't, in three."""
+    paths = os.fsencode(one), os.fsencode(other)
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "renameat2") and not libc.renameat2(AT_FDCWD, paths[0], AT_FDCWD, paths[1], RENAME_EXCHANGE):
+        return
+    aside = one.with_name(f"{one.name}.aside.tmp")
+    other.rename(aside)
+    one.rename(other)
+    aside.rename(one)

@@ -91,18 +91,21 @@ def export_model(
     folder: Path,
     dtype: torch.dtype,
     shard_bytes: int = SHARD_BYTES,
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write weights, configuration, generation configuration if the model came with one, and tokenizer.
 
     Args:
         folder: exists and is empty; see `files.whole_folder`.
         dtype: of the written weights; LoRA is merged in fp32 before.
+        tensors: what a model without adapter is to be written with, by the names of `stored_tensors`; by default what
+            it has now.
 
     Raises:
         ModelError: see `stored_tensors`.
         OSError: with `filename`.
     """
-    stored = stored_tensors(model)
+    stored = stored_tensors(model) if tensors is None else {name: (name, each) for name, each in tensors.items()}
     shards = plan_shards({name: tensor.numel() * dtype.itemsize for name, (_, tensor) in stored.items()}, shard_bytes)
     index: dict[str, str] = {}
     total = 0

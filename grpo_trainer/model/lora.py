@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -141,15 +141,21 @@ def adapter_state(model: PeftModel) -> dict[str, torch.Tensor]:
     return get_peft_model_state_dict(model, save_embedding_layers=False)
 
 
-def save_adapter(model: PeftModel, folder: Path, dtype: torch.dtype | None = None) -> None:
+def save_adapter(
+    model: PeftModel,
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
     """Write `adapter_model.safetensors` and `adapter_config.json` into an existing folder.
 
     Args:
+        tensors: the adapter's weights; by default those that the model has now.
         dtype: of the written weights; by default as they are trained (fp32).
     """
     state = {
         name: tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
-        for name, tensor in adapter_state(model).items()
+        for name, tensor in (adapter_state(model) if tensors is None else tensors).items()
     }
     write_bytes(folder / WEIGHTS_FILE, save(state, metadata={"format": "pt"}))
     write_bytes(folder / CONFIG_FILE, json.dumps(adapter_settings(model), indent=2).encode())

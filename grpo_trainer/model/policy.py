@@ -66,12 +66,20 @@ class Policy(Protocol):
     final_name: str
     marker: str
 
-    def save(self, folder: Path) -> None:
-        """Write the trained weights into an existing folder."""
+    def tensors(self) -> dict[str, Tensor]:
+        """The weights that a checkpoint is made of, as they lie in the model: to be read, or copied first."""
         ...
 
-    def exact_weights(self) -> dict[str, Tensor]:
-        """What `save` does not write to the last bit, for the checkpoint."""
+    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Write the trained weights into an existing folder.
+
+        Args:
+            tensors: `tensors()`, or a copy: the model itself is not read.
+        """
+        ...
+
+    def exact(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Those of `tensors` that `write` does not write to the last bit, for the checkpoint."""
         ...
 
     def load(self, path: Path, exact: Mapping[str, Tensor]) -> None:
@@ -94,10 +102,13 @@ class Adapter:
     def __init__(self, model: PeftModel) -> None:
         self.model = model
 
-    def save(self, folder: Path) -> None:
-        lora.save_adapter(self.model, folder)
+    def tensors(self) -> dict[str, Tensor]:
+        return lora.adapter_state(self.model)
 
-    def exact_weights(self) -> dict[str, Tensor]:
+    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        lora.save_adapter(self.model, folder, tensors)
+
+    def exact(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {}
 
     def load(self, path: Path, exact: Mapping[str, Tensor]) -> None:
@@ -127,7 +138,7 @@ class AllWeights:
     """Every parameter of a model, in fp32.
 
     Args:
-        dtype: of the folders that `save` writes; the server's.
+        dtype: of the folders that `write` writes; the server's.
     """
 
     kind = "all weights"
@@ -142,12 +153,15 @@ class AllWeights:
         self._tokenizer = tokenizer
         self._dtype = dtype
 
-    def save(self, folder: Path) -> None:
-        export_model(self.model, self._tokenizer, folder, self._dtype)
-
-    def exact_weights(self) -> dict[str, Tensor]:
-        """Always: what is written for the server may be rounded, and under names of its own."""
+    def tensors(self) -> dict[str, Tensor]:
         return {name: tensor.detach() for name, (_, tensor) in stored_tensors(self.model).items()}
+
+    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        export_model(self.model, self._tokenizer, folder, self._dtype, tensors=tensors)
+
+    def exact(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """All: what is written for the server may be rounded, and under names of its own."""
+        return dict(tensors)
 
     def load(self, path: Path, exact: Mapping[str, Tensor]) -> None:
         self._check_shapes(path, exact)
@@ -178,10 +192,9 @@ class SharedWeights(AllWeights):
         self.source = source
         self.loaded: dict[str, Tensor] | None = None
 
-    def exact_weights(self) -> dict[str, Tensor]:
+    def exact(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Those of another dtype than the rest: in most models none."""
-        stored = {name: tensor.detach() for name, (_, tensor) in stored_tensors(self.model).items()}
-        return {name: tensor.clone() for name, tensor in stored.items() if tensor.dtype != self._dtype}
+        return {name: tensor.clone() for name, tensor in tensors.items() if tensor.dtype != self._dtype}
 
     def load(self, path: Path, exact: Mapping[str, Tensor]) -> None:
         """Read them into main memory, for `write_loaded`."""

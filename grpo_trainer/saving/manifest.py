@@ -1,0 +1,131 @@
+"""state.json: where a run stood, and a checksum of every file beside it. A folder without it is no checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_trainer.files import replace_file, sync_folder
+
+STATE_FILE = "state.json"
+
+READERS = 4
+"""Files that are read at the same time: hashing holds no lock of Python's."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands: steps done, and the policy version that they led to.
+
+    Attributes:
+        batches: leases of the rollout API that these steps trained on and that are not acknowledged yet: they are once
+            a checkpoint of these steps is whole.
+    """
+
+    step: int = 0
+    policy_version: int = 0
+    batches: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class State:
+    """What a state.json says.
+
+    Attributes:
+        saved_at: Unix seconds.
+        files: size in bytes and SHA-256 of every file of the folder, by its path in it; None: written before there
+            were checksums.
+    """
+
+    progress: Progress
+    saved_at: float
+    files: Mapping[str, tuple[int, str]] | None
+
+
+class DamagedError(Exception):
+    """A checkpoint is not as it was written; the message says what is wrong with it."""
+
+
+def seal(folder: Path, progress: Progress) -> None:
+    """Write state.json last of all: from then on the folder is a checkpoint, on the disk and not only on its way there.
+
+    Raises:
+        OSError: with `filename`.
+    """
+    paths = _paths(folder)
+    with ThreadPoolExecutor(READERS) as readers:
+        sums = list(readers.map(_synced_checksum, paths))
+    content = {
+        **asdict(progress),
+        "saved_at": time.time(),
+        "files": {str(path.relative_to(folder)): each for path, each in zip(paths, sums, strict=True)},
+    }
+    content["checksum"] = _checksum_of(content)
+    replace_file(folder / STATE_FILE, json.dumps(content, indent=1).encode())
+    sync_folder(folder)
+
+
+def read_state(folder: Path) -> State:
+    """What the state.json of a folder says.
+
+    Raises:
+        DamagedError: it is not as it was written.
+    """
+    try:
+        content = json.loads((folder / STATE_FILE).read_text())
+        if "files" in content and content.pop("checksum", None) != _checksum_of(content):
+            raise DamagedError(f"{STATE_FILE} does not fit its own checksum")
+        progress = Progress(content["step"], content["policy_version"], tuple(content.get("batches", ())))
+        listed = content.get("files")
+        files = None if listed is None else {name: (int(size), str(sha)) for name, (size, sha) in listed.items()}
+        return State(progress, content.get("saved_at", (folder / STATE_FILE).stat().st_mtime), files)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{STATE_FILE} can't be read ({type(error).__name__}: {error})") from None
+
+
+def check_files(folder: Path, state: State) -> None:
+    """Read every file and compare it with its checksum.
+
+    Raises:
+        DamagedError: naming the file.
+    """
+    files = state.files or {}
+    for name, (size, _) in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise DamagedError(f"{name} is missing")
+        if path.stat().st_size != size:
+            raise DamagedError(f"{name} has {path.stat().st_size} bytes, was written with {size}")
+    with ThreadPoolExecutor(READERS) as readers:
+        sums = readers.map(lambda name: _checksum(folder / name), files)
+        for (name, (_, wanted)), found in zip(files.items(), sums, strict=True):
+            if found != wanted:
+                raise DamagedError(f"{name} does not fit its checksum")
+
+
+def _paths(folder: Path) -> list[Path]:
+    """Every file of a checkpoint but state.json and what is only on its way to become one."""
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [path for path in found if path.name != STATE_FILE and not path.name.startswith(".")]
+
+
+def _synced_checksum(path: Path) -> tuple[int, str]:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _checksum_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
