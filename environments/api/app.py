@@ -161,8 +161,10 @@ class Api:
         )
 
     async def extend(self, request: Request) -> Response:
-        lease = _number(request.query_params.get("lease", ""), "lease", 0.1, MAX_LEASE_S)
-        return await self._lease_answer(request, self.service.extend(request.path_params["batch_id"], lease))
+        query = request.query_params
+        lease = _number(query.get("lease", ""), "lease", 0.1, MAX_LEASE_S)
+        step = int(_number(query["step"], "step", 0, 2**53, whole=True)) if "step" in query else None
+        return await self._lease_answer(request, self.service.extend(request.path_params["batch_id"], lease, step))
 
     async def release(self, request: Request) -> Response:
         return await self._lease_answer(request, self.service.release(request.path_params["batch_id"]))

@@ -84,7 +84,7 @@ OPERATIONS = (
         "/batch/{batch_id}/extend",
         "Hold the batch for longer.",
         _LEASE | {422: wire.ErrorResponse},
-        query={"lease": _SECONDS},
+        query={"lease": _SECONDS, "step": _WHOLE},
         required_query=frozenset({"lease"}),
     ),
     Operation("post", "/batch/{batch_id}/release", "Put the batch back.", _LEASE),

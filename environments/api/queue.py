@@ -76,6 +76,7 @@ class RolloutQueue:
         self.closed: OrderedDict[str, Closed] = OrderedDict()
         self.changes += 1  # never back to an earlier number: answers are kept by it
         self._chosen: tuple[int, list[int] | None] = (-1, None)
+        self.given_back: list[tuple[int, ...]] = []
 
     @classmethod
     def restore(cls, snapshot: Snapshot, now: float, journal: Journal, env_timeout: float = 60.0) -> "RolloutQueue":
@@ -133,7 +134,7 @@ class RolloutQueue:
         ids = self._choice()
         if ids is None:
             return None
-        groups = self.line.remove(ids)
+        groups = self._take(ids)
         self.changes += 1
         granted = Lease(self._new_id(), tuple(ids), now + lease, request)
         self.leases[granted.batch_id] = granted
@@ -161,7 +162,7 @@ class RolloutQueue:
             if closed.how != "expired" or not all(each in self.line.groups for each in closed.groups):
                 raise LeaseError(409, f"batch {batch_id} was {_ended(closed)}: its groups are trained again")
             ids = closed.groups
-            self.line.remove(ids)
+            self._take(ids)
         assert self.run is not None, "a lease without a run"
         self.changes += 1
         self.journal.drop(ids)
@@ -169,13 +170,19 @@ class RolloutQueue:
         self._put_run(replace(self.run, current_step=self.run.current_step + 1 if step is None else step))
         return ids
 
-    def extend(self, batch_id: str, now: float, lease: float) -> Lease:
-        """Hold a batch until `now + lease`.
+    def extend(self, batch_id: str, now: float, lease: float, step: int | None = None) -> Lease:
+        """Hold a batch until `now + lease`; `step` is the step that training on it has led to.
+
+        A trainer acknowledges what a checkpoint holds, and says with `step` how far it is before there is one.
 
         Raises:
             LeaseError: the lease is unknown (404) or has ended (409).
         """
-        return self._extended(self._held(batch_id), now + lease)
+        held = self._held(batch_id)
+        if step is not None:
+            assert self.run is not None, "a lease without a run"
+            self._put_run(replace(self.run, current_step=step))
+        return self._extended(held, now + lease)
 
     def release(self, batch_id: str) -> None:
         """Put a batch back at once, as a trainer does that stops.
@@ -325,8 +332,21 @@ class RolloutQueue:
         assert self.run is not None, "a batch without a run"
         if self._chosen[0] != self.changes:
             target = self.run.trainer.batch_size
-            self._chosen = (self.changes, choose(target, self.line.pools(target, self.minima())))
+            ids = self._given_back(target) or choose(target, self.line.pools(target, self.minima()))
+            self._chosen = (self.changes, ids)
         return self._chosen[1]
+
+    def _given_back(self, target: int) -> list[int] | None:
+        """The oldest batch that a trainer gave back: it comes again as it was, whatever else has arrived since."""
+        fitting = [ids for ids in self.given_back if sum(self.line.groups[each].size for each in ids) == target]
+        return list(min(fitting)) if fitting else None
+
+    def _take(self, ids: Iterable[int]) -> list[Group]:
+        """Groups out of the line."""
+        taken = self.line.remove(ids)
+        out = {group.id for group in taken}
+        self.given_back = [each for each in self.given_back if out.isdisjoint(each)]
+        return taken
 
     def _reserves(self, env_id: int | None) -> bool:
         return (
@@ -360,6 +380,8 @@ class RolloutQueue:
         lease = self.leases.pop(batch_id)
         for each in lease.groups:
             self._enqueue(self.leased.pop(each))
+        if closed.how != "expired":
+            self.given_back.append(lease.groups)
         self.journal.move(lease.groups, "queue")
         self._close(batch_id, closed)
 

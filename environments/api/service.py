@@ -113,9 +113,9 @@ class Service:
         await self._commit()
         return wire.LeaseResponse(status="acknowledged", current_step=self.step)
 
-    async def extend(self, batch_id: str, lease: float) -> wire.LeaseResponse:
-        """Hold a batch for longer (raises as `RolloutQueue.extend`)."""
-        self.queue.extend(batch_id, self.clock(), lease)
+    async def extend(self, batch_id: str, lease: float, step: int | None = None) -> wire.LeaseResponse:
+        """Hold a batch for longer, perhaps one that is trained (see `RolloutQueue.extend`, also for what is raised)."""
+        self.queue.extend(batch_id, self.clock(), lease, step)
         await self._commit()
         return wire.LeaseResponse(status="extended", current_step=self.step)
 

@@ -86,6 +86,7 @@ class Life(RuleBasedStateMachine):
         self.held: dict[str, tuple[int, ...]] = {}
         self.deadlines: dict[str, float] = {}
         self.done: list[int] = []
+        self.given_back: list[tuple[int, ...]] = []
 
     @initialize(batch_size=st.sampled_from([4, 8, 12]))
     def begin(self, batch_size: int) -> None:
@@ -94,6 +95,7 @@ class Life(RuleBasedStateMachine):
     @rule(batch_size=st.sampled_from([4, 8, 12]))
     def register(self, batch_size: int) -> None:
         self.queue.register(trainer(batch_size))
+        self.given_back += self.held.values()
         self.put_back(list(self.held))
 
     @rule(group_size=SIZES, share=st.sampled_from([None, 0.0, 0.25, 0.5, 1.0]))
@@ -112,12 +114,17 @@ class Life(RuleBasedStateMachine):
     @rule(target=leases)
     def next_batch(self) -> str:
         before = self.possible()
+        again = self.fitting()
         grant = self.queue.next_batch(self.now, LEASE_S)
         if grant is None:
             assert not before, f"whole groups fit and no batch came: {before[0]}"
             return ""
         ids = grant.lease.groups
-        assert list(ids) == min(before), "not the oldest batch"
+        if again:
+            assert ids == min(again), "not the oldest batch that was given back"
+        else:
+            assert list(ids) == min(before), "not the oldest batch"
+        self.given_back = [each for each in self.given_back if not set(each) & set(ids)]
         assert self.queue.run is not None
         assert sum(group.size for group in grant.groups) == self.queue.run.trainer.batch_size
         for each in ids:
@@ -133,6 +140,7 @@ class Life(RuleBasedStateMachine):
         except LeaseError:
             assert lease not in self.held
             return
+        self.given_back = [each for each in self.given_back if not set(each) & set(ids)]
         for each in ids:
             self.waiting.pop(each, None)
             self.done.append(each)
@@ -144,6 +152,7 @@ class Life(RuleBasedStateMachine):
             self.queue.release(lease)
         except LeaseError:
             assert lease not in self.held
+        self.given_back += [self.held[lease]] if lease in self.held else []
         self.put_back([lease])
 
     @rule(seconds=st.sampled_from([1.0, 20.0, 61.0]))
@@ -165,6 +174,12 @@ class Life(RuleBasedStateMachine):
         for lease in leases:
             for each in self.held.pop(lease, ()):
                 self.waiting[each] = self.queue.line.groups[each]
+
+    def fitting(self) -> list[tuple[int, ...]]:
+        """Batches that were given back and have the size that is wanted now."""
+        assert self.queue.run is not None
+        target = self.queue.run.trainer.batch_size
+        return [ids for ids in self.given_back if sum(self.waiting[each].size for each in ids) == target]
 
     def possible(self) -> list[list[int]]:
         """Every batch that could be made of the queue, on the few oldest groups of each lane."""
