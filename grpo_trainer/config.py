@@ -172,10 +172,26 @@ class LogConfig(Section):
     """Logging."""
 
     log_dir: Path | None = option(None, help="Folder of metrics.jsonl (default: --save-path).")
-    use_wandb: bool = option(False, help="Log to Weights & Biases as well.")
-    wandb_project: str | None = option(None, help="W&B project.")
-    wandb_group: str | None = option(None, help="W&B group.")
+    log_to: tuple[Literal["wandb", "tensorboard", "trackio"], ...] = option(
+        (), help="Trackers besides metrics.jsonl, comma-separated: wandb, tensorboard, trackio."
+    )
+    use_wandb: bool = option(False, help="The same as --log-to wandb.")
+    wandb_project: str | None = option(None, help="Project in W&B or trackio.")
+    wandb_group: str | None = option(None, help="Group in W&B or trackio.")
+    log_samples: int = option(
+        0, help="Write this many sequences of each step to samples.jsonl, for `grpo report`.", ge=0
+    )
     benchmark: bool = option(False, help="Print at the end where the time went.")
+
+    @field_validator("log_to", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return [name for name in value.replace(" ", "").split(",") if name] if isinstance(value, str) else value
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """What both options name, once each."""
+        return tuple(dict.fromkeys((*self.log_to, *(("wandb",) if self.use_wandb else ()))))
 
 
 class TrainConfig(Section):

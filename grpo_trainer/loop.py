@@ -14,6 +14,7 @@ from grpo_trainer.checkpoint import Checkpoints, Progress
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import DriftError, StoppedError
 from grpo_trainer.files import METRICS_FILE, refuse_to_mix_runs
+from grpo_trainer.metrics.samples import SampleLog, build_sample_log
 from grpo_trainer.metrics.sinks import MetricLog, build_metric_log
 from grpo_trainer.model.policy import build_policy
 from grpo_trainer.rollouts.client import RolloutClient
@@ -39,10 +40,11 @@ def train(config: TrainConfig) -> None:
         progress = checkpoints.resume()
         bridge = build_bridge(config, policy, checkpoints, progress, stop)
         metrics = build_metric_log(config, Console(file=sys.stdout), progress.step)
+        samples = build_sample_log(config, policy.model, progress.step)
         rollouts = RolloutClient(config.rollouts, registration(config, progress), stop.check)
         try:
             with bridge:
-                run_steps(config, progress, trainer, bridge, rollouts, checkpoints, metrics)
+                run_steps(config, progress, trainer, bridge, rollouts, checkpoints, metrics, samples)
         finally:
             rollouts.close()
             metrics.close()
@@ -58,6 +60,7 @@ def run_steps(
     rollouts: RolloutClient,
     checkpoints: Checkpoints,
     metrics: MetricLog,
+    samples: SampleLog | None = None,
 ) -> None:
     """From the progress that was resumed to the last step."""
     progress = replace(progress, policy_version=bridge.connect(progress.policy_version))
@@ -67,6 +70,8 @@ def run_steps(
         rollouts.register()
         for step in range(progress.step, config.training_steps):
             batch = rollouts.next_batch(progress.policy_version)
+            if samples is not None:
+                samples.take(step + 1, batch)
             try:
                 result = trainer.step(trainer.ready(batch), step, bridge.updating)
             except (StoppedError, DriftError):

@@ -208,6 +208,9 @@ def check_combinations(config: RunConfig, machine: Machine) -> Finding:
         return fail(name, got, "auto, disk or memory", "--lora-transport auto")
     if trainer.model.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         return fail(name, "--attention flash_attention_2 without flash-attn", "the package", "--attention sdpa")
+    for tracker in trainer.logging.trackers:
+        if importlib.util.find_spec(tracker) is None:
+            return fail(name, f"--log-to {tracker} without {tracker}", "it", f"pip install {tracker}")
     if trainer.model.load_in_4bit and importlib.util.find_spec("bitsandbytes") is None:
         return fail(name, "--load-in-4bit without bitsandbytes", "it", "pip install 'grpo-trainer[qlora]'")
     for environment in config.environments:
@@ -275,7 +278,7 @@ def devices_of(machine: Machine) -> Devices:
 def check_wandb(config: TrainConfig, environment: Mapping[str, str], home: Path) -> Finding:
     """W&B without a key asks for one on a terminal that a run does not have."""
     name = "wandb"
-    if not config.logging.use_wandb:
+    if "wandb" not in config.logging.trackers:
         return skip(name, "not asked for")
     mode = environment.get("WANDB_MODE", "online")
     if mode in ("offline", "disabled", "dryrun"):

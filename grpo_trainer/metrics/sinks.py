@@ -1,4 +1,4 @@
-"""Where a step's numbers go: a line on the console, an object in metrics.jsonl, Weights & Biases on request."""
+"""Where a step's numbers go: a line on the console, an object in metrics.jsonl, trackers on request."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Protocol
 
 from rich.console import Console
 
 from grpo_trainer.config import TrainConfig
-from grpo_trainer.errors import ConfigError
-from grpo_trainer.files import METRICS_FILE, replace_file
+from grpo_trainer.files import METRICS_FILE
+from grpo_trainer.metrics.rows import keep_steps
+from grpo_trainer.metrics.trackers import SINKS
 from grpo_trainer.metrics.types import Metrics, merge, reduce
 
 
@@ -55,9 +55,7 @@ class JsonlSink:
     def __init__(self, path: Path, steps_done: int = 0) -> None:
         """Append to `path`; rows after `steps_done`, of steps that a resumed run takes again, are dropped."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            rows = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= steps_done]
-            replace_file(path, "".join(f"{line}\n" for line in rows).encode())
+        keep_steps(path, steps_done)
         self._path = path
         self._file = path.open("a")
 
@@ -114,38 +112,9 @@ def step_line(step: int, total: int, numbers: dict[str, float]) -> str:
     )
 
 
-class WandbSink:
-    """Weights & Biases, under the same keys."""
-
-    def __init__(self, config: TrainConfig) -> None:
-        wandb = _import_wandb()
-        logging = config.logging
-        self._run = wandb.init(
-            project=logging.wandb_project or "grpo",
-            group=logging.wandb_group,
-            dir=str(config.log_dir),
-            config=config.model_dump(mode="json", exclude={"rollouts": {"api_key"}, "vllm": {"api_key"}}),
-        )
-
-    def write(self, step: int, numbers: dict[str, float]) -> None:
-        self._run.log(numbers, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def _import_wandb() -> ModuleType:
-    try:
-        import wandb
-    except ImportError:
-        raise ConfigError("--use-wandb: wandb is not installed; pip install wandb") from None
-    return wandb
-
-
 def build_metric_log(config: TrainConfig, console: Console, steps_done: int) -> MetricLog:
     """The sinks that the configuration asks for; `steps_done` steps were logged before."""
     path = config.log_dir / METRICS_FILE
     sinks: list[Sink] = [JsonlSink(path, steps_done), ConsoleSink(console, config.training_steps)]
-    if config.logging.use_wandb:
-        sinks.append(WandbSink(config))
+    sinks += [SINKS[tracker](config) for tracker in config.logging.trackers]
     return MetricLog(sinks)
