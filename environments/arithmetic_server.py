@@ -4,8 +4,6 @@ Needs no download, and its reward is certain: 1 for the right number and nothing
 """
 
 import asyncio
-import random
-from collections.abc import Iterator
 
 from pydantic import Field
 
@@ -13,6 +11,7 @@ from environments.arithmetic import Operation, Problem, ProblemSet, reward
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError
 from environments.inference import Sampling
+from environments.items import Shuffled
 
 
 class ArithmeticConfig(BaseEnvConfig):
@@ -44,11 +43,19 @@ class ArithmeticEnv(BaseEnv[Problem, ArithmeticConfig]):
         longest = max(len(problem.answer) for part in (self.problems.train, self.problems.held_out) for problem in part)
         # The number, the token that ends it, and one more by which a longer answer shows.
         self.max_tokens = config.max_tokens or longest + 2
-        self._items = _endless(self.problems.train, config.seed)
+        self.items = Shuffled(self.problems.train, config.seed)
 
     async def get_next_item(self) -> Problem:
         """The next problem; each comes once before any comes again."""
-        return next(self._items)
+        return next(self.items)
+
+    def state(self) -> dict[str, int]:
+        """How many problems were taken."""
+        return {"position": self.items.position}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Goes on after them."""
+        self.items.position = state["position"]
 
     def prompt(self, item: Problem) -> str:
         """Plain text: ``12+34=``."""
@@ -72,12 +79,6 @@ class ArithmeticEnv(BaseEnv[Problem, ArithmeticConfig]):
             for completion in completions
         ]
         return {"accuracy": sum(scores) / len(scores), "samples": len(scores)}
-
-
-def _endless(problems: tuple[Problem, ...], seed: int) -> Iterator[Problem]:
-    generator = random.Random(seed)
-    while True:
-        yield from generator.sample(problems, len(problems))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from typing_extensions import TypeVar
 from environments.api import wire
 from environments.config import BaseEnvConfig, ConfigError
 from environments.inference import Completion, InferenceClient, Sampling
+from environments.measures import Measures
 from environments.trajectory import Message, Trajectory, scored_group
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class BaseEnv(ABC, Generic[Item, Config]):
         server: Client of the inference server.
         tokenizer: The model's tokenizer.
         curr_step: The trainer's step, as last heard; 0 without a trainer.
+        measures: Figures to be told with each step: `self.measures.add("strict", 1.0)`.
     """
 
     name: ClassVar[str]
@@ -64,6 +66,7 @@ class BaseEnv(ABC, Generic[Item, Config]):
         self.server = server
         self.tokenizer = tokenizer
         self.curr_step = 0
+        self.measures = Measures()
 
     async def setup(self) -> None:
         """Loads what is needed, once, before anything else is called."""
@@ -73,6 +76,18 @@ class BaseEnv(ABC, Generic[Item, Config]):
     async def get_next_item(self) -> Item | None:
         """The next item to work on; None when there are no more."""
 
+    def state(self) -> dict[str, Any]:
+        """What to save beside the trainer's checkpoints, as JSON can hold it; empty: nothing."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from what `state` gave in a run that is resumed; called after `setup`."""
+        return
+
+    async def close(self) -> None:
+        """Gives back what `setup` took, once, after everything else; also when `setup` failed."""
+        return
+
     def prompt(self, item: Item) -> str | list[Message]:
         """The item's prompt: plain text, or messages for the model's chat template."""
         raise NotImplementedError(f"{type(self).__name__} writes neither prompt() nor collect_trajectories()")
@@ -80,6 +95,10 @@ class BaseEnv(ABC, Generic[Item, Config]):
     def score(self, item: Item, answer: str) -> float:
         """What one answer (see `decode`) is worth."""
         raise NotImplementedError(f"{type(self).__name__} writes neither score() nor collect_trajectories()")
+
+    async def score_group(self, item: Item, completions: Sequence[Completion]) -> list[float]:
+        """What each answer of a group is worth: where `score` needs to wait, or to see how an answer ended."""
+        return [self.score(item, self.decode(completion)) for completion in completions]
 
     def sampling(self, room: int) -> Sampling:
         """How answers are sampled, where `room` tokens are left by the prompt; by default all, at temperature 1."""
@@ -89,7 +108,9 @@ class BaseEnv(ABC, Generic[Item, Config]):
         """One scored group for the item, or None if it came to nothing (which the runner counts)."""
         prompt = self.prompt(item)
         completions = await self.complete(prompt, self.config.group_size)
-        return scored_group([self.trajectory(item, prompt, completion) for completion in completions])
+        scores = await self.score_group(item, completions)
+        pairs = zip(completions, scores, strict=True)
+        return scored_group([self.trajectory(prompt, completion, score) for completion, score in pairs])
 
     @abstractmethod
     async def evaluate(self) -> dict[str, float]:
@@ -101,12 +122,18 @@ class BaseEnv(ABC, Generic[Item, Config]):
         room = self.config.max_token_length - len(token_ids)
         return await self.server.generate(token_ids, n, self.sampling(room))
 
-    def trajectory(self, item: Item, prompt: str | list[Message], completion: Completion) -> Trajectory:
+    def trajectory(self, prompt: str | list[Message], completion: Completion, score: float) -> Trajectory:
         """A completion with its score, and with its messages if they are wanted."""
-        answer = self.decode(completion)
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        messages = [*asked, {"role": "assistant", "content": answer}] if self.config.include_messages else []
-        return Trajectory.of(completion, self.score(item, answer), messages)
+        said = {"role": "assistant", "content": self.decode(completion)}
+        return Trajectory.of(completion, score, [*asked, said] if self.config.include_messages else [])
+
+    def tokenize(self, prompt: str | list[Message]) -> list[int]:
+        """Token ids of a prompt, of whatever length."""
+        if isinstance(prompt, str):
+            return cast("list[int]", self.tokenizer.encode(prompt))
+        token_ids = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        return cast("list[int]", token_ids)
 
     def encode(self, prompt: str | list[Message]) -> list[int]:
         """Token ids of a prompt.
@@ -114,16 +141,13 @@ class BaseEnv(ABC, Generic[Item, Config]):
         Raises:
             ConfigError: It leaves no room for an answer within `max_token_length`.
         """
-        if isinstance(prompt, str):
-            token_ids = self.tokenizer.encode(prompt)
-        else:
-            token_ids = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        token_ids = self.tokenize(prompt)
         if len(token_ids) >= self.config.max_token_length:
             raise ConfigError(
                 f"--env.max_token_length: got {self.config.max_token_length}, but a prompt has {len(token_ids)} "
                 "tokens; raise it, or shorten the prompts"
             )
-        return cast("list[int]", token_ids)
+        return token_ids
 
     def decode(self, completion: Completion) -> str:
         """A completion's text without the token that ended it.

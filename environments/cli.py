@@ -91,6 +91,7 @@ async def _command(command: str, env_cls: type[BaseEnv[Any, Any]], settings: Set
         else:
             await _until(stop, evaluate(env))
     finally:
+        await env.close()
         await server.close()
 
 
@@ -136,7 +137,8 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
     finally:
         file.close()
     skipped = "".join(f", {count} dropped ({reason})" for reason, count in dropped.items())
-    log.info("%s: %d groups written%s", path, written, skipped)
+    measured = "".join(f", {name} {value:.3f}" for name, value in env.measures.take().items())
+    log.info("%s: %d groups written%s%s", path, written, measured, skipped)
 
 
 async def evaluate(env: BaseEnv[Any, Any]) -> None:

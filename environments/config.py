@@ -12,7 +12,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, SettingsConfigDict
 
 
@@ -34,7 +34,9 @@ class BaseEnvConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    tokenizer_name: str = Field(description="folder or hub name of the model whose tokenizer is used")
+    tokenizer_name: str = Field(
+        description="model whose tokenizer is used, a folder or hub name; unset: --openai.model_name"
+    )
     group_size: int = Field(default=8, ge=1, description="completions per item; they are scored against each other")
     max_token_length: int = Field(default=2048, ge=2, description="longest sequence, prompt and completion, in tokens")
     rollout_server_url: HttpUrl = Field(default="http://127.0.0.1:8000", description="where the rollout API listens")
@@ -58,13 +60,21 @@ class BaseEnvConfig(BaseModel):
     )
     include_messages: bool = Field(default=True, description="send the messages as text beside the tokens")
     data_path_to_save_groups: Path | None = Field(default=None, description="JSONL file that groups are written to")
+    metrics_path: Path | None = Field(default=None, description="JSONL file that a line is added to with each step")
+    state_dir: Path | None = Field(
+        default=None, description="folder of the environment's own state; unset: beside the trainer's checkpoints"
+    )
     steps_per_eval: int = Field(default=0, ge=0, description="evaluate every so many steps while serving; 0: never")
     retry_timeout: float = Field(
         default=300.0, gt=0.0, description="seconds that the rollout API or the server may be away before giving up"
     )
     seed: int = Field(default=0, ge=0, description="seed of the order of items")
+    batch_size: int | None = Field(default=None, description="accepted for old scripts: it is the trainer's")
     use_wandb: bool = Field(default=False, description="log to Weights & Biases, in the trainer's project and group")
     wandb_name: str | None = Field(default=None, description="name under which the environment registers")
+
+
+ServerType = Literal["auto", "vllm", "openai", "sglang"]
 
 
 class ServerConfig(BaseModel):
@@ -75,7 +85,7 @@ class ServerConfig(BaseModel):
     base_url: HttpUrl = Field(default="http://127.0.0.1:9001/v1", description="where the server listens")
     model_name: str | None = Field(default=None, description="model or adapter to ask; unset: the newest policy")
     api_key: str | None = Field(default=None, description="key of the server, if it asks for one")
-    server_type: Literal["vllm"] = Field(default="vllm", description="what kind of server it is")
+    server_type: ServerType = Field(default="auto", description="what kind of server it is; auto: found out by asking it")
     timeout: float = Field(default=1200.0, gt=0.0, description="seconds that one request may take")
     num_max_requests_at_once: int = Field(default=512, ge=1, description="requests in flight, at most")
 
@@ -100,6 +110,15 @@ class Settings(BaseSettings, Generic[EnvConfig]):
     openai: ServerConfig = ServerConfig()
     slurm: Annotated[bool, AfterValidator(_no_slurm)] = Field(default=False, description="accepted for old scripts")
     config: Path | None = Field(default=None, description="TOML file with the same settings, in [env] and [openai]")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tokenizer_of_the_model(cls, values: Any) -> Any:
+        """The model that is asked has the tokenizer, unless another is named."""
+        env, openai = values.get("env"), values.get("openai")
+        if isinstance(env, dict) and isinstance(openai, dict) and openai.get("model_name"):
+            return values | {"env": {"tokenizer_name": openai["model_name"]} | env}
+        return values
 
     @classmethod
     def settings_customise_sources(

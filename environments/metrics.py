@@ -1,8 +1,11 @@
-"""What an environment did between two steps of the trainer, told on the console and to W&B."""
+"""What an environment did between two steps of the trainer, told on the console, in a file and to W&B."""
 
+import json
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
 
@@ -21,6 +24,7 @@ class Tally:
     lengths: list[int] = field(default_factory=list)
     versions: Counter[int] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
+    measures: dict[str, float] = field(default_factory=dict)
 
     def add(self, group: wire.ScoredData) -> None:
         """Counts a group that was sent."""
@@ -37,7 +41,8 @@ class Tally:
             metrics["completion_length_mean"] = fmean(self.lengths)
         if self.versions:
             metrics["policy_version_oldest"] = min(self.versions)
-        return metrics | {f"groups_dropped/{reason}": count for reason, count in self.dropped.items()}
+        metrics |= {f"groups_dropped/{reason}": count for reason, count in self.dropped.items()}
+        return metrics | self.measures
 
     def line(self) -> str:
         """The counts as a phrase."""
@@ -47,6 +52,7 @@ class Tally:
         if self.versions:
             oldest, newest = min(self.versions), max(self.versions)
             parts.append(f"policy {oldest}" if oldest == newest else f"policies {oldest} to {newest}")
+        parts += [f"{name} {value:.3f}" for name, value in self.measures.items()]
         parts += [f"{count} dropped ({reason})" for reason, count in self.dropped.items()]
         return ", ".join(parts)
 
@@ -61,30 +67,56 @@ class Sink(Protocol):
         """Ends the record."""
 
 
+class JsonlSink:
+    """A JSON object a line: the step and the metrics."""
+
+    def __init__(self, path: Path) -> None:
+        """Goes on with a file, or makes it.
+
+        Raises:
+            ConfigError: It cannot be written.
+        """
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a")
+        except OSError as error:
+            raise ConfigError(f"--env.metrics_path: cannot write {path}: {error.strerror}; name another file") from None
+
+    def log(self, data: dict[str, Any], step: int) -> None:
+        """Writes one line, at once."""
+        self._file.write(json.dumps({"step": step, **data}) + "\n")
+        self._file.flush()
+
+    def finish(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
 class Reporter:
     """Keeps the tally of the current step and tells it when the step is over."""
 
-    def __init__(self, name: str, sink: Sink | None = None) -> None:
-        """`name` stands before each metric's name in the sink, which several environments may share."""
+    def __init__(self, name: str, sinks: Sequence[Sink] = ()) -> None:
+        """`name` stands before each metric's name in the sinks, which several environments may share."""
         self.tally = Tally()
         self._name = name
-        self._sink = sink
+        self._sinks = sinks
 
-    def end_step(self, step: int) -> None:
-        """Tells what was done since the last call, and starts a new tally."""
+    def end_step(self, step: int, measures: dict[str, float]) -> None:
+        """Tells what was done since the last call and what was measured, and starts a new tally."""
+        self.tally.measures = measures
         log.info("step %d: %s", step, self.tally.line())
         self.record(step, self.tally.metrics())
         self.tally = Tally()
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
-        """Hands metrics to the sink."""
-        if self._sink is not None:
-            self._sink.log({f"{self._name}/{key}": value for key, value in metrics.items()}, step=step)
+        """Hands metrics to the sinks."""
+        for sink in self._sinks:
+            sink.log({f"{self._name}/{key}": value for key, value in metrics.items()}, step=step)
 
     def close(self) -> None:
-        """Ends the record."""
-        if self._sink is not None:
-            self._sink.finish()
+        """Ends the records."""
+        for sink in self._sinks:
+            sink.finish()
 
 
 def open_wandb(config: BaseEnvConfig, name: str, info: wire.WandbInfo) -> Sink:

@@ -6,6 +6,7 @@ import math
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,8 +16,9 @@ from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError
 from environments.files import GroupFile
 from environments.http import PeerError, PeerRefused
-from environments.metrics import Reporter, open_wandb
+from environments.metrics import JsonlSink, Reporter, Sink, open_wandb
 from environments.rollout_api import NotRegistered, RolloutApi
+from environments.state import FOLDER, StateFiles
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +45,9 @@ class Registration:
         batch_size: Sequences in the trainer's batch.
         max_token_len: The trainer's longest sequence, or -1.
         last_step: The step at which there is nothing left to do, or -1 if the trainer names none.
+        first_step: The trainer's step when we came.
+        checkpoint_dir: Where the trainer saves, if it said so.
+        checkpoint_interval: After how many steps it saves; 0: only at its end.
     """
 
     env_id: int
@@ -50,6 +55,9 @@ class Registration:
     batch_size: int
     max_token_len: int
     last_step: int
+    first_step: int = 0
+    checkpoint_dir: str | None = None
+    checkpoint_interval: int = 0
 
 
 def groups_to_start(status: wire.StatusEnv, registration: Registration, config: BaseEnvConfig, in_flight: int) -> int:
@@ -125,10 +133,8 @@ class Runner:
         try:
             await self.env.setup()
             self._registration = await self._register()
-            if self.config.use_wandb:
-                info, name = await self.api.wandb_info(), self._registration.name
-                sink = await asyncio.to_thread(open_wandb, self.config, name, info)
-                self.reporter = Reporter(name, sink)
+            self._restore(self._registration)
+            self.reporter = Reporter(self._registration.name, await self._sinks(self._registration.name))
             await self._work()
         finally:
             await self._leave()
@@ -157,6 +163,9 @@ class Runner:
             batch_size=info.batch_size,
             max_token_len=info.max_token_len,
             last_step=min(limits, default=-1),
+            first_step=answer.starting_step or 0,
+            checkpoint_dir=answer.checkpoint_dir or None,
+            checkpoint_interval=max(0, answer.checkpoint_interval or 0),
         )
         log.info(
             "registered as %s: batches of %d sequences in groups of %d, step %s of %s",
@@ -167,6 +176,29 @@ class Runner:
             registration.last_step if registration.last_step >= 0 else "any number",
         )
         return registration
+
+    async def _sinks(self, name: str) -> list[Sink]:
+        sinks: list[Sink] = [JsonlSink(self.config.metrics_path)] if self.config.metrics_path else []
+        if self.config.use_wandb:
+            sinks.append(await asyncio.to_thread(open_wandb, self.config, name, await self.api.wandb_info()))
+        return sinks
+
+    def _state_files(self, registration: Registration) -> StateFiles | None:
+        folder = self.config.state_dir
+        if folder is None and registration.checkpoint_dir:
+            folder = Path(registration.checkpoint_dir) / FOLDER
+        return StateFiles(folder, self.config.wandb_name or self.env.name) if folder else None
+
+    def _restore(self, registration: Registration) -> None:
+        """Goes on where a resumed run stood."""
+        files = self._state_files(registration)
+        if files and registration.first_step and (state := files.newest(registration.first_step)) is not None:
+            self.env.restore(state)
+
+    def _save_state(self, step: int) -> None:
+        files = self._state_files(self._registration) if self._registration else None
+        if files and (state := self.env.state()):
+            files.save(step, state)
 
     async def _work(self) -> None:
         items_left = True
@@ -222,7 +254,10 @@ class Runner:
         if before is None or status.current_step == before.current_step:
             return
         self.env.curr_step = status.current_step
-        self.reporter.end_step(status.current_step)
+        self.reporter.end_step(status.current_step, self.env.measures.take())
+        interval = self._registration.checkpoint_interval if self._registration else 0
+        if interval and status.current_step // interval > before.current_step // interval:
+            self._save_state(status.current_step)
         every = self.config.steps_per_eval
         due = every and status.current_step // every > before.current_step // every
         if due and (self._evaluation is None or self._evaluation.done()):
@@ -307,12 +342,15 @@ class Runner:
         if unsent:
             log.warning("%d scored groups could not be handed over", len(unsent))
         if self._registration is not None:
+            if self._seen is not None:
+                self._save_state(self._seen.current_step)
             try:
                 async with asyncio.timeout(GOODBYE_S):
                     await self.api.disconnect(self._registration.env_id, patience=GOODBYE_S / 2)
             except (PeerError, TimeoutError) as error:
                 log.info("left without taking leave: %s", error or "no answer")
         if self.reporter.tally.groups or self.reporter.tally.dropped:
+            self.reporter.tally.measures = self.env.measures.take()
             log.info("since then: %s", self.reporter.tally.line())
         self.reporter.close()
         self._file.close()

@@ -23,7 +23,9 @@ LOOPBACK = "127.0.0.1"
 DEFAULT_GPU_SHARE = 0.45
 STOP_SECONDS_ALL_WEIGHTS = 120.0
 """A trainer of all weights may take so long to save them with their optimizer when it is asked to stop."""
-BUILT_IN_ENVIRONMENTS = MappingProxyType({"arithmetic": "environments.arithmetic_server"})
+BUILT_IN_ENVIRONMENTS = MappingProxyType(
+    {"arithmetic": "environments.arithmetic_server", "gsm8k": "environments.gsm8k_server"}
+)
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def plan_run(config: RunConfig, ports: Mapping[str, int], *, python: str, on_gpu
     files: dict[Path, Mapping[str, Any]] = {folder / "trainer.toml": trainer}
     environments = []
     for name, environment in _named(config.environments):
-        files[folder / f"{name}.toml"] = _environment_tables(config, environment, ports)
+        files[folder / f"{name}.toml"] = _environment_tables(config, name, environment, ports)
         environments.append(_environment_process(name, environment, folder / f"{name}.toml", python))
     servers = [_api_process(config, ports, python)]
     if not config.trainer.owns_server:
@@ -219,16 +221,26 @@ def _named(environments: tuple[EnvironmentProcess, ...]) -> list[tuple[str, Envi
     counts: dict[str, int] = {}
     named = []
     for environment in environments:
-        base = f"env-{environment.name.rpartition('.')[2].removesuffix('_server')}"
+        base = _base_name(environment)
         counts[base] = counts.get(base, 0) + 1
         named.append((base if counts[base] == 1 else f"{base}-{counts[base]}", environment))
     return named
 
 
-def _environment_tables(config: RunConfig, environment: EnvironmentProcess, ports: Mapping[str, int]) -> dict[str, Any]:
-    model = config.trainer.model.name
+def _base_name(environment: EnvironmentProcess) -> str:
+    return f"env-{environment.name.rpartition('.')[2].removesuffix('_server')}"
+
+
+def _environment_tables(
+    config: RunConfig, name: str, environment: EnvironmentProcess, ports: Mapping[str, int]
+) -> dict[str, Any]:
+    model, seq_len = config.trainer.model.name, config.trainer.model.seq_len
     env = {
         "tokenizer_name": model,
+        "max_token_length": min(seq_len, config.server.max_model_len or seq_len),
+        "metrics_path": str(config.run_dir / "logs" / f"{name}.metrics.jsonl"),
+        # The second of a kind has metrics and a state of its own.
+        **({} if name == _base_name(environment) else {"wandb_name": name.removeprefix("env-")}),
         "rollout_server_url": f"http://{LOOPBACK}:{ports['api']}",
         "use_wandb": False,
         **({"retry_timeout": restart_patience(config.trainer)} if config.trainer.owns_server else {}),

@@ -36,15 +36,15 @@ class Kept:
 
 def test_a_steps_tally_is_told_and_then_starts_anew() -> None:
     sink = Kept()
-    reporter = Reporter("sums_0", sink)
+    reporter = Reporter("sums_0", [sink])
     reporter.tally.add(group([1.0, 0.0], trained=1, version=3))
     reporter.tally.add(group([1.0, 1.0], trained=3, version=4))
     reporter.tally.dropped["all scores equal"] += 2
     assert reporter.tally.line() == (
         "2 groups sent, mean score 0.750, 2.0 tokens, policies 3 to 4, 2 dropped (all scores equal)"
     )
-    reporter.end_step(7)
-    reporter.end_step(8)
+    reporter.end_step(7, {})
+    reporter.end_step(8, {"strict": 0.5})
     reporter.close()
     first = {
         "sums_0/groups_sent": 2,
@@ -54,7 +54,7 @@ def test_a_steps_tally_is_told_and_then_starts_anew() -> None:
         "sums_0/completion_length_mean": 2.0,  # (1 + 1 + 3 + 3) / 4
         "sums_0/policy_version_oldest": 3,
     }
-    assert sink.rows == [(7, first), (8, {"sums_0/groups_sent": 0, "sums_0/groups_dropped": 0})]
+    assert sink.rows == [(7, first), (8, {"sums_0/groups_sent": 0, "sums_0/groups_dropped": 0, "sums_0/strict": 0.5})]
     assert sink.finished
 
 

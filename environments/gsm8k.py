@@ -1,0 +1,113 @@
+"""GSM8K: rows, prompts and what an answer is worth, apart from servers and judges.
+
+Source: K. Cobbe et al., Training Verifiers to Solve Math Word Problems, arXiv 2110.14168. Its solutions end in
+`#### NUMBER`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from environments.answer_form import AnswerForm
+from environments.config import ConfigError
+
+Split = Literal["train", "test"]
+
+ASKED: Final[dict[AnswerForm, str]] = {
+    "boxed": "Think step by step, then give the final answer, a number, as \\boxed{answer}.",
+    "hashes": "Think step by step, then give the final answer, a number, on a line of its own after ####.",
+}
+END_OF_THOUGHT: Final = "</think>"
+
+
+class _Row(msgspec.Struct, frozen=True):
+    question: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One exercise and the number that solves it."""
+
+    text: str
+    gold: str
+
+    @classmethod
+    def of(cls, question: str, answer: str) -> Question:
+        """A row of the data set.
+
+        Raises:
+            ValueError: The solution does not end in `#### NUMBER`.
+        """
+        _, marker, gold = answer.rpartition("####")
+        if not marker or not gold.strip():
+            raise ValueError(f"a solution that does not end in '#### NUMBER': {answer[-60:]!r}")
+        return cls(question, gold.strip().replace(",", "").replace("$", ""))
+
+
+def read_questions(path: Path, split: Split) -> list[Question]:
+    """The questions in `path/SPLIT.jsonl`, or, of the training split, in the file `path` itself.
+
+    Raises:
+        ConfigError: There is no such file, or a line is no row of GSM8K.
+    """
+    file = path / f"{split}.jsonl" if path.is_dir() else path
+    if not file.is_file() or (split == "test" and file == path):
+        raise ConfigError(
+            f"--env.dataset_path: got {path}, wanted a folder with {split}.jsonl, one "
+            '{"question": …, "answer": "… #### 18"} a line'
+        )
+    questions = []
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = msgspec.json.decode(line, type=_Row)
+            questions.append(Question.of(row.question, row.answer))
+        except ValueError as error:  # msgspec's errors are among them
+            raise ConfigError(f"--env.dataset_path: {file}, line {number}: {error}") from None
+    return questions
+
+
+def download_questions(name: str, split: Split) -> list[Question]:
+    """The questions of a data set on the hub.
+
+    Raises:
+        ConfigError: `datasets` is not installed, or the hub does not give them.
+    """
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ConfigError(
+            "--env.dataset_path: unset, and `datasets`, which asks the hub, is not installed; "
+            "pip install datasets, or name a folder with train.jsonl and test.jsonl"
+        ) from None
+    try:
+        rows = load_dataset(name, "main", split=split).to_list()
+    except (OSError, ValueError) as error:  # no network, no such data set
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"--env.dataset_name {name}: not to be had ({reason}); "
+            "name a folder with train.jsonl and test.jsonl by --env.dataset_path"
+        ) from None
+    return [Question.of(str(row["question"]), str(row["answer"])) for row in rows]
+
+
+def after_thinking(answer: str) -> str:
+    """What an answer says when its thinking, if it marks any, is over."""
+    return answer.rpartition(END_OF_THOUGHT)[2]
+
+
+def too_long(tokens: int, room: int, free: float) -> float:
+    """How far an answer of `tokens` is into the part of its room that costs: 0 up to the share `free`, 1 at its end.
+
+    Linear, as in C. Yu et al., DAPO, arXiv 2503.14476, section 3.4.
+    """
+    start = free * room
+    if tokens <= start:
+        return 0.0
+    return 1.0 if tokens >= room else (tokens - start) / (room - start)

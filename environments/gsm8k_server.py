@@ -1,0 +1,198 @@
+"""Grade-school mathematics: ``grpo env gsm8k serve --env.tokenizer_name MODEL``, or this file by its path.
+
+Answers are judged by math-verify, in processes that can be ended. Each answer is judged twice, strictly (right, and in
+the form that was asked for, by an answer that came to its end) and leniently (right wherever it stands); both are told
+with each step, and `--env.reward` says which of them is paid.
+"""
+
+import sys
+from pathlib import Path
+
+if not __package__:  # run by its path: the modules beside it are no top-level ones
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Literal
+
+from pydantic import Field
+
+from environments.answer_form import AnswerForm, in_the_asked_form
+from environments.base import BaseEnv
+from environments.config import BaseEnvConfig, ConfigError
+from environments.gsm8k import ASKED, Question, Split, after_thinking, download_questions, read_questions, too_long
+from environments.inference import Completion, Sampling
+from environments.intervals import wilson
+from environments.items import Shuffled
+from environments.math_judge import MathJudge, Verdict
+from environments.trajectory import Message
+
+log = logging.getLogger(__name__)
+
+LEAST_ROOM = 8
+"""Tokens that a prompt must leave for an answer; questions that don't are skipped."""
+
+
+class Gsm8kConfig(BaseEnvConfig):
+    """Settings of GSM8K."""
+
+    dataset_path: Path | None = Field(default=None, description="folder with train.jsonl and test.jsonl; unset: hub")
+    dataset_name: str = Field(default="openai/gsm8k", description="data set on the hub")
+    answer_form: AnswerForm = Field(default="boxed", description="\\boxed{18}, or #### 18 on a line of its own")
+    system_prompt: str | None = Field(default=None, description="instead of ours; empty: none")
+    reward: Literal["strict", "lenient"] = Field(default="strict", description="which judgement earns 1")
+    format_reward: float = Field(default=0.0, ge=0.0, description="for an answer in the form, right or wrong")
+    length_penalty: float = Field(default=0.0, ge=0.0, description="what the longest answer loses, right or wrong")
+    length_free: float = Field(default=0.5, ge=0.0, lt=1.0, description="share of the room that costs no penalty")
+    max_tokens: int | None = Field(default=None, ge=1, description="longest answer in tokens; unset: all the room")
+    temperature: float = Field(default=1.0, gt=0.0, description="sampling temperature of training groups")
+    eval_questions: int | None = Field(default=None, ge=1, description="test questions asked; unset: all 1,319")
+    eval_samples: int = Field(default=1, ge=1, description="samples per test question")
+    eval_temperature: float = Field(default=0.0, ge=0.0, description="of an evaluation; 0: the likeliest token")
+    judge_workers: int = Field(default=2, ge=1, description="processes that judge answers")
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A completion and what is known of it.
+
+    Attributes:
+        verdict: The judge's; strict only if the answer came to its end.
+        formed: The answer stands in the form that was asked for, right or wrong.
+        ended: It ended by itself, not for want of room.
+    """
+
+    completion: Completion
+    verdict: Verdict
+    formed: bool
+    ended: bool
+
+
+class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
+    """GSM8K: word problems whose answer is a number."""
+
+    name = "gsm8k"
+    env_config_cls = Gsm8kConfig
+
+    async def setup(self) -> None:
+        """Reads the training questions; those of the test are read when an evaluation asks."""
+        self.judge = MathJudge(self.config.judge_workers)
+        self.items = Shuffled(await asyncio.to_thread(self._questions, "train"), self.config.seed)
+        self._test: list[Question] = []
+
+    async def close(self) -> None:
+        """Ends the judges."""
+        if hasattr(self, "judge"):
+            await self.judge.close()
+
+    def _questions(self, split: Split) -> list[Question]:
+        path = self.config.dataset_path
+        every = download_questions(self.config.dataset_name, split) if path is None else read_questions(path, split)
+        fitting = [question for question in every if self._fits(question)]
+        log.info("%d questions of the %s split%s", len(fitting), split, self._skipped(len(every) - len(fitting)))
+        if not fitting:
+            raise ConfigError(
+                f"--env.max_token_length: got {self.config.max_token_length}, which leaves no room for an answer "
+                f"to any of the {len(every)} {split} questions; raise it"
+            )
+        return fitting
+
+    def _fits(self, question: Question) -> bool:
+        return len(self.tokenize(self.prompt(question))) + LEAST_ROOM <= self.config.max_token_length
+
+    def _skipped(self, count: int) -> str:
+        return f", {count} skipped: longer than --env.max_token_length {self.config.max_token_length}" if count else ""
+
+    async def get_next_item(self) -> Question:
+        """The next training question; each comes once before any comes again."""
+        return next(self.items)
+
+    def state(self) -> dict[str, int]:
+        """How many questions were taken."""
+        return {"position": self.items.position}
+
+    def restore(self, state: dict[str, int]) -> None:
+        """Goes on after them."""
+        self.items.position = state["position"]
+
+    def prompt(self, item: Question) -> str | list[Message]:
+        """A chat where the model has a template for one, else plain text."""
+        asked = self.config.system_prompt
+        system = ASKED[self.config.answer_form] if asked is None else asked
+        if not self.tokenizer.chat_template:
+            return "\n\n".join(filter(None, [system, f"Question: {item.text}\nAnswer:"]))
+        question = {"role": "user", "content": item.text}
+        return [{"role": "system", "content": system}, question] if system else [question]
+
+    def sampling(self, room: int) -> Sampling:
+        """All the room, or `max_tokens`."""
+        return Sampling(max_tokens=self._longest(room), temperature=self.config.temperature)
+
+    def _longest(self, room: int) -> int:
+        return room if self.config.max_tokens is None else min(room, self.config.max_tokens)
+
+    async def score_group(self, item: Question, completions: Sequence[Completion]) -> list[float]:
+        """1 for a right answer, and what format and length add and take."""
+        judged = await asyncio.gather(*(self._judge(item, completion) for completion in completions))
+        scores = [self._score(one) for one in judged]
+        for one, score in zip(judged, scores, strict=True):
+            figures = {"strict": one.verdict.strict, "lenient": one.verdict.lenient, "formed": one.formed}
+            figures |= {"ended": one.ended, "unjudged": not one.verdict.judged, "score": score}
+            for name, value in figures.items():
+                self.measures.add(name, value)
+        return scores
+
+    async def _judge(self, item: Question, completion: Completion) -> Judged:
+        answer = after_thinking(self.decode(completion))
+        found = await self.judge.judge(item.gold, answer, self.config.answer_form)
+        ended = completion.finish_reason != "length"
+        verdict = Verdict(found.strict and ended, found.lenient, found.judged)
+        formed = ended and in_the_asked_form(answer, self.config.answer_form) is not None
+        return Judged(completion, verdict, formed, ended)
+
+    def _score(self, judged: Judged) -> float:
+        config, completion = self.config, judged.completion
+        right = judged.verdict.strict if config.reward == "strict" else judged.verdict.lenient
+        room = self._longest(config.max_token_length - len(completion.prompt_token_ids))
+        excess = too_long(len(completion.token_ids), room, config.length_free)
+        return right + config.format_reward * judged.formed - config.length_penalty * excess
+
+    async def evaluate(self) -> dict[str, float]:
+        """Share of right answers to test questions, with its 95 % confidence interval.
+
+        The interval counts questions, not samples: several answers to one question are no independent trials.
+        """
+        if not self._test:
+            self._test = await asyncio.to_thread(self._questions, "test")
+        questions = self._test[: self.config.eval_questions]
+        asked = await asyncio.gather(*(self._examine(question) for question in questions))
+        judged = [one for answers in asked for one in answers]
+        strict = fmean(one.verdict.strict for one in judged)
+        lenient = fmean(one.verdict.lenient for one in judged)
+        sure, sure_lenient = wilson(strict, len(questions)), wilson(lenient, len(questions))
+        return {
+            "accuracy": strict,
+            "accuracy_low": sure.low,
+            "accuracy_high": sure.high,
+            "lenient": lenient,
+            "lenient_low": sure_lenient.low,
+            "lenient_high": sure_lenient.high,
+            "ended": fmean(one.ended for one in judged),
+            "length_mean": fmean(len(one.completion.token_ids) for one in judged),
+            "questions": len(questions),
+            "samples": len(judged),
+        }
+
+    async def _examine(self, question: Question) -> list[Judged]:
+        prompt = self.encode(self.prompt(question))
+        room = self._longest(self.config.max_token_length - len(prompt))
+        sampling = Sampling(max_tokens=room, temperature=self.config.eval_temperature)
+        completions = await self.server.generate(prompt, self.config.eval_samples, sampling)
+        return list(await asyncio.gather(*(self._judge(question, completion) for completion in completions)))
+
+
+if __name__ == "__main__":
+    Gsm8kEnv.cli()

@@ -1,0 +1,31 @@
+"""How sure a measured share is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+Z_95 = 1.959963984540054
+"""The normal distribution's 97.5 % quantile: 95 % lie within so many standard deviations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A 95 % confidence interval of a share."""
+
+    low: float
+    high: float
+
+
+def wilson(share: float, trials: int) -> Interval:
+    """Wilson's score interval of a binomial share seen in `trials` independent trials.
+
+    It stays within 0 and 1 and has a width where the share is 0 or 1, which the normal approximation has not.
+    Source: E. B. Wilson, Probable inference, the law of succession, and statistical inference, JASA 22 (1927).
+    """
+    if trials < 1:
+        return Interval(0.0, 1.0)
+    shrink = 1 + Z_95**2 / trials
+    centre = (share + Z_95**2 / (2 * trials)) / shrink
+    half = Z_95 / shrink * math.sqrt(share * (1 - share) / trials + Z_95**2 / (4 * trials**2))
+    return Interval(max(0.0, centre - half), min(1.0, centre + half))

@@ -1,0 +1,250 @@
+"""GSM8K: real rows, prompts, scores, evaluation; a server that answers from a script."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from transformers import Qwen2Tokenizer
+
+from environments.config import ConfigError, ServerConfig
+from environments.demo_model import build_tokenizer
+from environments.gsm8k import Question, after_thinking, read_questions, too_long
+from environments.gsm8k_server import Gsm8kConfig, Gsm8kEnv
+from environments.inference import InferenceClient
+from environments.intervals import wilson
+from environments.items import Shuffled
+
+pytest.importorskip("math_verify", reason="answers are judged by it: pip install math-verify")
+
+ROOT = Path(__file__).parents[2]
+ROWS = ROOT / "tests" / "data" / "gsm8k_rows.jsonl"
+END = "<|endoftext|>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Qwen2Tokenizer:
+    return build_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gsm8k")
+    for split in ("train", "test"):
+        shutil.copy(ROWS, folder / f"{split}.jsonl")
+    return folder
+
+
+def answering(tokenizer: Qwen2Tokenizer, answers: Sequence[str], asked: list[dict[str, Any]]) -> httpx.MockTransport:
+    """A server whose completions are these texts in turn; those without an end token are cut off."""
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        asked.append(body)
+        texts = [answers[index % len(answers)] for index in range(body["n"])]
+        rows = [tokenizer.encode(text) for text in texts]
+        reply = {
+            "text": texts,
+            "prompt": None,
+            "finish_reasons": ["stop" if text.endswith(END) else "length" for text in texts],
+            "policy_version": 4,
+            "model": "policy-v4",
+            "prompt_token_ids": body["prompt"]["prompt_token_ids"],
+            "token_ids": rows,
+            "logprobs": [[[{str(token): -0.25}] for token in row] for row in rows],
+        }
+        return httpx.Response(200, json=reply)
+
+    return httpx.MockTransport(handle)
+
+
+def environment(
+    tokenizer: Qwen2Tokenizer, answers: Sequence[str], asked: list[dict[str, Any]] | None = None, **changes: Any
+) -> Gsm8kEnv:
+    config = Gsm8kConfig(**({"tokenizer_name": "demo", "group_size": len(answers), "judge_workers": 1} | changes))
+    transport = answering(tokenizer, answers, [] if asked is None else asked)
+    client = InferenceClient(ServerConfig(server_type="vllm"), patience=1.0, transport=transport)
+    return Gsm8kEnv(config, client, tokenizer)
+
+
+def collect(env: Gsm8kEnv, item: Question) -> Any:
+    async def scene() -> Any:
+        try:
+            await env.setup()
+            return await env.collect_trajectories(item)
+        finally:
+            await env.close()
+
+    return asyncio.run(scene())
+
+
+def test_rows_are_questions_with_the_number_after_the_hashes() -> None:
+    questions = read_questions(ROWS, "train")
+    assert len(questions) == 32
+    assert questions[0].text.startswith("Janet’s ducks") and questions[0].gold == "18"
+    assert Question.of("?", "12 * 100 = 1,200\n#### $1,200").gold == "1200"
+
+
+@pytest.mark.parametrize(
+    ("content", "split", "says"),
+    [
+        (None, "train", "wanted a folder with train.jsonl"),
+        ('{"question": "q", "answer": "18"}\n', "train", "line 1: a solution that does not end in '#### NUMBER'"),
+        ('{"question": "q"}\n', "train", "line 1: Object missing required field `answer`"),
+        ('{"question": "q", "answer": "#### 1"}\n', "test", "wanted a folder with test.jsonl"),
+    ],
+)
+def test_what_is_no_data_set_is_named(tmp_path: Path, content: str | None, split: Any, says: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=r"--env.dataset_path: ") as caught:
+        read_questions(file, split)
+    assert says in str(caught.value)
+
+
+def test_strict_and_lenient_are_measured_and_one_of_them_is_paid(tokenizer: Qwen2Tokenizer, data: Path) -> None:
+    answers = ["\\boxed{18}" + END, "It is 18." + END, "\\boxed{17}" + END, "\\boxed{18}"]  # the last is cut off
+    item = Question("How many?", "18")
+    paid = {"strict": [1.0, 0.0, 0.0, 0.0], "lenient": [1.0, 1.0, 0.0, 1.0]}
+    for reward, scores in paid.items():
+        env = environment(tokenizer, answers, dataset_path=data, reward=reward)
+        group = collect(env, item)
+        assert group.scores == scores
+        assert env.measures.take() == {
+            "strict": 0.25,
+            "lenient": 0.75,
+            "formed": 0.5,  # the first and the third
+            "ended": 0.75,
+            "unjudged": 0.0,
+            "score": sum(scores) / 4,
+        }
+
+
+def test_format_and_length_change_the_score(tokenizer: Qwen2Tokenizer, data: Path) -> None:
+    answers = ["\\boxed{17}" + END, "x" * 20]
+    env = environment(
+        tokenizer, answers, dataset_path=data, format_reward=0.2, length_penalty=0.5, length_free=0.5, max_tokens=20
+    )
+    group = collect(env, Question("How many?", "18"))
+    # 11 tokens of 20: 0.2 - 0.5 * (11 - 10) / 10; 20 of 20: -0.5
+    assert group.scores == pytest.approx([0.15, -0.5])
+
+
+@pytest.mark.parametrize(("tokens", "part"), [(0, 0.0), (10, 0.0), (15, 0.5), (20, 1.0), (30, 1.0)])
+def test_length_costs_from_its_free_share_on(tokens: int, part: float) -> None:
+    assert too_long(tokens, room=20, free=0.5) == part
+
+
+def test_what_is_thought_is_not_the_answer(tokenizer: Qwen2Tokenizer, data: Path) -> None:
+    assert after_thinking("<think>18</think> 17") == " 17" and after_thinking("18") == "18"
+    answers = ["<think>\\boxed{18}</think>\\boxed{17}" + END, "<think>\\boxed{17}</think>\\boxed{18}" + END]
+    assert collect(environment(tokenizer, answers, dataset_path=data), Question("?", "18")).scores == [0.0, 1.0]
+
+
+def test_the_prompt_is_a_chat_where_there_is_a_template_and_text_elsewhere(
+    tokenizer: Qwen2Tokenizer, data: Path
+) -> None:
+    item = Question("How many?", "18")
+    chat = environment(tokenizer, ["1"], answer_form="hashes").prompt(item)
+    assert isinstance(chat, list) and [message["role"] for message in chat] == ["system", "user"]
+    assert "####" in chat[0]["content"] and chat[1]["content"] == "How many?"
+    assert environment(tokenizer, ["1"], system_prompt="").prompt(item) == chat[1:]
+    plain = build_tokenizer()
+    plain.chat_template = None
+    text = environment(plain, ["1"], system_prompt="Say it.").prompt(item)
+    assert text == "Say it.\n\nQuestion: How many?\nAnswer:"
+
+
+def test_an_evaluation_asks_the_test_questions_greedily_and_says_how_sure_it_is(
+    tokenizer: Qwen2Tokenizer, data: Path
+) -> None:
+    asked: list[dict[str, Any]] = []
+    env = environment(tokenizer, ["\\boxed{18}" + END], asked, dataset_path=data, eval_questions=8, max_tokens=20)
+
+    async def scene() -> dict[str, float]:
+        try:
+            await env.setup()
+            return await env.evaluate()
+        finally:
+            await env.close()
+
+    metrics = asyncio.run(scene())
+    questions = read_questions(ROWS, "train")[:8]
+    share = sum(question.gold == "18" for question in questions) / 8
+    assert 0 < share < 1
+    sure = wilson(share, 8)
+    assert metrics["accuracy"] == metrics["lenient"] == share and metrics["questions"] == 8
+    assert (metrics["accuracy_low"], metrics["accuracy_high"]) == (sure.low, sure.high)
+    assert {(body["temperature"], body["max_tokens"], body["n"]) for body in asked} == {(0.0, 20, 1)}
+
+
+def test_questions_that_leave_no_room_are_skipped_or_refused(tokenizer: Qwen2Tokenizer, data: Path) -> None:
+    every = read_questions(ROWS, "train")
+    lengths = sorted(len(tokenizer.encode(question.text)) for question in every)
+    limit = lengths[15] + 8  # sixteen of them leave eight tokens
+
+    async def taken(limit: int) -> set[str]:
+        env = environment(tokenizer, ["1"], dataset_path=data, system_prompt="", max_token_length=limit)
+        await env.setup()
+        return {(await env.get_next_item()).text for _ in range(64)}
+
+    fitting = {question.text for question in every if len(tokenizer.encode(question.text)) <= lengths[15]}
+    assert asyncio.run(taken(limit)) == fitting
+    with pytest.raises(ConfigError, match=r"--env.max_token_length: got 20, which leaves no room"):
+        asyncio.run(taken(20))
+
+
+def test_a_resumed_run_goes_on_with_the_questions_that_were_next() -> None:
+    items = Shuffled(range(10), seed=3)
+    first = [next(items) for _ in range(25)]
+    assert sorted(first[:10]) == sorted(first[10:20]) == list(range(10)) and first[:10] != first[10:20]
+    resumed = Shuffled(range(10), seed=3)
+    resumed.position = 13
+    assert [next(resumed) for _ in range(12)] == first[13:]
+
+
+@pytest.mark.parametrize(
+    ("share", "trials", "low", "high"),
+    [
+        (0.5, 100, 0.4038, 0.5962),  # textbook values
+        (0.0, 10, 0.0, 0.2775),
+        (1.0, 10, 0.7225, 1.0),
+    ],
+)
+def test_wilsons_interval(share: float, trials: int, low: float, high: float) -> None:
+    found = wilson(share, trials)
+    assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_it_runs_by_its_path_as_the_original_does(tmp_path: Path) -> None:
+    command = "environments/gsm8k_server.py serve --env.tokenizer_name no/model --env.use_wandb False "
+    command += "--openai.model_name no/model --openai.base_url http://localhost:9001/v1 --openai.server_type vllm "
+    command += "--openai.api_key x --slurm False --env.batch_size 12"
+    offline = {"PATH": "", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, *command.split()], capture_output=True, text=True, cwd=ROOT, env=offline, check=False
+    )
+    # Everything was understood: it got as far as the model that there is not.
+    assert done.returncode == 2 and "--env.tokenizer_name: no tokenizer at 'no/model'" in done.stderr, done.stderr
+
+
+def test_the_model_that_is_asked_has_the_tokenizer(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "environments.gsm8k_server",
+        "serve",
+        "--openai.model_name",
+        str(tmp_path / "none"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 2 and f"no tokenizer at '{tmp_path / 'none'}'" in done.stderr, done.stderr
