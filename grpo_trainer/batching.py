@@ -106,7 +106,8 @@ def _training_sequence(
         positions=positions,
         advantages=np.broadcast_to(np.asarray(advantage, np.float32), sample.tokens_T.shape)[positions],
         rollout_logprobs=None if roll is None else roll[positions],
-        weight=token_weight(
+        weight=sample.weight
+        * token_weight(
             config.loss,
             length=len(positions),
             counts=counts,

@@ -109,6 +109,12 @@ class Checkpoints:
         self._write(path, progress, self._tree())
         return path
 
+    def settled(self, progress: Progress) -> tuple[str, ...]:
+        """Batches that need not come again: a checkpoint holds what was learnt from them, or none ever will."""
+        if not self._config.checkpoint_interval:
+            return progress.batches
+        return self.safe.batches if self.safe is not None else ()
+
     def close(self, seconds: float | None = None) -> None:
         """Wait for what is being written, so long at most.
 

@@ -64,6 +64,12 @@ class RolloutConfig(Section):
         help="Drop groups sampled by a policy more than this many versions old (default: keep all).",
         ge=0,
     )
+    on_stale: Literal["drop", "downweight"] = option(
+        "drop", help="Such groups: drop, or multiply their loss by 1 / (1 + versions too old)."
+    )
+    prefetch: bool = option(
+        True, help="Fetch the next batch and make it ready while the present one trains; not with --max-staleness 0."
+    )
 
     @field_validator("url")
     @classmethod

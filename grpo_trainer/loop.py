@@ -1,10 +1,10 @@
-"""The algorithm on one screen: fetch, step, publish, log, acknowledge, save. The same for every weight bridge."""
+"""The algorithm on one screen: fetch, step, publish, log, save, acknowledge. The same for every weight bridge."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 
@@ -14,10 +14,10 @@ from grpo_trainer.checkpoint import Checkpoints, Progress
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import DriftError, StoppedError
 from grpo_trainer.files import METRICS_FILE, refuse_to_mix_runs
-from grpo_trainer.metrics.samples import SampleLog, build_sample_log
 from grpo_trainer.metrics.sinks import MetricLog, build_metric_log
 from grpo_trainer.model.policy import build_policy
 from grpo_trainer.rollouts.client import RolloutClient
+from grpo_trainer.rollouts.feed import BatchFeed
 from grpo_trainer.signals import StopSignal
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.weights.bridge import WeightBridge, build_bridge
@@ -40,14 +40,16 @@ def train(config: TrainConfig) -> None:
         progress = checkpoints.resume()
         bridge = build_bridge(config, policy, checkpoints, progress, stop)
         metrics = build_metric_log(config, Console(file=sys.stdout), progress.step)
-        samples = build_sample_log(config, policy.model, progress.step)
         rollouts = RolloutClient(config.rollouts, registration(config, progress), stop.check)
+        pinned = trainer.device.type == "cuda"
+        feed = BatchFeed(rollouts, config.rollouts, trainer.ready, stop.check, pinned=pinned)
         try:
-            with bridge:
-                run_steps(config, progress, trainer, bridge, rollouts, checkpoints, metrics, samples)
+            with bridge, feed:
+                run_steps(config, progress, trainer, bridge, feed, checkpoints, metrics)
         finally:
             rollouts.close()
             metrics.close()
+            checkpoints.close()
     if config.logging.benchmark:
         print_time_split(config.log_dir / METRICS_FILE, Console(file=sys.stdout))
 
@@ -57,41 +59,49 @@ def run_steps(
     progress: Progress,
     trainer: Trainer,
     bridge: WeightBridge,
-    rollouts: RolloutClient,
+    feed: BatchFeed,
     checkpoints: Checkpoints,
     metrics: MetricLog,
-    samples: SampleLog | None = None,
 ) -> None:
     """From the progress that was resumed to the last step."""
-    progress = replace(progress, policy_version=bridge.connect(progress.policy_version))
+    version = bridge.connect(progress.policy_version)
     try:
         trainer.alarm = drift_alarm(config, bridge.prove(), trainer.model)
-        bridge.publish(progress.policy_version)
-        rollouts.register()
-        for step in range(progress.step, config.training_steps):
-            batch = rollouts.next_batch(progress.policy_version)
-            if samples is not None:
-                samples.take(step + 1, batch)
+        bridge.publish(version)
+        feed.begin(progress)
+        progress = Progress(progress.step, version)
+        while progress.step < config.training_steps:
+            batch = feed.next(progress.policy_version, last=progress.step + 1 == config.training_steps)
             try:
-                result = trainer.step(trainer.ready(batch), step, bridge.updating)
+                result = trainer.step(batch.ready, progress.step, bridge.updating)
             except (StoppedError, DriftError):
-                rollouts.release(batch)
+                feed.release(batch)
                 raise
-            progress = Progress(step + 1, progress.policy_version + int(result.updated))
-            published = bridge.publish(progress.policy_version)
-            rollouts.ack(batch, progress.step)
-            metrics.log(progress.step, batch.metrics, result.metrics, published.metrics)
-            checkpoints.maybe_save(progress)
-    except StoppedError as stopped:
-        saved = checkpoints.save(progress)
-        message = f"{stopped} at step {progress.step}; saved {saved}, go on with --resume auto"
-        raise StoppedError(message, stopped.signal_number) from None
-    except DriftError as drift:
-        saved = checkpoints.save(progress)
-        message = f"{drift}. Stopped at step {progress.step}, before training on these samples; saved {saved}, go on "
-        raise DriftError(f"{message}with --resume auto") from None
+            version = progress.policy_version + int(result.updated)
+            progress = Progress(progress.step + 1, version, feed.trained(batch))
+            published = bridge.publish(version)
+            feed.report(progress.step)
+            saved = checkpoints.maybe_save(progress)
+            feed.settle(checkpoints.settled(progress))
+            metrics.log(progress.step, batch.metrics, result.metrics, published.metrics, saved)
+    except (StoppedError, DriftError) as end:
+        saved_at = checkpoints.save(progress)
+        feed.settle(progress.batches)
+        raise _saying(end, progress, saved_at) from None
     final = checkpoints.save(progress, final=True)
+    feed.settle(progress.batches)
     log.info("trained %d steps; the final weights are %s", progress.step, final)
+
+
+def _saying(end: StoppedError | DriftError, progress: Progress, saved: Path) -> StoppedError | DriftError:
+    """The same end of a run, with where it stands and how it goes on."""
+    if isinstance(end, StoppedError):
+        message = f"{end} at step {progress.step}; saved {saved}, go on with --resume auto"
+        return StoppedError(message, end.signal_number)
+    return DriftError(
+        f"{end}. Stopped at step {progress.step}, before training on these samples; saved {saved}, go on with --resume "
+        "auto"
+    )
 
 
 def registration(config: TrainConfig, progress: Progress) -> wire.Register:

@@ -1,25 +1,31 @@
-"""The trainer's end of the rollout API: register, lease a batch, acknowledge it."""
+"""The trainer's end of the rollout API: register, lease a batch, keep it, acknowledge it.
+
+A batch is acknowledged once a checkpoint holds what was learnt from it. Until then it is leased: a trainer that is
+killed gets the same batches again, in the same order, from the step of its checkpoint on.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 from uuid import uuid4
 
 import httpx
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from environments.api import wire
 from grpo_trainer.config import RolloutConfig
 from grpo_trainer.errors import ServerError, TrainingError
-from grpo_trainer.metrics.types import Max, Mean, Metric, Sum
-from grpo_trainer.rollouts.types import Group, RolloutBatch, Sample, Teacher
+from grpo_trainer.metrics.types import Sum
+from grpo_trainer.rollouts.decode import to_group
+from grpo_trainer.rollouts.leases import Leases
+from grpo_trainer.rollouts.staleness import judge
+from grpo_trainer.rollouts.types import Leased, RolloutBatch
 
 log = logging.getLogger(__name__)
 
@@ -41,13 +47,13 @@ class _Wait:
 
 
 class RolloutClient:
-    """Leases batches from the rollout API and acknowledges them once they are trained on.
+    """Leases batches from the rollout API and acknowledges them.
 
     An API that goes away and comes back is waited for; one that has forgotten the trainer (no store) is registered with
-    anew.
+    anew. Batches may be leased in one thread while another trains; a third keeps the leases from running out.
 
     Args:
-        registration: what the API is told of this run; `starting_step` follows the acknowledged steps.
+        registration: what the API is told of this run; `starting_step` follows the steps that were trained.
         check_stop: called while waiting; raises to end the wait.
     """
 
@@ -58,7 +64,11 @@ class RolloutClient:
         self._http = httpx.Client(base_url=config.url, timeout=30.0, headers=headers, trust_env=False)
         self._config = config
         self._registration = registration
+        self._registering = threading.Lock()
         self._check_stop = check_stop
+        self._leases = Leases(config.lease_seconds)
+        self._closing = threading.Event()
+        self._keeper: threading.Thread | None = None
 
     def register(self) -> None:
         """Announce the trainer; waits for the API to be there.
@@ -66,18 +76,21 @@ class RolloutClient:
         Raises:
             ServerError: the API refused, or was not there within `--rollout-timeout`.
         """
-        self._wait_for(self._try_register, "the rollout API to be there")
+        self._wait_for(self._try_register, "the rollout API to be there", self._check_stop)
 
     def _try_register(self) -> bool | _Wait:
-        answer = self._send("POST", "/register", msgspec.json.encode(self._registration))
-        if isinstance(answer, _Wait):
-            return answer
-        uuid = wire.decode(answer.content, wire.RegisterResponse, answer.headers["content-type"]).uuid
-        self._registration = msgspec.structs.replace(self._registration, uuid=uuid)
-        return True
+        with self._registering:
+            answer = self._send("POST", "/register", msgspec.json.encode(self._registration))
+            if isinstance(answer, _Wait):
+                return answer
+            uuid = wire.decode(answer.content, wire.RegisterResponse, answer.headers["content-type"]).uuid
+            self._registration = msgspec.structs.replace(self._registration, uuid=uuid)
+            return True
+
+    # Batches in
 
     def next_batch(self, policy_version: int) -> RolloutBatch:
-        """Lease the next batch; waits for one.
+        """Lease the next batch that is not too old as a whole; waits for one.
 
         Args:
             policy_version: the newest published version, from which staleness counts.
@@ -88,27 +101,32 @@ class RolloutClient:
         started = time.perf_counter()
         dropped = 0
         while True:
-            self._check_stop()
-            request = uuid4().hex  # an answer that is lost on the way can be asked for again: it is the same lease
-            leased = self._wait_for(partial(self._try_lease, request), "a batch of rollouts")
-            batch_id, groups = leased.batch_id or "", [to_group(packed) for packed in leased.batch or ()]
-            fresh = [group for group in groups if not self._too_stale(group, policy_version)]
-            dropped += len(groups) - len(fresh)
-            if fresh:
+            leased = self.lease(self._check_stop)
+            judged = judge(leased.groups, policy_version, self._config.max_staleness, self._config.on_stale)
+            if judged.groups:
                 break
-            self._acknowledge(batch_id, self._registration.starting_step)
-            log.warning("a whole batch was more than %s versions old and dropped", self._config.max_staleness)
-        waited = time.perf_counter() - started
-        metrics = _staleness(fresh, policy_version) | {
-            "train/data_fetch_time": Sum(waited),
-            "rollout/dropped_stale_groups": Sum(dropped),
-        }
-        return RolloutBatch(batch_id, tuple(fresh), metrics, policy_version)
+            dropped += len(leased.groups)
+            self.drop(leased)
+        metrics = judged.metrics | {"train/data_fetch_time": Sum(time.perf_counter() - started)}
+        metrics["rollout/dropped_stale_groups"] = Sum(dropped + len(leased.groups) - len(judged.groups))
+        return RolloutBatch(leased.batch_id, judged.groups, metrics, policy_version)
 
-    def _too_stale(self, group: Group, policy_version: int) -> bool:
-        versions = [sample.policy_version for sample in group.samples if sample.policy_version is not None]
-        limit = self._config.max_staleness
-        return limit is not None and bool(versions) and policy_version - min(versions) > limit
+    def lease(self, check_stop: Callable[[], None]) -> Leased:
+        """Lease the next batch; waits for one.
+
+        Args:
+            check_stop: called while waiting; raises to end the wait.
+
+        Raises:
+            TrainingError: none came within `--rollout-timeout`.
+        """
+        check_stop()
+        request = uuid4().hex  # an answer that is lost on the way can be asked for again: it is the same lease
+        batch = self._wait_for(partial(self._try_lease, request), "a batch of rollouts", check_stop)
+        batch_id = batch.batch_id or ""
+        self._leases.hold(batch_id)
+        self._keep_leases()
+        return Leased(batch_id, tuple(to_group(packed) for packed in batch.batch or ()))
 
     def _try_lease(self, request: str) -> wire.PackedBatch | _Wait:
         lease = f"lease={self._config.lease_seconds:g}&request={request}&uuid={self._registration.uuid}"
@@ -126,35 +144,118 @@ class RolloutClient:
             return _Wait(f"the API to know this trainer: {batch.message}")
         return batch if batch.batch else _Wait("enough scored groups")
 
-    def ack(self, batch: RolloutBatch, step: int) -> None:
-        """Say that a batch was trained on and that `step` steps are done; its groups are never served again."""
-        self._registration = msgspec.structs.replace(self._registration, starting_step=step)
-        self._acknowledge(batch.batch_id, step)
+    # Batches out
 
-    def _acknowledge(self, batch_id: str, step: int) -> None:
-        body = msgspec.json.encode(wire.Ack(step=step))
+    @property
+    def unsettled(self) -> tuple[str, ...]:
+        """Batches that are trained on and not acknowledged."""
+        return self._leases.unsettled
+
+    def trained(self, batch: Leased | RolloutBatch) -> tuple[str, ...]:
+        """Note that a batch was trained on; it stays leased until `settle`. Returns all that are so."""
+        self._leases.trained(batch.batch_id)
+        return self._leases.unsettled
+
+    def report(self, step: int) -> None:
+        """Tell the API that the newest trained batch has led to `step`."""
+        self._reach(step)
+        batch_id = self._leases.unsettled[-1]
+        path = f"/batch/{batch_id}/extend?lease={self._config.lease_seconds:g}&step={step}"
 
         def attempt() -> bool | _Wait:
-            answer = self._send("POST", f"/batch/{batch_id}/ack", body, unknown_is_fine=True)
-            return answer if isinstance(answer, _Wait) else True
+            answer = self._send("POST", path, taken_is_fine=True)
+            if isinstance(answer, _Wait):
+                return answer
+            if answer.status_code == 409:  # ran out meanwhile: not given to anybody else if it can be acknowledged
+                self._acknowledge(batch_id)
+            elif answer.status_code == 404:
+                self._leases.end(batch_id)
+            else:
+                self._leases.hold(batch_id)
+            return True
 
-        self._wait_for(attempt, "the rollout API to take an acknowledgement")
+        self._wait_for(attempt, "the rollout API to be told of a trained batch", self._check_stop)
 
-    def release(self, batch: RolloutBatch) -> None:
+    def settle(self, batches: Sequence[str], *, resumed: bool = False) -> None:
+        """Acknowledge trained batches: a checkpoint holds what was learnt from them, they are never served again.
+
+        Args:
+            resumed: they are a former process's, which may have acknowledged them before it ended.
+        """
+        for batch_id in batches:
+            self._acknowledge(batch_id, resumed=resumed)
+
+    def ack(self, batch: Leased | RolloutBatch, step: int) -> None:
+        """Say that a batch was trained on and that `step` steps are done; its groups are never served again."""
+        self._reach(step)
+        self._acknowledge(batch.batch_id)
+
+    def drop(self, batch: Leased) -> None:
+        """Get rid of a batch that is of no use."""
+        log.warning("a whole batch was more than %s versions old and dropped", self._config.max_staleness)
+        self._acknowledge(batch.batch_id)
+
+    def release(self, batch: Leased | RolloutBatch) -> None:
         """Give a leased batch back untrained. Best effort: an unreleased lease runs out by itself."""
+        self._leases.end(batch.batch_id)
         try:
             self._http.post(f"/batch/{batch.batch_id}/release", timeout=2.0)
         except httpx.HTTPError as error:
             log.warning("batch %s was not given back (%s); its lease runs out by itself", batch.batch_id, error)
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection; leases that are left run out by themselves, or go to who registers next."""
+        self._closing.set()
+        if self._keeper is not None:
+            self._keeper.join()
         self._http.close()
 
+    def _reach(self, step: int) -> None:
+        with self._registering:
+            self._registration = msgspec.structs.replace(self._registration, starting_step=step)
+
+    def _acknowledge(self, batch_id: str, *, resumed: bool = False) -> None:
+        body = msgspec.json.encode(wire.Ack(step=self._registration.starting_step))
+
+        def attempt() -> bool | _Wait:
+            answer = self._send("POST", f"/batch/{batch_id}/ack", body, taken_is_fine=resumed)
+            if isinstance(answer, _Wait):
+                return answer
+            if answer.status_code == 409:
+                log.warning(
+                    "batch %s, which the checkpoint was trained on, is trained on again: %s", batch_id, answer.text
+                )
+            return True
+
+        self._wait_for(attempt, "the rollout API to take an acknowledgement", self._check_stop)
+        self._leases.end(batch_id)
+
+    def _keep_leases(self) -> None:
+        """From the first lease on, a thread extends those that would run out."""
+        if self._keeper is None:
+            self._keeper = threading.Thread(target=self._keep, name="lease keeper", daemon=True)
+            self._keeper.start()
+
+    def _keep(self) -> None:
+        seconds = self._config.lease_seconds
+        while not self._closing.wait(seconds / 8):
+            for batch_id in self._leases.running_out:
+                try:
+                    answer = self._http.post(f"/batch/{batch_id}/extend?lease={seconds:g}")
+                except httpx.HTTPError as error:  # the next round tries again; what trains says so if it is for good
+                    log.debug("batch %s was not extended: %s", batch_id, error)
+                    continue
+                if answer.status_code < 300:
+                    self._leases.hold(batch_id)
+
     def _send(
-        self, method: str, path: str, body: bytes | None = None, *, unknown_is_fine: bool = False
+        self, method: str, path: str, body: bytes | None = None, *, taken_is_fine: bool = False
     ) -> httpx.Response | _Wait:
-        """One request. A server that is away, or in trouble of its own, is worth waiting for; a refusal is not."""
+        """One request. A server that is away, or in trouble of its own, is worth waiting for; a refusal is not.
+
+        Args:
+            taken_is_fine: the caller looks at a 409 itself.
+        """
         headers = {"Content-Type": wire.JSON} if body else {}
         try:
             answer = self._http.request(method, path, content=body, headers=headers)
@@ -163,14 +264,16 @@ class RolloutClient:
         if answer.status_code in TROUBLE:
             return _Wait(f"{self._config.url} to recover (status {answer.status_code})")
         if answer.status_code == 409:
+            if taken_is_fine:
+                return answer
             raise TrainingError(f"another trainer has taken the run over at {self._config.url}: {answer.text[:500]}")
-        if answer.status_code == 404 and unknown_is_fine:
+        if answer.status_code == 404 and path.startswith("/batch/"):
             log.warning("%s %s: the API does not know this batch (restarted without --store?)", method, path)
         elif answer.status_code >= 400:
             raise ServerError(f"{method} {self._config.url}{path}: refused: {answer.status_code} {answer.text[:500]}")
         return answer
 
-    def _wait_for(self, attempt: Callable[[], T | _Wait], what: str) -> T:
+    def _wait_for(self, attempt: Callable[[], T | _Wait], what: str, check_stop: Callable[[], None]) -> T:
         """Try until it succeeds; say what is waited for, and give up after `--rollout-timeout`."""
         started = time.monotonic()
         said = 0.0
@@ -178,7 +281,7 @@ class RolloutClient:
             result = attempt()  # before the check: a stop must not keep a trained batch from being acknowledged
             if not isinstance(result, _Wait):
                 return result
-            self._check_stop()
+            check_stop()
             waited = time.monotonic() - started
             if waited - said >= PATIENCE_SECONDS:
                 said = waited
@@ -197,83 +300,3 @@ class RolloutClient:
         except (httpx.HTTPError, msgspec.DecodeError):
             return None  # it can't be asked: the caller has a reason of its own
         return "; ".join(filter(None, [status.waiting_for, *status.warnings])) or None
-
-
-def to_group(packed: wire.PackedGroup) -> Group:
-    """A group of the wire as the trainer's; its arrays are views of the bytes that came.
-
-    Of overrides those of a sequence stand over the group's: `sft`, `set_advantage_to_zero`, `temperature`.
-    """
-    ends = np.cumsum(packed.lengths)[:-1]
-    tokens = np.split(np.frombuffer(packed.tokens, "<i4").astype(np.int64), ends)
-    trained = np.split(np.frombuffer(packed.masks, "<i4") != wire.IGNORED, ends)
-    advantages = _floats(packed.advantages, ends, sum(packed.lengths))
-    logprobs = _floats(packed.inference_logprobs, ends, sum(packed.lengths))
-    count = len(packed.lengths)
-    overrides = [{**(packed.group_overrides or {}), **own} for own in packed.overrides or [{}] * count]
-    requested = (packed.generation_params or {}).get("temperature")
-    versions = packed.policy_versions or [None] * count
-    samples = tuple(
-        Sample(
-            tokens_T=tokens[i],
-            trained_T=trained[i],
-            reward=packed.scores[i],
-            advantages_T=_advantages(advantages, i, packed.lengths[i], overrides[i]),
-            rollout_logprobs_T=logprobs[i] if logprobs and _are_logprobs(logprobs[i], trained[i]) else None,
-            policy_version=versions[i],
-            temperature=float(overrides[i].get("temperature") or requested or 1.0),
-            supervised=bool(overrides[i].get("sft")),
-            teacher=_teacher(packed, i),
-        )
-        for i in range(count)
-    )
-    return Group(samples, packed.env_id)
-
-
-def _advantages(
-    given: list[NDArray[np.float32]] | None, i: int, length: int, override: dict[str, Any]
-) -> NDArray[np.float32] | None:
-    """The environment's own, or 0 for a sequence that it wants left out though its reward counts."""
-    if override.get("set_advantage_to_zero"):
-        return np.zeros(length, np.float32)
-    return given[i] if given else None
-
-
-def _teacher(packed: wire.PackedGroup, i: int) -> Teacher | None:
-    """A sequence's ragged lists as arrays; a negative id is filling of the environment's."""
-    if not packed.distill_token_ids or not packed.distill_logprobs:
-        return None
-    ids, logprobs = packed.distill_token_ids[i], packed.distill_logprobs[i]
-    width = max(map(len, ids), default=0)
-    ids_TK = np.zeros((len(ids), width), np.int64)
-    logprobs_TK = np.full((len(ids), width), -np.inf, np.float32)
-    for t, (some_ids, some_logprobs) in enumerate(zip(ids, logprobs, strict=True)):
-        ids_TK[t, : len(some_ids)] = some_ids
-        logprobs_TK[t, : len(some_ids)] = some_logprobs
-    logprobs_TK[ids_TK < 0] = -np.inf
-    teacher = Teacher(ids_TK.clip(min=0), logprobs_TK)
-    return teacher if teacher.given_T.any() else None
-
-
-def _floats(data: bytes | None, ends: NDArray[np.int64], total: int) -> list[NDArray[np.float32]] | None:
-    if not data:
-        return None
-    width = "<f4" if len(data) == 4 * total else "<f8"
-    return np.split(np.frombuffer(data, width).astype(np.float32), ends)
-
-
-def _are_logprobs(values_T: NDArray[np.float32], trained_T: NDArray[np.bool_]) -> bool:
-    """Some environments fill the whole row with the masked value (1.0): that is no logprob, and means "unknown"."""
-    return bool((values_T[trained_T] <= 1e-3).all())
-
-
-def _staleness(groups: list[Group], policy_version: int) -> dict[str, Metric]:
-    ages = [
-        policy_version - sample.policy_version
-        for group in groups
-        for sample in group.samples
-        if sample.policy_version is not None
-    ]
-    if not ages:
-        return {}
-    return {"rollout/staleness_mean": Mean(sum(ages), len(ages)), "rollout/staleness_max": Max(max(ages))}

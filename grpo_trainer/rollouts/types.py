@@ -47,6 +47,7 @@ class Sample:
         temperature: of sampling; the trainer's logits are divided by it.
         supervised: it is to be imitated, not judged: the policy did not sample it.
         teacher: what a teacher would have put in the place of each token, else None.
+        weight: its loss counts so much.
     """
 
     tokens_T: NDArray[np.int64]
@@ -58,6 +59,7 @@ class Sample:
     temperature: float = 1.0
     supervised: bool = False
     teacher: Teacher | None = None
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,14 @@ class Group:
     def rewards(self) -> list[float]:
         """Of what the policy sampled: what is to be imitated is no measure of it."""
         return [sample.reward for sample in self.samples if not sample.supervised]
+
+
+@dataclass(frozen=True)
+class Leased:
+    """A batch as it came: its lease, and whole groups, oldest first."""
+
+    batch_id: str
+    groups: tuple[Group, ...]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from grpo_trainer.logprobs import token_scores
 from grpo_trainer.loop import run_steps
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.options import build
-from grpo_trainer.rollouts.types import RolloutBatch, Sample
+from grpo_trainer.rollouts.feed import FedBatch
+from grpo_trainer.rollouts.types import Leased, RolloutBatch, Sample
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.weights.drift import (
     SAY_EVERY,
@@ -272,7 +273,7 @@ def test_samples_without_logprobs_or_versions_are_no_evidence() -> None:
 
 
 class Recorder:
-    """Stands in for rollout client, bridge, checkpoints and metrics: remembers what was called."""
+    """Stands in for batch feed, bridge, checkpoints and metrics: remembers what was called."""
 
     def __init__(self, groups: RolloutBatch) -> None:
         self.batch = groups
@@ -291,13 +292,17 @@ class Recorder:
     def updating(self) -> Any:
         return contextlib.nullcontext()
 
-    def register(self) -> None: ...
+    def begin(self, progress: Progress) -> None: ...
 
-    def next_batch(self, version: int) -> RolloutBatch:
-        return replace(self.batch, policy_version=version)
+    def next(self, version: int, *, last: bool) -> FedBatch:
+        ready = trainer().ready(replace(self.batch, policy_version=version))
+        return FedBatch(Leased("b", self.batch.groups), ready, {})
 
-    def release(self, batch: RolloutBatch) -> None:
+    def release(self, batch: FedBatch) -> None:
         self.calls.append("release")
+
+    def settle(self, batches: tuple[str, ...]) -> None:
+        assert not batches
 
     def save(self, progress: Any, *_: object, **__: object) -> Path:
         self.calls.append(f"save step {progress.step}")

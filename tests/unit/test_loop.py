@@ -12,14 +12,14 @@ import pytest
 from grpo_trainer.bridge_options import LoraOnly
 from grpo_trainer.checkpoint import Progress
 from grpo_trainer.config import ModelConfig, TrainConfig
+from grpo_trainer.errors import StoppedError
 from grpo_trainer.loop import run_steps
+from grpo_trainer.rollouts.feed import FedBatch
+from grpo_trainer.rollouts.types import Leased
 from grpo_trainer.trainer import StepResult
 from grpo_trainer.weights.bridge import Published
 from grpo_trainer.weights.lora_swap import LoraSwap
-from tests.unit.factories import batch, sample
 from tests.unit.tiny_lora import tiny_lora
-
-BATCH = batch([sample([1], [2], 1.0), sample([1], [3], 0.0)])
 
 
 class Told:
@@ -35,6 +35,7 @@ class Told:
         self.lands = lands
         self.events: list[str] = []
         self.metrics: list[int] = []
+        self.held: list[str] = []
 
     def connect(self, version: int) -> int:
         return version
@@ -53,15 +54,14 @@ class Told:
         self.events.append(f"publish {version}")
         return Published(version, "m", {})
 
-    def register(self) -> None:
-        self.events.append("register")
+    def begin(self, progress: Progress) -> None:
+        self.events.append(f"begin at {progress.step}")
 
-    def next_batch(self, version: int) -> Any:
-        self.events.append(f"batch for {version}")
-        return BATCH
+    def next(self, version: int, *, last: bool) -> Any:
+        self.events.append(f"{'last ' if last else ''}batch for {version}")
+        return FedBatch(Leased(f"b{version}", ()), self.ready, {})
 
-    def ready(self, batch: Any) -> Any:
-        return batch
+    ready: Any = None
 
     def step(self, _: Any, step: int, writing: Any) -> StepResult:
         if self.lands[step]:
@@ -70,30 +70,61 @@ class Told:
                 self.events.append("write")
         return StepResult(self.lands[step], {})
 
-    def ack(self, _: Any, step: int) -> None:
-        self.events.append(f"ack {step}")
+    def trained(self, batch: FedBatch) -> tuple[str, ...]:
+        self.held.append(batch.leased.batch_id)
+        return tuple(self.held)
+
+    def report(self, step: int) -> None:
+        self.events.append(f"report {step}")
+
+    def settle(self, batches: tuple[str, ...]) -> None:
+        self.events.append(f"settle {','.join(batches)}")
 
     def log(self, step: int, *_: Any) -> None:
         self.metrics.append(step)
 
-    def maybe_save(self, progress: Progress) -> None:
-        self.events.append(f"save {progress.step}/{progress.policy_version}")
+    def maybe_save(self, progress: Progress) -> dict[str, Any]:
+        self.events.append(f"save {progress.step}/{progress.policy_version} {','.join(progress.batches)}")
+        return {}
 
-    def save(self, progress: Progress, *, final: bool) -> Path:
-        return Path(f"final-{progress.step}-{progress.policy_version}-{final}")
+    def settled(self, progress: Progress) -> tuple[str, ...]:
+        return progress.batches[:-1]  # the newest is still being written
+
+    def save(self, progress: Progress, *, final: bool = False) -> Path:
+        self.events.append(f"{'final' if final else 'stop'} {progress.step}/{progress.policy_version}")
+        return Path("checkpoint")
 
 
-def test_a_version_is_a_step_that_landed() -> None:
-    told: Any = Told(True, False, True)
-    config = TrainConfig(model=ModelConfig(name="m"), training_steps=3)
+def run(told: Any, steps: int) -> None:
+    config = TrainConfig(model=ModelConfig(name="m"), training_steps=steps)
     run_steps(config, Progress(0, 5), told, told, told, told, told)
+
+
+def test_a_version_is_a_step_that_landed_and_a_batch_is_settled_when_it_is_on_the_disk() -> None:
+    told: Any = Told(True, False, True)
+    run(told, 3)
     assert told.events == [
-        *("prove", "publish 5", "register"),
-        *("batch for 5", "begin", "write", "end", "publish 6", "ack 1", "save 1/6"),
-        *("batch for 6", "publish 6", "ack 2", "save 2/6"),
-        *("batch for 6", "begin", "write", "end", "publish 7", "ack 3", "save 3/7"),
+        *("prove", "publish 5", "begin at 0"),
+        *("batch for 5", "begin", "write", "end", "publish 6", "report 1", "save 1/6 b5", "settle "),
+        *("batch for 6", "publish 6", "report 2", "save 2/6 b5,b6", "settle b5"),
+        *("last batch for 6", "begin", "write", "end", "publish 7", "report 3", "save 3/7 b5,b6,b6", "settle b5,b6"),
+        *("final 3/7", "settle b5,b6,b6"),
     ]
     assert told.metrics == [1, 2, 3]
+
+
+def test_a_stop_while_publishing_keeps_the_step_and_its_batch_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: Any = Told(True, True)
+
+    def publish(version: int) -> Published:
+        if version == 7:
+            raise StoppedError("stopped", 15)
+        return Published(version, "m", {})
+
+    monkeypatch.setattr(told, "publish", publish)
+    with pytest.raises(StoppedError, match="stopped at step 2; saved checkpoint, go on with --resume auto"):
+        run(told, 2)
+    assert told.events[-3:] == ["end", "stop 2/7", "settle b5,b6"]
 
 
 def test_an_adapter_is_not_sent_again_under_a_name_that_was_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,79 @@
+"""Groups of the wire as the trainer's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from environments.api import wire
+from grpo_trainer.rollouts.types import Group, Sample, Teacher
+
+
+def to_group(packed: wire.PackedGroup) -> Group:
+    """A group of the wire as the trainer's; its arrays are views of the bytes that came.
+
+    Of overrides those of a sequence stand over the group's: `sft`, `set_advantage_to_zero`, `temperature`.
+    """
+    ends = np.cumsum(packed.lengths)[:-1]
+    tokens = np.split(np.frombuffer(packed.tokens, "<i4").astype(np.int64), ends)
+    trained = np.split(np.frombuffer(packed.masks, "<i4") != wire.IGNORED, ends)
+    advantages = _floats(packed.advantages, ends, sum(packed.lengths))
+    logprobs = _floats(packed.inference_logprobs, ends, sum(packed.lengths))
+    count = len(packed.lengths)
+    overrides = [{**(packed.group_overrides or {}), **own} for own in packed.overrides or [{}] * count]
+    requested = (packed.generation_params or {}).get("temperature")
+    versions = packed.policy_versions or [None] * count
+    samples = tuple(
+        Sample(
+            tokens_T=tokens[i],
+            trained_T=trained[i],
+            reward=packed.scores[i],
+            advantages_T=_advantages(advantages, i, packed.lengths[i], overrides[i]),
+            rollout_logprobs_T=logprobs[i] if logprobs and _are_logprobs(logprobs[i], trained[i]) else None,
+            policy_version=versions[i],
+            temperature=float(overrides[i].get("temperature") or requested or 1.0),
+            supervised=bool(overrides[i].get("sft")),
+            teacher=_teacher(packed, i),
+        )
+        for i in range(count)
+    )
+    return Group(samples, packed.env_id)
+
+
+def _advantages(
+    given: list[NDArray[np.float32]] | None, i: int, length: int, override: dict[str, Any]
+) -> NDArray[np.float32] | None:
+    """The environment's own, or 0 for a sequence that it wants left out though its reward counts."""
+    if override.get("set_advantage_to_zero"):
+        return np.zeros(length, np.float32)
+    return given[i] if given else None
+
+
+def _teacher(packed: wire.PackedGroup, i: int) -> Teacher | None:
+    """A sequence's ragged lists as arrays; a negative id is filling of the environment's."""
+    if not packed.distill_token_ids or not packed.distill_logprobs:
+        return None
+    ids, logprobs = packed.distill_token_ids[i], packed.distill_logprobs[i]
+    width = max(map(len, ids), default=0)
+    ids_TK = np.zeros((len(ids), width), np.int64)
+    logprobs_TK = np.full((len(ids), width), -np.inf, np.float32)
+    for t, (some_ids, some_logprobs) in enumerate(zip(ids, logprobs, strict=True)):
+        ids_TK[t, : len(some_ids)] = some_ids
+        logprobs_TK[t, : len(some_ids)] = some_logprobs
+    logprobs_TK[ids_TK < 0] = -np.inf
+    teacher = Teacher(ids_TK.clip(min=0), logprobs_TK)
+    return teacher if teacher.given_T.any() else None
+
+
+def _floats(data: bytes | None, ends: NDArray[np.int64], total: int) -> list[NDArray[np.float32]] | None:
+    if not data:
+        return None
+    width = "<f4" if len(data) == 4 * total else "<f8"
+    return np.split(np.frombuffer(data, width).astype(np.float32), ends)
+
+
+def _are_logprobs(values_T: NDArray[np.float32], trained_T: NDArray[np.bool_]) -> bool:
+    """Some environments fill the whole row with the masked value (1.0): that is no logprob, and means "unknown"."""
+    return bool((values_T[trained_T] <= 1e-3).all())

@@ -1,0 +1,194 @@
+"""Batches ready to be trained on, one of them ahead: leased, decoded and made into tensors while the one before trains.
+
+One batch ahead is one version older when its turn comes. So it is judged by the version that trains on it, and made
+ready anew if that makes a difference; with `--max-staleness 0` nothing is fetched ahead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from grpo_trainer.batching import ReadyBatch
+from grpo_trainer.config import RolloutConfig
+from grpo_trainer.metrics.types import Metric, Sum
+from grpo_trainer.rollouts.client import RolloutClient
+from grpo_trainer.rollouts.staleness import Judged, judge, same_judgement
+from grpo_trainer.rollouts.types import Leased, RolloutBatch
+from grpo_trainer.saving.manifest import Progress
+
+POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class FedBatch:
+    """A batch to train on now.
+
+    Attributes:
+        leased: what is acknowledged, or given back.
+        metrics: what it took to come, how old it is, what was left out of it.
+    """
+
+    leased: Leased
+    ready: ReadyBatch
+    metrics: dict[str, Metric]
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    """A batch in main memory, as it was judged when it came."""
+
+    leased: Leased
+    judged: Judged
+    ready: ReadyBatch | None  # None: nothing of it was young enough
+    fetch_seconds: float
+    prepare_seconds: float
+
+
+class _FeedClosedError(Exception):
+    """Ends the wait for a batch that nobody wants any more."""
+
+
+class BatchFeed:
+    """Feeds the loop. A context manager: leaving it gives back what was fetched ahead.
+
+    Args:
+        make_ready: scored groups to tensors; runs in a thread beside a step.
+        check_stop: called while waiting; raises to end the wait.
+        pinned: put tensors into page-locked memory, from where copies to a GPU need not be waited for.
+    """
+
+    def __init__(
+        self,
+        client: RolloutClient,
+        config: RolloutConfig,
+        make_ready: Callable[[RolloutBatch], ReadyBatch],
+        check_stop: Callable[[], None],
+        *,
+        pinned: bool = False,
+    ) -> None:
+        self._client = client
+        self._config = config
+        self._make_ready = make_ready
+        self._check_stop = check_stop
+        self._pinned = pinned
+        self._thread = ThreadPoolExecutor(1, "prefetch")
+        self._ahead: Future[_Fetched] | None = None
+        self._closing = False
+
+    def __enter__(self) -> BatchFeed:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing = True
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and not ahead.cancel() and ahead.exception() is None:
+            self._client.release(ahead.result().leased)
+        self._thread.shutdown()
+
+    def begin(self, progress: Progress) -> None:
+        """Register at the rollout API, as one who goes on from there.
+
+        What a former process trained on is acknowledged first: a checkpoint holds it, but nobody may have said so.
+        """
+        self._client.settle(progress.batches, resumed=True)
+        self._client.register()
+
+    def trained(self, batch: FedBatch) -> tuple[str, ...]:
+        """Note that a batch was trained on; all those that were and are not acknowledged yet."""
+        return self._client.trained(batch.leased)
+
+    def report(self, step: int) -> None:
+        """Tell the rollout API what step that led to."""
+        self._client.report(step)
+
+    def settle(self, batches: Sequence[str]) -> None:
+        """Acknowledge those of these that are not yet; see `RolloutClient.settle`."""
+        unsettled = set(self._client.unsettled)
+        self._client.settle([batch_id for batch_id in batches if batch_id in unsettled])
+
+    def release(self, batch: FedBatch) -> None:
+        """Give a batch back untrained."""
+        self._client.release(batch.leased)
+
+    def next(self, version: int, *, last: bool = False) -> FedBatch:
+        """The next batch; waits for one. Unless it is the last, the one after it is fetched from now on.
+
+        Args:
+            version: of the weights that are about to be trained.
+
+        Raises:
+            TrainingError: none came within `--rollout-timeout`.
+        """
+        started = time.perf_counter()
+        dropped = 0
+        while True:
+            fetched = self._taken(version)
+            judged = self._judge(fetched.leased, version)
+            if judged.groups:
+                break
+            dropped += len(fetched.leased.groups)
+            self._client.drop(fetched.leased)
+        again = time.perf_counter()
+        ready = fetched.ready
+        if ready is None or not same_judgement(judged.groups, fetched.judged.groups):
+            ready = self._ready(fetched.leased, judged, version)
+        waited = time.perf_counter() - started
+        if self._config.prefetch and self._config.max_staleness != 0 and not last:
+            self._ahead = self._thread.submit(self._fetch, version + 1)
+        metrics = judged.metrics | {
+            "train/data_fetch_time": Sum(waited),
+            "rollout/fetch_time": Sum(fetched.fetch_seconds),
+            "rollout/prepare_time": Sum(fetched.prepare_seconds + time.perf_counter() - again),
+            "rollout/dropped_stale_groups": Sum(dropped + len(fetched.leased.groups) - len(judged.groups)),
+        }
+        return FedBatch(fetched.leased, replace(ready, policy_version=version), metrics)
+
+    def _taken(self, version: int) -> _Fetched:
+        """What was fetched ahead, or what comes next."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return self._fetch(version)
+        while not wait([ahead], POLL_SECONDS).done:
+            try:
+                self._check_stop()
+            except BaseException:
+                self._ahead = ahead
+                raise
+        return ahead.result()
+
+    def _fetch(self, version: int) -> _Fetched:
+        started = time.perf_counter()
+        leased = self._client.lease(self._check_wanted)
+        came = time.perf_counter()
+        judged = self._judge(leased, version)
+        ready = self._ready(leased, judged, version) if judged.groups else None
+        return _Fetched(leased, judged, ready, came - started, time.perf_counter() - came)
+
+    def _check_wanted(self) -> None:
+        if self._closing:
+            raise _FeedClosedError
+        self._check_stop()
+
+    def _judge(self, leased: Leased, version: int) -> Judged:
+        return judge(leased.groups, version, self._config.max_staleness, self._config.on_stale)
+
+    def _ready(self, leased: Leased, judged: Judged, version: int) -> ReadyBatch:
+        ready = self._make_ready(RolloutBatch(leased.batch_id, judged.groups, {}, version))
+        if not self._pinned:
+            return ready
+        return replace(ready, microbatches=tuple(_pinned(microbatch) for microbatch in ready.microbatches))
+
+
+def _pinned(microbatch: Any) -> Any:
+    """Its tensors in page-locked memory."""
+    tensors = {name: value for name, value in vars(microbatch).items() if isinstance(value, Tensor)}
+    return replace(microbatch, **{name: tensor.pin_memory() for name, tensor in tensors.items()})
