@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from grpo_trainer.batching import PreparedBatch, ReadyBatch, ready
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import TrainingError
-from grpo_trainer.logprobs import TokenScores, token_scores
+from grpo_trainer.logprobs import TokenScores
 from grpo_trainer.losses import BatchCounts, LossInputs, batch_loss
 from grpo_trainer.metrics.types import Mean, Metric, Metrics, Sum, merge
 from grpo_trainer.microbatches import MicroBatch, TrainingSequence
+from grpo_trainer.model.forward import build_forward
 from grpo_trainer.model.reference import Reference, build_reference
 from grpo_trainer.optim import build_optimizer, changed_fraction, sampled
 from grpo_trainer.rollouts.types import RolloutBatch
@@ -104,6 +105,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.parameters, config.optimizer, master_weights=config.master_weights)
         self.device = self.parameters[0].device
         self._check_stop = check_stop
+        self._forward = build_forward(model, config)
         self._reference = build_reference(model, config) if reference is None else reference
         self.alarm: DriftAlarm | None = None
         self._bad_steps = 0
@@ -111,7 +113,7 @@ class Trainer:
 
     def ready(self, batch: RolloutBatch) -> ReadyBatch:
         """Make a batch ready for `step`; touches no device, and may run in a thread beside a step."""
-        return ready(batch, self.config)
+        return ready(batch, self.config, packed=self._forward.packed)
 
     def step(
         self,
@@ -215,21 +217,7 @@ class Trainer:
         return {**output.metrics, "train/loss": Sum(output.loss.detach())}
 
     def _scores(self, microbatch: MicroBatch) -> TokenScores:
-        logits_BTV: Tensor = self.model(input_ids=microbatch.tokens_BT, use_cache=False).logits
-        if microbatch.teacher_ids_NK.numel() and int(microbatch.teacher_ids_NK.max()) >= logits_BTV.shape[-1]:
-            raise TrainingError(
-                f"distill_token_ids: got {int(microbatch.teacher_ids_NK.max())}, the model has "
-                f"{logits_BTV.shape[-1]} tokens; the teacher's tokens must be the model's"
-            )
-        return token_scores(
-            logits_BTV,
-            microbatch.tokens_BT,
-            microbatch.rows_N,
-            microbatch.columns_N,
-            microbatch.temperature_N,
-            microbatch.teacher_ids_NK,
-            entropy_gradient=self.config.loss.entropy_coef > 0,
-        )
+        return self._forward.scores(microbatch, entropy_gradient=self.config.loss.entropy_coef > 0)
 
     def _say_unused(self, prepared: PreparedBatch) -> None:
         """What comes and is not used is worth one line."""

@@ -1,0 +1,228 @@
+"""A microbatch to the scores of its trained tokens: which attention, which head, what the model can't be asked for.
+
+The fast way is the decoder's own forward pass, packed or padded, and then `head.py` on the hidden states of the
+positions that are trained. What a model does besides (scaled or capped logits, adapters on the head, windows of
+attention, states that run through a sequence) would be left out, so both halves of it are tried on a few tokens before
+they are used: the model's own logits are what they must give. What can't be done the fast way is done by the model
+itself, padded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from grpo_trainer.compute_options import Choice
+from grpo_trainer.config import TrainConfig
+from grpo_trainer.errors import ConfigError, TrainingError
+from grpo_trainer.logprobs import TokenScores, token_scores
+from grpo_trainer.microbatches import MicroBatch, Packed
+from grpo_trainer.model import attention
+from grpo_trainer.model.head import HeadPlan, head_scores
+from grpo_trainer.model.load import pick_dtype
+
+log = logging.getLogger(__name__)
+
+
+class Forward:
+    """Forward passes of a model.
+
+    Args:
+        decoder, head: the parts that the fast way uses; None: the model's own logits are taken.
+        packed: microbatches are to be packed.
+
+    Attributes:
+        plan: of the head.
+    """
+
+    def __init__(
+        self, model: nn.Module, decoder: nn.Module | None, head: nn.Linear | None, plan: HeadPlan, *, packed: bool
+    ) -> None:
+        self.model = model
+        self.decoder = decoder
+        self.head = head
+        self.plan = plan
+        self.packed = packed
+
+    def scores(self, microbatch: MicroBatch, *, entropy_gradient: bool = False) -> TokenScores:
+        """Of its trained tokens, and its teacher's.
+
+        Raises:
+            TrainingError: the teacher has tokens that the model lacks.
+        """
+        if self.decoder is None or self.head is None:
+            return self._from_logits(microbatch, entropy_gradient)
+        _check_teacher(microbatch, self.head.weight.shape[0])
+        more: dict[str, Any] = {} if microbatch.packed is None else attention.arguments(microbatch.packed)
+        hidden_BTH = self.decoder(input_ids=microbatch.tokens_BT, use_cache=False, **more).last_hidden_state
+        return head_scores(
+            hidden_BTH.flatten(0, 1)[microbatch.predictors_N],
+            self.head.weight,
+            self.head.bias,
+            microbatch.targets_N,
+            microbatch.temperature_N,
+            microbatch.teacher_ids_NK,
+            self.plan,
+            entropy_gradient=entropy_gradient,
+        )
+
+    def _from_logits(self, microbatch: MicroBatch, entropy_gradient: bool) -> TokenScores:
+        assert microbatch.packed is None
+        logits_BTV: Tensor = self.model(input_ids=microbatch.tokens_BT, use_cache=False).logits
+        _check_teacher(microbatch, logits_BTV.shape[-1])
+        return token_scores(
+            logits_BTV,
+            microbatch.tokens_BT,
+            microbatch.rows_N,
+            microbatch.columns_N,
+            microbatch.temperature_N,
+            microbatch.teacher_ids_NK,
+            entropy_gradient=entropy_gradient,
+        )
+
+
+def _check_teacher(microbatch: MicroBatch, vocab: int) -> None:
+    if microbatch.teacher_ids_NK.numel() and int(microbatch.teacher_ids_NK.max()) >= vocab:
+        raise TrainingError(
+            f"distill_token_ids: got {int(microbatch.teacher_ids_NK.max())}, the model has {vocab} tokens; the "
+            "teacher's tokens must be the model's"
+        )
+
+
+# ---------------------------------------------------------------- what can be done with a model
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Of a causal language model."""
+
+    whole: PreTrainedModel
+    decoder: nn.Module
+    head: nn.Linear
+
+
+def build_forward(model: nn.Module, config: TrainConfig) -> Forward:
+    """The fastest way that gives what the model gives.
+
+    Raises:
+        ConfigError: `--packing on`, and it can't be.
+    """
+    device = next(model.parameters()).device
+    parts, why = _parts_of(model)
+    if parts is None:
+        if config.compute.packing == "on":
+            raise ConfigError(f"--packing on: {why}; leave it out")
+        return Forward(model, None, None, HeadPlan(torch.float32), packed=False)
+    own = parts.head.weight.dtype
+    plan = HeadPlan(pick_dtype(config.model.dtype, device) if own == torch.float32 else own)
+    packed = _packs(parts, config.compute.packing, config.model.seq_len, plan.dtype, device)
+    return Forward(model, parts.decoder, parts.head, plan, packed=packed)
+
+
+def _parts_of(model: nn.Module) -> tuple[Parts | None, str]:
+    """A model's parts, if its logits are what its head makes of its decoder's hidden states; else why not."""
+    whole = model.get_base_model() if isinstance(model, PeftModel) else model
+    if not isinstance(whole, PreTrainedModel):
+        return None, f"{type(whole).__name__} is no transformers model"
+    head, decoder = whole.get_output_embeddings(), whole.base_model
+    if type(head) is not nn.Linear or decoder is whole:
+        return None, f"{type(whole).__name__} has no plain linear head"
+    if getattr(whole.config.get_text_config(), "final_logit_softcapping", None):
+        return None, f"{type(whole).__name__} caps its logits"
+    tokens_BT = _probe_tokens(head.weight)[None]
+    with torch.no_grad(), _evaluating(whole):
+        logits_BTV = whole(input_ids=tokens_BT, use_cache=False).logits
+        hidden_BTH = decoder(input_ids=tokens_BT, use_cache=False).last_hidden_state
+        ours_BTV = nn.functional.linear(hidden_BTH.to(head.weight.dtype), head.weight, head.bias)
+    if not _distance(ours_BTV, logits_BTV) <= TOLERANCE[logits_BTV.dtype]:
+        return None, f"{type(whole).__name__} does more to its logits than its head does"
+    return Parts(whole, decoder, head), ""
+
+
+def _packs(parts: Parts, asked: Choice, seq_len: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether microbatches are to be packed; the model's attention is set to what that needs.
+
+    Raises:
+        ConfigError: it was asked for, and can't be.
+    """
+    if asked == "off" or (asked == "auto" and device.type != "cuda"):
+        return False
+    why = _why_not_packed(parts, seq_len, dtype, device)
+    if why is None:
+        return True
+    if asked == "on":
+        raise ConfigError(f"--packing on: {type(parts.whole).__name__}: {why}; leave it out")
+    log.warning("microbatches are padded, not packed: %s: %s", type(parts.whole).__name__, why)
+    return False
+
+
+def _why_not_packed(parts: Parts, seq_len: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
+        return f"attention of packed sequences computes in 16 bits on a GPU, this model in {dtype}"
+    before = parts.whole.config._attn_implementation
+    if before != "sdpa":
+        return f"--attention {before} was asked for"
+    if why := attention.why_not(parts.whole.config.get_text_config(), seq_len):
+        return why
+    parts.whole.set_attn_implementation(attention.NAME)
+    if parts.whole.config._attn_implementation != attention.NAME:
+        return "its attention can't be exchanged"
+    if not _keeps_sequences_apart(parts):
+        parts.whole.set_attn_implementation(before)
+        return "its layers let one sequence see another"
+    return None
+
+
+def _keeps_sequences_apart(parts: Parts) -> bool:
+    """Whether two sequences in a row come out as each does alone, or at least much nearer to that than without
+    boundaries, which is all that 16 bits can tell."""
+    tokens_T = _probe_tokens(parts.head.weight)
+    cut = len(tokens_T) // 3
+    lengths = torch.tensor([0, cut, len(tokens_T)], dtype=torch.int32, device=tokens_T.device)
+    positions = torch.cat([torch.arange(cut), torch.arange(len(tokens_T) - cut)]).to(tokens_T.device)[None]
+    packed = Packed(lengths, positions, len(tokens_T) - cut)
+
+    def hidden(tokens: Tensor, **more: Any) -> Tensor:
+        return parts.decoder(input_ids=tokens[None], use_cache=False, **more).last_hidden_state[0].float()
+
+    with torch.no_grad(), _evaluating(parts.whole):
+        alone = torch.cat([hidden(tokens_T[:cut]), hidden(tokens_T[cut:])])
+        together = hidden(tokens_T, **attention.arguments(packed))
+        mixed = hidden(tokens_T, position_ids=positions)
+    error = _distance(together, alone)
+    return error <= TOLERANCE[torch.float32] or error <= 0.25 * _distance(mixed, alone)
+
+
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float64: 1e-6}
+"""Relative distance that rounding explains."""
+
+PROBE = 12
+"""Tokens of a trial."""
+
+
+def _probe_tokens(weight_VH: Tensor) -> Tensor:
+    """Some tokens, spread over the vocabulary."""
+    return torch.linspace(0, len(weight_VH) - 1, PROBE, device=weight_VH.device).long()
+
+
+def _distance(got: Tensor, wanted: Tensor) -> float:
+    return float((got.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Within the block no layer is checkpointed, and dropout of an adapter is off."""
+    before = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(before)

@@ -1,0 +1,226 @@
+"""Scores of tokens from hidden states and the head's weights: the logits of all tokens never exist at once.
+
+Rows of hidden states are taken chunk by chunk; a chunk's logits are dropped once their logprobs, entropies and what the
+backward pass needs are known. Matrix products are in the weights' dtype, everything else in fp32. Two ways back:
+
+* The head's weights are frozen (LoRA). A logprob's gradient is a row of hidden size times a number that only the loss
+  knows, so the row, `(onehot - softmax) @ W / temperature`, is computed on the way forward, and nothing is recomputed.
+* They are trained. The backward pass makes a chunk's logits once more, or has kept them if they are few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from grpo_trainer.logprobs import TokenScores
+
+Statistics = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+Residual = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def statistics(logits_nV: Tensor, targets_n: Tensor, temperature_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """In fp32: the targets' logprobs, entropies, and the logs of the normalisers."""
+    scaled_nV = logits_nV.float() / temperature_n[:, None]
+    normaliser_n = torch.logsumexp(scaled_nV, -1)
+    logprobs_nV = scaled_nV - normaliser_n[:, None]
+    entropy_n = -(logprobs_nV.exp() * logprobs_nV).sum(-1)
+    return logprobs_nV.gather(-1, targets_n[:, None])[:, 0], entropy_n, normaliser_n
+
+
+def residual(
+    logits_nV: Tensor,
+    targets_n: Tensor,
+    temperature_n: Tensor,
+    normaliser_n: Tensor,
+    entropy_n: Tensor,
+    grad_n: Tensor,
+    entropy_grad_n: Tensor,
+) -> Tensor:
+    """The gradient of the logits, in their dtype: of `grad_n` x logprob + `entropy_grad_n` x entropy.
+
+    In one expression: a target's `1 - p` taken apart would vanish in 16 bits where p is near 1.
+    """
+    logprobs_nV = logits_nV.float() / temperature_n[:, None] - normaliser_n[:, None]
+    p_nV = logprobs_nV.exp()
+    is_target_nV = torch.arange(logits_nV.shape[-1], device=logits_nV.device)[None] == targets_n[:, None]
+    of_logprob_nV = (is_target_nV.float() - p_nV) * grad_n[:, None]
+    of_entropy_nV = p_nV * (logprobs_nV + entropy_n[:, None]) * entropy_grad_n[:, None]
+    return ((of_logprob_nV - of_entropy_nV) / temperature_n[:, None]).to(logits_nV.dtype)
+
+
+@dataclass(frozen=True)
+class HeadPlan:
+    """How it is computed; nothing of it changes what.
+
+    Attributes:
+        dtype: of the matrix products.
+        chunk_bytes: of a chunk's logits.
+        kept_bytes: logits of all rows are kept for the backward pass if they take no more than this.
+        statistics, residual: the functions of this module, or compiled ones: those need no memory in between.
+    """
+
+    dtype: torch.dtype
+    chunk_bytes: int = 1 << 26
+    kept_bytes: int = 0
+    statistics: Statistics = statistics
+    residual: Residual = residual
+
+    def compiled(self) -> HeadPlan:
+        """With both functions compiled, and chunks that suit them."""
+        return replace(
+            self,
+            chunk_bytes=1 << 29,
+            statistics=torch.compile(statistics, dynamic=True),
+            residual=torch.compile(residual, dynamic=True),
+        )
+
+    def rows(self, vocab: int) -> int:
+        """Of a chunk: a multiple of 128, which matrix products like."""
+        return max(128, self.chunk_bytes // (vocab * self.dtype.itemsize) // 128 * 128)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is wanted of a forward pass, besides scores."""
+
+    early: bool  # gradients of the hidden states alone, and of the logprobs alone: computed on the way forward
+    kept: bool  # logits for the backward pass
+
+
+def head_scores(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    targets_N: Tensor,
+    temperature_N: Tensor,
+    others_NK: Tensor,
+    plan: HeadPlan,
+    *,
+    entropy_gradient: bool = False,
+) -> TokenScores:
+    """Scores of tokens under the distributions that they were sampled from; as `logprobs.token_scores`.
+
+    Args:
+        hidden_NH: the model's last hidden states, of the positions that predict the tokens.
+        weight_VH, bias_V: of the head.
+        targets_N: the tokens.
+        temperature_N: divides the logits.
+        others_NK: tokens whose logprobs in those places are wanted, too.
+    """
+    weight_VH, bias_V = weight_VH.to(plan.dtype), None if bias_V is None else bias_V.to(plan.dtype)
+    learns = torch.is_grad_enabled()
+    trained = weight_VH.requires_grad or (bias_V is not None and bias_V.requires_grad)
+    wanted = Wanted(
+        early=learns and not (trained or entropy_gradient or others_NK.numel()),
+        kept=learns and len(hidden_NH) * len(weight_VH) * plan.dtype.itemsize <= plan.kept_bytes,
+    )
+    logprobs_N, entropy_N, others = _HeadScores.apply(
+        hidden_NH.to(plan.dtype), weight_VH, bias_V, targets_N, temperature_N, others_NK, plan, wanted
+    )
+    return TokenScores(logprobs_N, entropy_N if entropy_gradient else entropy_N.detach(), others)
+
+
+class _HeadScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_N: Tensor,
+        temperature_N: Tensor,
+        others_NK: Tensor,
+        plan: HeadPlan,
+        wanted: Wanted,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        count = len(hidden_NH)
+        scores_3N = temperature_N.new_empty(3, count, dtype=torch.float32)  # logprobs, entropies, normalisers
+        others = temperature_N.new_empty(others_NK.shape, dtype=torch.float32)
+        early_NH = torch.empty_like(hidden_NH) if wanted.early else None
+        ctx.kept = []
+        for own in _chunks(count, plan.rows(len(weight_VH))):
+            logits_nV = functional.linear(hidden_NH[own], weight_VH, bias_V)
+            at = targets_N[own], temperature_N[own]
+            for row, values in zip(scores_3N, plan.statistics(logits_nV, *at), strict=True):
+                row[own] = values
+            if others_NK.numel():
+                taken = logits_nV.gather(-1, others_NK[own]).float() / at[1][:, None]
+                others[own] = taken - scores_3N[2, own][:, None]
+            if early_NH is not None:
+                ones = torch.ones_like(at[1])
+                values = (scores_3N[2, own], scores_3N[1, own], ones, torch.zeros_like(ones))
+                early_NH[own] = plan.residual(logits_nV, *at, *values) @ weight_VH
+            elif wanted.kept:
+                ctx.kept.append(logits_nV)
+        ctx.plan = plan
+        ctx.is_early = early_NH is not None
+        bias = () if bias_V is None else (bias_V,)
+        if early_NH is not None:
+            ctx.save_for_backward(early_NH)
+        else:
+            ctx.save_for_backward(hidden_NH, weight_VH, targets_N, temperature_N, others_NK, scores_3N, *bias)
+        return scores_3N[0].clone(), scores_3N[1].clone(), others
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        grad_N, entropy_grad_N, others_grad_NK = grad_outputs
+        if ctx.is_early:
+            (early_NH,) = ctx.saved_tensors
+            return ((early_NH * grad_N[:, None]).to(early_NH.dtype), *(None,) * 7)
+        hidden_NH, weight_VH, targets_N, temperature_N, others_NK, scores_3N, *bias = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
+        grad_weight_VH = torch.zeros_like(weight_VH) if needs_weight else None
+        grad_bias_V = torch.zeros_like(bias[0], dtype=torch.float32) if needs_bias else None
+        chunks = list(_chunks(len(hidden_NH), ctx.plan.rows(len(weight_VH))))
+        for number, own in enumerate(chunks):
+            logits_nV = ctx.kept[number] if ctx.kept else functional.linear(hidden_NH[own], weight_VH, *bias)
+            if ctx.kept:
+                ctx.kept[number] = None
+            own_values = targets_N[own], temperature_N[own], scores_3N[2, own], scores_3N[1, own]
+            grads = grad_N[own], entropy_grad_N[own]
+            if others_NK.numel():
+                grad_nV = _residual_with_others(logits_nV, *own_values, *grads, others_NK[own], others_grad_NK[own])
+            else:
+                grad_nV = ctx.plan.residual(logits_nV, *own_values, *grads)
+            del logits_nV
+            if grad_hidden_NH is not None:
+                grad_hidden_NH[own] = grad_nV @ weight_VH
+            if grad_weight_VH is not None:
+                grad_weight_VH.addmm_(grad_nV.mT, hidden_NH[own])
+            if grad_bias_V is not None:
+                grad_bias_V += grad_nV.sum(0, dtype=torch.float32)
+        bias_grad = None if grad_bias_V is None else grad_bias_V.to(bias[0].dtype)
+        return (grad_hidden_NH, grad_weight_VH, bias_grad, *(None,) * 5)
+
+
+def _chunks(count: int, rows: int) -> Iterator[slice]:
+    return (slice(start, min(start + rows, count)) for start in range(0, count, rows))
+
+
+def _residual_with_others(
+    logits_nV: Tensor,
+    targets_n: Tensor,
+    temperature_n: Tensor,
+    normaliser_n: Tensor,
+    entropy_n: Tensor,
+    grad_n: Tensor,
+    entropy_grad_n: Tensor,
+    others_nK: Tensor,
+    others_grad_nK: Tensor,
+) -> Tensor:
+    """As `residual`, with the gradients of others' logprobs: they share the softmax, only their onehots differ."""
+    moved_n = others_grad_nK.sum(-1)
+    grad_nV = residual(
+        logits_nV.float(), targets_n, temperature_n, normaliser_n, entropy_n, grad_n + moved_n, entropy_grad_n
+    )
+    grad_nV.scatter_add_(1, targets_n[:, None], -(moved_n / temperature_n)[:, None])
+    return grad_nV.scatter_add_(1, others_nK, others_grad_nK / temperature_n[:, None]).to(logits_nV.dtype)

@@ -1,0 +1,137 @@
+"""The head's scores and gradients against those of whole logits, in every way that they are computed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from grpo_trainer.model.head import HeadPlan, head_scores
+
+N, H, V, K = 300, 8, 37, 3
+PLAN = HeadPlan(torch.float32, chunk_bytes=0)
+"""Chunks of 128 rows: two whole ones and a part of one."""
+
+
+def inputs(*, bias: bool, others: bool, dtype: torch.dtype = torch.float32) -> dict[str, Tensor | None]:
+    torch.manual_seed(0)
+    return {
+        "hidden_NH": (0.5 * torch.randn(N, H)).to(dtype),
+        "weight_VH": torch.randn(V, H).to(dtype),
+        "bias_V": torch.randn(V).to(dtype) if bias else None,
+        "targets_N": torch.randint(0, V, (N,)),
+        "temperature_N": torch.rand(N) + 0.5,
+        "others_NK": torch.randint(0, V, (N, K if others else 0)),
+    }
+
+
+def plain(made: dict[str, Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
+    """From the whole logits, in double precision."""
+    hidden, weight, bias = (made[key] for key in ("hidden_NH", "weight_VH", "bias_V"))
+    targets, temperature, others = (made[key] for key in ("targets_N", "temperature_N", "others_NK"))
+    assert hidden is not None and weight is not None and temperature is not None
+    assert targets is not None and others is not None
+    logits = functional.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
+    all_NV = torch.log_softmax(logits / temperature[:, None].double(), -1)
+    return (
+        all_NV.gather(-1, targets[:, None])[:, 0],
+        -(all_NV.exp() * all_NV).sum(-1),
+        all_NV.gather(-1, others),
+    )
+
+
+def leaves(made: dict[str, Tensor | None], trained: set[str]) -> list[Tensor]:
+    found = [tensor for key, tensor in made.items() if key in trained and tensor is not None]
+    for tensor in found:
+        tensor.requires_grad_().grad = None
+    return found
+
+
+def loss_of(logprobs: Tensor, entropy: Tensor, others: Tensor, entropy_gradient: bool) -> Tensor:
+    """A sum with a different factor for everything."""
+    generator = torch.Generator().manual_seed(1)
+
+    def weighted(values: Tensor) -> Tensor:
+        return (values * torch.randn(values.shape, generator=generator).to(values.dtype)).sum()
+
+    return weighted(logprobs) + (weighted(entropy) if entropy_gradient else 0.0) + weighted(others)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 30], ids=["again", "kept"])
+@pytest.mark.parametrize("entropy_gradient", [False, True], ids=["plain", "entropy"])
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "teacher"])
+@pytest.mark.parametrize(
+    "trained", [{"hidden_NH"}, {"hidden_NH", "weight_VH"}, {"hidden_NH", "weight_VH", "bias_V"}], ids=len
+)
+def test_values_and_gradients(trained: set[str], others: bool, entropy_gradient: bool, kept_bytes: int) -> None:
+    made = inputs(bias="bias_V" in trained, others=others)
+    own = leaves(made, trained)
+    plan = HeadPlan(torch.float32, chunk_bytes=0, kept_bytes=kept_bytes)
+    scores = head_scores(**made, plan=plan, entropy_gradient=entropy_gradient)  # type: ignore[arg-type]
+    for got, wanted in zip((scores.logprobs_N, scores.entropy_N, scores.others_NK), plain(made), strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=2e-6)
+    loss_of(scores.logprobs_N, scores.entropy_N, scores.others_NK, entropy_gradient).backward()
+    gradients = [tensor.grad for tensor in own]
+    for tensor in own:
+        tensor.grad = None
+    loss_of(*plain(made), entropy_gradient).backward()
+    for got, tensor in zip(gradients, own, strict=True):
+        torch.testing.assert_close(got, tensor.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("trained", [{"hidden_NH"}, {"hidden_NH", "weight_VH"}], ids=len)
+def test_16_bits_compute_the_rest_in_32(trained: set[str]) -> None:
+    """The error is that of bfloat16 logits and gradients, 2^-9 each, not of logprobs in 16 bits; and a token that was
+    nearly certain keeps its gradient, although its probability is 1 in bfloat16."""
+    made = inputs(bias=False, others=False, dtype=torch.bfloat16)
+    own = leaves(made, trained)
+    scores = head_scores(**made, plan=HeadPlan(torch.bfloat16, chunk_bytes=0))  # type: ignore[arg-type]
+    assert scores.logprobs_N.dtype == torch.float32 and not scores.entropy_N.requires_grad
+    wanted = plain(made)
+    assert (scores.logprobs_N - wanted[0]).abs().max() < 2**-8 * 8  # logits up to 8
+    scores.logprobs_N.sum().backward()
+    gradients = [tensor.grad for tensor in own]
+    for tensor in own:
+        tensor.grad = None
+    wanted[0].sum().backward()
+    for got, tensor in zip(gradients, own, strict=True):
+        assert got is not None and tensor.grad is not None
+        assert (got.float() - tensor.grad.float()).norm() < 0.01 * tensor.grad.float().norm()
+
+    weight_VH = torch.zeros(2, 4, dtype=torch.bfloat16)
+    weight_VH[0, 0] = 1.0
+    hidden_NH = torch.tensor([[8.0, 0, 0, 0]], dtype=torch.bfloat16, requires_grad=True)
+    weight_VH.requires_grad_("weight_VH" in trained)
+    none = torch.zeros(1, 0, dtype=torch.int64)
+    one = torch.ones(1)
+    plan = HeadPlan(torch.bfloat16)
+    head_scores(hidden_NH, weight_VH, None, torch.tensor([0]), one, none, plan).logprobs_N.sum().backward()
+    assert hidden_NH.grad is not None
+    # 1 - sigmoid(8) = 3.354e-4; the nearest to 1 - p that 16 bits have below 1 is 2^-9 = 2e-3
+    assert hidden_NH.grad[0, 0].item() == pytest.approx(3.354e-4, rel=0.01)
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    made = inputs(bias=False, others=True)
+    with torch.no_grad():
+        scores = head_scores(**made, plan=PLAN)  # type: ignore[arg-type]
+    assert not scores.logprobs_N.requires_grad
+    torch.testing.assert_close(scores.others_NK.double(), plain(made)[2], rtol=1e-6, atol=2e-6)
+
+
+def test_nothing_to_train_gives_a_zero_that_can_be_backpropagated() -> None:
+    made = {
+        key: tensor if tensor is None or key in ("weight_VH", "bias_V") else tensor[:0]
+        for key, tensor in inputs(bias=False, others=False).items()
+    }
+    own = leaves(made, {"weight_VH"})
+    head_scores(**made, plan=PLAN).logprobs_N.sum().backward()  # type: ignore[arg-type]
+    assert own[0].grad is not None and not own[0].grad.any()
+
+
+@pytest.mark.parametrize(("vocab", "rows"), [(152_064, 768), (1_000_000, 128)])
+def test_rows_of_a_chunk(vocab: int, rows: int) -> None:
+    # 2^28 bytes of 2 bytes each: 134,217,728 / 152,064 = 882 rows, of which 6 * 128 = 768 are taken
+    plan = HeadPlan(torch.bfloat16, chunk_bytes=1 << 28)
+    assert plan.rows(vocab) == rows

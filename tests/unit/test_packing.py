@@ -1,0 +1,190 @@
+"""Packed sequences: attention keeps them apart, and a step on them is the step on padded ones, whatever the model."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from grpo_trainer.batching import ready
+from grpo_trainer.bridge_options import LoraOnly
+from grpo_trainer.config import ModelConfig, TrainConfig
+from grpo_trainer.errors import ConfigError
+from grpo_trainer.metrics.types import reduce
+from grpo_trainer.model import attention
+from grpo_trainer.model.forward import build_forward
+from grpo_trainer.model.lora import add_adapter
+from grpo_trainer.model.reference import FrozenWeights
+from grpo_trainer.trainer import Trainer
+from tests.unit.test_trainer import EVERYTHING, assert_same, full_rollouts, gradients
+from tests.unit.tiny_lora import VOCAB, fill_b, tiny_qwen
+
+BOUNDARIES = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
+
+
+def alone(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Each sequence by torch's own attention."""
+    outs = []
+    for start, end in ((0, 3), (3, 4), (4, 9)):
+        own = (each[start:end].transpose(0, 1)[None] for each in (query, key, value))
+        outs.append(scaled_dot_product_attention(*own, is_causal=True, scale=0.3, enable_gqa=True))  # type: ignore[misc]
+    return torch.cat([out[0].transpose(0, 1) for out in outs])
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (3, 1)])
+def test_attention_is_that_of_each_sequence_alone(heads: int, groups: int) -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(9, count, 8, requires_grad=True) for count in (heads, groups, groups)]
+    factor = torch.randn(9, heads, 8)
+    out, normalisers = attention.packed_attention(*inputs, BOUNDARIES, 5, 0.3)  # type: ignore[misc]
+    torch.testing.assert_close(out, alone(*inputs), rtol=1e-6, atol=1e-6)
+    assert normalisers[0, 3].item() == pytest.approx((0.3 * inputs[0][3, 0] @ inputs[1][3, 0]).item(), abs=1e-5)
+    got = torch.autograd.grad((out * factor).sum(), inputs)
+    wanted = torch.autograd.grad((alone(*inputs) * factor).sum(), inputs)
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-6)
+
+
+def test_torch_finds_nothing_wrong_with_the_operator() -> None:
+    inputs = [torch.randn(9, count, 8, requires_grad=True) for count in (4, 2, 2)]
+    torch.library.opcheck(attention.packed_attention, (*inputs, BOUNDARIES, 5, 0.3))
+
+
+# ---------------------------------------------------------------- models
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16},
+    "llama": {"attention_bias": True},
+    "mistral": {"sliding_window": None},
+    "mixtral": {"num_local_experts": 4, "sliding_window": None},
+    "phi3": {"sliding_window": 100},
+    "olmo2": {},
+}
+
+
+def tiny(kind: str, **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**SIZES, **KINDS.get(kind, {}), **changes})
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    return model.train()
+
+
+def settings(**changes: Any) -> TrainConfig:
+    return TrainConfig.model_validate(
+        {
+            "batch_size": 100,
+            "model": ModelConfig(name="tiny", seq_len=32, gradient_checkpointing=changes.pop("checkpointing", False)),
+            "optimizer": {"max_grad_norm": 0},
+            "loss": changes.pop("loss", {}),
+            "compute": changes,
+        }
+    )
+
+
+def one_step(model: nn.Module, config: TrainConfig, reference: Any = None) -> tuple[dict[str, float], list[Tensor]]:
+    trainer = Trainer(model, config, reference=reference)
+    return reduce(trainer.step(full_rollouts(), 0).metrics), gradients(trainer)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("budget", [None, 32], ids=["one", "several"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_is_padded_is_one_at_a_time(kind: str, budget: int | None, checkpointing: bool) -> None:
+    base = tiny(kind)
+    wanted = one_step(copy.deepcopy(base), settings(packing="off").model_copy(update={"batch_size": 1}))
+    for packing in ("on", "off"):
+        config = settings(packing=packing, max_tokens_per_microbatch=budget, checkpointing=checkpointing)
+        assert_same(wanted, one_step(copy.deepcopy(base), config))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+def test_every_loss_term_with_an_adapter(checkpointing: bool) -> None:
+    """Policy, KL to the model without it, entropy, supervision, distillation."""
+    results = []
+    for packing in ("off", "on"):
+        model = add_adapter(tiny_qwen(), LoraOnly(mode="lora_only", r=8), seed=0)
+        fill_b(model)
+        loss = {"loss": "gspo", **EVERYTHING}
+        results.append(one_step(model, settings(packing=packing, loss=loss, checkpointing=checkpointing)))
+    assert_same(*results)
+    assert results[0][0]["alignment/kl_reference"] > 0
+
+
+def test_a_frozen_reference_is_packed_as_the_policy_is() -> None:
+    results = []
+    for packing in ("off", "on"):
+        model, other = tiny("qwen2"), tiny("qwen2", initializer_range=0.1)
+        weights = {name: value.detach() for name, value in other.named_parameters()}
+        reference = FrozenWeights(model, weights, list(model.model.layers))
+        results.append(one_step(model, settings(packing=packing, loss=EVERYTHING), reference))
+    assert_same(*results)
+    assert results[0][0]["alignment/kl_reference"] > 0.01
+
+
+def test_there_is_no_padding() -> None:
+    trainer = Trainer(tiny("qwen2"), settings(packing="on"))
+    made = trainer.ready(full_rollouts())
+    assert sum(m.tokens_BT.numel() for m in made.microbatches) == sum(len(s.tokens_T) for s in made.prepared.sequences)
+    padded = ready(full_rollouts(), trainer.config)
+    assert sum(m.tokens_BT.numel() for m in padded.microbatches) > sum(m.tokens_BT.numel() for m in made.microbatches)
+
+
+def test_the_rest_of_the_program_sees_the_model_as_it_was() -> None:
+    model = tiny("qwen2")
+    tokens = torch.randint(0, VOCAB, (2, 9))
+    before = model(input_ids=tokens).logits
+    assert build_forward(model, settings(packing="on")).packed
+    torch.testing.assert_close(model(input_ids=tokens).logits, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "why"),
+    [
+        ("mistral", {"sliding_window": 8}, "a sliding window of 8 tokens"),
+        ("gemma2", {"head_dim": 8}, "Gemma2ForCausalLM caps its logits"),
+        ("qwen2", {"hidden_size": 16}, "heads have size 4"),
+        ("granite", {"logits_scaling": 4.0}, "does more to its logits than its head does"),
+        ("cohere", {}, "does more to its logits than its head does"),
+    ],
+)
+def test_what_cant_be_packed_is_said_and_padded(
+    kind: str, changes: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ConfigError, match=f"--packing on: .*{why}"):
+        build_forward(tiny(kind, **changes), settings(packing="on"))
+    model = tiny(kind, **changes)
+    base = copy.deepcopy(model)
+    assert not build_forward(model, settings()).packed
+    wanted = one_step(base, settings().model_copy(update={"batch_size": 1}))
+    assert_same(wanted, one_step(model, settings()))
+
+
+def test_a_model_whose_layers_mix_sequences_is_found_out() -> None:
+    class Leaky(nn.Module):
+        """Adds the token before, wherever that belongs."""
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden + torch.roll(hidden, 1, dims=1)
+
+    model = tiny("qwen2")
+    model.model.norm = nn.Sequential(model.model.norm, Leaky())
+    with pytest.raises(ConfigError, match="its layers let one sequence see another"):
+        build_forward(model, settings(packing="on"))
+    assert model.config._attn_implementation == "sdpa"
