@@ -155,6 +155,24 @@ def bench(ctx: typer.Context) -> None:
     _become(f"grpo_trainer.bench.{ctx.args[0]}", ctx.args[1:])
 
 
+@app.command()
+def report(
+    run_dirs: Annotated[list[Path], typer.Argument(help="Folders of runs; several are compared.", metavar="RUN_DIR…")],
+    output: Annotated[Path | None, typer.Option(help="Where to write it (default: in the first folder).")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Write it anew every 5 s until the run is done.")] = False,
+) -> None:
+    """Write a run's plots, samples, configuration and events onto one HTML page, or compare several runs."""
+    from grpo_trainer.report import command
+
+    path = command.report_path(run_dirs, output)
+    if watch:
+        typer.echo(f"{path}: refreshed until the run is done; Ctrl-C ends that")
+        command.watch(run_dirs, path)
+    else:
+        command.write_report(run_dirs, path)
+    typer.echo(path)
+
+
 @app.command("demo-model", context_settings=PASS_THROUGH)
 def demo_model(ctx: typer.Context) -> None:
     """Build the small model of the quickstart: 0.75M parameters that get a third of all sums right."""

@@ -2,87 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import shutil
-import subprocess
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import httpx
 import pytest
 
-from environments.api.testing import free_port, running_server
+from environments.api.testing import running_server
+from tests.integration.browsing import NEEDS_BROWSER, PHONE_WIDTH, Browser, browser
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+__all__ = ["browser"]  # a fixture
+
 EVIL = "<img src=x onerror=\"document.title='pwned'\"></pre><script>document.title='pwned'</script>&amp;"
-PHONE_WIDTH = 390
 
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs a headless browser: apt-get install chromium")
-
-Ask = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Ask]]:
-    """Opens a URL in a phone-sized page; the function that it gives evaluates an expression there."""
-    sync_client = pytest.importorskip("websockets.sync.client", reason="needs websockets to drive the browser")
-    port = free_port()
-    profile = tmp_path_factory.mktemp("profile")
-    assert BROWSER is not None
-    process = subprocess.Popen(
-        [
-            *(BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
-            *(f"--remote-debugging-port={port}", f"--user-data-dir={profile}", f"--window-size={PHONE_WIDTH},844"),
-            "about:blank",
-        ],
-        stderr=subprocess.DEVNULL,
-    )
-    numbers = itertools.count(1)
-    try:
-        target = wait_for(lambda: targets(port))[0]
-        with sync_client.connect(target["webSocketDebuggerUrl"], max_size=None) as socket:
-
-            def call(method: str, **parameters: Any) -> Any:
-                number = next(numbers)
-                socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
-                while (answer := json.loads(socket.recv(timeout=60))).get("id") != number:
-                    pass
-                assert "error" not in answer, answer
-                return answer["result"]
-
-            def ask(expression: str) -> Any:
-                return call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
-
-            def open_page(url: str) -> Ask:
-                phone = {"width": PHONE_WIDTH, "height": 844, "deviceScaleFactor": 2, "mobile": True}
-                call("Emulation.setDeviceMetricsOverride", **phone)
-                call("Page.navigate", url=url)
-                wait_for(lambda: ask("document.body && document.body.dataset.ready === 'yes'"))
-                return ask
-
-            yield open_page
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def targets(port: int) -> list[dict[str, Any]]:
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=5) as answer:
-            return [each for each in json.load(answer) if each["type"] == "page"]
-    except OSError:
-        return []
-
-
-def wait_for(found: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 60
-    while not (value := found()):
-        assert time.monotonic() < deadline, "nothing came"
-        time.sleep(0.05)
-    return value
+pytestmark = NEEDS_BROWSER
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +42,7 @@ def url() -> Iterator[str]:
         yield server.url
 
 
-def test_the_page_tells_what_happens(browser: Callable[[str], Ask], url: str):
+def test_the_page_tells_what_happens(browser: Browser, url: str):
     ask = browser(url)
     text = ask("document.body.innerText")
     for said in ("of 9", "24 sequences", "not ready", "Group 2", "score 1.000", "policy version 1", "alive"):
@@ -119,7 +52,7 @@ def test_the_page_tells_what_happens(browser: Callable[[str], Ask], url: str):
     assert "3 groups, mean scores from 0.000 to 1.000" in text
 
 
-def test_what_models_and_environments_write_is_text_and_nothing_else(browser: Callable[[str], Ask], url: str):
+def test_what_models_and_environments_write_is_text_and_nothing_else(browser: Browser, url: str):
     ask = browser(url)
     assert EVIL in ask("document.querySelector('#samples pre').textContent")
     assert EVIL in ask("document.getElementById('run').textContent")
@@ -127,14 +60,14 @@ def test_what_models_and_environments_write_is_text_and_nothing_else(browser: Ca
     assert ask("document.querySelectorAll('img').length") == 0
 
 
-def test_the_page_asks_nobody_else_and_fits_a_phone(browser: Callable[[str], Ask], url: str):
+def test_the_page_asks_nobody_else_and_fits_a_phone(browser: Browser, url: str):
     ask = browser(url)
     asked = ask("JSON.stringify(performance.getEntriesByType('resource').map(each => each.name))")
     assert {each.split("?")[0] for each in json.loads(asked)} <= {f"{url}/overview", f"{url}/favicon.ico"}
     assert ask("document.documentElement.scrollWidth") <= PHONE_WIDTH
 
 
-def test_the_reference_lists_every_operation(browser: Callable[[str], Ask], url: str):
+def test_the_reference_lists_every_operation(browser: Browser, url: str):
     ask = browser(f"{url}/docs")
     text = ask("document.body.innerText")
     described = httpx.get(f"{url}/openapi.json").json()

@@ -1,0 +1,146 @@
+"""A run's folder as the report needs it. Everything but metrics.jsonl may be missing."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_trainer.errors import ConfigError
+from grpo_trainer.files import METRICS_FILE
+from grpo_trainer.metrics.rows import read_rows
+from grpo_trainer.metrics.samples import SAMPLES_FILE
+
+SECRET = re.compile(r"(?m)^(\s*\S*(?:api_key|token|secret|password)\S*\s*=\s*)(.+)$")
+"""A line of TOML that nobody else should read."""
+NO_SECRET = frozenset({"token_budget"})
+LOUD = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b")
+NEWEST_LINES, LOG_BYTES = 60, 1 << 20
+"""Of each log: how many loud lines are shown, out of how much of its end."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something out of the ordinary."""
+
+    source: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's folder.
+
+    Attributes:
+        rows: of metrics.jsonl, one a step.
+        samples: of samples.jsonl.
+        configs: process -> its TOML file, without secrets.
+        total_steps: what it set out to do; None: not known.
+        checkpoints: names of the folders.
+    """
+
+    name: str
+    folder: Path
+    rows: Sequence[Mapping[str, Any]]
+    samples: Sequence[Mapping[str, Any]]
+    configs: Mapping[str, str]
+    events: Sequence[Event]
+    total_steps: int | None
+    checkpoints: Sequence[str]
+
+    @property
+    def steps(self) -> int:
+        return int(self.rows[-1]["step"]) if self.rows else 0
+
+    @property
+    def is_done(self) -> bool:
+        return self.total_steps is not None and self.steps >= self.total_steps
+
+    @property
+    def keys(self) -> list[str]:
+        """All that was measured at any step, sorted."""
+        return sorted({key for row in self.rows for key in row} - {"step", "time"})
+
+    def values(self, key: str) -> list[float | None]:
+        return [row.get(key) for row in self.rows]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The trainer's options, flat; secrets are left out."""
+        return {key: value for key, value in tomllib.loads(self.configs.get("trainer", "")).items() if value != "…"}
+
+
+def read_run(folder: Path, *, may_be_empty: bool = False) -> Run:
+    """Read a run's folder.
+
+    Args:
+        may_be_empty: a run that is only starting has no step yet.
+
+    Raises:
+        ConfigError: it holds no run.
+    """
+    path = folder / METRICS_FILE
+    if not path.exists() and not (may_be_empty and folder.is_dir()):
+        raise ConfigError(f"{folder}: has no {METRICS_FILE}; wanted a run's folder (--run-dir, or --log-dir)")
+    rows = read_rows(path) if path.exists() else []
+    samples = read_rows(folder / SAMPLES_FILE) if (folder / SAMPLES_FILE).exists() else []
+    configs = {file.stem: without_secrets(file.read_text()) for file in sorted((folder / "config").glob("*.toml"))}
+    steps = tomllib.loads(configs.get("trainer", "")).get("training_steps")
+    return Run(
+        name=folder.resolve().name,
+        folder=folder,
+        rows=rows,
+        samples=samples,
+        configs=configs,
+        events=[*_steps_out_of_the_ordinary(rows), *_loud_lines(folder / "logs")],
+        total_steps=int(steps) if steps is not None else None,
+        checkpoints=_checkpoints(folder / "checkpoints"),
+    )
+
+
+def without_secrets(toml: str) -> str:
+    """The same with keys to servers replaced."""
+    return SECRET.sub(lambda match: match[0] if _is_harmless(match) else f'{match[1]}"…"', toml)
+
+
+def _is_harmless(match: re.Match[str]) -> bool:
+    """Numbers, and names of tokenizers and budgets, are no secrets."""
+    key, value = match[1].strip().rstrip("=").strip(), match[2].strip()
+    return "tokenizer" in key or value.replace(".", "").isdigit() or key in NO_SECRET
+
+
+def _checkpoints(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime)]
+
+
+def _steps_out_of_the_ordinary(rows: Sequence[Mapping[str, Any]]) -> list[Event]:
+    told = {
+        "train/skipped": "skipped: nothing to learn from, or a loss or gradient that is not finite",
+        "rollout/dropped_stale_groups": "groups dropped as too old",
+    }
+    found = []
+    for row in rows:
+        for key, text in told.items():
+            if (value := row.get(key)) and value > 0:
+                found.append(Event(f"step {row['step']}", f"{value:g} × {text}"))
+        if "train/loss" in row and row["train/loss"] is None:
+            found.append(Event(f"step {row['step']}", "the loss was not finite"))
+    return found
+
+
+def _loud_lines(folder: Path) -> list[Event]:
+    """The newest warnings and errors of each process, equal ones once."""
+    found = []
+    for path in sorted(folder.glob("*.log")):
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - LOG_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+        loud = dict.fromkeys(line.strip() for line in lines if LOUD.search(line))
+        found += [Event(path.stem, without_secrets(line)[:400]) for line in list(loud)[-NEWEST_LINES:]]
+    return found

@@ -1,0 +1,102 @@
+"""A real headless browser for tests of pages, driven by its debugging protocol."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import shutil
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from environments.api.testing import free_port
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+NEEDS_BROWSER = pytest.mark.skipif(BROWSER is None, reason="needs a headless browser: apt-get install chromium")
+PHONE_WIDTH = 390
+
+
+class Page:
+    """A page that is open; calling it evaluates an expression there."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, expression: str) -> Any:
+        return self._call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
+
+    def screenshot(self, path: Path) -> None:
+        """Of the visible part, as PNG."""
+        path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot")["data"]))
+
+
+class Browser:
+    """Calling it opens a URL, in a phone-sized page unless said otherwise."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, url: str, *, width: int = PHONE_WIDTH, height: int = 844, scheme: str = "light") -> Page:
+        size = {"width": width, "height": height, "deviceScaleFactor": 2, "mobile": width <= PHONE_WIDTH}
+        self._call("Emulation.setDeviceMetricsOverride", **size)
+        self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        self._call("Page.navigate", url=url)
+        page = Page(self._call)
+        wait_for(lambda: page("document.body && document.body.dataset.ready === 'yes'"))
+        return page
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One for all tests of a module."""
+    sync_client = pytest.importorskip("websockets.sync.client", reason="needs websockets to drive the browser")
+    port = free_port()
+    profile = tmp_path_factory.mktemp("profile")
+    assert BROWSER is not None
+    process = subprocess.Popen(
+        [
+            *(BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
+            *(f"--remote-debugging-port={port}", f"--user-data-dir={profile}", f"--window-size={PHONE_WIDTH},844"),
+            "about:blank",
+        ],
+        stderr=subprocess.DEVNULL,
+    )
+    numbers = itertools.count(1)
+    try:
+        target = wait_for(lambda: targets(port))[0]
+        with sync_client.connect(target["webSocketDebuggerUrl"], max_size=None) as socket:
+
+            def call(method: str, **parameters: Any) -> Any:
+                number = next(numbers)
+                socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
+                while (answer := json.loads(socket.recv(timeout=60))).get("id") != number:
+                    pass
+                assert "error" not in answer, answer
+                return answer["result"]
+
+            yield Browser(call)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def targets(port: int) -> list[dict[str, Any]]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=5) as answer:
+            return [each for each in json.load(answer) if each["type"] == "page"]
+    except OSError:
+        return []
+
+
+def wait_for(found: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 60
+    while not (value := found()):
+        assert time.monotonic() < deadline, "nothing came"
+        time.sleep(0.05)
+    return value
