@@ -142,12 +142,20 @@ class BaseEnv(ABC, Generic[Item, Config]):
             ConfigError: It leaves no room for an answer within `max_token_length`.
         """
         token_ids = self.tokenize(prompt)
+        self.check_room(token_ids)
+        return token_ids
+
+    def check_room(self, token_ids: list[int]) -> None:
+        """Refuses a prompt that leaves no room.
+
+        Raises:
+            ConfigError: It has `max_token_length` tokens or more.
+        """
         if len(token_ids) >= self.config.max_token_length:
             raise ConfigError(
                 f"--env.max_token_length: got {self.config.max_token_length}, but a prompt has {len(token_ids)} "
                 "tokens; raise it, or shorten the prompts"
             )
-        return token_ids
 
     def decode(self, completion: Completion) -> str:
         """A completion's text without the token that ended it.
@@ -155,7 +163,9 @@ class BaseEnv(ABC, Generic[Item, Config]):
         Other special tokens stay visible: a policy must not be paid for what nobody sees.
         """
         token_ids = completion.token_ids
-        if token_ids and token_ids[-1] == self.tokenizer.eos_token_id:
+        if not token_ids:  # a server that tells no ids: enough for an evaluation
+            return completion.text
+        if token_ids[-1] == self.tokenizer.eos_token_id:
             token_ids = token_ids[:-1]
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
 

@@ -85,7 +85,9 @@ class ServerConfig(BaseModel):
     base_url: HttpUrl = Field(default="http://127.0.0.1:9001/v1", description="where the server listens")
     model_name: str | None = Field(default=None, description="model or adapter to ask; unset: the newest policy")
     api_key: str | None = Field(default=None, description="key of the server, if it asks for one")
-    server_type: ServerType = Field(default="auto", description="what kind of server it is; auto: found out by asking it")
+    server_type: ServerType = Field(
+        default="auto", description="what kind of server it is; auto: found out by asking it"
+    )
     timeout: float = Field(default=1200.0, gt=0.0, description="seconds that one request may take")
     num_max_requests_at_once: int = Field(default=512, ge=1, description="requests in flight, at most")
 

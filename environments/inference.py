@@ -1,75 +1,46 @@
 """Asks the inference server for completions: token ids, logprobs and policy version as the server has them."""
 
+from __future__ import annotations
+
 import asyncio
-from dataclasses import dataclass
-from typing import Any
+import logging
 
 import httpx
-import msgspec
 
-from environments.config import ServerConfig
-from environments.http import Peer, PeerError
-from vllm_server.protocol import GENERATE_ROUTE, GenerateRequest, GenerateResponse, TokenPrompt
+from environments.config import ConfigError, ServerConfig
+from environments.dialects import (
+    Completion,
+    CompletionsServer,
+    Dialect,
+    Found,
+    GrpoServer,
+    Sampling,
+    SglangServer,
+    find_dialect,
+)
+from environments.http import Peer
+
+__all__ = ["Completion", "InferenceClient", "Sampling"]
+
+log = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How to sample. The defaults are the plain distribution of the policy, which GRPO's ratios assume.
-
-    Nucleus and top-k sampling are switched off in so many words: servers take a model's own defaults otherwise,
-    and the logprobs would then be of another distribution than the one sampled from.
-    """
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    stop: tuple[str, ...] = ()
-
-    def to_body(self) -> dict[str, Any]:
-        """The sampling keys of a ``/generate`` body."""
-        body: dict[str, Any] = {
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-        }
-        return body | ({"stop": list(self.stop)} if self.stop else {})
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One sampled answer.
-
-    Attributes:
-        prompt_token_ids: The prompt as the server read it.
-        token_ids: What was sampled, the token that ended it included.
-        rollout_logprobs: Logprob of each sampled token under the policy that sampled it.
-        text: The server's rendering, without special tokens.
-        finish_reason: ``stop`` or ``length``, as vLLM says it.
-        policy_version: Version of the policy that sampled.
-        temperature: At which it was sampled, and at which the logprobs are.
-    """
-
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    rollout_logprobs: list[float]
-    text: str
-    finish_reason: str
-    policy_version: int
-    temperature: float = 1.0
-
-
 class InferenceClient:
-    """Client of the server's ``POST /generate``."""
+    """Client of an inference server of whatever kind (`environments.dialects`)."""
 
     def __init__(
         self, config: ServerConfig, *, patience: float, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
-        """`patience`: seconds that the server may be away. `base_url` may end in ``/v1``, as OpenAI clients have it."""
+        """`patience`: seconds that the server may be away. `base_url` may end in ``/v1``, as OpenAI clients have it.
+
+        Raises:
+            ConfigError: An OpenAI-compatible server needs a model's name.
+        """
         self._model = config.model_name
+        self._found = _told(config)
+        self._finding = asyncio.Lock()
         self._slots = asyncio.Semaphore(config.num_max_requests_at_once)
         self._peer = Peer(
             "the inference server",
@@ -87,62 +58,47 @@ class InferenceClient:
         Raises:
             PeerGone: The server was away for longer than the patience.
             PeerRefused: The server refused the request.
-            PeerError: The answer is not what ``/generate`` answers.
+            PeerError: It is no inference server, or its answer is not sound.
         """
-        request = GenerateRequest(
-            prompt=TokenPrompt(prompt_token_ids),
-            model=self._model,
-            sampling={"n": n, "logprobs": 0, **sampling.to_body()},
-        )
+        dialect = await self._dialect(sampling)
         async with self._slots:
-            answer = await self._answer(request)
-            while (
-                "abort" in answer.finish_reasons
-            ):  # cut short by a server that is being stopped: no sample of a policy
+            completions = await dialect.generate(self._peer, prompt_token_ids, n, sampling)
+            # Cut short by a server that is being stopped: no sample of a policy.
+            while any(completion.finish_reason == "abort" for completion in completions):
                 await asyncio.sleep(ASK_AGAIN_S)
-                answer = await self._answer(request)
-        return list(_completions(answer, n, sampling.temperature))
-
-    async def _answer(self, request: GenerateRequest) -> GenerateResponse:
-        response = await self._peer.request("POST", GENERATE_ROUTE, json=request.to_body())
-        try:
-            return msgspec.json.decode(response.content, type=GenerateResponse)
-        except msgspec.DecodeError as error:
-            raise PeerError(
-                f"the inference server at {self._peer.url}: /generate answered what grpo's server does not "
-                f"({error}); start it with `grpo serve`"
-            ) from None
+                completions = await dialect.generate(self._peer, prompt_token_ids, n, sampling)
+        return completions
 
     async def close(self) -> None:
         """Closes the connections."""
         await self._peer.close()
 
-
-def _completions(answer: GenerateResponse, n: int, temperature: float) -> list[Completion]:
-    if answer.logprobs is None or not len(answer.token_ids) == len(answer.logprobs) == n:
-        got = "no logprobs" if answer.logprobs is None else f"{len(answer.token_ids)} completions"
-        raise PeerError(f"the inference server's /generate: got {got}, wanted logprobs of {n} completions")
-    return [
-        Completion(
-            prompt_token_ids=answer.prompt_token_ids,
-            token_ids=token_ids,
-            rollout_logprobs=_sampled_logprobs(token_ids, positions),
-            text=text,
-            finish_reason=finish_reason or "unknown",
-            policy_version=answer.policy_version,
-            temperature=temperature,
-        )
-        for token_ids, positions, text, finish_reason in zip(
-            answer.token_ids, answer.logprobs, answer.text, answer.finish_reasons, strict=True
-        )
-    ]
+    async def _dialect(self, sampling: Sampling) -> Dialect:
+        async with self._finding:
+            if self._found is None:
+                self._found = await find_dialect(self._peer, self._model)
+                log.info("the inference server at %s: %s", self._peer.url, self._found.description)
+            if self._found.raw_logprobs and sampling.temperature not in (0.0, 1.0):
+                log.warning(
+                    "temperature %g: vLLM gives logprobs at temperature 1 unless it runs with --logprobs-mode "
+                    "processed_logprobs; the trainer would compare them with its own at %g",
+                    sampling.temperature,
+                    sampling.temperature,
+                )
+                self._found = Found(self._found.dialect, self._found.description)  # said once
+        return self._found.dialect
 
 
-def _sampled_logprobs(token_ids: list[int], positions: list[list[dict[int, float]]]) -> list[float]:
-    try:
-        return [position[0][token_id] for token_id, position in zip(token_ids, positions, strict=True)]
-    except (KeyError, IndexError, ValueError):
-        raise PeerError(
-            f"the inference server's /generate: {len(positions)} logprobs do not belong to the "
-            f"{len(token_ids)} sampled tokens"
-        ) from None
+def _told(config: ServerConfig) -> Found | None:
+    """What the settings say that the server is, if they do."""
+    match config.server_type:
+        case "auto":
+            return None
+        case "vllm":
+            return Found(GrpoServer(config.model_name), "grpo's own server")
+        case "sglang":
+            return Found(SglangServer(), "SGLang")
+        case "openai":
+            if config.model_name is None:
+                raise ConfigError("--openai.model_name: required with --openai.server_type openai; or use auto")
+            return Found(CompletionsServer(config.model_name), "an OpenAI-compatible server")

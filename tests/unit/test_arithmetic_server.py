@@ -52,7 +52,9 @@ def answering(tokenizer: Qwen2Tokenizer, texts: list[str]) -> httpx.MockTranspor
 def environment(tokenizer: Qwen2Tokenizer, texts: list[str], **changes: Any) -> ArithmeticEnv:
     config = ArithmeticConfig(**({"tokenizer_name": "demo", "group_size": 2} | changes))
     transport = answering(tokenizer, texts)
-    return ArithmeticEnv(config, InferenceClient(ServerConfig(), patience=1.0, transport=transport), tokenizer)
+    return ArithmeticEnv(
+        config, InferenceClient(ServerConfig(server_type="vllm"), patience=1.0, transport=transport), tokenizer
+    )
 
 
 def test_a_group_has_the_servers_tokens_and_the_environments_scores(tokenizer: Qwen2Tokenizer) -> None:

@@ -47,7 +47,7 @@ def build(env_cls: type[BaseEnv[Any]], **changes: Any) -> BaseEnv[Any]:
         }
         return httpx.Response(200, json=answer)
 
-    server = InferenceClient(ServerConfig(), patience=1.0, transport=httpx.MockTransport(handle))
+    server = InferenceClient(ServerConfig(server_type="vllm"), patience=1.0, transport=httpx.MockTransport(handle))
     return env_cls(BaseEnvConfig(**({"tokenizer_name": "demo", "group_size": 2} | changes)), server, tokenizer)
 
 

@@ -48,7 +48,7 @@ def test_completions_that_a_stopping_server_cut_short_are_asked_for_again(monkey
 
     async def ask() -> list[Completion]:
         transport = httpx.MockTransport(lambda _: httpx.Response(200, json=next(answers)))
-        client = InferenceClient(ServerConfig(), patience=1.0, transport=transport)
+        client = InferenceClient(ServerConfig(server_type="vllm"), patience=1.0, transport=transport)
         try:
             return await client.generate([3, 4], 2, Sampling(max_tokens=5))
         finally:
@@ -58,7 +58,7 @@ def test_completions_that_a_stopping_server_cut_short_are_asked_for_again(monkey
 
 
 def test_the_request_names_the_distribution_and_the_completions_are_the_servers() -> None:
-    config = ServerConfig(base_url="http://server:9001/v1", model_name="policy", api_key="key")
+    config = ServerConfig(server_type="vllm", base_url="http://server:9001/v1", model_name="policy", api_key="key")
     completions, request = generate(ANSWER, config, Sampling(max_tokens=5, temperature=0.7, stop=("\n",)))
     assert str(request.url) == "http://server:9001/generate"
     assert request.headers["authorization"] == "Bearer key"
@@ -80,7 +80,7 @@ def test_the_request_names_the_distribution_and_the_completions_are_the_servers(
 
 
 def test_nothing_that_was_not_set_is_sent() -> None:
-    _, request = generate(ANSWER, ServerConfig(base_url="http://server"), Sampling(max_tokens=1))
+    _, request = generate(ANSWER, ServerConfig(server_type="vllm", base_url="http://server"), Sampling(max_tokens=1))
     assert not {"model", "stop", "stream"} & json.loads(request.content).keys()
 
 
@@ -96,5 +96,5 @@ def test_nothing_that_was_not_set_is_sent() -> None:
 )
 def test_an_answer_that_is_not_sound_is_refused(change: dict[str, Any], says: str) -> None:
     with pytest.raises(PeerError) as caught:
-        generate(ANSWER | change, ServerConfig(base_url="http://server"), Sampling(max_tokens=1))
+        generate(ANSWER | change, ServerConfig(server_type="vllm", base_url="http://server"), Sampling(max_tokens=1))
     assert says in str(caught.value)

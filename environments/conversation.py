@@ -1,0 +1,123 @@
+"""A conversation of several turns, token by token, as the policy saw and sampled it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from environments.api import wire
+from environments.config import ConfigError
+from environments.inference import Completion
+from environments.trajectory import Message, Trajectory, TurnReward, ids_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Tools = Sequence[dict[str, Any]]
+"""JSON schemas of functions, as chat templates take them."""
+
+
+class Conversation:
+    """What was said so far, as messages and as the very tokens.
+
+    What the policy sampled stays as the server gave it: of each later message only what the chat template adds after
+    the policy's turn is tokenised, never the policy's text again. So a template that leaves thinking out of earlier
+    turns leaves it in here: the policy is trained on what it saw.
+
+    Attributes:
+        messages: All of them, for people and for scoring.
+        tokens: All of them as token ids; the next prompt.
+        trained: Whether the policy sampled the token.
+        rollout_logprobs: As in `Trajectory`.
+        turns: How many turns of the policy there were.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools = ()) -> None:
+        """Begins with messages that the policy is to answer.
+
+        Raises:
+            ConfigError: The model has no chat template.
+        """
+        if not tokenizer.chat_template:
+            raise ConfigError("--env.tokenizer_name: has no chat template, which a conversation needs")
+        self.messages = list(messages)
+        self._tokenizer = tokenizer
+        self._tools: list[Any] | None = list(tools) or None
+        self.tokens = self._render_tokens(self.messages)
+        self.trained = [False] * len(self.tokens)
+        self.rollout_logprobs = [wire.MASKED_LOGPROB] * len(self.tokens)
+        self.turns = 0
+        self._turn_rewards: list[TurnReward] = []
+        self._versions: list[int] = []
+        self._temperature = 1.0
+
+    def say(self, completion: Completion, text: str) -> None:
+        """The policy's turn: a completion of `tokens`, and what a reader sees of it.
+
+        Raises:
+            ValueError: It is a completion of another prompt.
+            PeerError: The server gave text without token ids.
+        """
+        if completion.prompt_token_ids != self.tokens:
+            raise ValueError("a completion of another prompt than this conversation's tokens")
+        sampled = ids_of(completion)
+        self.tokens = self.tokens + sampled
+        self.trained += [True] * len(sampled)
+        self.rollout_logprobs += completion.rollout_logprobs
+        self.messages.append({"role": "assistant", "content": text})
+        self.turns += 1
+        self._temperature = completion.temperature
+        self._versions += [] if completion.policy_version is None else [completion.policy_version]
+
+    def hear(self, messages: Sequence[Message]) -> None:
+        """What a user or a tool says to the policy's turn; the policy answers next."""
+        self._put(self._tokens_after_the_turn(messages))
+        self.messages += messages
+
+    def reward(self, value: float) -> None:
+        """What the policy's latest turn has earned by itself, beside the score at the end."""
+        self._turn_rewards.append(TurnReward(len(self.tokens), value))
+
+    def trajectory(self, score: float, *, with_messages: bool = True) -> Trajectory:
+        """All of it, with a score for the end, to which the turns' rewards are added."""
+        return Trajectory(
+            tokens=self.tokens,
+            trained=self.trained,
+            rollout_logprobs=self.rollout_logprobs,
+            score=score + sum(reward.value for reward in self._turn_rewards),
+            policy_version=min(self._versions) if len(self._versions) == self.turns else None,
+            messages=self.messages if with_messages else [],
+            temperature=self._temperature,
+            turn_rewards=tuple(self._turn_rewards),
+        )
+
+    def _put(self, tokens: list[int]) -> None:
+        self.tokens = self.tokens + tokens
+        self.trained += [False] * len(tokens)
+        self.rollout_logprobs += [wire.MASKED_LOGPROB] * len(tokens)
+
+    def _tokens_after_the_turn(self, messages: Sequence[Message]) -> list[int]:
+        """What the template writes from the end of the policy's turn on, less the end token if the policy wrote it.
+
+        Found by a marker in the place of the policy's words: what stands after it in the rendered text.
+        """
+        marker = uuid.uuid4().hex
+        said = [*self.messages[:-1], {**self.messages[-1], "content": marker}, *messages]
+        _, found, after = self._render(said).rpartition(marker)
+        if not found:
+            raise ConfigError("--env.tokenizer_name: its chat template leaves the assistant's turns out")
+        tokens = cast("list[int]", self._tokenizer.encode(after, add_special_tokens=False))
+        return tokens[1:] if tokens and self.tokens[-1] == tokens[0] and self.trained[-1] else tokens
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        rendered = self._tokenizer.apply_chat_template(
+            list(messages), tools=self._tools, add_generation_prompt=True, tokenize=False
+        )
+        return cast("str", rendered)
+
+    def _render_tokens(self, messages: Sequence[Message]) -> list[int]:
+        token_ids = self._tokenizer.apply_chat_template(
+            list(messages), tools=self._tools, add_generation_prompt=True, return_dict=False
+        )
+        return cast("list[int]", token_ids)

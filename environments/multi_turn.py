@@ -1,0 +1,153 @@
+"""`MultiTurnEnv`: environments that talk with the policy for several turns, and give it tools.
+
+    class Guess(MultiTurnEnv[int]):
+        name = "guess"
+
+        async def get_next_item(self) -> int:
+            return random.randint(1, 100)
+
+        def opening(self, item: int) -> list[Message]:
+            return [{"role": "user", "content": "Guess my number from 1 to 100."}]
+
+        async def respond(self, item: int, talk: Conversation) -> list[Message] | None:
+            guess = number_in(talk.messages[-1]["content"])
+            if guess == item:
+                return None
+            talk.reward(-0.1)  # of this turn; the score is that of the end
+            return [{"role": "user", "content": "Higher." if guess < item else "Lower."}]
+
+        async def score_conversation(self, item: int, talk: Conversation) -> float:
+            return float(number_in(talk.messages[-1]["content"]) == item)
+
+`tools()` names Python functions that the policy may call; they are called, and it hears what they gave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic
+
+from pydantic import Field
+from typing_extensions import TypeVar
+
+from environments.api import wire
+from environments.base import BaseEnv, Item
+from environments.config import BaseEnvConfig
+from environments.conversation import Conversation
+from environments.trajectory import Message, Trajectory, scored_group
+
+CALL_OPENS, CALL_CLOSES = "<tool_call>", "</tool_call>"
+"""How Hermes, Qwen and many others write a call: a JSON object with `name` and `arguments` between these."""
+
+Tool = Callable[..., Any]
+
+
+class MultiTurnConfig(BaseEnvConfig):
+    """Settings of environments with several turns."""
+
+    max_turns: int = Field(default=8, ge=1, description="turns of the policy, at most")
+    max_tokens_per_turn: int | None = Field(default=None, ge=1, description="longest turn; unset: all the room left")
+
+
+Config = TypeVar("Config", bound=MultiTurnConfig, default=MultiTurnConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the policy wrote."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+def tool_calls(text: str) -> list[ToolCall | str]:
+    """The calls in a turn, in order; in the place of one that can't be read, what is wrong with it."""
+    found: list[ToolCall | str] = []
+    for part in text.split(CALL_OPENS)[1:]:
+        body = part.partition(CALL_CLOSES)[0]
+        try:
+            call = json.loads(body)
+            found.append(ToolCall(call["name"], dict(call.get("arguments") or {})))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            found.append(f"not a tool call: {body.strip()[:200]!r}; write {{'name': …, 'arguments': {{…}}}} in JSON")
+    return found
+
+
+class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
+    """An environment whose items are conversations. What the policy says is trained on, what it hears is not."""
+
+    env_config_cls = MultiTurnConfig
+
+    @abstractmethod
+    def opening(self, item: Item) -> list[Message]:
+        """The messages that the policy answers first."""
+
+    async def respond(self, item: Item, talk: Conversation) -> list[Message] | None:
+        """What the policy hears after its turn, or None if that was the last one.
+
+        By default: what the tools gave that it called; None if it called none.
+        """
+        return await self.call_tools(talk.messages[-1]["content"]) or None
+
+    @abstractmethod
+    async def score_conversation(self, item: Item, talk: Conversation) -> float:
+        """What the end is worth; rewards of single turns (`talk.reward`) are added to it."""
+
+    def tools(self) -> Sequence[Tool]:
+        """Functions that the policy may call, with types and a docstring in Google's style for each argument."""
+        return ()
+
+    async def call_tools(self, text: str) -> list[Message]:
+        """What the tools answer to the calls in a turn; what a tool raises is its answer."""
+        known = {tool.__name__: tool for tool in self.tools()}
+        messages: list[Message] = []
+        for call in tool_calls(text):
+            if isinstance(call, str):
+                messages.append({"role": "tool", "content": call})
+            elif call.name not in known:
+                messages.append({"role": "tool", "name": call.name, "content": f"no such tool; known: {[*known]}"})
+            else:
+                messages.append({"role": "tool", "name": call.name, "content": await _call(known[call.name], call)})
+        return messages
+
+    async def collect_trajectories(self, item: Item) -> wire.ScoredData | None:
+        """`group_size` conversations about the item, at the same time."""
+        talks = (self.converse(item) for _ in range(self.config.group_size))
+        return scored_group(await asyncio.gather(*talks))
+
+    async def converse(self, item: Item) -> Trajectory:
+        """One conversation, until it is over, or turns or room are used up."""
+        talk = Conversation(self.tokenizer, self.opening(item), [_schema(tool) for tool in self.tools()])
+        self.check_room(talk.tokens)
+        while (room := self.config.max_token_length - len(talk.tokens)) > 0:
+            limit = min(room, self.config.max_tokens_per_turn or room)
+            (completion,) = await self.server.generate(talk.tokens, 1, self.sampling(limit))
+            talk.say(completion, self.decode(completion))
+            heard = await self.respond(item, talk)
+            if heard is None or talk.turns == self.config.max_turns:
+                break
+            talk.hear(heard)
+        score = await self.score_conversation(item, talk)
+        self.measures.add("turns", talk.turns)
+        return talk.trajectory(score, with_messages=self.config.include_messages).within(self.config.max_token_length)
+
+
+def _schema(tool: Tool) -> dict[str, Any]:
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    return get_json_schema(tool)
+
+
+async def _call(tool: Tool, call: ToolCall) -> str:
+    try:
+        result = tool(**call.arguments)
+        if inspect.isawaitable(result):
+            result = await result
+    except Exception as error:  # the policy chose the arguments: what comes of them is for it to read
+        return f"{type(error).__name__}: {error}"
+    return result if isinstance(result, str) else json.dumps(result, default=str)

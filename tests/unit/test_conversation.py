@@ -1,0 +1,252 @@
+"""Conversations token by token: what is the policy's, what each turn earned, tools."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from transformers import Qwen2Tokenizer
+
+from environments.api import wire
+from environments.api.validate import pack_checked
+from environments.config import ConfigError, ServerConfig
+from environments.conversation import Conversation
+from environments.demo_model import build_tokenizer
+from environments.inference import Completion, InferenceClient
+from environments.multi_turn import MultiTurnConfig, MultiTurnEnv, ToolCall, tool_calls
+from environments.trajectory import Message, Trajectory, TurnReward, scored_group, turn_advantages
+
+CHATML = (
+    "{% if tools %}TOOLS {{ tools | tojson }}\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    # as Qwen3's does: thinking is left out of all turns but the last
+    "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}"
+    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+END = "<|im_end|>"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Qwen2Tokenizer:
+    made = build_tokenizer()
+    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", END]})
+    made.eos_token = END
+    made.chat_template = CHATML
+    return made
+
+
+def completion(tokenizer: Qwen2Tokenizer, prompt: list[int], text: str, version: int = 1) -> Completion:
+    ids = tokenizer.encode(text)
+    return Completion(prompt, ids, [-0.5] * len(ids), text, "stop" if text.endswith(END) else "length", version)
+
+
+def talk(tokenizer: Qwen2Tokenizer, *turns: str, versions: tuple[int, ...] = (1, 2, 3)) -> Conversation:
+    """Turns of the policy, and between them a user who says yes."""
+    made = Conversation(tokenizer, [{"role": "user", "content": "Hi"}])
+    for number, text in enumerate(turns):
+        if number:
+            made.hear([{"role": "user", "content": "yes"}])
+        made.say(completion(tokenizer, made.tokens, text, versions[number]), text.removesuffix(END))
+    return made
+
+
+def test_the_tokens_are_those_of_the_template_and_what_was_sampled_is_trained(tokenizer: Qwen2Tokenizer) -> None:
+    made = talk(tokenizer, "one" + END, "two" + END)
+    rendered = tokenizer.apply_chat_template(made.messages, tokenize=False)
+    assert isinstance(rendered, str)
+    assert tokenizer.decode(made.tokens) == rendered.removesuffix("\n")
+    sampled = [token for token, trained in zip(made.tokens, made.trained, strict=True) if trained]
+    assert tokenizer.decode(sampled) == "one" + END + "two" + END
+    assert [lp == -0.5 for lp in made.rollout_logprobs] == made.trained
+    assert all(lp in (-0.5, 1.0) for lp in made.rollout_logprobs)
+
+
+def test_what_the_policy_thought_stays_as_it_was_sampled(tokenizer: Qwen2Tokenizer) -> None:
+    made = talk(tokenizer, "<think>hm</think>one" + END, "two" + END)
+    assert "<think>hm</think>one" in tokenizer.decode(made.tokens)
+    assert "<think>" not in tokenizer.apply_chat_template(made.messages, tokenize=False)  # which would be other tokens
+
+
+def test_a_turn_that_was_cut_off_is_closed_by_the_template_untrained(tokenizer: Qwen2Tokenizer) -> None:
+    made = talk(tokenizer, "on", "two" + END)
+    text = tokenizer.decode(made.tokens)
+    assert "on" + END + "\n<|im_start|>user\nyes" in text
+    ends = [t for t, token in enumerate(made.tokens) if token == tokenizer.eos_token_id]
+    assert [made.trained[place] for place in ends] == [False, False, False, True]
+
+
+def test_a_completion_of_something_else_is_refused(tokenizer: Qwen2Tokenizer) -> None:
+    made = talk(tokenizer)
+    with pytest.raises(ValueError, match="another prompt"):
+        made.say(completion(tokenizer, [1, 2], "x"), "x")
+
+
+def test_the_version_is_the_oldest_and_unknown_if_one_is(tokenizer: Qwen2Tokenizer) -> None:
+    assert talk(tokenizer, "a" + END, "b" + END, versions=(5, 4)).trajectory(1.0).policy_version == 4
+    made = talk(tokenizer, "a" + END)
+    made.hear([{"role": "user", "content": "yes"}])
+    made.say(Completion(made.tokens, [9], [-1.0], "x", "stop", None), "x")
+    assert made.trajectory(1.0).policy_version is None
+
+
+def test_a_model_without_a_template_is_refused() -> None:
+    plain = build_tokenizer()
+    plain.chat_template = None
+    with pytest.raises(ConfigError, match="has no chat template"):
+        Conversation(plain, [{"role": "user", "content": "Hi"}])
+
+
+def trajectory(score: float, *turn_rewards: TurnReward) -> Trajectory:
+    """Six tokens: a prompt, two of the first turn, one heard, two of the second turn."""
+    trained = [False, True, True, False, True, True]
+    return Trajectory([0] * 6, trained, [1.0] * 6, score, 1, [], turn_rewards=turn_rewards)
+
+
+def test_a_turns_reward_goes_to_the_tokens_before_its_end() -> None:
+    one = trajectory(1.0, TurnReward(3, 1.0))  # the first turn earned 1, the end nothing
+    two = trajectory(3.0, TurnReward(3, 0.0))  # the end earned 3
+    # all rewards: 1, 0, 3: mean 4/3, variance (1/9 + 16/9 + 25/9) / 3 = 14/9
+    spread = (14 / 9) ** 0.5
+    first, nought, three = ((value - 4 / 3) / spread for value in (1.0, 0.0, 3.0))
+    advantages = turn_advantages([one, two])
+    assert advantages is not None
+    assert advantages[0] == pytest.approx([0, first, first, 0, 0, 0])
+    assert advantages[1] == pytest.approx([0, nought + three, nought + three, 0, three, three])
+
+
+def test_without_rewards_of_turns_the_trainer_makes_the_advantages() -> None:
+    assert turn_advantages([trajectory(1.0), trajectory(0.0)]) is None
+    equal = turn_advantages([trajectory(1.0, TurnReward(3, 1.0))] * 2)
+    assert equal == [[0.0] * 6] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("no", []),
+        ('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', [ToolCall("add", {"a": 1})]),
+        ('<tool_call>\n{"name": "now"}\n</tool_call> and', [ToolCall("now", {})]),
+    ],
+)
+def test_calls_are_read(text: str, calls: list[ToolCall]) -> None:
+    assert tool_calls(text) == calls
+
+
+@pytest.mark.parametrize("body", ["add(1)", "[1]", '{"arguments": {}}', '{"name": "add", "arguments": 3}', ""])
+def test_what_is_no_call_is_told(body: str) -> None:
+    (said,) = tool_calls(f"<tool_call>{body}</tool_call>")
+    assert isinstance(said, str) and said.startswith("not a tool call")
+
+
+def add(a: int, b: int) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: One number.
+        b: Another.
+    """
+    return a + b
+
+
+class Sums(MultiTurnEnv[int]):
+    """The policy is to find a sum with a tool."""
+
+    name = "sums"
+
+    async def get_next_item(self) -> int:
+        return 5
+
+    def opening(self, item: int) -> list[Message]:
+        return [{"role": "user", "content": "2+3?"}]
+
+    def tools(self) -> list[Callable[..., Any]]:
+        return [add]
+
+    async def score_conversation(self, item: int, talk: Conversation) -> float:
+        return float(str(item) in talk.messages[-1]["content"])
+
+    async def evaluate(self) -> dict[str, float]:
+        return {}
+
+
+def sums(tokenizer: Qwen2Tokenizer, turns: list[str], **changes: Any) -> tuple[Sums, list[str]]:
+    """The environment before a policy that says these in turn, and the prompts that it saw."""
+    prompts: list[str] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        prompt = body["prompt"]["prompt_token_ids"]
+        prompts.append(str(tokenizer.decode(prompt)))
+        row = tokenizer.encode(turns[prompts[-1].count("<|im_start|>assistant") - 1])
+        answer = {
+            "text": [""],
+            "prompt": None,
+            "finish_reasons": ["stop"],
+            "policy_version": 3,
+            "model": "m",
+            "prompt_token_ids": prompt,
+            "token_ids": [row],
+            "logprobs": [[[{str(token): -0.5}] for token in row]],
+        }
+        return httpx.Response(200, json=answer)
+
+    config = MultiTurnConfig(**({"tokenizer_name": "demo", "group_size": 1, "max_token_length": 4096} | changes))
+    client = InferenceClient(ServerConfig(server_type="vllm"), patience=1.0, transport=httpx.MockTransport(handle))
+    return Sums(config, client, tokenizer), prompts
+
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>' + END
+
+
+def test_the_policy_hears_what_its_tools_gave(tokenizer: Qwen2Tokenizer) -> None:
+    env, prompts = sums(tokenizer, [CALL, "It is 5." + END])
+    group = asyncio.run(env.collect_trajectories(5))
+    assert group is not None and group.scores == [1.0] and group.policy_versions == [3]
+    assert '"name": "add"' in prompts[0].partition("<|im_start|>")[0]  # the schema, by the template
+    assert prompts[1].endswith("<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n")
+    assert group.messages is not None and [message["role"] for message in group.messages[0]] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    sampled = [token for token in group.masks[0] if token != -100]
+    assert tokenizer.decode(sampled) == CALL + "It is 5." + END
+    assert env.measures.take() == {"turns": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("call", "heard"),
+    [
+        ('{"name": "add", "arguments": {"a": 2}}', "TypeError: add() missing 1 required positional argument: 'b'"),
+        ('{"name": "sub", "arguments": {}}', "no such tool; known: ['add']"),
+        ("2+3", "not a tool call"),
+    ],
+)
+def test_a_bad_call_is_answered_not_raised(tokenizer: Qwen2Tokenizer, call: str, heard: str) -> None:
+    env, prompts = sums(tokenizer, [f"<tool_call>{call}</tool_call>{END}", "no" + END])
+    group = asyncio.run(env.collect_trajectories(5))
+    assert group is not None and group.scores == [0.0] and heard in prompts[1]
+
+
+def test_turns_and_room_are_bounded(tokenizer: Qwen2Tokenizer) -> None:
+    env, prompts = sums(tokenizer, [CALL] * 9, max_turns=3)
+    asyncio.run(env.collect_trajectories(5))
+    assert len(prompts) == 3
+    env, prompts = sums(tokenizer, [CALL] * 9)
+    asyncio.run(env.collect_trajectories(5))
+    first, second = (len(tokenizer.encode(prompt)) for prompt in prompts[:2])
+    env, prompts = sums(tokenizer, [CALL] * 9, max_token_length=second - 3)  # the tool's answer leaves no room
+    group = asyncio.run(env.collect_trajectories(5))
+    assert group is not None and len(prompts) == 1 and len(group.tokens[0]) == second - 3 > first
+
+
+def test_groups_of_conversations_are_sound_on_the_wire(tokenizer: Qwen2Tokenizer) -> None:
+    made = talk(tokenizer, "one" + END, "two" + END)
+    made.reward(0.5)
+    group = scored_group([made.trajectory(1.0), talk(tokenizer, "a" + END).trajectory(0.0)])
+    assert wire.unpack(pack_checked(group)).masks == group.masks

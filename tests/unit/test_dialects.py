@@ -1,0 +1,174 @@
+"""What kind of server answers, and its token ids and logprobs as it gives them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import httpx
+import pytest
+
+from environments.config import ConfigError, ServerConfig
+from environments.http import PeerError, PeerRefused
+from environments.inference import Completion, InferenceClient, Sampling
+from environments.trajectory import Trajectory
+
+OURS = {
+    "text": ["46"],
+    "prompt": None,
+    "finish_reasons": ["stop"],
+    "policy_version": 7,
+    "model": "policy-v7",
+    "prompt_token_ids": [3, 4],
+    "token_ids": [[6, 1]],
+    "logprobs": [[[{"6": -0.5}], [{"1": -0.25}]]],
+}
+VLLM_CHOICE = {
+    "index": 0,
+    "text": "46",
+    "finish_reason": "length",
+    "logprobs": {"tokens": ["46", "<e>"], "token_logprobs": [-0.5, -0.25], "text_offset": [0, 2]},
+    "token_ids": [6, 1],
+    "prompt_token_ids": [3, 4],
+}
+SGLANG = {
+    "text": "46",
+    "output_ids": [6, 1],
+    "meta_info": {
+        "id": "x",
+        "finish_reason": {"type": "stop", "matched": 1},
+        "output_token_logprobs": [[-0.5, 6, None], [-0.25, 1, None]],
+        "weight_version": "default",
+    },
+}
+MODELS = {"object": "list", "data": [{"id": "Qwen", "object": "model", "owned_by": "vllm"}]}
+SERVERS: dict[str, dict[str, Any]] = {
+    "grpo": {"/bridge/info": {"boot_id": "b", "policy_version": 7}, "/generate": OURS, "/version": {"version": "0.25"}},
+    "vllm": {"/version": {"version": "0.25.1"}, "/v1/models": MODELS, "/v1/completions": {"choices": [VLLM_CHOICE]}},
+    "openai": {
+        "/v1/models": {"data": [{"id": "Qwen", "owned_by": "someone"}]},
+        "/v1/completions": {"choices": [VLLM_CHOICE]},
+    },
+    "sglang": {"/model_info": {"model_path": "Qwen"}, "/generate": SGLANG, "/v1/models": MODELS},
+}
+FOUND = {
+    "grpo": "grpo's own server, policy version 7",
+    "vllm": "vLLM 0.25.1 with Qwen",
+    "openai": "an OpenAI-compatible server with Qwen",
+    "sglang": "SGLang with Qwen",
+}
+
+
+def ask(
+    routes: dict[str, Any], sampling: Sampling | None = None, times: int = 1, **settings: Any
+) -> tuple[list[Completion], list[tuple[str, Any]]]:
+    """The completions of a server that has these routes, and what it was asked."""
+    asked: list[tuple[str, Any]] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        asked.append((request.url.path, json.loads(request.content) if request.content else None))
+        answer = routes.get(request.url.path)
+        return httpx.Response(404) if answer is None else httpx.Response(200, json=answer)
+
+    async def scene() -> list[Completion]:
+        client = InferenceClient(ServerConfig(**settings), patience=1.0, transport=httpx.MockTransport(handle))
+        try:
+            for _ in range(times - 1):
+                await client.generate([3, 4], 1, sampling or Sampling(max_tokens=5))
+            return await client.generate([3, 4], 1, sampling or Sampling(max_tokens=5))
+        finally:
+            await client.close()
+
+    return asyncio.run(scene()), asked
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+def test_a_server_is_known_by_what_it_answers_and_asked_for_ids(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        (completion,), asked = ask(SERVERS[kind], times=2)
+    assert FOUND[kind] in caplog.text
+    assert (completion.token_ids, completion.rollout_logprobs) == ([6, 1], [-0.5, -0.25])
+    assert completion.policy_version == (7 if kind == "grpo" else None)
+    assert completion.finish_reason == ("length" if kind in ("vllm", "openai") else "stop")
+    assert [path for path, body in asked if body is None].count("/bridge/info") == 1  # once, not with every request
+    bodies = [body for _, body in asked if body is not None]
+    assert len(bodies) == 2 and bodies[0] == bodies[1]
+
+
+def test_every_kind_is_asked_for_the_plain_distribution() -> None:
+    for kind in ("vllm", "sglang"):
+        _, asked = ask(SERVERS[kind], Sampling(max_tokens=5, temperature=0.5, stop=("\n",)))
+        body = asked[-1][1]
+        if kind == "vllm":
+            assert (body["model"], body["prompt"], body["return_token_ids"]) == ("Qwen", [3, 4], True)
+            params = body
+        else:
+            assert (body["input_ids"], body["return_logprob"]) == ([3, 4], True)
+            params = body["sampling_params"]
+        assert (params["n"], params["temperature"], params["top_p"], params["top_k"]) == (1, 0.5, 1.0, -1)
+        assert params["stop"] == ["\n"] and params.get("max_tokens", params.get("max_new_tokens")) == 5
+
+
+def test_sglangs_weight_version_is_the_policys_where_it_is_a_number() -> None:
+    answer = {**SGLANG, "meta_info": {**SGLANG["meta_info"], "weight_version": "12"}}
+    (completion,), _ = ask({**SERVERS["sglang"], "/generate": [answer]})
+    assert completion.policy_version == 12
+
+
+@pytest.mark.parametrize(("kind", "server_type"), [("grpo", "vllm"), ("openai", "openai"), ("sglang", "sglang")])
+def test_a_kind_that_was_named_is_not_asked_about(kind: str, server_type: str) -> None:
+    _, asked = ask(SERVERS[kind], server_type=server_type, model_name="Qwen")
+    assert [body is None for _, body in asked] == [False]
+
+
+def test_an_openai_compatible_server_needs_a_models_name() -> None:
+    with pytest.raises(ConfigError, match=r"--openai.model_name: required with --openai.server_type openai"):
+        ask(SERVERS["openai"], server_type="openai")
+
+
+def test_vllms_raw_logprobs_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    ask(SERVERS["vllm"], Sampling(max_tokens=5, temperature=0.5), times=3)
+    assert caplog.text.count("--logprobs-mode processed_logprobs") == 1
+    caplog.clear()
+    ask(SERVERS["vllm"], times=3)
+    assert not caplog.text
+
+
+def test_text_without_ids_is_enough_to_evaluate_and_not_to_train() -> None:
+    choice = {"index": 0, "text": "46", "finish_reason": "stop", "logprobs": None}
+    (completion,), _ = ask({**SERVERS["openai"], "/v1/completions": {"choices": [choice]}})
+    assert (completion.text, completion.token_ids) == ("46", [])
+    with pytest.raises(PeerError, match="gives text without token ids"):
+        Trajectory.of(completion, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "route", "answer", "says"),
+    [
+        ("vllm", "/v1/completions", {"choices": []}, "got 0 completions, wanted 1"),
+        ("vllm", "/v1/completions", {"choices": [{**VLLM_CHOICE, "logprobs": None}]}, "0 logprobs do not belong to"),
+        ("vllm", "/v1/completions", {"error": "x"}, "missing required field `choices`"),
+        ("sglang", "/generate", {"text": "46", "meta_info": {}}, "got no output_token_logprobs"),
+        ("sglang", "/generate", [SGLANG, SGLANG], "got 2 completions, wanted 1"),
+    ],
+)
+def test_an_answer_that_is_not_sound_is_refused(kind: str, route: str, answer: Any, says: str) -> None:
+    with pytest.raises(PeerError) as caught:
+        ask({**SERVERS[kind], route: answer})
+    assert says in str(caught.value)
+
+
+def test_what_is_no_inference_server_is_told_with_all_that_was_asked() -> None:
+    with pytest.raises(PeerError, match=r"/bridge/info .* /model_info .* /v1/models .* is this the right port\?"):
+        ask({"/": {"message": "the rollout API"}})
+
+
+def test_a_wrong_key_is_told_as_such() -> None:
+    async def scene() -> None:
+        transport = httpx.MockTransport(lambda _: httpx.Response(401, json={"error": {"message": "Unauthorized"}}))
+        await InferenceClient(ServerConfig(), patience=1.0, transport=transport).generate([1], 1, Sampling(1))
+
+    with pytest.raises(PeerRefused, match="401: Unauthorized"):
+        asyncio.run(scene())
