@@ -18,6 +18,7 @@ from grpo_trainer.metrics.sinks import MetricLog, build_metric_log
 from grpo_trainer.model.policy import build_policy
 from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.rollouts.feed import BatchFeed
+from grpo_trainer.saving.generators import seed_generators
 from grpo_trainer.signals import StopSignal
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.weights.bridge import WeightBridge, build_bridge
@@ -33,6 +34,7 @@ def train(config: TrainConfig) -> None:
         GrpoError: whatever the user can mend. A signal saves a checkpoint first.
     """
     refuse_to_mix_runs(config.log_dir, config.checkpoints.resume, "--log-dir")
+    seed_generators(config.model.seed)
     with StopSignal() as stop:
         policy = build_policy(config, stop.check)
         trainer = Trainer(policy.model, config, stop.check)

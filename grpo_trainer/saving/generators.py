@@ -31,3 +31,10 @@ def restore_generators(states: dict[str, Any], device: torch.device) -> None:
         np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     if "cuda" in states and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"].clone(), device)
+
+
+def seed_generators(seed: int) -> None:
+    """Start all of them from `--seed`."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)  # the GPUs' too
