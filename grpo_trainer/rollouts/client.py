@@ -21,11 +21,9 @@ import msgspec
 from environments.api import wire
 from grpo_trainer.config import RolloutConfig
 from grpo_trainer.errors import ServerError, TrainingError
-from grpo_trainer.metrics.types import Sum
 from grpo_trainer.rollouts.decode import to_group
 from grpo_trainer.rollouts.leases import Leases
-from grpo_trainer.rollouts.staleness import judge
-from grpo_trainer.rollouts.types import Leased, RolloutBatch
+from grpo_trainer.rollouts.types import Leased
 
 log = logging.getLogger(__name__)
 
@@ -89,28 +87,6 @@ class RolloutClient:
 
     # Batches in
 
-    def next_batch(self, policy_version: int) -> RolloutBatch:
-        """Lease the next batch that is not too old as a whole; waits for one.
-
-        Args:
-            policy_version: the newest published version, from which staleness counts.
-
-        Raises:
-            TrainingError: none came within `--rollout-timeout`.
-        """
-        started = time.perf_counter()
-        dropped = 0
-        while True:
-            leased = self.lease(self._check_stop)
-            judged = judge(leased.groups, policy_version, self._config.max_staleness, self._config.on_stale)
-            if judged.groups:
-                break
-            dropped += len(leased.groups)
-            self.drop(leased)
-        metrics = judged.metrics | {"train/data_fetch_time": Sum(time.perf_counter() - started)}
-        metrics["rollout/dropped_stale_groups"] = Sum(dropped + len(leased.groups) - len(judged.groups))
-        return RolloutBatch(leased.batch_id, judged.groups, metrics, policy_version)
-
     def lease(self, check_stop: Callable[[], None]) -> Leased:
         """Lease the next batch; waits for one.
 
@@ -151,7 +127,7 @@ class RolloutClient:
         """Batches that are trained on and not acknowledged."""
         return self._leases.unsettled
 
-    def trained(self, batch: Leased | RolloutBatch) -> tuple[str, ...]:
+    def trained(self, batch: Leased) -> tuple[str, ...]:
         """Note that a batch was trained on; it stays leased until `settle`. Returns all that are so."""
         self._leases.trained(batch.batch_id)
         return self._leases.unsettled
@@ -185,17 +161,12 @@ class RolloutClient:
         for batch_id in batches:
             self._acknowledge(batch_id, resumed=resumed)
 
-    def ack(self, batch: Leased | RolloutBatch, step: int) -> None:
-        """Say that a batch was trained on and that `step` steps are done; its groups are never served again."""
-        self._reach(step)
-        self._acknowledge(batch.batch_id)
-
     def drop(self, batch: Leased) -> None:
         """Get rid of a batch that is of no use."""
         log.warning("a whole batch was more than %s versions old and dropped", self._config.max_staleness)
         self._acknowledge(batch.batch_id)
 
-    def release(self, batch: Leased | RolloutBatch) -> None:
+    def release(self, batch: Leased) -> None:
         """Give a leased batch back untrained. Best effort: an unreleased lease runs out by itself."""
         self._leases.end(batch.batch_id)
         try:

@@ -1,21 +1,27 @@
-"""The trainer's client against the real rollout API."""
+"""The trainer's end of the rollout API, client and feed, against the real one."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
 from environments.api import wire
-from grpo_trainer.config import RolloutConfig
+from grpo_trainer.batching import ready
+from grpo_trainer.config import ModelConfig, RolloutConfig, TrainConfig
 from grpo_trainer.errors import ServerError, StoppedError, TrainingError
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.rollouts.client import RolloutClient, to_group
+from grpo_trainer.rollouts.client import RolloutClient
+from grpo_trainer.rollouts.decode import to_group
+from grpo_trainer.rollouts.feed import BatchFeed, FedBatch
 from grpo_trainer.rollouts.types import Sample
+from grpo_trainer.saving.manifest import Progress
 from tests.processes import answers, end, free_port, running, wait_for
 
 BATCH = 4
@@ -39,16 +45,15 @@ class Api:
     def stop(self) -> None:
         end(self.process)
 
-    def post(self, *values: int, version: int = 0, **fields: object) -> None:
-        """One group of two sequences per value; the value is the completion's only token."""
+    def post(self, *values: int, version: int = 0, sizes: int = 2) -> None:
+        """One group per value; the value, and one more for each of its sequences, is the completion's only token."""
         for value in values:
             group = {
-                "tokens": [[1, 2, value], [1, 2, value + 1]],
-                "masks": [[-100, -100, value], [-100, -100, value + 1]],
-                "scores": [0.0, 1.0],
-                "inference_logprobs": [[1.0, 1.0, -0.5], [1.0, 1.0, -0.25]],
-                "policy_versions": [version, version],
-                **fields,
+                "tokens": [[1, 2, value + i] for i in range(sizes)],
+                "masks": [[-100, -100, value + i] for i in range(sizes)],
+                "scores": [float(i) for i in range(sizes)],
+                "inference_logprobs": [[1.0, 1.0, -0.5 / (1 + i)] for i in range(sizes)],
+                "policy_versions": [version] * sizes,
             }
             httpx.post(self.url + "/scored_data", json=group, trust_env=False).raise_for_status()
 
@@ -69,23 +74,48 @@ def registration(**fields: object) -> wire.Register:
     return wire.Register(**values)  # type: ignore[arg-type]
 
 
-def client(api: Api, *, check_stop=lambda: None, **options: object) -> RolloutClient:
-    config = RolloutConfig.model_validate({"url": api.url, "rollout_timeout": 20, **options})
-    made = RolloutClient(config, registration(), check_stop)
-    made.register()
+def do_nothing() -> None: ...
+
+
+def feed(
+    api: Api, *, check_stop: Callable[[], None] = do_nothing, at: Progress | None = None, **options: object
+) -> BatchFeed:
+    """Registered, and one batch at a time unless `prefetch` is given."""
+    progress = at or Progress()
+    config = RolloutConfig.model_validate({"url": api.url, "rollout_timeout": 20, "prefetch": False, **options})
+    client = RolloutClient(config, registration(starting_step=progress.step), check_stop)
+    train = TrainConfig(model=ModelConfig(name="m", seq_len=10), batch_size=2)
+    made = BatchFeed(client, config, lambda batch: ready(batch, train), check_stop)
+    made.begin(progress)
     return made
 
 
-def first_tokens(batch) -> list[int]:
-    return [int(group.samples[0].tokens_T[-1]) for group in batch.groups]
+def first_tokens(batch: FedBatch) -> list[int]:
+    return [int(group.samples[0].tokens_T[-1]) for group in batch.leased.groups]
+
+
+def trained(batch: FedBatch) -> list[int]:
+    """Last tokens of what is trained on."""
+    return sorted(int(sequence.tokens_T[-1]) for sequence in batch.ready.prepared.sequences)
+
+
+def finish(rollouts: BatchFeed, batch: FedBatch, step: int) -> None:
+    """Trained, and on the disk."""
+    done = rollouts.trained(batch)
+    rollouts.report(step)
+    rollouts.settle(done)
+
+
+def status(api: Api) -> dict[str, Any]:
+    return httpx.get(api.url + "/status", trust_env=False).json()
 
 
 def test_groups_come_as_they_were_scored(api: Api) -> None:
-    rollouts = client(api)
+    rollouts = feed(api)
     api.post(5, 7, version=3)
-    batch = rollouts.next_batch(4)
+    batch = rollouts.next(4)
     assert first_tokens(batch) == [5, 7]  # oldest first
-    sample = batch.groups[0].samples[1]
+    sample = batch.leased.groups[0].samples[1]
     assert sample.tokens_T.tolist() == [1, 2, 6] and sample.trained_T.tolist() == [False, False, True]
     assert sample.reward == 1.0 and sample.policy_version == 3 and sample.temperature == 1.0
     assert sample.rollout_logprobs_T is not None and sample.rollout_logprobs_T[2] == np.float32(-0.25)
@@ -94,63 +124,63 @@ def test_groups_come_as_they_were_scored(api: Api) -> None:
 
 
 def test_an_acknowledged_batch_never_comes_again_a_released_one_does(api: Api) -> None:
-    rollouts = client(api)
+    rollouts = feed(api)
     api.post(10, 12, 14, 16)
-    first = rollouts.next_batch(0)
+    first = rollouts.next(0)
     rollouts.release(first)
-    again = rollouts.next_batch(0)
+    again = rollouts.next(0)
     assert first_tokens(again) == first_tokens(first) == [10, 12]
-    rollouts.ack(again, 1)
-    assert first_tokens(rollouts.next_batch(0)) == [14, 16]
-    assert httpx.get(api.url + "/status", trust_env=False).json()["current_step"] == 1
+    finish(rollouts, again, 1)
+    assert first_tokens(rollouts.next(0)) == [14, 16]
+    assert status(api)["current_step"] == 1
 
 
 def test_stale_groups_are_dropped_and_counted(api: Api) -> None:
-    rollouts = client(api, max_staleness=2)
+    rollouts = feed(api, max_staleness=2)
     api.post(20, version=1)
     api.post(22, version=5)
-    batch = rollouts.next_batch(6)
-    assert first_tokens(batch) == [22]
+    batch = rollouts.next(6)
+    assert trained(batch) == [22, 23]
     assert reduce(batch.metrics)["rollout/dropped_stale_groups"] == 1
-    rollouts.ack(batch, 1)
+    finish(rollouts, batch, 1)
     api.post(30, 32, version=1)
     api.post(34, 36, version=6)
-    assert first_tokens(rollouts.next_batch(6)) == [34, 36]  # a batch that was stale as a whole made way
-    assert httpx.get(api.url + "/status", trust_env=False).json()["current_step"] == 1  # and was no step
+    assert first_tokens(rollouts.next(6)) == [34, 36]  # a batch that was stale as a whole made way
+    assert status(api)["current_step"] == 1  # and was no step
 
 
 def test_an_api_that_comes_back_is_waited_for(api: Api) -> None:
-    rollouts = client(api)
+    rollouts = feed(api)
     api.post(40, 42)
-    batch = rollouts.next_batch(0)
+    batch = rollouts.next(0)
     api.stop()
     api.start()
-    rollouts.ack(batch, 1)
+    finish(rollouts, batch, 1)
     api.post(44, 46)
-    assert first_tokens(rollouts.next_batch(0)) == [44, 46]
+    assert first_tokens(rollouts.next(0)) == [44, 46]
 
 
 def test_an_api_that_forgot_the_trainer_is_registered_with_anew(tmp_path: Path) -> None:
     api = Api(tmp_path)
     api.start(durable=False)
     try:
-        rollouts = client(api)
+        rollouts = feed(api)
         api.post(50, 52)
-        rollouts.ack(rollouts.next_batch(0), 3)
+        finish(rollouts, rollouts.next(0), 3)
         api.stop()
         api.start(durable=False)
         api.post(54, 56)
-        assert first_tokens(rollouts.next_batch(0)) == [54, 56]
-        assert httpx.get(api.url + "/status", trust_env=False).json()["current_step"] == 3
+        assert first_tokens(rollouts.next(0)) == [54, 56]
+        assert status(api)["current_step"] == 3
     finally:
         api.stop()
 
 
 def test_the_wait_for_a_batch_ends_with_the_apis_own_explanation(api: Api) -> None:
-    rollouts = client(api, rollout_timeout=1)
+    rollouts = feed(api, rollout_timeout=1)
     api.post(60)
     with pytest.raises(TrainingError, match="for a batch of rollouts: ") as error:
-        rollouts.next_batch(0)
+        rollouts.next(0)
     assert "/status" in str(error.value) and "--rollout-timeout" in str(error.value)
 
 
@@ -158,9 +188,9 @@ def test_a_stop_ends_the_wait(api: Api) -> None:
     def stop() -> None:
         raise StoppedError("stopped by SIGINT", signal.SIGINT)
 
-    rollouts = client(api, check_stop=stop)
+    rollouts = feed(api, check_stop=stop)
     with pytest.raises(StoppedError):
-        rollouts.next_batch(0)
+        rollouts.next(0)
 
 
 def test_a_server_that_is_no_rollout_api_is_told_apart(tmp_path: Path) -> None:
@@ -173,15 +203,107 @@ def test_a_server_that_is_no_rollout_api_is_told_apart(tmp_path: Path) -> None:
 
 
 def test_a_trainer_that_was_taken_over_ends_with_that_word(api: Api) -> None:
-    first = client(api)
+    first = feed(api)
     api.post(70, 72)
-    batch = first.next_batch(0)
-    second = client(api)
-    assert first_tokens(second.next_batch(0)) == [70, 72]  # the first one's lease went back
+    batch = first.next(0)
+    second = feed(api)
+    assert first_tokens(second.next(0)) == [70, 72]  # the first one's lease went back
     with pytest.raises(TrainingError, match="another trainer has taken the run over"):
-        first.ack(batch, 1)
+        finish(first, batch, 1)
     with pytest.raises(TrainingError, match="another trainer has taken the run over"):
-        first.next_batch(1)
+        first.next(1)
+
+
+def test_a_trained_batch_stays_leased_until_it_is_settled_and_moves_the_step_before(api: Api) -> None:
+    first = feed(api)
+    api.post(10, 12, 14, 16)
+    batch = first.next(0)
+    assert first.trained(batch) == (batch.leased.batch_id,)
+    first.report(1)
+    assert status(api)["current_step"] == 1 and status(api)["leased_groups"] == 2
+    resumed = feed(api)  # another process, which knows of no checkpoint
+    assert first_tokens(resumed.next(0)) == [10, 12]
+    assert status(api)["current_step"] == 0
+
+
+def test_what_a_checkpoint_holds_is_settled_by_who_resumes_it(api: Api) -> None:
+    killed = feed(api)
+    api.post(10, 12, 14, 16, 18, 20)
+    killed.trained(killed.next(0))
+    done = killed.trained(killed.next(1))
+    killed.settle(done[:1])  # killed before it said so of the second
+    resumed = feed(api, at=Progress(2, 2, done))
+    assert first_tokens(resumed.next(2)) == [18, 20]
+    assert status(api)["current_step"] == 2
+
+
+def test_batches_come_again_as_they_were_whatever_has_arrived_since(api: Api) -> None:
+    killed = feed(api)
+    api.post(10, sizes=3)
+    api.post(20, 22)
+    assert first_tokens(killed.next(0)) == [20, 22]  # 3 + 2 > 4
+    api.post(30, sizes=1)
+    resumed = feed(api)
+    assert first_tokens(resumed.next(0)) == [20, 22]  # though the oldest set that fits is now 3 + 1
+    assert first_tokens(resumed.next(0)) == [10, 30]
+
+
+def test_a_lease_is_kept_for_as_long_as_training_takes(api: Api) -> None:
+    rollouts = feed(api, lease_seconds=1.0)
+    api.post(10, 12)
+    batch = rollouts.next(0)
+    told = threading.Event()
+    told.wait(2.5)
+    assert status(api)["leased_groups"] == 2
+    finish(rollouts, batch, 1)
+    assert status(api)["leased_groups"] == 0 and status(api)["queue_size"] == 0
+
+
+def test_one_batch_is_fetched_ahead_and_given_back_in_the_end(api: Api) -> None:
+    api.post(10, 12, 14, 16, 18, 20)
+    with feed(api, prefetch=True) as rollouts:
+        assert first_tokens(rollouts.next(0)) == [10, 12]
+        wait_for("the next batch is leased", lambda: len(status(api)["leases"]) == 2, api.log, 20)
+        assert first_tokens(rollouts.next(1)) == [14, 16]
+        wait_for("and the next", lambda: len(status(api)["leases"]) == 3, api.log, 20)
+    assert len(status(api)["leases"]) == 2  # those that were taken
+    assert first_tokens(feed(api).next(0)) == [10, 12]
+
+
+def test_nothing_is_fetched_ahead_of_the_last_batch_nor_on_policy(api: Api) -> None:
+    api.post(10, 12, 14, 16, 18, 20)
+    with feed(api, prefetch=True) as rollouts:
+        rollouts.next(0, last=True)
+        assert len(status(api)["leases"]) == 1
+    with feed(api, prefetch=True, max_staleness=0) as rollouts:
+        rollouts.next(0)
+        assert len(status(api)["leases"]) == 1
+
+
+def test_a_batch_that_was_fetched_ahead_is_judged_by_the_version_that_trains_on_it(api: Api) -> None:
+    api.post(10, 12, 14, version=3)
+    api.post(16, version=2)
+    with feed(api, prefetch=True, max_staleness=1) as rollouts:
+        rollouts.next(3)
+        wait_for("the next batch is leased", lambda: len(status(api)["leases"]) == 2, api.log, 20)
+        batch = rollouts.next(3)  # the step before was skipped: what was thought too old is not
+        assert trained(batch) == [14, 15, 16, 17] and reduce(batch.metrics)["rollout/staleness_max"] == 1
+        assert batch.ready.policy_version == 3
+        assert reduce(batch.metrics)["rollout/dropped_stale_groups"] == 0
+    with feed(api, prefetch=True, max_staleness=1) as rollouts:
+        rollouts.next(3)
+        batch = rollouts.next(4)
+        assert trained(batch) == [14, 15] and reduce(batch.metrics)["rollout/dropped_stale_groups"] == 1
+
+
+def test_stale_groups_may_count_less_instead(api: Api) -> None:
+    api.post(10, version=1)
+    api.post(12, version=4)
+    batch = feed(api, max_staleness=1, on_stale="downweight").next(5)
+    weights = {int(s.tokens_T[-1]): s.weight for s in batch.ready.prepared.sequences}
+    assert weights[12] == pytest.approx(0.25)  # one of four trained tokens
+    assert weights[10] == pytest.approx(0.25 / 4)  # 5 - 1 is 3 more than 1: 1 / (1 + 3)
+    assert reduce(batch.metrics)["rollout/downweighted_groups"] == 1
 
 
 ROWS = {"tokens": [[1, 2], [1, 3]], "masks": [[-100, 2], [-100, 3]], "scores": [0.0, 1.0]}

@@ -1,4 +1,4 @@
-"""Training processes for tests that kill them: `grpo train` without a server, forked from a process that has imported it.
+"""Training processes for tests that kill them: `grpo train` without a server, forked where everything is imported.
 
 Each line of standard input is a JSON object of options; the answers are the child's process id, and its exit code when
 it has ended. Nothing is computed before a fork.
@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import sys
+import traceback
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -68,7 +69,7 @@ def main() -> None:
                 os.dup2(null, 1)  # the answers are the parent's
                 code = child(json.loads(line))
             except BaseException:
-                sys.excepthook(*sys.exc_info())
+                traceback.print_exc()
             finally:
                 sys.stderr.flush()
                 os._exit(code)

@@ -140,9 +140,10 @@ def test_a_run_that_is_killed_ten_times_ends_as_if_it_had_not_been(
 ) -> None:
     own, final, weights = MODES[mode]
     options = {
-        "model_name": str(save_tiny(tmp_path / "model")), "atropos_url": api_url, "training_steps": STEPS, "device": "cpu",
-        "batch_size": 4, "gradient_accumulation_steps": BATCH // 4, "lr": 1e-3, "seq_len": 16, "drift_limit": 0.0,
-        "checkpoint_interval": 3, "keep_checkpoints": 2, "rollout_timeout": 30, "resume": "auto", **own,
+        "model_name": str(save_tiny(tmp_path / "model")), "atropos_url": api_url, "training_steps": STEPS,
+        "device": "cpu", "batch_size": 4, "gradient_accumulation_steps": BATCH // 4, "lr": 1e-3, "seq_len": 16,
+        "drift_limit": 0.0, "checkpoint_interval": 3, "keep_checkpoints": 2, "rollout_timeout": 30,
+        "resume": "auto", **own,
     }  # fmt: skip
     fill(api_url)
     trainers.start({**options, "save_path": str(tmp_path / "straight")})

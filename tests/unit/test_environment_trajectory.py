@@ -5,7 +5,7 @@ from __future__ import annotations
 from environments.api import wire
 from environments.inference import Completion
 from environments.trajectory import Trajectory, scored_group
-from grpo_trainer.rollouts.client import to_group
+from grpo_trainer.rollouts.decode import to_group
 
 
 def temperatures_at_the_trainer(*temperatures: float) -> list[float]:
