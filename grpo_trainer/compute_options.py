@@ -30,15 +30,15 @@ class ComputeConfig(Section):
         "runs of at least 20 steps (it takes about a minute).",
     )
     activation_offload: bool = option(
-        False, help="Keep what layers recompute from (--gradient-checkpointing) in main memory; auto turns that on."
+        False, help="Keep what layers are recomputed from in main memory; turns --gradient-checkpointing on."
     )
     trainer_memory_gb: float | None = option(
         None,
         help="GPU memory in GB that --gradient-checkpointing auto may count on (default: what is free).",
         gt=0,
     )
-    grad_dtype: Literal["auto", "weights", "float32"] = option(
-        "auto",
-        help="Gradients add up over microbatches in the weights' dtype, or in float32; auto: float32 where it takes "
-        "less than a tenth of the GPU's free memory, or off a GPU.",
+    grad_dtype: Literal["weights", "float32"] = option(
+        "weights",
+        help="Gradients add up over microbatches in the weights' dtype, or in float32: in bfloat16, 64 microbatches "
+        "leave a random error of 1 % of the sum.",
     )

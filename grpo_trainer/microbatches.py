@@ -50,6 +50,10 @@ class Packed:
     positions_1T: Tensor
     longest: int
 
+    def to(self, device: torch.device) -> Packed:
+        """The same on a device."""
+        return _moved(self, device)
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -86,7 +90,7 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on a device."""
-        packed = None if self.packed is None else _moved(self.packed, device)
+        packed = None if self.packed is None else self.packed.to(device)
         return replace(_moved(self, device), packed=packed)
 
     @property
@@ -196,7 +200,7 @@ def _microbatch(sequences: Sequence[TrainingSequence], packed: bool) -> MicroBat
 
     return MicroBatch(
         tokens_BT=_end_to_end(sequences) if packed else _padded(sequences),
-        packed=_layout(lengths) if packed else None,
+        packed=layout(lengths.tolist()) if packed else None,
         starts_B=torch.from_numpy(np.cumsum(lengths) - lengths if packed else starts),
         rows_N=each(range(len(sequences)), np.int64),
         columns_N=torch.from_numpy(np.concatenate([sequence.positions for sequence in sequences])),
@@ -228,10 +232,11 @@ def _end_to_end(sequences: Sequence[TrainingSequence]) -> Tensor:
     return torch.from_numpy(np.concatenate([sequence.tokens_T for sequence in sequences]))[None]
 
 
-def _layout(lengths: NDArray[np.int64]) -> Packed:
+def layout(lengths: Sequence[int]) -> Packed:
+    """Sequences of so many tokens, end to end."""
     boundaries = np.concatenate([[0], np.cumsum(lengths)])
     positions = np.arange(boundaries[-1]) - np.repeat(boundaries[:-1], lengths)
-    return Packed(torch.from_numpy(boundaries.astype(np.int32)), torch.from_numpy(positions)[None], int(lengths.max()))
+    return Packed(torch.from_numpy(boundaries.astype(np.int32)), torch.from_numpy(positions)[None], max(lengths))
 
 
 def _joined_teachers(sequences: Sequence[TrainingSequence]) -> Teacher:

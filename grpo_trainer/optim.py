@@ -98,7 +98,7 @@ class LandingOptimizer(TwoPartOptimizer):
                     master.copy_(new)
                     target.copy_(new)
                 else:
-                    target.copy_(round_stochastically(new) if target.dtype == torch.bfloat16 else new)
+                    target.copy_(round_stochastically(new) if weight.dtype == torch.bfloat16 else new)
         self._prepared = True
 
     @torch.no_grad()

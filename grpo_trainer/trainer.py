@@ -20,6 +20,7 @@ from grpo_trainer.logprobs import TokenScores
 from grpo_trainer.losses import BatchCounts, LossInputs, batch_loss
 from grpo_trainer.metrics.types import Mean, Metric, Metrics, Sum, merge
 from grpo_trainer.microbatches import MicroBatch, TrainingSequence
+from grpo_trainer.model.fitting import fit
 from grpo_trainer.model.forward import build_forward
 from grpo_trainer.model.reference import Reference, build_reference
 from grpo_trainer.optim import build_optimizer, changed_fraction, sampled
@@ -102,10 +103,14 @@ class Trainer:
         self.model = model
         self.config = config
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if config.compute.grad_dtype == "float32":
+            for parameter in self.parameters:
+                parameter.grad_dtype = torch.float32
         self.optimizer = build_optimizer(self.parameters, config.optimizer, master_weights=config.master_weights)
         self.device = self.parameters[0].device
         self._check_stop = check_stop
         self._forward = build_forward(model, config)
+        fit(self._forward, config, self.parameters)
         self._reference = build_reference(model, config) if reference is None else reference
         self.alarm: DriftAlarm | None = None
         self._bad_steps = 0

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from grpo_trainer.compute_options import Choice
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import ConfigError, TrainingError
 from grpo_trainer.logprobs import TokenScores, token_scores
-from grpo_trainer.microbatches import MicroBatch, Packed
+from grpo_trainer.microbatches import MicroBatch, layout
 from grpo_trainer.model import attention
 from grpo_trainer.model.head import HeadPlan, head_scores
 from grpo_trainer.model.load import pick_dtype
@@ -51,6 +51,10 @@ class Forward:
         self.head = head
         self.plan = plan
         self.packed = packed
+
+    def keep_logits(self, nbytes: int) -> None:
+        """Logits of a microbatch are kept for the backward pass if they take no more than this."""
+        self.plan = replace(self.plan, kept_bytes=nbytes)
 
     def scores(self, microbatch: MicroBatch, *, entropy_gradient: bool = False) -> TokenScores:
         """Of its trained tokens, and its teacher's.
@@ -186,9 +190,7 @@ def _keeps_sequences_apart(parts: Parts) -> bool:
     boundaries, which is all that 16 bits can tell."""
     tokens_T = _probe_tokens(parts.head.weight)
     cut = len(tokens_T) // 3
-    lengths = torch.tensor([0, cut, len(tokens_T)], dtype=torch.int32, device=tokens_T.device)
-    positions = torch.cat([torch.arange(cut), torch.arange(len(tokens_T) - cut)]).to(tokens_T.device)[None]
-    packed = Packed(lengths, positions, len(tokens_T) - cut)
+    packed = layout([cut, len(tokens_T) - cut]).to(tokens_T.device)
 
     def hidden(tokens: Tensor, **more: Any) -> Tensor:
         return parts.decoder(input_ids=tokens[None], use_cache=False, **more).last_hidden_state[0].float()
@@ -196,7 +198,7 @@ def _keeps_sequences_apart(parts: Parts) -> bool:
     with torch.no_grad(), _evaluating(parts.whole):
         alone = torch.cat([hidden(tokens_T[:cut]), hidden(tokens_T[cut:])])
         together = hidden(tokens_T, **attention.arguments(packed))
-        mixed = hidden(tokens_T, position_ids=positions)
+        mixed = hidden(tokens_T, position_ids=packed.positions_1T)
     error = _distance(together, alone)
     return error <= TOLERANCE[torch.float32] or error <= 0.25 * _distance(mixed, alone)
 

@@ -76,10 +76,14 @@ class HeadPlan:
         """With both functions compiled, and chunks that suit them."""
         return replace(
             self,
-            chunk_bytes=1 << 29,
+            chunk_bytes=1 << 28,
             statistics=torch.compile(statistics, dynamic=True),
             residual=torch.compile(residual, dynamic=True),
         )
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.residual is not residual
 
     def rows(self, vocab: int) -> int:
         """Of a chunk: a multiple of 128, which matrix products like."""

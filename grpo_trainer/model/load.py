@@ -102,7 +102,7 @@ def freeze(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
     remove_dropout(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.enable_input_require_grads()
+        model.disable_input_require_grads()  # for reentrant checkpoints alone
     return model.train()
 
 
@@ -119,7 +119,8 @@ def load_all_weights(config: ModelConfig) -> PreTrainedModel:
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     if dtype != torch.float32:
-        model.forward = torch.autocast(device.type, dtype)(model.forward)
+        for part in (model, model.base_model):  # of which either may be called
+            part.forward = torch.autocast(device.type, dtype)(part.forward)
     return model
 
 

@@ -66,7 +66,8 @@ class FrozenWeights:
         hooks = [hook for layer, weights in self._layers for hook in _while_it_runs(layer, weights)]
         own = _exchange(self._outside)
         try:
-            yield
+            with torch.compiler.set_stance("force_eager"):  # a compiled layer would be compiled again for its hooks
+                yield
         finally:
             _exchange(own)
             for hook in hooks:

@@ -1,0 +1,103 @@
+"""What layers keep for the backward pass: measured on a few tokens, then kept, recomputed or moved as memory allows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """What a pass keeps for its backward pass.
+
+    Attributes:
+        layers: of the decoder.
+        token_bytes: of one layer, for each token.
+        input_bytes: of a layer's input alone, for each token.
+        fixed_bytes: of the whole pass, whatever its tokens, such as weights in another dtype.
+    """
+
+    layers: int
+    token_bytes: float
+    input_bytes: float
+    fixed_bytes: float = 0.0
+
+    def needed(self, tokens: int, recomputed: int) -> float:
+        """Bytes at the peak of a pass, where so many layers are recomputed.
+
+        In its backward pass a layer has the gradients of what it kept beside it, about as much again; it is the first
+        that has: layers from the first on are recomputed, so by their turn others are gone.
+        """
+        kept = (self.layers - recomputed) * self.token_bytes + recomputed * self.input_bytes
+        return self.fixed_bytes + tokens * (kept + (1 if recomputed < self.layers else 2) * self.token_bytes)
+
+    def recomputed(self, tokens: int, free: float) -> int:
+        """The fewest layers that have to be recomputed for a pass to fit; all of them if none suffices."""
+        fitting = (count for count in range(self.layers + 1) if self.needed(tokens, count) <= free)
+        return next(fitting, self.layers)
+
+
+class _Saved:
+    """Bytes that autograd keeps, each storage counted once."""
+
+    def __init__(self, without: nn.Module) -> None:
+        self._seen = {parameter.untyped_storage().data_ptr() for parameter in without.parameters()}
+        self.total = 0
+
+    def add(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self.total += storage.nbytes()
+        return tensor
+
+
+MEASURED = (128, 384)
+"""Tokens of the two passes that are measured: their difference has no fixed part in it."""
+
+
+def measure(model: nn.Module, layers: int, hidden_bytes: int, run: Callable[[int], Tensor]) -> LayerMemory:
+    """Measure what passes keep.
+
+    Args:
+        hidden_bytes: of a token's hidden state.
+        run: a forward pass over so many tokens, with gradient.
+    """
+    totals = []
+    alive: list[Tensor] = []
+    for tokens in MEASURED:
+        saved = _Saved(model)
+        with saved_tensors_hooks(saved.add, lambda tensor: tensor):
+            alive.append(run(tokens))  # what is kept stays, so that no two storages share an address
+        totals.append(saved.total)
+    few, many = MEASURED
+    slope = (totals[1] - totals[0]) / (many - few)
+    return LayerMemory(layers, slope / layers, hidden_bytes, max(0.0, totals[0] - slope * few))
+
+
+def recompute(layers: nn.ModuleList, count: int, *, offload: bool, random: bool) -> None:
+    """Recompute the first `count` layers in the backward pass, keep the others.
+
+    Args:
+        offload: keep the recomputed layers' inputs in main memory.
+        random: layers draw random numbers (dropout), which have to be the same again.
+    """
+    plain = partial(checkpoint, use_reentrant=False, preserve_rng_state=random)
+
+    def moved(function: Callable[..., Any], *args: Any) -> Any:
+        with save_on_cpu(pin_memory=torch.cuda.is_available()):
+            return plain(function, *args)
+
+    for number, layer in enumerate(layers):
+        layer.gradient_checkpointing = number < count  # type: ignore[assignment]  # transformers' own flag
+        layer._gradient_checkpointing_func = moved if offload else plain  # type: ignore[assignment]

@@ -1,0 +1,157 @@
+"""Before the first step: which layers are compiled, and which recomputed: as few as memory allows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.nn import Parameter
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from grpo_trainer.config import OptimizerConfig, TrainConfig
+from grpo_trainer.microbatches import layout
+from grpo_trainer.model import attention
+from grpo_trainer.model.activations import measure, recompute
+from grpo_trainer.model.compiled import compile_layers
+from grpo_trainer.model.forward import Forward
+from grpo_trainer.model.lora_linear import use_few_kernels
+from grpo_trainer.model.reference import free_bytes
+
+log = logging.getLogger(__name__)
+
+WORTH_COMPILING = 0.3e9
+"""Parameters of a model."""
+LONG_RUN = 20
+"""Steps."""
+SPARE = 0.06
+"""Of the free memory, for the allocator's gaps and libraries' workspaces."""
+
+
+def fit(forward: Forward, config: TrainConfig, trained: Sequence[Parameter]) -> None:
+    """Compile and checkpoint the layers of a model as the options say, or as its device has room for."""
+    use_few_kernels(forward.model)
+    layers = decoder_list(forward)
+    if layers is None:
+        return
+    run = _runner(forward)
+    if _is_compiled(config, forward) and compile_layers(layers, lambda: run(64)):
+        forward.plan = forward.plan.compiled()
+        log.info("decoder layers and head are compiled")
+    for parameter in trained:
+        parameter.grad = None
+    _set_recomputed(forward, layers, config, trained, run)
+
+
+def decoder_list(forward: Forward) -> nn.ModuleList | None:
+    """The decoder's layers, if transformers knows how to checkpoint them."""
+    found = getattr(forward.decoder, "layers", None)
+    is_known = isinstance(found, nn.ModuleList) and all(isinstance(one, GradientCheckpointingLayer) for one in found)
+    return found if is_known else None
+
+
+def _runner(forward: Forward) -> Callable[[int], Tensor]:
+    """Forward passes over so many tokens: two sequences, as microbatches have several."""
+
+    def run(tokens: int) -> Tensor:
+        assert forward.decoder is not None and forward.head is not None
+        device = forward.head.weight.device
+        halves = torch.arange(tokens, device=device).remainder(len(forward.head.weight)).view(2, -1)
+        if not forward.packed:
+            return forward.decoder(input_ids=halves, use_cache=False).last_hidden_state
+        packed = layout([tokens // 2, tokens // 2]).to(device)
+        arguments = attention.arguments(packed)
+        return forward.decoder(input_ids=halves.view(1, -1), use_cache=False, **arguments).last_hidden_state
+
+    return run
+
+
+def _is_compiled(config: TrainConfig, forward: Forward) -> bool:
+    if config.compute.compile != "auto":
+        return config.compute.compile == "on"
+    assert forward.head is not None
+    size = sum(parameter.numel() for parameter in forward.model.parameters())
+    is_large = size >= WORTH_COMPILING and config.training_steps >= LONG_RUN
+    return forward.head.weight.is_cuda and is_large and not config.model.load_in_4bit
+
+
+# ---------------------------------------------------------------- memory
+
+
+def _set_recomputed(
+    forward: Forward,
+    layers: nn.ModuleList,
+    config: TrainConfig,
+    trained: Sequence[Parameter],
+    run: Callable[[int], Tensor],
+) -> None:
+    assert forward.head is not None
+    wanted, offload = config.model.gradient_checkpointing, config.compute.activation_offload
+    device = forward.head.weight.device
+    random = _draws_random_numbers(forward.model)
+    if wanted is not None or offload or device.type != "cuda":
+        count = len(layers) if wanted or offload else 0
+        recompute(layers, count, offload=offload, random=random)
+        return
+    hidden_bytes = forward.head.weight.shape[1] * forward.plan.dtype.itemsize
+    memory = measure(forward.model, len(layers), hidden_bytes, run)
+    torch.cuda.empty_cache()
+    free = free_bytes(device)
+    if config.compute.trainer_memory_gb is not None:
+        free = min(free, config.compute.trainer_memory_gb * 1e9 - torch.cuda.memory_allocated(device))
+    rest = (1 - SPARE) * free - held_later(trained, config) - head_bytes(forward, trained)
+    tokens = largest_pass(config)
+    count = memory.recomputed(tokens, rest)
+    recompute(layers, count, offload=False, random=random)
+    left = rest - memory.needed(tokens, count)
+    forward.keep_logits(int(max(0.0, 0.8 * left)) if count == 0 else 0)
+    log.info(
+        "recomputing %d of %d layers: %.1f GB free for passes of %d tokens, %.0f KB a token and layer, %.1f GB left",
+        *(count, len(layers), rest / 1e9, tokens, memory.token_bytes / 1e3, left / 1e9),
+    )
+    if memory.needed(tokens, count) > rest:
+        log.warning(
+            "a pass of %d tokens may not fit: %.1f GB wanted, %.1f GB free; lower --max-tokens-per-microbatch",
+            *(tokens, memory.needed(tokens, count) / 1e9, rest / 1e9),
+        )
+
+
+def largest_pass(config: TrainConfig) -> int:
+    """Tokens of the largest forward pass that the options allow."""
+    return config.compute.max_tokens_per_microbatch or config.batch_size * config.model.seq_len
+
+
+def held_later(trained: Sequence[Parameter], config: TrainConfig) -> float:
+    """Bytes of gradients, optimizer states and master weights, none of which is there before the first step."""
+    grad = 4 if config.compute.grad_dtype == "float32" else 0
+    return sum(
+        parameter.numel() * ((grad or parameter.itemsize) + _state_bytes(config.optimizer))
+        + (4 * parameter.numel() if config.master_weights and parameter.dtype != torch.float32 else 0)
+        for parameter in trained
+    )
+
+
+def _state_bytes(config: OptimizerConfig) -> float:
+    """For each trained weight."""
+    return {"adamw": 8.0, "adamw_8bit": 2.0 + 2 * 4 / 256, "adafactor": 0.0}[config.optimizer]
+
+
+def head_bytes(forward: Forward, trained: Sequence[Parameter]) -> float:
+    """What the head takes beside the layers: chunks of logits, and gradients of its weights as they are computed."""
+    assert forward.head is not None
+    weight = forward.head.weight
+    chunks = (
+        3
+        * forward.plan.rows(len(weight))
+        * len(weight)
+        * (forward.plan.dtype.itemsize if forward.plan.is_compiled else 4)
+    )
+    is_trained = any(parameter is weight for parameter in trained)
+    return chunks + (2 * weight.numel() * forward.plan.dtype.itemsize if is_trained else 0)
+
+
+def _draws_random_numbers(model: nn.Module) -> bool:
+    """The base model has no dropout; an adapter may."""
+    return isinstance(model, PeftModel) and any(isinstance(one, nn.Dropout) and one.p > 0 for one in model.modules())
