@@ -12,7 +12,7 @@ import sys
 import httpx
 import msgspec
 
-from grpo_trainer.bench.fence.patterns import Answer, References, Verdicts, answer_of, request
+from grpo_trainer.bench.fence.patterns import Answer, References, Verdicts, answer_of, patterns_of, request
 from vllm_server.protocol import GENERATE_ROUTE
 
 
@@ -43,10 +43,8 @@ async def judge(case: Case) -> Verdicts:
                 response = await http.post(GENERATE_ROUTE, json=request(case.prompts[index]))
                 if response.status_code != 200:
                     raise httpx.HTTPError(f"{response.status_code}: {response.text[:500]}")
-                answer, *versions = answer_of(response.content)
-                even = case.even
-                patterns = frozenset() if even is None else frozenset((version + even) % 2 for version in versions)
-                verdicts.judge(references, index, answer, patterns)
+                answer, begun, ended = answer_of(response.content)
+                verdicts.judge(references, index, answer, patterns_of(begun, ended, case.even))
                 if verdicts.answers == 1:
                     print("judging", flush=True)
 

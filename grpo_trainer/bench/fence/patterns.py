@@ -103,6 +103,15 @@ class References:
         return first, second
 
 
+def patterns_of(begun: int, ended: int, even: int | None) -> frozenset[int]:
+    """Those of the versions from one to the other: the one forward pass was made by any of them.
+
+    Args:
+        even: the pattern of versions of even number; None: not known, then nothing is said.
+    """
+    return frozenset() if even is None else frozenset((version + even) % 2 for version in range(begun, ended + 1))
+
+
 @dataclass
 class Verdicts:
     """Counts of answers that were judged.
