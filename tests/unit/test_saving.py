@@ -1,0 +1,285 @@
+"""Checkpoints on their way to the disk and back: checksums, copies, the thread that writes, random generators."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from grpo_trainer.checkpoint import Checkpoints, Progress
+from grpo_trainer.config import CheckpointConfig, ModelConfig, TrainConfig
+from grpo_trainer.errors import ConfigError
+from grpo_trainer.files import whole_folder
+from grpo_trainer.model.policy import AllWeights
+from grpo_trainer.saving.generators import generator_states, restore_generators, seed_generators
+from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, check_files, read_state, seal
+from grpo_trainer.saving.snapshot import Snapshot
+from grpo_trainer.saving.writer import BackgroundWriter
+from grpo_trainer.trainer import Trainer
+from tests.unit.factories import batch, sample
+from tests.unit.tiny_lora import tiny_qwen
+
+ROLLOUTS = batch([sample([1, 2], [3, 4], 1.0), sample([1, 2], [5], 0.0)])
+
+
+def trainer() -> Trainer:
+    model = tiny_qwen()
+    model.requires_grad_(True)
+    return Trainer(model, TrainConfig(model=ModelConfig(name="tiny"), training_steps=100))
+
+
+def saver(one: Trainer, folder: Path, **options: object) -> Checkpoints:
+    config = CheckpointConfig.model_validate({"save_path": folder, "resume": "auto", **options})
+    return Checkpoints(config, AllWeights(one.model, None, torch.bfloat16), one.optimizer)  # type: ignore[arg-type]
+
+
+def weights(one: Trainer) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in one.parameters]
+
+
+# ---------------------------------------------------------------- checksums
+
+
+def sealed(folder: Path) -> Path:
+    (folder / "inner").mkdir(parents=True)
+    (folder / "weights").write_bytes(b"0123456789")
+    (folder / "inner" / "more").write_bytes(b"abc")
+    seal(folder, Progress(3, 4, ("x", "y")))
+    return folder
+
+
+def test_a_sealed_folder_is_whole_and_says_where_the_run_stood(tmp_path: Path) -> None:
+    state = read_state(sealed(tmp_path / "c"))
+    check_files(tmp_path / "c", state)
+    assert state.progress == Progress(3, 4, ("x", "y"))
+    assert state.files is not None and {name: size for name, (size, _) in state.files.items()} == {
+        "weights": 10,
+        "inner/more": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: (path / "weights").write_bytes(b"0123456788"), "weights does not fit its checksum"),
+        (lambda path: (path / "weights").write_bytes(b"012345"), "weights has 6 bytes, was written with 10"),
+        (lambda path: (path / "inner" / "more").unlink(), "inner/more is missing"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, damage: Any, said: str) -> None:
+    path = sealed(tmp_path / "c")
+    damage(path)
+    with pytest.raises(DamagedError, match=said):
+        check_files(path, read_state(path))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"step": 3}', '{"step": 1, "policy_version": 1, "files": 3}'])
+def test_a_damaged_state_file_is_told(tmp_path: Path, text: str) -> None:
+    path = sealed(tmp_path / "c")
+    (path / STATE_FILE).write_text(text)
+    with pytest.raises(DamagedError, match=STATE_FILE):
+        read_state(path)
+
+
+def test_a_digit_of_the_state_that_changed_is_noticed(tmp_path: Path) -> None:
+    path = sealed(tmp_path / "c")
+    text = (path / STATE_FILE).read_text()
+    (path / STATE_FILE).write_text(text.replace('"step": 3', '"step": 5'))
+    with pytest.raises(DamagedError, match="does not fit its own checksum"):
+        read_state(path)
+
+
+def test_a_checkpoint_from_before_there_were_checksums_can_be_read(tmp_path: Path) -> None:
+    (tmp_path / STATE_FILE).write_text(json.dumps({"step": 2, "policy_version": 1}))
+    state = read_state(tmp_path)
+    assert state.progress == Progress(2, 1) and state.files is None
+    check_files(tmp_path, state)
+
+
+# ---------------------------------------------------------------- damaged checkpoints of a run
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def test_auto_takes_the_newest_whole_one_and_puts_damaged_ones_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = trainer()
+    checkpoints = saver(one, tmp_path)
+    kept = []
+    for step in range(1, 5):
+        one.step(ROLLOUTS, step)
+        kept.append(weights(one))
+        checkpoints.save(Progress(step, step))
+    flip(tmp_path / "step_4" / "trainer_state.pt")
+    (tmp_path / "step_3" / "model.safetensors").unlink()
+    other = trainer()
+    with caplog.at_level(logging.INFO):
+        assert saver(other, tmp_path).resume() == Progress(2, 2)
+    assert all(torch.equal(a, b) for a, b in zip(weights(other), kept[1], strict=True))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged_step_3", "damaged_step_4", "step_1", "step_2"]
+    assert "CHECKPOINT DAMAGED" in caplog.text and "trainer_state.pt does not fit its checksum" in caplog.text
+    assert "model.safetensors is missing" in caplog.text
+    assert "step 2, policy version 2, saved 0 minutes ago" in caplog.text and "checksums right" in caplog.text
+
+
+def test_a_damaged_checkpoint_that_was_named_is_refused(tmp_path: Path) -> None:
+    one = trainer()
+    path = saver(one, tmp_path).save(Progress(1, 1))
+    flip(path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"damaged: model\.safetensors does not fit its checksum; use --resume auto"):
+        saver(trainer(), tmp_path, resume=str(path)).resume()
+
+
+def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".step_3.0a1b2c3d.tmp").mkdir()
+    (tmp_path / ".step_3.0a1b2c3d.tmp" / "model.safetensors").write_bytes(b"x")
+    (tmp_path / ".other").mkdir()
+    assert saver(trainer(), tmp_path).resume() == Progress()
+    assert [path.name for path in tmp_path.iterdir()] == [".other"]
+
+
+def test_a_folder_that_is_replaced_is_never_missing(tmp_path: Path) -> None:
+    target = tmp_path / "c"
+    for text in ("old", "new"):
+        with whole_folder(target) as folder:
+            (folder / "f").write_text(text)
+            assert text == "old" or (target / "f").read_text() == "old"
+    assert (target / "f").read_text() == "new" and [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+# ---------------------------------------------------------------- in the background
+
+
+def test_what_is_saved_is_what_the_weights_were_when_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = trainer()
+    one.step(ROLLOUTS, 0)
+    checkpoints = saver(one, tmp_path, checkpoint_interval=1)
+    go_on = threading.Event()
+    write = AllWeights.write
+
+    def slowly(*arguments: Any) -> None:
+        assert go_on.wait(30)
+        write(*arguments)
+
+    monkeypatch.setattr(AllWeights, "write", slowly)
+    kept = weights(one)
+    drawn = torch.get_rng_state()
+    assert "train/save_time" in checkpoints.maybe_save(Progress(1, 1, ("a",)))
+    assert checkpoints.safe is None and not checkpoints.settled(Progress(1, 1, ("a",)))
+    one.step(ROLLOUTS, 1)
+    torch.rand(5)
+    go_on.set()
+    checkpoints.close()
+    assert checkpoints.safe == Progress(1, 1, ("a",)) and checkpoints.settled(Progress(2, 2, ("a", "b"))) == ("a",)
+    other = trainer()
+    assert saver(other, tmp_path).resume() == Progress(1, 1, ("a",))
+    assert all(torch.equal(a, b) for a, b in zip(weights(other), kept, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(weights(one), kept, strict=True))
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_a_write_that_fails_is_raised_at_the_next_step_and_training_had_gone_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = saver(trainer(), tmp_path, checkpoint_interval=2)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device", "there")
+
+    monkeypatch.setattr(AllWeights, "write", full)
+    checkpoints.maybe_save(Progress(2, 2))
+    checkpoints._writer._thread.join()  # type: ignore[union-attr]
+    with pytest.raises(OSError, match="No space left"):
+        checkpoints.maybe_save(Progress(3, 3))
+    assert checkpoints.safe is None and not list(tmp_path.iterdir())
+
+
+def test_the_next_save_and_the_final_one_wait_for_the_one_before(tmp_path: Path) -> None:
+    one = trainer()
+    checkpoints = saver(one, tmp_path, checkpoint_interval=1)
+    for step in (1, 2):
+        one.step(ROLLOUTS, step)
+        checkpoints.maybe_save(Progress(step, step))
+    assert (tmp_path / "step_1" / STATE_FILE).exists()
+    checkpoints.save(Progress(2, 2), final=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model_final", "step_1", "step_2"]
+
+
+def test_without_room_for_a_copy_training_waits_and_is_told_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = saver(trainer(), tmp_path, checkpoint_interval=1)
+    checkpoints._snapshot = Snapshot(available=lambda: 1000)
+    for step in (1, 2):
+        checkpoints.maybe_save(Progress(step, step))
+        assert checkpoints.safe == Progress(step, step)  # at once
+    assert caplog.text.count("checkpoints are written while training waits") == 1
+
+
+def test_a_copy_has_the_same_values_and_nothing_of_its_original() -> None:
+    snapshot = Snapshot(available=lambda: None)
+    tree = {
+        "a": torch.arange(6.0).view(2, 3).t(),
+        "b": [torch.ones(3, dtype=torch.bfloat16), (torch.tensor(5), 7, "x")],
+        "empty": torch.zeros(0, 4),
+    }
+    copy: Any = snapshot.take(tree)
+    assert torch.equal(copy["a"], tree["a"]) and copy["a"].shape == (3, 2)
+    assert copy["b"][0].dtype == torch.bfloat16 and copy["b"][1] == (torch.tensor(5), 7, "x")
+    tree["a"].zero_()
+    assert copy["a"].sum() == 15 and copy["empty"].shape == (0, 4)
+    assert copy["a"].untyped_storage().nbytes() == 24  # its own bytes, not those of all
+    again: Any = snapshot.take({"a": torch.full((2,), 9.0)})
+    assert copy["a"].flatten()[0] == again["a"][0] == 9.0  # the same memory once more
+
+
+def test_a_job_that_fails_is_raised_once_by_who_asks_next() -> None:
+    writer = BackgroundWriter()
+
+    def fail() -> None:
+        raise OSError("first")
+
+    writer.start(fail)
+    with pytest.raises(OSError, match="first"):
+        writer.wait()
+    assert writer.wait()
+    done = threading.Event()
+    writer.start(lambda: done.wait(30) or None)  # type: ignore[arg-type, return-value]
+    assert not writer.wait(0.01)
+    done.set()
+    assert writer.wait()
+
+
+# ---------------------------------------------------------------- random generators
+
+
+def test_every_generator_comes_back() -> None:
+    def draw() -> tuple[float, float, list[float]]:
+        return random.random(), float(np.random.rand()), torch.rand(2).tolist()
+
+    device = torch.device("cpu")
+    seed_generators(3)
+    draw()
+    states = generator_states(device)
+    wanted = draw()
+    draw()
+    restore_generators(states, device)
+    assert draw() == wanted
+    seed_generators(3)
+    first = draw()
+    seed_generators(3)
+    assert draw() == first
