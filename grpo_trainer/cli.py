@@ -142,11 +142,12 @@ def env(ctx: typer.Context) -> None:
 
 @app.command(context_settings=PASS_THROUGH)
 def bench(ctx: typer.Context) -> None:
-    """Measure: `grpo bench sync` a weight bridge, `grpo bench fence` shared weights under fire, `grpo bench api` a
-    rollout API; each prints its figures."""
-    if ctx.args[:1] not in (["api"], ["sync"], ["fence"]):
+    """Measure: `grpo bench step` an optimisation step, `grpo bench sync` a weight bridge, `grpo bench fence` shared
+    weights under fire, `grpo bench api` a rollout API; each prints its figures."""
+    if ctx.args[:1] not in (["step"], ["api"], ["sync"], ["fence"]):
         typer.echo(
-            "Usage: grpo bench sync [OPTIONS]     a weight bridge: publishes, their cost to the server, leaks\n"
+            "Usage: grpo bench step [OPTIONS]     optimisation steps: tokens a second, memory, where the time goes\n"
+            "       grpo bench sync [OPTIONS]     a weight bridge: publishes, their cost to the server, leaks\n"
             "       grpo bench fence [OPTIONS]    shared weights written under load: does an answer see half a write?\n"
             "       grpo bench api [OPTIONS]      a rollout API under load\n"
             "(--help lists the options)"

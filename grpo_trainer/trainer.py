@@ -90,6 +90,7 @@ class Trainer:
         check_stop: called between microbatches; raises to abandon the step, weights untouched.
 
     Attributes:
+        forward: how scores of tokens are computed.
         alarm: looks at each step's samples before the weights change, once it is set.
     """
 
@@ -109,8 +110,8 @@ class Trainer:
         self.optimizer = build_optimizer(self.parameters, config.optimizer, master_weights=config.master_weights)
         self.device = self.parameters[0].device
         self._check_stop = check_stop
-        self._forward = build_forward(model, config)
-        fit(self._forward, config, self.parameters)
+        self.forward = build_forward(model, config)
+        fit(self.forward, config, self.parameters)
         self._reference = build_reference(model, config) if reference is None else reference
         self.alarm: DriftAlarm | None = None
         self._bad_steps = 0
@@ -118,7 +119,7 @@ class Trainer:
 
     def ready(self, batch: RolloutBatch) -> ReadyBatch:
         """Make a batch ready for `step`; touches no device, and may run in a thread beside a step."""
-        return ready(batch, self.config, packed=self._forward.packed)
+        return ready(batch, self.config, packed=self.forward.packed)
 
     def step(
         self,
@@ -187,7 +188,7 @@ class Trainer:
         if look is not None:
             metrics |= look(rows)
         backward_seconds = time.perf_counter() - started
-        updated = self._update(metrics, writing)
+        updated = self.optimizer_step(metrics, writing)
         metrics |= {
             "train/skipped": Sum(int(not updated)),
             "train/forward_backward_time": Sum(backward_seconds),
@@ -222,7 +223,7 @@ class Trainer:
         return {**output.metrics, "train/loss": Sum(output.loss.detach())}
 
     def _scores(self, microbatch: MicroBatch) -> TokenScores:
-        return self._forward.scores(microbatch, entropy_gradient=self.config.loss.entropy_coef > 0)
+        return self.forward.scores(microbatch, entropy_gradient=self.config.loss.entropy_coef > 0)
 
     def _say_unused(self, prepared: PreparedBatch) -> None:
         """What comes and is not used is worth one line."""
@@ -230,7 +231,7 @@ class Trainer:
             self._said_unused = True
             log.warning("samples come with a teacher's logprobs, which are not used: --distill-coef is 0")
 
-    def _update(self, metrics: dict[str, Metric], writing: Callable[[], AbstractContextManager[None]]) -> bool:
+    def optimizer_step(self, metrics: dict[str, Metric], writing: Callable[[], AbstractContextManager[None]]) -> bool:
         """Clip and step, unless loss or gradient is not finite."""
         limit = self.config.optimizer.max_grad_norm or float("inf")
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, limit))

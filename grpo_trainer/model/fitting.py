@@ -94,6 +94,7 @@ def _set_recomputed(
     if wanted is not None or offload or device.type != "cuda":
         count = len(layers) if wanted or offload else 0
         recompute(layers, count, offload=offload, random=random)
+        forward.recomputed = count
         return
     hidden_bytes = forward.head.weight.shape[1] * forward.plan.dtype.itemsize
     memory = measure(forward.model, len(layers), hidden_bytes, run)
@@ -105,6 +106,7 @@ def _set_recomputed(
     tokens = largest_pass(config)
     count = memory.recomputed(tokens, rest)
     recompute(layers, count, offload=False, random=random)
+    forward.recomputed = count
     left = rest - memory.needed(tokens, count)
     forward.keep_logits(int(max(0.0, 0.8 * left)) if count == 0 else 0)
     log.info(

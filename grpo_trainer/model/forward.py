@@ -41,6 +41,7 @@ class Forward:
 
     Attributes:
         plan: of the head.
+        recomputed: layers that the backward pass computes again.
     """
 
     def __init__(
@@ -51,6 +52,17 @@ class Forward:
         self.head = head
         self.plan = plan
         self.packed = packed
+        self.recomputed = 0
+
+    def facts(self) -> dict[str, Any]:
+        """What was decided, for benchmarks."""
+        return {
+            "packed": self.packed,
+            "whole_logits": self.head is None,
+            "compiled": self.plan.is_compiled,
+            "recomputed_layers": self.recomputed,
+            "kept_logits_gb": round(self.plan.kept_bytes / 1e9, 2),
+        }
 
     def keep_logits(self, nbytes: int) -> None:
         """Logits of a microbatch are kept for the backward pass if they take no more than this."""

@@ -42,7 +42,7 @@ def ensure_model(shape: Shape, folder: Path, dtype: torch.dtype) -> None:
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            model = Qwen2ForCausalLM(_config(shape, dtype))
+            model = Qwen2ForCausalLM(model_config(shape, dtype))
     finally:
         torch.set_default_dtype(before)
     with whole_folder(folder) as writing:
@@ -55,7 +55,8 @@ def ensure_model(shape: Shape, folder: Path, dtype: torch.dtype) -> None:
         torch.cuda.reset_peak_memory_stats()  # the peak that is reported is the trainer's
 
 
-def _config(shape: Shape, dtype: torch.dtype) -> Qwen2Config:
+def model_config(shape: Shape, dtype: torch.dtype) -> Qwen2Config:
+    """The shape as transformers has it."""
     return Qwen2Config(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,

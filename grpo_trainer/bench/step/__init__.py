@@ -1,0 +1,1 @@
+"""`grpo bench step`: optimisation steps on synthetic rollouts, timed."""

@@ -1,0 +1,40 @@
+"""The command `grpo bench step`."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Annotated, Any
+
+import typer
+
+from grpo_trainer.bench.command import run_command
+from grpo_trainer.bench.step.options import StepOptions
+from grpo_trainer.options import build, with_options
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+@with_options(StepOptions)
+def step(
+    options: dict[str, Any],
+    json_line: Annotated[bool, typer.Option("--json", help="Print one JSON line.")] = False,
+) -> None:
+    """Measure optimisation steps: the trainer's own, on synthetic rollouts and a model with random weights.
+
+    mfu is the share of --peak-tflops that the model's own arithmetic takes: 6 operations a weight and token (4 where it
+    is frozen) and attention, whatever is computed a second time.
+    """
+    asked = build(StepOptions, options)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # reserved is then what is needed
+    from grpo_trainer.bench.step.measure import as_dict, measure
+    from grpo_trainer.bench.sync.report import as_table
+
+    figures = as_dict(asked, measure(asked))
+    print(json.dumps(figures) if json_line else as_table(figures))
+
+
+if __name__ == "__main__":
+    run_command(app, "grpo bench step")

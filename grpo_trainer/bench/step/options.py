@@ -1,0 +1,55 @@
+"""What `grpo bench step` is asked."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from grpo_trainer.compute_options import ComputeConfig
+from grpo_trainer.options import Section, option
+
+
+class ModelChoice(Section):
+    """Model."""
+
+    shape: Literal["tiny", "0.5b", "1.5b", "7b"] = option("0.5b", help="Shape of the model; its weights are random.")
+    lora_r: int = option(0, help="Rank of an adapter on all linear modules; 0: all weights are trained.", ge=0)
+    gradient_checkpointing: bool | None = option(
+        None, help="Recompute activations (default: auto, in as few layers as the GPU's free memory allows)."
+    )
+    attention: Literal["sdpa", "eager"] = option("sdpa", help="Attention where sequences are padded.")
+
+
+class BatchChoice(Section):
+    """Batch."""
+
+    seqs: int = option(64, help="Sequences of a step, a multiple of 8.", ge=8, multiple_of=8)
+    prompt_len: int = option(512, help="Tokens of a prompt.", ge=1)
+    completion_len: int = option(1024, help="Tokens of a completion; with --lognormal the longest.", ge=1)
+    lognormal: bool = option(
+        False, help="Lengths of completions are log-normal: median 0.3 of the longest, sigma 0.7, cut there."
+    )
+    batch_size: int = option(8, help="Sequences of a microbatch, without --max-tokens-per-microbatch.", ge=1)
+
+
+class StepOptions(Section):
+    """What is measured."""
+
+    optimizer: Literal["auto", "adamw", "adamw_8bit", "adafactor"] = option(
+        "auto", help="auto: adamw_8bit for all weights, adamw for an adapter."
+    )
+    warmup: int = option(2, help="Steps before those that are measured.", ge=1)
+    steps: int = option(5, help="Steps that are measured.", ge=1)
+    peak_tflops: float = option(
+        989.0, help="What mfu is a share of, in TFLOP/s: dense bfloat16 of an H100 or H200 by its data sheet.", gt=0
+    )
+    seed: int = option(0, help="Of weights, tokens, lengths and rewards.")
+    model: ModelChoice = ModelChoice()
+    batch: BatchChoice = BatchChoice()
+    compute: ComputeConfig = ComputeConfig()
+
+    @property
+    def optimizer_name(self) -> Literal["adamw", "adamw_8bit", "adafactor"]:
+        """What `--optimizer auto` comes to."""
+        if self.optimizer == "auto":
+            return "adamw" if self.model.lora_r else "adamw_8bit"
+        return self.optimizer
