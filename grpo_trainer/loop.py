@@ -14,6 +14,7 @@ from grpo_trainer.checkpoint import Checkpoints, Progress
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import DriftError, StoppedError
 from grpo_trainer.files import METRICS_FILE, refuse_to_mix_runs
+from grpo_trainer.metrics.samples import SampleLog, build_sample_log
 from grpo_trainer.metrics.sinks import MetricLog, build_metric_log
 from grpo_trainer.model.policy import build_policy
 from grpo_trainer.rollouts.client import RolloutClient
@@ -42,12 +43,13 @@ def train(config: TrainConfig) -> None:
         progress = checkpoints.resume()
         bridge = build_bridge(config, policy, checkpoints, progress, stop)
         metrics = build_metric_log(config, Console(file=sys.stdout), progress.step)
+        samples = build_sample_log(config, policy.model, progress.step)
         rollouts = RolloutClient(config.rollouts, registration(config, progress), stop.check)
         pinned = trainer.device.type == "cuda"
         feed = BatchFeed(rollouts, config.rollouts, trainer.ready, stop.check, pinned=pinned)
         try:
             with bridge, feed:
-                run_steps(config, progress, trainer, bridge, feed, checkpoints, metrics)
+                run_steps(config, progress, trainer, bridge, feed, checkpoints, metrics, samples)
         finally:
             rollouts.close()
             metrics.close()
@@ -64,6 +66,7 @@ def run_steps(
     feed: BatchFeed,
     checkpoints: Checkpoints,
     metrics: MetricLog,
+    samples: SampleLog | None = None,
 ) -> None:
     """From the progress that was resumed to the last step."""
     version = bridge.connect(progress.policy_version)
@@ -74,6 +77,8 @@ def run_steps(
         progress = Progress(progress.step, version)
         while progress.step < config.training_steps:
             batch = feed.next(progress.policy_version, last=progress.step + 1 == config.training_steps)
+            if samples is not None:
+                samples.take(progress.step + 1, batch.leased.groups)
             try:
                 result = trainer.step(batch.ready, progress.step, bridge.updating)
             except (StoppedError, DriftError):

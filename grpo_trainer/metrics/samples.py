@@ -25,7 +25,7 @@ from grpo_trainer.advantages import group_advantages, is_zero_variance
 from grpo_trainer.config import LossConfig, TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.metrics.rows import keep_steps
-from grpo_trainer.rollouts.types import Group, RolloutBatch, Sample
+from grpo_trainer.rollouts.types import Group, Sample
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,11 +84,11 @@ class SampleLog:
             path.parent.mkdir(parents=True, exist_ok=True)
             keep_steps(path, steps_done)
 
-    def take(self, step: int, batch: RolloutBatch) -> None:
-        """Log of the batch that is about to become `step` (from 1)."""
+    def take(self, step: int, groups: Sequence[Group]) -> None:
+        """Log of the groups that are about to become `step` (from 1)."""
         if not self._count:
             return
-        chosen = choose(batch.groups, self._count, self._config)
+        chosen = choose(groups, self._count, self._config)
         lines = [json.dumps(asdict(self._record(step, each)), ensure_ascii=False) for each in chosen]
         with self._path.open("a") as file:
             file.write("".join(f"{line}\n" for line in lines))

@@ -14,10 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from grpo_trainer.config import LossConfig
+from grpo_trainer.checkpoint import Progress
+from grpo_trainer.config import LossConfig, ModelConfig, TrainConfig
+from grpo_trainer.loop import run_steps
 from grpo_trainer.metrics.rows import keep_steps, read_rows
 from grpo_trainer.metrics.samples import SampleLog, choose, model_logprobs, whole_characters
-from grpo_trainer.rollouts.types import Group, RolloutBatch, Sample
+from grpo_trainer.rollouts.types import Group, Sample
+from tests.unit.test_loop import Told
 
 LETTERS = "abcdefgh"
 
@@ -32,10 +35,6 @@ def sample(reward: float, tokens: list[int] | None = None, **fields: Any) -> Sam
     return Sample(tokens_T, trained_T, reward, policy_version=7, **fields)
 
 
-def batch(*groups: Group) -> RolloutBatch:
-    return RolloutBatch("b", groups, {}, 7)
-
-
 def half_as_likely(of: Sample, positions: NDArray[np.int64]) -> NDArray[np.float32]:
     assert of.rollout_logprobs_T is not None
     return of.rollout_logprobs_T[positions] - np.float32(math.log(2.0))
@@ -44,7 +43,7 @@ def half_as_likely(of: Sample, positions: NDArray[np.int64]) -> NDArray[np.float
 def test_what_a_line_says(tmp_path: Path) -> None:
     rolled = sample(1.0, rollout_logprobs_T=np.full(4, -0.5, np.float32))
     log = SampleLog(tmp_path / "new" / "samples.jsonl", 2, LossConfig(), letters, half_as_likely)
-    log.take(3, batch(Group((sample(0.0), rolled), 4)))
+    log.take(3, [Group((sample(0.0), rolled), 4)])
     best, worst = read_rows(tmp_path / "new" / "samples.jsonl")
     # Rewards 0 and 1: mean 0.5, standard deviation (n - 1) 0.7071, 0.5 / 0.7072 = 0.707
     assert best == {
@@ -71,7 +70,7 @@ def test_tool_turns_are_shown_but_have_no_ratio(tmp_path: Path) -> None:
     turns = sample(1.0, [0, 1, 2, 3, 4], rollout_logprobs_T=np.full(5, -1.0, np.float32))
     turns.trained_T[3] = False  # a tool's answer between two of the model's tokens
     log = SampleLog(tmp_path / "s", 1, LossConfig(), letters, half_as_likely)
-    log.take(1, batch(Group((turns, sample(0.0)))))
+    log.take(1, [Group((turns, sample(0.0)))])
     (row,) = read_rows(tmp_path / "s")
     assert row["pieces"] == ["c", "d", "e"]
     assert row["ratios"] == [0.5, None, 0.5] and row["trained"] == [True, False, True]
@@ -93,7 +92,7 @@ def test_nothing_is_written_or_computed_unless_asked(tmp_path: Path) -> None:
     def never(*_: Any) -> Any:
         raise AssertionError("was not asked for")
 
-    SampleLog(tmp_path / "s", 0, LossConfig(), never, never).take(1, batch(Group((sample(1.0),))))
+    SampleLog(tmp_path / "s", 0, LossConfig(), never, never).take(1, [Group((sample(1.0),))])
     assert not (tmp_path / "s").exists()
 
 
@@ -125,3 +124,15 @@ def test_the_models_logprobs_are_of_the_token_at_the_place() -> None:
     # Position 2 holds token 2 and is predicted from position 1, at temperature 0.5.
     wanted = [torch.log_softmax(model.table[place - 1] / 0.5, -1)[place].item() for place in (2, 3)]
     assert got.tolist() == pytest.approx(wanted, abs=1e-6)
+
+
+def test_the_loop_logs_them_before_the_step_is_taken() -> None:
+    class ToldOfSamples(Told):
+        def take(self, step: int, groups: Any) -> None:
+            self.events.append(f"samples {step}")
+
+    told: Any = ToldOfSamples(True, True)
+    config = TrainConfig(model=ModelConfig(name="m"), training_steps=2)
+    run_steps(config, Progress(0, 0), told, told, told, told, told, told)
+    seen = [event for event in told.events if event.startswith("samples") or event == "write"]
+    assert seen == ["samples 1", "write", "samples 2", "write"]
