@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the other scripts: makes the virtual environment once and sets $PYTHON to its interpreter.
 #
 #   GRPO_VENV    where the environment lies (default: .venv in the repository)
@@ -58,7 +59,7 @@ prepare() {
         install torch==2.13.0 ${GRPO_TORCH_INDEX:+--extra-index-url "$GRPO_TORCH_INDEX"}
     fi
     extras=${have#,}
-    install --editable "$repository[$build,${extras%,}]"
+    install --editable "${repository}[$build,${extras%,}]"
     if [ "$build" = cpu ]; then # builds for another torch, which break importing transformers' models
         "$PYTHON" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec >/dev/null 2>&1 || true
     fi

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Is this box fit? The doctor, then a few steps of each weight bridge on the demo model, and the GPU tests. Without a GPU
+# the same on the CPU. Ends with a line for each part; the exit code says whether all went well. About 5 minutes.
+#
+#   scripts/gpu_check.sh
+#   MODEL=/models/Qwen2.5-0.5B-Instruct scripts/gpu_check.sh
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+check_memory 6
+prepare envs,dev
+cd "$repository"
+out=$repository/runs/gpu-check-$(date +%Y%m%d-%H%M%S)
+mkdir -p "$out"
+declare -A outcome=()
+
+# part NAME COMMAND…: goes on after a failure, so that one visit tells all.
+part() {
+    local name=$1 seconds=$SECONDS
+    shift
+    echo "== $name"
+    if "$@" > >(tee "$out/$name.log") 2>&1; then
+        outcome[$name]="ok      $((SECONDS - seconds)) s"
+    else
+        outcome[$name]="FAILED  see $out/$name.log"
+    fi
+}
+
+# shellcheck disable=SC2329 # called by `recipe`
+free_port() { "$PYTHON" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
+
+# shellcheck disable=SC2329 # called by `part`
+recipe() { # NAME
+    STEPS=${STEPS:-4} BATCH_SIZE=16 ACCUMULATION=2 RUN_DIR="$out/$1" API_PORT=$(free_port) VLLM_PORT=$(free_port) \
+        bash "scripts/train_$1.sh"
+}
+
+part doctor "$PYTHON" -m grpo_trainer doctor
+for name in lora single_copy legacy; do part "$name" recipe "$name"; done
+if nvidia-smi --list-gpus >/dev/null 2>&1; then
+    part gpu_tests "$PYTHON" -m pytest -q tests/gpu
+else
+    outcome[gpu_tests]="skipped, no GPU"
+fi
+
+echo
+failed=0
+for name in doctor lora single_copy legacy gpu_tests; do
+    printf '%-12s %s\n' "$name" "${outcome[$name]}"
+    [[ ${outcome[$name]} == FAILED* ]] && failed=1
+done
+exit "$failed"

