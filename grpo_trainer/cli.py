@@ -140,6 +140,30 @@ def env(ctx: typer.Context) -> None:
     _become(environment_module(ctx.args[0]), ctx.args[1:])
 
 
+@app.command("export")
+def export_checkpoint(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint; or a run's folder: its newest one.")],
+    output: Annotated[
+        Path | None, typer.Option(help="Folder to write; by default beside the checkpoint (exported_…, merged_…).")
+    ] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into a copy of its base model.")] = False,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16 or float16; by default as it is, merged: as the base model is."),
+    ] = None,
+    model_name: Annotated[
+        str | None, typer.Option(help="The adapter's base model, where that is not what its configuration names.")
+    ] = None,
+) -> None:
+    """Write a checkpoint as a folder that plain transformers or PEFT load."""
+    if dtype not in (None, "float32", "bfloat16", "float16"):
+        raise ConfigError(f"--dtype {dtype}: wanted float32, bfloat16 or float16")
+    from grpo_trainer.saving.export import ExportOptions
+    from grpo_trainer.saving.export import export_checkpoint as write
+
+    typer.echo(write(ExportOptions(checkpoint, output, merge, dtype, model_name)))
+
+
 @app.command(context_settings=PASS_THROUGH)
 def bench(ctx: typer.Context) -> None:
     """Measure: `grpo bench step` an optimisation step, `grpo bench sync` a weight bridge, `grpo bench fence` shared

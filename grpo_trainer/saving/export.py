@@ -1,0 +1,169 @@
+"""`grpo export`: a checkpoint as a folder that plain transformers or PEFT load, without what only a run needs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from grpo_trainer.checkpoint import TENSORS_FILE
+from grpo_trainer.errors import ConfigError
+from grpo_trainer.files import whole_folder, write_bytes
+from grpo_trainer.model.adapter_file import CONFIG_FILE, WEIGHTS_FILE
+from grpo_trainer.model.export import export_model, stored_tensors
+from grpo_trainer.model.policy import MODEL_CONFIG_FILE
+from grpo_trainer.saving.finding import saved_checkpoints
+from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, check_files, read_state
+from vllm_server.protocol.adapter_config import refusals
+
+log = logging.getLogger(__name__)
+
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What is asked for.
+
+    Attributes:
+        checkpoint: a checkpoint, or a folder of them: then the newest.
+        output: does not exist yet, or is empty; None: beside the checkpoint.
+        merge: write the base model with the adapter merged into it.
+        dtype: of the written weights; None: as they are, of a merged model as the base has them.
+        base: the adapter's base model; None: the one that its configuration names.
+    """
+
+    checkpoint: Path
+    output: Path | None = None
+    merge: bool = False
+    dtype: str | None = None
+    base: str | None = None
+
+
+def export_checkpoint(options: ExportOptions) -> Path:
+    """Write the folder, whole or not at all.
+
+    Raises:
+        ConfigError: there is no checkpoint, it is damaged, can't be merged, or the output is taken.
+    """
+    path = _find(options.checkpoint)
+    prefix = "merged" if options.merge else "exported"
+    output = options.output or path.with_name(f"{prefix}_{path.name}")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"--output {output}: is there already; remove it, or choose another")
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    is_adapter = (path / CONFIG_FILE).is_file()
+    if options.merge and not is_adapter:
+        raise ConfigError(f"--merge: {path} holds all weights, there is no adapter to merge; leave it out")
+    with whole_folder(output) as folder:
+        if options.merge:
+            _merge(path, options.base, dtype, folder)
+        elif is_adapter:
+            _copy_adapter(path, options.base, dtype, folder)
+        else:
+            _copy_model(path, dtype, folder)
+    return output
+
+
+def _find(path: Path) -> Path:
+    """The checkpoint that is meant, once it was found to be as it was written."""
+    if not any((path / marker).is_file() for marker in (CONFIG_FILE, MODEL_CONFIG_FILE)):
+        found = [one.path for folder in (path, path / "checkpoints") for one in saved_checkpoints(folder)]
+        if not found:
+            raise ConfigError(
+                f"{path}: no checkpoint there; wanted a folder with {CONFIG_FILE} or {MODEL_CONFIG_FILE}, or one of "
+                "such folders"
+            )
+        path = found[-1]
+        log.info("the newest checkpoint is %s", path)
+    if (path / STATE_FILE).is_file():
+        try:
+            check_files(path, read_state(path))
+        except DamagedError as damage:
+            raise ConfigError(f"{path}: damaged: {damage}; export another checkpoint") from None
+    return path
+
+
+def _merge(path: Path, base: str | None, dtype: torch.dtype | None, folder: Path) -> None:
+    """W + scaling * B A in fp32, for each adapted matrix, then rounded."""
+    settings = json.loads((path / CONFIG_FILE).read_text())
+    if problems := [str(refusal) for refusal in refusals(settings, max_rank=1 << 20)]:
+        raise ConfigError(f"--merge: {path} is no plain LoRA adapter: {'. '.join(problems)}")
+    name = _base_name(path, settings, base)
+    found = _base_config(name)
+    if (quantised := getattr(found, "quantization_config", None)) is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else type(quantised).__name__
+        raise ConfigError(
+            f"--merge: the weights of {name} are quantised ({method}), an adapter can't be merged into them; name "
+            "the model in 16 or 32 bits that they were made of with --model-name, or leave --merge out"
+        )
+    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+    written = dtype or model.dtype
+    merged = PeftModel.from_pretrained(model, str(path))
+    export_model(merged, _tokenizer(path, name), folder, written)
+
+
+def _copy_adapter(path: Path, base: str | None, dtype: torch.dtype | None, folder: Path) -> None:
+    """Without a tokenizer: beside one, PEFT's AutoPeftModel cuts the base's embeddings to the tokenizer's length."""
+    settings = json.loads((path / CONFIG_FILE).read_text())
+    if base is not None:
+        settings["base_model_name_or_path"] = base
+    tensors = {name: tensor.to(dtype or tensor.dtype) for name, tensor in load_file(path / WEIGHTS_FILE).items()}
+    write_bytes(folder / WEIGHTS_FILE, save(tensors, metadata={"format": "pt"}))
+    write_bytes(folder / CONFIG_FILE, json.dumps(settings, indent=2).encode())
+
+
+def _copy_model(path: Path, dtype: torch.dtype | None, folder: Path) -> None:
+    """The files as they are; in another dtype they are rounded from what was trained, not from what is rounded."""
+    if dtype is None:
+        for file in path.iterdir():
+            if file.name not in (STATE_FILE, TENSORS_FILE):
+                shutil.copytree(file, folder / file.name) if file.is_dir() else shutil.copy2(file, folder)
+        return
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    assert isinstance(model, PreTrainedModel)
+    stored = {name: tensor for name, (_, tensor) in stored_tensors(model).items()}
+    export_model(model, _tokenizer(path, None), folder, dtype, tensors=stored | _exact_weights(path))
+
+
+def _exact_weights(path: Path) -> dict[str, Tensor]:
+    """The weights that the checkpoint has as they were trained, besides the rounded ones."""
+    if not (path / TENSORS_FILE).is_file():
+        return {}
+    return torch.load(path / TENSORS_FILE, map_location="cpu", weights_only=True, mmap=True).get("weights", {})
+
+
+def _base_name(path: Path, settings: dict[str, Any], base: str | None) -> str:
+    name = base or settings.get("base_model_name_or_path")
+    if not name:
+        raise ConfigError(f"--merge: {path / CONFIG_FILE} names no base model; give it with --model-name")
+    return str(name)
+
+
+def _base_config(name: str) -> Any:
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"--merge: the base model {name} can't be read: {reason}. Name where it is now with --model-name"
+        ) from None
+
+
+def _tokenizer(path: Path, base: str | None) -> PreTrainedTokenizerBase | None:
+    """The checkpoint's own, else the base model's."""
+    place = str(path) if (path / TOKENIZER_CONFIG_FILE).is_file() else base
+    try:
+        return AutoTokenizer.from_pretrained(place) if place else None
+    except (OSError, ValueError) as error:
+        log.warning("no tokenizer goes along: %s has none (%s)", place, str(error).strip().splitlines()[0])
+        return None
