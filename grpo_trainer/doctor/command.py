@@ -48,7 +48,11 @@ def memory_table(plan: MemoryPlan) -> Table:
         table.add_row(f"{owner}: {what}", *(f"{here[d] / GB:.2f}" if d in here else "" for d in devices))
     table.add_row("in all", *(f"{plan.used(device) / GB:.2f}" for device in devices), style="bold")
     table.add_row("there is", *(f"{plan.devices.total / GB:.2f}" for _ in devices))
-    table.caption = f"key-value cache for {plan.kv_tokens:,} tokens; activations are an estimate"
+    count, layers = plan.recomputed
+    table.caption = (
+        f"key-value cache for {plan.kv_tokens:,} tokens; activations are an estimate, "
+        f"{count} of {layers} layers recomputed"
+    )
     table.caption_justify = "left"
     return table
 
@@ -64,6 +68,7 @@ def as_json(examination: Examination) -> str:
             "devices": plan.devices.count,
             "kind": plan.devices.kind,
             "kv_tokens": plan.kv_tokens,
+            "recomputed_layers": plan.recomputed[0],
         }
     findings = [asdict(finding) for finding in examination.findings]
     return json.dumps({"ok": not examination.fails, "findings": findings, "memory": memory})

@@ -1,7 +1,7 @@
 """Would it fit? What trainer and server hold on each device, from configuration and sizes alone. Pure.
 
 Weights, gradients, states and the key-value cache are exact up to allocators' rounding; activations are estimates of
-what the backward pass keeps, to about a fifth, for layers as Llama's and Qwen's are.
+what the backward pass keeps, for layers as Llama's and Qwen's are.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ SERVER_WORKSPACE = int(2.5 * GB)
 CPU_CACHE, CPU_PROCESS = 512 << 20, int(1.2 * GB)
 SPARE_ADAPTERS = 4
 """Slots of the server besides the versions that it keeps."""
-HEAD_ROWS = 1024
-"""Rows whose fp32 log-softmax exists at one time (`logprobs.CHUNK_TOKENS`)."""
+HEAD_CHUNK = 64 << 20
+"""Bytes of the logits that exist at one time (`model.head.HeadPlan`); their fp32 copies are a few times that."""
+SPARE = 0.06
+"""Of the free memory, what `model.fitting` leaves to the allocator's gaps."""
 NF4_BYTES = 0.52
 STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 8 / 256, "adafactor": 0.01}
 
@@ -62,12 +64,14 @@ class MemoryPlan:
 
     Attributes:
         kv_tokens: tokens of the server's key-value cache, in all replicas.
+        recomputed: layers whose activations are recomputed in the backward pass, of how many.
     """
 
     rows: tuple[MemoryRow, ...]
     devices: Devices
     kv_tokens: int
     max_model_len: int
+    recomputed: tuple[int, int]
 
     def used(self, device: int) -> int:
         return sum(row.nbytes for row in self.rows if row.device == device)
@@ -108,11 +112,15 @@ def plan_memory(config: TrainConfig, model: ModelShape, server: Server, devices:
     on_gpu = devices.kind == "cuda"
     _, _, number = config.model.device.partition(":")
     device = int(number) if on_gpu and number else 0
-    rows = [
-        MemoryRow(device, "trainer", what, int(size)) for what, size in _trainer_parts(config, model, on_gpu=on_gpu)
-    ]
     server_rows, kv_tokens = _server_rows(config, model, server, devices)
-    return MemoryPlan((*server_rows, *(row for row in rows if row.nbytes)), devices, kv_tokens, server.max_model_len)
+    parts = dict(_held(config, model, on_gpu=on_gpu))
+    taken = sum(parts.values()) + sum(row.nbytes for row in server_rows if row.device == device)
+    activations = Activations.of(config, model, on_gpu=on_gpu)
+    count = activations.recomputed(config, (1 - SPARE) * (devices.total - taken), on_gpu=on_gpu)
+    parts["activations"] = activations.needed(count)
+    rows = [MemoryRow(device, "trainer", what, int(size)) for what, size in parts.items() if size >= 1]
+    layers = (count, model.layers)
+    return MemoryPlan((*server_rows, *rows), devices, kv_tokens, server.max_model_len, layers)
 
 
 # the server ------------------------------------------------------------------------------------------------
@@ -154,28 +162,39 @@ def _adapter_slots(config: TrainConfig, model: ModelShape) -> int:
 # the trainer -----------------------------------------------------------------------------------------------
 
 
-def _trainer_parts(config: TrainConfig, model: ModelShape, *, on_gpu: bool) -> list[tuple[str, float]]:
-    """What the trainer's process holds, in bytes."""
-    item = 2 if config.trainer_dtype(on_gpu=on_gpu) != "float32" else 4
+def _held(config: TrainConfig, model: ModelShape, *, on_gpu: bool) -> list[tuple[str, float]]:
+    """What the trainer's process holds besides activations, in bytes."""
+    item = item_bytes(config, on_gpu=on_gpu)
     trained = trained_parameters(config, model)
-    states = STATE_BYTES[config.optimizer.optimizer] * trained
-    process = CONTEXT if on_gpu else CPU_PROCESS
-    shared = config.shares_weights
-    if isinstance(config.bridge, LoraOptions):
-        weights = 0.0 if shared else _frozen_bytes(config, model, item)
-        parts = [("weights", weights), ("adapter", 4.0 * trained), ("gradients", 4.0 * trained)]
+    shared, adapter = config.shares_weights, isinstance(config.bridge, LoraOptions)
+    if adapter:
+        weights, cast, grad = 0.0 if shared else _frozen_bytes(config, model, item), 0.0, 4
     else:  # `none` holds fp32 and computes in --dtype from a cast copy; `shared_vllm` holds nothing of its own
         weights = 0.0 if shared else 4.0 * model.parameters
         cast = 0.0 if shared or item == 4 else float(item * model.parameters)
-        gradients = (item if shared else 4.0) * trained
-        parts = [("weights", weights), ("weights, cast", cast), ("gradients", gradients)]
-    if config.master_weights and item == 2:
-        parts.append(("master weights", 4.0 * trained))
-    if config.loss.needs_reference and not isinstance(config.bridge, LoraOptions) and not config.loss.ref_offload:
-        parts.append(("reference", float(item * model.parameters)))
-    tokens = config.batch_size * config.model.seq_len
-    parts += [("optimizer states", states), ("activations", activation_bytes(config, model, tokens, item))]
-    return [*parts, ("logits", logit_bytes(model, tokens, item)), ("process", float(process))]
+        grad = item if shared and config.compute.grad_dtype == "weights" else 4
+    copy = not adapter and config.loss.needs_reference and not config.loss.ref_offload
+    return [
+        ("weights", weights),
+        ("weights, cast", cast),
+        ("adapter", 4.0 * trained if adapter else 0.0),
+        ("gradients", float(grad * trained)),
+        ("optimizer states", STATE_BYTES[config.optimizer.optimizer] * trained),
+        ("master weights", 4.0 * trained if config.master_weights and item == 2 else 0.0),
+        ("reference", float(item * model.parameters) if copy else 0.0),
+        ("head", head_bytes(model, largest_pass(config), item)),
+        ("process", float(CONTEXT if on_gpu else CPU_PROCESS)),
+    ]
+
+
+def item_bytes(config: TrainConfig, *, on_gpu: bool) -> int:
+    """Of a number that the trainer computes with."""
+    return 4 if config.trainer_dtype(on_gpu=on_gpu) == "float32" else 2
+
+
+def largest_pass(config: TrainConfig) -> int:
+    """Tokens of the largest forward pass that the options allow."""
+    return config.compute.max_tokens_per_microbatch or config.batch_size * config.model.seq_len
 
 
 def trained_parameters(config: TrainConfig, model: ModelShape) -> int:
@@ -195,35 +214,64 @@ def _frozen_bytes(config: TrainConfig, model: ModelShape, item: int) -> float:
     return NF4_BYTES * layers + item * (model.parameters - layers)
 
 
-def activation_bytes(config: TrainConfig, model: ModelShape, tokens: int, item: int) -> float:
-    """What the layers of one microbatch of `tokens` tokens keep for the backward pass.
+@dataclass(frozen=True)
+class Activations:
+    """What a pass keeps for its backward pass, as `model.activations.LayerMemory` measures it.
 
-    With checkpointing each layer's input is kept, and one layer's own activations at a time.
+    Attributes:
+        layer: bytes of one layer.
+        input: bytes of a layer's input alone.
     """
-    layer = tokens * layer_bytes_per_token(config, model, item)
-    if config.model.gradient_checkpointing:
-        return tokens * model.layers * model.hidden * item + layer
-    return model.layers * layer
+
+    layers: int
+    layer: float
+    input: float
+
+    @classmethod
+    def of(cls, config: TrainConfig, model: ModelShape, *, on_gpu: bool) -> Activations:
+        """Of the largest pass; inputs that are moved to main memory count nothing."""
+        item, tokens = item_bytes(config, on_gpu=on_gpu), largest_pass(config)
+        kept = 0.0 if config.compute.activation_offload and on_gpu else float(tokens * model.hidden * item)
+        return cls(model.layers, tokens * layer_bytes_per_token(config, model, item), kept)
+
+    def needed(self, recomputed: int) -> float:
+        """Bytes at the peak: what layers keep, and the gradients of one layer's."""
+        kept = (self.layers - recomputed) * self.layer + recomputed * self.input
+        return kept + (1 if recomputed < self.layers else 2) * self.layer
+
+    def recomputed(self, config: TrainConfig, free: float, *, on_gpu: bool) -> int:
+        """As many layers as are asked for; left to itself a GPU's trainer takes the fewest that fit."""
+        wanted = config.model.gradient_checkpointing
+        if wanted is None and on_gpu and not config.compute.activation_offload:
+            return next((count for count in range(self.layers) if self.needed(count) <= free), self.layers)
+        return self.layers if wanted or config.compute.activation_offload else 0
 
 
 def layer_bytes_per_token(config: TrainConfig, model: ModelShape, item: int) -> float:
-    """Of one decoder layer: two RMS norms (computed in fp32), attention without its scores, a gated MLP."""
+    """Of one decoder layer: two RMS norms (computed in fp32), attention without its scores, a gated MLP, and inputs of
+    linear modules, once where several have the same."""
     hidden, q, kv, inner = model.hidden, model.q_width, model.kv_width, model.active_intermediate
     norms = 2 * 4 * hidden
     attention = item * (2 * q + 2 * kv)  # queries, keys, values, output
     mlp = item * 3 * inner  # gate, its silu, up
-    inputs = {"q_proj": hidden, "k_proj": hidden, "v_proj": hidden, "o_proj": q, "gate_proj": hidden, "up_proj": hidden}
-    inputs["down_proj"] = inner
-    if isinstance(config.bridge, LoraOptions):  # each adapted module keeps its input in fp32
-        kept = 4 * sum(inputs[name] for name in config.bridge.target_modules if name in inputs)
-    else:  # modules keep inputs for their weights' gradient, those of one input once; norms keep what they scaled
-        kept = item * (2 * hidden + q + inner) + item * 2 * hidden
-    return float(norms + attention + mlp + kept)
+    inputs = [
+        (hidden, ("q_proj", "k_proj", "v_proj")),
+        (q, ("o_proj",)),
+        (hidden, ("gate_proj", "up_proj")),
+        (inner, ("down_proj",)),
+    ]
+    if isinstance(config.bridge, LoraOptions):
+        targets = set(config.bridge.target_modules)
+        kept = sum(width for width, modules in inputs if targets.intersection(modules))
+    else:  # norms are trained as well: they keep what they scaled
+        kept = sum(width for width, _ in inputs) + 2 * hidden
+    return float(norms + attention + mlp + item * kept)
 
 
-def logit_bytes(model: ModelShape, tokens: int, item: int) -> float:
-    """Logits of a microbatch, their gradient, and three fp32 copies of some rows of them."""
-    return float(2 * item * tokens * model.vocab + 3 * 4 * min(HEAD_ROWS, tokens) * model.vocab)
+def head_bytes(model: ModelShape, tokens: int, item: int) -> float:
+    """A chunk of logits, and three fp32 copies of it."""
+    chunk = min(HEAD_CHUNK, tokens * model.vocab * item)
+    return chunk * (1.0 + 3 * 4 / item)
 
 
 def is_trained_whole(config: TrainConfig) -> bool:
@@ -238,12 +286,12 @@ def advice(config: TrainConfig, plan: MemoryPlan) -> str:
     if plan.used(device) <= plan.devices.total:
         return "raise --server.gpu-memory-utilization, or lower --server.max-model-len"
     choices = []
-    microbatch = trainer.get("activations", 0) + trainer.get("logits", 0)
+    microbatch = trainer.get("activations", 0)
     if microbatch > 0.1 * plan.devices.total:
-        choices.append((microbatch, "lower --batch-size (and raise --gradient-accumulation-steps)"))
-        if not config.model.gradient_checkpointing:
+        choices.append((microbatch, "--max-tokens-per-microbatch, at least --seq-len"))
+        if config.model.gradient_checkpointing is False:
             choices.append((microbatch / 2, "add --gradient-checkpointing"))
-    held = sum(size for what, size in trainer.items() if what not in ("activations", "logits"))
+    held = sum(size for what, size in trainer.items() if what != "activations")
     if is_trained_whole(config) and config.optimizer.optimizer == "adamw":
         choices.append((trainer.get("optimizer states", 0), "--optimizer adamw_8bit"))
     if is_trained_whole(config) and not isinstance(config.bridge, SharedVllm):
