@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+from grpo_trainer.metrics.rows import read_rows
 
 PHASES = {
     "waiting for rollouts": "train/data_fetch_time",
     "forward and backward": "train/forward_backward_time",
     "optimizer": "train/optimizer_time",
     "publishing weights": "train/sync_time",
+    "copying checkpoints": "train/save_time",
 }
+"""What training does or waits for, one after the other."""
+
+BESIDE = {
+    "fetching the next batch": "rollout/fetch_time",
+    "making it ready": "rollout/prepare_time",
+    "writing checkpoints": "checkpoint/write_time",
+}
+"""What goes on beside it, in threads. Fetching ends when rollouts are there: what of it training did not wait for was
+hidden behind a step."""
 
 
 def time_split(path: Path) -> dict[str, float]:
     """Seconds by phase over all steps of a metrics.jsonl; what is in no phase is "other"."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = read_rows(path)
     split = {name: sum(row.get(key) or 0.0 for row in rows) for name, key in PHASES.items()}
     total = sum(row.get("train/seconds") or 0.0 for row in rows)
-    return {**split, "other (logging, checkpoints)": max(0.0, total - sum(split.values()))}
+    return {**split, "other (logging)": max(0.0, total - sum(split.values()))}
+
+
+def time_beside(path: Path) -> dict[str, float]:
+    """Seconds that threads were busy beside training."""
+    rows = read_rows(path)
+    return {name: sum(row.get(key) or 0.0 for row in rows) for name, key in BESIDE.items()}
 
 
 def print_time_split(path: Path, console: Console) -> None:
-    """A table of seconds and shares."""
-    split = time_split(path)
+    """A table of seconds and shares, and below it what went on meanwhile."""
+    split, beside = time_split(path), time_beside(path)
     total = sum(split.values()) or 1.0
     table = Table(title="where the time went")
     table.add_column("phase")
@@ -34,4 +51,7 @@ def print_time_split(path: Path, console: Console) -> None:
     table.add_column("share", justify="right")
     for name, seconds in split.items():
         table.add_row(name, f"{seconds:.1f}", f"{seconds / total:.0%}")
+    table.add_section()
+    for name, seconds in beside.items():
+        table.add_row(f"meanwhile: {name}", f"{seconds:.1f}", f"{seconds / total:.0%}")
     console.print(table)

@@ -12,10 +12,13 @@ from environments.api import wire
 from grpo_trainer.benchmark import print_time_split
 from grpo_trainer.checkpoint import Checkpoints, Progress
 from grpo_trainer.config import TrainConfig
+from grpo_trainer.distributed import Restore
 from grpo_trainer.errors import DriftError, StoppedError
 from grpo_trainer.files import METRICS_FILE, refuse_to_mix_runs
+from grpo_trainer.follower import follow, join_others
 from grpo_trainer.metrics.samples import SampleLog, build_sample_log
 from grpo_trainer.metrics.sinks import MetricLog, build_metric_log
+from grpo_trainer.metrics.types import Metrics
 from grpo_trainer.model.policy import build_policy
 from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.rollouts.feed import BatchFeed
@@ -34,13 +37,19 @@ def train(config: TrainConfig) -> None:
     Raises:
         GrpoError: whatever the user can mend. A signal saves a checkpoint first.
     """
-    refuse_to_mix_runs(config.log_dir, config.checkpoints.resume, "--log-dir")
+    world = join_others(config)
     seed_generators(config.model.seed)
-    with StopSignal() as stop:
+    if not world.leads:
+        follow(config, world)
+        return
+    with StopSignal() as stop, world:
+        refuse_to_mix_runs(config.log_dir, config.checkpoints.resume, "--log-dir")
         policy = build_policy(config, stop.check)
-        trainer = Trainer(policy.model, config, stop.check)
+        trainer = Trainer(policy.model, config, stop.check, world=world)
         checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer)
         progress = checkpoints.resume()
+        if checkpoints.safe_path is not None:
+            world.give([Restore(checkpoints.safe_path)] * world.size)
         bridge = build_bridge(config, policy, checkpoints, progress, stop)
         metrics = build_metric_log(config, Console(file=sys.stdout), progress.step)
         samples = build_sample_log(config, policy.model, progress.step)
@@ -70,6 +79,7 @@ def run_steps(
 ) -> None:
     """From the progress that was resumed to the last step."""
     version = bridge.connect(progress.policy_version)
+    saved: Metrics = {}
     try:
         trainer.alarm = drift_alarm(config, bridge.prove(), trainer.model)
         bridge.publish(version)
@@ -88,9 +98,9 @@ def run_steps(
             progress = Progress(progress.step + 1, version, feed.trained(batch))
             published = bridge.publish(version)
             feed.report(progress.step)
-            saved = checkpoints.maybe_save(progress)
-            feed.settle(checkpoints.settled(progress))
             metrics.log(progress.step, batch.metrics, result.metrics, published.metrics, saved)
+            saved = checkpoints.maybe_save(progress)  # after the row: what is resumed has all of its rows
+            feed.settle(checkpoints.settled(progress))
     except (StoppedError, DriftError) as end:
         saved_at = checkpoints.save(progress)
         feed.settle(progress.batches)
