@@ -23,6 +23,8 @@ SPARE_ADAPTERS = 4
 """Slots of the server besides the versions that it keeps."""
 HEAD_CHUNK = 64 << 20
 """Bytes of the logits that exist at one time (`model.head.HeadPlan`); their fp32 copies are a few times that."""
+NEARLY_FULL = 0.93
+"""Of a device's memory."""
 SPARE = 0.06
 """Of the free memory, what `model.fitting` leaves to the allocator's gaps."""
 NF4_BYTES = 0.52
@@ -65,6 +67,7 @@ class MemoryPlan:
     Attributes:
         kv_tokens: tokens of the server's key-value cache, in all replicas.
         recomputed: layers whose activations are recomputed in the backward pass, of how many.
+        adapts: the trainer chooses how many, and so leaves little room whatever there is.
     """
 
     rows: tuple[MemoryRow, ...]
@@ -72,6 +75,7 @@ class MemoryPlan:
     kv_tokens: int
     max_model_len: int
     recomputed: tuple[int, int]
+    adapts: bool
 
     def used(self, device: int) -> int:
         return sum(row.nbytes for row in self.rows if row.device == device)
@@ -80,6 +84,12 @@ class MemoryPlan:
     def fullest(self) -> int:
         """The device with the least room left."""
         return max({row.device for row in self.rows}, key=self.used)
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether a wrong estimate of the activations could be too much."""
+        count, layers = self.recomputed
+        return self.used(self.fullest) > NEARLY_FULL * self.devices.total and not (self.adapts and count < layers)
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -119,8 +129,14 @@ def plan_memory(config: TrainConfig, model: ModelShape, server: Server, devices:
     count = activations.recomputed(config, (1 - SPARE) * (devices.total - taken), on_gpu=on_gpu)
     parts["activations"] = activations.needed(count)
     rows = [MemoryRow(device, "trainer", what, int(size)) for what, size in parts.items() if size >= 1]
-    layers = (count, model.layers)
-    return MemoryPlan((*server_rows, *rows), devices, kv_tokens, server.max_model_len, layers)
+    return MemoryPlan(
+        rows=(*server_rows, *rows),
+        devices=devices,
+        kv_tokens=kv_tokens,
+        max_model_len=server.max_model_len,
+        recomputed=(count, model.layers),
+        adapts=_chooses(config, on_gpu=on_gpu),
+    )
 
 
 # the server ------------------------------------------------------------------------------------------------
@@ -241,10 +257,14 @@ class Activations:
 
     def recomputed(self, config: TrainConfig, free: float, *, on_gpu: bool) -> int:
         """As many layers as are asked for; left to itself a GPU's trainer takes the fewest that fit."""
-        wanted = config.model.gradient_checkpointing
-        if wanted is None and on_gpu and not config.compute.activation_offload:
+        if _chooses(config, on_gpu=on_gpu):
             return next((count for count in range(self.layers) if self.needed(count) <= free), self.layers)
-        return self.layers if wanted or config.compute.activation_offload else 0
+        return self.layers if config.model.gradient_checkpointing or config.compute.activation_offload else 0
+
+
+def _chooses(config: TrainConfig, *, on_gpu: bool) -> bool:
+    """Whether it is the trainer that decides how many layers are recomputed."""
+    return config.model.gradient_checkpointing is None and on_gpu and not config.compute.activation_offload
 
 
 def layer_bytes_per_token(config: TrainConfig, model: ModelShape, item: int) -> float:

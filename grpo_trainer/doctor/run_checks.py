@@ -16,6 +16,7 @@ from grpo_trainer.doctor.findings import Finding, fail, ok, skip, warn
 from grpo_trainer.doctor.machine import Machine
 from grpo_trainer.doctor.memory import (
     GB,
+    NEARLY_FULL,
     STATE_BYTES,
     Devices,
     MemoryPlan,
@@ -36,8 +37,6 @@ from grpo_trainer.run_config import DEGREES, RunConfig
 
 LOGS = 100_000_000
 """Bytes that logs and metrics of a long run may take."""
-NEARLY_FULL = 0.93
-"""Of a device's memory: estimates of activations are right to about a fifth of them."""
 
 
 # where it writes, whom it listens to ------------------------------------------------------------------------
@@ -262,7 +261,7 @@ def check_memory(config: RunConfig, shape: ModelShape, machine: Machine) -> tupl
     got = f"{fullest / GB:.1f} of {devices.total / GB:.1f} GB on {device_name(devices, plan.fullest)}"
     if plan.problems:
         return fail("memory", "; ".join(plan.problems), "less", advice(config.trainer, plan)), plan
-    if fullest > NEARLY_FULL * devices.total:
+    if plan.is_tight:
         wanted = f"{NEARLY_FULL:.0%} or less: activations are an estimate"
         return warn("memory", got, wanted, advice(config.trainer, plan)), plan
     return ok("memory", got), plan
