@@ -12,19 +12,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from environments.api import wire
 from environments.base import BaseEnv, load_tokenizer
 from environments.config import ConfigError, ProcessSettings, Settings, parse_settings, settings_class
 from environments.files import GroupFile
+from environments.groups_page import groups_page
 from environments.http import PeerError
 from environments.inference import InferenceClient
 from environments.rollout_api import RolloutApi
-from environments.runner import EnvironmentFailed, serve, unfit
+from environments.runner import LOST_IN_A_ROW, EnvironmentFailed, serve, unfit
 
 log = logging.getLogger(__name__)
 
 COMMANDS = {
     "serve": "supply a trainer with scored groups, by way of the rollout API",
-    "process": "write scored groups to a JSONL file; needs no trainer and no rollout API",
+    "process": "write scored groups to a JSONL file and a page to read; needs no trainer and no rollout API",
     "evaluate": "print the policy's metrics as one line of JSON",
 }
 
@@ -120,25 +122,44 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
     if path is None:
         raise ConfigError("--env.data_path_to_save_groups: required by process; name a JSONL file")
     await env.setup()
-    file, written, dropped = GroupFile.create(path), 0, Counter[str]()
+    file, written, dropped, in_a_row = GroupFile.create(path), list[wire.ScoredData](), Counter[str](), 0
     try:
-        while written < groups:
-            at_once = min(groups - written, env.config.max_concurrent_groups)
+        while len(written) < groups:
+            at_once = min(groups - len(written), env.config.max_concurrent_groups)
             items = [item for _ in range(at_once) if (item := await env.get_next_item()) is not None]
             if not items:
-                raise EnvironmentFailed(f"{env.name}: no more items after {written} of {groups} groups")
-            for group in await asyncio.gather(*(env.collect_trajectories(item) for item in items)):
-                reason = "came to nothing" if group is None else unfit(group, env.config, max_token_len=-1)
-                if group is None or reason:
-                    dropped[str(reason)] += 1
+                raise EnvironmentFailed(f"{env.name}: no more items after {len(written)} of {groups} groups")
+            for outcome in await asyncio.gather(*(_collect(env, item) for item in items)):
+                if isinstance(outcome, str):
+                    dropped[outcome] += 1
+                    in_a_row += 1
                 else:
-                    file.write(group)
-                    written += 1
+                    file.write(outcome)
+                    written.append(outcome)
+                    in_a_row = 0
+            if in_a_row >= LOST_IN_A_ROW:
+                raise EnvironmentFailed(f"{env.name}: {in_a_row} groups in a row came to nothing: {dict(dropped)}")
     finally:
         file.close()
+        page = path.with_suffix(".html")
+        page.write_text(groups_page(f"{env.name}: {path.name}", written))
     skipped = "".join(f", {count} dropped ({reason})" for reason, count in dropped.items())
     measured = "".join(f", {name} {value:.3f}" for name, value in env.measures.take().items())
-    log.info("%s: %d groups written%s%s", path, written, measured, skipped)
+    log.info("%s and %s: %d groups written%s%s", path, page, len(written), measured, skipped)
+
+
+async def _collect(env: BaseEnv[Any, Any], item: Any) -> wire.ScoredData | str:
+    """A group for the item, with the teacher's word if there is one; else why there is none."""
+    try:
+        group = await env.collect_trajectories(item)
+    except (PeerError, ConfigError):
+        raise
+    except Exception as error:  # the environment's own code: one bad item must not lose the rest
+        log.exception("%s failed for %r", env.name, item)
+        return f"failed: {error!r}"
+    if group is None:
+        return "came to nothing"
+    return unfit(group, env.config, max_token_len=-1) or group
 
 
 async def evaluate(env: BaseEnv[Any, Any]) -> None:

@@ -41,6 +41,7 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = -1
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
 
     def to_body(self) -> dict[str, Any]:
         """The sampling keys of vLLM's bodies."""
@@ -50,7 +51,8 @@ class Sampling:
             "top_p": self.top_p,
             "top_k": self.top_k,
         }
-        return body | ({"stop": list(self.stop)} if self.stop else {})
+        stops = {"stop": list(self.stop), "stop_token_ids": list(self.stop_token_ids)}
+        return body | {key: value for key, value in stops.items() if value}
 
 
 @dataclass(frozen=True, slots=True)

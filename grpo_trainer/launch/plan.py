@@ -24,7 +24,11 @@ DEFAULT_GPU_SHARE = 0.45
 STOP_SECONDS_ALL_WEIGHTS = 120.0
 """A trainer of all weights may take so long to save them with their optimizer when it is asked to stop."""
 BUILT_IN_ENVIRONMENTS = MappingProxyType(
-    {"arithmetic": "environments.arithmetic_server", "gsm8k": "environments.gsm8k_server"}
+    {
+        "arithmetic": "environments.arithmetic_server",
+        "gsm8k": "environments.gsm8k_server",
+        "verifiers": "environments.verifiers_server",
+    }
 )
 
 

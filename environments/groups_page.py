@@ -1,0 +1,120 @@
+"""Scored groups as one HTML file that stands alone: prompts, answers, scores, tokens; no request goes out from it."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any, Final
+
+from environments.api import wire
+
+BARS: Final = 20
+MOST_GROUPS: Final = 200
+"""Of more groups the first so many are shown: a browser has to hold them."""
+
+STYLE: Final = """
+:root { color-scheme: light dark; --line: #8884; --soft: #8882; --accent: #3b7dd8; --good: #2e9e5b; --bad: #c9503c }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.4rem } h2 { font-size: 1.05rem; margin: 0 }
+.figures { display: flex; flex-wrap: wrap; gap: 1.5rem; margin: 1rem 0 }
+.figures b { display: block; font-size: 1.3rem; font-variant-numeric: tabular-nums }
+.bars { display: flex; align-items: flex-end; gap: 2px; height: 5rem; border-bottom: 1px solid var(--line) }
+.bars i { flex: 1; background: var(--accent); min-height: 1px }
+.scale { display: flex; justify-content: space-between; font-size: .8rem; opacity: .7 }
+details { border: 1px solid var(--line); border-radius: 6px; margin: .6rem 0; padding: .5rem .8rem }
+summary { cursor: pointer } .answer { border-top: 1px solid var(--line); padding: .5rem 0 }
+.score { font-variant-numeric: tabular-nums; font-weight: 600; margin-right: .6rem }
+.above { color: var(--good) } .below { color: var(--bad) } .small { font-size: .8rem; opacity: .75 }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .3rem 0; padding: .4rem .6rem; background: var(--soft);
+  border-radius: 4px; font: 13px/1.45 ui-monospace, monospace }
+.role { font-size: .75rem; text-transform: uppercase; letter-spacing: .05em; opacity: .7 }
+"""
+
+
+def groups_page(title: str, groups: Sequence[wire.ScoredData]) -> str:
+    """The page: figures of all groups, then each group with its prompt once and its answers by score."""
+    scores = [score for group in groups for score in group.scores]
+    body = [f"<h1>{html.escape(title)}</h1>", _figures(groups, scores), _histogram(scores)]
+    body += [_group(number, group) for number, group in enumerate(groups[:MOST_GROUPS], start=1)]
+    if len(groups) > MOST_GROUPS:
+        body.append(f"<p class=small>{len(groups) - MOST_GROUPS} more groups are in the JSONL file.</p>")
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(title)}</title><style>{STYLE}</style></head>\n<body>"
+        + "\n".join(body)
+        + "</body></html>\n"
+    )
+
+
+def _figures(groups: Sequence[wire.ScoredData], scores: Sequence[float]) -> str:
+    lengths = [sum(entry != wire.IGNORED for entry in mask) for group in groups for mask in group.masks]
+    same = sum(len(set(group.scores)) == 1 for group in groups)
+    figures = {"groups": f"{len(groups):,}", "answers": f"{len(scores):,}"}
+    if scores:
+        figures |= {"mean score": f"{fmean(scores):.3f}", "mean length": f"{fmean(lengths):,.1f} tokens"}
+        figures["groups that teach"] = f"{1 - same / len(groups):.0%}"
+    cells = "".join(f"<span><b>{value}</b>{name}</span>" for name, value in figures.items())
+    return f'<div class="figures">{cells}</div>'
+
+
+def _histogram(scores: Sequence[float]) -> str:
+    if not scores:
+        return ""
+    low, high = min(scores), max(scores)
+    counts = [0] * BARS
+    for score in scores:
+        counts[min(BARS - 1, int((score - low) / (high - low) * BARS)) if high > low else 0] += 1
+    bars = "".join(f'<i style="height:{100 * count / max(counts):.1f}%" title="{count}"></i>' for count in counts)
+    return (
+        f'<div class="bars" role="img" aria-label="Scores from {low:.3g} to {high:.3g}">{bars}</div>'
+        f'<div class="scale"><span>{low:.3g}</span><span>score</span><span>{high:.3g}</span></div>'
+    )
+
+
+def _group(number: int, group: wire.ScoredData) -> str:
+    conversations = group.messages or [[] for _ in group.scores]
+    shared = _shared(conversations)
+    mean = fmean(group.scores)
+    order = sorted(range(len(group.scores)), key=lambda index: -group.scores[index])
+    answers = "".join(_answer(group, index, conversations[index][shared:], mean) for index in order)
+    first = conversations[0][shared - 1].get("content") if shared else None
+    opening = html.escape(_text(first)[:100]) if first else "no text was kept"
+    return (
+        f"<details{' open' if number == 1 else ''}><summary><b>{number}</b> · mean {mean:.3f} · {opening}</summary>"
+        f"{_messages(conversations[0][:shared])}{answers}</details>"
+    )
+
+
+def _shared(conversations: Sequence[Sequence[dict[str, Any]]]) -> int:
+    """With how many messages all of them begin alike; what the policy said is its own even if all said the same."""
+    shared = 0
+    for messages in zip(*conversations, strict=False):
+        if messages[0].get("role") == "assistant" or any(message != messages[0] for message in messages):
+            break
+        shared += 1
+    return shared
+
+
+def _answer(group: wire.ScoredData, index: int, messages: Sequence[dict[str, Any]], mean: float) -> str:
+    score = group.scores[index]
+    trained = sum(entry != wire.IGNORED for entry in group.masks[index])
+    side = "above" if score > mean else "below" if score < mean else ""
+    version = f", policy {group.policy_versions[index]}" if group.policy_versions else ""
+    return (
+        f'<div class="answer"><span class="score {side}">{score:.3f}</span><span class=small>{trained} of '
+        f"{len(group.tokens[index])} tokens trained{version}</span>{_messages(messages)}</div>"
+    )
+
+
+def _messages(messages: Sequence[dict[str, Any]]) -> str:
+    pairs = ((str(message.get("role")), _text(message.get("content"))) for message in messages)
+    return "".join(f'<div class="role">{html.escape(role)}</div><pre>{html.escape(text)}</pre>' for role, text in pairs)
+
+
+def _text(content: Any) -> str:
+    """A message's content; of the parts of a multimodal one the texts."""
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text", f"[{part.get('type')}]")) for part in content if isinstance(part, dict))
+    return "" if content is None else str(content)

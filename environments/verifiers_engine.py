@@ -1,0 +1,156 @@
+"""The inference engine that `verifiers` asks, in front of ours: vLLM's `/inference/v1/generate` on a port of its own.
+
+Its training client renders conversations to token ids by itself and asks for the next ones with their logprobs. Here
+these requests become ours (`InferenceClient`), and each rollout's policy version and temperature are kept, which its
+traces have no place for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from environments.http import PeerError, PeerRefused
+from environments.inference import Completion, InferenceClient, Sampling
+
+SESSION_HEADER = "x-session-id"
+"""verifiers sends the trace's id in it with every turn."""
+MODEL = "policy"
+
+
+@dataclass(slots=True)
+class Rollout:
+    """What the engine knows of one trace: the versions that sampled its turns, and the temperatures."""
+
+    versions: list[int | None] = field(default_factory=list)
+    temperatures: list[float] = field(default_factory=list)
+
+    @property
+    def policy_version(self) -> int | None:
+        """The oldest; None if one is unknown."""
+        known = [version for version in self.versions if version is not None]
+        return min(known) if known and len(known) == len(self.versions) else None
+
+
+class _SamplingParams(msgspec.Struct):
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+
+
+class _Generate(msgspec.Struct):
+    token_ids: list[int]
+    sampling_params: _SamplingParams
+
+
+class Engine:
+    """Serves `/inference/v1/generate` and `/v1/models` on a free port of this machine."""
+
+    def __init__(self, server: InferenceClient, max_length: int) -> None:
+        """`max_length`: of a sequence, prompt and completion, in tokens."""
+        self._client = server
+        self._max_length = max_length
+        self._rollouts: dict[str, Rollout] = {}
+        routes = [
+            Route("/inference/v1/generate", self._generate, methods=["POST"]),
+            Route("/v1/models", self._models, methods=["GET"]),
+        ]
+        config = uvicorn.Config(Starlette(routes=routes), host="127.0.0.1", port=0, log_level="warning", lifespan="off")
+        self._uvicorn = uvicorn.Server(config)
+        self._uvicorn.capture_signals = _no_signals  # ours to hear
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> str:
+        """Its base URL, once it listens."""
+        self._task = asyncio.create_task(self._uvicorn.serve())
+        while not self._uvicorn.started:
+            if self._task.done():
+                self._task.result()
+                raise RuntimeError("the engine for verifiers ended as it started")
+            await asyncio.sleep(0.01)
+        port = self._uvicorn.servers[0].sockets[0].getsockname()[1]
+        return f"http://127.0.0.1:{port}/v1"
+
+    async def close(self) -> None:
+        """Ends it."""
+        self._uvicorn.should_exit = self._uvicorn.force_exit = True
+        if self._task is not None:
+            await self._task
+
+    def rollout(self, trace_id: str) -> Rollout:
+        """What is known of a trace; it is forgotten with that."""
+        return self._rollouts.pop(trace_id, Rollout())
+
+    async def _generate(self, request: Request) -> JSONResponse:
+        try:
+            asked = msgspec.json.decode(await request.body(), type=_Generate)
+        except msgspec.DecodeError as error:
+            return _refusal(422, str(error))
+        sampling = self._sampling(asked)
+        if sampling.max_tokens < 1:
+            return _refusal(
+                400,
+                f"This model's maximum context length is {self._max_length} tokens, the prompt has "
+                f"{len(asked.token_ids)} (--env.max_token_length)",
+            )
+        try:
+            (completion,) = await self._client.generate(asked.token_ids, 1, sampling)
+        except PeerRefused as refusal:
+            return _refusal(refusal.status, str(refusal))
+        except PeerError as error:
+            return _refusal(502, str(error))
+        if trace_id := request.headers.get(SESSION_HEADER):
+            rollout = self._rollouts.setdefault(trace_id, Rollout())
+            rollout.versions.append(completion.policy_version)
+            rollout.temperatures.append(completion.temperature)
+        return JSONResponse(_answer(completion))
+
+    def _sampling(self, asked: _Generate) -> Sampling:
+        params, room = asked.sampling_params, self._max_length - len(asked.token_ids)
+        return Sampling(
+            max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
+            temperature=1.0 if params.temperature is None else params.temperature,
+            top_p=1.0 if params.top_p is None else params.top_p,
+            top_k=-1 if params.top_k is None else params.top_k,
+            stop=tuple(params.stop or ()),
+            stop_token_ids=tuple(params.stop_token_ids or ()),
+        )
+
+    async def _models(self, _: Request) -> JSONResponse:
+        card = {"id": MODEL, "object": "model", "owned_by": "grpo", "max_model_len": self._max_length - 1}
+        return JSONResponse({"object": "list", "data": [card]})
+
+
+def _no_signals() -> Any:
+    from contextlib import nullcontext
+
+    return nullcontext()
+
+
+def _refusal(status: int, message: str) -> JSONResponse:
+    return JSONResponse({"error": {"message": message, "type": "grpo", "code": status}}, status_code=status)
+
+
+def _answer(completion: Completion) -> dict[str, Any]:
+    content = [
+        {"token": f"token_id:{token_id}", "logprob": logprob}
+        for token_id, logprob in zip(completion.token_ids, completion.rollout_logprobs, strict=True)
+    ]
+    choice = {
+        "index": 0,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "logprobs": {"content": content},
+    }
+    return {"request_id": "grpo", "choices": [choice]}

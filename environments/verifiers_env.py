@@ -1,0 +1,239 @@
+"""`VerifiersEnv`: an environment of the `verifiers` library (0.4) as one of ours.
+
+Imported only where `verifiers` is installed (`environments.verifiers_venv`). Its own training client renders the turns
+and reads tool calls; tokens, masks and logprobs come from its traces, which hold the server's ids.
+
+Source: https://github.com/PrimeIntellect-ai/verifiers, `verifiers.v1`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Iterator
+from statistics import fmean
+from typing import Any
+
+import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
+from pydantic import Field
+from verifiers.v1.configs.agent import agent_config_fields  # pyright: ignore[reportMissingImports]
+from verifiers.v1.types import SamplingConfig  # pyright: ignore[reportMissingImports]
+from verifiers.v1.utils.loaders import (  # pyright: ignore[reportMissingImports]
+    default_harness_id,
+    env_config_type,
+    load_environment,
+    resolve_env_config,
+)
+
+from environments.api import wire
+from environments.base import BaseEnv
+from environments.config import BaseEnvConfig, ConfigError
+from environments.items import Shuffled
+from environments.trajectory import Message, Trajectory, scored_group
+from environments.verifiers_engine import MODEL, Engine
+
+log = logging.getLogger(__name__)
+
+
+class RolloutFailed(RuntimeError):
+    """The environment, its program or its tools failed; the message says how."""
+
+
+class VerifiersConfig(BaseEnvConfig):
+    """Settings of environments of `verifiers`."""
+
+    env_id: str = Field(description="the environment: a module or package with its taskset; ENV+TASKSET pairs two")
+    env_args: dict[str, Any] = Field(
+        default_factory=dict, description='its own configuration, JSON: {"taskset": {"num_tasks": 5}}'
+    )
+    harness: str = Field(default="null", description="program that plays it where it brings none; null: a chat loop")
+    renderer: str | None = Field(
+        default=None, description="how conversations become tokens: qwen3, llama-3, …; unset: by the model's name"
+    )
+    agent: str | None = Field(default=None, description="whose turns are trained, where there are several agents")
+    temperature: float = Field(default=1.0, gt=0.0, description="sampling temperature")
+    max_tokens: int | None = Field(default=None, ge=1, description="longest turn in tokens; unset: all the room")
+    max_turns: int | None = Field(default=None, ge=1, description="turns of a rollout, at most")
+    max_concurrent_groups: int = Field(default=8, ge=1, description="groups generated at the same time, at most")
+    max_concurrent_episodes: int = Field(default=32, ge=1, description="rollouts at the same time, each a process")
+    episode_retries: int = Field(default=1, ge=0, description="how often a rollout that failed is played again")
+    eval_tasks: int = Field(default=16, ge=1, description="tasks of an evaluation: the first, which are not trained on")
+    eval_samples: int = Field(default=1, ge=1, description="rollouts of each of them")
+
+
+class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
+    """An environment of the `verifiers` library."""
+
+    name = "verifiers"
+    env_config_cls = VerifiersConfig
+
+    async def setup(self) -> None:
+        """Loads the environment, starts its servers and the engine that it asks."""
+        for chatty in ("aiohttp.access", "verifiers"):
+            logging.getLogger(chatty).setLevel(logging.WARNING)
+        self.engine = Engine(self.server, self.config.max_token_length)
+        url = await self.engine.start()
+        self.environment = load_environment(self._environment_config())
+        renderer = {"renderer": {"name": self.config.renderer}} if self.config.renderer else {}
+        self.context = vf.ModelContext(
+            client=vf.TrainClientConfig(
+                base_url=url, api_key_var="", renderer_model_name=self.config.tokenizer_name, **renderer
+            ),
+            model=MODEL,
+            sampling=SamplingConfig(temperature=self.config.temperature, max_tokens=self.config.max_tokens),
+        )
+        self.items, self.held_out = self._tasks()
+        self._episodes = asyncio.Semaphore(self.config.max_concurrent_episodes)
+        self._over = asyncio.Event()
+        serving = asyncio.Event()
+        self._serving = asyncio.create_task(self._serve(serving))
+        began = asyncio.create_task(serving.wait())
+        await asyncio.wait({self._serving, began}, return_when=asyncio.FIRST_COMPLETED)
+        if self._serving.done():
+            began.cancel()
+            self._serving.result()
+
+    async def close(self) -> None:
+        """Ends its servers."""
+        if hasattr(self, "_serving"):
+            self._over.set()
+            await asyncio.gather(self._serving, return_exceptions=True)
+        if hasattr(self, "engine"):
+            await self.engine.close()
+
+    async def _serve(self, serving: asyncio.Event) -> None:
+        """Holds what its rollouts share; entered and left by one task, as its context managers want it."""
+        async with self.environment.serving():
+            serving.set()
+            await self._over.wait()
+
+    def _environment_config(self) -> Any:
+        """Its configuration: ours for every agent (this machine, a chat loop), under what `env_args` says."""
+        environment, _, taskset = self.config.env_id.rpartition("+")
+        raw: dict[str, Any] = {"id": environment, **self.config.env_args}
+        raw["taskset"] = {"id": taskset, **raw.get("taskset", {})}
+        try:
+            agents = agent_config_fields(env_config_type(taskset, environment)())
+            for name in agents:
+                raw[name] = {"runtime": {"type": "subprocess"}, **raw.get(name, {})}
+                if self.config.max_turns is not None:
+                    raw[name].setdefault("max_turns", self.config.max_turns)
+                if default_harness_id(taskset) != taskset:
+                    raw[name].setdefault("harness", {"id": self.config.harness})
+            return resolve_env_config(raw)
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"--env.env_id {self.config.env_id}: {error}; install its package: grpo env verifiers install PACKAGE"
+            ) from None
+
+    def _tasks(self) -> tuple[Iterator[Any], list[Any]]:
+        """Those to train on, and those held out for evaluations."""
+        taskset, count = self.environment.taskset, self.config.eval_tasks
+        if not taskset.bounded:
+            stream = iter(taskset)
+            return stream, list(itertools.islice(stream, count))
+        tasks = list(taskset)
+        if not tasks:
+            raise ConfigError(f"--env.env_id {self.config.env_id}: its taskset has no tasks")
+        if len(tasks) <= count:
+            log.warning("--env.eval_tasks %d: all there are, so evaluations ask what is trained on", len(tasks))
+            return Shuffled(tasks, self.config.seed), tasks
+        return Shuffled(tasks[count:], self.config.seed), tasks[:count]
+
+    async def get_next_item(self) -> Any:
+        """The next task."""
+        return next(self.items, None)
+
+    def state(self) -> dict[str, Any]:
+        """How many tasks were taken, where they are counted."""
+        return {"position": self.items.position} if isinstance(self.items, Shuffled) else {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on after them."""
+        if isinstance(self.items, Shuffled):
+            self.items.position = state["position"]
+
+    async def collect_trajectories(self, item: Any) -> wire.ScoredData | None:
+        """`group_size` rollouts of a task.
+
+        Raises:
+            RolloutFailed: One of them failed, and failed again.
+        """
+        played = await asyncio.gather(*(self._play(item) for _ in range(self.config.group_size)))
+        return scored_group([self._trajectory(trace) for trace in played])
+
+    async def evaluate(self) -> dict[str, float]:
+        """Mean reward and the environment's own metrics on the held-out tasks."""
+        tasks = [task for task in self.held_out for _ in range(self.config.eval_samples)]
+        traces = await asyncio.gather(*(self._play(task) for task in tasks))
+        metrics = {"samples": float(len(traces))}
+        names = sorted({name for trace in traces for name, value in trace.metrics.items() if value is not None})
+        for name in names:
+            metrics[name] = fmean(trace.metrics[name] for trace in traces if trace.metrics.get(name) is not None)
+        return {"reward": fmean(trace.reward for trace in traces), **metrics}
+
+    async def _play(self, task: Any) -> Any:
+        """The trained agent's trace of one rollout."""
+        trouble: Any = "no turn of the policy"
+        for _ in range(1 + self.config.episode_retries):
+            async with self._episodes:
+                episode = await self.environment.run_episode(task, self.context)
+            trace = self._trained(episode)
+            if trace is not None and _is_sound(trace):
+                self._measure(trace)
+                return trace
+            errors = [*episode.errors, *(error for one in episode.traces for error in one.errors)]
+            trouble = f"{errors[-1].type}: {errors[-1].message}" if errors else trouble
+        self.measures.add("failed", 1.0)
+        raise RolloutFailed(f"a rollout of {self.config.env_id} failed: {trouble}")
+
+    def _trained(self, episode: Any) -> Any | None:
+        """The trace to train on: of the one trainable agent, or of the one that is named."""
+        wanted = self.config.agent
+        traces = [t for t in episode.traces if t.agent.trainable and wanted in (None, t.agent.name)]
+        names = sorted({trace.agent.name for trace in traces})
+        if len(names) > 1:
+            raise ConfigError(f"--env.agent: unset, wanted one of {', '.join(names)}, whose turns are trained")
+        return traces[-1] if traces else None
+
+    def _measure(self, trace: Any) -> None:
+        self.measures.add("failed", 0.0)
+        self.measures.add("turns", trace.num_turns)
+        self.measures.add("truncated", trace.is_truncated)
+        rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
+        for name, value in {**trace.metrics, **rewards}.items():
+            if value is not None:
+                self.measures.add(name, value)
+
+    def _trajectory(self, trace: Any) -> Trajectory:
+        """The branch of the conversation with most of the policy's tokens."""
+        branch = _branch(trace)
+        assert branch is not None, "an unsound trace is played again"
+        tokens, sampled = branch.token_ids, branch.sampled_mask
+        logprobs = [lp if own else wire.MASKED_LOGPROB for lp, own in zip(branch.logprobs, sampled, strict=True)]
+        rollout = self.engine.rollout(trace.id)
+        messages = [_as_message(message) for message in branch.messages] if self.config.include_messages else []
+        temperature = rollout.temperatures[-1] if rollout.temperatures else self.config.temperature
+        return Trajectory(tokens, sampled, logprobs, trace.reward, rollout.policy_version, messages, temperature)
+
+
+def _branch(trace: Any) -> Any | None:
+    branches = [branch for branch in trace.branches if branch.trainable and any(branch.sampled_mask)]
+    return max(branches, key=lambda branch: sum(branch.sampled_mask), default=None)
+
+
+def _is_sound(trace: Any) -> bool:
+    """Whether it has tokens of the policy and was scored; one that ran out of room counts, whatever it was worth."""
+    return _branch(trace) is not None and (trace.ok or trace.is_truncated or _ran_out_of_room(trace))
+
+
+def _ran_out_of_room(trace: Any) -> bool:
+    return bool(trace.errors) and "maximum context length" in trace.errors[-1].message
+
+
+def _as_message(message: Any) -> Message:
+    """For people to read: a call of a tool is shown as text, too."""
+    fields = message.model_dump(exclude_none=True)
+    calls = "".join(f"\n[{call['name']} {call['arguments']}]" for call in fields.get("tool_calls", []))
+    return {**fields, "content": f"{fields.get('content', '')}{calls}"}
