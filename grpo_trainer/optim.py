@@ -10,15 +10,15 @@ probabilities that make it right on average (arXiv 2010.06192), or it is kept in
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from functools import cache
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from grpo_trainer.config import OptimizerConfig
+from grpo_trainer.eight_bits import BLOCK, decoded, encoded, levels_of
 
 PIECE = 1 << 23
 """Elements that are worked on at one time: temporaries are a few times this, in fp32."""
@@ -36,6 +36,9 @@ class TwoPartOptimizer(torch.optim.Optimizer, ABC):
     def prepare(self) -> None:
         """The part of the step that leaves the parameters alone, as far as there is one."""
 
+    def compile(self) -> None:
+        """Have its arithmetic compiled, as far as that is of use."""
+
     @abstractmethod
     def step(self, closure: Any = None) -> Any:
         """Write the new weights."""
@@ -45,6 +48,26 @@ class FusedAdamW(torch.optim.AdamW, TwoPartOptimizer):  # pyright: ignore[report
     """torch's own, for fp32 parameters."""
 
     kind = "adamw"
+
+
+class Rates(NamedTuple):
+    """Numbers of a step, or tensors of one element.
+
+    Attributes:
+        shrink: what weights are multiplied by, for weight decay.
+        bias1, bias2: what the moments are divided by, since they began at 0.
+    """
+
+    lr: Any
+    shrink: Any
+    bias1: Any
+    bias2: Any
+
+
+def land(weight: Tensor, update: Tensor, rates: Rates, rounded: bool) -> Tensor:
+    """A weight less its update, in fp32, or stochastically rounded to bfloat16."""
+    new = weight.float() * rates.shrink - update * rates.lr
+    return round_stochastically(new) if rounded else new
 
 
 class LandingOptimizer(TwoPartOptimizer):
@@ -74,12 +97,15 @@ class LandingOptimizer(TwoPartOptimizer):
         super().__init__(parameters, defaults)
         self._master_weights = master_weights
         self._prepared = False
+        self._land = land
+        self._is_compiled = False
         self.kind = f"{self.name} with master weights" if master_weights else self.name
 
     @torch.no_grad()
     def prepare(self) -> None:
         """Update the states, and put the new weights where the gradients are."""
         assert not self._prepared, "step comes first"
+        known: dict[tuple[int, int], Rates] = {}
         for group, parameter, gradient in self._trained():
             state = self.state[parameter]
             if not state:
@@ -88,18 +114,29 @@ class LandingOptimizer(TwoPartOptimizer):
                 if self._master_weights:
                     state["master"] = parameter.detach().float().clone()
             state["step"] += 1
+            key = (id(group), state["step"])
+            rates = known[key] = known.get(key) or self._rates(group, state["step"], parameter.device)
             masters = pieces(state["master"]) if self._master_weights else None
-            updates = self._updates(gradient, state, group)
+            updates = self._updates(gradient, state, group, rates)
             for weight, target, update in zip(pieces(parameter), pieces(gradient), updates, strict=True):
-                master = next(masters) if masters else None
-                new = (weight if master is None else master).float().mul(1.0 - group["lr"] * group["weight_decay"])
-                new.sub_(update, alpha=group["lr"])
-                if master is not None:
-                    master.copy_(new)
-                    target.copy_(new)
+                if masters is None:
+                    target.copy_(self._land(weight, update, rates, weight.dtype == torch.bfloat16))
                 else:
-                    target.copy_(round_stochastically(new) if weight.dtype == torch.bfloat16 else new)
+                    master = next(masters)
+                    master.copy_(self._land(master, update, rates, False))
+                    target.copy_(master)
         self._prepared = True
+
+    def compile(self) -> None:
+        """Have the arithmetic compiled: few passes over the weights instead of many."""
+        self._land = torch.compile(land, dynamic=True)
+        self._is_compiled = True
+
+    def _rates(self, group: dict[str, Any], step: int, device: torch.device) -> Rates:
+        """What changes from step to step; compiled code takes numbers for constants, so there it is tensors."""
+        beta1, beta2 = group["betas"]
+        values = (group["lr"], 1.0 - group["lr"] * group["weight_decay"], 1.0 - beta1**step, 1.0 - beta2**step)
+        return Rates(*(each.clone() for each in torch.tensor(values, device=device)) if self._is_compiled else values)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -133,7 +170,9 @@ class LandingOptimizer(TwoPartOptimizer):
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]: ...
 
     @abstractmethod
-    def _updates(self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Iterator[Tensor]:
+    def _updates(
+        self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], rates: Rates
+    ) -> Iterator[Tensor]:
         """What is to be subtracted, times the learning rate, from each of the parameter's `pieces`, in fp32; a piece of
         the gradient is overwritten once its update was taken."""
         raise NotImplementedError
@@ -150,20 +189,22 @@ class AdamW(LandingOptimizer):
             for name in ("exp_avg", "exp_avg_sq")
         }
 
-    def _updates(self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Iterator[Tensor]:
+    def _updates(
+        self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], rates: Rates
+    ) -> Iterator[Tensor]:
         for g, mean, square in zip(
             pieces(gradient), pieces(state["exp_avg"]), pieces(state["exp_avg_sq"]), strict=True
         ):
-            yield _adam(g.float(), mean, square, state["step"], group)
+            yield _adam(g.float(), mean, square, rates, group["betas"], group["eps"])
 
 
-def _adam(g: Tensor, mean: Tensor, square: Tensor, step: int, group: dict[str, Any]) -> Tensor:
+def _adam(g: Tensor, mean: Tensor, square: Tensor, rates: Rates, betas: tuple[float, float], eps: float) -> Tensor:
     """Bring both moments up to date, in place; the update that follows from them."""
-    beta1, beta2 = group["betas"]
+    beta1, beta2 = betas
     mean.lerp_(g, 1.0 - beta1)
     square.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
-    spread = (square / (1.0 - beta2**step)).sqrt_().add_(group["eps"])
-    return (mean / (1.0 - beta1**step)).div_(spread)
+    spread = (square / rates.bias2).sqrt_().add_(eps)
+    return (mean / rates.bias1).div_(spread)
 
 
 class AdamW8bit(LandingOptimizer):
@@ -174,6 +215,14 @@ class AdamW8bit(LandingOptimizer):
 
     name = "adamw_8bit"
 
+    def __init__(self, parameters: Sequence[Parameter], config: OptimizerConfig, *, master_weights: bool) -> None:
+        super().__init__(parameters, config, master_weights=master_weights)
+        self._adam_8bit: Callable[..., tuple[Tensor, ...]] = adam_8bit
+
+    def compile(self) -> None:
+        super().compile()
+        self._adam_8bit = torch.compile(adam_8bit, dynamic=True)
+
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         blocks = sum(-(-piece.numel() // BLOCK) for piece in pieces(parameter))
         state = {}
@@ -182,20 +231,41 @@ class AdamW8bit(LandingOptimizer):
             state[f"{name}_scale"] = torch.zeros(blocks, dtype=torch.float32, device=parameter.device)
         return state  # with a scale of 0 every code means 0
 
-    def _updates(self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Iterator[Tensor]:
+    def _updates(
+        self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], rates: Rates
+    ) -> Iterator[Tensor]:
         start = block = 0
         for g in pieces(gradient):
             codes, scales = slice(start, start + g.numel()), slice(block, block - (-g.numel() // BLOCK))
             start, block = codes.stop, scales.stop
-            kept = [
-                (state[name][codes], state[f"{name}_scale"][scales], signed)
-                for name, signed in (("exp_avg", True), ("exp_avg_sq_root", False))
-            ]
-            mean, root = (from_8_bits(*each) for each in kept)
-            update = _adam(g.float().reshape(-1), mean, square := root.square_(), state["step"], group)
-            for (code, scale, signed), value in zip(kept, (mean, square.sqrt_()), strict=True):
-                to_8_bits(value, code, scale, signed)
+            names = ("exp_avg", "exp_avg_sq_root")
+            kept = [each for name in names for each in (state[name][codes], state[f"{name}_scale"][scales])]
+            tables = [each for signed in (True, False) for each in levels_of(signed, g.device)]
+            update, *new = self._adam_8bit(g.reshape(-1), *kept, *tables, rates, group["betas"], group["eps"])
+            for old, value in zip(kept, new, strict=True):
+                old.copy_(value)
             yield update.view(g.shape)
+
+
+def adam_8bit(
+    g_n: Tensor,
+    mean_codes: Tensor,
+    mean_scales: Tensor,
+    root_codes: Tensor,
+    root_scales: Tensor,
+    signed_levels: Tensor,
+    signed_midpoints: Tensor,
+    levels: Tensor,
+    midpoints: Tensor,
+    rates: Rates,
+    betas: tuple[float, float],
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The update of flat weights, and their states in 8 bits after it."""
+    mean = decoded(mean_codes, mean_scales, signed_levels)
+    square = decoded(root_codes, root_scales, levels).square()
+    update = _adam(g_n.float(), mean, square, rates, betas, eps)
+    return update, *encoded(mean, signed_midpoints), *encoded(square.sqrt(), midpoints)
 
 
 class Adafactor(LandingOptimizer):
@@ -216,7 +286,9 @@ class Adafactor(LandingOptimizer):
         *stack, rows, columns = parameter.shape
         return {"rows": zeros(*stack, rows), "columns": zeros(*stack, columns)}
 
-    def _updates(self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Iterator[Tensor]:
+    def _updates(
+        self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], rates: Rates
+    ) -> Iterator[Tensor]:
         decay = 1.0 - state["step"] ** -0.8
         if gradient.ndim < 2:
             square = state["square"].lerp_(gradient.float().square().add_(SQUARE_EPS), 1.0 - decay)
@@ -264,7 +336,7 @@ def _factored(gradient_RC: Tensor, rows_R: Tensor, columns_C: Tensor, decay: flo
         yield update.div_(clip)
 
 
-# ---------------------------------------------------------------- pieces, rounding, 8 bits
+# ---------------------------------------------------------------- pieces, rounding
 
 
 def pieces(tensor: Tensor) -> Iterator[Tensor]:
@@ -291,40 +363,6 @@ def round_stochastically(values: Tensor) -> Tensor:
     bits = values.contiguous().view(torch.int32)
     noise = torch.randint_like(bits, 1 << 16)
     return noise.add_(bits).bitwise_and_(-1 << 16).view(torch.float32).to(torch.bfloat16)
-
-
-BLOCK = 256
-
-
-@cache
-def _levels(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The 256 values of 8 bits within [-1, 1] or [0, 1], ascending, and the midpoints between them.
-
-    Dynamic exponents (arXiv 1511.04561): seven decades, each with twice the steps of the one below.
-    """
-    values = [0.0, 1.0]
-    for decade in range(7):
-        edges = torch.linspace(0.1, 1.0, (1 << decade if signed else 2 << decade) + 1, dtype=torch.float64)
-        middles = 10.0 ** (decade - 6) * (edges[1:] + edges[:-1]) / 2
-        values += middles.tolist() + ((-middles).tolist() if signed else [])
-    levels = torch.tensor(sorted(values), dtype=torch.float32, device=device)
-    assert len(levels) == 256
-    return levels, (levels[1:] + levels[:-1]) / 2
-
-
-def to_8_bits(values: Tensor, codes: Tensor, scales: Tensor, signed: bool) -> None:
-    """Write flat fp32 values as codes `[N]` and one scale for each block of 256, `[ceil(N / 256)]`."""
-    padded = torch.nn.functional.pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
-    scales.copy_(padded.abs().amax(-1))
-    relative = padded / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
-    _, midpoints = _levels(signed, values.device)
-    codes.copy_(torch.bucketize(relative, midpoints, out_int32=True).view(-1)[: len(values)])
-
-
-def from_8_bits(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """What `to_8_bits` wrote, in fp32."""
-    levels, _ = _levels(signed, codes.device)
-    return levels[codes.int()] * scales.repeat_interleave(BLOCK)[: len(codes)]
 
 
 # ---------------------------------------------------------------- which one, and whether its steps land

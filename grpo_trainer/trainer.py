@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from grpo_trainer.batching import PreparedBatch, ReadyBatch, ready
 from grpo_trainer.config import TrainConfig
+from grpo_trainer.distributed import Step, World
 from grpo_trainer.errors import TrainingError
 from grpo_trainer.logprobs import TokenScores
 from grpo_trainer.losses import BatchCounts, LossInputs, batch_loss
@@ -87,7 +88,9 @@ class Trainer:
 
     Args:
         model: returns an object with `logits` for token ids.
-        check_stop: called between microbatches; raises to abandon the step, weights untouched.
+        check_stop: called between microbatches; raises to abandon the step, weights untouched. Not where there are
+            other processes, which would wait for this one.
+        world: the processes that train together, each of which has one of these.
 
     Attributes:
         forward: how scores of tokens are computed.
@@ -100,6 +103,7 @@ class Trainer:
         config: TrainConfig,
         check_stop: Callable[[], None] = lambda: None,
         reference: Reference | None = None,
+        world: World | None = None,
     ) -> None:
         self.model = model
         self.config = config
@@ -109,9 +113,12 @@ class Trainer:
                 parameter.grad_dtype = torch.float32
         self.optimizer = build_optimizer(self.parameters, config.optimizer, master_weights=config.master_weights)
         self.device = self.parameters[0].device
-        self._check_stop = check_stop
+        self._world = world or World()
+        self._check_stop = check_stop if self._world.alone else lambda: None
         self.forward = build_forward(model, config)
         fit(self.forward, config, self.parameters)
+        if self.forward.plan.is_compiled:
+            self.optimizer.compile()
         self._reference = build_reference(model, config) if reference is None else reference
         self.alarm: DriftAlarm | None = None
         self._bad_steps = 0
@@ -119,7 +126,7 @@ class Trainer:
 
     def ready(self, batch: RolloutBatch) -> ReadyBatch:
         """Make a batch ready for `step`; touches no device, and may run in a thread beside a step."""
-        return ready(batch, self.config, packed=self.forward.packed)
+        return ready(batch, self.config, packed=self.forward.packed, processes=self._world.size)
 
     def step(
         self,
@@ -140,6 +147,8 @@ class Trainer:
         """
         started = time.perf_counter()
         batch = batch if isinstance(batch, ReadyBatch) else self.ready(batch)
+        if self._world.leads:
+            self._world.give([Step(share, step) for share in batch.shares()])
         prepared = batch.prepared
         self._say_unused(prepared)
         lr = learning_rate(self.config.optimizer, step, self.config.training_steps)
@@ -148,7 +157,7 @@ class Trainer:
         passes = [Pass(microbatch) for microbatch in batch.microbatches]
         look = partial(self._look, step, batch.policy_version, prepared.sequences)
         updates: list[StepResult] = []
-        for _ in range(self.config.loss.updates_per_batch if passes else 0):
+        for _ in range(self.config.loss.updates_per_batch if prepared.sequences else 0):
             untouched = not any(update.updated for update in updates)
             updates.append(self._learn(passes, prepared, look if not updates else None, writing, untouched))
         metrics = merge([prepared.metrics, *(update.metrics for update in updates)])
@@ -180,10 +189,12 @@ class Trainer:
             if untouched:
                 self._check_stop()
             parts.append(self._accumulate(one, prepared.counts, scale, rows))
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                parameter.grad.div_(scale)
-        sums = merge(parts).items()  # microbatches' shares of the loss add up; those of several updates do not
+        self._world.sum_gradients(self.parameters)
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        torch._foreach_div_(gradients, scale)  # pyright: ignore[reportPrivateImportUsage]
+        sums = self._of_all(
+            merge(parts)
+        ).items()  # microbatches' shares of the loss add up; those of several updates do not
         metrics: dict[str, Metric] = {key: Mean(each.total) if isinstance(each, Sum) else each for key, each in sums}
         if look is not None:
             metrics |= look(rows)
@@ -200,10 +211,16 @@ class Trainer:
         self, step: int, version: int | None, sequences: Sequence[TrainingSequence], rows: Sequence[Tensor]
     ) -> Metrics:
         """How far the samples are from what the server said; the alarm's word on it."""
-        gaps = sample_gaps(rows)
+        gaps = [gap for of_rank in self._world.gather(sample_gaps(rows)) for gap in of_rank]
         if self.alarm is not None:
             self.alarm.look(step, gaps, version, partial(recheck_version, self.model, sequences))
         return gap_metrics(gaps, version)
+
+    def _of_all(self, own: Metrics) -> Metrics:
+        """The metrics of all processes, which travel as numbers."""
+        if self._world.alone:
+            return own
+        return merge(self._world.gather({key: metric.numbers() for key, metric in own.items()}))
 
     def _accumulate(self, one: Pass, counts: BatchCounts, scale: float, rows: list[Tensor]) -> Metrics:
         """Forward and backward of one microbatch; gradients add up in the parameters, times `scale`.
@@ -252,6 +269,7 @@ class Trainer:
         self.optimizer.prepare()
         with writing():
             self.optimizer.step()
+        self._world.check_agreement([sampled(parameter) for parameter in self.parameters])
         changed = changed_fraction(before, [sampled(parameter) for parameter in self.parameters])
         metrics["train/changed_fraction"] = Mean(changed)
         if changed == 0.0 and norm > 0.0:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.nn import Parameter
 
 from grpo_trainer import optim
 from grpo_trainer.config import OptimizerConfig
+from grpo_trainer.eight_bits import decoded, encoded, levels_of
 from grpo_trainer.optim import (
     Adafactor,
     AdamW,
@@ -19,11 +22,9 @@ from grpo_trainer.optim import (
     FusedAdamW,
     TwoPartOptimizer,
     build_optimizer,
-    from_8_bits,
     pieces,
     round_stochastically,
     sampled,
-    to_8_bits,
 )
 
 SIZE = 4096
@@ -186,6 +187,36 @@ def test_8_bit_adamw_is_near_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float((moved_8 - moved).norm() / moved.norm()) < 0.05
 
 
+@pytest.mark.parametrize(("rule", "graphs"), [(AdamW, 1), (AdamW8bit, 2)])
+def test_compiled_arithmetic_is_the_same(
+    rule: type[AdamW] | type[AdamW8bit], graphs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torch's compiler but for its code generator; a graph does for all steps, and for pieces of any size."""
+    monkeypatch.setattr(optim, "PIECE", 1000)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
+    torch._dynamo.reset()
+    counters["stats"].clear()
+    start = torch.randn(70, 33)
+    plain, compiled = Parameter(start.clone()), Parameter(start.clone())
+    wanted = run(rule([plain], CONFIG, master_weights=False), plain)
+    optimizer = rule([compiled], CONFIG, master_weights=False)
+    optimizer.compile()
+    torch.testing.assert_close(run(optimizer, compiled), wanted, rtol=1e-5, atol=1e-6)
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+@ALL
+def test_gradients_in_fp32_land_in_16_bits_as_well(name: str) -> None:
+    """An update of a hundredth of the spacing of bfloat16 at 1 (2^-7 above it) lands in a hundredth of the weights."""
+    parameter = weight(1.0, torch.bfloat16, (200, 200))
+    parameter.grad_dtype = torch.float32
+    optimizer = made(name, [parameter], lr=2**-7 / 100)
+    parameter.grad = -torch.ones(200, 200)
+    optimizer.step()
+    assert 0.008 < float((parameter > 1.0).float().mean()) < 0.012
+    assert parameter.dtype == torch.bfloat16 and float(parameter.max()) == 1 + 2**-7
+
+
 @pytest.mark.parametrize("shape", [(70, 33), (50,), (3, 20, 11)])
 def test_adafactor_is_transformers(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.optimization import Adafactor as Theirs
@@ -277,9 +308,10 @@ def test_float16_is_refused_without_master_weights() -> None:
 @pytest.mark.parametrize("signed", [True, False])
 def test_8_bits_keep_values_over_seven_decades(signed: bool) -> None:
     values = torch.logspace(-6, 0, 1000) * (torch.randn(1000).sign() if signed else 1.0)
-    codes, scales = torch.empty(1000, dtype=torch.uint8), torch.empty(4)
-    to_8_bits(values, codes, scales, signed)
-    back = from_8_bits(codes, scales, signed)
+    levels, midpoints = levels_of(signed, values.device)
+    codes, scales = encoded(values, midpoints)
+    assert (codes.dtype, codes.shape, scales.shape) == (torch.uint8, (1000,), (4,))
+    back = decoded(codes, scales, levels)
     assert float(((back - values) / values).abs().mean()) < (0.06 if signed else 0.03)
     # a block's largest value is kept, a negative one to 1 %: there is a code for 1, none for -1
     ends = torch.tensor([255, 511, 767, 999])
@@ -287,9 +319,8 @@ def test_8_bits_keep_values_over_seven_decades(signed: bool) -> None:
 
 
 def test_zeros_stay_zeros_in_8_bits() -> None:
-    codes, scales = torch.empty(300, dtype=torch.uint8), torch.empty(2)
-    to_8_bits(torch.zeros(300), codes, scales, signed=True)
-    assert not from_8_bits(codes, scales, signed=True).any()
+    levels, midpoints = levels_of(True, torch.device("cpu"))
+    assert not decoded(*encoded(torch.zeros(300), midpoints), levels).any()
 
 
 def test_pieces_make_up_the_whole_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
