@@ -51,6 +51,12 @@ class TrainingError(GrpoError, RuntimeError):
     """Training can't go on: too many bad steps in a row, or no data."""
 
 
+class HungError(TrainingError):
+    """A step took longer than `--step-timeout`."""
+
+    exit_code = 124  # as `timeout` has it
+
+
 class ProcessFailedError(GrpoError, RuntimeError):
     """A child process of a run ended when it should not have."""
 
