@@ -33,6 +33,7 @@ from grpo_trainer.saving.generators import generator_states, restore_generators
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, Progress, check_files, read_state, seal
 from grpo_trainer.saving.snapshot import Snapshot
 from grpo_trainer.saving.writer import BackgroundWriter
+from grpo_trainer.spikes import NormHistory
 
 log = logging.getLogger(__name__)
 
@@ -45,15 +46,24 @@ class Checkpoints:
     Args:
         policy: what is trained.
         optimizer: of its parameters.
+        norms: of their gradients.
 
     Attributes:
         safe: the newest progress that can be resumed; None: there is none yet.
+        safe_path: its folder.
     """
 
-    def __init__(self, config: CheckpointConfig, policy: Policy, optimizer: TwoPartOptimizer) -> None:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        policy: Policy,
+        optimizer: TwoPartOptimizer,
+        norms: NormHistory | None = None,
+    ) -> None:
         self._config = config
         self._policy = policy
         self._optimizer = optimizer
+        self._norms = norms or NormHistory(0.0)
         self._device = next(policy.model.parameters()).device
         self._weights: tuple[int, Path] | None = None  # the version that a folder is known to hold
         self._serving: Path | None = None
@@ -62,7 +72,7 @@ class Checkpoints:
         self._pruning = threading.Lock()
         self._write_seconds: float | None = None
         self.safe: Progress | None = None
-        self._safe_path: Path | None = None
+        self.safe_path: Path | None = None
 
     # Saving
 
@@ -103,8 +113,8 @@ class Checkpoints:
             OSError: this one or the one before could not be written.
         """
         self._writer.wait()
-        if not final and self._safe_path is not None and self.safe == progress:
-            return self._safe_path
+        if not final and self.safe_path is not None and self.safe == progress:
+            return self.safe_path
         path = self._config.save_path / self._policy.final_name if final else self._path(progress)
         self._write(path, progress, self._tree())
         return path
@@ -129,6 +139,7 @@ class Checkpoints:
         return {
             "optimizer": self._optimizer.state_dict(),
             "optimizer_kind": self._optimizer.kind,
+            "gradient_norms": self._norms.norms,
             "generators": generator_states(self._device),
             "weights": self._policy.tensors(),
         }
@@ -139,7 +150,7 @@ class Checkpoints:
         with self._with_weights(progress.policy_version, path, weights) as folder:
             write_tensors(folder / TENSORS_FILE, {**tree, "weights": self._policy.exact(weights)})
             seal(folder, progress)
-        self.safe, self._safe_path = progress, path
+        self.safe, self.safe_path = progress, path
         self._write_seconds = time.perf_counter() - started
         log.info("saved %s", path)
         self._prune(path)
@@ -211,8 +222,8 @@ class Checkpoints:
             log.info("--resume auto: no checkpoint in %s, starting anew", self._config.save_path)
             return Progress()
         self._check_kind(found.path)
-        self._load(found.path)
-        self.safe, self._safe_path = found.state.progress, found.path
+        self.load(found.path)
+        self.safe, self.safe_path = found.state.progress, found.path
         self._weights = (self.safe.policy_version, found.path)
         _say(found)
         return self.safe
@@ -235,7 +246,12 @@ class Checkpoints:
             )
         return found
 
-    def _load(self, path: Path) -> None:
+    def load(self, path: Path) -> None:
+        """Weights, optimizer and random generators of a whole checkpoint.
+
+        Raises:
+            ConfigError: it was made with another optimizer or other options.
+        """
         tensors = torch.load(path / TENSORS_FILE, map_location="cpu", weights_only=True, mmap=True)
         kind = tensors.get("optimizer_kind", FusedAdamW.kind)
         if kind != self._optimizer.kind:
@@ -245,6 +261,7 @@ class Checkpoints:
             )
         self._policy.load(path, tensors.get("weights", {}))
         self._load_optimizer(tensors["optimizer"])
+        self._norms.restore(tensors.get("gradient_norms", ()))
         restore_generators(tensors["generators"], self._device)
 
     def _check_kind(self, path: Path) -> None:

@@ -97,8 +97,11 @@ class OptimizerConfig(Section):
     max_grad_norm: float = option(1.0, help="Clip the gradient's norm; 0: off.", ge=0)
     max_bad_steps: int = option(
         5,
-        help="Stop after this many steps in a row whose loss or gradient is not finite (each is skipped).",
+        help="Stop after this many steps in a row whose loss or gradient is not finite, or explodes (each is skipped).",
         ge=1,
+    )
+    grad_spike_factor: float = option(
+        0.0, help="Skip a step whose gradient norm is above this many times the median of the last 64; 0: none.", ge=0
     )
 
     @field_validator("optimizer", mode="before")
@@ -174,6 +177,20 @@ class CheckpointConfig(Section):
     )
 
 
+class DistributedConfig(Section):
+    """Several trainer processes."""
+
+    trainer_rank: int | None = option(
+        None, help="This process's number, from 0 (default: RANK, as torchrun sets it).", ge=0
+    )
+    world_size: int | None = option(
+        None, help="Trainer processes, one a GPU, each with a share of every batch (default: WORLD_SIZE, or 1).", ge=1
+    )
+    init_method: str | None = option(
+        None, help="Where they meet, e.g. tcp://127.0.0.1:29500 (default: MASTER_ADDR and MASTER_PORT)."
+    )
+
+
 class LogConfig(Section):
     """Logging."""
 
@@ -206,6 +223,9 @@ class TrainConfig(Section):
     training_steps: int = option(10, help="Optimisation steps in all.", ge=1)
     batch_size: int = option(2, help="Sequences in a microbatch (one forward and backward pass).", ge=1)
     gradient_accumulation_steps: int = option(32, help="Microbatches in a step.", ge=1)
+    step_timeout: float = option(
+        3600.0, help="A step that takes more seconds is hung: say where, save if possible, end; 0: never.", ge=0
+    )
     model: ModelConfig
     rollouts: RolloutConfig = RolloutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -216,6 +236,7 @@ class TrainConfig(Section):
     drift: DriftConfig = DriftConfig()
     checkpoints: CheckpointConfig = CheckpointConfig()
     logging: LogConfig = LogConfig()
+    distributed: DistributedConfig = DistributedConfig()
 
     @classmethod
     def normalised(cls, given: Mapping[str, Any]) -> dict[str, Any]:

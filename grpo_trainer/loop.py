@@ -13,7 +13,7 @@ from grpo_trainer.benchmark import print_time_split
 from grpo_trainer.checkpoint import Checkpoints, Progress
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.distributed import Restore
-from grpo_trainer.errors import DriftError, StoppedError
+from grpo_trainer.errors import DriftError, GrpoError, HungError, StoppedError
 from grpo_trainer.files import METRICS_FILE, refuse_to_mix_runs
 from grpo_trainer.follower import follow, join_others
 from grpo_trainer.metrics.samples import SampleLog, build_sample_log
@@ -25,10 +25,14 @@ from grpo_trainer.rollouts.feed import BatchFeed
 from grpo_trainer.saving.generators import seed_generators
 from grpo_trainer.signals import StopSignal
 from grpo_trainer.trainer import Trainer
+from grpo_trainer.watchdog import StepWatch
 from grpo_trainer.weights.bridge import WeightBridge, build_bridge
 from grpo_trainer.weights.drift import drift_alarm
 
 log = logging.getLogger(__name__)
+
+ENDS = (StoppedError, DriftError, HungError)
+"""What ends a run early, with a checkpoint."""
 
 
 def train(config: TrainConfig) -> None:
@@ -46,7 +50,7 @@ def train(config: TrainConfig) -> None:
         refuse_to_mix_runs(config.log_dir, config.checkpoints.resume, "--log-dir")
         policy = build_policy(config, stop.check)
         trainer = Trainer(policy.model, config, stop.check, world=world)
-        checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer)
+        checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms)
         progress = checkpoints.resume()
         if checkpoints.safe_path is not None:
             world.give([Restore(checkpoints.safe_path)] * world.size)
@@ -56,10 +60,13 @@ def train(config: TrainConfig) -> None:
         rollouts = RolloutClient(config.rollouts, registration(config, progress), stop.check)
         pinned = trainer.device.type == "cuda"
         feed = BatchFeed(rollouts, config.rollouts, trainer.ready, stop.check, pinned=pinned)
+        watch = StepWatch(config.step_timeout, checkpoints.close)
+        stop.watch(watch.check)
         try:
             with bridge, feed:
-                run_steps(config, progress, trainer, bridge, feed, checkpoints, metrics, samples)
+                run_steps(config, progress, trainer, bridge, feed, checkpoints, metrics, samples, watch)
         finally:
+            watch.close()
             rollouts.close()
             metrics.close()
             checkpoints.close()
@@ -76,8 +83,10 @@ def run_steps(
     checkpoints: Checkpoints,
     metrics: MetricLog,
     samples: SampleLog | None = None,
+    watch: StepWatch | None = None,
 ) -> None:
     """From the progress that was resumed to the last step."""
+    watch = watch or StepWatch(0.0)
     version = bridge.connect(progress.policy_version)
     saved: Metrics = {}
     try:
@@ -89,19 +98,20 @@ def run_steps(
             batch = feed.next(progress.policy_version, last=progress.step + 1 == config.training_steps)
             if samples is not None:
                 samples.take(progress.step + 1, batch.leased.groups)
-            try:
-                result = trainer.step(batch.ready, progress.step, bridge.updating)
-            except (StoppedError, DriftError):
-                feed.release(batch)
-                raise
-            version = progress.policy_version + int(result.updated)
-            progress = Progress(progress.step + 1, version, feed.trained(batch))
-            published = bridge.publish(version)
-            feed.report(progress.step)
-            metrics.log(progress.step, batch.metrics, result.metrics, published.metrics, saved)
-            saved = checkpoints.maybe_save(progress)  # after the row: what is resumed has all of its rows
-            feed.settle(checkpoints.settled(progress))
-    except (StoppedError, DriftError) as end:
+            with watch.over(f"step {progress.step + 1}"):
+                try:
+                    result = trainer.step(batch.ready, progress.step, bridge.updating)
+                except ENDS:
+                    feed.release(batch)
+                    raise
+                version = progress.policy_version + int(result.updated)
+                progress = Progress(progress.step + 1, version, feed.trained(batch))
+                published = bridge.publish(version)
+                feed.report(progress.step)
+                metrics.log(progress.step, batch.metrics, result.metrics, published.metrics, saved)
+                saved = checkpoints.maybe_save(progress)  # after the row: what is resumed has all of its rows
+                feed.settle(checkpoints.settled(progress))
+    except ENDS as end:
         saved_at = checkpoints.save(progress)
         feed.settle(progress.batches)
         raise _saying(end, progress, saved_at) from None
@@ -110,8 +120,10 @@ def run_steps(
     log.info("trained %d steps; the final weights are %s", progress.step, final)
 
 
-def _saying(end: StoppedError | DriftError, progress: Progress, saved: Path) -> StoppedError | DriftError:
+def _saying(end: GrpoError, progress: Progress, saved: Path) -> GrpoError:
     """The same end of a run, with where it stands and how it goes on."""
+    if isinstance(end, HungError):
+        return HungError(f"{end}. Stopped at step {progress.step}; saved {saved}, go on with --resume auto")
     if isinstance(end, StoppedError):
         message = f"{end} at step {progress.step}; saved {saved}, go on with --resume auto"
         return StoppedError(message, end.signal_number)

@@ -27,6 +27,7 @@ from grpo_trainer.model.reference import Reference, build_reference
 from grpo_trainer.optim import build_optimizer, changed_fraction, sampled
 from grpo_trainer.rollouts.types import RolloutBatch
 from grpo_trainer.schedules import learning_rate
+from grpo_trainer.spikes import NormHistory
 from grpo_trainer.weights.drift import DriftAlarm, gap_metrics, recheck_version, row_gaps, sample_gaps
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class Trainer:
     Attributes:
         forward: how scores of tokens are computed.
         alarm: looks at each step's samples before the weights change, once it is set.
+        norms: of the gradients of the steps before.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class Trainer:
             self.optimizer.compile()
         self._reference = build_reference(model, config) if reference is None else reference
         self.alarm: DriftAlarm | None = None
+        self.norms = NormHistory(config.optimizer.grad_spike_factor)
         self._bad_steps = 0
         self._said_unused = False
 
@@ -248,23 +251,33 @@ class Trainer:
             self._said_unused = True
             log.warning("samples come with a teacher's logprobs, which are not used: --distill-coef is 0")
 
+    def _is_bad(self, loss: float, norm: float) -> bool:
+        """Whether the step is to be skipped; raises after too many such steps in a row."""
+        if math.isfinite(loss) and math.isfinite(norm):
+            reason = "explodes" if self.norms.is_spike(norm) else ""
+        else:
+            reason = "is not finite"
+        if not reason:
+            self._bad_steps = 0
+            return False
+        self._bad_steps += 1
+        log.warning("step skipped, weights untouched: loss %s, gradient norm %s, which %s", loss, norm, reason)
+        if self._bad_steps >= self.config.optimizer.max_bad_steps:
+            raise TrainingError(
+                f"{self._bad_steps} steps in a row had a loss or gradient that {reason} "
+                f"(last: loss {loss}, gradient norm {norm}); lower --lr, or look at the rewards and logprobs "
+                "in metrics.jsonl (--max-bad-steps sets the limit)"
+            )
+        return True
+
     def optimizer_step(self, metrics: dict[str, Metric], writing: Callable[[], AbstractContextManager[None]]) -> bool:
-        """Clip and step, unless loss or gradient is not finite."""
+        """Clip and step, unless loss or gradient is not finite, or the gradient explodes."""
         limit = self.config.optimizer.max_grad_norm or float("inf")
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, limit))
         loss = metrics["train/loss"].value()
         metrics["train/grad_norm"] = Mean(norm)
-        if not torch.isfinite(torch.tensor([norm, loss])).all():
-            self._bad_steps += 1
-            log.warning("step skipped, weights untouched: loss %s, gradient norm %s", loss, norm)
-            if self._bad_steps >= self.config.optimizer.max_bad_steps:
-                raise TrainingError(
-                    f"{self._bad_steps} steps in a row had a loss or gradient that is not finite "
-                    f"(last: loss {loss}, gradient norm {norm}); lower --lr, or look at the rewards and logprobs "
-                    "in metrics.jsonl (--max-bad-steps sets the limit)"
-                )
+        if self._is_bad(loss, norm):
             return False
-        self._bad_steps = 0
         before = [sampled(parameter).clone() for parameter in self.parameters]
         self.optimizer.prepare()
         with writing():

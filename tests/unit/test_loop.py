@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -12,11 +14,12 @@ import pytest
 from grpo_trainer.bridge_options import LoraOnly
 from grpo_trainer.checkpoint import Progress
 from grpo_trainer.config import ModelConfig, TrainConfig
-from grpo_trainer.errors import StoppedError
+from grpo_trainer.errors import HungError, StoppedError
 from grpo_trainer.loop import run_steps
 from grpo_trainer.rollouts.feed import FedBatch
 from grpo_trainer.rollouts.types import Leased
 from grpo_trainer.trainer import StepResult
+from grpo_trainer.watchdog import StepWatch
 from grpo_trainer.weights.bridge import Published
 from grpo_trainer.weights.lora_swap import LoraSwap
 from tests.unit.tiny_lora import tiny_lora
@@ -74,6 +77,9 @@ class Told:
         self.held.append(batch.leased.batch_id)
         return tuple(self.held)
 
+    def release(self, batch: FedBatch) -> None:
+        self.events.append(f"release {batch.leased.batch_id}")
+
     def report(self, step: int) -> None:
         self.events.append(f"report {step}")
 
@@ -125,6 +131,28 @@ def test_a_stop_while_publishing_keeps_the_step_and_its_batch_together(monkeypat
     with pytest.raises(StoppedError, match="stopped at step 2; saved checkpoint, go on with --resume auto"):
         run(told, 2)
     assert told.events[-3:] == ["end", "stop 2/7", "settle b5,b6"]
+
+
+def test_a_step_that_hangs_gives_its_batch_back_and_saves_what_was_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: Any = Told(True, True)
+    dumped = threading.Event()
+    watch = StepWatch(0.05, grace=600.0, dump=dumped.set)
+    step = told.step
+
+    def hang(batch: Any, number: int, writing: Any) -> StepResult:
+        if number == 0:
+            return step(batch, number, writing)
+        assert dumped.wait(60)
+        while True:
+            watch.check()
+            time.sleep(0.001)
+
+    monkeypatch.setattr(told, "step", hang)
+    config = TrainConfig(model=ModelConfig(name="m"), training_steps=2)
+    with pytest.raises(HungError, match=r"step 2 took more than .*Stopped at step 1; saved checkpoint, go on"):
+        run_steps(config, Progress(0, 5), told, told, told, told, told, watch=watch)
+    watch.close()
+    assert told.events[-3:] == ["release b6", "stop 1/6", "settle b5"]
 
 
 def test_an_adapter_is_not_sent_again_under_a_name_that_was_used(monkeypatch: pytest.MonkeyPatch) -> None:

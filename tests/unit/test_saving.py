@@ -14,14 +14,16 @@ import pytest
 import torch
 
 from grpo_trainer.checkpoint import Checkpoints, Progress
-from grpo_trainer.config import CheckpointConfig, ModelConfig, TrainConfig
+from grpo_trainer.config import CheckpointConfig, ModelConfig, OptimizerConfig, TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import whole_folder
+from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.policy import AllWeights
 from grpo_trainer.saving.generators import generator_states, restore_generators, seed_generators
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, check_files, read_state, seal
 from grpo_trainer.saving.snapshot import Snapshot
 from grpo_trainer.saving.writer import BackgroundWriter
+from grpo_trainer.spikes import NEEDED
 from grpo_trainer.trainer import Trainer
 from tests.unit.factories import batch, sample
 from tests.unit.tiny_lora import tiny_qwen
@@ -283,3 +285,31 @@ def test_every_generator_comes_back() -> None:
     first = draw()
     seed_generators(3)
     assert draw() == first
+
+
+# ---------------------------------------------------------------- gradients that explode
+
+
+def test_a_step_that_explodes_is_skipped_and_a_resumed_trainer_knows_the_norms_before(tmp_path: Path) -> None:
+    def one_that_skips() -> Trainer:
+        model = tiny_qwen()
+        model.requires_grad_(True)
+        options = OptimizerConfig(grad_spike_factor=100.0)
+        return Trainer(model, TrainConfig(model=ModelConfig(name="tiny"), training_steps=100, optimizer=options))
+
+    def norms_of(one: Trainer) -> Checkpoints:
+        config = CheckpointConfig(save_path=tmp_path, resume="auto")
+        return Checkpoints(config, AllWeights(one.model, None), one.optimizer, one.norms)  # type: ignore[arg-type]
+
+    one = one_that_skips()
+    for step in range(NEEDED):
+        assert one.step(ROLLOUTS, step).updated
+    norms_of(one).save(Progress(NEEDED, NEEDED))
+    resumed = one_that_skips()
+    norms_of(resumed).resume()
+    before = weights(resumed)
+    explosive = batch([sample([1, 2], [3, 4], 1.0, advantages=[1e5, 1e5]), sample([1, 2], [5], 0.0, advantages=[-1e5])])
+    result = resumed.step(explosive, NEEDED)
+    assert not result.updated and reduce(result.metrics)["train/skipped"] == 1
+    assert all(torch.equal(a, b) for a, b in zip(weights(resumed), before, strict=True))
+    assert one_that_skips().step(explosive, 0).updated  # nothing before it to compare with
