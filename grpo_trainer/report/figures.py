@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from grpo_trainer.benchmark import PHASES
 from grpo_trainer.report.plots import Line, Plot
 from grpo_trainer.report.read import Run
 
@@ -51,13 +52,6 @@ FIGURES = (
     ),
 )
 
-PHASES = {
-    "waiting for rollouts": "train/data_fetch_time",
-    "forward and backward": "train/forward_backward_time",
-    "optimizer": "train/optimizer_time",
-    "publishing": "train/sync_time",
-    "saving": "train/save_time",
-}
 HIDDEN = ("reward/std", "train/seconds", "train/step_time", "publish/version", "publish/served_version")
 MOST_LINES = 8
 

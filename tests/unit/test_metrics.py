@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from grpo_trainer.benchmark import time_split
 from grpo_trainer.metrics.sinks import ConsoleSink, JsonlSink, MetricLog, step_line
 from grpo_trainer.metrics.types import Max, Mean, Sum, merge, reduce
 
@@ -74,11 +73,3 @@ def test_the_console_says_why_the_loss_is_about_zero(tmp_path: Path) -> None:
 
 def test_a_missing_number_shows_as_nan_not_as_zero() -> None:
     assert "stale nan" in step_line(1, 1, {})
-
-
-def test_the_time_split_adds_up(tmp_path: Path) -> None:
-    row = {"train/seconds": 2.0, "train/data_fetch_time": 1.0, "train/forward_backward_time": 0.5}
-    (tmp_path / "m.jsonl").write_text("\n".join([json.dumps(row)] * 2))
-    split = time_split(tmp_path / "m.jsonl")
-    assert split["waiting for rollouts"] == 2.0 and sum(split.values()) == 4.0
-    assert split["other (logging, checkpoints)"] == 1.0
