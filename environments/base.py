@@ -34,6 +34,7 @@ from environments.api import wire
 from environments.config import BaseEnvConfig, ConfigError
 from environments.inference import Completion, InferenceClient, Sampling
 from environments.measures import Measures
+from environments.teacher import Teacher
 from environments.trajectory import Message, Trajectory, scored_group
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class BaseEnv(ABC, Generic[Item, Config]):
         self.tokenizer = tokenizer
         self.curr_step = 0
         self.measures = Measures()
+        self.teacher = Teacher.of(config)
 
     async def setup(self) -> None:
         """Loads what is needed, once, before anything else is called."""
@@ -111,6 +113,11 @@ class BaseEnv(ABC, Generic[Item, Config]):
         scores = await self.score_group(item, completions)
         pairs = zip(completions, scores, strict=True)
         return scored_group([self.trajectory(prompt, completion, score) for completion, score in pairs])
+
+    async def scored(self, item: Item) -> wire.ScoredData | None:
+        """The item's group as it is sent: with what a teacher says of it, if there is one."""
+        group = await self.collect_trajectories(item)
+        return group if group is None or self.teacher is None else await self.teacher.annotate(group)
 
     @abstractmethod
     async def evaluate(self) -> dict[str, float]:

@@ -95,6 +95,8 @@ async def _command(command: str, env_cls: type[BaseEnv[Any, Any]], settings: Set
     finally:
         await env.close()
         await server.close()
+        if env.teacher is not None:
+            await env.teacher.close()
 
 
 async def _until(stop: asyncio.Event, work: Any) -> None:
@@ -151,7 +153,7 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
 async def _collect(env: BaseEnv[Any, Any], item: Any) -> wire.ScoredData | str:
     """A group for the item, with the teacher's word if there is one; else why there is none."""
     try:
-        group = await env.collect_trajectories(item)
+        group = await env.scored(item)
     except (PeerError, ConfigError):
         raise
     except Exception as error:  # the environment's own code: one bad item must not lose the rest

@@ -70,6 +70,10 @@ class BaseEnvConfig(BaseModel):
     )
     seed: int = Field(default=0, ge=0, description="seed of the order of items")
     batch_size: int | None = Field(default=None, description="accepted for old scripts: it is the trainer's")
+    teacher_url: HttpUrl | None = Field(default=None, description="server of a teacher to distil from; unset: none")
+    teacher_model_name: str | None = Field(default=None, description="what to ask there; unset: what it serves")
+    teacher_api_key: str | None = Field(default=None, description="key of that server, if it asks for one")
+    teacher_top_k: int = Field(default=8, ge=1, le=20, description="of its likeliest tokens at each position, so many")
     use_wandb: bool = Field(default=False, description="log to Weights & Biases, in the trainer's project and group")
     wandb_name: str | None = Field(default=None, description="name under which the environment registers")
 

@@ -124,6 +124,13 @@ class GrpoServer:
             for token_ids, positions, text, finish_reason in rows
         ]
 
+    async def prompt_logprobs(self, peer: Peer, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
+        """The likeliest tokens at each place of a sequence."""
+        sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top_k}
+        request = GenerateRequest(prompt=TokenPrompt(token_ids), model=self.model, sampling=sampling)
+        response = await peer.request("POST", GENERATE_ROUTE, json=request.to_body())
+        return msgspec.json.decode(response.content, type=GenerateResponse).prompt_logprobs or []
+
 
 def _sampled_logprobs(token_ids: list[int], positions: list[list[dict[int, float]]]) -> list[float]:
     try:
@@ -133,6 +140,10 @@ def _sampled_logprobs(token_ids: list[int], positions: list[list[dict[int, float
             f"the inference server's /generate: {len(positions)} logprobs do not belong to the "
             f"{len(token_ids)} sampled tokens"
         ) from None
+
+
+class _Logprob(msgspec.Struct, frozen=True):
+    logprob: float
 
 
 class _TokenLogprobs(msgspec.Struct, frozen=True):
@@ -145,6 +156,7 @@ class _Choice(msgspec.Struct, frozen=True):
     logprobs: _TokenLogprobs | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[int, _Logprob] | None] | None = None
 
 
 class _Completions(msgspec.Struct, frozen=True):
@@ -179,6 +191,16 @@ class CompletionsServer:
                 temperature=sampling.temperature,
             )
             for choice in choices
+        ]
+
+    async def prompt_logprobs(self, peer: Peer, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
+        """The likeliest tokens at each place of a sequence, by vLLM's `prompt_logprobs`."""
+        body = {"model": self.model, "prompt": token_ids, "max_tokens": 1, "prompt_logprobs": top_k}
+        response = await peer.request("POST", COMPLETIONS_ROUTE, json=body)
+        (choice,) = msgspec.json.decode(response.content, type=_Completions).choices
+        return [
+            None if position is None else {token: entry.logprob for token, entry in position.items()}
+            for position in choice.prompt_logprobs or []
         ]
 
 

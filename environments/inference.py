@@ -31,7 +31,12 @@ class InferenceClient:
     """Client of an inference server of whatever kind (`environments.dialects`)."""
 
     def __init__(
-        self, config: ServerConfig, *, patience: float, transport: httpx.AsyncBaseTransport | None = None
+        self,
+        config: ServerConfig,
+        *,
+        patience: float,
+        transport: httpx.AsyncBaseTransport | None = None,
+        name: str = "the inference server",
     ) -> None:
         """`patience`: seconds that the server may be away. `base_url` may end in ``/v1``, as OpenAI clients have it.
 
@@ -43,7 +48,7 @@ class InferenceClient:
         self._finding = asyncio.Lock()
         self._slots = asyncio.Semaphore(config.num_max_requests_at_once)
         self._peer = Peer(
-            "the inference server",
+            name,
             config.base_url.removesuffix("/v1"),
             patience=patience,
             timeout=config.timeout,
@@ -69,6 +74,19 @@ class InferenceClient:
                 completions = await dialect.generate(self._peer, prompt_token_ids, n, sampling)
         return completions
 
+    async def prompt_logprobs(self, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
+        """The `top_k` likeliest tokens, and the one that stands there, at each place of a sequence but the first.
+
+        Raises:
+            ConfigError: This kind of server does not tell them.
+            PeerError: As for `generate`.
+        """
+        dialect = await self._dialect(Sampling(max_tokens=1))
+        if not isinstance(dialect, GrpoServer | CompletionsServer):
+            raise ConfigError(f"{self._peer.name} at {self._peer.url}: tells no logprobs of a prompt; use vLLM")
+        async with self._slots:
+            return await dialect.prompt_logprobs(self._peer, token_ids, top_k)
+
     async def close(self) -> None:
         """Closes the connections."""
         await self._peer.close()
@@ -77,7 +95,7 @@ class InferenceClient:
         async with self._finding:
             if self._found is None:
                 self._found = await find_dialect(self._peer, self._model)
-                log.info("the inference server at %s: %s", self._peer.url, self._found.description)
+                log.info("%s at %s: %s", self._peer.name, self._peer.url, self._found.description)
             if self._found.raw_logprobs and sampling.temperature not in (0.0, 1.0):
                 log.warning(
                     "temperature %g: vLLM gives logprobs at temperature 1 unless it runs with --logprobs-mode "

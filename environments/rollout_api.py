@@ -1,6 +1,8 @@
 """The environment's side of the rollout API: register, ask how much is wanted, post groups, take leave."""
 
 import gzip
+import logging
+import math
 import uuid
 from typing import TypeVar
 
@@ -11,7 +13,10 @@ from environments.api import wire
 from environments.config import BaseEnvConfig
 from environments.http import Peer, PeerError, PeerRefused
 
+log = logging.getLogger(__name__)
+
 _GZIP_FROM_BYTES = 1024
+_EVALUATION_PATIENCE_S = 5.0
 
 T = TypeVar("T")
 
@@ -86,6 +91,15 @@ class RolloutApi:
             body = gzip.compress(body, compresslevel=1)
             headers["Content-Encoding"] = "gzip"
         await self._peer.request("POST", "/scored_data", content=body, headers=headers)
+
+    async def post_evaluation(self, env_id: int, step: int, metrics: dict[str, float]) -> None:
+        """Hands over figures on held-out prompts. Best effort: an API of the original protocol takes none."""
+        finite = {key: float(value) for key, value in metrics.items() if math.isfinite(value)}
+        body = wire.Evaluation(env_id=env_id, step=step, metrics=finite)
+        try:
+            await self._ask("POST", "/evaluation", wire.EvaluationResponse, body, patience=_EVALUATION_PATIENCE_S)
+        except PeerError as error:
+            log.info("the rollout API did not take the evaluation of step %d: %s", step, error)
 
     async def disconnect(self, env_id: int, patience: float) -> None:
         """Takes leave, so that the API reserves nothing for this environment any more."""

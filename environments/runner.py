@@ -48,6 +48,7 @@ class Registration:
         first_step: The trainer's step when we came.
         checkpoint_dir: Where the trainer saves, if it said so.
         checkpoint_interval: After how many steps it saves; 0: only at its end.
+        eval_every: After how many steps the trainer wants an evaluation; 0: it does not ask.
     """
 
     env_id: int
@@ -58,20 +59,23 @@ class Registration:
     first_step: int = 0
     checkpoint_dir: str | None = None
     checkpoint_interval: int = 0
+    eval_every: int = 0
 
 
 def groups_to_start(status: wire.StatusEnv, registration: Registration, config: BaseEnvConfig, in_flight: int) -> int:
     """How many groups to start now, with `in_flight` counted *before* `status` was asked for.
 
     Groups that wait in the API and groups in flight together stay within `max_batches_offpolicy` batches, and within
-    what the remaining steps need. A share reserved by `min_batch_allocation` is filled however full the queue is
-    with other environments' groups: the trainer would wait for it.
+    what the remaining steps need. Among several environments each stays within its weight's share of that, so that
+    batches are mixed as the weights say, however fast each of them is. A share reserved by `min_batch_allocation` is
+    filled however full the queue is with other environments' groups: the trainer would wait for it.
     """
     per_batch = registration.batch_size / config.group_size
     batches = float(config.max_batches_offpolicy)
     if registration.last_step >= 0:
         batches = min(batches, registration.last_step - status.current_step)
-    room = math.ceil(batches * per_batch) - status.queue_size - in_flight
+    share = math.ceil(batches * per_batch * min(1.0, status.env_weight)) - status.self_queue_size
+    room = min(math.ceil(batches * per_batch) - status.queue_size, share) - in_flight
     if config.min_batch_allocation is not None:
         reserved = math.ceil(batches * per_batch * config.min_batch_allocation)
         room = max(room, reserved - status.self_queue_size - in_flight)
@@ -258,7 +262,7 @@ class Runner:
         interval = self._registration.checkpoint_interval if self._registration else 0
         if interval and status.current_step // interval > before.current_step // interval:
             self._save_state(status.current_step)
-        every = self.config.steps_per_eval
+        every = self.config.steps_per_eval or (self._registration.eval_every if self._registration else 0)
         due = every and status.current_step // every > before.current_step // every
         if due and (self._evaluation is None or self._evaluation.done()):
             self._evaluation = asyncio.create_task(self._evaluate(status.current_step))
@@ -267,10 +271,12 @@ class Runner:
         metrics = await self.env.evaluate()
         log.info("evaluation at step %d: %s", step, ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
         self.reporter.record(step, {f"eval/{key}": value for key, value in metrics.items()})
+        if self._registration is not None:
+            await self.api.post_evaluation(self._registration.env_id, step, metrics)
 
     async def _collect(self, item: object) -> None:
         try:
-            group = await self.env.collect_trajectories(item)
+            group = await self.env.scored(item)
         except PeerRefused as refusal:
             log.error("%s", refusal)
             self._lose("refused by the server", str(refusal))

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
 from collections.abc import Iterator
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
 import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from verifiers.v1.configs.agent import agent_config_fields  # pyright: ignore[reportMissingImports]
 from verifiers.v1.types import SamplingConfig  # pyright: ignore[reportMissingImports]
 from verifiers.v1.utils.loaders import (  # pyright: ignore[reportMissingImports]
@@ -40,11 +41,16 @@ class RolloutFailed(RuntimeError):
     """The environment, its program or its tools failed; the message says how."""
 
 
+def _from_json(value: Any) -> Any:
+    """`grpo run` hands options on as they were typed."""
+    return json.loads(value) if isinstance(value, str) else value
+
+
 class VerifiersConfig(BaseEnvConfig):
     """Settings of environments of `verifiers`."""
 
     env_id: str = Field(description="the environment: a module or package with its taskset; ENV+TASKSET pairs two")
-    env_args: dict[str, Any] = Field(
+    env_args: Annotated[dict[str, Any], BeforeValidator(_from_json)] = Field(
         default_factory=dict, description='its own configuration, JSON: {"taskset": {"num_tasks": 5}}'
     )
     harness: str = Field(default="null", description="program that plays it where it brings none; null: a chat loop")

@@ -70,6 +70,8 @@ class Api:
             Route("/batch/{batch_id}/ack", self.ack, methods=["POST"]),
             Route("/batch/{batch_id}/extend", self.extend, methods=["POST"]),
             Route("/batch/{batch_id}/release", self.release, methods=["POST"]),
+            Route("/evaluation", self.evaluation, methods=["POST"]),
+            Route("/evaluations", self.evaluations),
             Route("/latest_example", self.latest_example),
             Route("/reset_data", self.reset_data),
             Route("/overview", self.overview),
@@ -136,6 +138,16 @@ class Api:
     async def scored_data_list(self, request: Request) -> Response:
         answer = await self._take(request, intake.take_list)
         return respond(request, answer, 422 if answer.rejected else 200)
+
+    async def evaluation(self, request: Request) -> Response:
+        try:
+            return respond(request, self.service.take_evaluation(await self._message(request, wire.Evaluation)))
+        except UnknownEnvironment as error:
+            raise ApiError(404, str(error), "env_id") from None
+
+    async def evaluations(self, request: Request) -> Response:
+        after = int(_number(request.query_params.get("after", "0"), "after", 0, 2**53, whole=True))
+        return respond(request, self.service.evaluations_after(after))
 
     async def batch(self, request: Request) -> Response:
         query = request.query_params

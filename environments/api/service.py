@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from statistics import fmean
 
@@ -28,6 +28,7 @@ UNANSWERED_S = 5.0
 """Posts this close to the end of an earlier process may never have been answered."""
 RETRY_WINDOW_S = 120.0
 """Time after a start in which clients repeat posts that the earlier process never answered."""
+KEPT_EVALUATIONS = 256
 TIDY_S = 30.0
 """Time between two clearings of what the store need not remember any more."""
 
@@ -56,6 +57,7 @@ class Service:
         self.payloads = Payloads(self.store, settings.memory_mb << 20)
         self.history = History()
         self.latest: bytes | None = None
+        self.evaluations: deque[wire.NumberedEvaluation] = deque(maxlen=KEPT_EVALUATIONS)
         self.failed = asyncio.Event()
         self.started_at = clock()
         self._posts: OrderedDict[bytes, float] = OrderedDict()
@@ -143,6 +145,7 @@ class Service:
             starting_step=self.step,
             checkpoint_interval=trainer.save_checkpoint_interval,
             num_steps=trainer.num_steps,
+            eval_every=trainer.eval_every,
         )
 
     async def disconnect(self, env_id: int) -> None:
@@ -189,6 +192,20 @@ class Service:
             return wire.ScoredDataResponse(status="received")
         return wire.ScoredDataResponse(status="buffered", buffer_size=buffered)
 
+    def take_evaluation(self, evaluation: wire.Evaluation) -> wire.EvaluationResponse:
+        """Keep an environment's figures for the trainer to fetch; a restart forgets them (raises UnknownEnvironment)."""
+        name = self.queue.environment(evaluation.env_id).name
+        last = self.evaluations[-1].number if self.evaluations else 0
+        number = max(last + 1, int(1000 * self.clock()))  # above all those of an earlier process
+        self.evaluations.append(
+            wire.NumberedEvaluation(number=number, name=name, step=evaluation.step, metrics=evaluation.metrics)
+        )
+        return wire.EvaluationResponse()
+
+    def evaluations_after(self, number: int) -> wire.Evaluations:
+        """Those that the trainer has not seen."""
+        return wire.Evaluations(evaluations=[each for each in self.evaluations if each.number > number])
+
     async def written(self) -> None:
         """Return when everything taken so far is as safe as this service makes it."""
         await self._commit()
@@ -221,6 +238,7 @@ class Service:
         self.payloads.clear()
         self.history = History()
         self.latest = None
+        self.evaluations.clear()
         self._posts.clear()
         self._unanswered.clear()
         await self._commit()

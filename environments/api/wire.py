@@ -52,7 +52,8 @@ class Register(Struct, frozen=True, kw_only=True):
     """POST /register: a trainer announces itself, or takes the run over from one that has gone.
 
     Queued groups are kept, the former trainer's leases return to the queue. `batch_size` counts sequences.
-    With the `uuid` of an earlier answer the trainer keeps that identity; without it a new one is given.
+    With the `uuid` of an earlier answer the trainer keeps that identity; without it a new one is given. Environments
+    are asked to evaluate every `eval_every` steps.
     """
 
     wandb_group: _Name
@@ -64,6 +65,7 @@ class Register(Struct, frozen=True, kw_only=True):
     starting_step: _Id
     num_steps: _Int
     uuid: _Id | None = None
+    eval_every: _Count | None = None
 
 
 class RegisterResponse(Struct, frozen=True, kw_only=True):
@@ -92,6 +94,7 @@ class RegisterEnvResponse(Struct, frozen=True, kw_only=True, omit_defaults=True)
     starting_step: int | None = None
     checkpoint_interval: int | None = None
     num_steps: int | None = None
+    eval_every: int | None = None
 
 
 class EnvIdentifier(Struct, frozen=True, kw_only=True):
@@ -296,6 +299,35 @@ class LeaseResponse(Struct, frozen=True, kw_only=True):
 
     status: Literal["acknowledged", "extended", "released"]
     current_step: int
+
+
+class Evaluation(Struct, frozen=True, kw_only=True):
+    """POST /evaluation: an environment's figures on held-out prompts, of the policy as it was from `step` on."""
+
+    env_id: _Id
+    step: _Id
+    metrics: dict[_Name, float]
+
+
+class EvaluationResponse(Struct, frozen=True, kw_only=True):
+    """Answer to POST /evaluation."""
+
+    status: Literal["received"] = "received"
+
+
+class NumberedEvaluation(Struct, frozen=True, kw_only=True):
+    """An evaluation with its number, which is above those of all that came before, and its environment's name."""
+
+    number: int
+    name: str
+    step: int
+    metrics: dict[str, float]
+
+
+class Evaluations(Struct, frozen=True, kw_only=True):
+    """Answer to GET /evaluations: the newest that came after number `after`, oldest first."""
+
+    evaluations: list[NumberedEvaluation]
 
 
 class ErrorResponse(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -1,0 +1,257 @@
+"""Environments of the `verifiers` library: with a policy that answers from a script, and in a run that trains."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from environments.demo_model import build_tokenizer
+from tests.processes import ROOT, tail
+
+pytestmark = pytest.mark.timeout(600)
+
+ENVIRONMENT = '''
+"""Two tasksets: sums in one turn, and sums that a tool makes."""
+
+import verifiers.v1 as vf
+
+
+class Sum(vf.TaskData):
+    answer: str = ""
+
+
+class SumTask(vf.Task[Sum]):
+    @vf.reward(weight=1.0)
+    async def right(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply == self.data.answer)
+
+    @vf.reward(weight=0.1)
+    async def digits(self, trace: vf.Trace) -> float:
+        return sum(c.isdigit() for c in trace.last_reply) / max(1, len(trace.last_reply))
+
+    @vf.metric
+    async def length(self, trace: vf.Trace) -> float:
+        return float(len(trace.last_reply))
+
+
+class SumsConfig(vf.TasksetConfig):
+    count: int = 40
+
+
+class Sums(vf.Taskset[SumTask, SumsConfig]):
+    def load(self):
+        pairs = [(10 + i, 20 + i) for i in range(self.config.count)]
+        return [SumTask(Sum(prompt=f"{a}+{b}=", answer=str(a + b)), self.config.task) for a, b in pairs]
+
+
+__all__ = ["Sums"]
+'''
+
+WITH_TOOL = '''
+"""Sums that a tool makes."""
+
+import verifiers.v1 as vf
+
+
+class Adder(vf.Toolset[vf.ToolsetConfig]):
+    @vf.tool
+    def add(self, a: int, b: int) -> str:
+        """Add two numbers."""
+        return str(a + b)
+
+
+class Sum(vf.TaskData):
+    answer: str = ""
+
+
+class ToolConfig(vf.TaskConfig):
+    tools: vf.ToolsetConfig = vf.ToolsetConfig()
+
+
+class SumTask(vf.Task[Sum, vf.State, ToolConfig]):
+    @classmethod
+    def toolsets(cls, config: ToolConfig) -> list[vf.Toolset]:
+        return [Adder(config.tools)]
+
+    @vf.reward(weight=1.0)
+    async def right(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply.endswith(self.data.answer))
+
+
+class SumsConfig(vf.TasksetConfig):
+    task: ToolConfig = ToolConfig()
+
+
+class Sums(vf.Taskset[SumTask, SumsConfig]):
+    def load(self):
+        return [SumTask(Sum(prompt="2+3?", answer="5"), self.config.task)]
+
+
+__all__ = ["Sums"]
+
+if __name__ == "__main__":
+    Adder.run()
+'''
+
+
+@pytest.fixture(scope="module")
+def installed() -> None:
+    """verifiers in a virtual environment of its own, kept in the user's cache for the next time."""
+    done = subprocess.run(
+        [sys.executable, "-m", "environments.verifiers_server", "install"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=500,
+        check=False,
+    )
+    if done.returncode:
+        pytest.skip(f"verifiers can't be installed here: {done.stderr.strip().splitlines()[-1:]}")
+
+
+@pytest.fixture
+def packages(tmp_path: Path) -> dict[str, str]:
+    """The environments as modules that Python finds."""
+    folder = tmp_path / "packages"
+    folder.mkdir()
+    (folder / "plain_sums.py").write_text(ENVIRONMENT)
+    (folder / "tool_sums.py").write_text(WITH_TOOL)
+    return {"PYTHONPATH": f"{folder}:{ROOT}", "HF_HUB_OFFLINE": "1"}
+
+
+def run(arguments: list[str], log: Path, env: dict[str, str], cwd: Path = ROOT, seconds: float = 120) -> int:
+    """`python -m ARGUMENTS`, everything it says in a file."""
+    import os
+
+    with log.open("wb") as output:
+        command = [sys.executable, "-m", *arguments]
+        settings = {**os.environ, **env}
+        done = subprocess.run(
+            command, cwd=cwd, env=settings, stdout=output, stderr=output, timeout=seconds, check=False
+        )
+    return done.returncode
+
+
+def chat_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """A token per byte and those of Qwen3's chats."""
+    made = build_tokenizer()
+    specials = ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+    made.add_special_tokens({"additional_special_tokens": [*specials, "<think>", "</think>"]})
+    # Qwen2's own class would call <|endoftext|> its unknown token, as no real tokenizer of Qwen3 does.
+    saved = PreTrainedTokenizerFast(tokenizer_object=made.backend_tokenizer, eos_token="<|im_end|>")
+    saved.save_pretrained(folder)
+    return saved
+
+
+@contextmanager
+def scripted(tokenizer: PreTrainedTokenizerFast, turns: list[str], prompts: list[str]) -> Iterator[str]:
+    """A server whose policy says these, turn by turn."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._reply({"boot_id": "b", "policy_version": 7} if self.path == "/bridge/info" else {})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            ids = body["prompt"]["prompt_token_ids"]
+            prompts.append(str(tokenizer.decode(ids)))
+            row = tokenizer.encode(turns[prompts[-1].count("<|im_start|>assistant") - 1])
+            answer = {"text": [""], "prompt": None, "finish_reasons": ["stop"], "policy_version": 7, "model": "m"}
+            logprobs = [[{str(token): -0.5}] for token in row]
+            self._reply({**answer, "prompt_token_ids": ids, "token_ids": [row], "logprobs": [logprobs]})
+
+        def _reply(self, answer: dict[str, Any]) -> None:
+            content = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Says nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+    finally:
+        server.shutdown()
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_several_turns_with_a_tool_are_the_servers_tokens(
+    installed: None, tmp_path: Path, packages: dict[str, str]
+) -> None:
+    call = '<tool_call>\n{"name": "adder_add", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>'
+    tokenizer, prompts, log = chat_tokenizer(tmp_path / "tokenizer"), [], tmp_path / "log"
+    with scripted(tokenizer, [call, "It is 5<|im_end|>"], prompts) as url:
+        command = ["environments.verifiers_server", "process", "--env-id", "tool_sums", "--groups", "1"]
+        command += ["--env.tokenizer_name", str(tmp_path / "tokenizer"), "--env.renderer", "qwen3"]
+        command += ["--env.group_size", "2", "--openai.base_url", url]
+        command += ["--env.data_path_to_save_groups", str(tmp_path / "groups.jsonl")]
+        assert run(command, log, packages) == 0, tail(log)
+    (group,) = read_jsonl(tmp_path / "groups.jsonl")
+    assert group["scores"] == [1.0, 1.0] and group["policy_versions"] == [7, 7]
+    sampled = [token for token in group["masks"][0] if token != -100]
+    assert tokenizer.decode(sampled) == call + "It is 5<|im_end|>"
+    for tokens, mask, logprobs in zip(group["tokens"], group["masks"], group["inference_logprobs"], strict=True):
+        assert all(m in (-100, token) for m, token in zip(mask, tokens, strict=True))
+        assert logprobs == [1.0 if m == -100 else -0.5 for m in mask]
+    assert "<tool_response>\n5\n</tool_response>" in tokenizer.decode(group["tokens"][0])
+    assert [message["role"] for message in group["messages"][0]] == ["user", "assistant", "tool", "assistant"]
+    assert len(prompts) == 4 and '"name": "adder_add"' in prompts[0]
+
+
+def test_an_environment_of_verifiers_trains(
+    installed: None, demo_model: Path, tmp_path: Path, packages: dict[str, str]
+) -> None:
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    options = {
+        "model-name": demo_model,
+        "run-dir": run_dir,
+        "weight-bridge-mode": "lora_only",
+        "training-steps": 3,
+        "batch-size": 8,
+        "gradient-accumulation-steps": 1,
+        "lr": 1e-3,
+        "lora-r": 8,
+        "seq-len": 64,
+        "server.port": 0,
+        "api.port": 0,
+        "env": "verifiers",
+        "env.env_id": "plain_sums",
+        "env.env_args": '{"taskset": {"count": 30}}',
+        "env.group_size": 4,
+        "env.max_tokens": 4,
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    said = run_dir / "logs" / "env-verifiers.log"
+    assert run(["grpo_trainer", "run", *words], log, packages) == 0, tail(log) + tail(said)
+    rows = read_jsonl(run_dir / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["batch/sequences"] == 8 and 0 < row["reward/mean"] <= 1.1 for row in rows)
+    assert rows[0]["alignment/logprob_diff_max"] < 1e-3  # the server's ids and logprobs, at its temperature
+    told = read_jsonl(run_dir / "logs" / "env-verifiers.metrics.jsonl")
+    assert any({"verifiers_0/right", "verifiers_0/digits", "verifiers_0/length"} <= row.keys() for row in told)
+
+
+def test_without_its_virtual_environment_the_command_that_makes_it_is_named(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    status = run(
+        ["environments.verifiers_server", "--env-id", "x"], log, {"GRPO_VERIFIERS_VENV": str(tmp_path / "none")}
+    )
+    assert status == 2 and "`grpo env verifiers install` does it" in log.read_text()

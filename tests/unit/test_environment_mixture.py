@@ -1,0 +1,217 @@
+"""Several environments at once, an environment's own state, and what `process` writes; the real rollout API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from environments import cli
+from environments.api import wire
+from environments.api.app import build_app
+from environments.api.service import Service
+from environments.api.settings import Settings
+from environments.base import BaseEnv
+from environments.config import BaseEnvConfig
+from environments.groups_page import groups_page
+from environments.http import PeerError
+from environments.items import Shuffled
+from environments.rollout_api import RolloutApi
+from environments.runner import Registration, groups_to_start, serve
+from environments.state import StateFiles
+
+STEPS = 8
+
+
+def trainer(folder: Path, starting_step: int = 0) -> wire.Register:
+    return wire.Register(
+        wandb_group="group",
+        wandb_project="project",
+        batch_size=16,
+        max_token_len=16,
+        checkpoint_dir=str(folder),
+        save_checkpoint_interval=3,
+        starting_step=starting_step,
+        num_steps=STEPS,
+    )
+
+
+class Numbers(BaseEnv[int]):
+    """Groups whose tokens are the item and the environment's mark."""
+
+    name = "numbers"
+
+    def __init__(self, mark: int = 0, seconds: float = 0.0, **changes: Any) -> None:
+        settings = {"tokenizer_name": "m", "group_size": 2, "retry_timeout": 5.0} | changes
+        super().__init__(BaseEnvConfig(**settings), None, None)  # type: ignore[arg-type]
+        self.mark, self.seconds = mark, seconds
+        self.items = Shuffled(range(1000), seed=0)
+        self.taken: list[int] = []
+
+    def state(self) -> dict[str, Any]:
+        return {"position": self.items.position}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.items.position = state["position"]
+
+    async def get_next_item(self) -> int:
+        self.taken.append(next(self.items))
+        return self.taken[-1]
+
+    async def collect_trajectories(self, item: int) -> wire.ScoredData | None:
+        await asyncio.sleep(self.seconds)
+        row = [item, self.mark]
+        return wire.ScoredData(tokens=[row, row], masks=[[-100, self.mark]] * 2, scores=[1.0, 0.0])
+
+    async def evaluate(self) -> dict[str, float]:
+        return {}
+
+
+async def serving(env: Numbers, service: Service) -> None:
+    api = RolloutApi(env.config, transport=httpx.ASGITransport(app=build_app(service)))  # type: ignore[arg-type]
+    try:
+        await serve(env, api, asyncio.Event())
+    finally:
+        await api.close()
+
+
+async def train(service: Service, steps: int) -> list[Counter[int]]:
+    """How many groups of each mark each batch had."""
+    mixtures = []
+    for _ in range(steps):
+        while (served := await service.next_batch(lease=60.0)) is None:
+            await asyncio.sleep(0.01)
+        groups = [wire.unpack(wire.decode(payload, wire.PackedGroup, wire.MSGPACK)) for payload in served.payloads]
+        mixtures.append(Counter(group.tokens[0][1] for group in groups))
+        assert served.lease is not None
+        await service.acknowledge(served.lease.batch_id, None)
+    return mixtures
+
+
+def test_batches_are_mixed_by_weight_however_fast_each_environment_is(tmp_path: Path) -> None:
+    async def scene() -> list[Counter[int]]:
+        service = Service(Settings())
+        await service.register(trainer(tmp_path))
+        await service.next_batch()
+        slow, fast = Numbers(1, seconds=0.05, inference_weight=3.0), Numbers(2, inference_weight=1.0)
+        tasks = [asyncio.create_task(serving(env, service)) for env in (slow, fast)]
+        mixtures = await train(service, STEPS)
+        await asyncio.wait_for(asyncio.gather(*tasks), 20)
+        return mixtures
+
+    mixtures = asyncio.run(scene())
+    assert all(mixture.total() == 8 for mixture in mixtures)
+    # A weight of 3 to 1: six groups of eight. The first batch may have been begun before both were there.
+    later = sum(mixtures[2:], Counter[int]())
+    assert later[1] / later.total() == pytest.approx(0.75, abs=0.1), mixtures
+
+
+@pytest.mark.parametrize(("weight", "own", "queued", "wanted"), [(1.0, 3, 3, 5), (0.25, 0, 0, 2), (0.25, 2, 2, 0)])
+def test_a_weight_bounds_what_an_environment_has_in_the_queue(
+    weight: float, own: int, queued: int, wanted: int
+) -> None:
+    registration = Registration(env_id=0, name="n_0", batch_size=16, max_token_len=-1, last_step=-1)  # 8 groups
+    seen = wire.StatusEnv(
+        current_step=0,
+        queue_size=queued,
+        unallocated_fraction=1.0,
+        self_queue_size=own,
+        max_group_size=2,
+        env_weight=weight,
+    )
+    assert groups_to_start(seen, registration, Numbers().config, in_flight=0) == wanted
+
+
+def test_a_resumed_run_goes_on_with_the_items_that_were_next(tmp_path: Path) -> None:
+    async def run(starting_step: int, steps: int) -> Numbers:
+        service = Service(Settings())
+        await service.register(trainer(tmp_path, starting_step))
+        await service.next_batch()
+        env = Numbers(total_steps=starting_step + steps)
+        task = asyncio.create_task(serving(env, service))
+        await train(service, steps)
+        await asyncio.wait_for(task, 20)
+        return env
+
+    first = asyncio.run(run(0, 4))
+    saved = sorted(path.name for path in (tmp_path / "environments" / "numbers").iterdir())
+    assert saved == ["step-3.json", "step-4.json"]  # as often as the trainer saves, and at the end
+    again = asyncio.run(run(4, 2))
+    assert not set(first.taken) & set(again.taken)
+    order = Shuffled(range(1000), seed=0)
+    assert first.taken + again.taken == [next(order) for _ in range(len(first.taken + again.taken))]
+    afresh = asyncio.run(run(0, 2))
+    assert afresh.taken == first.taken[: len(afresh.taken)]
+
+
+def test_the_state_of_an_earlier_checkpoint_is_that_checkpoints(tmp_path: Path, caplog: Any) -> None:
+    files = StateFiles(tmp_path, "a/b")
+    assert files.newest(9) is None
+    for step in (3, 6, 12):
+        files.save(step, {"position": step * 10})
+    assert files.newest(9) == {"position": 60} and files.newest(12) == {"position": 120} and files.newest(2) is None
+    assert {path.name for path in tmp_path.iterdir()} == {"a_b"}
+    (tmp_path / "file").write_text("")
+    StateFiles(tmp_path / "file", "x").save(1, {"a": 1})
+    assert "state at step 1 not saved" in caplog.text and "--env.state_dir names a folder" in caplog.text
+
+
+class Requests(HTMLParser):
+    """What a page would ask for when it is opened, and whether its tags are closed."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, str]] = []
+        self.open: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [(tag, name) for name, _ in attrs if name in ("src", "href", "srcset", "data", "action")]
+        self.open += [] if tag in ("meta", "br") else [tag]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_of_groups_stands_alone_and_shows_them_as_they_are() -> None:
+    talk = [{"role": "user", "content": "<script>alert(1)</script>"}, {"role": "assistant", "content": "one & two"}]
+    group = wire.ScoredData(
+        tokens=[[1, 2], [1, 3]],
+        masks=[[-100, 2], [-100, 3]],
+        scores=[0.25, 1.0],
+        messages=[talk, [talk[0], {"role": "assistant", "content": "three"}]],
+        policy_versions=[4, 4],
+    )
+    page = groups_page("sums: <a>", [group] * 3)
+    read = Requests(page)
+    assert not read.found and not read.open and "<script" not in page and "@import" not in page and "url(" not in page
+    assert page.count("&lt;script&gt;alert(1)") == 6  # once as the title of each group, once as its prompt
+    assert "one &amp; two" in page and page.index("three") < page.index("one &amp; two")  # the better answer first
+    assert "<b>6</b>answers" in page and "<b>0.625</b>mean score" in page and "1 of 2 tokens trained, policy 4" in page
+    Requests(groups_page("none", []))
+    Requests(groups_page("no text", [msgspec.structs.replace(group, messages=None)]))
+
+
+def test_process_writes_groups_and_the_page_and_needs_no_trainer(tmp_path: Path) -> None:
+    env = Numbers(7, data_path_to_save_groups=tmp_path / "groups.jsonl")
+    asyncio.run(cli.process(env, 5))
+    rows = [json.loads(line) for line in (tmp_path / "groups.jsonl").read_text().splitlines()]
+    assert len(rows) == 5 and all(row["tokens"][0][1] == 7 for row in rows)
+    assert "<b>5</b>groups" in (tmp_path / "groups.html").read_text()
+
+
+def test_process_ends_when_nothing_comes_of_group_after_group(tmp_path: Path) -> None:
+    class Broken(Numbers):
+        async def collect_trajectories(self, item: int) -> wire.ScoredData | None:
+            raise ValueError("no such tool")
+
+    env = Broken(data_path_to_save_groups=tmp_path / "groups.jsonl", max_concurrent_groups=4)
+    with pytest.raises(PeerError, match=r"16 groups in a row came to nothing: .*ValueError\('no such tool'\)"):
+        asyncio.run(cli.process(env, 5))
