@@ -33,13 +33,17 @@ class LayerMemory:
     fixed_bytes: float = 0.0
 
     def needed(self, tokens: int, recomputed: int) -> float:
-        """Bytes at the peak of a pass, where so many layers are recomputed.
+        """Bytes at the peak of a pass, where the first so many layers are recomputed.
 
-        In its backward pass a layer has the gradients of what it kept beside it, about as much again; it is the first
-        that has: layers from the first on are recomputed, so by their turn others are gone.
+        A layer in its backward pass has gradients beside what it kept, about as much again. The last layer has them
+        while all is there still; the last of those that are recomputed, when only their inputs are.
         """
-        kept = (self.layers - recomputed) * self.token_bytes + recomputed * self.input_bytes
-        return self.fixed_bytes + tokens * (kept + (1 if recomputed < self.layers else 2) * self.token_bytes)
+        inputs = recomputed * self.input_bytes
+        kept = self.layers - recomputed
+        peaks = [(kept + (1 if kept else 0)) * self.token_bytes + inputs]
+        if recomputed:
+            peaks.append(2 * self.token_bytes + inputs)
+        return self.fixed_bytes + tokens * max(peaks)
 
     def recomputed(self, tokens: int, free: float) -> int:
         """The fewest layers that have to be recomputed for a pass to fit; all of them if none suffices."""

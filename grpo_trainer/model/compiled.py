@@ -32,7 +32,7 @@ def compile_layers(layers: nn.ModuleList, trial: Callable[[], Tensor]) -> bool:
     except Exception as error:  # whatever torch's compiler, Triton or a host compiler may raise
         for layer in layers:
             layer._compiled_call_impl = None  # type: ignore[assignment]  # what Module.compile sets
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = "; ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
         log.warning("decoder layers are not compiled: %s: %s", type(error).__name__, reason)
         return False
     return True

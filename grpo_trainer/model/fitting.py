@@ -91,7 +91,7 @@ def _set_recomputed(
     wanted, offload = config.model.gradient_checkpointing, config.compute.activation_offload
     device = forward.head.weight.device
     random = _draws_random_numbers(forward.model)
-    if wanted is not None or offload or device.type != "cuda":
+    if wanted is not None or offload or not on_gpu(device):
         count = len(layers) if wanted or offload else 0
         recompute(layers, count, offload=offload, random=random)
         forward.recomputed = count
@@ -102,8 +102,8 @@ def _set_recomputed(
     free = free_bytes(device)
     if config.compute.trainer_memory_gb is not None:
         free = min(free, config.compute.trainer_memory_gb * 1e9 - torch.cuda.memory_allocated(device))
-    rest = (1 - SPARE) * free - held_later(trained, config) - head_bytes(forward, trained)
     tokens = largest_pass(config)
+    rest = (1 - SPARE) * free - held_later(trained, config) - head_bytes(forward, trained, tokens)
     count = memory.recomputed(tokens, rest)
     recompute(layers, count, offload=False, random=random)
     forward.recomputed = count
@@ -118,6 +118,11 @@ def _set_recomputed(
             "a pass of %d tokens may not fit: %.1f GB wanted, %.1f GB free; lower --max-tokens-per-microbatch",
             *(tokens, memory.needed(tokens, count) / 1e9, rest / 1e9),
         )
+
+
+def on_gpu(device: torch.device) -> bool:
+    """Whether memory is scarce: main memory is not counted."""
+    return device.type == "cuda"
 
 
 def largest_pass(config: TrainConfig) -> int:
@@ -140,16 +145,12 @@ def _state_bytes(config: OptimizerConfig) -> float:
     return {"adamw": 8.0, "adamw_8bit": 2.0 + 2 * 4 / 256, "adafactor": 0.0}[config.optimizer]
 
 
-def head_bytes(forward: Forward, trained: Sequence[Parameter]) -> float:
+def head_bytes(forward: Forward, trained: Sequence[Parameter], tokens: int) -> float:
     """What the head takes beside the layers: chunks of logits, and gradients of its weights as they are computed."""
     assert forward.head is not None
     weight = forward.head.weight
-    chunks = (
-        3
-        * forward.plan.rows(len(weight))
-        * len(weight)
-        * (forward.plan.dtype.itemsize if forward.plan.is_compiled else 4)
-    )
+    element = forward.plan.dtype.itemsize if forward.plan.is_compiled else 4
+    chunks = 3 * min(tokens, forward.plan.rows(len(weight))) * len(weight) * element
     is_trained = any(parameter is weight for parameter in trained)
     return chunks + (2 * weight.numel() * forward.plan.dtype.itemsize if is_trained else 0)
 
