@@ -30,22 +30,46 @@ class ReadyBatch:
     """All that a step needs of a batch but the device: a thread may make it while the step before it runs.
 
     Attributes:
+        prepared: of the whole batch.
+        microbatches: this process's.
         policy_version: the trainer's when the batch came, as in `RolloutBatch`.
+        others: the microbatches of the trainer's other processes, if there are any.
     """
 
     prepared: PreparedBatch
     microbatches: tuple[MicroBatch, ...]
     policy_version: int | None
+    others: tuple[tuple[MicroBatch, ...], ...] = ()
+
+    def shares(self) -> list[ReadyBatch]:
+        """What each process is to have, by rank."""
+        parts = (self.microbatches, *self.others)
+        return [ReadyBatch(self.prepared, part, self.policy_version) for part in parts]
 
 
-def ready(batch: RolloutBatch, config: TrainConfig, *, packed: bool = False) -> ReadyBatch:
-    """Scored groups to tensors in main memory: `prepare`, then `split`."""
+def ready(batch: RolloutBatch, config: TrainConfig, *, packed: bool = False, processes: int = 1) -> ReadyBatch:
+    """Scored groups to tensors in main memory: `prepare`, `deal` to the processes, `split`."""
     drop = config.compute.overlong == "drop"
     prepared = prepare(batch, config.loss, config.model.seq_len, drop_overlong=drop)
-    microbatches = split(
-        prepared.sequences, config.batch_size, max_tokens=config.compute.max_tokens_per_microbatch, packed=packed
+    budget = config.compute.max_tokens_per_microbatch
+    own, *others = (
+        tuple(split(share, config.batch_size, max_tokens=budget, packed=packed))
+        for share in deal(prepared.sequences, processes)
     )
-    return ReadyBatch(prepared, tuple(microbatches), batch.policy_version)
+    return ReadyBatch(prepared, own, batch.policy_version, tuple(others))
+
+
+def deal(sequences: Sequence[TrainingSequence], processes: int) -> list[list[TrainingSequence]]:
+    """Shares with about as many tokens each: the longest first, each to whoever has least so far."""
+    if processes == 1:
+        return [list(sequences)]
+    shares: list[list[TrainingSequence]] = [[] for _ in range(processes)]
+    loads = [0] * processes
+    for sequence in sorted(sequences, key=lambda sequence: -len(sequence.tokens_T)):
+        least = loads.index(min(loads))
+        shares[least].append(sequence)
+        loads[least] += len(sequence.tokens_T)
+    return shares
 
 
 def prepare(batch: RolloutBatch, config: LossConfig, seq_len: int, *, drop_overlong: bool = False) -> PreparedBatch:

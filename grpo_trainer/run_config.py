@@ -35,6 +35,9 @@ from grpo_trainer.options import Section, build, leaves, option, unknown_key
 from vllm_server.protocol import DEFAULT_PORT
 
 SET_BY_THE_RUN = {
+    "trainer_rank": "--trainer-gpus",
+    "world_size": "--trainer-gpus",
+    "init_method": "--trainer-gpus",
     "atropos_url": "--api.port",
     "rollout_url": "--api.port",
     "vllm_host": "--server.port",
@@ -83,6 +86,9 @@ class RunOptions(Section):
     """Run."""
 
     run_dir: Path = option(Path("runs/latest"), help="Folder of logs, metrics, checkpoints and process configurations.")
+    trainer_gpus: int = option(
+        1, help="GPUs of the trainer: a process each, with a share of every batch; the server is on the first.", ge=1
+    )
 
 
 class RunConfig(Section):

@@ -93,7 +93,7 @@ def plan_run(config: RunConfig, ports: Mapping[str, int], *, python: str, on_gpu
     servers = [_api_process(config, ports, python)]
     if not config.trainer.owns_server:
         servers.append(_server_process(config, ports, python, on_gpu))
-    stages = (tuple(servers), (_trainer_process(config, folder / "trainer.toml", python), *environments))
+    stages = (tuple(servers), (*_trainer_processes(config, folder / "trainer.toml", ports, python), *environments))
     shared = {} if on_gpu else SHARED_CORES
     stages = tuple(tuple(_with_env(process, shared) for process in stage) for stage in stages)
     return RunPlan(stages=stages, config_files=files, ports=dict(ports))
@@ -211,12 +211,26 @@ def _trainer_table(config: RunConfig, ports: Mapping[str, int], on_gpu: bool) ->
     }
 
 
-def _trainer_process(config: RunConfig, config_file: Path, python: str) -> ProcessSpec:
-    return ProcessSpec(
-        name="trainer",
-        argv=(python, "-m", "grpo_trainer", "train", "--config", str(config_file)),
-        ends_run=True,
-        stop_seconds=STOP_SECONDS_ALL_WEIGHTS if isinstance(config.trainer.bridge, AllWeightsOptions) else 7.0,
+def _trainer_processes(
+    config: RunConfig, config_file: Path, ports: Mapping[str, int], python: str
+) -> tuple[ProcessSpec, ...]:
+    """One for each of the trainer's GPUs; the first leads the others, which end with it."""
+    argv = (python, "-m", "grpo_trainer", "train", "--config", str(config_file))
+    seconds = STOP_SECONDS_ALL_WEIGHTS if isinstance(config.trainer.bridge, AllWeightsOptions) else 7.0
+    size = config.options.trainer_gpus
+    if size == 1:
+        return (ProcessSpec("trainer", argv, ends_run=True, stop_seconds=seconds),)
+    meeting = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(ports["trainers"]), "WORLD_SIZE": str(size)}
+    return tuple(
+        ProcessSpec(
+            "trainer" if rank == 0 else f"trainer-{rank}",
+            argv,
+            {**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            ends_run=rank == 0,
+            may_end=rank > 0,
+            stop_seconds=seconds,
+        )
+        for rank in range(size)
     )
 
 

@@ -20,6 +20,7 @@ from grpo_trainer.launch.supervisor import Supervisor
 from grpo_trainer.run_config import RunConfig
 
 PREFLIGHT_SECONDS = 300
+SPOKEN_TO = ("api", "server")
 
 
 def run(config: RunConfig, console: Console) -> None:
@@ -30,7 +31,8 @@ def run(config: RunConfig, console: Console) -> None:
             everything was ended again when a process failed.
     """
     refuse_to_mix_runs(config.run_dir, config.trainer.checkpoints.resume, "--run-dir")
-    ports = claim_ports({"api": config.api.port, "server": config.server.port})
+    together = {"trainers": 0} if config.options.trainer_gpus > 1 else {}
+    ports = claim_ports({"api": config.api.port, "server": config.server.port, **together})
     with console.status("checking the model and vLLM"):
         report = preflight(config.trainer.model.name)
     on_gpu = report["device"] == "cuda"
@@ -49,7 +51,7 @@ def run(config: RunConfig, console: Console) -> None:
 
 
 def _supervise(config: RunConfig, plan: RunPlan, console: Console) -> None:
-    addresses = ", ".join(f"{name} http://127.0.0.1:{port}" for name, port in plan.ports.items())
+    addresses = ", ".join(f"{name} http://127.0.0.1:{port}" for name, port in plan.ports.items() if name in SPOKEN_TO)
     console.print(f"run folder {config.run_dir}; {addresses}", highlight=False, soft_wrap=True)
     try:
         with (

@@ -1,6 +1,7 @@
 """Metrics that combine rightly: a mean remembers its weight, a maximum stays one, whatever they are merged with.
 
 Totals may be tensors on a device: they are read only once a step, in `reduce`, so that microbatches need not wait.
+`numbers` reads them, for other processes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ class Mean:
     def merge(self, other: Mean) -> Mean:
         return Mean(_add(self.total, other.total), _add(self.count, other.count))
 
+    def numbers(self) -> Mean:
+        return Mean(float(self.total), float(self.count))
+
     def value(self) -> float:
         count = float(self.count)
         return float(self.total) / count if count else 0.0
@@ -34,6 +38,9 @@ class Sum:
     def merge(self, other: Sum) -> Sum:
         return Sum(_add(self.total, other.total))
 
+    def numbers(self) -> Sum:
+        return Sum(float(self.total))
+
     def value(self) -> float:
         return float(self.total)
 
@@ -46,6 +53,9 @@ class Max:
 
     def merge(self, other: Max) -> Max:
         return self if float(self.largest) >= float(other.largest) else other
+
+    def numbers(self) -> Max:
+        return Max(float(self.largest))
 
     def value(self) -> float:
         return float(self.largest)

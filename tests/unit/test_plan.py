@@ -175,3 +175,23 @@ def test_an_unknown_environment_is_named_with_those_that_are_known() -> None:
 
 def test_planning_is_pure() -> None:
     assert plan() == plan()
+
+
+def test_each_gpu_of_the_trainer_has_a_process_and_they_meet_at_one_port() -> None:
+    config = build_run({}, {"model_name": "demo", "weight_bridge_mode": "lora_only", "trainer_gpus": "3"})
+    processes = plan_run(config, {**PORTS, "trainers": 7000}, python="py", on_gpu=True).processes
+    trainers = [process for process in processes if process.name.startswith("trainer")]
+    assert [process.name for process in trainers] == ["trainer", "trainer-1", "trainer-2"]
+    assert len({process.argv for process in trainers}) == 1
+    assert [(one.env["RANK"], one.env["LOCAL_RANK"]) for one in trainers] == [("0", "0"), ("1", "1"), ("2", "2")]
+    assert {(one.env["WORLD_SIZE"], one.env["MASTER_ADDR"], one.env["MASTER_PORT"]) for one in trainers} == {
+        ("3", "127.0.0.1", "7000")
+    }
+    assert [(one.ends_run, one.may_end) for one in trainers] == [(True, False), (False, True), (False, True)]
+    assert not [process.name for process in plan(on_gpu=True).processes if "RANK" in process.env]
+
+
+@pytest.mark.parametrize("flag", ["trainer_rank", "world_size", "init_method"])
+def test_ranks_are_the_runs_own(flag: str) -> None:
+    with pytest.raises(ConfigError, match="use --trainer-gpus"):
+        plan({flag: "1"})

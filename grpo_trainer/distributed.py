@@ -1,0 +1,231 @@
+"""Several trainer processes as one: a GPU each, every one with all weights, each with its share of a batch.
+
+Rank 0 leads. It runs the loop as if it were alone, and it alone speaks with the rollout API, the server and the disk.
+What takes all ranks begins with an *order* that it gives to the others, who wait for nothing else (`follower.py`):
+
+    rank 0   lease ─▶ give(Step) ─▶ own share ─┐                      ┌─▶ update ─▶ publish, save
+                          │                    ├─ gradients added up ─┤
+    rank 1…            receive  ─▶ own share ──┘                      └─▶ update ─▶ receive
+
+Every token's weight in the loss is that of the whole batch, so gradients are summed, not averaged. After that all ranks
+do the same arithmetic on the same numbers; whether they still hold the same weights is looked at in each step.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_trainer.batching import ReadyBatch
+from grpo_trainer.config import DistributedConfig
+from grpo_trainer.errors import ConfigError, TrainingError
+
+log = logging.getLogger(__name__)
+
+JOIN_SECONDS = 600.0
+PATIENCE = timedelta(days=30)
+"""A follower may wait as long as the leader waits for rollouts; that has a limit of its own."""
+
+BUCKET_BYTES = 256 << 20
+"""Gradients are added up in buffers of this size."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Step:
+    """Train on a share of a batch."""
+
+    share: ReadyBatch
+    step: int
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Load a checkpoint."""
+
+    path: Path
+
+
+@dataclass(frozen=True)
+class End:
+    """Nothing more will come."""
+
+
+Order = Step | Restore | End
+
+
+class World:
+    """The processes of one trainer. A context manager on rank 0: leaving it lets the others go.
+
+    Attributes:
+        rank: of this process, from 0.
+        size: how many there are; 1: this one is alone, and nothing here does anything.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, control: dist.ProcessGroup | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self._control = control
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that all others follow."""
+        return self.rank == 0
+
+    @property
+    def alone(self) -> bool:
+        return self.size == 1
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.alone:
+            return
+        if self.leads:
+            try:
+                self.give([End()] * self.size)
+            except RuntimeError as gone:  # a follower that has died ended the run before this
+                log.warning("the other trainer processes could not be told of the end: %s", _first_line(gone))
+        dist.destroy_process_group()
+
+    # ------------------------------------------------------------------------------------------- orders
+
+    def give(self, orders: Sequence[Order]) -> None:
+        """On rank 0: tell each rank what to do, itself included for the order's sake."""
+        if not self.alone:
+            assert self.leads and len(orders) == self.size
+            dist.scatter_object_list([None], list(orders), src=0, group=self._control)
+
+    def receive(self) -> Order:
+        """On the others: wait for what to do.
+
+        Raises:
+            TrainingError: rank 0 has ended without a word.
+        """
+        said: list[Any] = [None]
+        try:
+            dist.scatter_object_list(said, None, src=0, group=self._control)
+        except RuntimeError as gone:
+            raise TrainingError(f"the trainer's rank 0 has ended: {_first_line(gone)}; its log says why") from None
+        return said[0]
+
+    # ----------------------------------------------------------------------------------------- together
+
+    def gather(self, value: T) -> list[T]:
+        """What all ranks say, on all of them, by rank; small things in main memory."""
+        if self.alone:
+            return [value]
+        said: list[Any] = [None] * self.size
+        dist.all_gather_object(said, value, group=self._control)
+        return said
+
+    @torch.no_grad()
+    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Add up what all ranks have; one that has none has zeros."""
+        if self.alone:
+            return
+        given = self.gather([parameter.grad is not None for parameter in parameters])
+        for index, parameter in enumerate(parameters):
+            if parameter.grad is None and any(each[index] for each in given):
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
+        for bucket in buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            dist.all_reduce(flat)
+            parts = flat.split([gradient.numel() for gradient in bucket])
+            torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+                bucket, [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)]
+            )
+
+    def check_agreement(self, samples: Sequence[Tensor]) -> None:
+        """Show that all ranks hold the same weights, by entries of theirs.
+
+        Raises:
+            TrainingError: on all ranks, naming those that differ.
+        """
+        if self.alone:
+            return
+        sums = self.gather([float(sample.double().sum()) for sample in samples])
+        if different := [rank for rank, own in enumerate(sums) if own != sums[0]]:
+            raise TrainingError(
+                f"rank {', '.join(map(str, different))} of the trainer's processes holds other weights than rank 0 "
+                "after the same step; go on from the last checkpoint with --resume auto"
+            )
+
+
+def buckets(tensors: Iterable[Tensor], limit: int = BUCKET_BYTES) -> list[list[Tensor]]:
+    """Tensors of one dtype together, up to `limit` bytes unless a single one is larger."""
+    by_dtype: dict[torch.dtype, list[list[Tensor]]] = {}
+    for tensor in tensors:
+        made = by_dtype.setdefault(tensor.dtype, [[]])
+        if made[-1] and sum(each.nbytes for each in made[-1]) + tensor.nbytes > limit:
+            made.append([])
+        made[-1].append(tensor)
+    return [bucket for made in by_dtype.values() for bucket in made]
+
+
+def join(config: DistributedConfig, *, on_gpu: bool) -> World:
+    """Meet the other processes, if there are to be any: by the options, else by torchrun's environment variables.
+
+    Raises:
+        ConfigError: rank and size do not fit, or there is no GPU for this rank.
+        TrainingError: the others did not come.
+    """
+    rank = config.trainer_rank if config.trainer_rank is not None else int(os.environ.get("RANK", 0))
+    size = config.world_size if config.world_size is not None else int(os.environ.get("WORLD_SIZE", 1))
+    if not 0 <= rank < size:
+        raise ConfigError(f"--trainer-rank {rank}: wanted 0 to {size - 1}, as --world-size {size} says")
+    if size == 1:
+        return World()
+    local = int(os.environ.get("LOCAL_RANK", rank))
+    if on_gpu:
+        if local >= torch.cuda.device_count():
+            raise ConfigError(
+                f"rank {rank} of {size}: wanted a GPU of its own (number {local}), this machine has "
+                f"{torch.cuda.device_count()} visible GPUs; start fewer processes"
+            )
+        torch.cuda.set_device(local)
+    method = config.init_method or _where()
+    try:
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            init_method=method,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=JOIN_SECONDS),
+            device_id=torch.device("cuda", local) if on_gpu else None,
+        )
+        control = dist.new_group(backend="gloo", timeout=PATIENCE)
+        assert isinstance(control, dist.ProcessGroup)
+    except (RuntimeError, ValueError) as error:
+        raise TrainingError(
+            f"rank {rank} of {size}: the trainer's processes did not meet at {method}: {_first_line(error)}"
+        ) from None
+    log.info("rank %d of %d trainer processes", rank, size)
+    return World(rank, size, control)
+
+
+def _where() -> str:
+    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
+        return "env://"
+    raise ConfigError(
+        "--init-method: got nothing, wanted where the trainer's processes meet, e.g. tcp://127.0.0.1:29500; torchrun "
+        "and `grpo run --trainer-gpus` say it by MASTER_ADDR and MASTER_PORT"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,62 @@
+"""What every trainer process but rank 0 does: as it is told."""
+
+from __future__ import annotations
+
+import logging
+import signal
+
+import torch
+
+from grpo_trainer.checkpoint import Checkpoints
+from grpo_trainer.config import TrainConfig
+from grpo_trainer.distributed import End, Restore, Step, World, join
+from grpo_trainer.errors import ConfigError, GrpoError
+from grpo_trainer.model.policy import build_policy
+from grpo_trainer.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+def join_others(config: TrainConfig) -> World:
+    """The processes of this trainer.
+
+    Raises:
+        ConfigError: this weight bridge is for one of them only; see also `distributed.join`.
+        TrainingError: the others did not come.
+    """
+    on_gpu = config.model.device != "cpu" and torch.cuda.is_available()
+    world = join(config.distributed, on_gpu=on_gpu)
+    if not world.alone and config.shares_weights:
+        raise ConfigError(
+            f"--world-size {world.size}: a trainer in the server's memory is one process, on the server's GPU; wanted "
+            "1, or --weight-bridge-mode lora_only without --share-base, lora_restart or none"
+        )
+    return world
+
+
+def follow(config: TrainConfig, world: World) -> None:
+    """Until rank 0 says that it is over.
+
+    A signal that reaches all processes is rank 0's to answer: it finishes the step, for which it needs the others.
+
+    Raises:
+        TrainingError: rank 0 has ended without a word.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    policy = build_policy(config)
+    trainer = Trainer(policy.model, config, world=world)
+    checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms)
+    with world:
+        while True:
+            order = world.receive()
+            match order:
+                case Step(share, step):
+                    try:
+                        trainer.step(share, step)
+                    except GrpoError as error:  # rank 0 has met it, too, and decides what becomes of the run
+                        log.error("step %d: %s", step, error)
+                case Restore(path):
+                    checkpoints.load(path)
+                case End():
+                    return

@@ -1,0 +1,147 @@
+"""Several trainer processes do what one does: the same weights, the same figures, an end for all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from grpo_trainer.batching import deal
+from grpo_trainer.config import DistributedConfig
+from grpo_trainer.distributed import World, buckets, join
+from grpo_trainer.errors import ConfigError
+from grpo_trainer.metrics.types import Max, Mean, Sum
+from grpo_trainer.microbatches import TrainingSequence
+from tests.integration.serving import save_tiny_model
+from tests.processes import ROOT, free_port
+
+
+def sequence(tokens: int) -> TrainingSequence:
+    import numpy as np
+
+    ids = np.zeros(tokens, np.int64)
+    return TrainingSequence(ids, np.array([1]), np.ones(1, np.float32), None, 1.0, 1.0)
+
+
+@given(st.lists(st.integers(2, 500), max_size=40), st.integers(1, 8))
+def test_sequences_are_dealt_once_and_evenly(lengths: list[int], processes: int) -> None:
+    sequences = [sequence(length) for length in lengths]
+    shares = deal(sequences, processes)
+    assert len(shares) == processes
+    assert sorted(map(id, sequences)) == sorted(id(one) for share in shares for one in share)
+    loads = [sum(len(one.tokens_T) for one in share) for share in shares]
+    assert max(loads) - min(loads) <= max(lengths, default=0)
+
+
+def test_buckets_hold_one_dtype_each_and_no_more_than_fits() -> None:
+    tensors = [torch.zeros(4), torch.zeros(2, dtype=torch.bfloat16), torch.zeros(3), torch.zeros(100), torch.zeros(1)]
+    sizes = [[tensor.numel() for tensor in bucket] for bucket in buckets(tensors, limit=32)]
+    assert sizes == [[4, 3], [100], [1], [2]]
+    assert buckets([]) == []
+
+
+def test_metrics_travel_as_numbers() -> None:
+    metrics = (Mean(torch.tensor(3.0), torch.tensor(2)), Sum(torch.tensor(1.5)), Max(torch.tensor(2.0)))
+    assert [metric.numbers() for metric in metrics] == [Mean(3.0, 2.0), Sum(1.5), Max(2.0)]
+
+
+def test_one_process_is_alone_and_a_rank_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    world = join(DistributedConfig(), on_gpu=False)
+    assert world.alone and world.leads
+    assert world.gather("x") == ["x"]
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    world.sum_gradients([parameter])
+    world.check_agreement([parameter])
+    assert parameter.grad is None
+    with pytest.raises(ConfigError, match=r"--trainer-rank 2: wanted 0 to 1, as --world-size 2 says"):
+        join(DistributedConfig(trainer_rank=2, world_size=2), on_gpu=False)
+    with pytest.raises(ConfigError, match="--init-method: got nothing"):
+        join(DistributedConfig(trainer_rank=0, world_size=2), on_gpu=False)
+    with pytest.raises(ConfigError, match="wanted a GPU of its own"):
+        join(DistributedConfig(trainer_rank=999, world_size=1000, init_method="tcp://127.0.0.1:1"), on_gpu=True)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ConfigError, match="--trainer-rank 1"):
+        join(DistributedConfig(), on_gpu=False)
+
+
+def test_a_world_of_one_gives_no_orders() -> None:
+    with World() as world:
+        world.give([])
+
+
+# ---------------------------------------------------------------- real processes
+
+
+def start(size: int, folder: Path, *options: str) -> list[subprocess.Popen[str]]:
+    port = free_port()
+    words = [sys.executable, "-m", "tests.unit.two_trainers"]
+    return [
+        subprocess.Popen(
+            [*words, str(rank), str(size), str(port), str(folder), *options],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+
+
+def run(size: int, folder: Path, *options: str) -> dict[str, Any]:
+    processes = start(size, folder, *options)
+    said = [process.communicate(timeout=200)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * size, "\n".join(text[-2000:] for text in said)
+    return torch.load(folder / f"led_by_{size}.pt")
+
+
+def assert_alike(one: dict[str, Any], several: dict[str, Any]) -> None:
+    assert one["weights"].keys() == several["weights"].keys()
+    for name, weight in one["weights"].items():
+        assert torch.allclose(weight, several["weights"][name], atol=5e-6, rtol=1e-4), name
+    rows = [json.loads(found["metrics"]) for found in (one, several)]
+    for alone, together in zip(*rows, strict=True):
+        assert alone.keys() == together.keys()
+        for key in alone.keys() - {key for key in alone if key.endswith("time")}:
+            slack = 0.05 if key == "train/changed_fraction" else 2e-5  # by updates near the spacing of float32
+            assert alone[key] == pytest.approx(together[key], rel=2e-3, abs=slack), key
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("weight_bridge_mode=lora_only", "lora_r=8", "loss=dapo", "kl_beta=0.1"),
+        ("weight_bridge_mode=none", "loss=gspo", "updates_per_batch=2", "lr=1e-4"),
+    ],
+    ids=["adapter", "all weights"],
+)
+def test_three_processes_train_as_one_does_and_go_on_from_a_checkpoint(tmp_path: Path, options: tuple[str]) -> None:
+    save_tiny_model(tmp_path / "model")
+    assert_alike(run(1, tmp_path, *options), run(3, tmp_path, *options))
+    assert_alike(run(1, tmp_path, *options, "resume=auto"), run(3, tmp_path, *options, "resume=auto"))
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_if_one_process_dies_none_waits_for_ever(tmp_path: Path, killed: int) -> None:
+    save_tiny_model(tmp_path / "model")
+    processes = start(2, tmp_path, "weight_bridge_mode=lora_only", "lora_r=8")
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert any(line == "joined\n" for line in process.stdout), "they have met"
+        os.kill(processes[killed].pid, signal.SIGKILL)
+        other = processes[1 - killed]
+        said, _ = other.communicate(timeout=100)
+        assert other.returncode not in (0, None), said[-2000:]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
