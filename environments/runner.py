@@ -170,6 +170,7 @@ class Runner:
             first_step=answer.starting_step or 0,
             checkpoint_dir=answer.checkpoint_dir or None,
             checkpoint_interval=max(0, answer.checkpoint_interval or 0),
+            eval_every=answer.eval_every or 0,
         )
         log.info(
             "registered as %s: batches of %d sequences in groups of %d, step %s of %s",

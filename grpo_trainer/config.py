@@ -67,6 +67,9 @@ class RolloutConfig(Section):
     on_stale: Literal["drop", "downweight"] = option(
         "drop", help="Such groups: drop, or multiply their loss by 1 / (1 + versions too old)."
     )
+    eval_every: int = option(
+        0, help="Have environments evaluate on held-out prompts every N steps; 0: as they are told themselves.", ge=0
+    )
     prefetch: bool = option(
         True, help="Fetch the next batch and make it ready while the present one trains; not with --max-staleness 0."
     )

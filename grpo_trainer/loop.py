@@ -107,8 +107,8 @@ def run_steps(
                 version = progress.policy_version + int(result.updated)
                 progress = Progress(progress.step + 1, version, feed.trained(batch))
                 published = bridge.publish(version)
-                feed.report(progress.step)
-                metrics.log(progress.step, batch.metrics, result.metrics, published.metrics, saved)
+                evaluated = feed.report(progress.step)
+                metrics.log(progress.step, batch.metrics, result.metrics, published.metrics, saved, evaluated)
                 saved = checkpoints.maybe_save(progress)  # after the row: what is resumed has all of its rows
                 feed.settle(checkpoints.settled(progress))
     except ENDS as end:
@@ -144,4 +144,5 @@ def registration(config: TrainConfig, progress: Progress) -> wire.Register:
         save_checkpoint_interval=config.checkpoints.checkpoint_interval,
         starting_step=progress.step,
         num_steps=config.training_steps,
+        eval_every=config.rollouts.eval_every or None,
     )

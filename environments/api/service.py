@@ -193,7 +193,7 @@ class Service:
         return wire.ScoredDataResponse(status="buffered", buffer_size=buffered)
 
     def take_evaluation(self, evaluation: wire.Evaluation) -> wire.EvaluationResponse:
-        """Keep an environment's figures for the trainer to fetch; a restart forgets them (raises UnknownEnvironment)."""
+        """Keep figures for the trainer to fetch; a restart forgets them (raises UnknownEnvironment)."""
         name = self.queue.environment(evaluation.env_id).name
         last = self.evaluations[-1].number if self.evaluations else 0
         number = max(last + 1, int(1000 * self.clock()))  # above all those of an earlier process

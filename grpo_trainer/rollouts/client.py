@@ -65,6 +65,7 @@ class RolloutClient:
         self._registering = threading.Lock()
         self._check_stop = check_stop
         self._leases = Leases(config.lease_seconds)
+        self._evaluated = 0
         self._closing = threading.Event()
         self._keeper: threading.Thread | None = None
 
@@ -75,6 +76,7 @@ class RolloutClient:
             ServerError: the API refused, or was not there within `--rollout-timeout`.
         """
         self._wait_for(self._try_register, "the rollout API to be there", self._check_stop)
+        self.evaluations()  # those of a former process were its own
 
     def _try_register(self) -> bool | _Wait:
         with self._registering:
@@ -151,6 +153,16 @@ class RolloutClient:
             return True
 
         self._wait_for(attempt, "the rollout API to be told of a trained batch", self._check_stop)
+
+    def evaluations(self) -> list[wire.NumberedEvaluation]:
+        """What environments have measured on held-out prompts since this was asked last. Best effort."""
+        try:
+            answer = self._http.get(f"/evaluations?after={self._evaluated}", headers={"Accept": wire.JSON})
+            found = wire.decode(answer.content, wire.Evaluations).evaluations if answer.is_success else []
+        except (httpx.HTTPError, msgspec.DecodeError):
+            return []  # it is no reason to stop; the next step asks again
+        self._evaluated = max([self._evaluated, *(each.number for each in found)])
+        return found
 
     def settle(self, batches: Sequence[str], *, resumed: bool = False) -> None:
         """Acknowledge trained batches: a checkpoint holds what was learnt from them, they are never served again.

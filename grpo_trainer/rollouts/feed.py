@@ -6,6 +6,7 @@ ready anew if that makes a difference; with `--max-staleness 0` nothing is fetch
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -17,11 +18,13 @@ from torch import Tensor
 
 from grpo_trainer.batching import ReadyBatch
 from grpo_trainer.config import RolloutConfig
-from grpo_trainer.metrics.types import Metric, Sum
+from grpo_trainer.metrics.types import Mean, Metric, Sum
 from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.rollouts.staleness import Judged, judge, same_judgement
 from grpo_trainer.rollouts.types import Leased, RolloutBatch
 from grpo_trainer.saving.manifest import Progress
+
+log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 
@@ -106,9 +109,16 @@ class BatchFeed:
         """Note that a batch was trained on; all those that were and are not acknowledged yet."""
         return self._client.trained(batch.leased)
 
-    def report(self, step: int) -> None:
-        """Tell the rollout API what step that led to."""
+    def report(self, step: int) -> dict[str, Metric]:
+        """Tell the rollout API what step that led to; what environments have measured on held-out prompts meanwhile."""
         self._client.report(step)
+        metrics: dict[str, Metric] = {}
+        for each in self._client.evaluations():
+            found = ", ".join(f"{key} {value:.4g}" for key, value in each.metrics.items())
+            log.info("evaluation of %s from step %d on: %s", each.name, each.step, found)
+            metrics |= {f"eval/{each.name}/{key}": Mean(value) for key, value in each.metrics.items()}
+            metrics[f"eval/{each.name}/step"] = Mean(each.step)
+        return metrics
 
     def settle(self, batches: Sequence[str]) -> None:
         """Acknowledge those of these that are not yet; see `RolloutClient.settle`."""

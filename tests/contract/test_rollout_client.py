@@ -69,7 +69,7 @@ def api(tmp_path: Path) -> Iterator[Api]:
 def registration(**fields: object) -> wire.Register:
     values = {
         "wandb_group": "", "wandb_project": "", "batch_size": BATCH, "max_token_len": 10, "checkpoint_dir": "",
-        "save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 9, **fields,
+        "save_checkpoint_interval": 0, "starting_step": 0, "num_steps": 9, "eval_every": 5, **fields,
     }  # fmt: skip
     return wire.Register(**values)  # type: ignore[arg-type]
 
@@ -294,6 +294,29 @@ def test_a_batch_that_was_fetched_ahead_is_judged_by_the_version_that_trains_on_
         rollouts.next(3)
         batch = rollouts.next(4)
         assert trained(batch) == [14, 15] and reduce(batch.metrics)["rollout/dropped_stale_groups"] == 1
+
+
+def test_evaluations_come_once_to_the_trainer_that_asked_for_them(api: Api) -> None:
+    url = api.url
+
+    def post(path: str, **body: object) -> dict[str, Any]:
+        return httpx.post(url + path, json=body, trust_env=False).raise_for_status().json()
+
+    rollouts = feed(api)
+    api.post(10, 12, 14, 16)
+    first = rollouts.next(0)
+    told = post("/register-env", max_token_length=10, desired_name="sums", weight=1.0, group_size=2)
+    assert told["eval_every"] == 5
+    post("/evaluation", env_id=told["env_id"], step=7, metrics={"accuracy": 0.5, "samples": 96})
+    rollouts.trained(first)
+    assert reduce(rollouts.report(1)) == {"eval/sums_0/accuracy": 0.5, "eval/sums_0/samples": 96, "eval/sums_0/step": 7}
+    rollouts.trained(rollouts.next(1))
+    assert not rollouts.report(2)
+    resumed = feed(api)
+    resumed.trained(resumed.next(1))
+    assert not resumed.report(2)  # they were the former trainer's
+    refused = httpx.post(url + "/evaluation", json={"env_id": 99, "step": 1, "metrics": {}}, trust_env=False)
+    assert refused.status_code == 404 and "env_id 99 is unknown" in refused.json()["detail"]
 
 
 def test_stale_groups_may_count_less_instead(api: Api) -> None:

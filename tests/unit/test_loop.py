@@ -80,8 +80,9 @@ class Told:
     def release(self, batch: FedBatch) -> None:
         self.events.append(f"release {batch.leased.batch_id}")
 
-    def report(self, step: int) -> None:
+    def report(self, step: int) -> dict[str, Any]:
         self.events.append(f"report {step}")
+        return {}
 
     def settle(self, batches: tuple[str, ...]) -> None:
         self.events.append(f"settle {','.join(batches)}")
