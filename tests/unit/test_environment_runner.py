@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -371,16 +372,21 @@ def test_a_group_larger_than_the_batch_is_refused() -> None:
         asyncio.run(scene())
 
 
-def test_evaluation_is_told_every_so_many_steps(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("asked_by", ["the environment", "the trainer"])
+def test_evaluation_is_told_every_so_many_steps(asked_by: str, caplog: pytest.LogCaptureFixture) -> None:
     async def scene() -> None:
-        service = await started()
-        settings = config(steps_per_eval=2)
+        own = asked_by == "the environment"
+        service = await started(TRAINER if own else msgspec.structs.replace(TRAINER, eval_every=2))
+        settings = config(steps_per_eval=2 if own else 0)
         task = asyncio.create_task(serving(Sums(settings, plain), Weather(service), asyncio.Event()))
         for _ in range(3):
             step = service.status().current_step
             await train(service, steps=1)
             await until(lambda step=step: f"step {step + 1}:" in caplog.text)
         await asyncio.wait_for(task, 10)
+        (evaluation,) = service.evaluations_after(0).evaluations
+        assert (evaluation.step, evaluation.metrics["accuracy"]) == (2, 0.5)
+        assert not service.evaluations_after(evaluation.number).evaluations
 
     with caplog.at_level(logging.INFO):
         asyncio.run(scene())
