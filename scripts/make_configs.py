@@ -1,8 +1,8 @@
 """The example configurations of GSM8K, from their one definition: `python scripts/make_configs.py`.
 
 Sizes of Qwen2.5-Instruct, each weight bridge, one, two and four GPUs, as far as that makes sense: one copy of the
-weights is on one GPU; otherwise the trainer may have the last of several. Which of them fit 80 GB is worked out by the
-memory plan of `grpo doctor`.
+weights is on one GPU; of two, one is the trainer's; of four, each has a trainer and a part of the server. Which of them
+fit 80 GB is worked out by the memory plan of `grpo doctor`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def text(example: Example, fits: str) -> str:
     trainer = {
         "model_name": f'"Qwen/Qwen2.5-{example.size}-Instruct"',
         "weight_bridge_mode": f'"{MODES[example.kind]}"',
-        **({"device": f'"cuda:{example.gpus - 1}"'} if example.gpus > 1 else {}),
+        **({"device": '"cuda:1"'} if example.gpus == 2 else {}),
         "training_steps": "200",
         "batch_size": "8",
         "gradient_accumulation_steps": "32      # 256 sequences in a step: 32 questions, 8 answers each",
@@ -102,7 +102,7 @@ def text(example: Example, fits: str) -> str:
     if example.gpus == 4:
         server["extra_args"] = '["--tensor-parallel-size=4"]'
     where = {1: "one GPU", 2: "two GPUs: the server on the first, the trainer on the second"}
-    four = "four GPUs: the server on all of them, the trainer on the last one as well"
+    four = "four GPUs: server and trainers on all of them"
     return "\n".join(
         [
             f"# GSM8K with Qwen2.5-{example.size}-Instruct: {WHAT[example.kind]}.",
@@ -111,6 +111,7 @@ def text(example: Example, fits: str) -> str:
             f"#   grpo doctor --config configs/{example.path.name}",
             f"#   grpo run --config configs/{example.path.name} --run-dir runs/{example.path.stem}",
             "",
+            *(["trainer_gpus = 4", ""] if example.gpus == 4 else []),
             "[trainer]",
             *(f"{key} = {value}" for key, value in trainer.items()),
             "",
@@ -137,7 +138,8 @@ def _share(example: Example) -> str:
 def fits(config: RunConfig, example: Example, gigabytes: int) -> bool:
     """Whether its plan leaves room on GPUs of so many GB."""
     devices = Devices("cuda", gigabytes * 10**9, example.gpus)
-    plan = plan_memory(config.trainer, SHAPES[example.size], server_spread(config), devices)
+    spread, trainers = server_spread(config), config.options.trainer_gpus
+    plan = plan_memory(config.trainer, SHAPES[example.size], spread, devices, trainers)
     return not plan.problems and not plan.is_tight
 
 

@@ -23,6 +23,8 @@ SPARE_ADAPTERS = 4
 """Slots of the server besides the versions that it keeps."""
 HEAD_CHUNK = 64 << 20
 """Bytes of the logits that exist at one time (`model.head.HeadPlan`); their fp32 copies are a few times that."""
+BUCKET = 256 << 20
+"""Bytes of the buffer in which several trainers add up gradients (`distributed.BUCKET_BYTES`)."""
 NEARLY_FULL = 0.93
 """Of a device's memory."""
 SPARE = 0.06
@@ -112,31 +114,37 @@ def device_name(devices: Devices, index: int) -> str:
     return f"GPU {index}" if devices.kind == "cuda" else "this machine"
 
 
-def plan_memory(config: TrainConfig, model: ModelShape, server: Server, devices: Devices) -> MemoryPlan:
+def plan_memory(
+    config: TrainConfig, model: ModelShape, server: Server, devices: Devices, trainers: int = 1
+) -> MemoryPlan:
     """Lay out a run's memory.
 
     Args:
         config: the trainer's options; its `--device cuda:N` says which GPU is the trainer's.
         server: the inference server, which `--weight-bridge-mode` may make share its weights.
+        trainers: processes, each with all weights, on the first devices.
     """
-    on_gpu = devices.kind == "cuda"
-    _, _, number = config.model.device.partition(":")
-    device = int(number) if on_gpu and number else 0
-    server_rows, kv_tokens = _server_rows(config, model, server, devices)
-    parts = dict(_held(config, model, on_gpu=on_gpu))
-    taken = sum(parts.values()) + sum(row.nbytes for row in server_rows if row.device == device)
-    activations = Activations.of(config, model, on_gpu=on_gpu)
-    count = activations.recomputed(config, (1 - SPARE) * (devices.total - taken), on_gpu=on_gpu)
-    parts["activations"] = activations.needed(count)
-    rows = [MemoryRow(device, "trainer", what, int(size)) for what, size in parts.items() if size >= 1]
+    rows, kv_tokens = _server_rows(config, model, server, devices)
+    recomputed = 0
+    for device in range(trainers) if trainers > 1 else [_own_device(config, devices)]:
+        taken = sum(row.nbytes for row in rows if row.device == device)
+        count, parts = _trainer_parts(config, model, devices, devices.total - taken, together=trainers > 1)
+        recomputed = max(recomputed, count)
+        rows = [*rows, *(MemoryRow(device, "trainer", what, int(size)) for what, size in parts.items() if size >= 1)]
     return MemoryPlan(
-        rows=(*server_rows, *rows),
+        rows=tuple(rows),
         devices=devices,
         kv_tokens=kv_tokens,
         max_model_len=server.max_model_len,
-        recomputed=(count, model.layers),
-        adapts=_chooses(config, on_gpu=on_gpu),
+        recomputed=(recomputed, model.layers),
+        adapts=_chooses(config, on_gpu=devices.kind == "cuda"),
     )
+
+
+def _own_device(config: TrainConfig, devices: Devices) -> int:
+    """The one of a trainer that is alone."""
+    _, _, number = config.model.device.partition(":")
+    return int(number) if devices.kind == "cuda" and number else 0
 
 
 # the server ------------------------------------------------------------------------------------------------
@@ -176,6 +184,24 @@ def _adapter_slots(config: TrainConfig, model: ModelShape) -> int:
 
 
 # the trainer -----------------------------------------------------------------------------------------------
+
+
+def _trainer_parts(
+    config: TrainConfig, model: ModelShape, devices: Devices, free: int, *, together: bool
+) -> tuple[int, dict[str, float]]:
+    """The layers that one trainer recomputes, and what it holds, in bytes.
+
+    Args:
+        free: of its device's memory.
+        together: there are several, who add up their gradients in a buffer.
+    """
+    on_gpu = devices.kind == "cuda"
+    parts = dict(_held(config, model, on_gpu=on_gpu))
+    if together:
+        parts["gradients, on their way"] = float(BUCKET)
+    activations = Activations.of(config, model, on_gpu=on_gpu)
+    count = activations.recomputed(config, (1 - SPARE) * (free - sum(parts.values())), on_gpu=on_gpu)
+    return count, {**parts, "activations": activations.needed(count)}
 
 
 def _held(config: TrainConfig, model: ModelShape, *, on_gpu: bool) -> list[tuple[str, float]]:

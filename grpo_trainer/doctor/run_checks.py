@@ -201,6 +201,9 @@ def check_combinations(config: RunConfig, machine: Machine) -> Finding:
         if number >= len(machine.gpus):
             got = f"--device {device}, with {len(machine.gpus)} visible GPUs"
             return fail(name, got, "one that is there", "--device auto, or see CUDA_VISIBLE_DEVICES")
+    if config.options.trainer_gpus > max(len(machine.gpus), 1):
+        got = f"--trainer-gpus {config.options.trainer_gpus}, with {len(machine.gpus)} visible GPUs"
+        return fail(name, got, "as many as are there, at most", f"--trainer-gpus {max(len(machine.gpus), 1)}")
     bridge = trainer.bridge
     if isinstance(bridge, LoraOnly) and bridge.transport in ("cuda_ipc", "nccl") and not machine.on_gpu:
         got = f"--lora-transport {bridge.transport} without a GPU"
@@ -256,7 +259,7 @@ def check_spread(server: Server, shape: ModelShape, machine: Machine) -> Finding
 def check_memory(config: RunConfig, shape: ModelShape, machine: Machine) -> tuple[Finding, MemoryPlan]:
     """Would it fit? The plan comes along, for those who want to see it."""
     devices = devices_of(machine)
-    plan = plan_memory(config.trainer, shape, server_spread(config), devices)
+    plan = plan_memory(config.trainer, shape, server_spread(config), devices, config.options.trainer_gpus)
     fullest = plan.used(plan.fullest)
     got = f"{fullest / GB:.1f} of {devices.total / GB:.1f} GB on {device_name(devices, plan.fullest)}"
     if plan.problems:

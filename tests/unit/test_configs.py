@@ -29,6 +29,7 @@ def load_examples() -> ModuleType:
 
 
 EXAMPLES = load_examples()
+PORTS = {"api": 1, "server": 2, "trainers": 3}
 
 
 def test_all_examples_are_there_and_no_others() -> None:
@@ -54,7 +55,7 @@ def test_an_example_is_valid_and_fits_the_gpus_that_it_names(example: Any) -> No
         check_spread(server_spread(config), shape, machine),
     ):
         assert finding.status == "ok", finding
-    started = [process.name for process in plan_run(config, {"api": 1, "server": 2}, python="p", on_gpu=True).processes]
+    started = [process.name for process in plan_run(config, PORTS, python="p", on_gpu=True).processes]
     assert "env-gsm8k" in started and ("server" in started) == (not config.trainer.owns_server)
 
 

@@ -266,6 +266,7 @@ def test_sequences_longer_than_the_models(model: Path) -> None:
     ("flags", "file", "got", "fix"),
     [
         ({"device": "cuda:3"}, {}, "--device cuda:3, with 1 visible", "--device auto"),
+        ({"trainer_gpus": 2}, {}, "--trainer-gpus 2, with 1 visible", "--trainer-gpus 1"),
         ({}, {"environments": [{"env": {"group_size": 7}}]}, "64 sequences a step in groups of 7", "group_size"),
         ({}, {"environments": [{"name": "gsm9k"}]}, "gsm9k", "--env arithmetic"),
     ],

@@ -12,7 +12,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from grpo_trainer.bridge_options import LoraOnly
 from grpo_trainer.config import TrainConfig
+from grpo_trainer.distributed import BUCKET_BYTES
 from grpo_trainer.doctor.memory import (
+    BUCKET,
     CONTEXT,
     CPU_CACHE,
     SERVER_WORKSPACE,
@@ -174,6 +176,14 @@ def test_the_servers_share() -> None:
     assert weights == HALF_B.parameters
     own = plan_memory(trainer(device="cuda:1"), HALF_B, Server(0.9, 10), replace(H200, count=2))
     assert {row.device for row in own.rows if row.owner == "trainer"} == {1}
+
+
+def test_several_trainers_hold_the_same_each() -> None:
+    plan = plan_memory(trainer(), HALF_B, Server(0.3, 10), replace(H200, count=4), 4)
+    held = [{r.what: r.nbytes for r in plan.rows if (r.device, r.owner) == (at, "trainer")} for at in range(4)]
+    assert held[0] == held[3] and held[0]["weights"] == 4 * HALF_B.parameters
+    assert held[0]["gradients, on their way"] == BUCKET == BUCKET_BYTES
+    assert {row.device for row in plan.rows if row.owner == "server"} == {0} and plan.fullest == 0
 
 
 def test_main_memory_of_a_machine_without_a_gpu() -> None:
