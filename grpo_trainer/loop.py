@@ -58,8 +58,7 @@ def train(config: TrainConfig) -> None:
         metrics = build_metric_log(config, Console(file=sys.stdout), progress.step)
         samples = build_sample_log(config, policy.model, progress.step)
         rollouts = RolloutClient(config.rollouts, registration(config, progress), stop.check)
-        pinned = trainer.device.type == "cuda"
-        feed = BatchFeed(rollouts, config.rollouts, trainer.ready, stop.check, pinned=pinned)
+        feed = BatchFeed(rollouts, config.rollouts, trainer.ready, stop.check, trainer.device)
         watch = StepWatch(config.step_timeout, checkpoints.close)
         stop.watch(watch.check)
         try:

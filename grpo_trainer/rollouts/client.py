@@ -157,7 +157,8 @@ class RolloutClient:
     def evaluations(self) -> list[wire.NumberedEvaluation]:
         """What environments have measured on held-out prompts since this was asked last. Best effort."""
         try:
-            answer = self._http.get(f"/evaluations?after={self._evaluated}", headers={"Accept": wire.JSON})
+            path = f"/evaluations?after={self._evaluated}"
+            answer = self._http.get(path, headers={"Accept": wire.JSON}, timeout=5.0)
             found = wire.decode(answer.content, wire.Evaluations).evaluations if answer.is_success else []
         except (httpx.HTTPError, msgspec.DecodeError):
             return []  # it is no reason to stop; the next step asks again
@@ -224,7 +225,7 @@ class RolloutClient:
         while not self._closing.wait(seconds / 8):
             for batch_id in self._leases.running_out:
                 try:
-                    answer = self._http.post(f"/batch/{batch_id}/extend?lease={seconds:g}")
+                    answer = self._http.post(f"/batch/{batch_id}/extend?lease={seconds:g}", timeout=2.0)
                 except httpx.HTTPError as error:  # the next round tries again; what trains says so if it is for good
                     log.debug("batch %s was not extended: %s", batch_id, error)
                     continue

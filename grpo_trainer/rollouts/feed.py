@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from grpo_trainer.batching import ReadyBatch
@@ -64,7 +65,7 @@ class BatchFeed:
     Args:
         make_ready: scored groups to tensors; runs in a thread beside a step.
         check_stop: called while waiting; raises to end the wait.
-        pinned: put tensors into page-locked memory, from where copies to a GPU need not be waited for.
+        device: for a GPU, tensors go into page-locked memory, from where copies to it need not be waited for.
     """
 
     def __init__(
@@ -73,15 +74,14 @@ class BatchFeed:
         config: RolloutConfig,
         make_ready: Callable[[RolloutBatch], ReadyBatch],
         check_stop: Callable[[], None],
-        *,
-        pinned: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         self._client = client
         self._config = config
         self._make_ready = make_ready
         self._check_stop = check_stop
-        self._pinned = pinned
-        self._thread = ThreadPoolExecutor(1, "prefetch")
+        self._device = device if device is not None and device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, "prefetch", initializer=self._begin_thread)
         self._ahead: Future[_Fetched] | None = None
         self._closing = False
 
@@ -183,6 +183,11 @@ class BatchFeed:
         ready = self._ready(leased, judged, version) if judged.groups else None
         return _Fetched(leased, judged, ready, came - started, time.perf_counter() - came)
 
+    def _begin_thread(self) -> None:
+        """A thread begins with the first GPU, and would take memory there that it has no use for."""
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+
     def _check_wanted(self) -> None:
         if self._closing:
             raise _FeedClosedError
@@ -193,7 +198,7 @@ class BatchFeed:
 
     def _ready(self, leased: Leased, judged: Judged, version: int) -> ReadyBatch:
         ready = self._make_ready(RolloutBatch(leased.batch_id, judged.groups, {}, version))
-        if not self._pinned:
+        if self._device is None:
             return ready
         return replace(ready, microbatches=tuple(_pinned(microbatch) for microbatch in ready.microbatches))
 
