@@ -113,7 +113,7 @@ def measure(options: StepOptions) -> StepFigures:
     numbers = range(options.warmup + options.steps)
     batches = [synthetic_batch(options.batch, shape.vocab, options.seed + number) for number in numbers]
     seconds = [_one_step(trainer, batch, number, device) for number, batch in enumerate(batches)]
-    measured = [_lengths(batch) for batch in batches[options.warmup :]]
+    measured = [lengths_of(batch) for batch in batches[options.warmup :]]
     on_gpu = device.type == "cuda"
     return StepFigures(
         seconds=tuple(seconds[options.warmup :]),
@@ -181,7 +181,7 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _lengths(batch: RolloutBatch) -> list[tuple[int, int]]:
+def lengths_of(batch: RolloutBatch) -> list[tuple[int, int]]:
     """Tokens of prompt and completion."""
     samples = [sample for group in batch.groups for sample in group.samples]
     return [(int((~sample.trained_T).sum()), int(sample.trained_T.sum())) for sample in samples]

@@ -46,7 +46,7 @@ def ensure_model(shape: Shape, folder: Path, dtype: torch.dtype) -> None:
     finally:
         torch.set_default_dtype(before)
     with whole_folder(folder) as writing:
-        _tokenizer(shape.vocab).save_pretrained(writing)
+        numbered_tokenizer(shape.vocab).save_pretrained(writing)
         model.save_pretrained(writing)
     log.info("wrote a model of %.0fM random %s parameters to %s", model.num_parameters() / 1e6, dtype, folder)
     del model
@@ -74,7 +74,7 @@ def model_config(shape: Shape, dtype: torch.dtype) -> Qwen2Config:
     )
 
 
-def _tokenizer(vocab: int) -> PreTrainedTokenizerFast:
+def numbered_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
     """A token for each printable character, and numbered ones for the rest: the server turns every id into text."""
     names = [PAD, EOS, "\n", *map(chr, range(32, 127))]
     names += [f"<{index}>" for index in range(len(names), vocab)]
