@@ -83,9 +83,10 @@ def _plot(runs: Sequence[Run], figure: Figure) -> Plot:
     lines = []
     for number, run in enumerate(runs):
         for index, (key, name) in enumerate(_keys_of(run, figure).items()):
-            label = name if alone else run.name if len(figure.keys) == 1 or not index else f"{run.name}, {name}"
+            first = key == next(iter(figure.keys))
+            label = name if alone else run.name if first else f"{run.name}, {name}"
             steps = [float(row["step"]) for row in run.rows]
-            lines.append(Line(label, steps, run.values(key), index if alone else number, 0 if alone else index))
+            lines.append(Line(label, steps, run.values(key), index if alone else number, 0 if alone or first else 1))
     return Plot(figure.title, lines[: MOST_LINES * len(runs)], figure.note, percent=figure.percent)
 
 

@@ -92,7 +92,8 @@ def _axes(y_ticks: Sequence[float], x_ticks: Sequence[float], x: Scale, y: Scale
         yield f'<text x="{LEFT - 4:g}" y="{y(tick) + 3.5:.1f}" text-anchor="end">{short(tick, percent=percent)}</text>'
     for tick in x_ticks:
         if x.low <= tick <= x.high:
-            yield f'<text x="{x(tick):.1f}" y="{HEIGHT - 6:g}" text-anchor="middle">{short(tick)}</text>'
+            anchor = "end" if x(tick) > WIDTH - 2 * RIGHT else "middle"  # or it would be cut off
+            yield f'<text x="{x(tick):.1f}" y="{HEIGHT - 6:g}" text-anchor="{anchor}">{short(tick)}</text>'
 
 
 def _drawn(line: Line, x: Scale, y: Scale) -> Iterator[str]:

@@ -207,10 +207,12 @@ def test_the_colour_of_a_ratio() -> None:
 
 
 def test_runs_beside_each_other(tmp_path: Path) -> None:
-    a = write_run(tmp_path / "a", [row(1), row(2)], lr=1e-4, seed=0, save_path="x")
-    b = write_run(tmp_path / "b", [row(1)], lr=5e-4, seed=0, save_path="y")
+    a = write_run(tmp_path / "a", [row(1), row(2, **{"alignment/kl_reference": 0.1})], lr=1e-4, seed=0, save_path="x")
+    b = write_run(tmp_path / "b", [row(1, **{"alignment/kl_rollout": 0.1})], lr=5e-4, seed=0, save_path="y")
     runs = [read_run(a), read_run(b)]
     assert [line.name for line in main_plots(runs)[0].lines] == ["a", "b"]
+    kl = next(plot for plot in main_plots(runs) if plot.title == "KL")
+    assert [(line.name, line.dash) for line in kl.lines] == [("a", 0), ("b, from the server's policy", 1)]
     assert differences(runs).count("<tr>") == 2 and "0.0005" in differences(runs)  # the head, and lr
     assert comparison(runs).count("<tr>") == 3
     html = html_of(a, b)
