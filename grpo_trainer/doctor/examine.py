@@ -112,7 +112,7 @@ def _model_files(name: str, machine: Machine) -> tuple[ModelFiles | None, Findin
 
 def _shape(files: ModelFiles | None) -> tuple[ModelShape | None, list[Finding]]:
     if files is None:
-        return None, []
+        return None, [skip("memory", "can't be planned without the model's config.json")]
     try:
         return ModelShape.from_config(files.config), []
     except ValueError as error:
