@@ -129,7 +129,7 @@ def packages(tmp_path: Path) -> dict[str, str]:
     return {"PYTHONPATH": f"{folder}:{ROOT}", "HF_HUB_OFFLINE": "1"}
 
 
-def run(arguments: list[str], log: Path, env: dict[str, str], cwd: Path = ROOT, seconds: float = 120) -> int:
+def run(arguments: list[str], log: Path, env: dict[str, str], cwd: Path = ROOT, seconds: float = 450) -> int:
     """`python -m ARGUMENTS`, everything it says in a file."""
     import os
 

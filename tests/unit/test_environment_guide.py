@@ -13,19 +13,28 @@ from environments import cli
 from environments.arithmetic_server import ArithmeticConfig
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ServerConfig
+from environments.conversation import Conversation
 from environments.demo_model import build_tokenizer
+from environments.gsm8k_server import Gsm8kConfig
 from environments.http import PeerError
-from environments.inference import InferenceClient
+from environments.inference import Completion, InferenceClient
+from environments.multi_turn import MultiTurnConfig
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
 
 
+def shown(name: str) -> type[BaseEnv[Any]]:
+    """The class of that name, of the code block that has it and imports what it needs."""
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
+    (code,) = [block for block in blocks if f"class {name}(" in block and "import" in block]
+    namespace: dict[str, Any] = {"__name__": "guide"}
+    exec(code, namespace)
+    return namespace[name]
+
+
 @pytest.fixture
 def capitals() -> type[BaseEnv[Any]]:
-    (code,) = re.findall(r"```python\n(.*?)```", GUIDE, flags=re.DOTALL)
-    namespace: dict[str, Any] = {"__name__": "capitals"}
-    exec(code, namespace)
-    return namespace["Capitals"]
+    return shown("Capitals")
 
 
 def build(env_cls: type[BaseEnv[Any]], **changes: Any) -> BaseEnv[Any]:
@@ -96,7 +105,37 @@ def test_process_stops_where_the_items_do(capitals: type[BaseEnv[Any]], tmp_path
     assert len((tmp_path / "groups.jsonl").read_text().splitlines()) == 3
 
 
+def test_the_guides_port_of_an_environment_of_atropos_works() -> None:
+    env = build(shown("PortedCapitals"))
+
+    async def scene() -> Any:
+        await env.setup()
+        return await env.collect_trajectories({"country": "France", "capital": "Paris"})
+
+    assert asyncio.run(scene()).scores == [1.0, 0.0]  # it says Paris, then Rome
+    assert env.sampling(room=100).max_tokens == 32
+
+
+@pytest.mark.parametrize(("said", "heard"), [("20", "Higher."), ("90", "Lower."), ("50", None), ("what?", None)])
+def test_the_guides_conversation_says_higher_or_lower(said: str, heard: str | None) -> None:
+    env = build(shown("Guess"))
+    talk = Conversation(build_tokenizer(), [{"role": "user", "content": "Guess"}])
+    talk.say(Completion(talk.tokens, [1], [-1.0], said, "stop", 1), said)
+    answer = asyncio.run(env.respond(50, talk))  # type: ignore[attr-defined]
+    assert (answer and answer[0]["content"]) == heard
+    assert talk.trajectory(1.0).score == (0.9 if heard else 1.0)
+
+
+def verifiers_options() -> list[str]:
+    """Read, not imported: the library is in another virtual environment."""
+    source = (Path(__file__).parents[2] / "environments" / "verifiers_env.py").read_text()
+    (config,) = re.findall(r"class VerifiersConfig.*?(?=\nclass )", source, flags=re.DOTALL)
+    return re.findall(r"^    (\w+): ", config, flags=re.MULTILINE)
+
+
 def test_the_guide_names_every_option() -> None:
-    for config_cls in (BaseEnvConfig, ArithmeticConfig, ServerConfig):
-        missing = [name for name in config_cls.model_fields if f"`{name}`" not in GUIDE]
-        assert not missing
+    configs = (BaseEnvConfig, ArithmeticConfig, Gsm8kConfig, MultiTurnConfig, ServerConfig)
+    names = [name for config_cls in configs for name in config_cls.model_fields] + verifiers_options()
+    assert "env_id" in names
+    missing = [name for name in names if f"`{name}`" not in GUIDE and f"env.{name}`" not in GUIDE]
+    assert not missing
