@@ -1,0 +1,75 @@
+"""Checkpoints and prefetching where weights lie on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_trainer.batching import ready
+from grpo_trainer.checkpoint import Checkpoints, Progress
+from grpo_trainer.config import CheckpointConfig, ModelConfig, RolloutConfig, TrainConfig
+from grpo_trainer.model.policy import AllWeights
+from grpo_trainer.rollouts.feed import BatchFeed
+from grpo_trainer.rollouts.types import Leased
+from grpo_trainer.saving.snapshot import Snapshot
+from grpo_trainer.trainer import Trainer
+from tests.unit.factories import batch, sample
+from tests.unit.tiny_lora import tiny_qwen
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+GROUP = [sample([1, 2], [3, 4], 1.0), sample([1, 2], [5], 0.0)]
+CONFIG = TrainConfig(model=ModelConfig(name="tiny", device="cuda"), training_steps=100)
+
+
+def test_a_copy_is_page_locked_and_does_not_change_with_the_gpu() -> None:
+    snapshot = Snapshot()
+    on_gpu = torch.arange(1 << 20, dtype=torch.float32, device="cuda")
+    copy: Any = snapshot.take({"a": on_gpu, "b": on_gpu.to(torch.bfloat16)})
+    on_gpu.zero_()
+    assert copy["a"].is_pinned() and copy["a"].device.type == "cpu"
+    assert torch.equal(copy["a"], torch.arange(1 << 20, dtype=torch.float32))
+    assert copy["b"].dtype == torch.bfloat16
+    snapshot.close()
+
+
+def test_a_background_checkpoint_resumes_weights_optimizer_and_the_gpus_generator(tmp_path: Path) -> None:
+    def trainer() -> Trainer:
+        model = tiny_qwen().to("cuda")  # pyright: ignore[reportArgumentType]
+        model.requires_grad_(True)
+        return Trainer(model, CONFIG)
+
+    def saver(one: Trainer) -> Checkpoints:
+        config = CheckpointConfig(save_path=tmp_path, resume="auto", checkpoint_interval=1)
+        return Checkpoints(config, AllWeights(one.model, None), one.optimizer, one.norms)  # type: ignore[arg-type]
+
+    one = trainer()
+    one.step(batch(GROUP), 0)
+    checkpoints = saver(one)
+    checkpoints.maybe_save(Progress(1, 1))
+    kept = [parameter.detach().clone() for parameter in one.parameters]
+    drawn = torch.rand(3, device="cuda")
+    one.step(batch(GROUP), 1)
+    checkpoints.close()
+    other = trainer()
+    assert saver(other).resume() == Progress(1, 1)
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters, kept, strict=True))
+    assert torch.equal(torch.rand(3, device="cuda"), drawn)
+
+
+class OneBatch:
+    """A rollout API that has one batch."""
+
+    def lease(self, check_stop: Any) -> Leased:
+        return Leased("b", batch(GROUP).groups)
+
+
+def test_a_batch_that_was_made_ready_lies_in_page_locked_memory() -> None:
+    client: Any = OneBatch()
+    device = torch.device("cuda", torch.cuda.current_device())
+    with BatchFeed(client, RolloutConfig(), lambda one: ready(one, CONFIG), lambda: None, device) as feed:
+        (microbatch,) = feed.next(0, last=True).ready.microbatches
+    assert microbatch.tokens_BT.is_pinned() and microbatch.advantages_N.is_pinned()
