@@ -34,6 +34,7 @@ from grpo_trainer.model.policy import Policy, load_tokenizer
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.signals import StopSignal
 from grpo_trainer.weights.bridge import Published
+from grpo_trainer.weights.demands import problems_of
 from grpo_trainer.weights.model_proof import ModelProof
 from vllm_server.protocol import BridgeInfo
 
@@ -240,12 +241,9 @@ class CheckpointRestart:
             problems.append(f"serves version {info.policy_version}, not {version}")
         if info.model_name != path:
             problems.append(f"serves {info.model_name}, not {path}")
-        if info.logprobs_mode != "processed_logprobs":
-            problems.append(f"returns {info.logprobs_mode}, not the logprobs that it samples from (--vllm-extra-args?)")
+        problems += problems_of(info, self._seq_len, by="give it --vllm-extra-args")
         if problems:
             raise BridgeError(f"the inference server that was started {'; and '.join(problems)}")
-        if info.max_model_len < self._seq_len:
-            log.warning("the server serves at most %d tokens, --seq-len is %d", info.max_model_len, self._seq_len)
 
 
 def build_restart(

@@ -21,8 +21,9 @@ from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import Sum
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.bridge import Published
+from grpo_trainer.weights.demands import problems_of
 from grpo_trainer.weights.packed import PackedAdapter
-from grpo_trainer.weights.proof import prove_lora
+from grpo_trainer.weights.proof import Proved, prove_lora
 from grpo_trainer.weights.transports.transport import AdapterTransport, Sent, open_transport
 from vllm_server.protocol import BridgeInfo, version_name
 
@@ -35,6 +36,9 @@ class LoraSwap:
     Args:
         root: where the transport `disk` writes; the server was started with it as --lora-root.
         seq_len: longest sequence of the training, which the server must be able to serve.
+
+    Attributes:
+        proved: what the proof found; None: there was none.
     """
 
     def __init__(self, config: LoraOnly, model: PeftModel, server: ServerClient, root: Path, seq_len: int) -> None:
@@ -46,6 +50,7 @@ class LoraSwap:
         self._info: BridgeInfo | None = None
         self._transport: AdapterTransport | None = None
         self._published: int | None = None
+        self.proved: Proved | None = None
 
     def __enter__(self) -> LoraSwap:
         return self
@@ -81,7 +86,7 @@ class LoraSwap:
 
     def _check(self, info: BridgeInfo) -> None:
         """Refuse before training what would fail, or lie, during it."""
-        problems = []
+        problems = problems_of(info, self._seq_len)
         if info.max_lora_rank is None:
             problems.append(f"was started without LoRA: start it with --max-lora-rank {self._config.r}")
         elif info.max_lora_rank < self._config.r:
@@ -91,13 +96,6 @@ class LoraSwap:
             )
         if info.lora_name != self._config.name:
             problems.append(f"routes {info.lora_name}-vN, --lora-name is {self._config.name}: make them the same")
-        if info.max_model_len < self._seq_len:
-            log.warning("the server serves at most %d tokens, --seq-len is %d", info.max_model_len, self._seq_len)
-        if info.logprobs_mode != "processed_logprobs":
-            problems.append(
-                f"returns {info.logprobs_mode}, not the logprobs that it samples from: start it with "
-                "--logprobs-mode processed_logprobs"
-            )
         if problems:
             raise BridgeError("the inference server " + "; and ".join(problems))
 
@@ -107,7 +105,10 @@ class LoraSwap:
             return None
         assert self._info is not None, "connect comes first"
         version = self._info.policy_version
-        return prove_lora(self._model, self._server, lambda name: self.send(name, version, activate=False), self._info)
+        self.proved = prove_lora(
+            self._model, self._server, lambda name: self.send(name, version, activate=False), self._info
+        )
+        return self.proved.noise
 
     def updating(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()  # the server holds a copy of its own: nothing to fence

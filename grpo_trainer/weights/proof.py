@@ -80,16 +80,30 @@ class Gaps:
     base: float
 
 
-def prove_lora(model: PeftModel, server: ServerClient, load: Callable[[str], object], info: BridgeInfo) -> float:
+@dataclass(frozen=True)
+class Proved:
+    """What a proof measured, in nats a token.
+
+    Attributes:
+        noise: mean |server - trainer| on the present weights.
+        synthetic_moved: how far the synthetic change moved the server.
+        synthetic: mean |server - trainer| under it.
+        restored: the same with the present weights back; of shared weights, mean |server - server before|.
+    """
+
+    noise: float
+    synthetic_moved: float
+    synthetic: float
+    restored: float
+
+
+def prove_lora(model: PeftModel, server: ServerClient, load: Callable[[str], object], info: BridgeInfo) -> Proved:
     """Prove a LoRA bridge: the present adapter, a synthetic one, and the present one again.
 
     Args:
         load: hands the model's present adapter to the server under a name, for those who ask for that name: nobody
             else may get an adapter of the proof.
         info: the server.
-
-    Returns:
-        The noise: mean |server - trainer| on the present weights, in nats a token.
 
     Raises:
         BridgeError: the server's logprobs are not those of the published weights; the message says which way.
@@ -114,7 +128,7 @@ def prove_lora(model: PeftModel, server: ServerClient, load: Callable[[str], obj
         "and it stayed within %.2g (one module of %d missing would have shown for %d); restored, it is within %.2g",
         *(noise, synthetic.base, synthetic.trainer, presence.modules, presence.seen, restored.trainer),
     )
-    return noise
+    return Proved(noise, synthetic.base, synthetic.trainer, restored.trainer)
 
 
 class _Proof:

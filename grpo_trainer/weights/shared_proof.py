@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.model.lora import decoder_layers
 from grpo_trainer.weights.model_proof import ModelProof
-from grpo_trainer.weights.proof import MIN_MOVE, RELATIVE_SIZES, Probe, probe_prompts, trainer_logprobs
+from grpo_trainer.weights.proof import MIN_MOVE, RELATIVE_SIZES, Probe, Proved, probe_prompts, trainer_logprobs
 from vllm_server.protocol import PROOF_VERSION, BridgeInfo
 
 log = logging.getLogger(__name__)
@@ -40,11 +40,8 @@ class SharedProof:
         self._model = model
         self._proof = proof
 
-    def prove(self, info: BridgeInfo, version: int, fence: Fence) -> float:
+    def prove(self, info: BridgeInfo, version: int, fence: Fence) -> Proved:
         """Present weights, a synthetic change, the present ones again; these are `version`.
-
-        Returns:
-            The noise: mean |server - trainer| on the present weights, in nats a token.
 
         Raises:
             BridgeError: the server's logprobs are not those of the shared weights; the message says which way.
@@ -83,7 +80,7 @@ class SharedProof:
             "moved it by %.3g and it stayed within %.2g; undone, it is within %.2g of before",
             *(noise, moved, gap, back),
         )
-        return noise
+        return Proved(noise, moved, gap, back)
 
 
 def _verdict(gap: float, moved: float, allowed: float) -> str:

@@ -21,7 +21,9 @@ from grpo_trainer.metrics.types import Metric, Sum
 from grpo_trainer.model.policy import SharedWeights
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.bridge import Published
+from grpo_trainer.weights.demands import problems_of
 from grpo_trainer.weights.model_proof import ModelProof
+from grpo_trainer.weights.proof import Proved
 from grpo_trainer.weights.shared_proof import SharedProof
 from vllm_server.protocol import BridgeInfo, UpdateBeginRequest, UpdateEndRequest
 
@@ -38,6 +40,9 @@ class SharedBridge:
     Args:
         policy: its model lies in the memory of `server`.
         seq_len: longest sequence of the training, which the server must be able to serve.
+
+    Attributes:
+        proved: what the proof found; None: there was none.
     """
 
     def __init__(self, config: SharedVllm, policy: SharedWeights, server: ServerClient, seq_len: int) -> None:
@@ -49,6 +54,7 @@ class SharedBridge:
         self._info: BridgeInfo | None = None
         self._version = 0
         self._metrics: dict[str, Metric] = {}
+        self.proved: Proved | None = None
 
     def __enter__(self) -> SharedBridge:
         return self
@@ -103,13 +109,8 @@ class SharedBridge:
                 f"the inference server was started anew (boot {info.boot_id}) after its weights were attached (boot "
                 f"{attached}); start the trainer again"
             )
-        if info.logprobs_mode != "processed_logprobs":
-            raise BridgeError(
-                f"the inference server returns {info.logprobs_mode}, not the logprobs that it samples from: start it "
-                "with --logprobs-mode processed_logprobs"
-            )
-        if info.max_model_len < self._seq_len:
-            log.warning("the server serves at most %d tokens, --seq-len is %d", info.max_model_len, self._seq_len)
+        if problems := problems_of(info, self._seq_len):
+            raise BridgeError("the inference server " + "; and ".join(problems))
 
     def prove(self) -> float | None:
         if not self._config.proof:
@@ -118,7 +119,8 @@ class SharedBridge:
         assert self._info is not None, "connect comes first"
         model = self._policy.model
         proof = ModelProof(model, self._server, str(model.dtype).removeprefix("torch."))
-        return SharedProof(model, proof).prove(self._info, self._version, self._fence)
+        self.proved = SharedProof(model, proof).prove(self._info, self._version, self._fence)
+        return self.proved.noise
 
     def updating(self) -> AbstractContextManager[None]:
         return self._fence(self._version + 1)

@@ -194,6 +194,6 @@ def test_noise_alone_is_no_missing_module(seed: int, caplog: pytest.LogCaptureFi
     server = FakeServer(trainer, model=tiny_lora(LAYERS), noise=0.02)
     server.random.manual_seed(seed)
     with caplog.at_level("INFO"):
-        assert 0.005 < prove_lora(trainer, server, server.load, NOISY) < 0.05  # type: ignore[arg-type]
+        assert 0.005 < prove_lora(trainer, server, server.load, NOISY).noise < 0.05  # type: ignore[arg-type]
     seen = re.search(r"one module of 84 missing would have shown for (\d+)", caplog.text)
     assert seen is not None and int(seen[1]) > 42

@@ -100,7 +100,7 @@ def test_an_honest_server_passes_and_the_noise_is_told(tmp_path: Path) -> None:
     trainer, server = loaded(folder, in_4_bits=True), loaded(folder, in_4_bits=False)
     fill_b(trainer)
     fake = FakeServer(trainer, model=server)
-    noise = prove_lora(trainer, fake, fake.load, INFO)  # type: ignore[arg-type]
+    noise = prove_lora(trainer, fake, fake.load, INFO).noise  # type: ignore[arg-type]
     assert 1e-3 < noise < NOISE_LIMIT_4BIT  # more than rounding: the test shows something
     assert len(fake.adapters) == 3
 

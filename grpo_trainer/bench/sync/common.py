@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.launch.owned_server import OwnedServer
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.server_client import ServerClient
+from grpo_trainer.weights.proof import Proved
 
 PROMPT = [2, 3, 5, 7]
 
@@ -46,6 +48,27 @@ def explained_by(server: OwnedServer) -> Iterator[None]:
     except ServerError:
         server.check()
         raise
+
+
+class OwnServer:
+    """What subjects with one server of their own have in common."""
+
+    def __init__(self, server: OwnedServer) -> None:
+        self._server = server
+
+    @property
+    def server_pid(self) -> int:
+        pid = self._server.pid
+        assert pid is not None
+        return pid
+
+    def check(self) -> None:
+        self._server.check()
+
+
+def rounded(proved: Proved | None) -> dict[str, float] | None:
+    """A proof's figures."""
+    return None if proved is None else {name: float(f"{value:.3g}") for name, value in asdict(proved).items()}
 
 
 def check_answers(client: ServerClient, version: int, name: str | None = None) -> None:

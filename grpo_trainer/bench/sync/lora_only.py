@@ -14,7 +14,15 @@ import httpx
 import torch
 from peft import PeftModel
 
-from grpo_trainer.bench.sync.common import PROMPT, check_answers, explained_by, train_values, weighed
+from grpo_trainer.bench.sync.common import (
+    PROMPT,
+    OwnServer,
+    check_answers,
+    explained_by,
+    rounded,
+    train_values,
+    weighed,
+)
 from grpo_trainer.bench.sync.figures import Baseline, Publish, median_ms
 from grpo_trainer.bench.sync.options import SyncOptions
 from grpo_trainer.bench.sync.server import server_spec, serving
@@ -27,7 +35,6 @@ from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.policy import build_policy
 from grpo_trainer.options import build
 from grpo_trainer.server_client import ServerClient
-from grpo_trainer.weights import proof
 from grpo_trainer.weights.lora_swap import LoraSwap
 from vllm_server.protocol import LoraLoadRequest, LoraLoadResponse
 from vllm_server.protocol.bridge_config import FILE_NAME
@@ -70,8 +77,7 @@ def _serving(options: SyncOptions, place: Place, config: TrainConfig, written: P
         model, weights = early or weighed(adapted, place, attached=True)
         with LoraSwap(bridge, model, client, written, config.model.seq_len) as swap, explained_by(server):
             subject = LoraOnlySubject(swap, model, client, server, written, weights, url=config.vllm.url)
-            if bridge.proof:
-                subject.prove()
+            swap.prove()
             yield subject
 
 
@@ -99,7 +105,7 @@ class WatchedClient(ServerClient):
         return self.last
 
 
-class LoraOnlySubject:
+class LoraOnlySubject(OwnServer):
     """A trainer that does nothing but publish. Versions start at 1, so that 0 is the base model."""
 
     serves_on = True
@@ -117,9 +123,8 @@ class LoraOnlySubject:
         self._swap = swap
         self._weights = weights
         self._model = model
-        self._server = server
+        super().__init__(server)
         self.url = url
-        self._proof: dict[str, float] | None = None
         self._named = {name: p for name, p in model.named_parameters() if "lora_" in name}
         self._factors = [p.detach() for name, p in self._named.items() if "lora_B" in name]
         for factor in self._factors:
@@ -138,29 +143,11 @@ class LoraOnlySubject:
         assert isinstance(dtype, torch.dtype)
         return dtype
 
-    @property
-    def server_pid(self) -> int:
-        pid = self._server.pid
-        assert pid is not None
-        return pid
-
-    def check(self) -> None:
-        self._server.check()
-
-    def prove(self) -> None:
-        """The bridge's own proof; its figures stand in what it logs, which nobody but us wants as numbers."""
-        heard = _Heard()
-        proof.log.addHandler(heard)
-        try:
-            self._swap.prove()
-        finally:
-            proof.log.removeHandler(heard)
-        names = ("noise", "synthetic_moved", "synthetic", "restored")
-        self._proof = {name: float(f"{value:.3g}") for name, value in zip(names, heard.figures, strict=True)}
-
     def facts(self) -> Facts:
         assert self.client_answer is not None, "publish comes first"
-        return Facts(self.client_answer.transport, round(self._nbytes / 1e6, 3), self._proof, self._weights)
+        return Facts(
+            self.client_answer.transport, round(self._nbytes / 1e6, 3), rounded(self._swap.proved), self._weights
+        )
 
     @property
     def client_answer(self) -> LoraLoadResponse | None:
@@ -225,16 +212,6 @@ class LoraOnlySubject:
         """In the server's dtype: the smallest file that loses nothing there."""
         state = {name: p.detach().to(self.served_dtype) for name, p in self._named.items()}
         self._model.save_pretrained(str(folder), state_dict=state, save_embedding_layers=False)
-
-
-class _Heard(logging.Handler):
-    """Keeps the numbers of the proof's last line."""
-
-    figures: tuple[float, ...] = ()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if isinstance(record.args, tuple):
-            self.figures = tuple(value for value in record.args if isinstance(value, float))
 
 
 def _post(http: httpx.Client, route: str, body: dict[str, Any]) -> httpx.Response:

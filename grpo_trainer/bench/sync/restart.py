@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from grpo_trainer.bench.sync.common import check_answers, train_values, weighed
+from grpo_trainer.bench.sync.common import OwnServer, check_answers, train_values, weighed
 from grpo_trainer.bench.sync.figures import Baseline, Publish
 from grpo_trainer.bench.sync.options import SyncOptions
 from grpo_trainer.bench.sync.server import server_spec
@@ -62,7 +62,7 @@ def opened(options: SyncOptions, place: Place) -> Iterator[RestartSubject]:
         yield RestartSubject(bridge, client, server, written, weights, config.vllm.url)
 
 
-class RestartSubject:
+class RestartSubject(OwnServer):
     """A trainer that does nothing but publish. While it does, nobody is served."""
 
     serves_on = False
@@ -77,7 +77,7 @@ class RestartSubject:
         url: str,
     ) -> None:
         self._bridge = bridge
-        self._server = server
+        super().__init__(server)
         self._weights = weights
         self.client = client
         self.url = url
@@ -87,15 +87,6 @@ class RestartSubject:
         self.info = client.wait_until_ready()
         noise = bridge.prove()
         self._proof = None if noise is None else {"noise": float(f"{noise:.3g}")}
-
-    @property
-    def server_pid(self) -> int:
-        pid = self._server.pid
-        assert pid is not None
-        return pid
-
-    def check(self) -> None:
-        self._server.check()
 
     def facts(self) -> Facts:
         return Facts(None, None, self._proof, self._weights)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from grpo_trainer.bench.sync.common import check_answers, explained_by, train_values, weighed
+from grpo_trainer.bench.sync.common import OwnServer, check_answers, explained_by, rounded, train_values, weighed
 from grpo_trainer.bench.sync.figures import Baseline, Publish, median_ms
 from grpo_trainer.bench.sync.options import SyncOptions
 from grpo_trainer.bench.sync.server import server_spec, serving
@@ -56,7 +56,7 @@ def opened(options: SyncOptions, place: Place, in_flight: InFlight = "keep") -> 
             )
 
 
-class SharedSubject:
+class SharedSubject(OwnServer):
     """A trainer that does nothing but write its weights.
 
     What it writes are the bits that are there, by a multiplication with one: it reads and writes as many bytes as the
@@ -81,7 +81,7 @@ class SharedSubject:
         repeat: int,
     ) -> None:
         self._bridge = bridge
-        self._server = server
+        super().__init__(server)
         self._weights = weights
         self.parameters = [parameter.detach() for parameter in policy.model.parameters()]
         self._fences: list[dict[str, float]] = []
@@ -92,17 +92,8 @@ class SharedSubject:
         self.base_routing: dict[str, Any] = {}
         self.version = bridge.connect(0)
         self.info = client.wait_until_ready()
-        noise = bridge.prove()
-        self._proof = None if noise is None else {"noise": float(f"{noise:.3g}")}
-
-    @property
-    def server_pid(self) -> int:
-        pid = self._server.pid
-        assert pid is not None
-        return pid
-
-    def check(self) -> None:
-        self._server.check()
+        bridge.prove()
+        self._proof = rounded(bridge.proved)
 
     def facts(self) -> Facts:
         fences = self._fences[self._measured] or self._fences
