@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,16 @@ def test_a_resumed_run_goes_on_with_the_questions_that_were_next() -> None:
 def test_wilsons_interval(share: float, trials: int, low: float, high: float) -> None:
     found = wilson(share, trials)
     assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
+
+
+CONFIGS = sorted((ROOT / "configs").glob("gsm8k_*.toml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_the_shipped_configurations_say_what_it_understands(path: Path) -> None:
+    (environment,) = tomllib.loads(path.read_text())["environments"]
+    assert environment["name"] == "gsm8k"
+    Gsm8kConfig(tokenizer_name="model", **environment["env"])
 
 
 def test_it_runs_by_its_path_as_the_original_does(tmp_path: Path) -> None:
