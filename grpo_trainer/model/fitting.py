@@ -108,7 +108,8 @@ def _set_recomputed(
     recompute(layers, count, offload=False, random=random)
     forward.recomputed = count
     left = rest - memory.needed(tokens, count)
-    forward.keep_logits(int(max(0.0, 0.8 * left)) if count == 0 else 0)
+    if count == 0:
+        forward.use_spare_memory(left)
     log.info(
         "recomputing %d of %d layers: %.1f GB free for passes of %d tokens, %.0f KB a token and layer, %.1f GB left",
         *(count, len(layers), rest / 1e9, tokens, memory.token_bytes / 1e3, left / 1e9),

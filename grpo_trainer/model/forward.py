@@ -31,6 +31,9 @@ from grpo_trainer.model.load import pick_dtype
 
 log = logging.getLogger(__name__)
 
+LARGE_CHUNKS = 1 << 30
+"""Bytes of logits at one time where memory is plenty: the head's gradient is written once for each chunk."""
+
 
 class Forward:
     """Forward passes of a model.
@@ -64,9 +67,10 @@ class Forward:
             "kept_logits_gb": round(self.plan.kept_bytes / 1e9, 2),
         }
 
-    def keep_logits(self, nbytes: int) -> None:
-        """Logits of a microbatch are kept for the backward pass if they take no more than this."""
-        self.plan = replace(self.plan, kept_bytes=nbytes)
+    def use_spare_memory(self, nbytes: float) -> None:
+        """Let the head have it: logits of a microbatch are kept for the backward pass if that is enough."""
+        chunks = LARGE_CHUNKS if self.plan.is_compiled and nbytes > 8 * LARGE_CHUNKS else self.plan.chunk_bytes
+        self.plan = replace(self.plan, kept_bytes=max(0, int(0.8 * nbytes - 4 * chunks)), chunk_bytes=chunks)
 
     def scores(self, microbatch: MicroBatch, *, entropy_gradient: bool = False) -> TokenScores:
         """Of its trained tokens, and its teacher's.
@@ -80,7 +84,7 @@ class Forward:
         more: dict[str, Any] = {} if microbatch.packed is None else attention.arguments(microbatch.packed)
         hidden_BTH = self.decoder(input_ids=microbatch.tokens_BT, use_cache=False, **more).last_hidden_state
         return head_scores(
-            hidden_BTH.flatten(0, 1)[microbatch.predictors_N],
+            hidden_BTH.flatten(0, 1).index_select(0, microbatch.predictors_N),
             self.head.weight,
             self.head.bias,
             microbatch.targets_N,

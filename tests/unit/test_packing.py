@@ -188,3 +188,22 @@ def test_a_model_whose_layers_mix_sequences_is_found_out() -> None:
     with pytest.raises(ConfigError, match="its layers let one sequence see another"):
         build_forward(model, settings(packing="on"))
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("packing", ["on", "off"])
+def test_weights_in_fp32_compute_in_16_bits_under_autocast(packing: str) -> None:
+    """As all weights are trained where they are not the server's: decoder and head compute in `--dtype`."""
+    exact, model = tiny("qwen2"), tiny("qwen2")
+    for part in (model, model.base_model):
+        part.forward = torch.autocast("cpu", torch.bfloat16)(part.forward)
+    config = settings(packing=packing)
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    trainer = Trainer(model, config)
+    assert trainer.forward.plan.dtype == torch.bfloat16 and trainer.forward.head is not None
+    (microbatch,) = trainer.ready(full_rollouts()).microbatches
+    found = trainer.forward.scores(microbatch).logprobs_N
+    wanted = Trainer(exact, settings(packing=packing)).forward.scores(microbatch).logprobs_N
+    error = (found - wanted).abs().mean().item()
+    assert 1e-4 < error < 0.1
+    found.sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
