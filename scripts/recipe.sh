@@ -94,13 +94,14 @@ start_environment() {
 
 # train FLAGS…: in the foreground until all steps are done; the other processes are watched meanwhile.
 train() {
-    local resume=never name
+    local resume=never name log=$RUN_DIR/logs/trainer.log old=0
+    [ ! -e "$log" ] || old=$(wc -l <"$log") # lines of a run that is gone on with
     [ -e "$RUN_DIR/metrics.jsonl" ] && resume=auto
     start trainer "$PYTHON" -m grpo_trainer train --model "$MODEL" --dtype "$DTYPE" --seq-len "$SEQ_LEN" \
         --atropos-url "http://127.0.0.1:$API_PORT" --vllm-port "$VLLM_PORT" --training-steps "$STEPS" \
         --batch-size "$BATCH_SIZE" --gradient-accumulation-steps "$ACCUMULATION" --save-path "$RUN_DIR/checkpoints" \
         --log-dir "$RUN_DIR" --resume "$resume" "$@"
-    tail --pid "${started[trainer]}" -n +1 -f "$RUN_DIR/logs/trainer.log" &
+    tail --pid "${started[trainer]}" -n +$((old + 1)) -f "$log" &
     while kill -0 "${started[trainer]}" 2>/dev/null; do
         for name in "${!started[@]}"; do # an environment may be done a little before the trainer
             [ "$name" = environment ] || kill -0 "${started[$name]}" 2>/dev/null || [ "$name" = trainer ] ||
