@@ -13,6 +13,7 @@ from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import METRICS_FILE
 from grpo_trainer.metrics.rows import read_rows
 from grpo_trainer.metrics.samples import SAMPLES_FILE
+from grpo_trainer.saving.manifest import STATE_FILE
 
 SECRET = re.compile(r"(?m)^(\s*\S*(?:api_key|token|secret|password)\S*\s*=\s*)(.+)$")
 """A line of TOML that nobody else should read."""
@@ -115,7 +116,7 @@ def _is_harmless(match: re.Match[str]) -> bool:
 def _checkpoints(folder: Path) -> list[str]:
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    found = [path for path in folder.iterdir() if (path / STATE_FILE).exists() and not path.name.startswith(".")]
     return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime)]
 
 

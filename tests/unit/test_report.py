@@ -70,6 +70,15 @@ def test_a_folder_without_a_run(tmp_path: Path) -> None:
         read_run(tmp_path / "typo", may_be_empty=True)
 
 
+def test_checkpoints_are_folders_that_say_so(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", [row(1)])
+    for name in ("adapter_step_3", "environments", ".adapter_step_6.x.tmp"):
+        (folder / "checkpoints" / name).mkdir(parents=True)
+        if name != "environments":
+            (folder / "checkpoints" / name / "state.json").write_text("{}")
+    assert read_run(folder).checkpoints == ["adapter_step_3"]
+
+
 def test_keys_to_servers_stay_secret(tmp_path: Path) -> None:
     toml = 'vllm_api_key = "hunter2"\nwandb_token = "x y"\ntokenizer_name = "m"\nmax_tokens = 5\nlr = 1e-4\n'
     assert without_secrets(toml) == (
