@@ -1,4 +1,7 @@
-"""`kill -9` at random moments: the run that is resumed ends with the undisturbed run's weights, bit for bit."""
+"""`kill -9` at random moments: the run that is resumed ends with the undisturbed run's weights, bit for bit.
+
+Killed are the training process, ten times, and now and then the rollout API as well.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ import httpx
 import pytest
 import torch
 
-from tests.processes import ROOT, answers, free_port, running, tail, wait_for
+from tests.processes import ROOT, answers, end, free_port, running, tail, wait_for
 from tests.unit.tiny_lora import VOCAB, save_tiny
 
 STEPS = 60
@@ -70,13 +73,35 @@ def trainers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainers]:
     made.close()
 
 
+class Api:
+    """A rollout API with a store, which may be killed, too."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._log = folder / "api.log"
+        self._words = ["-m", "environments.api", "--port", str(self.port), "--store", str(folder / "queue.sqlite")]
+
+    def start(self) -> None:
+        self._block = running(*self._words, log=self._log)
+        self._process = self._block.__enter__()
+        wait_for("the rollout API is there", lambda: answers(self.url + "/"), self._log, 60)
+
+    def kill_and_start(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self.start()
+
+    def stop(self) -> None:
+        end(self._process)
+
+
 @pytest.fixture(scope="module")
-def api_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    port, log = free_port(), tmp_path_factory.mktemp("api") / "api.log"
-    with running("-m", "environments.api", "--port", str(port), log=log):
-        url = f"http://127.0.0.1:{port}"
-        wait_for("the rollout API is there", lambda: answers(url + "/"), log, 60)
-        yield url
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    made = Api(tmp_path_factory.mktemp("api"))
+    made.start()
+    yield made
+    made.stop()
 
 
 def fill(url: str) -> None:
@@ -136,20 +161,20 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_that_is_killed_ten_times_ends_as_if_it_had_not_been(
-    mode: str, trainers: Trainers, api_url: str, tmp_path: Path
+    mode: str, trainers: Trainers, api: Api, tmp_path: Path
 ) -> None:
     own, final, weights = MODES[mode]
     options = {
-        "model_name": str(save_tiny(tmp_path / "model")), "atropos_url": api_url, "training_steps": STEPS,
+        "model_name": str(save_tiny(tmp_path / "model")), "atropos_url": api.url, "training_steps": STEPS,
         "device": "cpu", "batch_size": 4, "gradient_accumulation_steps": BATCH // 4, "lr": 1e-3, "seq_len": 16,
         "drift_limit": 0.0, "checkpoint_interval": 3, "keep_checkpoints": 2, "rollout_timeout": 30,
         "resume": "auto", **own,
     }  # fmt: skip
-    fill(api_url)
+    fill(api.url)
     trainers.start({**options, "save_path": str(tmp_path / "straight")})
     assert trainers.exit_code() == 0, tail(trainers.log)
 
-    fill(api_url)
+    fill(api.url)
     seed = random.randrange(1 << 30)
     draw = random.Random(seed)
     at_rows = sorted(draw.sample(range(1, STEPS - 10), KILLS - 2))
@@ -157,7 +182,7 @@ def test_a_run_that_is_killed_ten_times_ends_as_if_it_had_not_been(
     for place in (0, draw.randrange(1, KILLS // 2)):  # two of them while the process starts
         moments.insert(place, ("seconds", draw.uniform(0.0, 0.3)))
     folder = tmp_path / "killed"
-    for kind, moment in moments:
+    for number, (kind, moment) in enumerate(moments, 1):
         pid = trainers.start({**options, "save_path": str(folder)})
         if kind == "seconds":
             time.sleep(moment)
@@ -169,6 +194,8 @@ def test_a_run_that_is_killed_ten_times_ends_as_if_it_had_not_been(
             time.sleep(draw.uniform(0.0, 0.02))
         os.kill(pid, signal.SIGKILL)
         assert trainers.exit_code() == -signal.SIGKILL, f"seed {seed}: it had ended\n{tail(trainers.log)}"
+        if number % 3 == 0:
+            api.kill_and_start()
     trainers.start({**options, "save_path": str(folder)})
     assert trainers.exit_code() == 0, f"seed {seed}\n{tail(trainers.log)}"
 
