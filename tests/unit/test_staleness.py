@@ -1,0 +1,86 @@
+"""Old groups: dropped or counted less, by the version that trains on them; and leases that must not run out."""
+
+from __future__ import annotations
+
+import pytest
+
+from grpo_trainer.batching import ready
+from grpo_trainer.config import ModelConfig, TrainConfig
+from grpo_trainer.metrics.types import reduce
+from grpo_trainer.rollouts.leases import Leases
+from grpo_trainer.rollouts.staleness import judge, same_judgement
+from grpo_trainer.rollouts.types import Group, RolloutBatch
+from tests.unit.factories import sample
+
+
+def group(*versions: int | None) -> Group:
+    return Group(tuple(sample([1], [2 + i], float(i), version=version) for i, version in enumerate(versions)))
+
+
+GROUPS = [group(5, 5), group(3, 4), group(None, None), group(1, 5)]
+
+
+def test_a_group_is_as_old_as_its_oldest_sample_and_of_unknown_age_never_too_old() -> None:
+    judged = judge(GROUPS, 5, limit=2)
+    assert judged.groups == (GROUPS[0], GROUPS[1], GROUPS[2])
+    numbers = reduce(judged.metrics)
+    assert numbers["rollout/dropped_stale_groups"] == 1
+    assert numbers["rollout/staleness_max"] == 2  # 5 - 3
+    assert numbers["rollout/staleness_mean"] == pytest.approx(0.75)  # (0 + 0 + 2 + 1) / 4
+
+
+def test_without_a_limit_all_are_kept() -> None:
+    assert judge(GROUPS, 50, limit=None).groups == tuple(GROUPS)
+
+
+def test_downweighted_groups_count_one_over_one_plus_excess() -> None:
+    judged = judge(GROUPS, 6, limit=2, on_stale="downweight")
+    weights = [{one.weight for one in each.samples} for each in judged.groups]
+    assert weights == [{1.0}, {0.5}, {1.0}, {0.25}]  # 6 - 3 is 1 above 2: 1 / 2; 6 - 1 is 3 above: 1 / 4
+    numbers = reduce(judged.metrics)
+    assert numbers["rollout/downweighted_groups"] == 2 and numbers["rollout/dropped_stale_groups"] == 0
+
+
+def test_a_weight_multiplies_the_loss_and_leaves_the_normaliser() -> None:
+    config = TrainConfig(model=ModelConfig(name="m"))
+    plain = ready(RolloutBatch("b", tuple(GROUPS), {}), config).prepared
+    lowered = judge(GROUPS, 6, limit=2, on_stale="downweight").groups
+    halved = ready(RolloutBatch("b", lowered, {}), config).prepared
+    assert halved.counts == plain.counts
+    ratios = [b.weight / a.weight for a, b in zip(plain.sequences, halved.sequences, strict=True)]
+    assert ratios == [1.0, 1.0, 0.5, 0.5, 1.0, 1.0, 0.25, 0.25]
+
+
+def test_judgements_differ_if_a_group_goes_or_counts_otherwise() -> None:
+    drops = {version: judge(GROUPS, version, limit=2).groups for version in (3, 4, 5, 6)}
+    assert same_judgement(drops[4], drops[5])  # both without the last
+    assert not same_judgement(drops[3], drops[4]) and not same_judgement(drops[5], drops[6])
+    low = [judge(GROUPS, version, limit=2, on_stale="downweight").groups for version in (5, 6)]
+    assert not same_judgement(*low)
+
+
+def test_leases_that_have_less_than_half_their_time_left_run_out() -> None:
+    now = 0.0
+    leases = Leases(10.0, clock=lambda: now)
+    leases.hold("a")
+    now = 4.0
+    leases.hold("b")
+    assert not leases.running_out
+    now = 6.0
+    assert leases.running_out == ["a"]
+    leases.hold("a")
+    now = 10.0
+    assert leases.running_out == ["b"]
+    leases.end("b")
+    assert not leases.running_out
+
+
+def test_trained_leases_are_unsettled_until_they_end() -> None:
+    leases = Leases(10.0)
+    for name in ("a", "b", "c"):
+        leases.hold(name)
+    leases.trained("b")
+    leases.trained("a")
+    assert leases.unsettled == ("b", "a")
+    leases.end("b")
+    assert leases.unsettled == ("a",)
