@@ -22,9 +22,7 @@ class Figure:
 
 
 FIGURES = (
-    Figure(
-        "Reward", {"reward/mean": "mean", "reward/env_*": "environment", "eval/*": ""}, "mean of the step's samples"
-    ),
+    Figure("Reward", {"reward/mean": "mean", "reward/env_*": "environment"}, "mean of the step's samples"),
     Figure("Loss", {"train/loss": "loss"}, "about 0 is right on fresh samples"),
     Figure(
         "KL",
@@ -54,6 +52,8 @@ FIGURES = (
 
 HIDDEN = ("reward/std", "train/seconds", "train/step_time", "publish/version", "publish/served_version")
 MOST_LINES = 8
+EVALUATIONS = "eval/"
+"""What environments measured on held-out items: `eval/ENVIRONMENT/FIGURE`, each of its own scale."""
 
 
 def main_plots(runs: Sequence[Run]) -> list[Plot]:
@@ -66,6 +66,8 @@ def main_plots(runs: Sequence[Run]) -> list[Plot]:
     ]
     if over_time:
         plots.insert(1, Plot("Reward over time", over_time, "seconds of training", x_name="s"))
+    evaluations = sorted({key for run in runs for key in run.keys if key.startswith(EVALUATIONS)})
+    plots += [_plot(runs, Figure(f"Evaluation: {key.removeprefix(EVALUATIONS)}", {key: key})) for key in evaluations]
     return [*plots, *(time_split(run, len(runs)) for run in runs if run.rows)]
 
 
@@ -73,7 +75,7 @@ def other_plots(runs: Sequence[Run]) -> list[Plot]:
     """One for each metric that no figure shows."""
     shown = {key for figure in FIGURES for run in runs for key in _keys_of(run, figure)}
     shown |= {*PHASES.values(), *HIDDEN}
-    left = sorted({key for run in runs for key in run.keys} - shown)
+    left = sorted({key for run in runs for key in run.keys if not key.startswith(EVALUATIONS)} - shown)
     return [_plot(runs, Figure(key, {key: key})) for key in left]
 
 
@@ -85,8 +87,9 @@ def _plot(runs: Sequence[Run], figure: Figure) -> Plot:
         for index, (key, name) in enumerate(_keys_of(run, figure).items()):
             first = key == next(iter(figure.keys))
             label = name if alone else run.name if first else f"{run.name}, {name}"
-            steps = [float(row["step"]) for row in run.rows]
-            lines.append(Line(label, steps, run.values(key), index if alone else number, 0 if alone or first else 1))
+            measured = [row for row in run.rows if key in row]  # an evaluation is not made at each step
+            steps, values = [float(row["step"]) for row in measured], [row[key] for row in measured]
+            lines.append(Line(label, steps, values, index if alone else number, 0 if alone or first else 1))
     return Plot(figure.title, lines[: MOST_LINES * len(runs)], figure.note, percent=figure.percent)
 
 
@@ -97,8 +100,8 @@ def _keys_of(run: Run, figure: Figure) -> dict[str, str]:
         if key.endswith("*"):
             begin = key[:-1]
             several = [each for each in run.keys if each.startswith(begin) and not each.endswith(("_std", "/std"))]
-            alone = name and len(several) < 2  # one environment's reward is the mean itself
-            found |= {} if alone else {each: f"{name} {each.removeprefix(begin)}".strip() for each in several}
+            if len(several) > 1:  # one environment's reward is the mean itself
+                found |= {each: f"{name} {each.removeprefix(begin)}" for each in several}
         elif key in run.keys:
             found[key] = name
     return found

@@ -160,6 +160,17 @@ def test_figures_show_what_was_measured_and_the_rest_apart(tmp_path: Path) -> No
     assert split == {"waiting for rollouts": [0.5, 0.5], "forward and backward": [1.0, 1.0], "other": [0.5, 0.5]}
 
 
+def test_what_is_measured_now_and_then_is_one_line(tmp_path: Path) -> None:
+    key = "eval/gsm8k/strict"
+    rows = [row(1, **{key: 0.1}), row(2), row(3, **{key: 0.3}), row(4, **{"train/loss": None})]
+    run = read_run(write_run(tmp_path / "a", rows))
+    plots = {plot.title: plot for plot in main_plots([run])}
+    (evaluation,) = plots["Evaluation: gsm8k/strict"].lines
+    assert list(evaluation.xs) == [1.0, 3.0] and list(evaluation.ys) == [0.1, 0.3]
+    assert [plot.title for plot in other_plots([run])] == ["gpu/weird"]
+    assert list(plots["Loss"].lines[0].ys) == [-0.01, -0.01, -0.01, None], "not finite is a gap"
+
+
 def test_several_environments_have_a_line_each(tmp_path: Path) -> None:
     rows = [row(1, **{"reward/env_0": 0.1, "reward/env_1": 0.3, "reward/env_0_std": 0.5})]
     reward = main_plots([read_run(write_run(tmp_path / "a", rows))])[0]
