@@ -66,9 +66,22 @@ def main_plots(runs: Sequence[Run]) -> list[Plot]:
     ]
     if over_time:
         plots.insert(1, Plot("Reward over time", over_time, "seconds of training", x_name="s"))
-    evaluations = sorted({key for run in runs for key in run.keys if key.startswith(EVALUATIONS)})
-    plots += [_plot(runs, Figure(f"Evaluation: {key.removeprefix(EVALUATIONS)}", {key: key})) for key in evaluations]
+    plots += [_plot(runs, figure) for figure in _evaluations(runs)]
     return [*plots, *(time_split(run, len(runs)) for run in runs if run.rows)]
+
+
+def _evaluations(runs: Sequence[Run]) -> list[Figure]:
+    """One for each figure that environments measured, with its confidence interval if it has one."""
+    found = {key for run in runs for key in run.keys if key.startswith(EVALUATIONS)}
+    bounds = {key for key in found if key.endswith(("_low", "_high")) and key.rpartition("_")[0] in found}
+    return [
+        Figure(
+            f"Evaluation: {key.removeprefix(EVALUATIONS)}",
+            {key: "measured", f"{key}_low": "at least", f"{key}_high": "at most"},
+            "on held-out items" + (", and its confidence interval" if f"{key}_low" in bounds else ""),
+        )
+        for key in sorted(found - bounds)
+    ]
 
 
 def other_plots(runs: Sequence[Run]) -> list[Plot]:

@@ -162,10 +162,11 @@ def test_figures_show_what_was_measured_and_the_rest_apart(tmp_path: Path) -> No
 
 def test_what_is_measured_now_and_then_is_one_line(tmp_path: Path) -> None:
     key = "eval/gsm8k/strict"
-    rows = [row(1, **{key: 0.1}), row(2), row(3, **{key: 0.3}), row(4, **{"train/loss": None})]
+    rows = [row(1, **{key: 0.1, f"{key}_low": 0.05}), row(2), row(3, **{key: 0.3}), row(4, **{"train/loss": None})]
     run = read_run(write_run(tmp_path / "a", rows))
     plots = {plot.title: plot for plot in main_plots([run])}
-    (evaluation,) = plots["Evaluation: gsm8k/strict"].lines
+    evaluation, bound = plots["Evaluation: gsm8k/strict"].lines
+    assert (bound.name, list(bound.ys)) == ("at least", [0.05])
     assert list(evaluation.xs) == [1.0, 3.0] and list(evaluation.ys) == [0.1, 0.3]
     assert [plot.title for plot in other_plots([run])] == ["gpu/weird"]
     assert list(plots["Loss"].lines[0].ys) == [-0.01, -0.01, -0.01, None], "not finite is a gap"
