@@ -113,11 +113,15 @@ class Checkpoints:
             OSError: this one or the one before could not be written.
         """
         self._writer.wait()
-        if not final and self.safe_path is not None and self.safe == progress:
-            return self.safe_path
+        if not final and self.safe_path is not None and self._is_safe(progress):
+            return self.safe_path  # a whole checkpoint is not touched again
         path = self._config.save_path / self._policy.final_name if final else self._path(progress)
         self._write(path, progress, self._tree())
         return path
+
+    def _is_safe(self, progress: Progress) -> bool:
+        safe = self.safe
+        return safe is not None and (safe.step, safe.policy_version) == (progress.step, progress.policy_version)
 
     def settled(self, progress: Progress) -> tuple[str, ...]:
         """Batches that need not come again: a checkpoint holds what was learnt from them, or none ever will."""

@@ -221,6 +221,16 @@ def test_the_next_save_and_the_final_one_wait_for_the_one_before(tmp_path: Path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model_final", "step_1", "step_2"]
 
 
+def test_a_checkpoint_that_was_resumed_is_not_written_again(tmp_path: Path) -> None:
+    one = trainer()
+    path = saver(one, tmp_path).save(Progress(2, 2, ("a",)))
+    written = {file.name: file.stat().st_mtime_ns for file in path.iterdir()}
+    resumed = saver(trainer(), tmp_path)
+    resumed.resume()
+    assert resumed.save(Progress(2, 2)) == path
+    assert {file.name: file.stat().st_mtime_ns for file in path.iterdir()} == written
+
+
 def test_without_room_for_a_copy_training_waits_and_is_told_so_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
