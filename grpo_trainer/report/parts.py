@@ -73,7 +73,7 @@ def figure(plot: Plot, number: int) -> str:
 def plot_data(plots: Sequence[Plot]) -> str:
     """The numbers for the script: JSON that can stand in a script element."""
     found = [
-        {"x": plot.x_name, "percent": plot.percent, "lines": [_line_data(line) for line in plot.lines]}
+        {"x": plot.x_name, "percent": plot.percent, "lines": [_line_data(thinned(line)) for line in plot.lines]}
         for plot in plots
     ]
     return json.dumps(found, separators=(",", ":")).replace("<", "\\u003c")
