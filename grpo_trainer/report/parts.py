@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from grpo_trainer.report.plots import Line, Plot, svg
+from grpo_trainer.report.plots import Line, Plot, svg, thinned
 from grpo_trainer.report.read import Run
 
 ENDS = 5

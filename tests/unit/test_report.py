@@ -248,6 +248,11 @@ def test_where_it_is_written(tmp_path: Path) -> None:
     assert (a / "report.html").read_text().startswith("<!doctype html>")
 
 
+def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:
+    short_run, long_run = (write_run(tmp_path / str(n), [row(step + 1) for step in range(n)]) for n in (400, 8000))
+    assert len(html_of(long_run)) < 1.5 * len(html_of(short_run))
+
+
 def test_watching_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
