@@ -64,6 +64,18 @@ class Rates(NamedTuple):
     bias2: Any
 
 
+class Job(NamedTuple):
+    """What a rule is given for one parameter: the weights to count from, and what becomes of them."""
+
+    source: Tensor
+    gradient: Tensor
+    state: dict[str, Any]
+    rates: Rates
+    betas: tuple[float, float]
+    eps: float
+    rounded: bool
+
+
 def land(weight: Tensor, update: Tensor, rates: Rates, rounded: bool) -> Tensor:
     """A weight less its update, in fp32, or stochastically rounded to bfloat16."""
     new = weight.float() * rates.shrink - update * rates.lr
@@ -116,15 +128,13 @@ class LandingOptimizer(TwoPartOptimizer):
             state["step"] += 1
             key = (id(group), state["step"])
             rates = known[key] = known.get(key) or self._rates(group, state["step"], parameter.device)
-            masters = pieces(state["master"]) if self._master_weights else None
-            updates = self._updates(gradient, state, group, rates)
-            for weight, target, update in zip(pieces(parameter), pieces(gradient), updates, strict=True):
-                if masters is None:
-                    target.copy_(self._land(weight, update, rates, weight.dtype == torch.bfloat16))
-                else:
-                    master = next(masters)
-                    master.copy_(self._land(master, update, rates, False))
-                    target.copy_(master)
+            source = state.get("master", parameter)
+            rounded = not self._master_weights and parameter.dtype == torch.bfloat16
+            news = self._new_weights(Job(source, gradient, state, rates, group["betas"], group["eps"], rounded))
+            for old, target, new in zip(pieces(source), pieces(gradient), news, strict=True):
+                if self._master_weights:
+                    old.copy_(new)
+                target.copy_(new)
         self._prepared = True
 
     def compile(self) -> None:
@@ -170,11 +180,11 @@ class LandingOptimizer(TwoPartOptimizer):
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]: ...
 
     @abstractmethod
-    def _updates(
-        self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], rates: Rates
-    ) -> Iterator[Tensor]:
-        """What is to be subtracted, times the learning rate, from each of the parameter's `pieces`, in fp32; a piece of
-        the gradient is overwritten once its update was taken."""
+    def _new_weights(self, job: Job) -> Iterator[Tensor]:
+        """What `land` makes of each of the source's `pieces`; the states are brought up to date.
+
+        A piece of the gradient is overwritten once its weights were taken.
+        """
         raise NotImplementedError
 
 
@@ -189,13 +199,11 @@ class AdamW(LandingOptimizer):
             for name in ("exp_avg", "exp_avg_sq")
         }
 
-    def _updates(
-        self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], rates: Rates
-    ) -> Iterator[Tensor]:
-        for g, mean, square in zip(
-            pieces(gradient), pieces(state["exp_avg"]), pieces(state["exp_avg_sq"]), strict=True
-        ):
-            yield _adam(g.float(), mean, square, rates, group["betas"], group["eps"])
+    def _new_weights(self, job: Job) -> Iterator[Tensor]:
+        moments = pieces(job.state["exp_avg"]), pieces(job.state["exp_avg_sq"])
+        for weight, g, mean, square in zip(pieces(job.source), pieces(job.gradient), *moments, strict=True):
+            update = _adam(g.float(), mean, square, job.rates, job.betas, job.eps)
+            yield self._land(weight, update, job.rates, job.rounded)
 
 
 def _adam(g: Tensor, mean: Tensor, square: Tensor, rates: Rates, betas: tuple[float, float], eps: float) -> Tensor:
@@ -231,24 +239,22 @@ class AdamW8bit(LandingOptimizer):
             state[f"{name}_scale"] = torch.zeros(blocks, dtype=torch.float32, device=parameter.device)
         return state  # with a scale of 0 every code means 0
 
-    def _updates(
-        self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], rates: Rates
-    ) -> Iterator[Tensor]:
+    def _new_weights(self, job: Job) -> Iterator[Tensor]:
+        tables = [each for signed in (True, False) for each in levels_of(signed, job.gradient.device)]
+        names = ("exp_avg", "exp_avg_sq_root")
         start = block = 0
-        for g in pieces(gradient):
+        for weight, g in zip(pieces(job.source), pieces(job.gradient), strict=True):
             codes, scales = slice(start, start + g.numel()), slice(block, block - (-g.numel() // BLOCK))
             start, block = codes.stop, scales.stop
-            names = ("exp_avg", "exp_avg_sq_root")
-            kept = [each for name in names for each in (state[name][codes], state[f"{name}_scale"][scales])]
-            tables = [each for signed in (True, False) for each in levels_of(signed, g.device)]
-            update, *new = self._adam_8bit(g.reshape(-1), *kept, *tables, rates, group["betas"], group["eps"])
-            for old, value in zip(kept, new, strict=True):
-                old.copy_(value)
-            yield update.view(g.shape)
+            kept = [each for name in names for each in (job.state[name][codes], job.state[f"{name}_scale"][scales])]
+            new, *states = self._adam_8bit(weight, g, *kept, *tables, job.rates, job.betas, job.eps, job.rounded)
+            torch._foreach_copy_(kept, states)  # pyright: ignore[reportPrivateImportUsage]
+            yield new
 
 
 def adam_8bit(
-    g_n: Tensor,
+    weight: Tensor,
+    g: Tensor,
     mean_codes: Tensor,
     mean_scales: Tensor,
     root_codes: Tensor,
@@ -260,12 +266,14 @@ def adam_8bit(
     rates: Rates,
     betas: tuple[float, float],
     eps: float,
+    rounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The update of flat weights, and their states in 8 bits after it."""
+    """What `land` makes of the weights, and their states in 8 bits after it."""
     mean = decoded(mean_codes, mean_scales, signed_levels)
     square = decoded(root_codes, root_scales, levels).square()
-    update = _adam(g_n.float(), mean, square, rates, betas, eps)
-    return update, *encoded(mean, signed_midpoints), *encoded(square.sqrt(), midpoints)
+    update = _adam(g.float().reshape(-1), mean, square, rates, betas, eps)
+    new = land(weight, update.view(g.shape), rates, rounded)
+    return new, *encoded(mean, signed_midpoints), *encoded(square.sqrt(), midpoints)
 
 
 class Adafactor(LandingOptimizer):
@@ -286,19 +294,23 @@ class Adafactor(LandingOptimizer):
         *stack, rows, columns = parameter.shape
         return {"rows": zeros(*stack, rows), "columns": zeros(*stack, columns)}
 
-    def _updates(
-        self, gradient: Tensor, state: dict[str, Any], group: dict[str, Any], rates: Rates
-    ) -> Iterator[Tensor]:
-        decay = 1.0 - state["step"] ** -0.8
-        if gradient.ndim < 2:
-            square = state["square"].lerp_(gradient.float().square().add_(SQUARE_EPS), 1.0 - decay)
-            update = gradient.float() * square.rsqrt()
-            yield from pieces(update.div_(update.square().mean().sqrt_().clamp_(min=1.0)))
-            return
-        means = (state["rows"], state["columns"])
-        stacks = [tensor.flatten(0, -2) if tensor.ndim > 1 else tensor[None] for tensor in means]
-        for matrix, row_means, column_means in zip(_matrices(gradient), *stacks, strict=True):
-            yield from _factored(matrix, row_means, column_means, decay)
+    def _new_weights(self, job: Job) -> Iterator[Tensor]:
+        for weight, update in zip(pieces(job.source), _adafactor(job.gradient, job.state), strict=True):
+            yield self._land(weight, update, job.rates, job.rounded)
+
+
+def _adafactor(gradient: Tensor, state: dict[str, Any]) -> Iterator[Tensor]:
+    """The updates of the pieces."""
+    decay = 1.0 - state["step"] ** -0.8
+    if gradient.ndim < 2:
+        square = state["square"].lerp_(gradient.float().square().add_(SQUARE_EPS), 1.0 - decay)
+        update = gradient.float() * square.rsqrt()
+        yield from pieces(update.div_(update.square().mean().sqrt_().clamp_(min=1.0)))
+        return
+    means = (state["rows"], state["columns"])
+    stacks = [tensor.flatten(0, -2) if tensor.ndim > 1 else tensor[None] for tensor in means]
+    for matrix, row_means, column_means in zip(_matrices(gradient), *stacks, strict=True):
+        yield from _factored(matrix, row_means, column_means, decay)
 
 
 SQUARE_EPS = 1e-30

@@ -187,7 +187,7 @@ def test_8_bit_adamw_is_near_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float((moved_8 - moved).norm() / moved.norm()) < 0.05
 
 
-@pytest.mark.parametrize(("rule", "graphs"), [(AdamW, 1), (AdamW8bit, 2)])
+@pytest.mark.parametrize(("rule", "graphs"), [(AdamW, 1), (AdamW8bit, 1)])
 def test_compiled_arithmetic_is_the_same(
     rule: type[AdamW] | type[AdamW8bit], graphs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
