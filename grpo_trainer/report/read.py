@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import METRICS_FILE
 from grpo_trainer.metrics.rows import read_rows
 from grpo_trainer.metrics.samples import SAMPLES_FILE
-from grpo_trainer.saving.manifest import STATE_FILE
+from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, read_state
 
 SECRET = re.compile(r"(?m)^(\s*\S*(?:api_key|token|secret|password)\S*\s*=\s*)(.+)$")
 """A line of TOML that nobody else should read."""
@@ -41,6 +42,7 @@ class Run:
         configs: process -> its TOML file, without secrets.
         total_steps: what it set out to do; None: not known.
         checkpoints: names of the folders.
+        final_step: the step of what the run left at its end; None: there is none.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Run:
     events: Sequence[Event]
     total_steps: int | None
     checkpoints: Sequence[str]
+    final_step: int | None = None
 
     @property
     def steps(self) -> int:
@@ -58,7 +61,10 @@ class Run:
 
     @property
     def is_done(self) -> bool:
-        return self.total_steps is not None and self.steps >= self.total_steps
+        """All steps are taken; one that was resumed for more of them has an older end in its folder."""
+        if self.total_steps is not None:
+            return self.steps >= self.total_steps
+        return self.steps > 0 and self.final_step == self.steps
 
     @property
     def keys(self) -> list[str]:
@@ -99,6 +105,7 @@ def read_run(folder: Path, *, may_be_empty: bool = False) -> Run:
         events=[*_steps_out_of_the_ordinary(rows), *_loud_lines(folder / "logs")],
         total_steps=int(steps) if steps is not None else None,
         checkpoints=_checkpoints(folder / "checkpoints"),
+        final_step=_final_step(folder / "checkpoints"),
     )
 
 
@@ -118,6 +125,15 @@ def _checkpoints(folder: Path) -> list[str]:
         return []
     found = [path for path in folder.iterdir() if (path / STATE_FILE).exists() and not path.name.startswith(".")]
     return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime)]
+
+
+def _final_step(folder: Path) -> int | None:
+    """Of the newest `*_final`, which is being written or replaced while this looks."""
+    steps = []
+    for path in folder.glob("*_final"):
+        with suppress(OSError, DamagedError):
+            steps.append(read_state(path).progress.step)
+    return max(steps, default=None)
 
 
 def _steps_out_of_the_ordinary(rows: Sequence[Mapping[str, Any]]) -> list[Event]:

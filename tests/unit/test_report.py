@@ -79,6 +79,16 @@ def test_checkpoints_are_folders_that_say_so(tmp_path: Path) -> None:
     assert read_run(folder).checkpoints == ["adapter_step_3"]
 
 
+def test_a_run_that_was_started_by_hand_is_done_when_its_end_is_there(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", [row(1), row(2)])
+    (folder / "config" / "trainer.toml").unlink()
+    final = folder / "checkpoints" / "adapter_final"
+    final.mkdir(parents=True)
+    for step, done in ((None, False), (1, False), (2, True)):
+        (final / "state.json").write_text(json.dumps({"step": step, "policy_version": 1}) if step else "{")
+        assert read_run(folder).is_done is done
+
+
 def test_keys_to_servers_stay_secret(tmp_path: Path) -> None:
     toml = 'vllm_api_key = "hunter2"\nwandb_token = "x y"\ntokenizer_name = "m"\nmax_tokens = 5\nlr = 1e-4\n'
     assert without_secrets(toml) == (
