@@ -63,7 +63,10 @@ def test_the_shells_variables_are_no_settings(monkeypatch: pytest.MonkeyPatch) -
         ([*TOKENIZER, "--env.group_siz", "4"], "--env.group_siz: no such option; did you mean --env.group_size?"),
         ([*TOKENIZER, "--group_size=4"], "--group_size: no such option; did you mean --env.group_size?"),
         ([*TOKENIZER, "--env.group_size", "0"], "--env.group_size: got '0', wanted greater than or equal to 1"),
-        ([*TOKENIZER, "--openai.server_type", "openai"], "--openai.server_type: got 'openai', wanted 'vllm'"),
+        (
+            [*TOKENIZER, "--openai.server_type", "tgi"],
+            "--openai.server_type: got 'tgi', wanted 'auto', 'vllm', 'openai'",
+        ),
         ([*TOKENIZER, "--openai.base_url", "localhost:1"], "--openai.base_url: got 'localhost:1', wanted a URL"),
         ([*TOKENIZER, "--slurm", "True"], "--slurm: got 'True', wanted False; name a server"),
         (["--config", "/no/such.toml"], "--config: cannot read /no/such.toml: No such file or directory"),
