@@ -94,8 +94,9 @@ start_environment() {
 
 # train FLAGS…: in the foreground until all steps are done; the other processes are watched meanwhile.
 train() {
-    local resume=never name log=$RUN_DIR/logs/trainer.log old=0
-    [ ! -e "$log" ] || old=$(wc -l <"$log") # lines of a run that is gone on with
+    local resume=never name log=$RUN_DIR/logs/trainer.log old
+    touch "$log"         # `tail` looks at once
+    old=$(wc -l <"$log") # lines of a run that is gone on with
     [ -e "$RUN_DIR/metrics.jsonl" ] && resume=auto
     start trainer "$PYTHON" -m grpo_trainer train --model "$MODEL" --dtype "$DTYPE" --seq-len "$SEQ_LEN" \
         --atropos-url "http://127.0.0.1:$API_PORT" --vllm-port "$VLLM_PORT" --training-steps "$STEPS" \
