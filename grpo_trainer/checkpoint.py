@@ -14,7 +14,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -203,10 +203,13 @@ class Checkpoints:
 
     # Resuming
 
-    def resume(self) -> Progress:
+    def resume(self, say: Callable[[str], None] = log.info) -> Progress:
         """Load what `--resume` names; the start of a new run when there is nothing to resume.
 
         Of `auto` a damaged checkpoint is put aside, and the newest whole one before it taken.
+
+        Args:
+            say: tells what was resumed, and what was not and why.
 
         Raises:
             ConfigError: the named checkpoint is none, damaged or incomplete, was made with other options or in another
@@ -218,18 +221,18 @@ class Checkpoints:
             remove_remains(self._config.save_path, kind.step_prefix)
             remove_remains(self._config.save_path, kind.final_name)
         found = (
-            newest_whole(self._config.save_path)
+            newest_whole(self._config.save_path, say)
             if self._config.resume == "auto"
             else self._named(Path(self._config.resume))
         )
         if found is None:
-            log.info("--resume auto: no checkpoint in %s, starting anew", self._config.save_path)
+            say(f"--resume auto: no checkpoint in {self._config.save_path}, starting anew")
             return Progress()
         self._check_kind(found.path)
         self.load(found.path)
         self.safe, self.safe_path = found.state.progress, found.path
         self._weights = (self.safe.policy_version, found.path)
-        _say(found)
+        say(_said_of(found))
         return self.safe
 
     def _named(self, path: Path) -> Found:
@@ -299,13 +302,14 @@ class Checkpoints:
                 log.info("pruned %s", path)
 
 
-def _say(found: Found) -> None:
+def _said_of(found: Found) -> str:
+    """What was resumed, in one line."""
     progress, files = found.state.progress, found.state.files
     minutes = max(0.0, time.time() - found.state.saved_at) / 60
     age = f"{minutes:.0f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours"
     size = sum(size for size, _ in (files or {}).values()) / 1e6
     verified = "no checksums in it" if files is None else f"{len(files)} files, {size:.1f} MB, checksums right"
-    log.info(
-        "resumed %s: step %d, policy version %d, saved %s ago, %s",
-        *(found.path, progress.step, progress.policy_version, age, verified),
+    return (
+        f"resumed {found.path}: step {progress.step}, policy version {progress.policy_version}, saved {age} ago, "
+        f"{verified}"
     )

@@ -31,6 +31,7 @@ from grpo_trainer.weights.drift import drift_alarm
 
 log = logging.getLogger(__name__)
 
+
 ENDS = (StoppedError, DriftError, HungError)
 """What ends a run early, with a checkpoint."""
 
@@ -51,7 +52,7 @@ def train(config: TrainConfig) -> None:
         policy = build_policy(config, stop.check)
         trainer = Trainer(policy.model, config, stop.check, world=world)
         checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms)
-        progress = checkpoints.resume()
+        progress = checkpoints.resume(_say)
         if checkpoints.safe_path is not None:
             world.give([Restore(checkpoints.safe_path)] * world.size)
         bridge = build_bridge(config, policy, checkpoints, progress, stop)
@@ -130,6 +131,12 @@ def _saying(end: GrpoError, progress: Progress, saved: Path) -> GrpoError:
         f"{end}. Stopped at step {progress.step}, before training on these samples; saved {saved}, go on with --resume "
         "auto"
     )
+
+
+def _say(line: str) -> None:
+    """To the log, and to the console: of `grpo run`, too, which shows what its trainer prints."""
+    log.info("%s", line)
+    Console(file=sys.stdout).print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def registration(config: TrainConfig, progress: Progress) -> wire.Register:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_trainer.model.policy import Adapter, AllWeights
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, State, check_files, read_state
-
-log = logging.getLogger(__name__)
 
 DAMAGED_PREFIX = "damaged_"
 
@@ -34,19 +32,19 @@ def saved_checkpoints(folder: Path) -> list[Found]:
     return sorted(found, key=lambda one: (one.state.progress.step, one.path))
 
 
-def newest_whole(folder: Path) -> Found | None:
-    """The newest checkpoint whose files are as they were written; those that are not are put aside, loudly."""
+def newest_whole(folder: Path, say: Callable[[str], None]) -> Found | None:
+    """The newest checkpoint whose files are as they were written; those that are not are put aside, and `say` tells."""
     for path in _folders(folder):
         try:
             read_state(path)
         except DamagedError as damage:
-            _put_aside(path, damage)
+            say(_put_aside(path, damage))
     for found in reversed(saved_checkpoints(folder)):
         try:
             check_files(found.path, found.state)
             return found
         except DamagedError as damage:
-            _put_aside(found.path, damage)
+            say(_put_aside(found.path, damage))
     return None
 
 
@@ -59,14 +57,13 @@ def _folders(folder: Path) -> list[Path]:
     ]
 
 
-def _put_aside(path: Path, damage: DamagedError) -> None:
-    """Out of the way of what the run writes, but not away: somebody may want to look."""
+def _put_aside(path: Path, damage: DamagedError) -> str:
+    """Out of the way of what the run writes, but not away: somebody may want to look. Returns what to say of it."""
     aside = path.with_name(f"{DAMAGED_PREFIX}{path.name}")
     if aside.exists():
         shutil.rmtree(aside)
     path.rename(aside)
-    log.error(
-        "CHECKPOINT DAMAGED: %s: %s. It is now %s, and the newest whole one before it is taken. Batches that were "
-        "acknowledged since then do not come again: others do",
-        *(path, damage, aside.name),
+    return (
+        f"CHECKPOINT DAMAGED: {path}: {damage}. It is now {aside.name}, and the newest whole one before it is taken. "
+        "Batches that were acknowledged since then do not come again: others do"
     )
