@@ -1,0 +1,49 @@
+"""`grpo run --trainer-gpus 2` with a real server, on the CPU: two processes train as one and end as one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.test_run import finished, rows, started, wait_for_step
+from tests.processes import alive, family, tail
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def follower(process_id: int) -> int:
+    """The run's second trainer process."""
+    (pid,) = [
+        child.pid for child in psutil.Process(process_id).children() if child.environ().get("RANK") == "1"
+    ]  # fmt: skip
+    return pid
+
+
+def test_two_processes_train_and_stop_as_one(demo_model: Path, tmp_path: Path) -> None:
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    with started(demo_model, run_dir, log, training_steps=500, trainer_gpus=2) as process:
+        wait_for_step(run_dir, 2, process, log)
+        members = family(process.pid)
+        process.send_signal(signal.SIGINT)
+        assert finished(process, log, 30) == 130, tail(log)
+    assert not alive(list(members)), members
+    done = rows(run_dir)
+    assert (run_dir / "checkpoints" / f"adapter_step_{done[-1]['step']}" / "adapter_model.safetensors").exists()
+    fresh = [row for row in done if row.get("rollout/staleness_max") == 0]
+    assert all(row["alignment/logprob_diff_max"] < 1e-3 for row in fresh)
+    assert "rank 1 of 2 trainer processes" in (run_dir / "logs" / "trainer-1.log").read_text()
+
+
+def test_a_trainer_process_that_dies_ends_the_run_with_its_name(demo_model: Path, tmp_path: Path) -> None:
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    with started(demo_model, run_dir, log, training_steps=500, trainer_gpus=2) as process:
+        wait_for_step(run_dir, 1, process, log)
+        members = family(process.pid)
+        os.kill(follower(process.pid), signal.SIGKILL)
+        assert finished(process, log, 60) not in (0, 130), tail(log)
+    assert not alive(list(members)), members
+    assert "trainer-1 was killed by SIGKILL" in log.read_text()
