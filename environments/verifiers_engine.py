@@ -24,6 +24,8 @@ from environments.inference import Completion, InferenceClient, Sampling
 SESSION_HEADER = "x-session-id"
 """verifiers sends the trace's id in it with every turn."""
 MODEL = "policy"
+REMEMBERED = 10_000
+"""Rollouts whose versions are kept until they are asked for."""
 
 
 @dataclass(slots=True)
@@ -112,6 +114,8 @@ class Engine:
             return _refusal(502, str(error))
         if trace_id := request.headers.get(SESSION_HEADER):
             rollout = self._rollouts.setdefault(trace_id, Rollout())
+            while len(self._rollouts) > REMEMBERED:  # those that failed, and evaluations: nobody asks for them
+                del self._rollouts[next(iter(self._rollouts))]
             rollout.versions.append(completion.policy_version)
             rollout.temperatures.append(completion.temperature)
         return JSONResponse(_answer(completion))

@@ -1,0 +1,138 @@
+"""The engine that `verifiers` asks, and the command's own part; the library itself is met in an integration test."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from environments import verifiers_engine, verifiers_venv
+from environments.config import ConfigError, ServerConfig
+from environments.inference import InferenceClient
+from environments.verifiers_engine import Engine
+from environments.verifiers_server import normalised
+
+
+def upstream(asked: list[dict[str, Any]]) -> httpx.MockTransport:
+    """A server of ours that answers 46, each time as the next version; it refuses prompts that begin with 9."""
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content)
+        asked.append(body)
+        prompt = body["prompt"]["prompt_token_ids"]
+        if prompt[0] == 9:
+            return httpx.Response(422, json={"error": {"message": "not that one"}})
+        answer = {
+            "text": ["46"],
+            "prompt": None,
+            "finish_reasons": ["stop"],
+            "policy_version": len(asked),
+            "model": "m",
+            "prompt_token_ids": prompt,
+            "token_ids": [[6, 1]],
+            "logprobs": [[[{"6": -0.5}], [{"1": -0.25}]]],
+        }
+        return httpx.Response(200, json=answer)
+
+    return httpx.MockTransport(handle)
+
+
+def ask(
+    *requests: tuple[str, dict[str, Any]], max_length: int = 10
+) -> tuple[list[httpx.Response], Engine, list[dict[str, Any]]]:
+    """What the engine answers to `(trace id, body)`s, and what it asked our server."""
+    asked: list[dict[str, Any]] = []
+
+    async def scene() -> tuple[list[httpx.Response], Engine]:
+        settings = ServerConfig(server_type="vllm")
+        client = InferenceClient(settings, patience=0.5, transport=upstream(asked))
+        engine = Engine(client, max_length)
+        url = await engine.start()
+        try:
+            async with httpx.AsyncClient(trust_env=False) as http:
+                route = url.removesuffix("/v1") + "/inference/v1/generate"
+                answers = [
+                    await http.post(route, json=body, headers={"X-Session-ID": trace}) for trace, body in requests
+                ]
+                answers.append(await http.get(f"{url}/models"))
+            return answers, engine
+        finally:
+            await engine.close()
+            await client.close()
+
+    answers, engine = asyncio.run(scene())
+    return answers, engine, asked
+
+
+def body(*tokens: int, **sampling: Any) -> dict[str, Any]:
+    return {"model": "policy", "token_ids": tokens, "sampling_params": sampling}
+
+
+def test_a_turn_is_answered_as_vllm_would_with_the_servers_ids_and_logprobs() -> None:
+    (answer, models), engine, (asked,) = ask(
+        ("t", body(3, 4, temperature=0.7, max_tokens=50, stop_token_ids=[1], logprobs=1, skip_special_tokens=False))
+    )
+    (choice,) = answer.json()["choices"]
+    assert choice["token_ids"] == [6, 1] and choice["finish_reason"] == "stop"
+    assert choice["logprobs"]["content"] == [
+        {"token": "token_id:6", "logprob": -0.5},
+        {"token": "token_id:1", "logprob": -0.25},
+    ]
+    assert asked["prompt"] == {"prompt_token_ids": [3, 4]} and asked["stop_token_ids"] == [1]
+    assert (asked["temperature"], asked["top_p"], asked["max_tokens"]) == (0.7, 1.0, 8)  # 10, less the prompt
+    assert models.json()["data"][0]["max_model_len"] == 9
+    rollout = engine.rollout("t")
+    assert (rollout.policy_version, rollout.temperatures) == (1, [0.7])
+    assert engine.rollout("t").policy_version is None  # told once
+
+
+def test_a_rollouts_version_is_the_oldest_of_its_turns() -> None:
+    _, engine, _ = ask(("a", body(3)), ("b", body(3)), ("a", body(3, 6)))
+    assert (engine.rollout("a").policy_version, engine.rollout("b").policy_version) == (1, 2)
+
+
+def test_rollouts_that_nobody_asks_for_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifiers_engine, "REMEMBERED", 2)
+    _, engine, _ = ask(*((name, body(3)) for name in "abc"))
+    assert [engine.rollout(name).policy_version for name in "abc"] == [None, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "says"),
+    [
+        (body(*range(10)), 400, "maximum context length is 10 tokens, the prompt has 10"),
+        (body(9), 422, "not that one"),
+        ({"model": "policy"}, 422, "missing required field `token_ids`"),
+    ],
+)
+def test_what_can_not_be_answered_is_said(asked: dict[str, Any], status: int, says: str) -> None:
+    (answer, _), *_ = ask(("t", asked))
+    assert answer.status_code == status and says in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "normal"),
+    [
+        (["--env-id", "x", "--env.group_size", "4"], ["serve", "--env.env_id", "x", "--env.group_size", "4"]),
+        (["process", "--env-id=x"], ["process", "--env.env_id=x"]),
+        (["--help"], ["--help"]),
+        ([], []),
+    ],
+)
+def test_the_command_line_may_be_short(arguments: list[str], normal: list[str]) -> None:
+    assert normalised(arguments) == normal
+
+
+def test_this_package_is_linked_into_the_virtual_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(verifiers_venv.FOLDER_VARIABLE, str(tmp_path))
+    site = tmp_path / "lib" / "python3" / "site-packages"
+    (site / "environments").mkdir(parents=True)  # of an older way to install it
+    verifiers_venv._link(tmp_path)
+    verifiers_venv._link(tmp_path)
+    assert (site / "environments" / "verifiers_env.py").is_file() and (site / "vllm_server" / "protocol").is_dir()
+    with pytest.raises(ConfigError, match="`grpo env verifiers install` does it"):
+        verifiers_venv.become("environments.verifiers_server", [])
