@@ -67,7 +67,9 @@ def _supervise(config: RunConfig, plan: RunPlan, console: Console) -> None:
         message = f"{stopped}; all processes have ended. Go on with the same command and --resume auto"
         raise StoppedError(message, stopped.signal_number) from None
     console.print(
-        f"done: {config.run_dir}/checkpoints, {config.run_dir}/metrics.jsonl", highlight=False, soft_wrap=True
+        f"done: {config.run_dir}/checkpoints, {config.run_dir}/metrics.jsonl; `grpo report {config.run_dir}` shows it",
+        highlight=False,
+        soft_wrap=True,
     )
 
 
