@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import textwrap
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any, Final
@@ -80,7 +81,7 @@ def _group(number: int, group: wire.ScoredData) -> str:
     order = sorted(range(len(group.scores)), key=lambda index: -group.scores[index])
     answers = "".join(_answer(group, index, conversations[index][shared:], mean) for index in order)
     first = conversations[0][shared - 1].get("content") if shared else None
-    opening = html.escape(_text(first)[:100]) if first else "no text was kept"
+    opening = html.escape(textwrap.shorten(_text(first), 100, placeholder=" …")) if first else "no text was kept"
     return (
         f"<details{' open' if number == 1 else ''}><summary><b>{number}</b> · mean {mean:.3f} · {opening}</summary>"
         f"{_messages(conversations[0][:shared])}{answers}</details>"
