@@ -57,7 +57,7 @@ def train(config: TrainConfig) -> None:
             world.give([Restore(checkpoints.safe_path)] * world.size)
         bridge = build_bridge(config, policy, checkpoints, progress, stop)
         metrics = build_metric_log(config, Console(file=sys.stdout), progress.step)
-        samples = build_sample_log(config, policy.model, progress.step)
+        samples = build_sample_log(config, trainer.forward, trainer.device, progress.step)
         rollouts = RolloutClient(config.rollouts, registration(config, progress), stop.check)
         feed = BatchFeed(rollouts, config.rollouts, trainer.ready, stop.check, trainer.device)
         watch = StepWatch(config.step_timeout, checkpoints.close)

@@ -28,7 +28,9 @@ from grpo_trainer.metrics.rows import keep_steps
 from grpo_trainer.rollouts.types import Group, Sample
 
 if TYPE_CHECKING:
-    from torch import nn
+    import torch
+
+    from grpo_trainer.model.forward import Forward
 
 SAMPLES_FILE = "samples.jsonl"
 LONGEST_PROMPT, LONGEST_ANSWER = 2000, 2000
@@ -73,12 +75,22 @@ class SampleLog:
     Args:
         count: how many each step; 0: none, and nothing else is touched.
         steps_done: rows of later steps, which a resumed run takes again, are dropped.
+        longest: what lies beyond so many tokens is not trained on, and has no ratio.
     """
 
     def __init__(
-        self, path: Path, count: int, config: LossConfig, decode: Decode, logprobs: Logprobs, steps_done: int = 0
+        self,
+        path: Path,
+        count: int,
+        config: LossConfig,
+        decode: Decode,
+        logprobs: Logprobs,
+        steps_done: int = 0,
+        *,
+        longest: int,
     ) -> None:
         self._count, self._config, self._decode, self._logprobs = count, config, decode, logprobs
+        self._longest = longest
         self._path = path
         if count:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +110,7 @@ class SampleLog:
         trained = np.flatnonzero(sample.trained_T)
         start = int(trained[0]) if len(trained) else len(sample.tokens_T)
         end = min(len(sample.tokens_T), start + LONGEST_ANSWER)
-        ratios = self._ratios(sample, trained[(trained > 0) & (trained < end)])
+        ratios = self._ratios(sample, trained[(trained > 0) & (trained < min(end, self._longest))])
         spans = list(whole_characters(sample.tokens_T[start:end].tolist(), self._decode))
         places = [start + stop - 1 for _, stop in spans]  # a piece stands for its last token
         return SampleRecord(
@@ -163,24 +175,29 @@ def whole_characters(tokens: Sequence[int], decode: Decode) -> Iterator[tuple[st
             begin = stop
 
 
-def model_logprobs(model: nn.Module) -> Logprobs:
-    """By a forward pass of the model as it is."""
+def policy_logprobs(forward: Forward, device: torch.device) -> Logprobs:
+    """By the trainer's own forward passes, one sequence at a time."""
     import torch
 
-    device = next(model.parameters()).device
+    from grpo_trainer.microbatches import TrainingSequence, split
 
     @torch.no_grad()
     def logprobs(sample: Sample, positions: NDArray[np.int64]) -> NDArray[np.float32]:
-        tokens_1T = torch.from_numpy(sample.tokens_T[: positions[-1] + 1]).to(device)[None]
-        at_N = torch.from_numpy(positions).to(device)
-        logits_NV = model(input_ids=tokens_1T, use_cache=False).logits[0, at_N - 1].float() / sample.temperature
-        all_NV = torch.log_softmax(logits_NV, dim=-1)
-        return all_NV.gather(-1, tokens_1T[0, at_N][:, None]).squeeze(-1).cpu().numpy()
+        sequence = TrainingSequence(
+            tokens_T=sample.tokens_T[: positions[-1] + 1],
+            positions=positions,
+            advantages=np.zeros(len(positions), np.float32),
+            rollout_logprobs=None,
+            weight=0.0,
+            temperature=sample.temperature,
+        )
+        (microbatch,) = split([sequence], 1, packed=forward.packed)
+        return forward.scores(microbatch.to(device)).logprobs_N.cpu().numpy()
 
     return logprobs
 
 
-def build_sample_log(config: TrainConfig, model: nn.Module, steps_done: int) -> SampleLog:
+def build_sample_log(config: TrainConfig, forward: Forward, device: torch.device, steps_done: int) -> SampleLog:
     """What `--log-samples` asks for, with the model's own tokenizer.
 
     Raises:
@@ -189,7 +206,8 @@ def build_sample_log(config: TrainConfig, model: nn.Module, steps_done: int) -> 
     count = config.logging.log_samples
     decode = _tokenizer(config.model.name) if count else str
     path = config.log_dir / SAMPLES_FILE
-    return SampleLog(path, count, config.loss, decode, model_logprobs(model), steps_done)
+    own = policy_logprobs(forward, device)
+    return SampleLog(path, count, config.loss, decode, own, steps_done, longest=config.model.seq_len)
 
 
 def _tokenizer(name: str) -> Decode:

@@ -18,7 +18,9 @@ from grpo_trainer.checkpoint import Progress
 from grpo_trainer.config import LossConfig, ModelConfig, TrainConfig
 from grpo_trainer.loop import run_steps
 from grpo_trainer.metrics.rows import keep_steps, read_rows
-from grpo_trainer.metrics.samples import SampleLog, choose, model_logprobs, whole_characters
+from grpo_trainer.metrics.samples import SampleLog, choose, policy_logprobs, whole_characters
+from grpo_trainer.model.forward import Forward
+from grpo_trainer.model.head import HeadPlan
 from grpo_trainer.rollouts.types import Group, Sample
 from tests.unit.test_loop import Told
 
@@ -42,7 +44,7 @@ def half_as_likely(of: Sample, positions: NDArray[np.int64]) -> NDArray[np.float
 
 def test_what_a_line_says(tmp_path: Path) -> None:
     rolled = sample(1.0, rollout_logprobs_T=np.full(4, -0.5, np.float32))
-    log = SampleLog(tmp_path / "new" / "samples.jsonl", 2, LossConfig(), letters, half_as_likely)
+    log = SampleLog(tmp_path / "new" / "samples.jsonl", 2, LossConfig(), letters, half_as_likely, longest=99)
     log.take(3, [Group((sample(0.0), rolled), 4)])
     best, worst = read_rows(tmp_path / "new" / "samples.jsonl")
     # Rewards 0 and 1: mean 0.5, standard deviation (n - 1) 0.7071, 0.5 / 0.7072 = 0.707
@@ -69,11 +71,17 @@ def test_groups_that_teach_come_first_with_their_best_and_worst() -> None:
 def test_tool_turns_are_shown_but_have_no_ratio(tmp_path: Path) -> None:
     turns = sample(1.0, [0, 1, 2, 3, 4], rollout_logprobs_T=np.full(5, -1.0, np.float32))
     turns.trained_T[3] = False  # a tool's answer between two of the model's tokens
-    log = SampleLog(tmp_path / "s", 1, LossConfig(), letters, half_as_likely)
+    log = SampleLog(tmp_path / "s", 1, LossConfig(), letters, half_as_likely, longest=99)
     log.take(1, [Group((turns, sample(0.0)))])
     (row,) = read_rows(tmp_path / "s")
     assert row["pieces"] == ["c", "d", "e"]
     assert row["ratios"] == [0.5, None, 0.5] and row["trained"] == [True, False, True]
+
+
+def test_what_is_cut_off_for_training_has_no_ratio(tmp_path: Path) -> None:
+    rolled = sample(1.0, rollout_logprobs_T=np.full(4, -0.5, np.float32))
+    SampleLog(tmp_path / "s", 1, LossConfig(), letters, half_as_likely, longest=3).take(1, [Group((rolled,))])
+    assert read_rows(tmp_path / "s")[0]["ratios"] == [0.5, None]
 
 
 def test_characters_of_several_tokens_stay_whole() -> None:
@@ -92,7 +100,7 @@ def test_nothing_is_written_or_computed_unless_asked(tmp_path: Path) -> None:
     def never(*_: Any) -> Any:
         raise AssertionError("was not asked for")
 
-    SampleLog(tmp_path / "s", 0, LossConfig(), never, never).take(1, [Group((sample(1.0),))])
+    SampleLog(tmp_path / "s", 0, LossConfig(), never, never, longest=99).take(1, [Group((sample(1.0),))])
     assert not (tmp_path / "s").exists()
 
 
@@ -100,7 +108,7 @@ def test_a_resumed_run_takes_its_steps_again(tmp_path: Path) -> None:
     path = tmp_path / "s"
     path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 1, 2, 3)) + '{"step": 4, "hal')
     assert [row["step"] for row in read_rows(path)] == [1, 1, 2, 3], "a half line is no row"
-    SampleLog(path, 2, LossConfig(), letters, half_as_likely, steps_done=2)
+    SampleLog(path, 2, LossConfig(), letters, half_as_likely, steps_done=2, longest=99)
     assert [row["step"] for row in read_rows(path)] == [1, 1, 2]
     keep_steps(tmp_path / "nothing", 3)
     assert not (tmp_path / "nothing").exists()
@@ -120,7 +128,8 @@ class Always(nn.Module):
 
 def test_the_models_logprobs_are_of_the_token_at_the_place() -> None:
     model = Always()
-    got = model_logprobs(model)(sample(1.0, temperature=0.5), np.array([2, 3]))
+    forward = Forward(model, None, None, HeadPlan(torch.float32), packed=False)
+    got = policy_logprobs(forward, torch.device("cpu"))(sample(1.0, temperature=0.5), np.array([2, 3]))
     # Position 2 holds token 2 and is predicted from position 1, at temperature 0.5.
     wanted = [torch.log_softmax(model.table[place - 1] / 0.5, -1)[place].item() for place in (2, 3)]
     assert got.tolist() == pytest.approx(wanted, abs=1e-6)
