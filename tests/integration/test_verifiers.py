@@ -16,7 +16,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from environments.demo_model import build_tokenizer
-from tests.processes import ROOT, tail
+from environments.verifiers_venv import folder
+from tests.processes import ROOT, running, tail
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -105,7 +106,7 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def installed() -> None:
+def installed(tmp_path_factory: pytest.TempPathFactory) -> None:
     """verifiers in a virtual environment of its own, kept in the user's cache for the next time."""
     done = subprocess.run(
         [sys.executable, "-m", "environments.verifiers_server", "install"],
@@ -117,39 +118,38 @@ def installed() -> None:
     )
     if done.returncode:
         pytest.skip(f"verifiers can't be installed here: {done.stderr.strip().splitlines()[-1:]}")
+    script = tmp_path_factory.mktemp("uv") / "program.py"
+    script.write_text('# /// script\n# requires-python = ">=3.10"\n# dependencies = ["openai", "mcp==2.0.0"]\n# ///\n')
+    command = [str(folder() / "bin" / "uv"), "sync", "--script", str(script), "--no-config", "--quiet"]
+    prepared = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    if prepared.returncode:
+        pytest.skip(f"verifiers' programs can't be prepared here: {prepared.stderr.strip().splitlines()[-1:]}")
 
 
 @pytest.fixture
 def packages(tmp_path: Path) -> dict[str, str]:
     """The environments as modules that Python finds."""
-    folder = tmp_path / "packages"
-    folder.mkdir()
-    (folder / "plain_sums.py").write_text(ENVIRONMENT)
-    (folder / "tool_sums.py").write_text(WITH_TOOL)
-    return {"PYTHONPATH": f"{folder}:{ROOT}", "HF_HUB_OFFLINE": "1"}
+    place = tmp_path / "packages"
+    place.mkdir()
+    (place / "plain_sums.py").write_text(ENVIRONMENT)
+    (place / "tool_sums.py").write_text(WITH_TOOL)
+    return {"PYTHONPATH": f"{place}:{ROOT}", "HF_HUB_OFFLINE": "1"}
 
 
-def run(arguments: list[str], log: Path, env: dict[str, str], cwd: Path = ROOT, seconds: float = 450) -> int:
+def run(arguments: list[str], log: Path, env: dict[str, str]) -> int:
     """`python -m ARGUMENTS`, everything it says in a file."""
-    import os
-
-    with log.open("wb") as output:
-        command = [sys.executable, "-m", *arguments]
-        settings = {**os.environ, **env}
-        done = subprocess.run(
-            command, cwd=cwd, env=settings, stdout=output, stderr=output, timeout=seconds, check=False
-        )
-    return done.returncode
+    with running("-m", *arguments, log=log, env=env) as process:
+        return process.wait(450)
 
 
-def chat_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+def chat_tokenizer(place: Path) -> PreTrainedTokenizerFast:
     """A token per byte and those of Qwen3's chats."""
     made = build_tokenizer()
     specials = ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
     made.add_special_tokens({"additional_special_tokens": [*specials, "<think>", "</think>"]})
     # Qwen2's own class would call <|endoftext|> its unknown token, as no real tokenizer of Qwen3 does.
     saved = PreTrainedTokenizerFast(tokenizer_object=made.backend_tokenizer, eos_token="<|im_end|>")
-    saved.save_pretrained(folder)
+    saved.save_pretrained(place)
     return saved
 
 
