@@ -141,12 +141,13 @@ class RolloutClient:
         path = f"/batch/{batch_id}/extend?lease={self._config.lease_seconds:g}&step={step}"
 
         def attempt() -> bool | _Wait:
-            answer = self._send("POST", path, taken_is_fine=True)
+            answer = self._send("POST", path, frank=True)
             if isinstance(answer, _Wait):
                 return answer
             if answer.status_code == 409:  # ran out meanwhile: not given to anybody else if it can be acknowledged
                 self._acknowledge(batch_id)
             elif answer.status_code == 404:
+                log.warning("batch %s: the API does not know it (restarted without --store?)", batch_id)
                 self._leases.end(batch_id)
             else:
                 self._leases.hold(batch_id)
@@ -202,7 +203,7 @@ class RolloutClient:
         body = msgspec.json.encode(wire.Ack(step=self._registration.starting_step))
 
         def attempt() -> bool | _Wait:
-            answer = self._send("POST", f"/batch/{batch_id}/ack", body, taken_is_fine=resumed)
+            answer = self._send("POST", f"/batch/{batch_id}/ack", body, frank=resumed)
             if isinstance(answer, _Wait):
                 return answer
             if answer.status_code == 409:
@@ -233,12 +234,12 @@ class RolloutClient:
                     self._leases.hold(batch_id)
 
     def _send(
-        self, method: str, path: str, body: bytes | None = None, *, taken_is_fine: bool = False
+        self, method: str, path: str, body: bytes | None = None, *, frank: bool = False
     ) -> httpx.Response | _Wait:
         """One request. A server that is away, or in trouble of its own, is worth waiting for; a refusal is not.
 
         Args:
-            taken_is_fine: the caller looks at a 409 itself.
+            frank: the caller wants to know itself if the batch is unknown (404) or taken (409).
         """
         headers = {"Content-Type": wire.JSON} if body else {}
         try:
@@ -247,9 +248,9 @@ class RolloutClient:
             return _Wait(f"{self._config.url} to answer ({type(error).__name__}: {error})")
         if answer.status_code in TROUBLE:
             return _Wait(f"{self._config.url} to recover (status {answer.status_code})")
+        if frank and answer.status_code in (404, 409):
+            return answer
         if answer.status_code == 409:
-            if taken_is_fine:
-                return answer
             raise TrainingError(f"another trainer has taken the run over at {self._config.url}: {answer.text[:500]}")
         if answer.status_code == 404 and path.startswith("/batch/"):
             log.warning("%s %s: the API does not know this batch (restarted without --store?)", method, path)
