@@ -189,8 +189,9 @@ class Runner:
         return sinks
 
     def _state_files(self, registration: Registration) -> StateFiles | None:
+        """Beside the trainer's checkpoints, where those can be seen from here, unless told otherwise."""
         folder = self.config.state_dir
-        if folder is None and registration.checkpoint_dir:
+        if folder is None and registration.checkpoint_dir and Path(registration.checkpoint_dir).is_dir():
             folder = Path(registration.checkpoint_dir) / FOLDER
         return StateFiles(folder, self.config.wandb_name or self.env.name) if folder else None
 

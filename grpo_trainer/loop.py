@@ -146,7 +146,7 @@ def registration(config: TrainConfig, progress: Progress) -> wire.Register:
         wandb_project=config.logging.wandb_project or "",
         batch_size=config.sequences_per_step,
         max_token_len=config.model.seq_len,
-        checkpoint_dir=str(config.checkpoints.save_path),
+        checkpoint_dir=str(config.checkpoints.save_path.absolute()),
         save_checkpoint_interval=config.checkpoints.checkpoint_interval,
         starting_step=progress.step,
         num_steps=config.training_steps,
