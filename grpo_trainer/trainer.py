@@ -188,10 +188,11 @@ class Trainer:
         scale = loss_scale(prepared.sequences)
         parts: list[Metrics] = []
         rows: list[Tensor] = []
-        for one in passes:
-            if untouched:
-                self._check_stop()
-            parts.append(self._accumulate(one, prepared.counts, scale, rows))
+        with self.forward.learning():
+            for one in passes:
+                if untouched:
+                    self._check_stop()
+                parts.append(self._accumulate(one, prepared.counts, scale, rows))
         self._world.sum_gradients(self.parameters)
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         torch._foreach_div_(gradients, scale)  # pyright: ignore[reportPrivateImportUsage]

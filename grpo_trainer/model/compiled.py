@@ -7,7 +7,8 @@ forward and backward, before it is used: a model that torch can't compile is tra
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -18,21 +19,39 @@ GRAPHS = 64
 """Variants of a layer's graph, before torch gives up compiling: with and without gradient, adapter on and off, …"""
 
 
-def compile_layers(layers: nn.ModuleList, trial: Callable[[], Tensor]) -> bool:
-    """Compile; False if torch can't.
+class CompiledLayers:
+    """Layers that are compiled within a block, and as they were outside: other passes of a run, such as the bridge's
+    proof, are few and of other kinds, for each of which there would be a minute of compiling."""
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        self._calls = [(layer, torch.compile(layer._call_impl, dynamic=True, fullgraph=True)) for layer in layers]
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Of a forward pass and the backward pass of it, which may compute layers again."""
+        for layer, call in self._calls:
+            layer._compiled_call_impl = call  # type: ignore[assignment]  # where Module.compile puts it
+        try:
+            yield
+        finally:
+            for layer, _ in self._calls:
+                layer._compiled_call_impl = None  # type: ignore[assignment]
+
+
+def compile_layers(layers: nn.ModuleList, trial: Callable[[], Tensor]) -> CompiledLayers | None:
+    """Compile; None if torch can't.
 
     Args:
         trial: a forward pass, with gradient.
     """
-    torch._dynamo.config.cache_size_limit = max(GRAPHS, torch._dynamo.config.cache_size_limit)  # pyright: ignore[reportPrivateImportUsage]
-    for layer in layers:
-        layer.compile(dynamic=True, fullgraph=True)
+    config = torch._dynamo.config  # pyright: ignore[reportPrivateImportUsage]
+    config.cache_size_limit = max(GRAPHS, config.cache_size_limit)
+    compiled = CompiledLayers(layers)
     try:
-        trial().float().square().mean().backward()
+        with compiled.active():
+            trial().float().square().mean().backward()
     except Exception as error:  # whatever torch's compiler, Triton or a host compiler may raise
-        for layer in layers:
-            layer._compiled_call_impl = None  # type: ignore[assignment]  # what Module.compile sets
         reason = "; ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
         log.warning("decoder layers are not compiled: %s: %s", type(error).__name__, reason)
-        return False
-    return True
+        return None
+    return compiled

@@ -37,7 +37,9 @@ def fit(forward: Forward, config: TrainConfig, trained: Sequence[Parameter]) -> 
     if layers is None:
         return
     run = _runner(forward)
-    if _is_compiled(config, forward) and compile_layers(layers, lambda: run(64)):
+    if _is_compiled(config, forward):
+        forward.compiled = compile_layers(layers, lambda: run(64))
+    if forward.compiled is not None:
         forward.plan = forward.plan.compiled()
         log.info("decoder layers and head are compiled")
     for parameter in trained:
@@ -97,7 +99,8 @@ def _set_recomputed(
         forward.recomputed = count
         return
     hidden_bytes = forward.head.weight.shape[1] * forward.plan.dtype.itemsize
-    memory = measure(forward.model, len(layers), hidden_bytes, run)
+    with forward.learning():
+        memory = measure(forward.model, len(layers), hidden_bytes, run)
     torch.cuda.empty_cache()
     free = free_bytes(device)
     if config.compute.trainer_memory_gb is not None:

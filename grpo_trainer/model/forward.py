@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from grpo_trainer.errors import ConfigError, TrainingError
 from grpo_trainer.logprobs import TokenScores, token_scores
 from grpo_trainer.microbatches import MicroBatch, layout
 from grpo_trainer.model import attention
+from grpo_trainer.model.compiled import CompiledLayers
 from grpo_trainer.model.head import HeadPlan, head_scores
 from grpo_trainer.model.load import pick_dtype
 
@@ -45,6 +46,7 @@ class Forward:
     Attributes:
         plan: of the head.
         recomputed: layers that the backward pass computes again.
+        compiled: the layers, if they are.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Forward:
         self.plan = plan
         self.packed = packed
         self.recomputed = 0
+        self.compiled: CompiledLayers | None = None
 
     def facts(self) -> dict[str, Any]:
         """What was decided, for benchmarks."""
@@ -66,6 +69,10 @@ class Forward:
             "recomputed_layers": self.recomputed,
             "kept_logits_gb": round(self.plan.kept_bytes / 1e9, 2),
         }
+
+    def learning(self) -> AbstractContextManager[None]:
+        """To be entered around passes that learn and their backward passes: then compiled layers are used."""
+        return nullcontext() if self.compiled is None else self.compiled.active()
 
     def use_spare_memory(self, nbytes: float) -> None:
         """Let the head have it: logits of a microbatch are kept for the backward pass if that is enough."""

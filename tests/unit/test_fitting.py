@@ -182,6 +182,9 @@ def test_compiled_steps_are_the_same(checkpointing: bool, graphs: Any) -> None:
     # one for all layers and lengths; two of the head; two of adamw's arithmetic are not, weights being fp32
     assert graphs["unique_graphs"] == 3
     assert not counters["graph_break"]
+    with torch.no_grad():
+        model(input_ids=torch.ones(1, 5, dtype=torch.int64))
+    assert graphs["unique_graphs"] == 3  # what is no step of training is not compiled
 
 
 def test_compiled_adapters_every_loss_term(graphs: Any) -> None:
