@@ -59,6 +59,7 @@ class BaseEnv(ABC, Generic[Item, Config]):
     """
 
     name: ClassVar[str]
+    program: ClassVar[str | None] = None  # how messages call its command, where it is not the class's own module
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
 
     def __init__(self, config: Config, server: InferenceClient, tokenizer: "PreTrainedTokenizerBase") -> None:

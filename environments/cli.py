@@ -48,6 +48,8 @@ def main(env_cls: type[BaseEnv[Any, Any]], arguments: Sequence[str] | None = Non
 
 
 def _prog(env_cls: type[BaseEnv[Any, Any]]) -> str:
+    if env_cls.program is not None:
+        return env_cls.program
     module = inspect.getmodule(env_cls)
     if module is not None and module.__spec__ is not None:
         return f"python -m {module.__spec__.name}"

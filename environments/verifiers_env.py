@@ -72,6 +72,7 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
     """An environment of the `verifiers` library."""
 
     name = "verifiers"
+    program = "grpo env verifiers"
     env_config_cls = VerifiersConfig
 
     async def setup(self) -> None:
