@@ -196,9 +196,8 @@ class Trainer:
         self._world.sum_gradients(self.parameters)
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         torch._foreach_div_(gradients, scale)  # pyright: ignore[reportPrivateImportUsage]
-        sums = self._of_all(
-            merge(parts)
-        ).items()  # microbatches' shares of the loss add up; those of several updates do not
+        # Microbatches' shares of the loss add up; those of several updates do not.
+        sums = self._of_all(merge(parts)).items()
         metrics: dict[str, Metric] = {key: Mean(each.total) if isinstance(each, Sum) else each for key, each in sums}
         if look is not None:
             metrics |= look(rows)
