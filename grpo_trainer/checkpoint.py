@@ -33,11 +33,17 @@ from grpo_trainer.saving.generators import generator_states, restore_generators
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, Progress, check_files, read_state, seal
 from grpo_trainer.saving.snapshot import Snapshot
 from grpo_trainer.saving.writer import BackgroundWriter
+from grpo_trainer.sharding import Shards
 from grpo_trainer.spikes import NormHistory
 
 log = logging.getLogger(__name__)
 
 TENSORS_FILE = "trainer_state.pt"
+
+
+def states_file(rank: int | str) -> str:
+    """Of the optimizer's states that a process of higher rank than 0 holds."""
+    return f"trainer_state.rank{rank}.pt"
 
 
 class Checkpoints:
@@ -47,6 +53,7 @@ class Checkpoints:
         policy: what is trained.
         optimizer: of its parameters.
         norms: of their gradients.
+        shards: weights and states are cut over several processes, of which this is one.
 
     Attributes:
         safe: the newest progress that can be resumed; None: there is none yet.
@@ -59,9 +66,11 @@ class Checkpoints:
         policy: Policy,
         optimizer: TwoPartOptimizer,
         norms: NormHistory | None = None,
+        shards: Shards | None = None,
     ) -> None:
         self._config = config
         self._policy = policy
+        self._shards = shards
         self._optimizer = optimizer
         self._norms = norms or NormHistory(0.0)
         self._device = next(policy.model.parameters()).device
@@ -99,7 +108,8 @@ class Checkpoints:
         self._writer.wait()
         path = self._path(progress)
         tree = self._tree()
-        copy = self._snapshot.take(tree) if self._config.background_writes else None
+        in_background = self._config.background_writes and self._shards is None
+        copy = self._snapshot.take(tree) if in_background else None
         if copy is None:
             self._write(path, progress, tree)
         else:
@@ -145,14 +155,19 @@ class Checkpoints:
             "optimizer_kind": self._optimizer.kind,
             "gradient_norms": self._norms.norms,
             "generators": generator_states(self._device),
-            "weights": self._policy.tensors(),
+            "weights": self._weights_now(),
         }
+
+    def _weights_now(self) -> dict[str, Tensor]:
+        return self._policy.tensors() if self._shards is None else self._shards.tensors()
 
     def _write(self, path: Path, progress: Progress, tree: dict[str, Any]) -> None:
         started = time.perf_counter()
         weights: dict[str, Tensor] = tree["weights"]
         with self._with_weights(progress.policy_version, path, weights) as folder:
             write_tensors(folder / TENSORS_FILE, {**tree, "weights": self._policy.exact(weights)})
+            if self._shards is not None:
+                self._shards.save_others_states(folder)
             seal(folder, progress)
         self.safe, self.safe_path = progress, path
         self._write_seconds = time.perf_counter() - started
@@ -188,7 +203,7 @@ class Checkpoints:
             if (path / STATE_FILE).exists():
                 path = path.with_name(f"version_{version}")
             with whole_folder(path) as folder:
-                self._policy.write(folder, self._policy.tensors())
+                self._policy.write(folder, self._weights_now())
             self._weights = (version, path)
         return self._weights[1]
 
@@ -267,9 +282,26 @@ class Checkpoints:
                 "--master-weights, --dtype); give it as it was"
             )
         self._policy.load(path, tensors.get("weights", {}))
-        self._load_optimizer(tensors["optimizer"])
+        self._load_optimizer(self._own_states(path, tensors["optimizer"]))
         self._norms.restore(tensors.get("gradient_norms", ()))
         restore_generators(tensors["generators"], self._device)
+
+    def save_states(self, folder: Path) -> None:
+        """Write this process's part of the optimizer's states beside rank 0's."""
+        assert self._shards is not None
+        write_tensors(folder / states_file(self._shards.rank), self._optimizer.state_dict())
+
+    def _own_states(self, path: Path, of_rank_0: dict[str, Any]) -> dict[str, Any]:
+        parts = 1 + len(list(path.glob(states_file("*"))))
+        now = 1 if self._shards is None else self._shards.count
+        if parts != now:
+            raise ConfigError(
+                f"--resume {path}: its optimizer's states are cut into {parts} parts, one a process; there are {now} "
+                f"now: go on with {parts} (--trainer-gpus, --sharding)"
+            )
+        if self._shards is None or not self._shards.rank:
+            return of_rank_0
+        return torch.load(path / states_file(self._shards.rank), map_location="cpu", weights_only=True, mmap=True)
 
     def _check_kind(self, path: Path) -> None:
         for file in (STATE_FILE, TENSORS_FILE):

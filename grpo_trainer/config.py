@@ -189,6 +189,11 @@ class DistributedConfig(Section):
     world_size: int | None = option(
         None, help="Trainer processes, one a GPU, each with a share of every batch (default: WORLD_SIZE, or 1).", ge=1
     )
+    sharding: Literal["auto", "none", "full"] = option(
+        "auto",
+        help="What each process holds of weights, gradients and optimizer states: none: all; full: a part of each "
+        "(FSDP2); auto: a part where all weights are trained.",
+    )
     init_method: str | None = option(
         None, help="Where they meet, e.g. tcp://127.0.0.1:29500 (default: MASTER_ADDR and MASTER_PORT)."
     )

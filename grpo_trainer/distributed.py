@@ -29,6 +29,7 @@ from torch import Tensor
 from grpo_trainer.batching import ReadyBatch
 from grpo_trainer.config import DistributedConfig
 from grpo_trainer.errors import ConfigError, TrainingError
+from grpo_trainer.microbatches import MicroBatch
 
 log = logging.getLogger(__name__)
 
@@ -58,11 +59,38 @@ class Restore:
 
 
 @dataclass(frozen=True)
+class ModelPass:
+    """Of weights that are cut: a forward pass without gradient, by the model's own arguments."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Score:
+    """Of weights that are cut: scores of a microbatch, without gradient."""
+
+    microbatch: MicroBatch
+
+
+@dataclass(frozen=True)
+class Collect:
+    """Of weights that are cut: bring them together, one after the other, for rank 0 to save."""
+
+
+@dataclass(frozen=True)
+class SaveStates:
+    """Of weights that are cut: write this process's part of the optimizer's states into a folder."""
+
+    folder: Path
+
+
+@dataclass(frozen=True)
 class End:
     """Nothing more will come."""
 
 
-Order = Step | Restore | End
+Order = Step | Restore | ModelPass | Score | Collect | SaveStates | End
 
 
 class World:

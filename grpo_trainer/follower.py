@@ -9,9 +9,10 @@ import torch
 
 from grpo_trainer.checkpoint import Checkpoints
 from grpo_trainer.config import TrainConfig
-from grpo_trainer.distributed import End, Restore, Step, World, join
+from grpo_trainer.distributed import Collect, End, ModelPass, Restore, SaveStates, Score, Step, World, join
 from grpo_trainer.errors import ConfigError, GrpoError
 from grpo_trainer.model.policy import build_policy
+from grpo_trainer.sharding import Shards
 from grpo_trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,20 @@ def follow(config: TrainConfig, world: World) -> None:
         signal.signal(number, signal.SIG_IGN)
     policy = build_policy(config)
     trainer = Trainer(policy.model, config, world=world)
-    checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms)
+    shards = trainer.holding if isinstance(trainer.holding, Shards) else None
+    obey(world, trainer, Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms, shards))
+
+
+def obey(world: World, trainer: Trainer, checkpoints: Checkpoints | None = None) -> None:
+    """Carry out rank 0's orders until the last.
+
+    Args:
+        checkpoints: None: nothing will be saved or restored.
+
+    Raises:
+        TrainingError: rank 0 has ended without a word.
+    """
+    shards = trainer.holding if isinstance(trainer.holding, Shards) else None
     with world:
         while True:
             order = world.receive()
@@ -57,6 +71,17 @@ def follow(config: TrainConfig, world: World) -> None:
                     except GrpoError as error:  # rank 0 has met it, too, and decides what becomes of the run
                         log.error("step %d: %s", step, error)
                 case Restore(path):
+                    assert checkpoints is not None
                     checkpoints.load(path)
+                case ModelPass() | Score():
+                    assert shards is not None
+                    shards.follow(order)
+                case Collect():
+                    assert shards is not None
+                    shards.tensors()
+                case SaveStates(folder):
+                    assert checkpoints is not None
+                    checkpoints.save_states(folder)
+                    world.gather(None)
                 case End():
                     return

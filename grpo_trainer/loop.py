@@ -23,6 +23,7 @@ from grpo_trainer.model.policy import build_policy
 from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.rollouts.feed import BatchFeed
 from grpo_trainer.saving.generators import seed_generators
+from grpo_trainer.sharding import Shards
 from grpo_trainer.signals import StopSignal
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.watchdog import StepWatch
@@ -51,7 +52,8 @@ def train(config: TrainConfig) -> None:
         refuse_to_mix_runs(config.log_dir, config.checkpoints.resume, "--log-dir")
         policy = build_policy(config, stop.check)
         trainer = Trainer(policy.model, config, stop.check, world=world)
-        checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms)
+        shards = trainer.holding if isinstance(trainer.holding, Shards) else None
+        checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms, shards)
         progress = checkpoints.resume(_say)
         if checkpoints.safe_path is not None:
             world.give([Restore(checkpoints.safe_path)] * world.size)

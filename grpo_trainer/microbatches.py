@@ -185,6 +185,12 @@ def split(
     return [_microbatch([sequences[index] for index in one], packed) for one in chosen]
 
 
+def idle_microbatch(packed: bool) -> MicroBatch:
+    """A pass from which nothing is learnt: one token of weight 0."""
+    tokens, one = np.zeros(2, np.int64), np.array([1])
+    return _microbatch([TrainingSequence(tokens, one, np.zeros(1, np.float32), None, 0.0, 1.0)], packed)
+
+
 def _microbatch(sequences: Sequence[TrainingSequence], packed: bool) -> MicroBatch:
     counts = [len(sequence.positions) for sequence in sequences]
     roll = [

@@ -20,15 +20,14 @@ from grpo_trainer.errors import TrainingError
 from grpo_trainer.logprobs import TokenScores
 from grpo_trainer.losses import BatchCounts, LossInputs, batch_loss
 from grpo_trainer.metrics.types import Mean, Metric, Metrics, Sum, merge
-from grpo_trainer.microbatches import MicroBatch, TrainingSequence
-from grpo_trainer.model.fitting import fit
-from grpo_trainer.model.forward import build_forward
+from grpo_trainer.microbatches import MicroBatch, TrainingSequence, idle_microbatch
 from grpo_trainer.model.reference import Reference, build_reference
 from grpo_trainer.optim import build_optimizer, changed_fraction, sampled
 from grpo_trainer.rollouts.types import RolloutBatch
 from grpo_trainer.schedules import learning_rate
+from grpo_trainer.sharding import hold
 from grpo_trainer.spikes import NormHistory
-from grpo_trainer.weights.drift import DriftAlarm, gap_metrics, recheck_version, row_gaps, sample_gaps
+from grpo_trainer.weights.drift import DriftAlarm, gap_metrics, not_rechecked, recheck_version, row_gaps, sample_gaps
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +94,7 @@ class Trainer:
 
     Attributes:
         forward: how scores of tokens are computed.
+        holding: what this process holds of the weights.
         alarm: looks at each step's samples before the weights change, once it is set.
         norms: of the gradients of the steps before.
     """
@@ -113,15 +113,15 @@ class Trainer:
         if config.compute.grad_dtype == "float32":
             for parameter in self.parameters:
                 parameter.grad_dtype = torch.float32
-        self.optimizer = build_optimizer(self.parameters, config.optimizer, master_weights=config.master_weights)
         self.device = self.parameters[0].device
         self._world = world or World()
         self._check_stop = check_stop if self._world.alone else lambda: None
-        self.forward = build_forward(model, config)
-        fit(self.forward, config, self.parameters)
+        self._reference = build_reference(model, config) if reference is None else reference
+        self.holding = hold(self._world, model, config, self.parameters)
+        self.parameters, self.forward = self.holding.parameters, self.holding.forward
+        self.optimizer = build_optimizer(self.parameters, config.optimizer, master_weights=config.master_weights)
         if self.forward.plan.is_compiled:
             self.optimizer.compile()
-        self._reference = build_reference(model, config) if reference is None else reference
         self.alarm: DriftAlarm | None = None
         self.norms = NormHistory(config.optimizer.grad_spike_factor)
         self._bad_steps = 0
@@ -188,12 +188,14 @@ class Trainer:
         scale = loss_scale(prepared.sequences)
         parts: list[Metrics] = []
         rows: list[Tensor] = []
-        with self.forward.learning():
+        with self.forward.learning(), self.holding.in_step():
             for one in passes:
                 if untouched:
                     self._check_stop()
                 parts.append(self._accumulate(one, prepared.counts, scale, rows))
-        self._world.sum_gradients(self.parameters)
+            for _ in range(self.holding.passes(len(passes)) - len(passes)):  # the others can't compute without us
+                self._accumulate(Pass(idle_microbatch(self.forward.packed)), prepared.counts, scale, [])
+        self.holding.finish_gradients()
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         torch._foreach_div_(gradients, scale)  # pyright: ignore[reportPrivateImportUsage]
         # Microbatches' shares of the loss add up; those of several updates do not.
@@ -216,7 +218,8 @@ class Trainer:
         """How far the samples are from what the server said; the alarm's word on it."""
         gaps = [gap for of_rank in self._world.gather(sample_gaps(rows)) for gap in of_rank]
         if self.alarm is not None:
-            self.alarm.look(step, gaps, version, partial(recheck_version, self.model, sequences))
+            recheck = partial(recheck_version, self.model, sequences) if self.holding.whole else not_rechecked
+            self.alarm.look(step, gaps, version, recheck)
         return gap_metrics(gaps, version)
 
     def _of_all(self, own: Metrics) -> Metrics:
@@ -236,7 +239,7 @@ class Trainer:
                 one.ref_logprobs_N = self._scores(microbatch).logprobs_N
         scores = self._scores(microbatch)
         output = batch_loss(loss_inputs(one, microbatch, scores, counts), self.config.loss)
-        (output.loss * scale).backward()
+        (output.loss * (scale * self.holding.loss_factor)).backward()
         if one.old_logprobs_N is None:
             one.old_logprobs_N = scores.logprobs_N.detach()
         rows.append(row_gaps(microbatch, scores.logprobs_N))
@@ -273,7 +276,7 @@ class Trainer:
     def optimizer_step(self, metrics: dict[str, Metric], writing: Callable[[], AbstractContextManager[None]]) -> bool:
         """Clip and step, unless loss or gradient is not finite, or the gradient explodes."""
         limit = self.config.optimizer.max_grad_norm or float("inf")
-        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, limit))
+        norm = self.holding.clip(limit)
         loss = metrics["train/loss"].value()
         metrics["train/grad_norm"] = Mean(norm)
         if self._is_bad(loss, norm):
@@ -282,8 +285,9 @@ class Trainer:
         self.optimizer.prepare()
         with writing():
             self.optimizer.step()
-        self._world.check_agreement([sampled(parameter) for parameter in self.parameters])
-        changed = changed_fraction(before, [sampled(parameter) for parameter in self.parameters])
+        after = [sampled(parameter) for parameter in self.parameters]
+        self.holding.check(after)
+        changed = self.holding.mean(changed_fraction(before, after), sum(map(len, after)))
         metrics["train/changed_fraction"] = Mean(changed)
         if changed == 0.0 and norm > 0.0:
             raise TrainingError(

@@ -78,9 +78,9 @@ def candidates(kernel: str) -> Iterator[Blocks]:
             if m * k < 64 * 256:  # more does not fit into shared memory with four stages
                 yield Blocks(m, 16, k, num_warps=4, num_stages=stages, split_k=split)
         return
-    for m, n, warps in itertools.product((16, 32, 64, 128), (64, 128, 256), (4, 8)):
-        if (m, n, warps) != (128, 256, 4):
-            yield Blocks(m, n, 16, num_warps=warps, num_stages=2)
+    for m, n, warps, stages in itertools.product((16, 32, 64, 128), (64, 128, 256, 512), (4, 8), (1, 2, 3)):
+        if m * n <= 64 * 256 and (n < 512 or warps == 8):  # more does not fit into the registers
+            yield Blocks(m, n, 16, num_warps=warps, num_stages=stages)
 
 
 def versions_of(tokens: int, shares: Sequence[float]) -> list[int]:

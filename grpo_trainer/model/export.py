@@ -17,6 +17,8 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -70,6 +72,16 @@ def stored_tensors(model: PreTrainedModel | PeftModel) -> dict[str, tuple[str, T
                 "part them; leave both out"
             )
     return found
+
+
+def copy_whole(target: Tensor, value: Tensor) -> None:
+    """Write a whole tensor into one that may be cut."""
+    if not isinstance(target, DTensor):
+        target.copy_(value)
+        return
+    value = value.to(target.device, target.dtype)
+    cut = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+    target.to_local().copy_(cut.to_local())
 
 
 def plan_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
@@ -149,9 +161,15 @@ def _merged(model: PreTrainedModel | PeftModel, own: str, tensor: Tensor) -> Ten
     return tensor.detach().float() + delta.float()
 
 
+def architecture(model: PreTrainedModel) -> str:
+    """The name of the model's class; torch's FSDP2 makes a class of its own out of it, with a name of its own."""
+    plain = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    return plain.__name__
+
+
 def _write_configs(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> None:
     config: Any = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
+    config.architectures = [architecture(model)]
     config.dtype = dtype
     config.save_pretrained(folder)
     generation = model.generation_config

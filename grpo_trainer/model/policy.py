@@ -36,7 +36,7 @@ from grpo_trainer.config import ModelConfig, TrainConfig
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError
 from grpo_trainer.model import lora
 from grpo_trainer.model.attach import attach_model
-from grpo_trainer.model.export import export_model, stored_tensors
+from grpo_trainer.model.export import copy_whole, export_model, stored_tensors
 from grpo_trainer.model.load import load_all_weights, load_model, pick_device
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.bridge_file import find_bridge_config
@@ -167,7 +167,7 @@ class AllWeights:
         self._check_shapes(path, exact)
         with torch.no_grad():
             for name, (_, tensor) in stored_tensors(self.model).items():
-                tensor.copy_(exact[name])
+                copy_whole(tensor, exact[name])
 
     def _check_shapes(self, path: Path, weights: Mapping[str, Tensor]) -> None:
         own = {name: tensor.shape for name, (_, tensor) in stored_tensors(self.model).items()}

@@ -300,6 +300,11 @@ def default_limit(noise: float | None, dtype: str, *, in_4_bits: bool) -> float:
     return max(FLOOR[dtype], (MARGIN_4BIT if in_4_bits else MARGIN) * noise)
 
 
+def not_rechecked(version: int) -> Recheck:
+    """Where the trainer can't compute by itself: nothing is known of the cause."""
+    return Recheck(math.inf, None, None)
+
+
 @torch.no_grad()
 def recheck_version(model: nn.Module, sequences: Sequence[TrainingSequence], version: int) -> Recheck:
     """Compare a few samples of a version with the base model, and with the trainer at temperature 1."""

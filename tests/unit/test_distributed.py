@@ -107,6 +107,9 @@ def assert_alike(one: dict[str, Any], several: dict[str, Any]) -> None:
     assert one["weights"].keys() == several["weights"].keys()
     for name, weight in one["weights"].items():
         assert torch.allclose(weight, several["weights"][name], atol=5e-6, rtol=1e-4), name
+    assert torch.allclose(one["probe"], several["probe"], atol=1e-4)
+    for value in several["scores"].tolist():  # of rank 0's share
+        assert any(value == pytest.approx(known, abs=1e-4) for known in one["scores"].tolist())
     rows = [json.loads(found["metrics"]) for found in (one, several)]
     for alone, together in zip(*rows, strict=True):
         assert alone.keys() == together.keys()
@@ -119,14 +122,18 @@ def assert_alike(one: dict[str, Any], several: dict[str, Any]) -> None:
     "options",
     [
         ("weight_bridge_mode=lora_only", "lora_r=8", "loss=dapo", "kl_beta=0.1"),
-        ("weight_bridge_mode=none", "loss=gspo", "updates_per_batch=2", "lr=1e-4"),
+        ("weight_bridge_mode=none", "loss=gspo", "updates_per_batch=2", "lr=1e-4", "sharding=none"),
+        ("weight_bridge_mode=none", "loss=gspo", "updates_per_batch=2", "lr=1e-4", "sharding=full"),
     ],
-    ids=["adapter", "all weights"],
+    ids=["adapter", "all weights", "a part of all weights"],
 )
 def test_two_processes_train_as_one_does(tmp_path: Path, options: tuple[str]) -> None:
     save_tiny_model(tmp_path / "model")
     assert_alike(run(1, tmp_path, *options), run(2, tmp_path, *options))
-    if options[0] == "weight_bridge_mode=none":  # and go on from a checkpoint
+    if "sharding=full" in options:  # and go on from a checkpoint, which is an ordinary one
+        for size in (1, 2):
+            config = json.loads((tmp_path / f"checkpoints{size}" / "step_3" / "config.json").read_text())
+            assert config["architectures"] == ["Qwen2ForCausalLM"]
         assert_alike(run(1, tmp_path, *options, "resume=auto"), run(2, tmp_path, *options, "resume=auto"))
 
 

@@ -21,7 +21,9 @@ from grpo_trainer.model.policy import build_policy
 from grpo_trainer.options import build
 from grpo_trainer.saving.generators import seed_generators
 from grpo_trainer.saving.manifest import Progress
+from grpo_trainer.sharding import Shards
 from grpo_trainer.trainer import Trainer
+from grpo_trainer.weights.proof import Probe, trainer_logprobs
 from tests.unit.factories import batch, sample
 
 STEPS = 3
@@ -55,7 +57,8 @@ def main(rank: int, size: int, port: int, folder: Path, options: dict[str, Any])
 def lead(config: TrainConfig, world: World, written: Path) -> None:
     policy = build_policy(config)
     trainer = Trainer(policy.model, config, world=world)
-    checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer)
+    shards = trainer.holding if isinstance(trainer.holding, Shards) else None
+    checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms, shards)
     progress = checkpoints.resume()
     if checkpoints.safe_path is not None:
         world.give([Restore(checkpoints.safe_path)] * world.size)
@@ -64,8 +67,13 @@ def lead(config: TrainConfig, world: World, written: Path) -> None:
         for groups in (GROUPS, ALIKE, ONE):
             rows.append(reduce(trainer.step(trainer.ready(batch(*groups)), step).metrics))
     checkpoints.save(Progress(progress.step + STEPS))
-    weights = {name: weight.detach() for name, weight in policy.model.named_parameters() if weight.requires_grad}
-    torch.save({"weights": weights, "metrics": json.dumps(rows)}, written)
+    whole = shards.tensors() if shards else dict(policy.model.named_parameters())
+    weights = {name: whole[name].detach() for name, weight in policy.model.named_parameters() if weight.requires_grad}
+    with torch.no_grad():  # what rank 0 computes beside steps: the bridge's proof, logged samples
+        microbatch, *_ = trainer.ready(batch(*ONE)).microbatches
+        scores = trainer.forward.scores(microbatch).logprobs_N
+    probe = trainer_logprobs(policy.model, Probe([5, 6, 7, 8], 2, torch.zeros(2)))
+    torch.save({"weights": weights, "metrics": json.dumps(rows), "probe": probe, "scores": scores}, written)
 
 
 if __name__ == "__main__":

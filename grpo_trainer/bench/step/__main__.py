@@ -32,7 +32,10 @@ def step(
     from grpo_trainer.bench.step.measure import as_dict, measure
     from grpo_trainer.bench.sync.report import as_table
 
-    figures = as_dict(asked, measure(asked))
+    found = measure(asked)
+    if found is None:  # under torchrun, on all ranks but the first
+        return
+    figures = as_dict(asked, found)
     print(json.dumps(figures) if json_line else as_table(figures))
 
 

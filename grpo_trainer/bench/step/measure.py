@@ -18,7 +18,9 @@ from grpo_trainer.bench.step.rollouts import synthetic_batch
 from grpo_trainer.bench.sync.random_model import model_config
 from grpo_trainer.bench.sync.shapes import SHAPES, Shape
 from grpo_trainer.bridge_options import LoraOnly
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.config import DistributedConfig, TrainConfig
+from grpo_trainer.distributed import World, join
+from grpo_trainer.follower import obey
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.load import freeze
 from grpo_trainer.model.lora import add_adapter
@@ -53,13 +55,14 @@ class StepFigures:
     facts: dict[str, Any]
 
 
-def train_config(options: StepOptions) -> TrainConfig:
+def train_config(options: StepOptions, processes: int = 1) -> TrainConfig:
     """The trainer's, for all weights in the dtype that a server has them in, or for an adapter."""
+    all_weights = "shared_vllm" if processes == 1 else "none"  # shared memory is one process's
     batch = options.batch
     bridge = (
         {"weight_bridge_mode": "lora_only", "lora_r": options.model.lora_r}
         if options.model.lora_r
-        else {"weight_bridge_mode": "shared_vllm"}
+        else {"weight_bridge_mode": all_weights, "sharding": options.sharding}
     )
     values = {
         "model": "random",
@@ -91,21 +94,34 @@ def build_model(shape: Shape, options: StepOptions, device: torch.device) -> Pre
         torch.set_default_dtype(before)
 
 
-def build_trainer(options: StepOptions, device: torch.device) -> Trainer:
+def build_trainer(options: StepOptions, device: torch.device, world: World | None = None) -> Trainer:
     """As a run has it, but for the weights."""
-    config = train_config(options)
+    world = world or World()
+    config = train_config(options, world.size)
     model = freeze(build_model(SHAPES[options.model.shape], options, device), config.model)
     if isinstance(config.bridge, LoraOnly):
-        return Trainer(add_adapter(model, config.bridge, options.seed), config)
-    return Trainer(model.requires_grad_(True), config)
+        return Trainer(add_adapter(model, config.bridge, options.seed), config, world=world)
+    return Trainer(model.requires_grad_(True), config, world=world)
 
 
-def measure(options: StepOptions) -> StepFigures:
-    """Warm up, then measure; memory counts from the first step on."""
+def measure(options: StepOptions) -> StepFigures | None:
+    """Warm up, then measure; memory counts from the first step on.
+
+    Under torchrun all processes take their shares of each batch; rank 0 measures, for the others this is None.
+    """
+    world = join(DistributedConfig(), on_gpu=torch.cuda.is_available())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if world.leads:
+        with world:
+            return _measure(options, device, world)
+    obey(world, build_trainer(options, device, world))
+    return None
+
+
+def _measure(options: StepOptions, device: torch.device, world: World) -> StepFigures:
     shape = SHAPES[options.model.shape]
     started = time.perf_counter()
-    trainer = build_trainer(options, device)
+    trainer = build_trainer(options, device, world)
     log.info("model and trainer are there after %.1f s", time.perf_counter() - started)
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -124,6 +140,8 @@ def measure(options: StepOptions) -> StepFigures:
         flops=statistics.mean(step_flops(shape, lengths, options.model.lora_r) for lengths in measured),
         phases=_phases(trainer, batches[-1], len(batches), device),
         facts={
+            "processes": world.size,
+            "cut": not trainer.holding.whole,
             **trainer.forward.facts(),
             "microbatches": len(trainer.ready(batches[-1]).microbatches),
             "dtype": str(trainer.parameters[0].dtype).removeprefix("torch."),
@@ -209,7 +227,7 @@ def as_dict(options: StepOptions, found: StepFigures) -> dict[str, Any]:
         "completion_tokens_per_s": round(found.completion_tokens / median),
         "peak_allocated_gb": in_gb(found.peak_allocated),
         "peak_reserved_gb": in_gb(found.peak_reserved),
-        "mfu": round(found.flops / median / options.peak_tflops / 1e12, 4),
+        "mfu": round(found.flops / median / options.peak_tflops / 1e12 / found.facts["processes"], 4),
         "tflops": round(found.flops / median / 1e12, 1),
         "peak_tflops": options.peak_tflops,
         "phases": {name: round(value, 4) for name, value in asdict(found.phases).items()},

@@ -42,6 +42,9 @@ class StepOptions(Section):
     peak_tflops: float = option(
         989.0, help="What mfu is a share of, in TFLOP/s: dense bfloat16 of an H100 or H200 by its data sheet.", gt=0
     )
+    sharding: Literal["auto", "none", "full"] = option(
+        "auto", help="Under torchrun, all weights: cut over the GPUs (full, auto), or all of them on each (none)."
+    )
     seed: int = option(0, help="Of weights, tokens, lengths and rewards.")
     model: ModelChoice = ModelChoice()
     batch: BatchChoice = BatchChoice()

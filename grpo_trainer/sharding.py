@@ -1,0 +1,284 @@
+"""What each trainer process holds of the weights: all of them, or a part.
+
+`Replicas`: every process has everything; gradients are added up, and all do the same update.
+
+`Shards` (FSDP2, `torch.distributed.fsdp.fully_shard`): parameters, gradients and optimizer states are cut over the
+processes; a layer's weights come together for the time that it computes, its gradients are added up and cut again.
+Then every pass takes all processes. Those of a step are announced by the step; what rank 0 computes beside that (the
+bridge's proof, logged samples, a checkpoint's weights) it announces as orders of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from grpo_trainer.bridge_options import CheckpointRestart
+from grpo_trainer.config import TrainConfig
+from grpo_trainer.distributed import Collect, ModelPass, Order, SaveStates, Score, World
+from grpo_trainer.errors import ConfigError
+from grpo_trainer.logprobs import TokenScores
+from grpo_trainer.microbatches import MicroBatch
+from grpo_trainer.model.export import stored_tensors
+from grpo_trainer.model.fitting import decoder_list, fit
+from grpo_trainer.model.forward import Forward, build_forward
+
+METHOD = "grpo_scores"
+"""Of a sharded model: the forward pass of `Forward.scores`, to which weights come together as to the model's own."""
+
+
+class Holding(Protocol):
+    """What a process holds.
+
+    Attributes:
+        parameters: what its optimizer updates.
+        loss_factor: the loss is multiplied by this before the backward pass.
+        forward: scores of tokens.
+        whole: this process can compute without the others.
+    """
+
+    parameters: list[Parameter]
+    loss_factor: float
+    forward: Forward
+    whole: bool
+
+    def in_step(self) -> Any:
+        """A context: all processes are in the same step."""
+        ...
+
+    def passes(self, own: int) -> int:
+        """How many passes a step takes, of which `own` are this process's."""
+        ...
+
+    def finish_gradients(self) -> None:
+        """Make the parameters' gradients those of the whole batch."""
+        ...
+
+    def clip(self, limit: float) -> float:
+        """The norm of all gradients, which are scaled down to `limit` if it is larger."""
+        ...
+
+    def check(self, samples: Sequence[Tensor]) -> None:
+        """Raise a TrainingError if processes that should hold the same do not."""
+        ...
+
+    def mean(self, value: float, weight: float) -> float:
+        """Over the processes."""
+        ...
+
+
+class Replicas:
+    """All weights in each process."""
+
+    loss_factor = 1.0
+    whole = True
+
+    def __init__(self, world: World, forward: Forward, parameters: Sequence[Parameter]) -> None:
+        self.parameters = list(parameters)
+        self.forward = forward
+        self._world = world
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        yield
+
+    def passes(self, own: int) -> int:
+        return own
+
+    def finish_gradients(self) -> None:
+        self._world.sum_gradients(self.parameters)
+
+    def clip(self, limit: float) -> float:
+        return float(nn.utils.clip_grad_norm_(self.parameters, limit))
+
+    def check(self, samples: Sequence[Tensor]) -> None:
+        self._world.check_agreement(samples)
+
+    def mean(self, value: float, weight: float) -> float:
+        return value
+
+
+class Shards:
+    """A part of every weight in each process.
+
+    Args:
+        forward: of the whole model, which is cut here; what it has decided on remains.
+        layers: the decoder's; each comes together by itself.
+    """
+
+    whole = False
+
+    def __init__(self, world: World, forward: Forward, layers: Sequence[nn.Module]) -> None:
+        self._world = world
+        self._model = forward.model
+        self._in_step = False
+        self.loss_factor = float(world.size)  # gradients are averaged; gloo can't multiply while it reduces
+        device = next(self._model.parameters()).device
+        mesh = init_device_mesh(device.type, (world.size,))
+        # Where fp32 weights compute in 16 bits, they travel so, and gradients are added up in fp32.
+        computes = MixedPrecisionPolicy(forward.plan.dtype, torch.float32, cast_forward_inputs=False)
+        for module in (*layers, self._model):
+            fully_shard(module, mesh=mesh, mp_policy=computes)
+        setattr(self._model, METHOD, forward.scores)
+        register_fsdp_forward_method(self._model, METHOD)
+        self.forward: Forward = _Together(forward, self)
+        if world.leads:
+            self._model.register_forward_pre_hook(self._announce_pass, prepend=True, with_kwargs=True)
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        self._pairs = [(_local(whole), whole) for whole in trained if _local_tensor(whole).numel()]
+        self.parameters = [own for own, _ in self._pairs]
+
+    # ------------------------------------------------------------------------------------------ steps
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        self._in_step = True
+        try:
+            yield
+        finally:
+            self._in_step = False
+
+    def passes(self, own: int) -> int:
+        return max(self._world.gather(own))
+
+    def finish_gradients(self) -> None:
+        for own, whole in self._pairs:
+            gradient = whole.grad
+            assert gradient is None or isinstance(gradient, DTensor)
+            own.grad = None if gradient is None else gradient.to_local()
+            whole.grad = None
+
+    def clip(self, limit: float) -> float:
+        gradients = [own.grad for own in self.parameters if own.grad is not None]
+        squares = [gradient.float().square().sum() for gradient in gradients]
+        norm = math.sqrt(sum(self._world.gather(float(sum(squares)) if squares else 0.0)))
+        if norm > limit:
+            torch._foreach_mul_(gradients, limit / (norm + 1e-6))  # pyright: ignore[reportPrivateImportUsage]
+        return norm
+
+    def check(self, samples: Sequence[Tensor]) -> None:
+        """Each process holds another part: there is nothing to compare."""
+
+    def mean(self, value: float, weight: float) -> float:
+        said = self._world.gather((value, weight))
+        return sum(each * share for each, share in said) / sum(share for _, share in said)
+
+    # ------------------------------------------------------------------------- beside steps, announced
+
+    def _announce(self, order: Order) -> None:
+        if self._world.leads and not self._in_step:
+            self._world.give([order] * self._world.size)
+
+    def _announce_pass(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._announce(ModelPass(args, {k: v.cpu() if isinstance(v, Tensor) else v for k, v in kwargs.items()}))
+
+    def scores(self, microbatch: MicroBatch, *, entropy_gradient: bool) -> TokenScores:
+        """As `Forward.scores`, by all processes."""
+        self._announce(Score(microbatch.to(torch.device("cpu"))))
+        return getattr(self._model, METHOD)(microbatch, entropy_gradient=entropy_gradient)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint holds, whole, in rank 0's main memory: one tensor at a time comes together for it."""
+        self._announce(Collect())
+        found: dict[str, Tensor] = {}
+        for name, (_, tensor) in stored_tensors(self._model).items():  # type: ignore[arg-type]
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if self._world.leads:
+                found[name] = whole.detach().cpu()
+        return found
+
+    def save_others_states(self, folder: Path) -> None:
+        """The others write their part of the optimizer's states beside rank 0's; on the disk when this returns."""
+        self._announce(SaveStates(folder))
+        self._world.gather(None)
+
+    @property
+    def rank(self) -> int:
+        return self._world.rank
+
+    @property
+    def count(self) -> int:
+        """Into how many parts everything is cut."""
+        return self._world.size
+
+    def follow(self, order: ModelPass | Score) -> None:
+        """On the others: take part."""
+        device = next(self._model.parameters()).device
+        training = self._model.training
+        with torch.no_grad():
+            match order:
+                case ModelPass(args, kwargs):
+                    self._model.eval()
+                    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+                    self._model(*args, **moved)
+                    self._model.train(training)
+                case Score(microbatch):
+                    getattr(self._model, METHOD)(microbatch.to(device))
+
+
+class _Together(Forward):
+    """A forward pass for which the parts come together."""
+
+    def __init__(self, forward: Forward, shards: Shards) -> None:
+        vars(self).update(vars(forward))
+        self._shards = shards
+
+    def scores(self, microbatch: MicroBatch, *, entropy_gradient: bool = False) -> TokenScores:
+        return self._shards.scores(microbatch, entropy_gradient=entropy_gradient)
+
+
+def _check_shardable(config: TrainConfig, all_weights: bool) -> None:
+    if not all_weights:
+        why = f"belongs to --weight-bridge-mode none, but the mode is {config.bridge.mode}"
+    elif config.optimizer.optimizer == "adafactor":
+        why = "cuts rows and columns, over which adafactor takes its means; use --optimizer adamw or adamw_8bit"
+    elif config.loss.needs_reference:
+        why = "can't hold a reference (--kl-beta, --log-kl)"
+    elif config.compute.compile == "on":
+        why = "does not go with --compile on; leave that out"
+    else:
+        return
+    raise ConfigError(f"--sharding full: {why}; or use --sharding none")
+
+
+def _local_tensor(parameter: Parameter) -> Tensor:
+    data = parameter.data
+    assert isinstance(data, DTensor)
+    return data.to_local()
+
+
+def _local(parameter: Parameter) -> Parameter:
+    """This process's part, in the same memory."""
+    return Parameter(_local_tensor(parameter))
+
+
+def hold(world: World, model: nn.Module, config: TrainConfig, trained: Sequence[Parameter]) -> Holding:
+    """What this process is to hold of a model, whose forward pass is made ready for steps.
+
+    Raises:
+        ConfigError: it is to be cut, and can't be.
+    """
+    wanted = config.distributed.sharding
+    all_weights = isinstance(config.bridge, CheckpointRestart)
+    cut = not world.alone and (wanted == "full" or (wanted == "auto" and all_weights))
+    if cut:
+        _check_shardable(config, all_weights)
+        config = config.model_copy(update={"compute": config.compute.model_copy(update={"compile": "off"})})
+    forward = build_forward(model, config)
+    fit(forward, config, trained)
+    if not cut:
+        return Replicas(world, forward, trained)
+    layers = decoder_list(forward)
+    if layers is None:
+        raise ConfigError(f"--sharding full: the layers of {type(model).__name__} are not known; use --sharding none")
+    return Shards(world, forward, list(layers))
