@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from grpo_trainer.batching import ReadyBatch
 from grpo_trainer.config import DistributedConfig
-from grpo_trainer.errors import ConfigError, TrainingError
+from grpo_trainer.errors import ConfigError, DriftError, TrainingError
 from grpo_trainer.microbatches import MicroBatch
 
 log = logging.getLogger(__name__)
@@ -105,6 +106,7 @@ class World:
         self.rank = rank
         self.size = size
         self._control = control
+        self._is_working = False
 
     @property
     def leads(self) -> bool:
@@ -121,14 +123,31 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.alone:
-            return
-        if self.leads:
-            try:
+        if self.alone or self._is_working:
+            return  # in the middle of a step the others wait for other things than orders: our end is theirs
+        try:
+            if self.leads:
                 self.give([End()] * self.size)
-            except RuntimeError as gone:  # a follower that has died ended the run before this
-                log.warning("the other trainer processes could not be told of the end: %s", _first_line(gone))
+            self.gather(None)  # nothing is under way any more when the groups are taken down
+        except PeerGoneError as gone:  # that ended the run before this
+            log.warning("the other trainer processes could not be told of the end: %s", gone)
         dist.destroy_process_group()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Within the block all processes do the same, and end it the same way: well, or by the same error.
+
+        What only one of them meets ends the others, too, by its own end.
+        """
+        self._is_working = True
+        try:
+            yield
+        except PeerGoneError:
+            raise
+        except (DriftError, TrainingError):
+            self._is_working = False
+            raise
+        self._is_working = False
 
     # ------------------------------------------------------------------------------------------- orders
 
@@ -136,7 +155,8 @@ class World:
         """On rank 0: tell each rank what to do, itself included for the order's sake."""
         if not self.alone:
             assert self.leads and len(orders) == self.size
-            dist.scatter_object_list([None], list(orders), src=0, group=self._control)
+            with _peers():
+                dist.scatter_object_list([None], list(orders), src=0, group=self._control)
 
     def receive(self) -> Order:
         """On the others: wait for what to do.
@@ -145,10 +165,8 @@ class World:
             TrainingError: rank 0 has ended without a word.
         """
         said: list[Any] = [None]
-        try:
+        with _peers():
             dist.scatter_object_list(said, None, src=0, group=self._control)
-        except RuntimeError as gone:
-            raise TrainingError(f"the trainer's rank 0 has ended: {_first_line(gone)}; its log says why") from None
         return said[0]
 
     # ----------------------------------------------------------------------------------------- together
@@ -158,8 +176,27 @@ class World:
         if self.alone:
             return [value]
         said: list[Any] = [None] * self.size
-        dist.all_gather_object(said, value, group=self._control)
+        with _peers():
+            dist.all_gather_object(said, value, group=self._control)
         return said
+
+    def raise_together(self, look: Callable[[], None]) -> None:
+        """Do something on rank 0; if that says that samples have drifted, all do.
+
+        Raises:
+            DriftError: on all ranks.
+        """
+        if self.alone:
+            look()
+            return
+        said = None
+        if self.leads:
+            try:
+                look()
+            except DriftError as drift:
+                said = str(drift)
+        if (verdict := self.gather(said)[0]) is not None:
+            raise DriftError(verdict)
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -172,7 +209,8 @@ class World:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
         for bucket in buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            dist.all_reduce(flat)
+            with _peers():
+                dist.all_reduce(flat)
             parts = flat.split([gradient.numel() for gradient in bucket])
             torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
                 bucket, [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)]
@@ -186,12 +224,31 @@ class World:
         """
         if self.alone:
             return
-        sums = self.gather([float(sample.double().sum()) for sample in samples])
+        own_sums = torch.stack([sample.double().sum() for sample in samples])
+        sums = self.gather([str(value) for value in own_sums.tolist()])  # as text: one nan is another
         if different := [rank for rank, own in enumerate(sums) if own != sums[0]]:
             raise TrainingError(
                 f"rank {', '.join(map(str, different))} of the trainer's processes holds other weights than rank 0 "
                 "after the same step; go on from the last checkpoint with --resume auto"
             )
+
+
+class PeerGoneError(TrainingError):
+    """Another process of this trainer has ended."""
+
+
+@contextmanager
+def _peers() -> Iterator[None]:
+    """Around what takes the other processes: if one is gone, that is said in words."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as gone:
+        raise PeerGoneError(
+            f"another of the trainer's processes has ended ({_first_line(gone)}); its log says why. Go on with "
+            "--resume auto"
+        ) from None
 
 
 def buckets(tensors: Iterable[Tensor], limit: int = BUCKET_BYTES) -> list[list[Tensor]]:
@@ -218,12 +275,13 @@ def join(config: DistributedConfig, *, on_gpu: bool) -> World:
         raise ConfigError(f"--trainer-rank {rank}: wanted 0 to {size - 1}, as --world-size {size} says")
     if size == 1:
         return World()
-    local = int(os.environ.get("LOCAL_RANK", rank))
+    gpus = torch.cuda.device_count() if on_gpu else 0
+    local = int(os.environ.get("LOCAL_RANK", rank % gpus if gpus else rank))
     if on_gpu:
-        if local >= torch.cuda.device_count():
+        if local >= gpus:
             raise ConfigError(
-                f"rank {rank} of {size}: wanted a GPU of its own (number {local}), this machine has "
-                f"{torch.cuda.device_count()} visible GPUs; start fewer processes"
+                f"rank {rank} of {size}: wanted a GPU of its own (number {local}), this machine has {gpus} visible "
+                "GPUs; start fewer processes"
             )
         torch.cuda.set_device(local)
     method = config.init_method or _where()

@@ -9,8 +9,19 @@ import torch
 
 from grpo_trainer.checkpoint import Checkpoints
 from grpo_trainer.config import TrainConfig
-from grpo_trainer.distributed import Collect, End, ModelPass, Restore, SaveStates, Score, Step, World, join
-from grpo_trainer.errors import ConfigError, GrpoError
+from grpo_trainer.distributed import (
+    Collect,
+    End,
+    ModelPass,
+    PeerGoneError,
+    Restore,
+    SaveStates,
+    Score,
+    Step,
+    World,
+    join,
+)
+from grpo_trainer.errors import ConfigError, DriftError, TrainingError
 from grpo_trainer.model.policy import build_policy
 from grpo_trainer.sharding import Shards
 from grpo_trainer.trainer import Trainer
@@ -27,6 +38,13 @@ def join_others(config: TrainConfig) -> World:
     """
     on_gpu = config.model.device != "cpu" and torch.cuda.is_available()
     world = join(config.distributed, on_gpu=on_gpu)
+    if world.alone and config.distributed.sharding == "full":
+        raise ConfigError("--sharding full: there is one trainer process, nothing to cut over; leave it out")
+    if not world.alone and ":" in config.model.device:
+        raise ConfigError(
+            f"--device {config.model.device}: each of the {world.size} trainer processes has a GPU of its own; "
+            "leave it out"
+        )
     if not world.alone and config.shares_weights:
         raise ConfigError(
             f"--world-size {world.size}: a trainer in the server's memory is one process, on the server's GPU; wanted "
@@ -68,7 +86,9 @@ def obey(world: World, trainer: Trainer, checkpoints: Checkpoints | None = None)
                 case Step(share, step):
                     try:
                         trainer.step(share, step)
-                    except GrpoError as error:  # rank 0 has met it, too, and decides what becomes of the run
+                    except PeerGoneError:
+                        raise
+                    except (DriftError, TrainingError) as error:  # rank 0 has met it, too, and decides what to do
                         log.error("step %d: %s", step, error)
                 case Restore(path):
                     assert checkpoints is not None

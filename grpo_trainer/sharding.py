@@ -10,9 +10,10 @@ bridge's proof, logged samples, a checkpoint's weights) it announces as orders o
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +34,8 @@ from grpo_trainer.model.export import stored_tensors
 from grpo_trainer.model.fitting import decoder_list, fit
 from grpo_trainer.model.forward import Forward, build_forward
 
+log = logging.getLogger(__name__)
+
 METHOD = "grpo_scores"
 """Of a sharded model: the forward pass of `Forward.scores`, to which weights come together as to the model's own."""
 
@@ -52,12 +55,12 @@ class Holding(Protocol):
     forward: Forward
     whole: bool
 
-    def in_step(self) -> Any:
+    def in_step(self) -> AbstractContextManager[None]:
         """A context: all processes are in the same step."""
         ...
 
     def passes(self, own: int) -> int:
-        """How many passes a step takes, of which `own` are this process's."""
+        """How many passes a step takes, of which `own` are this process's; asks all."""
         ...
 
     def finish_gradients(self) -> None:
@@ -73,7 +76,7 @@ class Holding(Protocol):
         ...
 
     def mean(self, value: float, weight: float) -> float:
-        """Over the processes."""
+        """Over the processes; asks all."""
         ...
 
 
@@ -220,8 +223,10 @@ class Shards:
                 case ModelPass(args, kwargs):
                     self._model.eval()
                     moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
-                    self._model(*args, **moved)
-                    self._model.train(training)
+                    try:
+                        self._model(*args, **moved)
+                    finally:
+                        self._model.train(training)
                 case Score(microbatch):
                     getattr(self._model, METHOD)(microbatch.to(device))
 
@@ -237,18 +242,17 @@ class _Together(Forward):
         return self._shards.scores(microbatch, entropy_gradient=entropy_gradient)
 
 
-def _check_shardable(config: TrainConfig, all_weights: bool) -> None:
+def _why_whole(config: TrainConfig, all_weights: bool) -> str | None:
+    """What speaks against cutting, if anything does."""
     if not all_weights:
-        why = f"belongs to --weight-bridge-mode none, but the mode is {config.bridge.mode}"
-    elif config.optimizer.optimizer == "adafactor":
-        why = "cuts rows and columns, over which adafactor takes its means; use --optimizer adamw or adamw_8bit"
-    elif config.loss.needs_reference:
-        why = "can't hold a reference (--kl-beta, --log-kl)"
-    elif config.compute.compile == "on":
-        why = "does not go with --compile on; leave that out"
-    else:
-        return
-    raise ConfigError(f"--sharding full: {why}; or use --sharding none")
+        return f"belongs to --weight-bridge-mode none, but the mode is {config.bridge.mode}"
+    if config.optimizer.optimizer == "adafactor":
+        return "cuts rows and columns, over which adafactor takes its means; use --optimizer adamw or adamw_8bit"
+    if config.loss.needs_reference:
+        return "can't hold a reference (--kl-beta, --log-kl)"
+    if config.compute.compile == "on":
+        return "does not go with --compile on; leave that out"
+    return None
 
 
 def _local_tensor(parameter: Parameter) -> Tensor:
@@ -271,8 +275,12 @@ def hold(world: World, model: nn.Module, config: TrainConfig, trained: Sequence[
     wanted = config.distributed.sharding
     all_weights = isinstance(config.bridge, CheckpointRestart)
     cut = not world.alone and (wanted == "full" or (wanted == "auto" and all_weights))
+    if cut and (why := _why_whole(config, all_weights)):
+        if wanted == "full":
+            raise ConfigError(f"--sharding full: {why}; or use --sharding none")
+        log.warning("weights, gradients and optimizer states are whole on each GPU: --sharding full %s", why)
+        cut = False
     if cut:
-        _check_shardable(config, all_weights)
         config = config.model_copy(update={"compute": config.compute.model_copy(update={"compile": "off"})})
     forward = build_forward(model, config)
     fit(forward, config, trained)

@@ -27,7 +27,15 @@ from grpo_trainer.rollouts.types import RolloutBatch
 from grpo_trainer.schedules import learning_rate
 from grpo_trainer.sharding import hold
 from grpo_trainer.spikes import NormHistory
-from grpo_trainer.weights.drift import DriftAlarm, gap_metrics, not_rechecked, recheck_version, row_gaps, sample_gaps
+from grpo_trainer.weights.drift import (
+    DriftAlarm,
+    SampleGap,
+    gap_metrics,
+    not_rechecked,
+    recheck_version,
+    row_gaps,
+    sample_gaps,
+)
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +160,14 @@ class Trainer:
         batch = batch if isinstance(batch, ReadyBatch) else self.ready(batch)
         if self._world.leads:
             self._world.give([Step(share, step) for share in batch.shares()])
+        with self._world.working():
+            return self._step(batch, step, writing, started)
+
+    def _step(
+        self, batch: ReadyBatch, step: int, writing: Callable[[], AbstractContextManager[None]], started: float
+    ) -> StepResult:
         prepared = batch.prepared
+        self._check_teachers(prepared)
         self._say_unused(prepared)
         lr = learning_rate(self.config.optimizer, step, self.config.training_steps)
         for group in self.optimizer.param_groups:
@@ -188,13 +203,14 @@ class Trainer:
         scale = loss_scale(prepared.sequences)
         parts: list[Metrics] = []
         rows: list[Tensor] = []
+        idle = self.holding.passes(len(passes)) - len(passes)  # the others can't compute without us
         with self.forward.learning(), self.holding.in_step():
             for one in passes:
                 if untouched:
                     self._check_stop()
                 parts.append(self._accumulate(one, prepared.counts, scale, rows))
-            for _ in range(self.holding.passes(len(passes)) - len(passes)):  # the others can't compute without us
-                self._accumulate(Pass(idle_microbatch(self.forward.packed)), prepared.counts, scale, [])
+            for _ in range(idle):
+                self._accumulate(Pass(idle_microbatch(self.forward.packed)), prepared.counts, 0.0, [])
         self.holding.finish_gradients()
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         torch._foreach_div_(gradients, scale)  # pyright: ignore[reportPrivateImportUsage]
@@ -217,10 +233,16 @@ class Trainer:
     ) -> Metrics:
         """How far the samples are from what the server said; the alarm's word on it."""
         gaps = [gap for of_rank in self._world.gather(sample_gaps(rows)) for gap in of_rank]
+        self._world.raise_together(partial(self._alarmed, step, gaps, version, sequences))
+        return gap_metrics(gaps, version)
+
+    def _alarmed(
+        self, step: int, gaps: Sequence[SampleGap], version: int | None, sequences: Sequence[TrainingSequence]
+    ) -> None:
+        """The alarm's word, on rank 0, which has it."""
         if self.alarm is not None:
             recheck = partial(recheck_version, self.model, sequences) if self.holding.whole else not_rechecked
             self.alarm.look(step, gaps, version, recheck)
-        return gap_metrics(gaps, version)
 
     def _of_all(self, own: Metrics) -> Metrics:
         """The metrics of all processes, which travel as numbers."""
@@ -231,7 +253,7 @@ class Trainer:
     def _accumulate(self, one: Pass, counts: BatchCounts, scale: float, rows: list[Tensor]) -> Metrics:
         """Forward and backward of one microbatch; gradients add up in the parameters, times `scale`.
 
-        How far its sequences are from what the server said is added to `rows`.
+        How far its sequences are from what the server said is added to `rows`. A scale of 0: nothing is learnt.
         """
         microbatch = one.microbatch.to(self.device)
         if self._reference is not None and one.ref_logprobs_N is None:
@@ -247,6 +269,17 @@ class Trainer:
 
     def _scores(self, microbatch: MicroBatch) -> TokenScores:
         return self.forward.scores(microbatch, entropy_gradient=self.config.loss.entropy_coef > 0)
+
+    def _check_teachers(self, prepared: PreparedBatch) -> None:
+        """Of the whole batch, so that all processes find the same."""
+        vocab = getattr(getattr(self.model, "config", None), "vocab_size", None)
+        teachers = [one.teacher for one in prepared.sequences if one.teacher is not None and one.teacher.ids_TK.size]
+        largest = max((int(teacher.ids_TK.max()) for teacher in teachers), default=-1)
+        if vocab is not None and largest >= vocab:
+            raise TrainingError(
+                f"distill_token_ids: got {largest}, the model has {vocab} tokens; the teacher's tokens must be the "
+                "model's"
+            )
 
     def _say_unused(self, prepared: PreparedBatch) -> None:
         """What comes and is not used is worth one line."""

@@ -83,6 +83,8 @@ def test_a_world_of_one_gives_no_orders() -> None:
 
 # ---------------------------------------------------------------- real processes
 
+UNEVEN = ("batch_size=1", "entropy_coef=0.1")  # so that one process has more passes than the other
+
 
 def start(size: int, folder: Path, *options: str) -> list[subprocess.Popen[str]]:
     port = free_port()
@@ -123,7 +125,7 @@ def assert_alike(one: dict[str, Any], several: dict[str, Any]) -> None:
     [
         ("weight_bridge_mode=lora_only", "lora_r=8", "loss=dapo", "kl_beta=0.1"),
         ("weight_bridge_mode=none", "loss=gspo", "updates_per_batch=2", "lr=1e-4", "sharding=none"),
-        ("weight_bridge_mode=none", "loss=gspo", "updates_per_batch=2", "lr=1e-4", "sharding=full"),
+        ("weight_bridge_mode=none", "loss=gspo", "updates_per_batch=2", "lr=1e-4", "sharding=full", *UNEVEN),
     ],
     ids=["adapter", "all weights", "a part of all weights"],
 )
