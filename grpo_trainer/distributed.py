@@ -1,4 +1,4 @@
-"""Several trainer processes as one: a GPU each, every one with all weights, each with its share of a batch.
+"""Several trainer processes as one: a GPU each, each with its share of a batch; what they hold, `sharding.py` says.
 
 Rank 0 leads. It runs the loop as if it were alone, and it alone speaks with the rollout API, the server and the disk.
 What takes all ranks begins with an *order* that it gives to the others, who wait for nothing else (`follower.py`):
@@ -8,7 +8,7 @@ What takes all ranks begins with an *order* that it gives to the others, who wai
     rank 1…            receive  ─▶ own share ──┘                      └─▶ update ─▶ receive
 
 Every token's weight in the loss is that of the whole batch, so gradients are summed, not averaged. After that all ranks
-do the same arithmetic on the same numbers; whether they still hold the same weights is looked at in each step.
+do the same arithmetic on the same numbers; whether those that hold all weights still agree is looked at in each step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from grpo_trainer.microbatches import MicroBatch
 
 log = logging.getLogger(__name__)
 
-JOIN_SECONDS = 600.0
+PEER_SECONDS = 600.0
+"""Until the others have come, at the start and wherever tensors are added up."""
+
 PATIENCE = timedelta(days=30)
 """A follower may wait as long as the leader waits for rollouts; that has a limit of its own."""
 
@@ -95,7 +97,7 @@ Order = Step | Restore | ModelPass | Score | Collect | SaveStates | End
 
 
 class World:
-    """The processes of one trainer. A context manager on rank 0: leaving it lets the others go.
+    """The processes of one trainer. A context manager: when rank 0 leaves it, the others are let go.
 
     Attributes:
         rank: of this process, from 0.
@@ -127,7 +129,7 @@ class World:
             return  # in the middle of a step the others wait for other things than orders: our end is theirs
         try:
             if self.leads:
-                self.give([End()] * self.size)
+                self.give_all(End())
             self.gather(None)  # nothing is under way any more when the groups are taken down
         except PeerGoneError as gone:  # that ended the run before this
             log.warning("the other trainer processes could not be told of the end: %s", gone)
@@ -157,6 +159,10 @@ class World:
             assert self.leads and len(orders) == self.size
             with _peers():
                 dist.scatter_object_list([None], list(orders), src=0, group=self._control)
+
+    def give_all(self, order: Order) -> None:
+        """On rank 0: the same for all."""
+        self.give([order] * self.size)
 
     def receive(self) -> Order:
         """On the others: wait for what to do.
@@ -291,7 +297,7 @@ def join(config: DistributedConfig, *, on_gpu: bool) -> World:
             init_method=method,
             rank=rank,
             world_size=size,
-            timeout=timedelta(seconds=JOIN_SECONDS),
+            timeout=timedelta(seconds=PEER_SECONDS),
             device_id=torch.device("cuda", local) if on_gpu else None,
         )
         control = dist.new_group(backend="gloo", timeout=PATIENCE)

@@ -23,7 +23,6 @@ from grpo_trainer.distributed import (
 )
 from grpo_trainer.errors import ConfigError, DriftError, TrainingError
 from grpo_trainer.model.policy import build_policy
-from grpo_trainer.sharding import Shards
 from grpo_trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -65,8 +64,7 @@ def follow(config: TrainConfig, world: World) -> None:
         signal.signal(number, signal.SIG_IGN)
     policy = build_policy(config)
     trainer = Trainer(policy.model, config, world=world)
-    shards = trainer.holding if isinstance(trainer.holding, Shards) else None
-    obey(world, trainer, Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms, shards))
+    obey(world, trainer, Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms, trainer.shards))
 
 
 def obey(world: World, trainer: Trainer, checkpoints: Checkpoints | None = None) -> None:
@@ -78,7 +76,7 @@ def obey(world: World, trainer: Trainer, checkpoints: Checkpoints | None = None)
     Raises:
         TrainingError: rank 0 has ended without a word.
     """
-    shards = trainer.holding if isinstance(trainer.holding, Shards) else None
+    shards = trainer.shards
     with world:
         while True:
             order = world.receive()

@@ -23,7 +23,6 @@ from grpo_trainer.model.policy import build_policy
 from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.rollouts.feed import BatchFeed
 from grpo_trainer.saving.generators import seed_generators
-from grpo_trainer.sharding import Shards
 from grpo_trainer.signals import StopSignal
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.watchdog import StepWatch
@@ -52,11 +51,10 @@ def train(config: TrainConfig) -> None:
         refuse_to_mix_runs(config.log_dir, config.checkpoints.resume, "--log-dir")
         policy = build_policy(config, stop.check)
         trainer = Trainer(policy.model, config, stop.check, world=world)
-        shards = trainer.holding if isinstance(trainer.holding, Shards) else None
-        checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms, shards)
+        checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms, trainer.shards)
         progress = checkpoints.resume(_say)
         if checkpoints.safe_path is not None:
-            world.give([Restore(checkpoints.safe_path)] * world.size)
+            world.give_all(Restore(checkpoints.safe_path))
         bridge = build_bridge(config, policy, checkpoints, progress, stop)
         metrics = build_metric_log(config, Console(file=sys.stdout), progress.step)
         samples = build_sample_log(config, trainer.forward, trainer.device, progress.step)

@@ -180,7 +180,7 @@ class Shards:
 
     def _announce(self, order: Order) -> None:
         if self._world.leads and not self._in_step:
-            self._world.give([order] * self._world.size)
+            self._world.give_all(order)
 
     def _announce_pass(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._announce(ModelPass(args, {k: v.cpu() if isinstance(v, Tensor) else v for k, v in kwargs.items()}))

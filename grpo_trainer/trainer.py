@@ -21,11 +21,12 @@ from grpo_trainer.logprobs import TokenScores
 from grpo_trainer.losses import BatchCounts, LossInputs, batch_loss
 from grpo_trainer.metrics.types import Mean, Metric, Metrics, Sum, merge
 from grpo_trainer.microbatches import MicroBatch, TrainingSequence, idle_microbatch
+from grpo_trainer.model.forward import check_teacher
 from grpo_trainer.model.reference import Reference, build_reference
 from grpo_trainer.optim import build_optimizer, changed_fraction, sampled
 from grpo_trainer.rollouts.types import RolloutBatch
 from grpo_trainer.schedules import learning_rate
-from grpo_trainer.sharding import hold
+from grpo_trainer.sharding import Shards, hold
 from grpo_trainer.spikes import NormHistory
 from grpo_trainer.weights.drift import (
     DriftAlarm,
@@ -134,6 +135,11 @@ class Trainer:
         self.norms = NormHistory(config.optimizer.grad_spike_factor)
         self._bad_steps = 0
         self._said_unused = False
+
+    @property
+    def shards(self) -> Shards | None:
+        """Where weights are cut over several processes: this one's part."""
+        return self.holding if isinstance(self.holding, Shards) else None
 
     def ready(self, batch: RolloutBatch) -> ReadyBatch:
         """Make a batch ready for `step`; touches no device, and may run in a thread beside a step."""
@@ -273,13 +279,9 @@ class Trainer:
     def _check_teachers(self, prepared: PreparedBatch) -> None:
         """Of the whole batch, so that all processes find the same."""
         vocab = getattr(getattr(self.model, "config", None), "vocab_size", None)
-        teachers = [one.teacher for one in prepared.sequences if one.teacher is not None and one.teacher.ids_TK.size]
-        largest = max((int(teacher.ids_TK.max()) for teacher in teachers), default=-1)
-        if vocab is not None and largest >= vocab:
-            raise TrainingError(
-                f"distill_token_ids: got {largest}, the model has {vocab} tokens; the teacher's tokens must be the "
-                "model's"
-            )
+        for sequence in prepared.sequences:
+            if vocab is not None and sequence.teacher is not None:
+                check_teacher(sequence.teacher.ids_TK, vocab)
 
     def _say_unused(self, prepared: PreparedBatch) -> None:
         """What comes and is not used is worth one line."""

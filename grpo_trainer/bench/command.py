@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from types import FrameType
+from typing import Annotated
 
 import typer
 
 from grpo_trainer.errors import GrpoError, StoppedError
 
+ServerArgs = Annotated[
+    list[str] | None, typer.Option(help="One more argument for the server; repeatable, as --server-arg=--seed=1.")
+]
+JsonLine = Annotated[bool, typer.Option("--json", help="Print one JSON line.")]
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def share_cores() -> None:
+    """Before torch is imported: a server may run beside, and no hub is asked."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads sleep
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def _stop(number: int, _: FrameType | None) -> None:

@@ -15,7 +15,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -87,7 +89,7 @@ class Forward:
         """
         if self.decoder is None or self.head is None:
             return self._from_logits(microbatch, entropy_gradient)
-        _check_teacher(microbatch, self.head.weight.shape[0])
+        check_teacher(microbatch.teacher_ids_NK, self.head.weight.shape[0])
         more: dict[str, Any] = {} if microbatch.packed is None else attention.arguments(microbatch.packed)
         hidden_BTH = self.decoder(input_ids=microbatch.tokens_BT, use_cache=False, **more).last_hidden_state
         return head_scores(
@@ -104,7 +106,7 @@ class Forward:
     def _from_logits(self, microbatch: MicroBatch, entropy_gradient: bool) -> TokenScores:
         assert microbatch.packed is None
         logits_BTV: Tensor = self.model(input_ids=microbatch.tokens_BT, use_cache=False).logits
-        _check_teacher(microbatch, logits_BTV.shape[-1])
+        check_teacher(microbatch.teacher_ids_NK, logits_BTV.shape[-1])
         return token_scores(
             logits_BTV,
             microbatch.tokens_BT,
@@ -116,11 +118,12 @@ class Forward:
         )
 
 
-def _check_teacher(microbatch: MicroBatch, vocab: int) -> None:
-    if microbatch.teacher_ids_NK.numel() and int(microbatch.teacher_ids_NK.max()) >= vocab:
+def check_teacher(ids_NK: Tensor | NDArray[np.int64], vocab: int) -> None:
+    """Raise a TrainingError if a teacher has tokens that the model lacks."""
+    largest = int(ids_NK.max()) if len(ids_NK) and ids_NK.shape[1] else -1
+    if largest >= vocab:
         raise TrainingError(
-            f"distill_token_ids: got {int(microbatch.teacher_ids_NK.max())}, the model has {vocab} tokens; the "
-            "teacher's tokens must be the model's"
+            f"distill_token_ids: got {largest}, the model has {vocab} tokens; the teacher's tokens must be the model's"
         )
 
 

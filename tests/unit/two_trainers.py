@@ -21,7 +21,6 @@ from grpo_trainer.model.policy import build_policy
 from grpo_trainer.options import build
 from grpo_trainer.saving.generators import seed_generators
 from grpo_trainer.saving.manifest import Progress
-from grpo_trainer.sharding import Shards
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.weights.proof import Probe, trainer_logprobs
 from tests.unit.factories import batch, sample
@@ -57,17 +56,16 @@ def main(rank: int, size: int, port: int, folder: Path, options: dict[str, Any])
 def lead(config: TrainConfig, world: World, written: Path) -> None:
     policy = build_policy(config)
     trainer = Trainer(policy.model, config, world=world)
-    shards = trainer.holding if isinstance(trainer.holding, Shards) else None
-    checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms, shards)
+    checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms, trainer.shards)
     progress = checkpoints.resume()
     if checkpoints.safe_path is not None:
-        world.give([Restore(checkpoints.safe_path)] * world.size)
+        world.give_all(Restore(checkpoints.safe_path))
     rows = []
     for step in range(progress.step, progress.step + STEPS):
         for groups in (GROUPS, ALIKE, ONE):
             rows.append(reduce(trainer.step(trainer.ready(batch(*groups)), step).metrics))
     checkpoints.save(Progress(progress.step + STEPS))
-    whole = shards.tensors() if shards else dict(policy.model.named_parameters())
+    whole = trainer.shards.tensors() if trainer.shards else dict(policy.model.named_parameters())
     weights = {name: whole[name].detach() for name, weight in policy.model.named_parameters() if weight.requires_grad}
     with torch.no_grad():  # what rank 0 computes beside steps: the bridge's proof, logged samples
         microbatch, *_ = trainer.ready(batch(*ONE)).microbatches

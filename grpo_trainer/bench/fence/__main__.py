@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from grpo_trainer.bench.command import run_command
+from grpo_trainer.bench.command import JsonLine, ServerArgs, run_command, share_cores
 from grpo_trainer.bench.fence.options import FenceOptions
 from grpo_trainer.options import build, with_options
 
@@ -20,18 +19,15 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @with_options(FenceOptions)
 def fence(
     options: dict[str, Any],
-    server_arg: Annotated[
-        list[str] | None, typer.Option(help="One more argument for the server; repeatable, as --server-arg=--seed=1.")
-    ] = None,
-    json_line: Annotated[bool, typer.Option("--json", help="Print one JSON line.")] = False,
+    server_arg: ServerArgs = None,
+    json_line: JsonLine = False,
 ) -> None:
     """Write shared weights over and over under load, and judge whether any answer saw them half written.
 
     Exit code 1 if one did.
     """
     asked = build(FenceOptions, options)
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads sleep: the server may share the cores
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    share_cores()
     from grpo_trainer.bench.fence.measure import measure
 
     report = measure(asked, tuple(server_arg or ()))

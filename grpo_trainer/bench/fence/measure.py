@@ -6,13 +6,11 @@ import logging
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import httpx
 import msgspec
@@ -22,10 +20,10 @@ from torch import Tensor
 from grpo_trainer.bench.fence.judge import Case
 from grpo_trainer.bench.fence.options import FenceOptions
 from grpo_trainer.bench.fence.patterns import Answer, References, Verdicts, answer_of, request, two_patterns
+from grpo_trainer.bench.sync.common import placed
 from grpo_trainer.bench.sync.figures import median_ms, p95_ms
 from grpo_trainer.bench.sync.generator import Demand
 from grpo_trainer.bench.sync.load import Meter, check_busy, generating
-from grpo_trainer.bench.sync.random_model import ensure_model
 from grpo_trainer.bench.sync.shapes import SHAPES
 from grpo_trainer.bench.sync.shared_vllm import SharedSubject, opened
 from grpo_trainer.bench.sync.subject import Place
@@ -74,14 +72,11 @@ def measure(options: FenceOptions, server_args: tuple[str, ...]) -> FenceReport:
         BridgeError: the patterns can't be told apart.
         GrpoError: the server did not start, or ended; a request was refused; …
     """
-    on_gpu = torch.cuda.is_available()
-    dtype = "bfloat16" if on_gpu else "float32"
-    with tempfile.TemporaryDirectory(prefix="grpo-bench-") as name:
-        model = (options.model.model_dir or Path(name) / "model").absolute()
-        ensure_model(SHAPES[options.model.shape], model, getattr(torch, dtype))
-        place = Place(Path(name), options.log_dir or Path(name), model, on_gpu, dtype, server_args)
-        with opened(options.bridge(), place, options.in_flight) as subject:
-            return Stress(options, place, subject).run()
+    with (
+        placed(options.model, options.log_dir, server_args) as place,
+        opened(options.bridge(), place, options.in_flight) as subject,
+    ):
+        return Stress(options, place, subject).run()
 
 
 class Stress:

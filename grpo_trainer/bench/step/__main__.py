@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from grpo_trainer.bench.command import run_command
+from grpo_trainer.bench.command import JsonLine, run_command
 from grpo_trainer.bench.step.options import StepOptions
 from grpo_trainer.options import build, with_options
 
@@ -19,7 +19,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @with_options(StepOptions)
 def step(
     options: dict[str, Any],
-    json_line: Annotated[bool, typer.Option("--json", help="Print one JSON line.")] = False,
+    json_line: JsonLine = False,
 ) -> None:
     """Measure optimisation steps: the trainer's own, on synthetic rollouts and a model with random weights.
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from grpo_trainer.bench.command import run_command
+from grpo_trainer.bench.command import JsonLine, ServerArgs, run_command, share_cores
 from grpo_trainer.bench.sync.options import SyncOptions
 from grpo_trainer.options import build, with_options
 
@@ -19,15 +18,12 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @with_options(SyncOptions)
 def sync(
     options: dict[str, Any],
-    server_arg: Annotated[
-        list[str] | None, typer.Option(help="One more argument for the server; repeatable, as --server-arg=--seed=1.")
-    ] = None,
-    json_line: Annotated[bool, typer.Option("--json", help="Print one JSON line.")] = False,
+    server_arg: ServerArgs = None,
+    json_line: JsonLine = False,
 ) -> None:
     """Measure a weight bridge: a model with random weights, a server, and a trainer that does nothing but publish."""
     asked = build(SyncOptions, options)
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads sleep: the server may share the cores
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    share_cores()
     from grpo_trainer.bench.sync.measure import measure
     from grpo_trainer.bench.sync.report import as_dict, as_table
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from grpo_trainer.bench.sync.options import SyncOptions
+from grpo_trainer.bench.sync.options import ModelChoice, SyncOptions
+from grpo_trainer.bench.sync.random_model import ensure_model
+from grpo_trainer.bench.sync.shapes import SHAPES
 from grpo_trainer.bench.sync.subject import Place, WeightFigures
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.launch.owned_server import OwnedServer
@@ -38,6 +42,17 @@ def train_values(options: SyncOptions, place: Place, mode: str) -> dict[str, Any
         "gpu_memory_utilization": server.gpu_memory_utilization,
         "vllm_enforce_eager": server.enforce_eager,
     }
+
+
+@contextmanager
+def placed(choice: ModelChoice, logs: Path | None, server_args: tuple[str, ...]) -> Iterator[Place]:
+    """Where a measurement happens, with its model: a temporary folder, but for what was asked to stay."""
+    on_gpu = torch.cuda.is_available()
+    dtype = "bfloat16" if on_gpu else "float32"
+    with tempfile.TemporaryDirectory(prefix="grpo-bench-") as name:
+        model = (choice.model_dir or Path(name) / "model").absolute()
+        ensure_model(SHAPES[choice.shape], model, getattr(torch, dtype))
+        yield Place(Path(name), logs or Path(name), model, on_gpu, dtype, server_args)
 
 
 @contextmanager

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import platform
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from grpo_trainer.bench.sync.common import placed
 from grpo_trainer.bench.sync.figures import Baseline, LoadFigures, Publish, PublishFigures, publish_figures
 from grpo_trainer.bench.sync.load import LoadTest
 from grpo_trainer.bench.sync.memory import MemoryFigures, Snapshot, gpus_in_use, memory_figures, snapshot
 from grpo_trainer.bench.sync.options import SyncOptions
-from grpo_trainer.bench.sync.random_model import ensure_model
 from grpo_trainer.bench.sync.shapes import SHAPES
 from grpo_trainer.bench.sync.subject import Facts, Place, Subject, opener
 from vllm_server.protocol import BridgeInfo
@@ -47,14 +46,11 @@ def measure(options: SyncOptions, server_args: tuple[str, ...]) -> Report:
     Raises:
         GrpoError: the server did not start, the bridge does not do what it says, …
     """
-    on_gpu = torch.cuda.is_available()
-    dtype = "bfloat16" if on_gpu else "float32"
-    with tempfile.TemporaryDirectory(prefix="grpo-bench-") as name:
-        model = (options.model.model_dir or Path(name) / "model").absolute()
-        ensure_model(SHAPES[options.model.shape], model, getattr(torch, dtype))
-        place = Place(Path(name), options.log_dir or Path(name), model, on_gpu, dtype, server_args)
-        with opener(options.choice.bridge)(options, place) as subject:
-            return _measure(options, place, subject)
+    with (
+        placed(options.model, options.log_dir, server_args) as place,
+        opener(options.choice.bridge)(options, place) as subject,
+    ):
+        return _measure(options, place, subject)
 
 
 def _measure(options: SyncOptions, place: Place, subject: Subject) -> Report:
