@@ -125,8 +125,8 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.alone or self._is_working:
-            return  # in the middle of a step the others wait for other things than orders: our end is theirs
+        if self.alone or self._is_working or (error is not None and not self.leads):
+            return  # the others wait for other things than orders or an end: ours is theirs
         try:
             if self.leads:
                 self.give_all(End())
