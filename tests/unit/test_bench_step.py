@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,3 +85,21 @@ def test_a_run() -> None:
     assert prompts == pytest.approx(48, rel=0.01)
     assert set(found["phases"]) == {"prepare", "forward", "backward", "optimizer"}
     assert all(value > 0 for value in found["phases"].values())
+    assert len(found["loss"]) == len(found["grad_norm"]) == 2
+
+
+def test_the_loss_is_that_of_one_process_whatever_their_number() -> None:
+    def bench(*how: str) -> dict[str, Any]:
+        sizes = ["--seqs", "8", "--prompt-len", "6", "--completion-len", "20", "--lognormal"]
+        steps = ["--warmup", "1", "--steps", "2", "--optimizer", "adamw", "--batch-size", "3", "--json"]
+        command = [sys.executable, *how, "-m", "grpo_trainer.bench.step", "--shape", "tiny", *sizes, *steps]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    alone, together = bench(), bench("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert (alone["processes"], alone["cut"]) == (1, False)
+    assert (together["processes"], together["cut"]) == (2, True)
+    assert alone["loss"] == pytest.approx(together["loss"], abs=1e-6)
+    assert alone["grad_norm"] == pytest.approx(together["grad_norm"], rel=1e-4)
+    assert len(set(alone["loss"])) == len(set(alone["grad_norm"])) == 2

@@ -43,9 +43,16 @@ class Phases:
 
 @dataclass(frozen=True)
 class StepFigures:
-    """What was measured."""
+    """What was measured.
+
+    Attributes:
+        losses, norms: of the measured steps, and of their gradients: the same for any number of processes, but for
+            rounding.
+    """
 
     seconds: tuple[float, ...]
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
     phases: Phases
     tokens: float
     completion_tokens: float
@@ -128,11 +135,13 @@ def _measure(options: StepOptions, device: torch.device, world: World) -> StepFi
         torch.cuda.reset_peak_memory_stats()
     numbers = range(options.warmup + options.steps)
     batches = [synthetic_batch(options.batch, shape.vocab, options.seed + number) for number in numbers]
-    seconds = [_one_step(trainer, batch, number, device) for number, batch in enumerate(batches)]
+    done = [_one_step(trainer, batch, number, device) for number, batch in enumerate(batches)][options.warmup :]
     measured = [lengths_of(batch) for batch in batches[options.warmup :]]
     on_gpu = device.type == "cuda"
     return StepFigures(
-        seconds=tuple(seconds[options.warmup :]),
+        seconds=tuple(seconds for seconds, _ in done),
+        losses=tuple(row["train/loss"] for _, row in done),
+        norms=tuple(row["train/grad_norm"] for _, row in done),
         peak_allocated=torch.cuda.max_memory_allocated() if on_gpu else None,
         peak_reserved=torch.cuda.max_memory_reserved() if on_gpu else None,
         tokens=statistics.mean(sum(map(sum, lengths)) for lengths in measured),
@@ -151,13 +160,16 @@ def _measure(options: StepOptions, device: torch.device, world: World) -> StepFi
     )
 
 
-def _one_step(trainer: Trainer, batch: RolloutBatch, number: int, device: torch.device) -> float:
-    """Its seconds, from scored groups to weights that are there."""
+def _one_step(
+    trainer: Trainer, batch: RolloutBatch, number: int, device: torch.device
+) -> tuple[float, dict[str, float]]:
+    """Its seconds, from scored groups to weights that are there, and its metrics."""
     started = _now(device)
     result = trainer.step(trainer.ready(batch), number)
     seconds = _now(device) - started
-    log.info("step %d: %.3f s, loss %.3g", number, seconds, reduce(result.metrics)["train/loss"])
-    return seconds
+    row = reduce(result.metrics)
+    log.info("step %d: %.3f s, loss %.3g", number, seconds, row["train/loss"])
+    return seconds, row
 
 
 def _phases(trainer: Trainer, batch: RolloutBatch, number: int, device: torch.device) -> Phases:
@@ -223,6 +235,8 @@ def as_dict(options: StepOptions, found: StepFigures) -> dict[str, Any]:
         "max_tokens_per_microbatch": options.compute.max_tokens_per_microbatch,
         "step_s_median": round(median, 4),
         "step_s": [round(one, 4) for one in found.seconds],
+        "loss": list(found.losses),
+        "grad_norm": list(found.norms),
         "tokens_per_s": round(found.tokens / median),
         "completion_tokens_per_s": round(found.completion_tokens / median),
         "peak_allocated_gb": in_gb(found.peak_allocated),
