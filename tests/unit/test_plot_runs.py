@@ -1,0 +1,90 @@
+"""scripts/plot_runs.py: curves of several runs in one picture."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "plot_runs.py"
+
+
+@pytest.fixture(scope="module")
+def plot_runs() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("plot_runs", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["plot_runs"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def metrics(path: Path, rewards: Sequence[float | None]) -> Path:
+    """A file of steps that take 2 seconds each."""
+    rows = [{"step": n, "train/seconds": 2.0, "reward/mean": reward} for n, reward in enumerate(rewards, 1)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_two_runs_make_a_picture(plot_runs: ModuleType, tmp_path: Path) -> None:
+    one = metrics(tmp_path / "one.jsonl", [0.1, 0.3, 0.5])
+    metrics(tmp_path / "two" / "metrics.jsonl", [0.2, None, 0.6])
+    out = tmp_path / "pictures" / "curves.png"
+    plot_runs.main([f"one={one}", f"two={tmp_path / 'two'}", "--out", str(out), "--title", "t", "--smooth", "2"])
+    picture = out.read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    # Width and height stand in bytes 16 to 24: two panels beside each other, 10 by 3.7 inches at 130 points.
+    assert [int.from_bytes(picture[at : at + 4], "big") for at in (16, 20)] == [1300, 481]
+
+
+def test_runs_of_one_label_are_of_one_colour_with_one_entry(
+    plot_runs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    files = [metrics(tmp_path / f"{n}.jsonl", [0.1 * n, 0.2]) for n in range(3)]
+    labels = ("a", "a", "b")
+    runs = [f"{label}={file}" for label, file in zip(labels, files, strict=True)]
+    plot_runs.main([*runs, "--out", str(tmp_path / "x.png"), "--smooth", "1", "--x", "time"])
+    (axis,) = drawn[0].axes
+    colours = [line.get_color() for line in axis.get_lines()]
+    assert colours == [plot_runs.COLOURS[0], plot_runs.COLOURS[0], plot_runs.COLOURS[1]]
+    assert axis.get_legend_handles_labels()[1] == ["a", "b"]
+    assert np.asarray(axis.get_lines()[0].get_xdata()).tolist() == [2.0, 4.0]  # 2 seconds a step
+
+
+def test_the_mean_is_of_the_last_values_that_there_are(plot_runs: ModuleType) -> None:
+    values = plot_runs.smoothed([math.nan, 1.0, math.nan, 3.0, 5.0], 3)
+    assert math.isnan(values[0])
+    assert values[1:] == [1.0, 1.0, 2.0, 4.0]  # 1; 1; (1 + 3) / 2; (3 + 5) / 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--y", "reward/maen"], "reward/maen is in none of its rows; did you mean reward/mean?"),
+        (["--y", "xyz"], "it has reward/mean, step, train/seconds"),
+        (["nowhere=missing.jsonl"], "nowhere: no file missing.jsonl; wanted LABEL=FILE"),
+        (["unlabelled"], "got 'unlabelled', wanted LABEL=FILE"),
+        (["--smooth", "0"], "got '0', wanted a whole number from 1"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_by_name(
+    plot_runs: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    file, out = metrics(tmp_path / "metrics.jsonl", [0.1]), tmp_path / "x.png"
+    with pytest.raises(SystemExit) as ended:
+        plot_runs.main([f"run={file}", *options, "--out", str(out)])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()
