@@ -1,9 +1,9 @@
 """Curves of several runs in one picture: `python scripts/plot_runs.py dapo=runs/a gspo=runs/b --out curves.png`.
 
 A run is a folder or its metrics.jsonl, with a label; runs of the same label (other seeds) have the same colour. Thin
-lines are the values, thick ones the mean of the last few (`--smooth`). Several `--y` make several pictures in one, each
-over steps, over seconds of training (the sum of `train/seconds`, which no break before `--resume` adds to), or both.
-Needs matplotlib.
+lines are the values, thick ones the mean of some around each (`--smooth`). Several `--y` make several pictures in one,
+each over steps, over seconds of training (the sum of `train/seconds`, so without the break before a `--resume`), or
+both. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -84,18 +84,19 @@ def _number(row: Mapping[str, Any], key: str) -> float:
     return math.nan if value is None else float(value)
 
 
-def smoothed(values: Sequence[float], last: int) -> list[float]:
-    """The mean of each value and those before it, `last` at most; where there is none, it is NaN."""
-    windows = ([v for v in values[max(0, at - last + 1) : at + 1] if not math.isnan(v)] for at in range(len(values)))
-    return [sum(window) / len(window) if window else math.nan for window in windows]
+def smoothed(values: Sequence[float], window: int) -> list[float]:
+    """The mean of each value and those around it, `window` in all, fewer at the ends; NaN where there is none."""
+    spans = (values[max(0, at - (window - 1) // 2) : at + window // 2 + 1] for at in range(len(values)))
+    there = ([value for value in span if not math.isnan(value)] for span in spans)
+    return [sum(found) / len(found) if found else math.nan for found in there]
 
 
-def draw(runs: Sequence[Curves], keys: Sequence[str], xs: Sequence[str], *, last: int, title: str, out: Path) -> None:
+def draw(runs: Sequence[Curves], keys: Sequence[str], xs: Sequence[str], *, window: int, title: str, out: Path) -> None:
     """Write the picture, in the format that the name of `out` ends with.
 
     Args:
         keys, xs: a panel for each pair of them.
-        last: values that a thick line is the mean of; 1: there are no thin ones.
+        window: values that a point of a thick line is the mean of; 1: there are no thin ones.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -107,7 +108,7 @@ def draw(runs: Sequence[Curves], keys: Sequence[str], xs: Sequence[str], *, last
     FigureCanvasAgg(figure)
     axes = figure.subplots(lines, columns, squeeze=False).ravel()
     for axis, (key, x) in zip(axes, panels, strict=False):
-        _panel(axis, runs, key, x, last)
+        _panel(axis, runs, key, x, window)
     for axis in axes[len(panels) :]:
         axis.remove()
     handles, labels = axes[0].get_legend_handles_labels()
@@ -118,16 +119,16 @@ def draw(runs: Sequence[Curves], keys: Sequence[str], xs: Sequence[str], *, last
     figure.savefig(out, dpi=130)
 
 
-def _panel(axis: Axes, runs: Sequence[Curves], key: str, x: str, last: int) -> None:
+def _panel(axis: Axes, runs: Sequence[Curves], key: str, x: str, window: int) -> None:
     """One key of all runs over one x."""
     numbers = {label: number for number, label in enumerate(dict.fromkeys(run.label for run in runs))}
     for run in runs:
         round_, number = divmod(numbers[run.label], len(COLOURS))
         colour, dash = COLOURS[number], DASHES[round_ % len(DASHES)]
-        if last > 1:
+        if window > 1:
             axis.plot(run.xs[x], run.ys[key], color=colour, linestyle=dash, linewidth=0.8, alpha=0.3)
         label = "" if run.label in axis.get_legend_handles_labels()[1] else run.label
-        axis.plot(run.xs[x], smoothed(run.ys[key], last), color=colour, linestyle=dash, linewidth=1.8, label=label)
+        axis.plot(run.xs[x], smoothed(run.ys[key], window), color=colour, linestyle=dash, linewidth=1.8, label=label)
     axis.set_xlabel(NAMES[x])
     axis.set_ylabel(NAMES.get(key, key))
     axis.grid(alpha=0.3)
@@ -155,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the picture: .png, .svg, .pdf")
     parser.add_argument("--x", choices=("step", "time", "both"), default="both", help="over steps, seconds, or both")
     parser.add_argument("--y", action="append", metavar="KEY", help="of the rows; repeatable (default: reward/mean)")
-    parser.add_argument("--smooth", type=_positive, default=5, metavar="N", help="mean of the last N (default: 5)")
+    parser.add_argument("--smooth", type=_positive, default=5, metavar="N", help="mean of N around each (default: 5)")
     parser.add_argument("--title", default="", help="above the picture")
     given = parser.parse_args(arguments)
     keys = given.y or ["reward/mean"]
@@ -164,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         runs = [read_curves(label, path, keys) for label, path in given.runs]
     except PlotError as error:
         parser.error(str(error))
-    draw(runs, keys, xs, last=given.smooth, title=given.title, out=given.out)
+    draw(runs, keys, xs, window=given.smooth, title=given.title, out=given.out)
 
 
 if __name__ == "__main__":

@@ -63,10 +63,12 @@ def test_runs_of_one_label_are_of_one_colour_with_one_entry(
     assert np.asarray(axis.get_lines()[0].get_xdata()).tolist() == [2.0, 4.0]  # 2 seconds a step
 
 
-def test_the_mean_is_of_the_last_values_that_there_are(plot_runs: ModuleType) -> None:
-    values = plot_runs.smoothed([math.nan, 1.0, math.nan, 3.0, 5.0], 3)
+def test_the_mean_is_of_the_values_around_that_there_are(plot_runs: ModuleType) -> None:
+    values = plot_runs.smoothed([math.nan, math.nan, 1.0, math.nan, 3.0, 6.0], 3)
     assert math.isnan(values[0])
-    assert values[1:] == [1.0, 1.0, 2.0, 4.0]  # 1; 1; (1 + 3) / 2; (3 + 5) / 2
+    assert values[1:] == [1.0, 1.0, 2.0, 4.5, 4.5]  # 1; 1; (1 + 3) / 2; (3 + 6) / 2; the same
+    assert plot_runs.smoothed([1.0, 2.0, 4.0], 1) == [1.0, 2.0, 4.0]
+    assert plot_runs.smoothed([1.0, 2.0, 4.0], 2) == [1.5, 3.0, 4.0]  # with the next
 
 
 @pytest.mark.parametrize(
