@@ -3,6 +3,7 @@
 step_12/                      named by what is trained, see `model/policy.py`
     …                         the trained weights, as others load them
     trainer_state.pt          optimizer, random generators, weights that the above rounds
+    optimizer_states/         instead of the optimizer's in it, where weights are cut over several processes
     state.json                step, policy version, checksums; written last: a folder without it is no checkpoint
 
 While training goes on they are written from a copy in main memory, by a thread (`saving/`).
@@ -28,6 +29,7 @@ from grpo_trainer.files import remove_remains, whole_folder, write_tensors
 from grpo_trainer.metrics.types import Metrics, Sum
 from grpo_trainer.model.policy import Adapter, AllWeights, Policy
 from grpo_trainer.optim import FusedAdamW, TwoPartOptimizer
+from grpo_trainer.saving.cut_states import Place, cut_states, read_states, whole_parts
 from grpo_trainer.saving.finding import Found, newest_whole, saved_checkpoints
 from grpo_trainer.saving.generators import generator_states, restore_generators
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, Progress, check_files, read_state, seal
@@ -39,11 +41,6 @@ from grpo_trainer.spikes import NormHistory
 log = logging.getLogger(__name__)
 
 TENSORS_FILE = "trainer_state.pt"
-
-
-def states_file(rank: int | str) -> str:
-    """Of the optimizer's states that a process of higher rank than 0 holds."""
-    return f"trainer_state.rank{rank}.pt"
 
 
 class Checkpoints:
@@ -151,7 +148,7 @@ class Checkpoints:
     def _tree(self) -> dict[str, Any]:
         """All that is saved, as it lies in memory; training must stand still while this is read."""
         return {
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": self._optimizer.state_dict() if self._shards is None else None,
             "optimizer_kind": self._optimizer.kind,
             "gradient_norms": self._norms.norms,
             "generators": generator_states(self._device),
@@ -167,7 +164,7 @@ class Checkpoints:
         with self._with_weights(progress.policy_version, path, weights) as folder:
             write_tensors(folder / TENSORS_FILE, {**tree, "weights": self._policy.exact(weights)})
             if self._shards is not None:
-                self._shards.save_others_states(folder)
+                self._shards.save_states(folder, self._optimizer)
             seal(folder, progress)
         self.safe, self.safe_path = progress, path
         self._write_seconds = time.perf_counter() - started
@@ -287,21 +284,22 @@ class Checkpoints:
         restore_generators(tensors["generators"], self._device)
 
     def save_states(self, folder: Path) -> None:
-        """Write this process's part of the optimizer's states beside rank 0's."""
-        assert self._shards is not None
-        write_tensors(folder / states_file(self._shards.rank), self._optimizer.state_dict())
+        """Where weights are cut: take part in writing the optimizer's states.
 
-    def _own_states(self, path: Path, of_rank_0: dict[str, Any]) -> dict[str, Any]:
-        parts = 1 + len(list(path.glob(states_file("*"))))
-        now = 1 if self._shards is None else self._shards.count
-        if parts != now:
-            raise ConfigError(
-                f"--resume {path}: its optimizer's states are cut into {parts} parts, one a process; there are {now} "
-                f"now: go on with {parts} (--trainer-gpus, --sharding)"
-            )
-        if self._shards is None or not self._shards.rank:
-            return of_rank_0
-        return torch.load(path / states_file(self._shards.rank), map_location="cpu", weights_only=True, mmap=True)
+        Raises:
+            OSError: on all processes: one could not write.
+        """
+        assert self._shards is not None
+        self._shards.save_states(folder, self._optimizer)
+
+    def _own_states(self, path: Path, whole: dict[str, Any] | None) -> dict[str, Any]:
+        """This process's, however many there were. None: not one process has written them, but several their parts."""
+        if whole is not None and self._shards is None:
+            return whole
+        parts = whole_parts(self._policy.model) if self._shards is None else self._shards.parts
+        place = Place() if self._shards is None else self._shards.place
+        states = read_states(path, parts, place) if whole is None else cut_states(path, whole["state"], parts, place)
+        return {**self._optimizer.state_dict(), "state": states}
 
     def _check_kind(self, path: Path) -> None:
         for file in (STATE_FILE, TENSORS_FILE):

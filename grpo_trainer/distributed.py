@@ -102,12 +102,13 @@ class World:
     Attributes:
         rank: of this process, from 0.
         size: how many there are; 1: this one is alone, and nothing here does anything.
+        control: the group in which what lies in main memory is said; None: there is nobody.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, control: dist.ProcessGroup | None = None) -> None:
         self.rank = rank
         self.size = size
-        self._control = control
+        self.control = control
         self._is_working = False
 
     @property
@@ -157,8 +158,8 @@ class World:
         """On rank 0: tell each rank what to do, itself included for the order's sake."""
         if not self.alone:
             assert self.leads and len(orders) == self.size
-            with _peers():
-                dist.scatter_object_list([None], list(orders), src=0, group=self._control)
+            with peers():
+                dist.scatter_object_list([None], list(orders), src=0, group=self.control)
 
     def give_all(self, order: Order) -> None:
         """On rank 0: the same for all."""
@@ -171,8 +172,8 @@ class World:
             TrainingError: rank 0 has ended without a word.
         """
         said: list[Any] = [None]
-        with _peers():
-            dist.scatter_object_list(said, None, src=0, group=self._control)
+        with peers():
+            dist.scatter_object_list(said, None, src=0, group=self.control)
         return said[0]
 
     # ----------------------------------------------------------------------------------------- together
@@ -182,8 +183,8 @@ class World:
         if self.alone:
             return [value]
         said: list[Any] = [None] * self.size
-        with _peers():
-            dist.all_gather_object(said, value, group=self._control)
+        with peers():
+            dist.all_gather_object(said, value, group=self.control)
         return said
 
     def raise_together(self, look: Callable[[], None]) -> None:
@@ -215,7 +216,7 @@ class World:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
         for bucket in buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            with _peers():
+            with peers():
                 dist.all_reduce(flat)
             parts = flat.split([gradient.numel() for gradient in bucket])
             torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
@@ -244,7 +245,7 @@ class PeerGoneError(TrainingError):
 
 
 @contextmanager
-def _peers() -> Iterator[None]:
+def peers() -> Iterator[None]:
     """Around what takes the other processes: if one is gone, that is said in words."""
     try:
         yield

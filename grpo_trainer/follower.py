@@ -99,7 +99,9 @@ def obey(world: World, trainer: Trainer, checkpoints: Checkpoints | None = None)
                     shards.tensors()
                 case SaveStates(folder):
                     assert checkpoints is not None
-                    checkpoints.save_states(folder)
-                    world.gather(None)
+                    try:
+                        checkpoints.save_states(folder)
+                    except OSError as error:  # rank 0 has it, too
+                        log.error("%s", error)
                 case End():
                     return

@@ -26,13 +26,14 @@ from torch.nn import Parameter
 
 from grpo_trainer.bridge_options import CheckpointRestart
 from grpo_trainer.config import TrainConfig
-from grpo_trainer.distributed import Collect, ModelPass, Order, SaveStates, Score, World
+from grpo_trainer.distributed import Collect, ModelPass, Order, SaveStates, Score, World, peers
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.logprobs import TokenScores
 from grpo_trainer.microbatches import MicroBatch
 from grpo_trainer.model.export import stored_tensors
 from grpo_trainer.model.fitting import decoder_list, fit
 from grpo_trainer.model.forward import Forward, build_forward
+from grpo_trainer.saving.cut_states import Part, Place, write_states
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +118,10 @@ class Shards:
     Args:
         forward: of the whole model, which is cut here; what it has decided on remains.
         layers: the decoder's; each comes together by itself.
+
+    Attributes:
+        place: this process among the others.
+        parts: of the trained parameters, those of which this process has something; the optimizer's in its order.
     """
 
     whole = False
@@ -137,9 +142,11 @@ class Shards:
         self.forward: Forward = _Together(forward, self)
         if world.leads:
             self._model.register_forward_pre_hook(self._announce_pass, prepend=True, with_kwargs=True)
-        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        self._pairs = [(_local(whole), whole) for whole in trained if _local_tensor(whole).numel()]
-        self.parameters = [own for own, _ in self._pairs]
+        self.place = Place(world.rank, world.size)
+        trained = [(name, whole) for name, whole in self._model.named_parameters() if whole.requires_grad]
+        parts = [Part(name, number, _local(whole), whole) for number, (name, whole) in enumerate(trained)]
+        self.parts = [part for part in parts if part.own.numel()]
+        self.parameters = [part.own for part in self.parts]
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -155,11 +162,11 @@ class Shards:
         return max(self._world.gather(own))
 
     def finish_gradients(self) -> None:
-        for own, whole in self._pairs:
-            gradient = whole.grad
+        for part in self.parts:
+            gradient = part.whole.grad
             assert gradient is None or isinstance(gradient, DTensor)
-            own.grad = None if gradient is None else gradient.to_local()
-            whole.grad = None
+            part.own.grad = None if gradient is None else gradient.to_local()
+            part.whole.grad = None
 
     def clip(self, limit: float) -> float:
         gradients = [own.grad for own in self.parameters if own.grad is not None]
@@ -200,19 +207,15 @@ class Shards:
                 found[name] = whole.detach().cpu()
         return found
 
-    def save_others_states(self, folder: Path) -> None:
-        """The others write their part of the optimizer's states beside rank 0's; on the disk when this returns."""
+    def save_states(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
+        """Each writes its part of the optimizer's states; on the disk when this returns.
+
+        Raises:
+            OSError: on all: one could not write.
+        """
         self._announce(SaveStates(folder))
-        self._world.gather(None)
-
-    @property
-    def rank(self) -> int:
-        return self._world.rank
-
-    @property
-    def count(self) -> int:
-        """Into how many parts everything is cut."""
-        return self._world.size
+        with peers():
+            write_states(folder, self.parts, optimizer, self.place, self._world.control)
 
     def follow(self, order: ModelPass | Score) -> None:
         """On the others: take part."""
@@ -255,15 +258,11 @@ def _why_whole(config: TrainConfig, all_weights: bool) -> str | None:
     return None
 
 
-def _local_tensor(parameter: Parameter) -> Tensor:
-    data = parameter.data
-    assert isinstance(data, DTensor)
-    return data.to_local()
-
-
 def _local(parameter: Parameter) -> Parameter:
     """This process's part, in the same memory."""
-    return Parameter(_local_tensor(parameter))
+    data = parameter.data
+    assert isinstance(data, DTensor)
+    return Parameter(data.to_local())
 
 
 def hold(world: World, model: nn.Module, config: TrainConfig, trained: Sequence[Parameter]) -> Holding:

@@ -21,6 +21,7 @@ from grpo_trainer.files import whole_folder, write_bytes
 from grpo_trainer.model.adapter_file import CONFIG_FILE, WEIGHTS_FILE
 from grpo_trainer.model.export import export_model, stored_tensors
 from grpo_trainer.model.policy import MODEL_CONFIG_FILE
+from grpo_trainer.saving.cut_states import STATES_FOLDER
 from grpo_trainer.saving.finding import saved_checkpoints
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, check_files, read_state
 from vllm_server.protocol.adapter_config import refusals
@@ -126,7 +127,7 @@ def _copy_model(path: Path, dtype: torch.dtype | None, folder: Path) -> None:
     """The files as they are; in another dtype they are rounded from what was trained, not from what is rounded."""
     if dtype is None:
         for file in path.iterdir():
-            if file.name not in (STATE_FILE, TENSORS_FILE):
+            if file.name not in (STATE_FILE, TENSORS_FILE, STATES_FOLDER):
                 shutil.copytree(file, folder / file.name) if file.is_dir() else shutil.copy2(file, folder)
         return
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")

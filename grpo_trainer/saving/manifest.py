@@ -113,7 +113,7 @@ def check_files(folder: Path, state: State) -> None:
 def _paths(folder: Path) -> list[Path]:
     """Every file of a checkpoint but state.json and what is only on its way to become one."""
     found = sorted(path for path in folder.rglob("*") if path.is_file())
-    return [path for path in found if path.name != STATE_FILE and not path.name.startswith(".")]
+    return [path for path in found if path.name != STATE_FILE and not path.match(".*.tmp")]
 
 
 def _synced_checksum(path: Path) -> tuple[int, str]:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,11 @@ from grpo_trainer.distributed import World, buckets, join
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.metrics.types import Max, Mean, Sum
 from grpo_trainer.microbatches import TrainingSequence
+from grpo_trainer.saving.cut_states import STATES_FOLDER
+from grpo_trainer.saving.manifest import DamagedError, check_files, read_state
 from tests.integration.serving import save_tiny_model
 from tests.processes import ROOT, free_port
+from tests.unit import two_trainers
 
 
 def sequence(tokens: int) -> TrainingSequence:
@@ -99,9 +103,15 @@ def start(size: int, folder: Path, *options: str) -> list[subprocess.Popen[str]]
 
 
 def run(size: int, folder: Path, *options: str) -> dict[str, Any]:
-    processes = start(size, folder, *options)
-    said = [process.communicate(timeout=200)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0] * size, "\n".join(text[-2000:] for text in said)
+    """What the trainer of so many processes has come to; one needs none of its own."""
+    if size == 1:
+        threads = torch.get_num_threads()
+        two_trainers.main(0, 1, 0, folder, dict(option.split("=", 1) for option in options))
+        torch.set_num_threads(threads)
+    else:
+        processes = start(size, folder, *options)
+        said = [process.communicate(timeout=200)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0] * size, "\n".join(text[-2000:] for text in said)
     return torch.load(folder / f"led_by_{size}.pt")
 
 
@@ -129,14 +139,45 @@ def assert_alike(one: dict[str, Any], several: dict[str, Any]) -> None:
     ],
     ids=["adapter", "all weights", "a part of all weights"],
 )
-def test_two_processes_train_as_one_does(tmp_path: Path, options: tuple[str]) -> None:
+def test_two_processes_train_as_one_does(tmp_path: Path, options: tuple[str, ...]) -> None:
     save_tiny_model(tmp_path / "model")
-    assert_alike(run(1, tmp_path, *options), run(2, tmp_path, *options))
-    if "sharding=full" in options:  # and go on from a checkpoint, which is an ordinary one
-        for size in (1, 2):
+    alone, together = run(1, tmp_path, *options), run(2, tmp_path, *options)
+    assert_alike(alone, together)
+    if "sharding=full" in options:
+        for size in (1, 2):  # a checkpoint is an ordinary one
             config = json.loads((tmp_path / f"checkpoints{size}" / "step_3" / "config.json").read_text())
             assert config["architectures"] == ["Qwen2ForCausalLM"]
-        assert_alike(run(1, tmp_path, *options, "resume=auto"), run(2, tmp_path, *options, "resume=auto"))
+        check_resumed(tmp_path, options, alone, together)
+
+
+def check_resumed(folder: Path, options: Sequence[str], alone: dict[str, Any], together: dict[str, Any]) -> None:
+    """Any number of processes goes on from what any number wrote, as if there had been no end."""
+
+    def gone_on(size: int, writers: int) -> dict[str, torch.Tensor]:
+        saved = folder / f"checkpoints{writers}" / "step_3"
+        return run(size, folder, *options, f"resume={saved}", f"save_path={folder}/{writers}_then_{size}")["weights"]
+
+    states = folder / "checkpoints2" / "step_3" / STATES_FOLDER
+    assert sorted(file.name for file in states.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+    undisturbed = together["later"]
+    assert max_difference(undisturbed, together["weights"]) > 1e-4
+    assert max_difference(gone_on(2, 2), undisturbed) == 0
+    assert max_difference(gone_on(1, 2), undisturbed) < 1e-6
+    assert max_difference(gone_on(2, 1), alone["later"]) < 1e-6
+    for name in (".metadata", "__1_0.distcp"):
+        whole = (states / name).read_bytes()
+        (states / name).write_bytes(whole[:-1] + b"?")
+        with pytest.raises(DamagedError, match=f"{STATES_FOLDER}/{name} does not fit its checksum"):
+            check_files(states.parent, read_state(states.parent))
+        (states / name).unlink()
+        with pytest.raises(DamagedError, match=f"{STATES_FOLDER}/{name} is missing"):
+            check_files(states.parent, read_state(states.parent))
+        (states / name).write_bytes(whole)
+
+
+def max_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((tensor - other[name]).abs().max()) for name, tensor in one.items())
 
 
 @pytest.mark.parametrize("killed", [0, 1])

@@ -60,18 +60,31 @@ def lead(config: TrainConfig, world: World, written: Path) -> None:
     progress = checkpoints.resume()
     if checkpoints.safe_path is not None:
         world.give_all(Restore(checkpoints.safe_path))
-    rows = []
-    for step in range(progress.step, progress.step + STEPS):
-        for groups in (GROUPS, ALIKE, ONE):
-            rows.append(reduce(trainer.step(trainer.ready(batch(*groups)), step).metrics))
+    rows = train(trainer, progress.step)
     checkpoints.save(Progress(progress.step + STEPS))
-    whole = trainer.shards.tensors() if trainer.shards else dict(policy.model.named_parameters())
-    weights = {name: whole[name].detach() for name, weight in policy.model.named_parameters() if weight.requires_grad}
+    weights = weights_of(trainer)
     with torch.no_grad():  # what rank 0 computes beside steps: the bridge's proof, logged samples
         microbatch, *_ = trainer.ready(batch(*ONE)).microbatches
         scores = trainer.forward.scores(microbatch).logprobs_N
     probe = trainer_logprobs(policy.model, Probe([5, 6, 7, 8], 2, torch.zeros(2)))
-    torch.save({"weights": weights, "metrics": json.dumps(rows), "probe": probe, "scores": scores}, written)
+    train(trainer, progress.step + STEPS)
+    later = weights_of(trainer)
+    metrics = json.dumps(rows)
+    torch.save({"weights": weights, "later": later, "metrics": metrics, "probe": probe, "scores": scores}, written)
+
+
+def train(trainer: Trainer, start: int) -> list[dict[str, float]]:
+    return [
+        reduce(trainer.step(trainer.ready(batch(*groups)), step).metrics)
+        for step in range(start, start + STEPS)
+        for groups in (GROUPS, ALIKE, ONE)
+    ]
+
+
+def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    model = trainer.model
+    whole = trainer.shards.tensors() if trainer.shards else dict(model.named_parameters())
+    return {name: whole[name].detach().clone() for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,198 @@
+"""The optimizer's states where weights are cut over several processes, by `torch.distributed.checkpoint`.
+
+Each process writes its part into one folder, and as many as there are then read theirs from it. A state of its
+parameter's shape is cut as the parameter is, `NAME/exp_avg`; a single number is everybody's, `NAME/step`. What has
+another shape (scales of quantised blocks, through which another cut would go) is of one process among so many,
+`NAME/exp_avg_scale/0of2`, and can be read by as many alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn import Parameter
+
+from grpo_trainer.errors import ConfigError
+
+STATES_FOLDER = "optimizer_states"
+
+States = dict[int, dict[str, Any]]
+"""By a parameter's place in the optimizer, as in its `state_dict`."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this process has of a trained parameter.
+
+    Attributes:
+        name: in the model.
+        number: its place among the model's trained parameters.
+        own: what the optimizer updates.
+        whole: the model's parameter, which is cut, or `own` itself.
+    """
+
+    name: str
+    number: int
+    own: Parameter
+    whole: Tensor
+
+    def cut_alike(self, own: Tensor) -> Tensor:
+        """A tensor of `own`'s shape as this process's part of one that is cut as the parameter is."""
+        if not isinstance(self.whole, DTensor):
+            return own
+        mesh, placements = self.whole.device_mesh, self.whole.placements
+        return DTensor.from_local(
+            own, mesh, placements, run_check=False, shape=self.whole.shape, stride=self.whole.stride()
+        )
+
+
+def whole_parts(model: nn.Module) -> list[Part]:
+    """Of a model that is not cut."""
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [Part(name, number, own, own) for number, (name, own) in enumerate(trained)]
+
+
+def own_rows(tensor: DTensor) -> slice:
+    """Which of a tensor's rows this process has; FSDP2 cuts nothing but rows."""
+    (rows, *_), (start, *_) = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return slice(start, start + rows)
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process among those that the states are cut over."""
+
+    rank: int = 0
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.rank}of{self.count}"
+
+
+# ---------------------------------------------------------------- writing
+
+
+def write_states(
+    folder: Path, parts: Sequence[Part], optimizer: torch.optim.Optimizer, place: Place, group: dist.ProcessGroup | None
+) -> None:
+    """Write this process's part; all processes do so at the same time, and all are done when this returns.
+
+    Raises:
+        OSError: on all of them: one could not write. With `filename`.
+    """
+    tensors = {key: value for part in parts for key, value in _named(part, optimizer.state[part.own], place)}
+    writer = FileSystemWriter(folder / STATES_FOLDER)
+    try:
+        save(tensors, storage_writer=writer, process_group=group)
+    except CheckpointException as failed:
+        raise _as_os_error(failed, folder / STATES_FOLDER) from None
+
+
+def _named(part: Part, state: Mapping[str, Any], place: Place) -> Iterator[tuple[str, Tensor]]:
+    for key, value in state.items():
+        name = f"{part.name}/{key}"
+        if not isinstance(value, Tensor):
+            yield name, torch.tensor(value, dtype=torch.int64)
+        elif value.numel() == part.own.numel() and value.ndim:
+            yield name, part.cut_alike(value.view(part.own.shape))
+        elif not value.ndim:
+            yield name, value
+        else:
+            yield f"{name}/{place}", value
+
+
+def _as_os_error(failed: CheckpointException, folder: Path) -> OSError:
+    """What went wrong first, as the operating system would have it."""
+    rank, (error, _) = min(failed.failures.items())
+    number = (error.errno if isinstance(error, OSError) else None) or errno.EIO
+    return OSError(number, f"trainer process {rank}: {type(error).__name__}: {error}", str(folder))
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_states(path: Path, parts: Sequence[Part], place: Place) -> States:
+    """This process's part of what any number of processes wrote; asks no other.
+
+    Raises:
+        ConfigError: some can be read only by as many processes as wrote them.
+    """
+    reader = FileSystemReader(path / STATES_FOLDER)
+    by_name = {part.name: (number, part) for number, part in enumerate(parts)}
+    targets: dict[str, Tensor] = {}
+    for key, saved in reader.read_metadata().state_dict_metadata.items():
+        name, _, *writer = key.split("/")
+        assert isinstance(saved, TensorStorageMetadata)
+        if name in by_name and (not writer or _is_for(place, writer[0], path)):
+            targets[key] = _target(by_name[name][1], saved)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # just as it is meant
+        load(targets, storage_reader=reader, no_dist=True)
+    states: States = {number: {} for number in range(len(parts))}
+    for key, value in targets.items():
+        name, state, *_ = key.split("/")
+        states[by_name[name][0]][state] = _plain(value)
+    return {number: state for number, state in states.items() if state}
+
+
+def cut_states(path: Path, states: States, parts: Sequence[Part], place: Place) -> States:
+    """This process's part of what one process has written as a whole.
+
+    Raises:
+        ConfigError: some can't be cut.
+    """
+    found: States = {}
+    for number, part in enumerate(parts):
+        found[number] = {}
+        for key, value in states.get(part.number, {}).items():
+            if isinstance(value, Tensor) and value.ndim:
+                assert isinstance(part.whole, DTensor)
+                if value.numel() != part.whole.numel():
+                    raise _not_recut(path, 1, place.count)
+                value = value.view(part.whole.shape)[own_rows(part.whole)]
+            found[number][key] = value
+    return found
+
+
+def _is_for(place: Place, writer: str, path: Path) -> bool:
+    _, _, count = writer.partition("of")
+    if int(count) != place.count:
+        raise _not_recut(path, int(count), place.count)
+    return writer == str(place)
+
+
+def _target(part: Part, saved: TensorStorageMetadata) -> Tensor:
+    """Memory for what is read."""
+    if len(saved.size) and saved.size == part.whole.shape:
+        return part.cut_alike(torch.empty(part.own.shape, dtype=saved.properties.dtype, device=part.own.device))
+    return torch.empty(saved.size, dtype=saved.properties.dtype)
+
+
+def _plain(value: Tensor) -> Any:
+    """As the optimizer had it: a count is a number."""
+    if isinstance(value, DTensor):
+        return value.to_local()
+    return int(value) if value.ndim == 0 and value.dtype == torch.int64 else value
+
+
+def _not_recut(path: Path, was: int, now: int) -> ConfigError:
+    return ConfigError(
+        f"--resume {path}: the states of its optimizer are quantised in blocks of what each of {was} trainer processes "
+        f"had, there are {now} now; go on with {was} (--trainer-gpus, --sharding), or train with --optimizer adamw, "
+        "whose states any number can read"
+    )

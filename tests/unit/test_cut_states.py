@@ -1,0 +1,60 @@
+"""The optimizer's states, cut over processes: what one process has of them is written, read, and refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from grpo_trainer.config import OptimizerConfig
+from grpo_trainer.errors import ConfigError
+from grpo_trainer.optim import TwoPartOptimizer, build_optimizer
+from grpo_trainer.saving.cut_states import STATES_FOLDER, Place, read_states, whole_parts, write_states
+
+
+def trained(name: str) -> tuple[nn.Module, TwoPartOptimizer]:
+    """Three layers, of which the second has no gradient, two steps on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(6, 7) for _ in range(3)))
+    optimizer = build_optimizer(list(model.parameters()), OptimizerConfig(optimizer=name))  # type: ignore[arg-type]
+    for _ in range(2):
+        for layer in (model[0], model[2]):
+            for parameter in layer.parameters():
+                parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+def test_states_come_back_under_the_names_of_parameters(tmp_path: Path, name: str) -> None:
+    model, optimizer = trained(name)
+    parts = whole_parts(model)
+    write_states(tmp_path, parts, optimizer, Place(0, 1), group=None)
+    other = [parts[5], parts[0], parts[2]]  # in another order, and not all; the third has no states
+    found = read_states(tmp_path, other, Place(0, 1))
+    assert sorted(found) == [0, 1]
+    for number, part in ((0, parts[5]), (1, parts[0])):
+        states = optimizer.state[part.own]
+        assert found[number].keys() == states.keys()
+        for key, value in states.items():
+            got = found[number][key]
+            assert type(got) is type(value)
+            assert torch.equal(torch.as_tensor(got).flatten(), torch.as_tensor(value).flatten()), key
+
+
+def test_states_in_blocks_are_read_by_as_many_processes_as_wrote_them(tmp_path: Path) -> None:
+    model, optimizer = trained("adamw_8bit")
+    write_states(tmp_path, whole_parts(model), optimizer, Place(0, 2), group=None)
+    assert read_states(tmp_path, whole_parts(model), Place(0, 2))
+    with pytest.raises(ConfigError, match=r"each of 2 trainer processes had, there are 1 now; go on with 2"):
+        read_states(tmp_path, whole_parts(model), Place())
+
+
+def test_states_that_can_not_be_written_are_an_error_that_names_the_place(tmp_path: Path) -> None:
+    model, optimizer = trained("adamw")
+    (tmp_path / STATES_FOLDER).write_text("a file, where a folder is to be")
+    with pytest.raises(FileExistsError, match="trainer process 0: ") as told:
+        write_states(tmp_path, whole_parts(model), optimizer, Place(), group=None)
+    assert told.value.filename == str(tmp_path / STATES_FOLDER)
