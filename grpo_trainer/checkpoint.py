@@ -29,6 +29,7 @@ from grpo_trainer.files import remove_remains, whole_folder, write_tensors
 from grpo_trainer.metrics.types import Metrics, Sum
 from grpo_trainer.model.policy import Adapter, AllWeights, Policy
 from grpo_trainer.optim import FusedAdamW, TwoPartOptimizer
+from grpo_trainer.optim.spikes import NormHistory
 from grpo_trainer.saving.cut_states import Place, cut_states, read_states, whole_parts
 from grpo_trainer.saving.finding import Found, newest_whole, saved_checkpoints
 from grpo_trainer.saving.generators import generator_states, restore_generators
@@ -36,7 +37,6 @@ from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, Progress, che
 from grpo_trainer.saving.snapshot import Snapshot
 from grpo_trainer.saving.writer import BackgroundWriter
 from grpo_trainer.sharding import Shards
-from grpo_trainer.spikes import NormHistory
 
 log = logging.getLogger(__name__)
 

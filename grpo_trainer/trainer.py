@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from grpo_trainer.batching import PreparedBatch, ReadyBatch, ready
 from grpo_trainer.config import TrainConfig
@@ -23,11 +24,12 @@ from grpo_trainer.metrics.types import Mean, Metric, Metrics, Sum, merge
 from grpo_trainer.microbatches import MicroBatch, TrainingSequence, idle_microbatch
 from grpo_trainer.model.forward import check_teacher
 from grpo_trainer.model.reference import Reference, build_reference
-from grpo_trainer.optim import build_optimizer, changed_fraction, sampled
+from grpo_trainer.optim import build_optimizer
+from grpo_trainer.optim.landed import changed_fraction, sampled
+from grpo_trainer.optim.schedules import learning_rate
+from grpo_trainer.optim.spikes import NormHistory
 from grpo_trainer.rollouts.types import RolloutBatch
-from grpo_trainer.schedules import learning_rate
 from grpo_trainer.sharding import Shards, hold
-from grpo_trainer.spikes import NormHistory
 from grpo_trainer.weights.drift import (
     DriftAlarm,
     SampleGap,
@@ -119,7 +121,7 @@ class Trainer:
         self.model = model
         self.config = config
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if config.compute.grad_dtype == "float32":
+        if config.compute.grad_dtype == "float32" and not isinstance(model, FSDPModule):  # which adds them up so
             for parameter in self.parameters:
                 parameter.grad_dtype = torch.float32
         self.device = self.parameters[0].device
@@ -316,11 +318,11 @@ class Trainer:
         metrics["train/grad_norm"] = Mean(norm)
         if self._is_bad(loss, norm):
             return False
-        before = [sampled(parameter).clone() for parameter in self.parameters]
+        before = sampled(self.parameters)
         self.optimizer.prepare()
         with writing():
             self.optimizer.step()
-        after = [sampled(parameter) for parameter in self.parameters]
+        after = sampled(self.parameters)
         self.holding.check(after)
         changed = self.holding.mean(changed_fraction(before, after), sum(map(len, after)))
         metrics["train/changed_fraction"] = Mean(changed)

@@ -19,11 +19,11 @@ from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import whole_folder
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.policy import AllWeights
+from grpo_trainer.optim.spikes import NEEDED
 from grpo_trainer.saving.generators import generator_states, restore_generators, seed_generators
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, check_files, read_state, seal
 from grpo_trainer.saving.snapshot import Snapshot
 from grpo_trainer.saving.writer import BackgroundWriter
-from grpo_trainer.spikes import NEEDED
 from grpo_trainer.trainer import Trainer
 from tests.unit.factories import batch, sample
 from tests.unit.tiny_lora import tiny_qwen

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_trainer.config import OptimizerConfig
-from grpo_trainer.schedules import learning_rate
+from grpo_trainer.optim.schedules import learning_rate
 
 
 def rates(schedule: str, warmup: int, total: int) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_trainer.spikes import NEEDED, REMEMBERED, NormHistory
+from grpo_trainer.optim.spikes import NEEDED, REMEMBERED, NormHistory
 
 
 def test_a_norm_far_above_the_median_is_a_spike() -> None:

@@ -1,0 +1,47 @@
+"""The optimizers. Their steps land: an update smaller than the spacing of 16-bit weights is not rounded away.
+
+A step has two parts. `prepare` works out the new weights and may take its time; `step` writes them into the parameters,
+which is all that a server on the same weights has to be held still for. In between they lie where the gradients were.
+
+    landing.py      what all of them share: pieces, small parameters together, rounding, master weights
+    rules.py        adamw, adamw_8bit, adafactor
+    eight_bits.py   states in 8 bits
+    landed.py       how much of the weights a step has changed
+    schedules.py, spikes.py     the learning rate; gradients that explode
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import Parameter
+
+from grpo_trainer.config import OptimizerConfig
+from grpo_trainer.optim.landing import TwoPartOptimizer
+from grpo_trainer.optim.rules import Adafactor, AdamW, AdamW8bit, FusedAdamW
+
+
+def build_optimizer(
+    parameters: Sequence[Parameter], config: OptimizerConfig, *, master_weights: bool = False
+) -> TwoPartOptimizer:
+    """The optimizer that `--optimizer` names.
+
+    Args:
+        master_weights: see `LandingOptimizer`; fp32 parameters need none.
+
+    Raises:
+        TypeError: see `LandingOptimizer`.
+    """
+    in_fp32 = all(parameter.dtype == torch.float32 for parameter in parameters)
+    if config.optimizer == "adamw" and in_fp32:
+        return FusedAdamW(
+            parameters,
+            lr=config.lr,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+    rule = {"adamw": AdamW, "adamw_8bit": AdamW8bit, "adafactor": Adafactor}[config.optimizer]
+    return rule(parameters, config, master_weights=master_weights and not in_fp32)
