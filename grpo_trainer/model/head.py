@@ -26,12 +26,20 @@ Residual = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Te
 
 
 def statistics(logits_nV: Tensor, targets_n: Tensor, temperature_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """In fp32: the targets' logprobs, entropies, and the logs of the normalisers."""
+    """In fp32: the targets' logprobs, entropies, and the logs of the normalisers.
+
+    Both sums come from one pass over the logits, after that for the largest: with x the logits below it, the entropy is
+    `log(sum(exp(x))) - sum(x * exp(x)) / sum(exp(x))`.
+    """
     scaled_nV = logits_nV.float() / temperature_n[:, None]
-    normaliser_n = torch.logsumexp(scaled_nV, -1)
-    logprobs_nV = scaled_nV - normaliser_n[:, None]
-    entropy_n = -(logprobs_nV.exp() * logprobs_nV).sum(-1)
-    return logprobs_nV.gather(-1, targets_n[:, None])[:, 0], entropy_n, normaliser_n
+    peak_n = scaled_nV.amax(-1)
+    below_nV = scaled_nV - peak_n[:, None]
+    weights_nV = below_nV.exp()
+    total_n = weights_nV.sum(-1)
+    entropy_n = total_n.log() - (below_nV * weights_nV).sum(-1) / total_n
+    normaliser_n = peak_n + total_n.log()
+    of_target_n = scaled_nV.gather(-1, targets_n[:, None])[:, 0]
+    return of_target_n - normaliser_n, entropy_n, normaliser_n
 
 
 def residual(
@@ -77,8 +85,8 @@ class HeadPlan:
         return replace(
             self,
             chunk_bytes=1 << 28,
-            statistics=torch.compile(statistics, dynamic=True),
-            residual=torch.compile(residual, dynamic=True),
+            statistics=_compiled(statistics),
+            residual=_compiled(residual),
         )
 
     @property
@@ -88,6 +96,18 @@ class HeadPlan:
     def rows(self, vocab: int) -> int:
         """Of a chunk: a multiple of 128, which matrix products like."""
         return max(128, self.chunk_bytes // (vocab * self.dtype.itemsize) // 128 * 128)
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """For any number of rows, but one vocabulary: a division by a length that is not known costs more than the rest."""
+    compiled = torch.compile(function)
+
+    def call(*tensors: Tensor) -> Any:
+        for tensor in tensors:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)  # pyright: ignore[reportPrivateImportUsage]
+        return compiled(*tensors)
+
+    return call
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from tests.unit.tiny_lora import tiny_qwen
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 GROUP = [sample([1, 2], [3, 4], 1.0), sample([1, 2], [5], 0.0)]
-CONFIG = TrainConfig(model=ModelConfig(name="tiny", device="cuda"), training_steps=100)
+CONFIG = TrainConfig(model=ModelConfig(name="tiny", device="cuda", dtype="float32"), training_steps=100)
 
 
 def test_a_copy_is_page_locked_and_does_not_change_with_the_gpu() -> None:
