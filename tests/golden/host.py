@@ -58,7 +58,7 @@ class Figures:
 def main(folder: Path, architectures: Sequence[str]) -> None:
     on_gpu = torch.cuda.is_available()
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(on_gpu)), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    os.environ |= {"VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"}  # this process has used CUDA by then
+    os.environ |= {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}  # a child forked from here could not use the GPU
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
     for name in architectures:
         model = random_model(name)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.mark.parametrize(("fenced", "writes"), [(True, 100), (False, 30_000)])
 def test_half_written_weights_are_seen_only_without_a_fence(tmp_path: Path, fenced: bool, writes: int) -> None:
     words = ["--shape", "tiny", "--writes", str(writes), "--concurrency", "16", "--judges", "8", "--json"]
-    words += ["--quiet-seconds", "1", "--completion-len", "64", "--log-dir", str(tmp_path)]
+    words += ["--quiet-seconds", "1", "--reference-seconds", "1", "--completion-len", "64", "--log-dir", str(tmp_path)]
     words += [] if fenced else ["--no-fenced"]
     command = [sys.executable, "-m", "grpo_trainer", "bench", "fence", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280)
@@ -25,3 +25,6 @@ def test_half_written_weights_are_seen_only_without_a_fence(tmp_path: Path, fenc
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["writes"] == writes and found["answers"] > 20
     assert found["misnamed"] == 0 and (found["torn"] == 0) == fenced
+    assert (found["distance_max"] > found["allowed"]) != fenced
+    assert found["reference_max"] < found["allowed"] < found["spread"]
+    assert ("torn: prompt" in done.stderr) != fenced

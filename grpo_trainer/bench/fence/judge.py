@@ -1,51 +1,60 @@
 """Asks and judges, in a process of its own: `python -m grpo_trainer.bench.fence.judge`.
 
 Reads one line of JSON with the fields of `Case`; asks, and prints a line once it has an answer; goes on until its
-standard input ends; then prints what it found.
+standard input ends; then prints what it found: `Verdicts`, or the answers themselves if it was told of no patterns.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 
 import httpx
 import msgspec
 
-from grpo_trainer.bench.fence.patterns import Answer, References, Verdicts, answer_of, patterns_of, request
+from grpo_trainer.bench.fence.patterns import Answer, Heard, References, Verdicts, answer_of, patterns_of, request
 from vllm_server.protocol import GENERATE_ROUTE
+
+LEAST = 4
+"""Answers to each prompt, where they are what is wanted."""
 
 
 class Case(msgspec.Struct, frozen=True):
     """What is asked, and what may come back.
 
     Attributes:
-        answers: of each pattern to each prompt, as in `References`.
+        references: what the patterns answer; None: that is to be found out.
         even: the pattern of versions of even number; None: versions say nothing, writes are not announced.
     """
 
     url: str
     requests: int
     prompts: list[list[int]]
-    answers: tuple[list[list[Answer]], list[list[Answer]]]
-    even: int | None
+    references: References | None = None
+    even: int | None = None
 
 
-async def judge(case: Case) -> Verdicts:
-    """Until standard input ends."""
-    references, verdicts, stop = References(case.answers), Verdicts(), asyncio.Event()
+async def ask(case: Case, take: Callable[[int, Answer, int, int], None], enough: Callable[[], bool]) -> None:
+    """Until standard input has ended and there is enough.
+
+    Args:
+        take: given a prompt's number, an answer to it, and the versions that it began and ended with.
+    """
+    stop, said = asyncio.Event(), False
     limits = httpx.Limits(max_connections=case.requests, max_keepalive_connections=case.requests)
     async with httpx.AsyncClient(base_url=case.url, timeout=300.0, limits=limits, trust_env=False) as http:
 
         async def keep_asking(index: int) -> None:
-            while not stop.is_set():
+            nonlocal said
+            while not (stop.is_set() and enough()):
                 index = (index + 1) % len(case.prompts)
                 response = await http.post(GENERATE_ROUTE, json=request(case.prompts[index]))
                 if response.status_code != 200:
                     raise httpx.HTTPError(f"{response.status_code}: {response.text[:500]}")
-                answer, begun, ended = answer_of(response.content)
-                verdicts.judge(references, index, answer, patterns_of(begun, ended, case.even))
-                if verdicts.answers == 1:
+                take(index, *answer_of(response.content, case.prompts[index]))
+                if not said:
+                    said = True
                     print("judging", flush=True)
 
         async with asyncio.TaskGroup() as tasks:
@@ -53,9 +62,33 @@ async def judge(case: Case) -> Verdicts:
                 tasks.create_task(keep_asking(index))
             await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
             stop.set()
+
+
+def listen(case: Case) -> Heard:
+    """All answers, at least some to each prompt."""
+    heard: Heard = [[] for _ in case.prompts]
+    asyncio.run(
+        ask(
+            case,
+            take=lambda prompt, answer, begun, ended: heard[prompt].append(answer),
+            enough=lambda: min(map(len, heard)) >= LEAST,
+        )
+    )
+    return heard
+
+
+def judge(case: Case, references: References) -> Verdicts:
+    """All answers, held against the patterns'."""
+    verdicts = Verdicts()
+
+    def take(prompt: int, answer: Answer, begun: int, ended: int) -> None:
+        verdicts.judge(references, prompt, answer, patterns_of(begun, ended, case.even))
+
+    asyncio.run(ask(case, take, enough=lambda: True))
     return verdicts
 
 
 if __name__ == "__main__":
-    found = asyncio.run(judge(msgspec.json.decode(sys.stdin.readline(), type=Case)))
-    print(msgspec.json.encode(found.as_dict()).decode(), flush=True)
+    given = msgspec.json.decode(sys.stdin.readline(), type=Case)
+    found = listen(given) if given.references is None else judge(given, given.references)
+    print(msgspec.json.encode(found).decode(), flush=True)

@@ -16,9 +16,10 @@ class FenceOptions(Section):
     concurrency: int = option(
         256, help="Sequences in flight beside the answers that are judged, a multiple of 8.", ge=8
     )
-    judges: int = option(32, help="Answers asked for at any time that are held against both patterns.", ge=1)
+    judges: int = option(16, help="Answers asked for at any time that are held against both patterns.", ge=1)
     completion_len: int = option(256, help="Tokens of a completion of those in flight.", ge=1)
-    quiet_seconds: float = option(8.0, help="Seconds of the same load without writes, before and after.", gt=0)
+    quiet_seconds: float = option(5.0, help="Seconds of the same load without writes, before and after.", gt=0)
+    reference_seconds: float = option(4.0, help="Seconds of each pattern alone under load, to know its answers.", gt=0)
     in_flight: Literal["keep", "recompute"] = option("keep", help="What becomes of requests that run.")
     fenced: bool = option(True, help="--no-fenced writes without a fence: the fault that is looked for must be found.")
     log_dir: Path | None = option(None, help="Folder of the server's log (default: a temporary one).")

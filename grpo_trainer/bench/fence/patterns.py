@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
+from grpo_trainer.bench.sync.figures import percentile
 from vllm_server.protocol import GenerateResponse
 
-TOP = 20
-"""Likeliest tokens that an answer tells the logprobs of: as many as vLLM tells unless asked for more."""
-
-NOISE_MARGIN = 4.0
-"""Answers of one pattern differ among themselves by rounding, which depends on what else is in a batch."""
+NOISE_MARGIN = 2.0
+"""Times the largest distance among answers of one pattern, of which far fewer are looked at than are judged."""
 
 FINENESS = 20.0
 """An answer this part of the way from one pattern to the other, or less, is the pattern's."""
 
+ROOM = 3.0
+"""Times what is allowed, from one pattern to the other: between them lies what is neither's."""
+
+KNOWN = 8
+"""Answers of a pattern to a prompt that others are held against, at most."""
+
+EXAMPLES = 3
+"""Torn answers that are told in full."""
+
 RELATIVE_CHANGE = 0.5
 """Of each matrix, from one pattern to the other."""
 
-Answer = dict[int, float]
-"""Logprobs of the likeliest tokens, by token id."""
+Answer = list[float]
+"""Logprobs of a prompt's tokens, but the first. The mean over many positions has less rounding than any single one."""
+
+Heard = list[list[Answer]]
+"""Answers to each prompt, in the order in which they came."""
 
 
 def two_patterns(parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -43,26 +54,38 @@ def two_patterns(parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tenso
 
 
 def request(prompt: Sequence[int]) -> dict[str, Any]:
-    """One forward pass: the prompt's, whose last position decides about one token."""
-    sampling = {"max_tokens": 1, "temperature": 1.0, "logprobs": TOP, "ignore_eos": True, "seed": 0}
+    """One forward pass over the prompt. Who asks for its logprobs gets none of it from a cache, so that all is of one
+    pass; only a prompt that is cut in two for want of room (`max_num_batched_tokens`) would be of two."""
+    sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "ignore_eos": True, "seed": 0}
     return {"prompt": {"prompt_token_ids": list(prompt)}, **sampling}
 
 
-def answer_of(body: bytes) -> tuple[Answer, int, int]:
+def answer_of(body: bytes, prompt: Sequence[int]) -> tuple[Answer, int, int]:
     """The logprobs in an answer of the server, and the versions that it began and ended with."""
     response = msgspec.json.decode(body, type=GenerateResponse)
-    assert response.logprobs is not None
-    (entry,) = response.logprobs[0][0]
+    assert response.prompt_logprobs is not None, "asked with prompt_logprobs"
+    told = zip(prompt[1:], response.prompt_logprobs[1:], strict=True)
     end = response.policy_version if response.policy_version_end is None else response.policy_version_end
-    return {int(token): float(value) for token, value in entry.items()}, response.policy_version, end
+    return [entry[token] for token, entry in told if entry is not None], response.policy_version, end
 
 
 def distance(one: Answer, other: Answer) -> float:
-    """Mean |difference| of the logprobs, in nats; a token that only one of them names counts with the least that the
-    other says of any."""
-    floors = min(one.values()), min(other.values())
-    tokens = one.keys() | other.keys()
-    return sum(abs(one.get(t, floors[0]) - other.get(t, floors[1])) for t in tokens) / len(tokens)
+    """Mean |difference| of the logprobs, in nats a token."""
+    return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
+
+
+@dataclass(frozen=True)
+class Quantiles:
+    """Of distances, in nats a token."""
+
+    p50: float
+    p95: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, distances: Sequence[float]) -> Quantiles:
+        return cls(*(percentile(distances, part) for part in (0.5, 0.95, 0.99, 1.0)))
 
 
 @dataclass(frozen=True)
@@ -70,37 +93,58 @@ class References:
     """What each pattern answers to each prompt.
 
     Attributes:
-        answers: by pattern, by prompt: several answers, which differ by rounding.
+        answers: by pattern, by prompt: several answers, which differ by rounding; that depends on what else is in a
+            batch.
+        own: distances of other answers of each pattern from the nearest of its `answers`.
     """
 
-    answers: tuple[Sequence[Sequence[Answer]], Sequence[Sequence[Answer]]]
+    answers: tuple[Heard, Heard]
+    own: Sequence[float]
 
-    @property
+    @classmethod
+    def of(cls, first: Heard, second: Heard) -> References:
+        """Of answers while the server had nothing but one pattern; each prompt has two or more.
+
+        Every second one, or every n-th of many, is kept to hold others against; the rest says how far those may be.
+        """
+        known: list[Heard] = []
+        own: list[float] = []
+        for heard in (first, second):
+            steps = [max(2, -(-len(several) // KNOWN)) for several in heard]
+            known.append([several[::step] for several, step in zip(heard, steps, strict=True)])
+            for kept, several, step in zip(known[-1], heard, steps, strict=True):
+                own += [nearest(answer, kept) for index, answer in enumerate(several) if index % step]
+        return cls((known[0], known[1]), own)
+
+    @cached_property
     def noise(self) -> float:
-        """How far two answers of one pattern are from each other, at most."""
-        return max(
-            distance(several[0], other) for pattern in self.answers for several in pattern for other in several[1:]
-        )
+        """How far an answer of a pattern is from the nearest other of it, at most."""
+        return max(self.own)
 
-    @property
+    @cached_property
     def spread(self) -> float:
         """How far the two patterns' answers to a prompt are from each other, at least."""
-        return min(distance(a[0], b[0]) for a, b in zip(*self.answers, strict=True))
+        return min(nearest(answer, b) for a, b in zip(*self.answers, strict=True) for answer in a)
 
-    @property
+    @cached_property
     def allowed(self) -> float:
-        """How far from the answer of a pattern one of it may be."""
+        """How far from the nearest answer of a pattern one of it may be."""
         return max(NOISE_MARGIN * self.noise, self.spread / FINENESS)
 
     @property
     def distinct(self) -> bool:
         """Whether an answer can't be both patterns' within what is allowed, with room for mixtures between them."""
-        return 4 * self.allowed <= self.spread
+        return ROOM * self.allowed <= self.spread
 
     def distances(self, prompt: int, answer: Answer) -> tuple[float, float]:
         """From what each of the patterns answers."""
-        first, second = (min(distance(answer, known) for known in pattern[prompt]) for pattern in self.answers)
+        first, second = (nearest(answer, pattern[prompt]) for pattern in self.answers)
         return first, second
+
+
+def nearest(answer: Answer, known: Sequence[Answer]) -> float:
+    """Distance from the nearest of them."""
+    return min(distance(answer, other) for other in known)
 
 
 def patterns_of(begun: int, ended: int, even: int | None) -> frozenset[int]:
@@ -112,6 +156,16 @@ def patterns_of(begun: int, ended: int, even: int | None) -> frozenset[int]:
     return frozenset() if even is None else frozenset((version + even) % 2 for version in range(begun, ended + 1))
 
 
+@dataclass(frozen=True)
+class Torn:
+    """An answer that no pattern gives; `distances` from each, in nats a token."""
+
+    prompt: int
+    patterns: list[int]
+    distances: tuple[float, float]
+    answer: Answer
+
+
 @dataclass
 class Verdicts:
     """Counts of answers that were judged.
@@ -119,14 +173,20 @@ class Verdicts:
     Attributes:
         torn: no pattern answers so.
         misnamed: a pattern answers so, but not the one of the version that the answer names.
-        worst: the largest distance of an answer that was not torn.
+        spanning: the answer names more than one version, so that either pattern may have given it.
+        distances: of each answer from the nearest pattern, in nats a token.
+        examples: the first torn ones.
     """
 
-    answers: int = 0
     torn: int = 0
     misnamed: int = 0
     spanning: int = 0
-    worst: float = 0.0
+    distances: list[float] = field(default_factory=list)
+    examples: list[Torn] = field(default_factory=list)
+
+    @property
+    def answers(self) -> int:
+        return len(self.distances)
 
     def judge(self, references: References, prompt: int, answer: Answer, patterns: frozenset[int]) -> None:
         """Count an answer.
@@ -136,14 +196,18 @@ class Verdicts:
                 none: not known.
         """
         distances = references.distances(prompt, answer)
-        nearest = min(distances)
-        self.answers += 1
+        least = min(distances)
+        self.distances.append(least)
         self.spanning += len(patterns) > 1
-        if nearest > references.allowed:
+        if least > references.allowed:
             self.torn += 1
+            if len(self.examples) < EXAMPLES:
+                self.examples.append(Torn(prompt, sorted(patterns), distances, answer))
             return
-        self.worst = max(self.worst, nearest)
-        self.misnamed += bool(patterns) and distances.index(nearest) not in patterns
+        self.misnamed += bool(patterns) and distances.index(least) not in patterns
 
-    def as_dict(self) -> Mapping[str, float]:
-        return dict(vars(self))
+    def figures(self) -> dict[str, Any]:
+        """What is reported."""
+        counts = {name: getattr(self, name) for name in ("answers", "torn", "misnamed", "spanning")}
+        quantiles = asdict(Quantiles.of(self.distances)) if self.distances else {}
+        return counts | {f"distance_{name}": value for name, value in quantiles.items()}
