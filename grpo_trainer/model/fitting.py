@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -26,7 +28,7 @@ WORTH_COMPILING = 0.3e9
 """Parameters of a model."""
 LONG_RUN = 20
 """Steps."""
-SPARE = 0.06
+SPARE = 0.04
 """Of the free memory, for the allocator's gaps and libraries' workspaces."""
 
 
@@ -64,7 +66,7 @@ def _runner(forward: Forward) -> Callable[[int], Tensor]:
         if not forward.packed:
             return forward.decoder(input_ids=halves, use_cache=False).last_hidden_state
         packed = layout([tokens // 2, tokens // 2]).to(device)
-        arguments = attention.arguments(packed)
+        arguments = attention.arguments(packed, forward.kernel)
         return forward.decoder(input_ids=halves.view(1, -1), use_cache=False, **arguments).last_hidden_state
 
     return run
@@ -106,7 +108,8 @@ def _set_recomputed(
     if config.compute.trainer_memory_gb is not None:
         free = min(free, config.compute.trainer_memory_gb * 1e9 - torch.cuda.memory_allocated(device))
     tokens = largest_pass(config)
-    rest = (1 - SPARE) * free - held_later(trained, config) - head_bytes(forward, trained, tokens)
+    together = gathered_bytes(layers, forward.plan.dtype) if isinstance(forward.model, FSDPModule) else 0
+    rest = (1 - SPARE) * free - held_later(trained, config) - head_bytes(forward, tokens) - together
     count = memory.recomputed(tokens, rest)
     recompute(layers, count, offload=False, random=random)
     forward.recomputed = count
@@ -135,12 +138,16 @@ def largest_pass(config: TrainConfig) -> int:
 
 
 def held_later(trained: Sequence[Parameter], config: TrainConfig) -> float:
-    """Bytes of gradients, optimizer states and master weights, none of which is there before the first step."""
+    """Bytes of gradients, optimizer states and master weights, none of which is there before the first step.
+
+    Of weights that are cut, of this process's part.
+    """
     grad = 4 if config.compute.grad_dtype == "float32" else 0
+    own = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in trained]
     return sum(
-        parameter.numel() * ((grad or parameter.itemsize) + _state_bytes(config.optimizer))
-        + (4 * parameter.numel() if config.master_weights and parameter.dtype != torch.float32 else 0)
-        for parameter in trained
+        part.numel() * ((grad or part.itemsize) + _state_bytes(config.optimizer))
+        + (4 * part.numel() if config.master_weights and part.dtype != torch.float32 else 0)
+        for part in own
     )
 
 
@@ -149,14 +156,20 @@ def _state_bytes(config: OptimizerConfig) -> float:
     return {"adamw": 8.0, "adamw_8bit": 2.0 + 2 * 4 / 256, "adafactor": 0.0}[config.optimizer]
 
 
-def head_bytes(forward: Forward, trained: Sequence[Parameter], tokens: int) -> float:
+def gathered_bytes(layers: nn.ModuleList, dtype: torch.dtype) -> float:
+    """Of weights that are cut: two layers' (one computes, one is on its way), and one's gradient, added up in fp32."""
+    largest = max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
+    return largest * (3 * dtype.itemsize + 4)
+
+
+def head_bytes(forward: Forward, tokens: int) -> float:
     """What the head takes beside the layers: chunks of logits, and gradients of its weights as they are computed."""
     assert forward.head is not None
     weight = forward.head.weight
-    element = forward.plan.dtype.itemsize if forward.plan.is_compiled else 4
-    chunks = 3 * min(tokens, forward.plan.rows(len(weight))) * len(weight) * element
-    is_trained = any(parameter is weight for parameter in trained)
-    return chunks + (2 * weight.numel() * forward.plan.dtype.itemsize if is_trained else 0)
+    # Logits and their gradient; without a compiler also what lies between them, in fp32.
+    element = 2 * forward.plan.dtype.itemsize if forward.plan.is_compiled else 3 * 4
+    chunks = min(tokens, forward.plan.rows(len(weight))) * len(weight) * element
+    return chunks + (weight.numel() * forward.plan.dtype.itemsize if weight.requires_grad else 0)
 
 
 def _draws_random_numbers(model: nn.Module) -> bool:
