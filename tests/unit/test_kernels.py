@@ -24,6 +24,7 @@ def test_flash_attention_takes_boundaries_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("lengths", "count", "longest"),
     [([3, 1, 5], 16, 256), ([300] * 16, 16, 512), ([2] * 17, 32, 256), ([256], 16, 256)],
+    [([3, 1, 5], 16, 256), ([300] * 16, 16, 512), ([2] * 17, 32, 256), ([256], 16, 256)],
 )
 def test_what_is_built_for_each_shape_sees_few(lengths: list[int], count: int, longest: int) -> None:
     boundaries, most = boundaries_for(CUDNN.name, layout(lengths))

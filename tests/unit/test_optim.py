@@ -183,7 +183,7 @@ def test_8_bit_adamw_is_near_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compiled_arithmetic_is_the_same(
     rule: type[AdamW] | type[AdamW8bit], graphs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By torch's compiler but for its code generator; a graph does for all steps and sizes, 8 bits: two, for odd ends."""
+    """By torch's compiler but for its code generator; a graph does for all steps and sizes, a second for odd ends."""
     monkeypatch.setattr(landing, "PIECE", 250)  # four times that, compiled
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
     torch._dynamo.reset()
