@@ -62,7 +62,7 @@ def follow(config: TrainConfig, world: World) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    policy = build_policy(config)
+    policy = build_policy(config, world=world)
     trainer = Trainer(policy.model, config, world=world)
     obey(world, trainer, Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms, trainer.shards))
 

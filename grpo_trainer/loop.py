@@ -49,7 +49,7 @@ def train(config: TrainConfig) -> None:
         return
     with StopSignal() as stop, world:
         refuse_to_mix_runs(config.log_dir, config.checkpoints.resume, "--log-dir")
-        policy = build_policy(config, stop.check)
+        policy = build_policy(config, stop.check, world)
         trainer = Trainer(policy.model, config, stop.check, world=world)
         checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms, trainer.shards)
         progress = checkpoints.resume(_say)

@@ -10,7 +10,6 @@ bridge's proof, logged samples, a checkpoint's weights) it announces as orders o
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,23 +18,20 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from grpo_trainer.bridge_options import CheckpointRestart
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.distributed import Collect, ModelPass, Order, SaveStates, Score, World, peers
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.logprobs import TokenScores
 from grpo_trainer.microbatches import MicroBatch
-from grpo_trainer.model.export import stored_tensors
-from grpo_trainer.model.fitting import decoder_list, fit
+from grpo_trainer.model.cut import with_rest
+from grpo_trainer.model.export import architecture, stored_tensors
+from grpo_trainer.model.fitting import fit
 from grpo_trainer.model.forward import Forward, build_forward
 from grpo_trainer.saving.cut_states import Part, Place, write_states
-
-log = logging.getLogger(__name__)
 
 METHOD = "grpo_scores"
 """Of a sharded model: the forward pass of `Forward.scores`, to which weights come together as to the model's own."""
@@ -116,8 +112,7 @@ class Shards:
     """A part of every weight in each process.
 
     Args:
-        forward: of the whole model, which is cut here; what it has decided on remains.
-        layers: the decoder's; each comes together by itself.
+        forward: of a model that is cut.
 
     Attributes:
         place: this process among the others.
@@ -126,17 +121,11 @@ class Shards:
 
     whole = False
 
-    def __init__(self, world: World, forward: Forward, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, world: World, forward: Forward) -> None:
         self._world = world
         self._model = forward.model
         self._in_step = False
         self.loss_factor = float(world.size)  # gradients are averaged; gloo can't multiply while it reduces
-        device = next(self._model.parameters()).device
-        mesh = init_device_mesh(device.type, (world.size,))
-        # Where fp32 weights compute in 16 bits, they travel so, and gradients are added up in fp32.
-        computes = MixedPrecisionPolicy(forward.plan.dtype, torch.float32, cast_forward_inputs=False)
-        for module in (*layers, self._model):
-            fully_shard(module, mesh=mesh, mp_policy=computes)
         setattr(self._model, METHOD, forward.scores)
         register_fsdp_forward_method(self._model, METHOD)
         self.forward: Forward = _Together(forward, self)
@@ -245,19 +234,6 @@ class _Together(Forward):
         return self._shards.scores(microbatch, entropy_gradient=entropy_gradient)
 
 
-def _why_whole(config: TrainConfig, all_weights: bool) -> str | None:
-    """What speaks against cutting, if anything does."""
-    if not all_weights:
-        return f"belongs to --weight-bridge-mode none, but the mode is {config.bridge.mode}"
-    if config.optimizer.optimizer == "adafactor":
-        return "cuts rows and columns, over which adafactor takes its means; use --optimizer adamw or adamw_8bit"
-    if config.loss.needs_reference:
-        return "can't hold a reference (--kl-beta, --log-kl)"
-    if config.compute.compile == "on":
-        return "does not go with --compile on; leave that out"
-    return None
-
-
 def _local(parameter: Parameter) -> Parameter:
     """This process's part, in the same memory."""
     data = parameter.data
@@ -266,26 +242,24 @@ def _local(parameter: Parameter) -> Parameter:
 
 
 def hold(world: World, model: nn.Module, config: TrainConfig, trained: Sequence[Parameter]) -> Holding:
-    """What this process is to hold of a model, whose forward pass is made ready for steps.
+    """What this process holds of a model, whose forward pass is made ready for steps.
+
+    Args:
+        model: whole, or cut already (`model/cut.py`).
 
     Raises:
-        ConfigError: it is to be cut, and can't be.
+        ConfigError: it is cut, and its layers can't be called by themselves.
     """
-    wanted = config.distributed.sharding
-    all_weights = isinstance(config.bridge, CheckpointRestart)
-    cut = not world.alone and (wanted == "full" or (wanted == "auto" and all_weights))
-    if cut and (why := _why_whole(config, all_weights)):
-        if wanted == "full":
-            raise ConfigError(f"--sharding full: {why}; or use --sharding none")
-        log.warning("weights, gradients and optimizer states are whole on each GPU: --sharding full %s", why)
-        cut = False
-    if cut:
-        config = config.model_copy(update={"compute": config.compute.model_copy(update={"compile": "off"})})
-    forward = build_forward(model, config)
-    fit(forward, config, trained)
-    if not cut:
+    if not isinstance(model, FSDPModule):
+        forward = build_forward(model, config)
+        fit(forward, config, trained)
         return Replicas(world, forward, trained)
-    layers = decoder_list(forward)
-    if layers is None:
-        raise ConfigError(f"--sharding full: the layers of {type(model).__name__} are not known; use --sharding none")
-    return Shards(world, forward, list(layers))
+    config = config.model_copy(update={"compute": config.compute.model_copy(update={"compile": "off"})})
+    assert isinstance(model, nn.Module)
+    with with_rest(model):
+        forward = build_forward(model, config)
+        if forward.decoder is None:
+            name = architecture(model)
+            raise ConfigError(f"--sharding full: {name} does more than its layers and its head; use --sharding none")
+        fit(forward, config, trained)
+    return Shards(world, forward)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 log = logging.getLogger(__name__)
@@ -52,15 +54,24 @@ class LayerMemory:
 
 
 class _Saved:
-    """Bytes that autograd keeps, each storage counted once."""
+    """Bytes that autograd keeps, each storage counted once; weights are not counted.
+
+    Those that are cut over processes come together, somewhere, for the time that they are used.
+    """
 
     def __init__(self, without: nn.Module) -> None:
-        self._seen = {parameter.untyped_storage().data_ptr() for parameter in without.parameters()}
+        self._model = without
+        self._moves = isinstance(without, FSDPModule)
+        self._seen = self._weights()
         self.total = 0
+
+    def _weights(self) -> set[int]:
+        parameters = (one for one in self._model.parameters() if not isinstance(one, DTensor))
+        return {parameter.untyped_storage().data_ptr() for parameter in parameters}
 
     def add(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:
+        if storage.data_ptr() not in self._seen and not (self._moves and storage.data_ptr() in self._weights()):
             self._seen.add(storage.data_ptr())
             self.total += storage.nbytes()
         return tensor

@@ -66,7 +66,7 @@ def attach_model(config: BridgeConfigFile, model_config: ModelConfig, device: to
     model = build_without_weights(found, dtype, model_config.attention, device)
     bindings = bind_names(_shapes(model), _vllm_shapes(config), facts_of(model, config))
     bind(model, bindings, open_handles(config, device))
-    _take_generation_config(model, model_config.name)
+    take_generation_config(model, model_config.name)
     log.info("Attached %d tensors to vLLM's shared memory", len(bindings))
     log.info("Single-copy mode active: %s, %s on %s", model_config.name, _name(dtype), device)
     return freeze(model, model_config)
@@ -308,7 +308,7 @@ def _on_meta(model: nn.Module) -> Iterator[str]:
                 yield f"{path}.{name}"
 
 
-def _take_generation_config(model: PreTrainedModel, name: str) -> None:
+def take_generation_config(model: PreTrainedModel, name: str) -> None:
     """As `from_pretrained` does, so that what is saved is whole."""
     try:
         model.generation_config = GenerationConfig.from_pretrained(name)

@@ -16,9 +16,10 @@ import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -74,14 +75,18 @@ def stored_tensors(model: PreTrainedModel | PeftModel) -> dict[str, tuple[str, T
     return found
 
 
+def own_rows(tensor: DTensor) -> slice:
+    """Which of a tensor's rows this process has; FSDP2 cuts nothing but rows."""
+    (rows, *_), (start, *_) = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return slice(start, start + rows)
+
+
 def copy_whole(target: Tensor, value: Tensor) -> None:
     """Write a whole tensor into one that may be cut."""
-    if not isinstance(target, DTensor):
+    if isinstance(target, DTensor):
+        target.to_local().copy_(value[own_rows(target)])
+    else:
         target.copy_(value)
-        return
-    value = value.to(target.device, target.dtype)
-    cut = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
-    target.to_local().copy_(cut.to_local())
 
 
 def plan_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
@@ -161,7 +166,7 @@ def _merged(model: PreTrainedModel | PeftModel, own: str, tensor: Tensor) -> Ten
     return tensor.detach().float() + delta.float()
 
 
-def architecture(model: PreTrainedModel) -> str:
+def architecture(model: nn.Module) -> str:
     """The name of the model's class; torch's FSDP2 makes a class of its own out of it, with a name of its own."""
     plain = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
     return plain.__name__

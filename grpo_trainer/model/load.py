@@ -116,12 +116,17 @@ def load_all_weights(config: ModelConfig) -> PreTrainedModel:
     """
     model = load_model(config.model_copy(update={"dtype": "float32"}))
     model.requires_grad_(True)
+    compute_in(model, config)
+    return model
+
+
+def compute_in(model: PreTrainedModel, config: ModelConfig) -> None:
+    """Let the forward pass of weights in fp32 run in `--dtype`."""
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     if dtype != torch.float32:
         for part in (model, model.base_model):  # of which either may be called
             part.forward = torch.autocast(device.type, dtype)(part.forward)
-    return model
 
 
 def _in_4_bits(name: str, found: Any, dtype: torch.dtype) -> BitsAndBytesConfig:

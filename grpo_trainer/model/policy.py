@@ -33,11 +33,22 @@ from grpo_trainer.bridge_options import (
     SharedVllm,
 )
 from grpo_trainer.config import ModelConfig, TrainConfig
+from grpo_trainer.distributed import World
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError
 from grpo_trainer.model import lora
-from grpo_trainer.model.attach import attach_model
+from grpo_trainer.model.attach import attach_model, build_without_weights, take_generation_config
+from grpo_trainer.model.check import check_model
+from grpo_trainer.model.cut import cut, give_memory, is_cut, read_weights
 from grpo_trainer.model.export import copy_whole, export_model, stored_tensors
-from grpo_trainer.model.load import load_all_weights, load_model, pick_device
+from grpo_trainer.model.load import (
+    check_attention,
+    compute_in,
+    freeze,
+    load_all_weights,
+    load_model,
+    pick_device,
+    pick_dtype,
+)
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.bridge_file import find_bridge_config
 from vllm_server.protocol.bridge_config import BridgeConfigFile
@@ -212,16 +223,20 @@ class SharedWeights(AllWeights):
         self.loaded = None
 
 
-def build_policy(config: TrainConfig, check_stop: Callable[[], None] = lambda: None) -> Policy:
+def build_policy(
+    config: TrainConfig, check_stop: Callable[[], None] = lambda: None, world: World | None = None
+) -> Policy:
     """Load the model, or attach it to the server's, and make trainable what the run trains.
 
     Args:
         check_stop: called while waiting for the server; raises to end the wait.
+        world: the processes that train together: each may get a part of the weights.
 
     Raises:
         ModelError, ConfigError: see `load_model`.
         BridgeError: the server does not share its weights, or they can't be attached.
     """
+    is_part = world is not None and is_cut(world, config)
     match config.bridge:
         case LoraOnly(share_base=True) as options:
             base, _ = attach_to_server(config, options, check_stop)
@@ -233,10 +248,37 @@ def build_policy(config: TrainConfig, check_stop: Callable[[], None] = lambda: N
             _choose_trained(model, options)
             return SharedWeights(model, load_tokenizer(config.model), source)
         case CheckpointRestart() as options:
-            model = load_all_weights(config.model)
-            _choose_trained(model, options)
+            if world is not None and is_part:
+                model = _load_part(config, options, world)
+            else:
+                model = load_all_weights(config.model)
+                _choose_trained(model, options)
             dtype = getattr(torch, config.served_dtype(on_gpu=torch.cuda.is_available()))
             return AllWeights(model, load_tokenizer(config.model), dtype)
+
+
+def _load_part(config: TrainConfig, options: AllWeightsOptions, world: World) -> PreTrainedModel:
+    """As `load_all_weights`, of which this process gets its part.
+
+    Raises:
+        ModelError, ConfigError: see `load_model`; or the model can't be cut.
+    """
+    found = check_model(config.model.name)
+    check_attention(found, config.model.attention)
+    device = pick_device(config.model.device)
+    dtype = pick_dtype(config.model.dtype, device)
+    model = freeze(build_without_weights(found, torch.float32, config.model.attention, device), config.model)
+    take_generation_config(model, config.model.name)
+    _choose_trained(model, options)
+    compute_in(model, config.model)
+    cut(model, world, device, dtype)
+    give_memory(model, device)
+    read_weights(model, config.model.name, world)
+    log.info(
+        "loaded part %d of %d of %s: %.2fM parameters in all, %s on %s",
+        *(world.rank + 1, world.size, config.model.name, model.num_parameters() / 1e6, dtype, device),
+    )
+    return model
 
 
 def attach_to_server(

@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn import Parameter
 
 from grpo_trainer.errors import ConfigError
+from grpo_trainer.model.export import own_rows
 
 STATES_FOLDER = "optimizer_states"
 
@@ -65,12 +65,6 @@ def whole_parts(model: nn.Module) -> list[Part]:
     """Of a model that is not cut."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     return [Part(name, number, own, own) for number, (name, own) in enumerate(trained)]
-
-
-def own_rows(tensor: DTensor) -> slice:
-    """Which of a tensor's rows this process has; FSDP2 cuts nothing but rows."""
-    (rows, *_), (start, *_) = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return slice(start, start + rows)
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def main(rank: int, size: int, port: int, folder: Path, options: dict[str, Any])
 
 
 def lead(config: TrainConfig, world: World, written: Path) -> None:
-    policy = build_policy(config)
+    policy = build_policy(config, world=world)
     trainer = Trainer(policy.model, config, world=world)
     checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms, trainer.shards)
     progress = checkpoints.resume()

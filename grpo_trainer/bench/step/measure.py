@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from transformers import PreTrainedModel, Qwen2ForCausalLM
+from transformers import PreTrainedModel
 
 from grpo_trainer.bench.step.flops import step_flops
 from grpo_trainer.bench.step.options import StepOptions
@@ -22,6 +22,8 @@ from grpo_trainer.config import DistributedConfig, TrainConfig
 from grpo_trainer.distributed import World, join
 from grpo_trainer.follower import obey
 from grpo_trainer.metrics.types import reduce
+from grpo_trainer.model.attach import build_without_weights
+from grpo_trainer.model.cut import cut, draw_weights, give_memory, is_cut
 from grpo_trainer.model.load import freeze
 from grpo_trainer.model.lora import add_adapter
 from grpo_trainer.options import build
@@ -86,26 +88,26 @@ def train_config(options: StepOptions, processes: int = 1) -> TrainConfig:
     return build(TrainConfig, {key: value for key, value in values.items() if value is not None})
 
 
-def build_model(shape: Shape, options: StepOptions, device: torch.device) -> PreTrainedModel:
-    """Random weights, made where they are to stay, in bfloat16 on a GPU."""
+def build_model(
+    shape: Shape, options: StepOptions, device: torch.device, cut_over: World | None = None
+) -> PreTrainedModel:
+    """Random weights, made where they are to stay, in bfloat16 on a GPU; the same ones however they are cut."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(options.seed)
-    config = model_config(shape, dtype)
-    config._attn_implementation = options.model.attention
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            return Qwen2ForCausalLM(config)
-    finally:
-        torch.set_default_dtype(before)
+    model = build_without_weights(model_config(shape, dtype), dtype, options.model.attention, device)
+    if cut_over is not None:
+        cut(model, cut_over, device, dtype)
+    give_memory(model, device)
+    draw_weights(model, options.seed)
+    return model
 
 
 def build_trainer(options: StepOptions, device: torch.device, world: World | None = None) -> Trainer:
     """As a run has it, but for the weights."""
     world = world or World()
     config = train_config(options, world.size)
-    model = freeze(build_model(SHAPES[options.model.shape], options, device), config.model)
+    model = build_model(SHAPES[options.model.shape], options, device, world if is_cut(world, config) else None)
+    freeze(model, config.model)
     if isinstance(config.bridge, LoraOnly):
         return Trainer(add_adapter(model, config.bridge, options.seed), config, world=world)
     return Trainer(model.requires_grad_(True), config, world=world)

@@ -1,0 +1,200 @@
+"""A model whose weights are cut over the trainer's processes: at no time does one of them hold it whole.
+
+It is built without weights, cut (FSDP2, `torch.distributed.fsdp.fully_shard`: layer by layer, and what is in no layer),
+and only then given memory, for this process's part alone; what belongs there is read from the model's files, or drawn.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import Parameter
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+from grpo_trainer.bridge_options import CheckpointRestart
+from grpo_trainer.config import TrainConfig
+from grpo_trainer.distributed import World
+from grpo_trainer.errors import ConfigError
+from grpo_trainer.model.export import own_rows, stored_tensors
+
+log = logging.getLogger(__name__)
+
+
+def is_cut(world: World, config: TrainConfig) -> bool:
+    """Whether the weights are to be cut over the processes.
+
+    Raises:
+        ConfigError: they are to be, and can't be.
+    """
+    wanted = config.distributed.sharding
+    all_weights = isinstance(config.bridge, CheckpointRestart)
+    if world.alone or not (wanted == "full" or (wanted == "auto" and all_weights)):
+        return False
+    if why := _why_whole(config, all_weights):
+        if wanted == "full":
+            raise ConfigError(f"--sharding full: {why}; or use --sharding none")
+        log.warning("weights, gradients and optimizer states are whole on each GPU: --sharding full %s", why)
+        return False
+    return True
+
+
+def _why_whole(config: TrainConfig, all_weights: bool) -> str | None:
+    """What speaks against cutting, if anything does."""
+    if not all_weights:
+        return f"belongs to --weight-bridge-mode none, but the mode is {config.bridge.mode}"
+    if config.optimizer.optimizer == "adafactor":
+        return "cuts rows and columns, over which adafactor takes its means; use --optimizer adamw or adamw_8bit"
+    if config.loss.needs_reference:
+        return "can't hold a reference (--kl-beta, --log-kl)"
+    if config.compute.compile == "on":
+        return "does not go with --compile on; leave that out"
+    return None
+
+
+def cut(model: PreTrainedModel, world: World, device: torch.device, dtype: torch.dtype) -> None:
+    """Cut a model without weights; what is to be trained is settled before.
+
+    Args:
+        device: where its parts are to lie.
+        dtype: that it computes with; weights in fp32 travel so, and gradients are added up in fp32.
+
+    Raises:
+        ConfigError: the model's layers are not known.
+    """
+    layers = getattr(model.base_model, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or not all(isinstance(one, GradientCheckpointingLayer) for one in layers):
+        raise ConfigError(f"--sharding full: the layers of {type(model).__name__} are not known; use --sharding none")
+    mesh = init_device_mesh(device.type, (world.size,))
+    computes = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    for module in (*layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=computes)
+
+
+@contextmanager
+def with_rest(model: FSDPModule) -> Iterator[None]:
+    """Within the block what is in no layer is together, so that parts of the model can be called by themselves."""
+    model.unshard()
+    try:
+        yield
+    finally:
+        model.reshard()
+
+
+# ---------------------------------------------------------------- memory, and what belongs there
+
+
+def give_memory(model: nn.Module, device: torch.device) -> None:
+    """Parameters and buffers that have none get memory, of a parameter that is cut for this process's part."""
+    made: dict[int, Tensor] = {}  # tied ones stay one
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for leaf, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    if id(tensor) not in made:
+                        made[id(tensor)] = _with_memory(tensor, device)
+                    tensors[leaf] = made[id(tensor)]  # pyright: ignore[reportArgumentType]
+
+
+def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
+    data = tensor.data
+    if isinstance(data, DTensor):
+        own = torch.empty_like(data.to_local(), device=device)
+        new: Tensor = DTensor.from_local(
+            own, data.device_mesh, data.placements, run_check=False, shape=data.shape, stride=data.stride()
+        )
+    else:
+        new = torch.empty_like(data, device=device)
+    return Parameter(new, tensor.requires_grad) if isinstance(tensor, Parameter) else new
+
+
+def _own(tensor: Tensor) -> tuple[Tensor, slice]:
+    """A tensor's memory here, and which of its rows that is."""
+    return (tensor.to_local(), own_rows(tensor)) if isinstance(tensor, DTensor) else (tensor, slice(None))
+
+
+@torch.no_grad()
+def read_weights(model: PreTrainedModel, name: str, world: World) -> None:
+    """What a model's files hold: each process reads its part of it.
+
+    Where transformers renames or fuses what it reads, rank 0 has it do so, in main memory, and hands out tensor after
+    tensor.
+    """
+    stored = {key: tensor for key, (_, tensor) in stored_tensors(model).items()}
+    with ExitStack() as stack:
+        holder: dict[str, Any] = {}
+        for path in weight_files(name):
+            file = stack.enter_context(safe_open(path, "pt"))
+            holder |= dict.fromkeys(file.keys(), file)
+        if _is_plain(model, stored, holder):
+            for key, tensor in stored.items():
+                own, rows = _own(tensor)
+                if own.numel():
+                    own.copy_(holder[key].get_slice(key)[rows])
+            return
+    log.info("rank 0 reads %s and hands it out: its files have other names for its weights", name)
+    _hand_out(stored, name, world)
+
+
+def weight_files(name: str) -> list[str]:
+    """The safetensors files of a model, fetched if need be; none if it has others."""
+    known: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
+    if (single := cached_file(name, SAFE_WEIGHTS_NAME, **known)) is not None:
+        return [single]
+    if (index := cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **known)) is not None:
+        return list(get_checkpoint_shard_files(name, index)[0] or ())
+    return []
+
+
+def _is_plain(model: PreTrainedModel, stored: Mapping[str, Tensor], holder: Mapping[str, Any]) -> bool:
+    """Whether the files hold each tensor as the model has it."""
+    for key, tensor in stored.items():
+        written = revert_weight_conversion(model, {key: torch.empty(tensor.shape, device="meta")})
+        if {name: each.shape for name, each in written.items()} != {key: tensor.shape} or key not in holder:
+            return False
+        if holder[key].get_slice(key).get_shape() != list(tensor.shape):
+            return False
+    return True
+
+
+def _hand_out(stored: Mapping[str, Tensor], name: str, world: World) -> None:
+    whole = {}
+    if world.leads:
+        whole = stored_tensors(AutoModelForCausalLM.from_pretrained(name, dtype="auto"))
+    for key, tensor in stored.items():
+        value = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        if world.leads:
+            value.copy_(whole[key][1])
+        if isinstance(tensor, DTensor):
+            tensor.to_local().copy_(distribute_tensor(value, tensor.device_mesh, tensor.placements).to_local())
+        else:
+            dist.broadcast(value, 0)
+            tensor.copy_(value)
+
+
+@torch.no_grad()
+def draw_weights(model: PreTrainedModel, seed: int) -> None:
+    """Random ones, as transformers' own, and the same however the model is cut: each tensor has a generator."""
+    spread = model.config.get_text_config().initializer_range
+    for key, (_, tensor) in stored_tensors(model).items():
+        own, rows = _own(tensor)
+        if tensor.ndim == 1:
+            own.fill_(0.0 if key.endswith("bias") else 1.0)
+        elif own.numel():
+            generator = torch.Generator(own.device).manual_seed(seed + zlib.crc32(key.encode()))
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=own.device)
+            own.copy_(whole.normal_(0.0, spread, generator=generator)[rows])

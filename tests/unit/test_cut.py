@@ -1,0 +1,180 @@
+"""A model that is cut before it has weights gets those of its files, and computes as the whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen2Config
+
+from grpo_trainer.config import TrainConfig
+from grpo_trainer.distributed import World
+from grpo_trainer.errors import ConfigError
+from grpo_trainer.model import fitting
+from grpo_trainer.model.activations import LayerMemory
+from grpo_trainer.model.attach import build_without_weights
+from grpo_trainer.model.cut import cut, draw_weights, give_memory, is_cut, read_weights, with_rest
+from grpo_trainer.model.forward import build_forward
+from grpo_trainer.model.load import freeze
+from grpo_trainer.options import build
+
+CPU = torch.device("cpu")
+SIZES: dict[str, Any] = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+TIED = Qwen2Config(**SIZES, **HEADS, tie_word_embeddings=True)
+APART = Qwen2Config(**SIZES, **HEADS, tie_word_embeddings=False)
+FUSED = MixtralConfig(**SIZES, **HEADS, num_local_experts=2)  # its files hold each expert by itself
+
+
+@pytest.fixture(autouse=True)
+def _one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A process group of this process alone: what is cut over it is whole, but cut."""
+    meet = tmp_path_factory.mktemp("group") / "meet"
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def _second_of_two(_one_process: None) -> None:
+    """A process group in which the others are but said to be there."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+
+
+def plain(config: object) -> PreTrainedModel:
+    model = build_without_weights(config, torch.float32, "sdpa", CPU)
+    give_memory(model, CPU)
+    draw_weights(model, seed=3)
+    return model
+
+
+def cut_model(config: object, world: World | None = None) -> PreTrainedModel:
+    model = build_without_weights(config, torch.float32, "sdpa", CPU)
+    cut(model, world or World(), CPU, torch.float32)
+    give_memory(model, CPU)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("config", "shard"), [(TIED, "1GB"), (APART, "20KB"), (FUSED, "1GB")], ids=["tied", "several files", "fused"]
+)
+def test_a_cut_model_has_the_weights_of_its_files_and_computes_as_whole(
+    tmp_path: Path, config: object, shard: str
+) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path, max_shard_size=shard)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert len(list(tmp_path.glob("*.safetensors"))) == (1 if shard == "1GB" else 4)
+    model = cut_model(AutoConfig.from_pretrained(tmp_path))
+    read_weights(model, str(tmp_path), World())
+    wanted = dict(whole.named_parameters())
+    found = dict(model.named_parameters())
+    assert found.keys() == wanted.keys()
+    for name, parameter in found.items():
+        assert isinstance(parameter.data, DTensor)
+        assert torch.equal(parameter.data.to_local(), wanted[name]), name
+    ids = torch.arange(5, 17)[None]
+    assert torch.equal(model(input_ids=ids).logits, whole(input_ids=ids).logits)
+
+
+def test_drawn_weights_are_the_same_whole_and_cut() -> None:
+    whole = plain(APART)
+    model = cut_model(APART)
+    draw_weights(model, seed=3)
+    found = dict(model.named_parameters())
+    for name, wanted in whole.named_parameters():
+        parameter = found[name].data
+        assert isinstance(parameter, DTensor) and torch.equal(parameter.to_local(), wanted)
+    weights = whole.model.layers[0].mlp
+    assert float(weights.up_proj.weight.detach().std()) == pytest.approx(0.02, rel=0.1)
+    assert not torch.equal(weights.up_proj.weight, weights.gate_proj.weight)
+    assert torch.equal(whole.model.norm.weight, torch.ones(32))
+    assert not whole.model.layers[0].self_attn.q_proj.bias.any()
+
+
+def config_with(**values: object) -> TrainConfig:
+    return build(TrainConfig, {"model": "x", "weight_bridge_mode": "none", "seq_len": 64, "batch_size": 4, **values})
+
+
+def test_what_layers_keep_is_that_of_the_whole_model_and_its_weights_are_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The plan for a GPU, made on a CPU: its memory is what is said here."""
+    monkeypatch.setattr(fitting, "on_gpu", lambda _: True)
+    monkeypatch.setattr(fitting, "free_bytes", lambda _: 10**9)
+    asked: list[tuple[float, float, float]] = []
+
+    def seen(memory: LayerMemory, tokens: int, free: float) -> int:
+        asked.append((memory.token_bytes, memory.fixed_bytes, free))
+        return 1
+
+    monkeypatch.setattr(LayerMemory, "recomputed", seen)
+    config = config_with()
+    whole, model = plain(APART), cut_model(APART)
+    draw_weights(model, seed=3)
+    for each in (freeze(whole, config.model), freeze(model, config.model)):
+        each.requires_grad_(True)
+    fitting.fit(build_forward(whole, config), config, list(whole.parameters()))
+    with with_rest(model):  # type: ignore[arg-type]
+        forward = build_forward(model, config)
+        fitting.fit(forward, config, list(model.parameters()))
+    assert forward.recomputed == 1
+    (token_bytes, fixed_bytes, free), (of_cut, fixed_of_cut, free_for_cut) = asked
+    assert (of_cut, fixed_of_cut) == (token_bytes, fixed_bytes)
+    # a layer: q 32 x 32 + 32, k and v 32 x 16 + 16, o 32 x 32, three of 32 x 48, two norms of 32: 7,808 weights;
+    # two and a gradient of one in float32, and the gradient that is added up: 4 x 4 bytes of each
+    assert free - free_for_cut == 16 * 7808
+
+
+@pytest.mark.usefixtures("_second_of_two")
+def test_each_process_reads_and_draws_its_rows_and_has_memory_for_them_alone(tmp_path: Path) -> None:
+    whole = plain(APART)
+    save_file(dict(whole.named_parameters()), tmp_path / "model.safetensors")
+    world = World(1, 2)
+    drawn, read = cut_model(APART, world), cut_model(APART, world)
+    draw_weights(drawn, seed=3)
+    read_weights(read, str(tmp_path), world)
+    for name, wanted in whole.named_parameters():
+        first = -(-len(wanted) // 2)  # of 101 rows 51
+        for model in (drawn, read):
+            part = model.get_parameter(name).data
+            assert isinstance(part, DTensor) and part.shape == wanted.shape
+            assert torch.equal(part.to_local(), wanted[first:]), name
+            assert part.to_local().untyped_storage().nbytes() <= 4 * wanted[:first].numel()
+    # a gradient and two states in float32, 12 bytes: of one of the two embeddings, 50 rows of 32
+    assert fitting.held_later([read.get_parameter("lm_head.weight")], config_with()) == 12 * 50 * 32
+    assert fitting.held_later([whole.get_parameter("lm_head.weight")], config_with()) == 12 * 101 * 32
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"optimizer": "adafactor"}, "over which adafactor takes its means"),
+        ({"kl_beta": 0.1}, "can't hold a reference"),
+        ({"weight_bridge_mode": "lora_only"}, "belongs to --weight-bridge-mode none, but the mode is lora_only"),
+    ],
+)
+def test_what_can_not_be_cut_is_refused_or_stays_whole(values: dict[str, object], said: str) -> None:
+    several = World(0, 2)
+    with pytest.raises(ConfigError, match=f"--sharding full: .*{said}"):
+        is_cut(several, config_with(sharding="full", **values))
+    assert not is_cut(several, config_with(**values))
+    assert not is_cut(World(), config_with())
+    assert is_cut(several, config_with())
+    assert not is_cut(several, config_with(sharding="none"))
+
+
+def test_a_model_of_unknown_layers_is_refused() -> None:
+    model = build_without_weights(APART, torch.float32, "sdpa", CPU)
+    model.model.layers = nn.Sequential(*model.model.layers)
+    with pytest.raises(ConfigError, match="--sharding full: the layers of Qwen2ForCausalLM are not known"):
+        cut(model, World(), CPU, torch.float32)
