@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import subprocess
 import sys
@@ -55,6 +56,7 @@ class FenceReport:
     own: Quantiles
     spread: float
     allowed: float
+    writes: int
     seconds: float
     writes_ms: tuple[float, float]
     stalls_ms: tuple[float, float]
@@ -120,6 +122,7 @@ class Stress:
             own=Quantiles.of(references.own),
             spread=references.spread,
             allowed=references.allowed,
+            writes=len(writes),
             seconds=seconds,
             writes_ms=(median_ms(writes), p95_ms(writes)),
             stalls_ms=(median_ms(stalls), p95_ms(stalls)),
@@ -159,7 +162,11 @@ class Stress:
         return msgspec.json.decode(said[0], type=Heard)
 
     def _write_all(self, writes: list[float], stalls: list[float]) -> None:
+        until = time.perf_counter() + (self._options.max_seconds or math.inf)
         for number in range(1, self._options.writes + 1):
+            if time.perf_counter() > until:
+                log.warning("%d of %d writes in %.0f s", number - 1, self._options.writes, self._options.max_seconds)
+                return
             taken, stalled = self._write(self._patterns[(number - 1) % 2])  # the second one was written last
             writes.append(taken)
             stalls.append(stalled)

@@ -13,6 +13,9 @@ class FenceOptions(Section):
     """What is measured."""
 
     writes: int = option(10_000, help="Writes of all weights, one pattern after the other.", ge=2)
+    max_seconds: float | None = option(
+        None, help="Stop writing after so many seconds, however many writes that were (default: never).", gt=0
+    )
     concurrency: int = option(
         256, help="Sequences in flight beside the answers that are judged, a multiple of 8.", ge=8
     )
