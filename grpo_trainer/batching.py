@@ -18,11 +18,17 @@ from grpo_trainer.rollouts.types import Group, RolloutBatch, Sample, Teacher
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """What one step trains on, what its means are taken over, and what was seen while preparing it."""
+    """What one step trains on, what its means are taken over, and what was seen while preparing it.
+
+    Attributes:
+        sequences: of the whole batch; none where a process has but its share.
+        largest_weight: of a token in the whole batch's loss; 0: there is nothing to learn from.
+    """
 
     sequences: tuple[TrainingSequence, ...]
     counts: BatchCounts
     metrics: dict[str, Metric]
+    largest_weight: float
 
 
 @dataclass(frozen=True)
@@ -41,10 +47,10 @@ class ReadyBatch:
     policy_version: int | None
     others: tuple[tuple[MicroBatch, ...], ...] = ()
 
-    def shares(self) -> list[ReadyBatch]:
-        """What each process is to have, by rank."""
-        parts = (self.microbatches, *self.others)
-        return [ReadyBatch(self.prepared, part, self.policy_version) for part in parts]
+    def shares_of_others(self) -> list[ReadyBatch]:
+        """What each process but this one is to have, by rank, and no more than that."""
+        prepared = replace(self.prepared, sequences=())
+        return [ReadyBatch(prepared, part, self.policy_version) for part in self.others]
 
 
 def ready(batch: RolloutBatch, config: TrainConfig, *, packed: bool = False, processes: int = 1) -> ReadyBatch:
@@ -106,7 +112,7 @@ def prepare(batch: RolloutBatch, config: LossConfig, seq_len: int, *, drop_overl
         "batch/truncated": Sum(0 if drop_overlong else sum(overlong)),
         "batch/dropped_overlong": Sum(sum(overlong) if drop_overlong else 0),
     }
-    return PreparedBatch(kept, counts, metrics)
+    return PreparedBatch(kept, counts, metrics, max((sequence.weight for sequence in kept), default=0.0))
 
 
 def _teacher(sample: Sample, positions: NDArray[np.int64]) -> Teacher | None:

@@ -142,28 +142,36 @@ class World:
 
         What only one of them meets ends the others, too, by its own end.
         """
-        self._is_working = True
+        self.begin()
         try:
             yield
         except PeerGoneError:
             raise
         except (DriftError, TrainingError):
-            self._is_working = False
+            self.end()
             raise
+        self.end()
+
+    def begin(self) -> None:
+        """From here on all processes do the same, as in `working`."""
+        self._is_working = True
+
+    def end(self) -> None:
+        """All have done it, or met the same error."""
         self._is_working = False
 
     # ------------------------------------------------------------------------------------------- orders
 
     def give(self, orders: Sequence[Order]) -> None:
-        """On rank 0: tell each rank what to do, itself included for the order's sake."""
+        """On rank 0: tell each of the others what to do, by rank."""
         if not self.alone:
-            assert self.leads and len(orders) == self.size
+            assert self.leads and len(orders) == self.size - 1
             with peers():
-                dist.scatter_object_list([None], list(orders), src=0, group=self.control)
+                dist.scatter_object_list([None], [None, *orders], src=0, group=self.control)
 
     def give_all(self, order: Order) -> None:
-        """On rank 0: the same for all."""
-        self.give([order] * self.size)
+        """On rank 0: the same for all others."""
+        self.give([order] * (self.size - 1))
 
     def receive(self) -> Order:
         """On the others: wait for what to do.

@@ -13,6 +13,7 @@ from grpo_trainer.distributed import (
     Collect,
     End,
     ModelPass,
+    Order,
     PeerGoneError,
     Restore,
     SaveStates,
@@ -76,32 +77,35 @@ def obey(world: World, trainer: Trainer, checkpoints: Checkpoints | None = None)
     Raises:
         TrainingError: rank 0 has ended without a word.
     """
-    shards = trainer.shards
     with world:
-        while True:
-            order = world.receive()
-            match order:
-                case Step(share, step):
-                    try:
-                        trainer.step(share, step)
-                    except PeerGoneError:
-                        raise
-                    except (DriftError, TrainingError) as error:  # rank 0 has met it, too, and decides what to do
-                        log.error("step %d: %s", step, error)
-                case Restore(path):
-                    assert checkpoints is not None
-                    checkpoints.load(path)
-                case ModelPass() | Score():
-                    assert shards is not None
-                    shards.follow(order)
-                case Collect():
-                    assert shards is not None
-                    shards.tensors()
-                case SaveStates(folder):
-                    assert checkpoints is not None
-                    try:
-                        checkpoints.save_states(folder)
-                    except OSError as error:  # rank 0 has it, too
-                        log.error("%s", error)
-                case End():
-                    return
+        while not isinstance(order := world.receive(), End):
+            try:
+                _carry_out(order, trainer, checkpoints)
+            except PeerGoneError:
+                raise
+            except (DriftError, TrainingError) as error:  # rank 0 has met it, too, and decides what to do
+                log.error("%s: %s", type(order).__name__, error)
+
+
+def _carry_out(order: Order, trainer: Trainer, checkpoints: Checkpoints | None) -> None:
+    shards = trainer.shards
+    match order:
+        case Step(share, step):
+            trainer.step(share, step)
+        case Restore(path):
+            assert checkpoints is not None
+            checkpoints.load(path)
+        case ModelPass() | Score():
+            assert shards is not None
+            shards.follow(order)
+        case Collect():
+            assert shards is not None
+            shards.tensors()
+        case SaveStates(folder):
+            assert checkpoints is not None
+            try:
+                checkpoints.save_states(folder)
+            except OSError as error:  # rank 0 has met it, too
+                log.error("%s", error)
+        case End():
+            pass

@@ -118,7 +118,7 @@ def _moved(whole: M, device: torch.device) -> M:
     def move(tensor: Tensor) -> Tensor:
         if device.type == "cuda" and tensor.device.type == "cpu":
             tensor = tensor.pin_memory()
-        return tensor.to(device, non_blocking=True)
+        return tensor.to(device, non_blocking=device.type == "cuda")  # from there it would not be there yet
 
     return replace(whole, **{name: move(value) for name, value in vars(whole).items() if isinstance(value, Tensor)})
 

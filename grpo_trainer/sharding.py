@@ -11,7 +11,7 @@ bridge's proof, logged samples, a checkpoint's weights) it announces as orders o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -131,6 +131,7 @@ class Shards:
         self.forward: Forward = _Together(forward, self)
         if world.leads:
             self._model.register_forward_pre_hook(self._announce_pass, prepend=True, with_kwargs=True)
+            self._model.register_forward_hook(self._end_pass)
         self.place = Place(world.rank, world.size)
         trained = [(name, whole) for name, whole in self._model.named_parameters() if whole.requires_grad]
         parts = [Part(name, number, _local(whole), whole) for number, (name, whole) in enumerate(trained)]
@@ -174,26 +175,41 @@ class Shards:
 
     # ------------------------------------------------------------------------- beside steps, announced
 
-    def _announce(self, order: Order) -> None:
-        if self._world.leads and not self._in_step:
-            self._world.give_all(order)
+    @contextmanager
+    def _together(self, order: Callable[[], Order]) -> Iterator[None]:
+        """Around what takes all processes. Beside steps the others are told what it is."""
+        if self._in_step:
+            yield
+            return
+        if self._world.leads:
+            self._world.give_all(order())
+        with self._world.working():
+            yield
 
     def _announce_pass(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._announce(ModelPass(args, {k: v.cpu() if isinstance(v, Tensor) else v for k, v in kwargs.items()}))
+        if not self._in_step:
+            moved = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in kwargs.items()}
+            self._world.give_all(ModelPass(args, moved))
+            self._world.begin()
+
+    def _end_pass(self, *_: Any) -> None:
+        """Not called of a pass that has failed."""
+        if not self._in_step:
+            self._world.end()
 
     def scores(self, microbatch: MicroBatch, *, entropy_gradient: bool) -> TokenScores:
         """As `Forward.scores`, by all processes."""
-        self._announce(Score(microbatch.to(torch.device("cpu"))))
-        return getattr(self._model, METHOD)(microbatch, entropy_gradient=entropy_gradient)
+        with self._together(lambda: Score(microbatch.to(torch.device("cpu")))):
+            return getattr(self._model, METHOD)(microbatch, entropy_gradient=entropy_gradient)
 
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint holds, whole, in rank 0's main memory: one tensor at a time comes together for it."""
-        self._announce(Collect())
         found: dict[str, Tensor] = {}
-        for name, (_, tensor) in stored_tensors(self._model).items():  # type: ignore[arg-type]
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if self._world.leads:
-                found[name] = whole.detach().cpu()
+        with self._together(Collect):
+            for name, (_, tensor) in stored_tensors(self._model).items():  # type: ignore[arg-type]
+                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                if self._world.leads:
+                    found[name] = whole.detach().cpu()
         return found
 
     def save_states(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
@@ -202,9 +218,14 @@ class Shards:
         Raises:
             OSError: on all: one could not write.
         """
-        self._announce(SaveStates(folder))
-        with peers():
-            write_states(folder, self.parts, optimizer, self.place, self._world.control)
+        failed: OSError | None = None
+        with self._together(lambda: SaveStates(folder)), peers():
+            try:
+                write_states(folder, self.parts, optimizer, self.place, self._world.control)
+            except OSError as error:
+                failed = error
+        if failed is not None:
+            raise failed
 
     def follow(self, order: ModelPass | Score) -> None:
         """On the others: take part."""

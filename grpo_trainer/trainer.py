@@ -84,14 +84,13 @@ def loss_inputs(one: Pass, microbatch: MicroBatch, scores: TokenScores, counts: 
     )
 
 
-def loss_scale(sequences: Sequence[TrainingSequence]) -> float:
+def loss_scale(largest_weight: float) -> float:
     """A power of two that brings the largest token weight near 1 during the backward pass.
 
     A token's weight is one over the tokens of the batch: in 16 bits such gradients would lose bits or vanish. Powers of
     two change nothing in fp32.
     """
-    largest = max((sequence.weight for sequence in sequences), default=1.0)
-    return 2.0 ** -math.floor(math.log2(largest))
+    return 2.0 ** -math.floor(math.log2(largest_weight))
 
 
 class Trainer:
@@ -167,7 +166,8 @@ class Trainer:
         started = time.perf_counter()
         batch = batch if isinstance(batch, ReadyBatch) else self.ready(batch)
         if self._world.leads:
-            self._world.give([Step(share, step) for share in batch.shares()])
+            self._check_teachers(batch.prepared)
+            self._world.give([Step(share, step) for share in batch.shares_of_others()])
         with self._world.working():
             return self._step(batch, step, writing, started)
 
@@ -175,7 +175,6 @@ class Trainer:
         self, batch: ReadyBatch, step: int, writing: Callable[[], AbstractContextManager[None]], started: float
     ) -> StepResult:
         prepared = batch.prepared
-        self._check_teachers(prepared)
         self._say_unused(prepared)
         lr = learning_rate(self.config.optimizer, step, self.config.training_steps)
         for group in self.optimizer.param_groups:
@@ -183,7 +182,7 @@ class Trainer:
         passes = [Pass(microbatch) for microbatch in batch.microbatches]
         look = partial(self._look, step, batch.policy_version, prepared.sequences)
         updates: list[StepResult] = []
-        for _ in range(self.config.loss.updates_per_batch if prepared.sequences else 0):
+        for _ in range(self.config.loss.updates_per_batch if prepared.largest_weight else 0):
             untouched = not any(update.updated for update in updates)
             updates.append(self._learn(passes, prepared, look if not updates else None, writing, untouched))
         metrics = merge([prepared.metrics, *(update.metrics for update in updates)])
@@ -208,7 +207,7 @@ class Trainer:
         """
         started = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
-        scale = loss_scale(prepared.sequences)
+        scale = loss_scale(prepared.largest_weight)
         parts: list[Metrics] = []
         rows: list[Tensor] = []
         idle = self.holding.passes(len(passes)) - len(passes)  # the others can't compute without us
@@ -279,7 +278,7 @@ class Trainer:
         return self.forward.scores(microbatch, entropy_gradient=self.config.loss.entropy_coef > 0)
 
     def _check_teachers(self, prepared: PreparedBatch) -> None:
-        """Of the whole batch, so that all processes find the same."""
+        """Of the whole batch, before any other process has its share."""
         vocab = getattr(getattr(self.model, "config", None), "vocab_size", None)
         for sequence in prepared.sequences:
             if vocab is not None and sequence.teacher is not None:

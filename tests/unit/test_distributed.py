@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -16,17 +17,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_trainer.batching import deal
-from grpo_trainer.config import DistributedConfig
+from grpo_trainer.batching import deal, ready
+from grpo_trainer.config import DistributedConfig, TrainConfig
 from grpo_trainer.distributed import World, buckets, join
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.metrics.types import Max, Mean, Sum
 from grpo_trainer.microbatches import TrainingSequence
+from grpo_trainer.options import build
 from grpo_trainer.saving.cut_states import STATES_FOLDER
 from grpo_trainer.saving.manifest import DamagedError, check_files, read_state
 from tests.integration.serving import save_tiny_model
 from tests.processes import ROOT, free_port
 from tests.unit import two_trainers
+from tests.unit.factories import batch, sample
 
 
 def sequence(tokens: int) -> TrainingSequence:
@@ -178,6 +181,34 @@ def check_resumed(folder: Path, options: Sequence[str], alone: dict[str, Any], t
 def max_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     assert one.keys() == other.keys()
     return max(float((tensor - other[name]).abs().max()) for name, tensor in one.items())
+
+
+def test_if_the_first_fails_in_what_all_compute_none_waits_for_ever(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "model")
+    (tmp_path / "fail").touch()
+    processes = start(2, tmp_path, "weight_bridge_mode=none")
+    try:
+        said = [process.communicate(timeout=100)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert "MemoryError: a layer has failed" in said[0]
+    assert [process.returncode for process in processes] == [1, 1], said[1][-2000:]
+
+
+def test_a_process_is_told_its_share_and_no_more() -> None:
+    config = build(TrainConfig, {"model": "x", "seq_len": 10_000, "batch_size": 2})
+    long = [[sample([5], [*range(2000)], 1.0), sample([5], [*range(2000)], 0.0)] for _ in range(4)]
+    whole = ready(batch(*long), config, processes=4)
+    (second, *_) = whole.shares_of_others()
+    assert len(whole.shares_of_others()) == 3 and second.microbatches == whole.others[0]
+    (microbatch,) = second.microbatches
+    tensors = [value for value in vars(microbatch).values() if isinstance(value, torch.Tensor)]
+    assert 2 * 2001 * 8 < sum(tensor.nbytes for tensor in tensors) < len(pickle.dumps(second))
+    assert len(pickle.dumps(second)) < 1.1 * sum(tensor.nbytes for tensor in tensors) + 10_000
+    assert not second.prepared.sequences
+    assert second.prepared.largest_weight == whole.prepared.largest_weight == 1 / (8 * 2000)
 
 
 @pytest.mark.parametrize("killed", [0, 1])

@@ -66,11 +66,18 @@ def lead(config: TrainConfig, world: World, written: Path) -> None:
     with torch.no_grad():  # what rank 0 computes beside steps: the bridge's proof, logged samples
         microbatch, *_ = trainer.ready(batch(*ONE)).microbatches
         scores = trainer.forward.scores(microbatch).logprobs_N
+    if written.with_name("fail").exists():  # in the middle of what the others take part in
+        first, _ = policy.model.model.layers
+        first.register_forward_hook(fail)
     probe = trainer_logprobs(policy.model, Probe([5, 6, 7, 8], 2, torch.zeros(2)))
     train(trainer, progress.step + STEPS)
     later = weights_of(trainer)
     metrics = json.dumps(rows)
     torch.save({"weights": weights, "later": later, "metrics": metrics, "probe": probe, "scores": scores}, written)
+
+
+def fail(*_: object) -> None:
+    raise MemoryError("a layer has failed")
 
 
 def train(trainer: Trainer, start: int) -> list[dict[str, float]]:
