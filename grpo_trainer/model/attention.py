@@ -1,8 +1,10 @@
 """Causal attention over sequences that lie end to end in one row: none sees another, and nothing is padded.
 
-On a GPU it is one of the kernels of `kernels.py`. On a CPU the same is computed sequence by sequence, so that packed
-training runs, and is tested, anywhere. To a transformers model it is one more attention implementation, `NAME`, which
-takes the boundaries from the arguments that flash attention has for them; without them it is sdpa.
+On a GPU it is FlashAttention-2 as it is built into torch (arXiv 2307.08691; what `torch.nn.attention.varlen` calls,
+too: called directly, since that module's arguments differ from one torch to the next). On a CPU the same is computed
+sequence by sequence, so that packed training runs, and is tested, anywhere. To a transformers model it is one more
+attention implementation, `NAME`, which takes the boundaries from the arguments that flash attention has for them;
+without them it is sdpa.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from grpo_trainer.microbatches import Packed
-from grpo_trainer.model.kernels import FLASH, KERNELS, Heads, boundaries_for
 
 NAME = "grpo_packed"
 LARGEST_HEAD = 256
@@ -26,23 +27,19 @@ LARGEST_HEAD = 256
 
 @torch.library.custom_op("grpo::packed_attention", mutates_args=())
 def packed_attention(
-    query_THD: Tensor,
-    key_TGD: Tensor,
-    value_TGD: Tensor,
-    boundaries: Tensor,
-    longest: int,
-    scale: float,
-    kernel: str = FLASH.name,
+    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, boundaries: Tensor, longest: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention, and what the backward pass needs besides: on a CPU the log of its normalisers, `[H, T]`.
+    """Attention, and the log of its normalisers `[H, T]`.
 
     Args:
         query_THD, key_TGD, value_TGD: contiguous; H a multiple of G heads.
         boundaries, longest: as in `microbatches.Packed`.
-        kernel: on a GPU; one of `kernels.KERNELS`.
     """
     if query_THD.is_cuda:
-        return KERNELS[kernel].forward(query_THD, key_TGD, value_TGD, boundaries, longest, scale)
+        found = torch.ops.aten._flash_attention_forward(
+            *(query_THD, key_TGD, value_TGD, boundaries, boundaries, longest, longest, 0.0, True, False), scale=scale
+        )
+        return found[0], found[1]
     out_THD = torch.empty_like(query_THD)
     normalisers_HT = query_THD.new_empty(query_THD.shape[1], len(query_THD), dtype=torch.float32)
     for own in _sequences(boundaries):
@@ -70,11 +67,14 @@ def _packed_attention_backward(
     boundaries: Tensor,
     longest: int,
     scale: float,
-    kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if query_THD.is_cuda:
-        inputs = (grad_THD, query_THD, key_TGD, value_TGD, out_THD, normalisers_HT, boundaries, longest, scale)
-        return KERNELS[kernel].backward(*inputs)
+        no_randomness = torch.zeros(2, dtype=torch.uint64, device=query_THD.device)
+        nothing = torch.empty(0, device=query_THD.device)
+        inputs = (grad_THD, query_THD, key_TGD, value_TGD, out_THD, normalisers_HT, boundaries, boundaries)
+        return torch.ops.aten._flash_attention_backward(
+            *(*inputs, longest, longest, 0.0, True, no_randomness, nothing), scale=scale
+        )
     grads = torch.empty_like(query_THD), torch.empty_like(key_TGD), torch.empty_like(value_TGD)
     heads, groups = query_THD.shape[1], key_TGD.shape[1]
     for own in _sequences(boundaries):
@@ -99,16 +99,16 @@ def _(_grad: Tensor, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, *_: 
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.longest, ctx.scale, ctx.kernel = inputs
+    *tensors, ctx.longest, ctx.scale = inputs
     ctx.save_for_backward(*tensors, *output)
 
 
 def _backward(ctx: Any, grad_THD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     query, key, value, boundaries, out, normalisers = ctx.saved_tensors
     grads = torch.ops.grpo.packed_attention_backward(
-        *(grad_THD.contiguous(), query, key, value, out, normalisers, boundaries, ctx.longest, ctx.scale, ctx.kernel)
+        *(grad_THD.contiguous(), query, key, value, out, normalisers, boundaries, ctx.longest, ctx.scale)
     )
-    return (*grads, None, None, None, None)
+    return (*grads, None, None, None)
 
 
 packed_attention.register_autograd(_backward, setup_context=_keep)
@@ -145,7 +145,6 @@ def attention_forward(
     scaling: float | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
-    attention_kernel: str = FLASH.name,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """What a transformers model calls; the result is `[B, T, H, D]`."""
@@ -156,23 +155,21 @@ def attention_forward(
     scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
     # Under autocast the rotary embedding leaves queries and keys in fp32.
     inputs = [each[0].transpose(0, 1).to(value_BGTD.dtype).contiguous() for each in (query_BHTD, key_BGTD, value_BGTD)]
-    out_THD, _ = packed_attention(*inputs, cu_seq_lens_q, max_length_q, scale, attention_kernel)
+    out_THD, _ = packed_attention(*inputs, cu_seq_lens_q, max_length_q, scale)
     return out_THD[None], None
 
 
 AttentionInterface.register(NAME, attention_forward)
 
 
-def arguments(packed: Packed, kernel: str) -> dict[str, Any]:
+def arguments(packed: Packed) -> dict[str, Any]:
     """What a model is given besides the tokens."""
-    boundaries, longest = boundaries_for(kernel, packed)
     return {
         "position_ids": packed.positions_1T,
-        "cu_seq_lens_q": boundaries,
-        "cu_seq_lens_k": boundaries,
-        "max_length_q": longest,
-        "max_length_k": longest,
-        "attention_kernel": kernel,
+        "cu_seq_lens_q": packed.boundaries,
+        "cu_seq_lens_k": packed.boundaries,
+        "max_length_q": packed.longest,
+        "max_length_k": packed.longest,
     }
 
 
@@ -191,14 +188,8 @@ def why_not(config: Any, seq_len: int) -> str | None:
         return f"it has layers of another kind ({', '.join(others)})"
     if getattr(config, "attn_logit_softcapping", None):
         return "it caps its attention scores"
-    size = heads_of(config).size
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
     if size % 8 or size > LARGEST_HEAD:
         return f"its heads have size {size}; wanted a multiple of 8 up to {LARGEST_HEAD}"
     return None
-
-
-def heads_of(config: Any) -> Heads:
-    """As a model's configuration says."""
-    queries = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // queries
-    return Heads(queries, getattr(config, "num_key_value_heads", None) or queries, size)

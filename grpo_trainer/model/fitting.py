@@ -61,12 +61,14 @@ def _runner(forward: Forward) -> Callable[[int], Tensor]:
 
     def run(tokens: int) -> Tensor:
         assert forward.decoder is not None and forward.head is not None
+        if isinstance(forward.model, FSDPModule):
+            forward.model.unshard()  # a backward pass parts what is in no layer
         device = forward.head.weight.device
         halves = torch.arange(tokens, device=device).remainder(len(forward.head.weight)).view(2, -1)
         if not forward.packed:
             return forward.decoder(input_ids=halves, use_cache=False).last_hidden_state
         packed = layout([tokens // 2, tokens // 2]).to(device)
-        arguments = attention.arguments(packed, forward.kernel)
+        arguments = attention.arguments(packed)
         return forward.decoder(input_ids=halves.view(1, -1), use_cache=False, **arguments).last_hidden_state
 
     return run
@@ -75,6 +77,8 @@ def _runner(forward: Forward) -> Callable[[int], Tensor]:
 def _is_compiled(config: TrainConfig, forward: Forward) -> bool:
     if config.compute.compile != "auto":
         return config.compute.compile == "on"
+    if isinstance(forward.model, FSDPModule):
+        return False
     assert forward.head is not None
     size = sum(parameter.numel() for parameter in forward.model.parameters())
     is_large = size >= WORTH_COMPILING and config.training_steps >= LONG_RUN

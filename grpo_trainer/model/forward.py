@@ -30,7 +30,6 @@ from grpo_trainer.microbatches import MicroBatch, layout
 from grpo_trainer.model import attention
 from grpo_trainer.model.compiled import CompiledLayers
 from grpo_trainer.model.head import HeadPlan, head_scores
-from grpo_trainer.model.kernels import FLASH, fastest
 from grpo_trainer.model.load import pick_dtype
 
 log = logging.getLogger(__name__)
@@ -45,7 +44,6 @@ class Forward:
     Args:
         decoder, head: the parts that the fast way uses; None: the model's own logits are taken.
         packed: microbatches are to be packed.
-        kernel: of packed attention on a GPU.
 
     Attributes:
         plan: of the head.
@@ -54,21 +52,13 @@ class Forward:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        decoder: nn.Module | None,
-        head: nn.Linear | None,
-        plan: HeadPlan,
-        *,
-        packed: bool,
-        kernel: str = FLASH.name,
+        self, model: nn.Module, decoder: nn.Module | None, head: nn.Linear | None, plan: HeadPlan, *, packed: bool
     ) -> None:
         self.model = model
         self.decoder = decoder
         self.head = head
         self.plan = plan
         self.packed = packed
-        self.kernel = kernel
         self.recomputed = 0
         self.compiled: CompiledLayers | None = None
 
@@ -76,7 +66,6 @@ class Forward:
         """What was decided, for benchmarks."""
         return {
             "packed": self.packed,
-            "attention": self.kernel if self.packed else None,
             "whole_logits": self.head is None,
             "compiled": self.plan.is_compiled,
             "recomputed_layers": self.recomputed,
@@ -101,7 +90,7 @@ class Forward:
         if self.decoder is None or self.head is None:
             return self._from_logits(microbatch, entropy_gradient)
         check_teacher(microbatch.teacher_ids_NK, self.head.weight.shape[0])
-        more: dict[str, Any] = {} if microbatch.packed is None else attention.arguments(microbatch.packed, self.kernel)
+        more: dict[str, Any] = {} if microbatch.packed is None else attention.arguments(microbatch.packed)
         hidden_BTH = self.decoder(input_ids=microbatch.tokens_BT, use_cache=False, **more).last_hidden_state
         return head_scores(
             hidden_BTH.flatten(0, 1).index_select(0, microbatch.predictors_N),
@@ -165,12 +154,7 @@ def build_forward(model: nn.Module, config: TrainConfig) -> Forward:
     own = parts.head.weight.dtype
     plan = HeadPlan(pick_dtype(config.model.dtype, device) if own == torch.float32 else own)
     packed = _packs(parts, config.compute.packing, config.model.seq_len, plan.dtype, device)
-    kernel = FLASH.name
-    if packed and device.type == "cuda":
-        kernel = fastest(
-            attention.heads_of(parts.whole.config.get_text_config()), config.model.seq_len, plan.dtype, device
-        )
-    return Forward(model, parts.decoder, parts.head, plan, packed=packed, kernel=kernel)
+    return Forward(model, parts.decoder, parts.head, plan, packed=packed)
 
 
 def _parts_of(model: nn.Module) -> tuple[Parts | None, str]:
@@ -239,7 +223,7 @@ def _keeps_sequences_apart(parts: Parts) -> bool:
 
     with torch.no_grad(), _evaluating(parts.whole):
         alone = torch.cat([hidden(tokens_T[:cut]), hidden(tokens_T[cut:])])
-        together = hidden(tokens_T, **attention.arguments(packed, FLASH.name))
+        together = hidden(tokens_T, **attention.arguments(packed))
         mixed = hidden(tokens_T, position_ids=packed.positions_1T)
     error = _distance(together, alone)
     return error <= TOLERANCE[torch.float32] or error <= 0.25 * _distance(mixed, alone)

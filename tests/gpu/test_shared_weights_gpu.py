@@ -113,7 +113,7 @@ def test_no_answer_sees_half_a_write_and_the_judge_would_notice(tmp_path: Path, 
     words += ["--writes", "300", "--quiet-seconds", "2", "--reference-seconds", "3", "--gpu-memory-utilization", "0.2"]
     words += [] if fenced else ["--no-fenced"]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False, timeout=500)
-    assert done.returncode == (0 if fenced else 1), done.stderr[-3000:]
+    assert done.returncode == (0 if fenced else 1) and done.stdout, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["answers"] > 100
     assert (found["torn"] == 0) == fenced

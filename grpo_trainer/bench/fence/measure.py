@@ -132,7 +132,7 @@ class Stress:
 
     def _references(self) -> References:
         """Answers of each pattern under the very load that is judged, writes included: rounding depends on what is in
-        a batch. What is written is what is there.
+        a batch. What is written is what is there, always within a fence: these answers are the measure of others.
 
         Raises:
             BridgeError: the patterns can't be told apart.
@@ -154,28 +154,29 @@ class Stress:
 
     def _heard(self, pattern: Sequence[Tensor]) -> Heard:
         """What is answered with a pattern."""
-        self._write(pattern)
+        self._write(pattern, fenced=True)
         with self._asked(Case(self._subject.url, self._options.judges, self._prompts)) as said:
             until = time.perf_counter() + self._options.reference_seconds
             while time.perf_counter() < until:
-                self._write(pattern)
+                self._write(pattern, fenced=True)
         return msgspec.json.decode(said[0], type=Heard)
 
     def _write_all(self, writes: list[float], stalls: list[float]) -> None:
+        """One pattern after the other; the second one has been written last."""
         until = time.perf_counter() + (self._options.max_seconds or math.inf)
         for number in range(1, self._options.writes + 1):
             if time.perf_counter() > until:
                 log.warning("%d of %d writes in %.0f s", number - 1, self._options.writes, self._options.max_seconds)
                 return
-            taken, stalled = self._write(self._patterns[(number - 1) % 2])  # the second one was written last
+            taken, stalled = self._write(self._patterns[(number - 1) % 2], fenced=self._options.fenced)
             writes.append(taken)
             stalls.append(stalled)
             if number % PROGRESS_EVERY == 0:
                 log.info("%d of %d writes, median %.1f ms", number, self._options.writes, median_ms(writes))
 
-    def _write(self, pattern: Sequence[Tensor]) -> tuple[float, float]:
+    def _write(self, pattern: Sequence[Tensor], *, fenced: bool) -> tuple[float, float]:
         """Seconds that it took, and that generation stood still."""
-        if self._options.fenced:
+        if fenced:
             written = self._subject.write(lambda: _copy(self._subject.parameters, pattern))
             return written.seconds, written.stall_seconds
         started = time.perf_counter()
