@@ -275,7 +275,6 @@ def hold(world: World, model: nn.Module, config: TrainConfig, trained: Sequence[
         forward = build_forward(model, config)
         fit(forward, config, trained)
         return Replicas(world, forward, trained)
-    config = config.model_copy(update={"compute": config.compute.model_copy(update={"compile": "off"})})
     assert isinstance(model, nn.Module)
     with with_rest(model):
         forward = build_forward(model, config)

@@ -61,8 +61,6 @@ def _why_whole(config: TrainConfig, all_weights: bool) -> str | None:
         return "cuts rows and columns, over which adafactor takes its means; use --optimizer adamw or adamw_8bit"
     if config.loss.needs_reference:
         return "can't hold a reference (--kl-beta, --log-kl)"
-    if config.compute.compile == "on":
-        return "does not go with --compile on; leave that out"
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen2Config
@@ -18,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, PreTra
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.distributed import World
 from grpo_trainer.errors import ConfigError
+from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model import fitting
 from grpo_trainer.model.activations import LayerMemory
 from grpo_trainer.model.attach import build_without_weights
@@ -25,8 +28,14 @@ from grpo_trainer.model.cut import cut, draw_weights, give_memory, is_cut, read_
 from grpo_trainer.model.forward import build_forward
 from grpo_trainer.model.load import freeze
 from grpo_trainer.options import build
+from grpo_trainer.trainer import Trainer
+from tests.unit.factories import batch, sample
 
 CPU = torch.device("cpu")
+ROLLOUTS = batch(
+    [sample([5, 6], [7, 8, 9], 1.0), sample([5, 6], [9], 0.0)],
+    [sample([11], [12, 13], 0.5), sample([11], [14, 15, 16, 17, 18], 1.0), sample([11], [20], 0.0)],
+)
 SIZES: dict[str, Any] = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
 HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
 TIED = Qwen2Config(**SIZES, **HEADS, tie_word_embeddings=True)
@@ -153,6 +162,41 @@ def test_each_process_reads_and_draws_its_rows_and_has_memory_for_them_alone(tmp
     # a gradient and two states in float32, 12 bytes: of one of the two embeddings, 50 rows of 32
     assert fitting.held_later([read.get_parameter("lm_head.weight")], config_with()) == 12 * 50 * 32
     assert fitting.held_later([whole.get_parameter("lm_head.weight")], config_with()) == 12 * 101 * 32
+
+
+def test_compiled_steps_of_a_cut_model_are_those_of_the_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    options = {"adam_epsilon": 1e-3, "lr": 1e-2, "gradient_checkpointing": True}
+    rows: list[dict[str, float]] = []
+    for model, choice in ((plain(APART), "off"), (cut_model(APART), "on")):
+        config = config_with(compile=choice, **options)
+        draw_weights(model, seed=3)
+        freeze(model, config.model).requires_grad_(True)
+        trainer = Trainer(model, config)
+        assert trainer.forward.plan.is_compiled == (choice == "on")
+        assert (trainer.shards is None) == (choice == "off")
+        for step in range(3):
+            found = reduce(trainer.step(ROLLOUTS, step).metrics)
+            rows.append({key: found[key] for key in ("train/loss", "train/grad_norm")})
+    for plainly, compiled in zip(rows[:3], rows[3:], strict=True):
+        assert compiled == pytest.approx(plainly, rel=1e-4, abs=1e-6)
+    # layers: two, in steps and before them, each once more where it is computed again; head: two, however many layers
+    assert counters["stats"]["unique_graphs"] == 6 and not counters["graph_break"]
+    torch._dynamo.reset()
+
+
+def test_a_cut_model_that_torch_can_not_compile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=broken))
+    torch._dynamo.reset()
+    model = cut_model(APART)
+    draw_weights(model, seed=3)
+    with pytest.raises(ConfigError, match=r"--compile on: .*no compiler here.*leave it out"):
+        Trainer(model, config_with(compile="on"))
 
 
 @pytest.mark.parametrize(
