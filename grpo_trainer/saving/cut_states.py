@@ -1,9 +1,9 @@
 """The optimizer's states where weights are cut over several processes, by `torch.distributed.checkpoint`.
 
 Each process writes its part into one folder, and as many as there are then read theirs from it. A state of its
-parameter's shape is cut as the parameter is, `NAME/exp_avg`; a single number is everybody's, `NAME/step`. What has
-another shape (scales of quantised blocks, through which another cut would go) is of one process among so many,
-`NAME/exp_avg_scale/0of2`, and can be read by as many alone.
+parameter's shape is cut as the parameter is: `NAME/exp_avg`, or `NAME/exp_avg/flat` if the optimizer has it flat. A
+single number is everybody's, `NAME/step`. What has another shape (scales of quantised blocks, through which another cut
+would go) is of one process among so many, `NAME/exp_avg_scale/0of2`, and can be read by as many alone.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from grpo_trainer.errors import ConfigError
 from grpo_trainer.model.export import own_rows
 
 STATES_FOLDER = "optimizer_states"
+FLAT = "flat"
 
 States = dict[int, dict[str, Any]]
 """By a parameter's place in the optimizer, as in its `state_dict`."""
@@ -102,10 +103,12 @@ def _named(part: Part, state: Mapping[str, Any], place: Place) -> Iterator[tuple
         name = f"{part.name}/{key}"
         if not isinstance(value, Tensor):
             yield name, torch.tensor(value, dtype=torch.int64)
-        elif value.numel() == part.own.numel() and value.ndim:
-            yield name, part.cut_alike(value.view(part.own.shape))
+        elif value.shape == part.own.shape:
+            yield name, part.cut_alike(value)
         elif not value.ndim:
             yield name, value
+        elif value.shape == (part.own.numel(),):
+            yield f"{name}/{FLAT}", part.cut_alike(value.view(part.own.shape))
         else:
             yield f"{name}/{place}", value
 
@@ -130,17 +133,18 @@ def read_states(path: Path, parts: Sequence[Part], place: Place) -> States:
     by_name = {part.name: (number, part) for number, part in enumerate(parts)}
     targets: dict[str, Tensor] = {}
     for key, saved in reader.read_metadata().state_dict_metadata.items():
-        name, _, *writer = key.split("/")
+        name, _, *more = key.split("/")
         assert isinstance(saved, TensorStorageMetadata)
-        if name in by_name and (not writer or _is_for(place, writer[0], path)):
+        if name in by_name and (more in ([], [FLAT]) or _is_for(place, more[0], path)):
             targets[key] = _target(by_name[name][1], saved)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # just as it is meant
         load(targets, storage_reader=reader, no_dist=True)
     states: States = {number: {} for number in range(len(parts))}
     for key, value in targets.items():
-        name, state, *_ = key.split("/")
-        states[by_name[name][0]][state] = _plain(value)
+        name, state, *more = key.split("/")
+        own = _plain(value)
+        states[by_name[name][0]][state] = own.flatten() if more == [FLAT] else own
     return {number: state for number, state in states.items() if state}
 
 
@@ -156,9 +160,9 @@ def cut_states(path: Path, states: States, parts: Sequence[Part], place: Place) 
         for key, value in states.get(part.number, {}).items():
             if isinstance(value, Tensor) and value.ndim:
                 assert isinstance(part.whole, DTensor)
-                if value.numel() != part.whole.numel():
+                if value.shape != part.whole.shape:
                     raise _not_recut(path, 1, place.count)
-                value = value.view(part.whole.shape)[own_rows(part.whole)]
+                value = value[own_rows(part.whole)]
             found[number][key] = value
     return found
 
@@ -187,6 +191,5 @@ def _plain(value: Tensor) -> Any:
 def _not_recut(path: Path, was: int, now: int) -> ConfigError:
     return ConfigError(
         f"--resume {path}: the states of its optimizer are quantised in blocks of what each of {was} trainer processes "
-        f"had, there are {now} now; go on with {was} (--trainer-gpus, --sharding), or train with --optimizer adamw, "
-        "whose states any number can read"
+        f"had, there are {now} now; go on with {was} (--trainer-gpus, --sharding)"
     )
