@@ -27,7 +27,7 @@ class ComputeConfig(Section):
     compile: Choice = option(
         "auto",
         help="torch.compile of decoder layers and head; auto: on a GPU, for models of at least 0.3B parameters and "
-        "runs of at least 20 steps (it takes about a minute).",
+        "runs of at least 20 steps (it takes about a minute), not for weights that are cut over several GPUs.",
     )
     activation_offload: bool = option(
         False, help="Keep what layers are recomputed from in main memory; turns --gradient-checkpointing on."
