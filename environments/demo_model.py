@@ -317,7 +317,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     defaults = Recipe()
     parser = argparse.ArgumentParser(
         prog="grpo demo-model",
-        description="Build a small Qwen2 model that solves about 30 %% of a+b, to try GRPO on.",
+        description="Build a small Qwen2 model that solves about 30 % of a+b, to try GRPO on.",
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder for the model and its tokenizer")
     parser.add_argument(
