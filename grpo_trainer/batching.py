@@ -12,8 +12,9 @@ from grpo_trainer.advantages import group_advantages, is_zero_variance
 from grpo_trainer.config import LossConfig, TrainConfig
 from grpo_trainer.losses import BatchCounts, token_weight
 from grpo_trainer.metrics.types import Max, Mean, Metric, Sum
-from grpo_trainer.microbatches import MicroBatch, TrainingSequence, split
+from grpo_trainer.microbatches import MicroBatch, TrainingSequence, kin_of, split
 from grpo_trainer.rollouts.types import Group, RolloutBatch, Sample, Teacher
+from grpo_trainer.sharing import deal_families
 
 
 @dataclass(frozen=True)
@@ -53,22 +54,38 @@ class ReadyBatch:
         return [ReadyBatch(prepared, part, self.policy_version) for part in self.others]
 
 
-def ready(batch: RolloutBatch, config: TrainConfig, *, packed: bool = False, processes: int = 1) -> ReadyBatch:
-    """Scored groups to tensors in main memory: `prepare`, `deal` to the processes, `split`."""
+def ready(
+    batch: RolloutBatch, config: TrainConfig, *, packed: bool = False, shared: bool = False, processes: int = 1
+) -> ReadyBatch:
+    """Scored groups to tensors in main memory: `prepare`, `deal` to the processes, `split`.
+
+    Args:
+        packed, shared: see `microbatches.split`.
+    """
     drop = config.compute.overlong == "drop"
     prepared = prepare(batch, config.loss, config.model.seq_len, drop_overlong=drop)
     budget = config.compute.max_tokens_per_microbatch
     own, *others = (
-        tuple(split(share, config.batch_size, max_tokens=budget, packed=packed))
-        for share in deal(prepared.sequences, processes)
+        tuple(split(share, config.batch_size, max_tokens=budget, packed=packed, shared=shared))
+        for share in deal(prepared.sequences, processes, shared=shared)
     )
     return ReadyBatch(prepared, own, batch.policy_version, tuple(others))
 
 
-def deal(sequences: Sequence[TrainingSequence], processes: int) -> list[list[TrainingSequence]]:
-    """Shares with about as many tokens each: the longest first, each to whoever has least so far."""
+def deal(
+    sequences: Sequence[TrainingSequence], processes: int, *, shared: bool = False
+) -> list[list[TrainingSequence]]:
+    """Shares with about as many tokens each: the longest first, each to whoever has least so far.
+
+    Args:
+        shared: prompts are computed once, so sequences with the same one stay together as far as that goes.
+    """
     if processes == 1:
         return [list(sequences)]
+    if shared and sequences:
+        prompts, lengths = zip(*((one.prompt_len, len(one.tokens_T)) for one in sequences), strict=True)
+        dealt = deal_families(kin_of(sequences), prompts, lengths, processes)
+        return [[sequences[index] for index in share] for share in dealt]
     shares: list[list[TrainingSequence]] = [[] for _ in range(processes)]
     loads = [0] * processes
     for sequence in sorted(sequences, key=lambda sequence: -len(sequence.tokens_T)):

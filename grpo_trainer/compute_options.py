@@ -24,6 +24,11 @@ class ComputeConfig(Section):
     packing: Choice = option(
         "auto", help="Sequences end to end without padding; auto: on a GPU, where the model's attention allows it."
     )
+    share_prompts: Choice = option(
+        "auto",
+        help="A prompt that several sequences of a microbatch begin with is computed once for all of them; auto: where "
+        "sequences are packed.",
+    )
     compile: Choice = option(
         "auto",
         help="torch.compile of decoder layers and head; auto: on a GPU, for models of at least 0.3B parameters and "

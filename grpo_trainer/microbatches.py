@@ -2,8 +2,9 @@
 
 Two layouts. Padded: a row for each sequence, right-padded, which needs no attention mask: attention is causal, so no
 trained token ever sees padding. Packed: all sequences end to end in one row, for attention that is told where each
-begins (`boundaries`); there is no padding. What the loss needs lies flat, one entry per trained token (suffix `_N`), so
-it is the same in both.
+begins (`boundaries`); there is no padding. A prompt of several sequences may stand there once (`sharing.py`): then
+prompts come first, what follows them next, sequences that share nothing last. What the loss needs lies flat, one entry
+per trained token (suffix `_N`), so it is the same in all.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from grpo_trainer.rollouts.types import Teacher
 from grpo_trainer.segments import Segments
+from grpo_trainer.sharing import families, plan_shared
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,24 +37,56 @@ class TrainingSequence:
     supervised: bool = False
     teacher: Teacher | None = None  # of its trained tokens, if they learn from it
 
+    @property
+    def prompt_len(self) -> int:
+        """Tokens before the first trained one."""
+        return int(self.positions[0])
+
+
+@dataclass(frozen=True)
+class SharedPrompts:
+    """Prompts at the front of a packed row, and the completions that read them.
+
+    Attributes:
+        prompts: int32 `[F + 1]`, where each prompt begins in the row; the first at 0.
+        readers: int32 `[F + 1]`, where the completions of each begin, counted from the end of the last prompt.
+        longest_prompt, longest_readers: tokens of the longest prompt, and of the longest row of its readers.
+        first, last: where in the row the first reader begins, and the last ends.
+    """
+
+    prompts: Tensor
+    readers: Tensor
+    longest_prompt: int
+    longest_readers: int
+    first: int
+    last: int
+
+    def to(self, device: torch.device) -> SharedPrompts:
+        """The same on a device."""
+        return _moved(self, device)
+
 
 @dataclass(frozen=True)
 class Packed:
     """Where the sequences of a packed row lie.
 
     Attributes:
-        boundaries: int32 `[B + 1]`, where each begins in the row, and where the last ends.
+        boundaries: int32 `[B + 1]`, where each piece begins in the row, and where the last ends: a sequence, or a
+            shared prompt, or what follows one.
         positions_1T: of each token within its sequence.
-        longest: tokens of the longest.
+        longest: tokens of the longest piece.
+        shared: prompts that several pieces begin with; None: all pieces are whole sequences.
     """
 
     boundaries: Tensor
     positions_1T: Tensor
     longest: int
+    shared: SharedPrompts | None = None
 
     def to(self, device: torch.device) -> Packed:
         """The same on a device."""
-        return _moved(self, device)
+        shared = None if self.shared is None else self.shared.to(device)
+        return replace(_moved(self, device), shared=shared)
 
 
 @dataclass(frozen=True)
@@ -62,7 +96,8 @@ class MicroBatch:
     Attributes:
         tokens_BT: token ids, right-padded; packed: `[1, T]`.
         packed: where sequences lie in the one row; None: there is a row for each.
-        starts_B: of each sequence in `tokens_BT.view(-1)`.
+        predictors_N: where in `tokens_BT.view(-1)` the token before each trained one stands: what it is predicted from.
+        targets_N: ids of the trained tokens.
         rows_N, columns_N: the sequence that a trained token belongs to, and its place there; columns are >= 1.
         advantages_N: of each trained token; 1 under supervision.
         weights_N: of each trained token in the loss of the whole batch.
@@ -75,7 +110,8 @@ class MicroBatch:
 
     tokens_BT: Tensor
     packed: Packed | None
-    starts_B: Tensor
+    predictors_N: Tensor
+    targets_N: Tensor
     rows_N: Tensor
     columns_N: Tensor
     advantages_N: Tensor
@@ -98,18 +134,8 @@ class MicroBatch:
         """The sequences that the trained tokens belong to."""
         return Segments(self.rows_N, len(self.versions_B))
 
-    @property
-    def predictors_N(self) -> Tensor:
-        """Where in `tokens_BT.view(-1)` the token before each trained one stands: the one that it is predicted from."""
-        return self.starts_B[self.rows_N] + self.columns_N - 1
 
-    @property
-    def targets_N(self) -> Tensor:
-        """The ids of the trained tokens."""
-        return self.tokens_BT.view(-1)[self.predictors_N + 1]
-
-
-M = TypeVar("M", MicroBatch, Packed)
+M = TypeVar("M", MicroBatch, Packed, SharedPrompts)
 
 
 def _moved(whole: M, device: torch.device) -> M:
@@ -177,12 +203,30 @@ def _bins(lengths: Sequence[int], longest_first: Sequence[int], max_tokens: int)
 
 
 def split(
-    sequences: Sequence[TrainingSequence], size: int, *, max_tokens: int | None = None, packed: bool = False
+    sequences: Sequence[TrainingSequence],
+    size: int,
+    *,
+    max_tokens: int | None = None,
+    packed: bool = False,
+    shared: bool = False,
 ) -> list[MicroBatch]:
-    """Microbatches as `plan` has them."""
+    """Microbatches as `plan` has them, or `plan_shared`.
+
+    Args:
+        shared: packed, and prompts of several sequences are to stand in a row once.
+    """
     lengths = [len(sequence.tokens_T) for sequence in sequences]
-    chosen = plan(lengths, size=size, max_tokens=max_tokens, packed=packed)
-    return [_microbatch([sequences[index] for index in one], packed) for one in chosen]
+    if packed and shared:
+        prompts = [sequence.prompt_len for sequence in sequences]
+        chosen = plan_shared(kin_of(sequences), prompts, lengths, size=size, max_tokens=max_tokens)
+    else:
+        chosen = plan(lengths, size=size, max_tokens=max_tokens, packed=packed)
+    return [_microbatch([sequences[index] for index in one], packed, shared) for one in chosen]
+
+
+def kin_of(sequences: Sequence[TrainingSequence]) -> list[list[int]]:
+    """Which of them have the same prompt."""
+    return families([sequence.tokens_T[: sequence.prompt_len] for sequence in sequences])
 
 
 def idle_microbatch(packed: bool) -> MicroBatch:
@@ -191,23 +235,34 @@ def idle_microbatch(packed: bool) -> MicroBatch:
     return _microbatch([TrainingSequence(tokens, one, np.zeros(1, np.float32), None, 0.0, 1.0)], packed)
 
 
-def _microbatch(sequences: Sequence[TrainingSequence], packed: bool) -> MicroBatch:
+@dataclass(frozen=True)
+class _Places:
+    """Tokens of a pass, and where in them, flat, each sequence's trained tokens and those before them stand."""
+
+    tokens_BT: NDArray[np.int64]
+    packed: Packed | None
+    targets: list[NDArray[np.int64]]
+    predictors: list[NDArray[np.int64]]
+
+
+def _microbatch(sequences: Sequence[TrainingSequence], packed: bool, shared: bool = False) -> MicroBatch:
     counts = [len(sequence.positions) for sequence in sequences]
     roll = [
         np.zeros(count, np.float32) if sequence.rollout_logprobs is None else sequence.rollout_logprobs
         for sequence, count in zip(sequences, counts, strict=True)
     ]
     teacher = _joined_teachers(sequences)
-    lengths = np.array([len(sequence.tokens_T) for sequence in sequences])
-    starts = np.arange(len(sequences)) * lengths.max()
+    kin = [family for family in kin_of(sequences) if len(family) > 1] if packed and shared else []
+    places = _sharing(sequences, kin) if kin else _end_to_end(sequences) if packed else _padded(sequences)
 
     def each(values: Sequence[float | bool | int], dtype: type) -> Tensor:
         return torch.from_numpy(np.repeat(np.asarray(values, dtype), counts))
 
     return MicroBatch(
-        tokens_BT=_end_to_end(sequences) if packed else _padded(sequences),
-        packed=layout(lengths.tolist()) if packed else None,
-        starts_B=torch.from_numpy(np.cumsum(lengths) - lengths if packed else starts),
+        tokens_BT=torch.from_numpy(places.tokens_BT),
+        packed=places.packed,
+        predictors_N=torch.from_numpy(np.concatenate(places.predictors)),
+        targets_N=torch.from_numpy(places.tokens_BT.reshape(-1)[np.concatenate(places.targets)]),
         rows_N=each(range(len(sequences)), np.int64),
         columns_N=torch.from_numpy(np.concatenate([sequence.positions for sequence in sequences])),
         advantages_N=torch.from_numpy(np.concatenate([sequence.advantages for sequence in sequences])),
@@ -226,23 +281,82 @@ PAD_ID = 0
 """Any token would do: nothing sees it."""
 
 
-def _padded(sequences: Sequence[TrainingSequence]) -> Tensor:
+def _padded(sequences: Sequence[TrainingSequence]) -> _Places:
     longest = max(len(sequence.tokens_T) for sequence in sequences)
     tokens_BT = np.full((len(sequences), longest), PAD_ID, dtype=np.int64)
     for row, sequence in enumerate(sequences):
         tokens_BT[row, : len(sequence.tokens_T)] = sequence.tokens_T
-    return torch.from_numpy(tokens_BT)
+    targets = [row * longest + sequence.positions for row, sequence in enumerate(sequences)]
+    return _Places(tokens_BT, None, targets, [places - 1 for places in targets])
 
 
-def _end_to_end(sequences: Sequence[TrainingSequence]) -> Tensor:
-    return torch.from_numpy(np.concatenate([sequence.tokens_T for sequence in sequences]))[None]
+def _end_to_end(sequences: Sequence[TrainingSequence]) -> _Places:
+    lengths = [len(sequence.tokens_T) for sequence in sequences]
+    tokens_1T = np.concatenate([sequence.tokens_T for sequence in sequences])[None]
+    starts = np.cumsum(lengths) - lengths
+    targets = [start + sequence.positions for start, sequence in zip(starts, sequences, strict=True)]
+    return _Places(tokens_1T, layout(lengths), targets, [places - 1 for places in targets])
 
 
-def layout(lengths: Sequence[int]) -> Packed:
-    """Sequences of so many tokens, end to end."""
+def _sharing(sequences: Sequence[TrainingSequence], kin: Sequence[Sequence[int]]) -> _Places:
+    """Prompts of families, then what follows each, then the others.
+
+    Args:
+        kin: families of two and more.
+    """
+    related = {index for family in kin for index in family}
+    alone = [index for index in range(len(sequences)) if index not in related]
+    prompts = [sequences[family[0]].prompt_len for family in kin]
+    pieces = [sequences[family[0]].tokens_T[:length] for family, length in zip(kin, prompts, strict=True)]
+    offsets = [0] * len(kin)  # of each piece's first token in its sequence
+    readers: list[int] = []
+    at = sum(prompts)
+    targets: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * len(sequences)
+    predictors = list(targets)
+    ends = np.cumsum(prompts)
+    for family, skipped, end in zip(kin, prompts, ends, strict=True):
+        began = at
+        for index in family:
+            own = sequences[index]
+            pieces.append(own.tokens_T[skipped:])
+            offsets.append(skipped)
+            targets[index] = at + own.positions - skipped
+            predictors[index] = np.where(own.positions == skipped, end - 1, targets[index] - 1)
+            at += len(pieces[-1])
+        readers.append(at - began)
+    last = at
+    for index in alone:
+        pieces.append(sequences[index].tokens_T)
+        offsets.append(0)
+        targets[index] = at + sequences[index].positions
+        predictors[index] = targets[index] - 1
+        at += len(pieces[-1])
+    row = layout([len(piece) for piece in pieces], offsets)
+    shared = SharedPrompts(
+        prompts=_boundaries(prompts),
+        readers=_boundaries(readers),
+        longest_prompt=max(prompts),
+        longest_readers=max(readers),
+        first=int(ends[-1]),
+        last=last,
+    )
+    return _Places(np.concatenate(pieces)[None], replace(row, shared=shared), targets, predictors)
+
+
+def layout(lengths: Sequence[int], offsets: Sequence[int] | None = None) -> Packed:
+    """Pieces of so many tokens, end to end.
+
+    Args:
+        offsets: of each piece's first token in its sequence (default: 0).
+    """
     boundaries = np.concatenate([[0], np.cumsum(lengths)])
-    positions = np.arange(boundaries[-1]) - np.repeat(boundaries[:-1], lengths)
-    return Packed(torch.from_numpy(boundaries.astype(np.int32)), torch.from_numpy(positions)[None], max(lengths))
+    begins = boundaries[:-1] if offsets is None else boundaries[:-1] - np.asarray(offsets)
+    positions = np.arange(boundaries[-1]) - np.repeat(begins, lengths)
+    return Packed(_boundaries(lengths), torch.from_numpy(positions)[None], max(lengths))
+
+
+def _boundaries(lengths: Sequence[int]) -> Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
 
 
 def _joined_teachers(sequences: Sequence[TrainingSequence]) -> Teacher:

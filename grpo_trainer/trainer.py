@@ -144,7 +144,8 @@ class Trainer:
 
     def ready(self, batch: RolloutBatch) -> ReadyBatch:
         """Make a batch ready for `step`; touches no device, and may run in a thread beside a step."""
-        return ready(batch, self.config, packed=self.forward.packed, processes=self._world.size)
+        form = {"packed": self.forward.packed, "shared": self.forward.shared}
+        return ready(batch, self.config, processes=self._world.size, **form)
 
     def step(
         self,

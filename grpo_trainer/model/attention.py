@@ -5,11 +5,16 @@ too: called directly, since that module's arguments differ from one torch to the
 sequence by sequence, so that packed training runs, and is tested, anywhere. To a transformers model it is one more
 attention implementation, `NAME`, which takes the boundaries from the arguments that flash attention has for them;
 without them it is sdpa.
+
+A prompt that stands in the row once for several completions is seen in a part of its own: all queries of its
+completions over its keys, whatever their order. Both parts have the log of their normaliser, so they add up to one
+softmax; and the backward pass of each part needs nothing but the whole's result and normaliser.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -21,32 +26,45 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from grpo_trainer.microbatches import Packed
 
 NAME = "grpo_packed"
+NONE_SHARED = (None, None, 0, 0, 0, 0)
 LARGEST_HEAD = 256
 """Of FlashAttention-2; head sizes are multiples of 8."""
 
 
 @torch.library.custom_op("grpo::packed_attention", mutates_args=())
 def packed_attention(
-    query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, boundaries: Tensor, longest: int, scale: float
+    query_THD: Tensor,
+    key_TGD: Tensor,
+    value_TGD: Tensor,
+    boundaries: Tensor,
+    longest: int,
+    scale: float,
+    prompts: Tensor | None,
+    readers: Tensor | None,
+    longest_prompt: int,
+    longest_readers: int,
+    first: int,
+    last: int,
 ) -> tuple[Tensor, Tensor]:
     """Attention, and the log of its normalisers `[H, T]`.
 
     Args:
         query_THD, key_TGD, value_TGD: contiguous; H a multiple of G heads.
         boundaries, longest: as in `microbatches.Packed`.
+        prompts, readers, longest_prompt, longest_readers, first, last: as in `microbatches.SharedPrompts`; None and 0:
+            there are none.
     """
-    if query_THD.is_cuda:
-        found = torch.ops.aten._flash_attention_forward(
-            *(query_THD, key_TGD, value_TGD, boundaries, boundaries, longest, longest, 0.0, True, False), scale=scale
-        )
-        return found[0], found[1]
-    out_THD = torch.empty_like(query_THD)
-    normalisers_HT = query_THD.new_empty(query_THD.shape[1], len(query_THD), dtype=torch.float32)
-    for own in _sequences(boundaries):
-        scores_HTT = _scores(query_THD[own], key_TGD[own], scale)
-        values_HTD = _heads(value_TGD[own], query_THD.shape[1])
-        normalisers_HT[:, own] = torch.logsumexp(scores_HTT, -1)
-        out_THD[own] = (scores_HTT.softmax(-1) @ values_HTD).transpose(0, 1).to(out_THD.dtype)
+    own = Part(boundaries, boundaries, longest, longest, causal=True)
+    out_THD, normalisers_HT = _attend(query_THD, key_TGD, value_TGD, own, scale)
+    if prompts is None or readers is None:
+        return out_THD, normalisers_HT
+    part = Part(readers, prompts, longest_readers, longest_prompt, causal=False)
+    seen_RHD, seen_HR = _attend(query_THD[first:last], key_TGD[:first], value_TGD[:first], part, scale)
+    own_HR = normalisers_HT[:, first:last]
+    whole_HR = torch.logaddexp(own_HR, seen_HR)
+    of_own_RH1, of_seen_RH1 = ((each - whole_HR).exp().mT[:, :, None] for each in (own_HR, seen_HR))
+    out_THD[first:last] = (out_THD[first:last] * of_own_RH1 + seen_RHD * of_seen_RH1).to(out_THD.dtype)
+    normalisers_HT[:, first:last] = whole_HR
     return out_THD, normalisers_HT
 
 
@@ -67,29 +85,29 @@ def _packed_attention_backward(
     boundaries: Tensor,
     longest: int,
     scale: float,
+    prompts: Tensor | None,
+    readers: Tensor | None,
+    longest_prompt: int,
+    longest_readers: int,
+    first: int,
+    last: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if query_THD.is_cuda:
-        no_randomness = torch.zeros(2, dtype=torch.uint64, device=query_THD.device)
-        nothing = torch.empty(0, device=query_THD.device)
-        inputs = (grad_THD, query_THD, key_TGD, value_TGD, out_THD, normalisers_HT, boundaries, boundaries)
-        return torch.ops.aten._flash_attention_backward(
-            *(*inputs, longest, longest, 0.0, True, no_randomness, nothing), scale=scale
-        )
-    grads = torch.empty_like(query_THD), torch.empty_like(key_TGD), torch.empty_like(value_TGD)
-    heads, groups = query_THD.shape[1], key_TGD.shape[1]
-    for own in _sequences(boundaries):
-        weights_HTT = _scores(query_THD[own], key_TGD[own], scale).softmax(-1)
-        grad_HTD = grad_THD[own].transpose(0, 1).float()
-        through_HTT = grad_HTD @ _heads(value_TGD[own], heads).mT
-        inner_HTT = weights_HTT * (through_HTT - (through_HTT * weights_HTT).sum(-1, keepdim=True)) * scale
-        own_grads = (
-            inner_HTT @ _heads(key_TGD[own], heads),
-            _by_group(inner_HTT.mT @ _heads(query_THD[own], heads), groups),
-            _by_group(weights_HTT.mT @ grad_HTD, groups),
-        )
-        for whole, part_HTD in zip(grads, own_grads, strict=True):
-            whole[own] = part_HTD.transpose(0, 1).to(whole.dtype)
-    return grads
+    own = Part(boundaries, boundaries, longest, longest, causal=True)
+    tensors = (grad_THD, query_THD, key_TGD, value_TGD, out_THD, normalisers_HT)
+    query_grad, key_grad, value_grad = _attend_backward(*tensors, own, scale)
+    if prompts is None or readers is None:
+        return query_grad, key_grad, value_grad
+    part = Part(readers, prompts, longest_readers, longest_prompt, causal=False)
+    read = slice(first, last)
+    seen = _attend_backward(
+        *(grad_THD[read], query_THD[read], key_TGD[:first], value_TGD[:first], out_THD[read]),
+        *(normalisers_HT[:, read].contiguous(), part, scale),
+    )
+    for whole, place, more in zip(
+        (query_grad, key_grad, value_grad), (read, slice(first), slice(first)), seen, strict=True
+    ):
+        whole[place] += more
+    return query_grad, key_grad, value_grad
 
 
 @_packed_attention_backward.register_fake
@@ -99,31 +117,111 @@ def _(_grad: Tensor, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, *_: 
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.longest, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output)
+    query, key, value, boundaries, ctx.longest, ctx.scale, prompts, readers, *ctx.lengths = inputs
+    ctx.shares = prompts is not None
+    ctx.save_for_backward(query, key, value, *output, boundaries, *((prompts, readers) if ctx.shares else ()))
 
 
 def _backward(ctx: Any, grad_THD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, value, boundaries, out, normalisers = ctx.saved_tensors
+    saved = ctx.saved_tensors  # once: recomputed layers give them out a single time
+    *tensors, boundaries = saved[:6]
+    shared = saved[6:] if ctx.shares else (None, None)
     grads = torch.ops.grpo.packed_attention_backward(
-        *(grad_THD.contiguous(), query, key, value, out, normalisers, boundaries, ctx.longest, ctx.scale)
+        *(grad_THD.contiguous(), *tensors, boundaries, ctx.longest, ctx.scale, *shared, *ctx.lengths)
     )
-    return (*grads, None, None, None)
+    return (*grads, *(None,) * 9)
 
 
 packed_attention.register_autograd(_backward, setup_context=_keep)
 
 
-def _sequences(boundaries: Tensor) -> Iterator[slice]:
-    return (slice(start, end) for start, end in pairwise(boundaries.tolist()))
+# ---------------------------------------------------------------- one part: each of some rows of queries over its keys
 
 
-def _scores(query_THD: Tensor, key_TGD: Tensor, scale: float) -> Tensor:
-    """Causal scores in fp32."""
-    heads, tokens = query_THD.shape[1], len(query_THD)
-    scores_HTT = _heads(query_THD, heads) @ _heads(key_TGD, heads).mT * scale
-    ahead_TT = torch.ones(tokens, tokens, dtype=torch.bool, device=query_THD.device).triu(1)
-    return scores_HTT.masked_fill(ahead_TT, -torch.inf)
+@dataclass(frozen=True)
+class Part:
+    """Rows of queries and of keys, end to end, the n-th of which see the n-th of these.
+
+    Attributes:
+        queries, keys: int32, where each begins, and where the last ends.
+        causal: rows are as long as their keys, and a query sees none after it.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    longest_queries: int
+    longest_keys: int
+    causal: bool
+
+    def rows(self) -> Iterator[tuple[slice, slice]]:
+        """Of queries and keys."""
+        both = (pairwise(each.tolist()) for each in (self.queries, self.keys))
+        return ((slice(*query), slice(*key)) for query, key in zip(*both, strict=True))
+
+
+def _attend(query_THD: Tensor, key_SGD: Tensor, value_SGD: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+    """Results, and the logs of their normalisers `[H, T]`."""
+    if query_THD.is_cuda:
+        lengths = (part.queries, part.keys, part.longest_queries, part.longest_keys)
+        found = torch.ops.aten._flash_attention_forward(
+            *(query_THD, key_SGD, value_SGD, *lengths, 0.0, part.causal, False), scale=scale
+        )
+        return found[0], found[1]
+    out_THD = torch.empty_like(query_THD)
+    normalisers_HT = query_THD.new_empty(query_THD.shape[1], len(query_THD), dtype=torch.float32)
+    for own, seen in part.rows():
+        scores_HTS = _scores(query_THD[own], key_SGD[seen], scale, part.causal)
+        values_HSD = _heads(value_SGD[seen], query_THD.shape[1])
+        normalisers_HT[:, own] = torch.logsumexp(scores_HTS, -1)
+        out_THD[own] = (scores_HTS.softmax(-1) @ values_HSD).transpose(0, 1).to(out_THD.dtype)
+    return out_THD, normalisers_HT
+
+
+def _attend_backward(
+    grad_THD: Tensor,
+    query_THD: Tensor,
+    key_SGD: Tensor,
+    value_SGD: Tensor,
+    out_THD: Tensor,
+    normalisers_HT: Tensor,
+    part: Part,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value by way of this part; result and normalisers are those of all parts."""
+    if query_THD.is_cuda:
+        no_randomness = torch.zeros(2, dtype=torch.uint64, device=query_THD.device)
+        nothing = torch.empty(0, device=query_THD.device)
+        lengths = (part.queries, part.keys, part.longest_queries, part.longest_keys)
+        inputs = (grad_THD, query_THD, key_SGD, value_SGD, out_THD, normalisers_HT, *lengths)
+        return torch.ops.aten._flash_attention_backward(
+            *(*inputs, 0.0, part.causal, no_randomness, nothing), scale=scale
+        )
+    grads = torch.zeros_like(query_THD), torch.zeros_like(key_SGD), torch.zeros_like(value_SGD)
+    heads, groups = query_THD.shape[1], key_SGD.shape[1]
+    for own, seen in part.rows():
+        weights_HTS = (_scores(query_THD[own], key_SGD[seen], scale, part.causal) - normalisers_HT[:, own, None]).exp()
+        grad_HTD = grad_THD[own].transpose(0, 1).float()
+        through_HTS = grad_HTD @ _heads(value_SGD[seen], heads).mT
+        mean_HT1 = (grad_HTD * out_THD[own].transpose(0, 1).float()).sum(-1, keepdim=True)
+        inner_HTS = weights_HTS * (through_HTS - mean_HT1) * scale
+        own_grads = (
+            (own, inner_HTS @ _heads(key_SGD[seen], heads)),
+            (seen, _by_group(inner_HTS.mT @ _heads(query_THD[own], heads), groups)),
+            (seen, _by_group(weights_HTS.mT @ grad_HTD, groups)),
+        )
+        for whole, (place, part_HTD) in zip(grads, own_grads, strict=True):
+            whole[place] = part_HTD.transpose(0, 1).to(whole.dtype)
+    return grads
+
+
+def _scores(query_THD: Tensor, key_SGD: Tensor, scale: float, causal: bool) -> Tensor:
+    """In fp32."""
+    heads = query_THD.shape[1]
+    scores_HTS = _heads(query_THD, heads) @ _heads(key_SGD, heads).mT * scale
+    if not causal:
+        return scores_HTS
+    ahead_TS = torch.ones(scores_HTS.shape[1:], dtype=torch.bool, device=query_THD.device).triu(1)
+    return scores_HTS.masked_fill(ahead_TS, -torch.inf)
 
 
 def _heads(values_TGD: Tensor, heads: int) -> Tensor:
@@ -133,6 +231,9 @@ def _heads(values_TGD: Tensor, heads: int) -> Tensor:
 
 def _by_group(values_HTD: Tensor, groups: int) -> Tensor:
     return values_HTD.unflatten(0, (groups, -1)).sum(1)
+
+
+# ---------------------------------------------------------------- of a transformers model
 
 
 def attention_forward(
@@ -145,6 +246,7 @@ def attention_forward(
     scaling: float | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    shared_prompts: tuple[Any, ...] = NONE_SHARED,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """What a transformers model calls; the result is `[B, T, H, D]`."""
@@ -155,7 +257,7 @@ def attention_forward(
     scale = query_BHTD.shape[-1] ** -0.5 if scaling is None else scaling
     # Under autocast the rotary embedding leaves queries and keys in fp32.
     inputs = [each[0].transpose(0, 1).to(value_BGTD.dtype).contiguous() for each in (query_BHTD, key_BGTD, value_BGTD)]
-    out_THD, _ = packed_attention(*inputs, cu_seq_lens_q, max_length_q, scale)
+    out_THD, _ = packed_attention(*inputs, cu_seq_lens_q, max_length_q, scale, *shared_prompts)
     return out_THD[None], None
 
 
@@ -170,6 +272,7 @@ def arguments(packed: Packed) -> dict[str, Any]:
         "cu_seq_lens_k": packed.boundaries,
         "max_length_q": packed.longest,
         "max_length_k": packed.longest,
+        "shared_prompts": NONE_SHARED if packed.shared is None else tuple(vars(packed.shared).values()),
     }
 
 

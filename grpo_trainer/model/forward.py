@@ -26,7 +26,7 @@ from grpo_trainer.compute_options import Choice
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import ConfigError, TrainingError
 from grpo_trainer.logprobs import TokenScores, token_scores
-from grpo_trainer.microbatches import MicroBatch, layout
+from grpo_trainer.microbatches import MicroBatch, Packed, TrainingSequence, layout, split
 from grpo_trainer.model import attention
 from grpo_trainer.model.compiled import CompiledLayers
 from grpo_trainer.model.head import HeadPlan, head_scores
@@ -44,6 +44,7 @@ class Forward:
     Args:
         decoder, head: the parts that the fast way uses; None: the model's own logits are taken.
         packed: microbatches are to be packed.
+        shared: and prompts that several of their sequences begin with are to stand there once.
 
     Attributes:
         plan: of the head.
@@ -52,13 +53,21 @@ class Forward:
     """
 
     def __init__(
-        self, model: nn.Module, decoder: nn.Module | None, head: nn.Linear | None, plan: HeadPlan, *, packed: bool
+        self,
+        model: nn.Module,
+        decoder: nn.Module | None,
+        head: nn.Linear | None,
+        plan: HeadPlan,
+        *,
+        packed: bool,
+        shared: bool = False,
     ) -> None:
         self.model = model
         self.decoder = decoder
         self.head = head
         self.plan = plan
         self.packed = packed
+        self.shared = shared
         self.recomputed = 0
         self.compiled: CompiledLayers | None = None
 
@@ -66,6 +75,7 @@ class Forward:
         """What was decided, for benchmarks."""
         return {
             "packed": self.packed,
+            "shared_prompts": self.shared,
             "whole_logits": self.head is None,
             "compiled": self.plan.is_compiled,
             "recomputed_layers": self.recomputed,
@@ -148,13 +158,15 @@ def build_forward(model: nn.Module, config: TrainConfig) -> Forward:
     device = next(model.parameters()).device
     parts, why = _parts_of(model)
     if parts is None:
-        if config.compute.packing == "on":
-            raise ConfigError(f"--packing on: {why}; leave it out")
+        for option, asked in (("packing", config.compute.packing), ("share-prompts", config.compute.share_prompts)):
+            if asked == "on":
+                raise ConfigError(f"--{option} on: {why}; leave it out")
         return Forward(model, None, None, HeadPlan(torch.float32), packed=False)
     own = parts.head.weight.dtype
     plan = HeadPlan(pick_dtype(config.model.dtype, device) if own == torch.float32 else own)
     packed = _packs(parts, config.compute.packing, config.model.seq_len, plan.dtype, device)
-    return Forward(model, parts.decoder, parts.head, plan, packed=packed)
+    shared = _shares(parts, config.compute.share_prompts, packed)
+    return Forward(model, parts.decoder, parts.head, plan, packed=packed, shared=shared)
 
 
 def _parts_of(model: nn.Module) -> tuple[Parts | None, str]:
@@ -194,6 +206,25 @@ def _packs(parts: Parts, asked: Choice, seq_len: int, dtype: torch.dtype, device
     return False
 
 
+def _shares(parts: Parts, asked: Choice, packed: bool) -> bool:
+    """Whether prompts that several sequences begin with are to be computed once.
+
+    Raises:
+        ConfigError: it was asked for, and can't be.
+    """
+    if asked == "off" or (asked == "auto" and not packed):
+        return False
+    why = None if packed else "sequences are not packed"
+    if packed and not _lets_prompts_be_shared(parts):
+        why = f"{type(parts.whole).__name__} does not give the same with a prompt that stands there once"
+    if why is None:
+        return True
+    if asked == "on":
+        raise ConfigError(f"--share-prompts on: {why}; leave it out")
+    log.warning("each sequence has its prompt to itself: %s", why)
+    return False
+
+
 def _why_not_packed(parts: Parts, seq_len: int, dtype: torch.dtype, device: torch.device) -> str | None:
     if device.type == "cuda" and dtype not in (torch.bfloat16, torch.float16):
         return f"attention of packed sequences computes in 16 bits on a GPU, this model in {dtype}"
@@ -227,6 +258,34 @@ def _keeps_sequences_apart(parts: Parts) -> bool:
         mixed = hidden(tokens_T, position_ids=packed.positions_1T)
     error = _distance(together, alone)
     return error <= TOLERANCE[torch.float32] or error <= 0.25 * _distance(mixed, alone)
+
+
+def _lets_prompts_be_shared(parts: Parts) -> bool:
+    """Whether two sequences with one prompt come out as each does alone; as `_keeps_sequences_apart`."""
+    tokens = _probe_tokens(parts.head.weight)
+    third = len(tokens) // 3
+    prompt, *ends = tokens[:third], tokens[third : 2 * third], tokens[2 * third :]
+    wholes = [torch.cat([prompt, end]) for end in ends]
+    own = [np.arange(third, len(whole)) for whole in wholes]
+    made = [
+        TrainingSequence(whole.cpu().numpy(), places, np.ones(len(places), np.float32), None, 1.0, 1.0)
+        for whole, places in zip(wholes, own, strict=True)
+    ]
+    (microbatch,) = split(made, len(made), packed=True, shared=True)
+    microbatch = microbatch.to(tokens.device)
+    assert microbatch.packed is not None and microbatch.packed.shared is not None
+    unshared = replace(microbatch.packed, shared=None)
+
+    def hidden(tokens_1T: Tensor, packed: Packed | None) -> Tensor:
+        more = {} if packed is None else attention.arguments(packed)
+        return parts.decoder(input_ids=tokens_1T, use_cache=False, **more).last_hidden_state[0].float()
+
+    with torch.no_grad(), _evaluating(parts.whole):
+        alone = torch.cat([hidden(whole[None], None)[third - 1 : -1] for whole in wholes])
+        together = hidden(microbatch.tokens_BT, microbatch.packed)[microbatch.predictors_N]
+        without = hidden(microbatch.tokens_BT, unshared)[microbatch.predictors_N]
+    error = _distance(together, alone)
+    return error <= TOLERANCE[torch.float32] or error <= 0.25 * _distance(without, alone)
 
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float64: 1e-6}

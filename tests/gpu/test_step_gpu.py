@@ -6,6 +6,7 @@ import copy
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -13,7 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from grpo_trainer.bridge_options import LoraOnly
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.model.attention import packed_attention
+from grpo_trainer.microbatches import Packed, TrainingSequence, split
+from grpo_trainer.model.attention import NONE_SHARED, arguments, packed_attention
 from grpo_trainer.model.lora import add_adapter
 from grpo_trainer.trainer import Trainer
 from tests.unit.test_packing import settings, tiny
@@ -26,7 +28,7 @@ def test_the_kernel_is_attention_of_each_sequence_alone() -> None:
     ends = [0, 37, 300, 1000]
     boundaries = torch.tensor(ends, dtype=torch.int32, device="cuda")
     inputs = [torch.randn(1000, n, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (12, 2, 2)]
-    out, _ = packed_attention(*inputs, boundaries, 700, 128**-0.5)  # type: ignore[misc]
+    out, _ = packed_attention(*inputs, boundaries, 700, 128**-0.5, *NONE_SHARED)  # type: ignore[misc]
     factor = torch.randn_like(out)
     got = torch.autograd.grad(out, inputs, factor)
     parts = []
@@ -40,6 +42,55 @@ def test_the_kernel_is_attention_of_each_sequence_alone() -> None:
         assert (one.float() - other.float()).norm() < 0.01 * other.float().norm()
 
 
+def test_the_kernel_sees_prompts_that_stand_in_the_row_once() -> None:
+    """Against the same sequences with their prompts to themselves, in float32."""
+    random = np.random.default_rng(0)
+
+    def made(prompt: int, completion: int) -> TrainingSequence:
+        tokens = np.concatenate([np.arange(prompt), random.integers(0, 9, completion)])
+        places = np.arange(prompt, prompt + completion)
+        return TrainingSequence(tokens, places, np.ones(completion, np.float32), None, 1.0, 1.0)
+
+    (one,) = split([made(*each) for each in SHARED], 100, packed=True, shared=True)
+    one = one.to(torch.device("cuda"))
+    assert one.packed is not None and one.packed.shared is not None
+    told = arguments(one.packed)
+    torch.manual_seed(0)
+    tokens = one.tokens_BT.shape[1]
+    shapes = [(tokens, n, 128) for n in (12, 2, 2)]
+    inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    lengths = (told["cu_seq_lens_q"], told["max_length_q"])
+    out, _ = packed_attention(*inputs, *lengths, 128**-0.5, *told["shared_prompts"])  # type: ignore[misc]
+    factor = torch.randn_like(out)
+    got = torch.autograd.grad(out, inputs, factor)
+    wanted = torch.zeros(tokens, 12, 128, device="cuda")
+    for row in rows_of(one.packed):
+        own = (each[row].transpose(0, 1)[None].float() for each in inputs)
+        alone = scaled_dot_product_attention(*own, is_causal=True, enable_gqa=True)  # type: ignore[misc]
+        wanted[row] = alone[0].transpose(0, 1)
+    assert (out.float() - wanted).norm() < 0.01 * wanted.norm()
+    for part, other in zip(got, torch.autograd.grad(wanted, inputs, factor.float()), strict=True):
+        assert (part.float() - other.float()).norm() < 0.01 * other.float().norm()
+
+
+SHARED = [*((37, n) for n in (263, 1, 700)), *((300, n) for n in (64, 128)), (5, 90)]
+"""Tokens of prompt and completion; prompts of one length are the same."""
+
+
+def rows_of(packed: Packed) -> list[list[int]]:
+    """Where in the row each sequence stands, prompt and all; a prompt's own tokens are written last, by itself."""
+    shared = packed.shared
+    assert shared is not None
+    pieces = [range(*each) for each in pairwise(packed.boundaries.tolist())]
+    prompts = pieces[: len(shared.prompts) - 1]
+    readers = [range(shared.first + start, shared.first + end) for start, end in pairwise(shared.readers.tolist())]
+    rows = []
+    for piece in pieces[len(prompts) :]:
+        before = [prompt for prompt, reading in zip(prompts, readers, strict=True) if piece[0] in reading]
+        rows.append([*(before[0] if before else ()), *piece])
+    return rows
+
+
 def gradients_of(model: Any, config: TrainConfig) -> tuple[float, torch.Tensor]:
     trainer = Trainer(model, config)
     numbers = reduce(trainer.step(full_rollouts(), 0).metrics)
@@ -50,14 +101,16 @@ def gradients_of(model: Any, config: TrainConfig) -> tuple[float, torch.Tensor]:
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("compiled", ["off", "on"])
-def test_an_adapters_step_is_the_padded_one(compiled: str, checkpointing: bool) -> None:
+@pytest.mark.parametrize("shared", ["off", "on"])
+def test_an_adapters_step_is_the_padded_one(shared: str, compiled: str, checkpointing: bool) -> None:
     """In bfloat16, so to its rounding."""
     base: Any = tiny("qwen2", hidden_size=64, num_hidden_layers=3)
     base.to("cuda", torch.bfloat16).requires_grad_(False)
     model = add_adapter(base, LoraOnly(mode="lora_only", r=8), seed=0)
     fill_b(model)
     loss, gradient = gradients_of(copy.deepcopy(model), settings(packing="off"))
-    config = settings(packing="on", compile=compiled, checkpointing=checkpointing, max_tokens_per_microbatch=40)
+    more = {"checkpointing": checkpointing, "max_tokens_per_microbatch": 40, "share_prompts": shared}
+    config = settings(packing="on", compile=compiled, **more)
     other_loss, other = gradients_of(model, config)
     assert other_loss == pytest.approx(loss, abs=0.02)
     assert (other - gradient).norm() < 0.1 * gradient.norm()

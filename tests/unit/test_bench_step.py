@@ -28,6 +28,9 @@ def test_operations_by_hand() -> None:
     # frozen: 4 instead of 6; an adapter of rank 1: 2 x (4 + 4) + 2 x (4 + 2) + 3 x (4 + 6) = 58 a layer
     assert step_flops(shape, [(2, 3)], lora_r=1) == 4800 + 5 * 6 * 116 + 480 + 1440
     assert step_flops(shape, [(2, 3), (2, 3)], lora_r=0) == 2 * 9360
+    # one prompt for both: 8 tokens' layers instead of 10, and its 3 pairs of tokens once
+    shared = step_flops(shape, [(2, 3), (2, 3)], lora_r=0, readers=2)
+    assert shared == 2 * 9360 - 2 * 7200 / 5 - 3 * 1440 / 15
 
 
 def test_the_job_that_is_raced() -> None:

@@ -41,7 +41,7 @@ def test_attention_is_that_of_each_sequence_alone(heads: int, groups: int) -> No
     torch.manual_seed(0)
     inputs = [torch.randn(9, count, 8, requires_grad=True) for count in (heads, groups, groups)]
     factor = torch.randn(9, heads, 8)
-    out, normalisers = attention.packed_attention(*inputs, BOUNDARIES, 5, 0.3)  # type: ignore[misc]
+    out, normalisers = attention.packed_attention(*inputs, BOUNDARIES, 5, 0.3, *attention.NONE_SHARED)  # type: ignore[misc]
     torch.testing.assert_close(out, alone(*inputs), rtol=1e-6, atol=1e-6)
     assert normalisers[0, 3].item() == pytest.approx((0.3 * inputs[0][3, 0] @ inputs[1][3, 0]).item(), abs=1e-5)
     got = torch.autograd.grad((out * factor).sum(), inputs)
@@ -52,7 +52,7 @@ def test_attention_is_that_of_each_sequence_alone(heads: int, groups: int) -> No
 
 def test_torch_finds_nothing_wrong_with_the_operator() -> None:
     inputs = [torch.randn(9, count, 8, requires_grad=True) for count in (4, 2, 2)]
-    torch.library.opcheck(attention.packed_attention, (*inputs, BOUNDARIES, 5, 0.3))
+    torch.library.opcheck(attention.packed_attention, (*inputs, BOUNDARIES, 5, 0.3, *attention.NONE_SHARED))
 
 
 # ---------------------------------------------------------------- models
@@ -139,7 +139,7 @@ def test_a_frozen_reference_is_packed_as_the_policy_is() -> None:
 
 
 def test_there_is_no_padding() -> None:
-    trainer = Trainer(tiny("qwen2"), settings(packing="on"))
+    trainer = Trainer(tiny("qwen2"), settings(packing="on", share_prompts="off"))
     made = trainer.ready(full_rollouts())
     assert sum(m.tokens_BT.numel() for m in made.microbatches) == sum(len(s.tokens_T) for s in made.prepared.sequences)
     padded = ready(full_rollouts(), trainer.config)

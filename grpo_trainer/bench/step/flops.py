@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from grpo_trainer.bench.sync.shapes import Shape
 
 
-def step_flops(shape: Shape, lengths: Iterable[tuple[int, int]], lora_r: int) -> float:
+def step_flops(shape: Shape, lengths: Iterable[tuple[int, int]], lora_r: int, *, readers: int = 1) -> float:
     """A product with a matrix of n elements is 2n operations a token forward; as many backward for the gradient of its
     input, and as many for its own unless it is frozen.
 
@@ -18,6 +18,7 @@ def step_flops(shape: Shape, lengths: Iterable[tuple[int, int]], lora_r: int) ->
 
     Args:
         lengths: tokens of each sequence's prompt and completion.
+        readers: sequences that have one prompt, computed once for all of them.
     """
     kv = shape.kv_heads * shape.head_dim
     layer = 2 * shape.hidden * shape.hidden + 2 * shape.hidden * kv + 3 * shape.hidden * shape.intermediate
@@ -25,8 +26,8 @@ def step_flops(shape: Shape, lengths: Iterable[tuple[int, int]], lora_r: int) ->
     adapter = shape.adapter_parameters(lora_r) if lora_r else 0
     total = 0.0
     for prompt, completion in lengths:
-        tokens = prompt + completion
-        pairs = tokens * (tokens + 1) / 2
+        tokens = prompt / readers + completion
+        pairs = prompt * (prompt + 1) / 2 / readers + completion * (prompt + (completion + 1) / 2)
         total += tokens * (factor * layer * shape.layers + 6 * adapter)
         total += completion * factor * shape.hidden * shape.vocab
         total += 3 * 4 * pairs * shape.hidden * shape.layers

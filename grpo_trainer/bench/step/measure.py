@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from grpo_trainer.bench.step.flops import step_flops
 from grpo_trainer.bench.step.options import StepOptions
-from grpo_trainer.bench.step.rollouts import synthetic_batch
+from grpo_trainer.bench.step.rollouts import GROUP, synthetic_batch
 from grpo_trainer.bench.sync.random_model import model_config
 from grpo_trainer.bench.sync.shapes import SHAPES, Shape
 from grpo_trainer.bridge_options import LoraOnly
@@ -140,6 +140,8 @@ def _measure(options: StepOptions, device: torch.device, world: World) -> StepFi
     done = [_one_step(trainer, batch, number, device) for number, batch in enumerate(batches)][options.warmup :]
     measured = [lengths_of(batch) for batch in batches[options.warmup :]]
     on_gpu = device.type == "cuda"
+    readers = GROUP if trainer.forward.shared else 1
+    flops = [step_flops(shape, lengths, options.model.lora_r, readers=readers) for lengths in measured]
     return StepFigures(
         seconds=tuple(seconds for seconds, _ in done),
         losses=tuple(row["train/loss"] for _, row in done),
@@ -148,7 +150,7 @@ def _measure(options: StepOptions, device: torch.device, world: World) -> StepFi
         peak_reserved=torch.cuda.max_memory_reserved() if on_gpu else None,
         tokens=statistics.mean(sum(map(sum, lengths)) for lengths in measured),
         completion_tokens=statistics.mean(sum(last for _, last in lengths) for lengths in measured),
-        flops=statistics.mean(step_flops(shape, lengths, options.model.lora_r) for lengths in measured),
+        flops=statistics.mean(flops),
         phases=_phases(trainer, batches[-1], len(batches), device),
         facts={
             "processes": world.size,
