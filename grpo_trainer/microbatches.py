@@ -308,39 +308,47 @@ def _sharing(sequences: Sequence[TrainingSequence], kin: Sequence[Sequence[int]]
     alone = [index for index in range(len(sequences)) if index not in related]
     prompts = [sequences[family[0]].prompt_len for family in kin]
     pieces = [sequences[family[0]].tokens_T[:length] for family, length in zip(kin, prompts, strict=True)]
-    offsets = [0] * len(kin)  # of each piece's first token in its sequence
-    readers: list[int] = []
-    at = sum(prompts)
+    order = [
+        (index, prompt, end)
+        for family, prompt, end in zip(kin, prompts, np.cumsum(prompts), strict=True)
+        for index in family
+    ]
+    order += [(index, 0, 0) for index in alone]
     targets: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * len(sequences)
     predictors = list(targets)
-    ends = np.cumsum(prompts)
-    for family, skipped, end in zip(kin, prompts, ends, strict=True):
-        began = at
-        for index in family:
-            own = sequences[index]
-            pieces.append(own.tokens_T[skipped:])
-            offsets.append(skipped)
-            targets[index] = at + own.positions - skipped
-            predictors[index] = np.where(own.positions == skipped, end - 1, targets[index] - 1)
-            at += len(pieces[-1])
-        readers.append(at - began)
-    last = at
-    for index in alone:
-        pieces.append(sequences[index].tokens_T)
-        offsets.append(0)
-        targets[index] = at + sequences[index].positions
-        predictors[index] = targets[index] - 1
+    at = sum(prompts)
+    for index, skipped, end in order:
+        places = sequences[index].positions
+        pieces.append(sequences[index].tokens_T[skipped:])
+        targets[index] = at + places - skipped
+        predictors[index] = np.where(places == skipped, end - 1, targets[index] - 1)
         at += len(pieces[-1])
-    row = layout([len(piece) for piece in pieces], offsets)
+    lengths = [[len(sequences[index].tokens_T) for index in own] for own in (*kin, alone)]
+    row = sharing_layout(list(zip(prompts, lengths[:-1], strict=True)), lengths[-1])
+    return _Places(np.concatenate(pieces)[None], row, targets, predictors)
+
+
+def sharing_layout(kin: Sequence[tuple[int, Sequence[int]]], alone: Sequence[int]) -> Packed:
+    """Prompts, what follows each, and sequences that share nothing, end to end.
+
+    Args:
+        kin: of each prompt its tokens, and those of the sequences that begin with it.
+        alone: tokens of the other sequences.
+    """
+    prompts = [prompt for prompt, _ in kin]
+    followers = [[length - prompt for length in lengths] for prompt, lengths in kin]
+    readers = [sum(own) for own in followers]
+    pieces = [*prompts, *(length for own in followers for length in own), *alone]
+    offsets = [0] * len(kin) + [prompt for prompt, lengths in kin for _ in lengths] + [0] * len(alone)
     shared = SharedPrompts(
         prompts=_boundaries(prompts),
         readers=_boundaries(readers),
         longest_prompt=max(prompts),
         longest_readers=max(readers),
-        first=int(ends[-1]),
-        last=last,
+        first=sum(prompts),
+        last=sum(prompts) + sum(readers),
     )
-    return _Places(np.concatenate(pieces)[None], replace(row, shared=shared), targets, predictors)
+    return replace(layout(pieces, offsets), shared=shared)
 
 
 def layout(lengths: Sequence[int], offsets: Sequence[int] | None = None) -> Packed:

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_trainer.config import OptimizerConfig, TrainConfig
-from grpo_trainer.microbatches import layout
+from grpo_trainer.microbatches import layout, sharing_layout
 from grpo_trainer.model import attention
 from grpo_trainer.model.activations import measure, recompute
 from grpo_trainer.model.compiled import compile_layers
@@ -57,7 +57,7 @@ def decoder_list(forward: Forward) -> nn.ModuleList | None:
 
 
 def _runner(forward: Forward) -> Callable[[int], Tensor]:
-    """Forward passes over so many tokens: two sequences, as microbatches have several."""
+    """Forward passes over so many tokens, a multiple of 4: two sequences, as microbatches have several."""
 
     def run(tokens: int) -> Tensor:
         assert forward.decoder is not None and forward.head is not None
@@ -67,8 +67,9 @@ def _runner(forward: Forward) -> Callable[[int], Tensor]:
         halves = torch.arange(tokens, device=device).remainder(len(forward.head.weight)).view(2, -1)
         if not forward.packed:
             return forward.decoder(input_ids=halves, use_cache=False).last_hidden_state
-        packed = layout([tokens // 2, tokens // 2]).to(device)
-        arguments = attention.arguments(packed)
+        half, quarter = tokens // 2, tokens // 4
+        packed = sharing_layout([(half, [half + quarter] * 2)], []) if forward.shared else layout([half, half])
+        arguments = attention.arguments(packed.to(device))
         return forward.decoder(input_ids=halves.view(1, -1), use_cache=False, **arguments).last_hidden_state
 
     return run
