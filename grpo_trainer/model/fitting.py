@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -16,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from grpo_trainer.config import OptimizerConfig, TrainConfig
 from grpo_trainer.microbatches import layout, sharing_layout
 from grpo_trainer.model import attention
-from grpo_trainer.model.activations import measure, recompute
+from grpo_trainer.model.activations import MEASURED, measure, recompute
 from grpo_trainer.model.compiled import compile_layers
 from grpo_trainer.model.forward import Forward
 from grpo_trainer.model.lora_linear import use_few_kernels
@@ -105,9 +106,9 @@ def _set_recomputed(
         recompute(layers, count, offload=offload, random=random)
         forward.recomputed = count
         return
-    hidden_bytes = forward.head.weight.shape[1] * forward.plan.dtype.itemsize
+    inputs = input_bytes(layers, run)
     with forward.learning():
-        memory = measure(forward.model, len(layers), hidden_bytes, run)
+        memory = measure(forward.model, len(layers), inputs, run)
     torch.cuda.empty_cache()
     free = free_bytes(device)
     if config.compute.trainer_memory_gb is not None:
@@ -171,10 +172,26 @@ def head_bytes(forward: Forward, tokens: int) -> float:
     """What the head takes beside the layers: chunks of logits, and gradients of its weights as they are computed."""
     assert forward.head is not None
     weight = forward.head.weight
-    # Logits and their gradient; without a compiler also what lies between them, in fp32.
-    element = 2 * forward.plan.dtype.itemsize if forward.plan.is_compiled else 3 * 4
-    chunks = min(tokens, forward.plan.rows(len(weight))) * len(weight) * element
-    return chunks + (weight.numel() * forward.plan.dtype.itemsize if weight.requires_grad else 0)
+    chunks = min(tokens, forward.plan.rows(len(weight))) * len(weight) * forward.plan.logit_bytes
+    computes = forward.plan.dtype
+    of_weight = computes.itemsize if weight.requires_grad else 0
+    if weight.dtype != computes:  # a copy, and the gradient in its own dtype
+        of_weight += computes.itemsize + (weight.itemsize if weight.requires_grad else 0)
+    return chunks + of_weight * weight.numel()
+
+
+def input_bytes(layers: nn.ModuleList, run: Callable[[int], Tensor]) -> int:
+    """Of a layer's input, for each token: with fp32 weights it is fp32 whatever the layer computes in."""
+    found: list[Tensor] = []
+
+    def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append(args[0] if args else kwargs["hidden_states"])
+
+    hook = layers[0].register_forward_pre_hook(look, with_kwargs=True)
+    with torch.no_grad():
+        run(MEASURED[0])
+    hook.remove()
+    return found[0].shape[-1] * found[0].itemsize
 
 
 def _draws_random_numbers(model: nn.Module) -> bool:

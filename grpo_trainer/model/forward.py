@@ -88,7 +88,8 @@ class Forward:
 
     def use_spare_memory(self, nbytes: float) -> None:
         """Let the head have it: logits of a microbatch are kept for the backward pass if that is enough."""
-        chunks = LARGE_CHUNKS if self.plan.is_compiled and nbytes > 8 * LARGE_CHUNKS else self.plan.chunk_bytes
+        grows = self.plan.is_compiled and not self.plan.distills and nbytes > 8 * LARGE_CHUNKS
+        chunks = LARGE_CHUNKS if grows else self.plan.chunk_bytes
         self.plan = replace(self.plan, kept_bytes=max(0, int(0.8 * nbytes - 4 * chunks)), chunk_bytes=chunks)
 
     def scores(self, microbatch: MicroBatch, *, entropy_gradient: bool = False) -> TokenScores:
@@ -163,7 +164,8 @@ def build_forward(model: nn.Module, config: TrainConfig) -> Forward:
                 raise ConfigError(f"--{option} on: {why}; leave it out")
         return Forward(model, None, None, HeadPlan(torch.float32), packed=False)
     own = parts.head.weight.dtype
-    plan = HeadPlan(pick_dtype(config.model.dtype, device) if own == torch.float32 else own)
+    dtype = pick_dtype(config.model.dtype, device) if own == torch.float32 else own
+    plan = HeadPlan(dtype, distills=config.loss.distill_coef > 0)
     packed = _packs(parts, config.compute.packing, config.model.seq_len, plan.dtype, device)
     shared = _shares(parts, config.compute.share_prompts, packed)
     return Forward(model, parts.decoder, parts.head, plan, packed=packed, shared=shared)

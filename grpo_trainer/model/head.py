@@ -69,12 +69,14 @@ class HeadPlan:
 
     Attributes:
         dtype: of the matrix products.
+        distills: some tokens have a teacher, whose tokens' logprobs take more memory and are not compiled.
         chunk_bytes: of a chunk's logits.
         kept_bytes: logits of all rows are kept for the backward pass if they take no more than this.
         statistics, residual: the functions of this module, or compiled ones: those need no memory in between.
     """
 
     dtype: torch.dtype
+    distills: bool = False
     chunk_bytes: int = 1 << 26
     kept_bytes: int = 0
     statistics: Statistics = statistics
@@ -84,7 +86,7 @@ class HeadPlan:
         """With both functions compiled, and chunks that suit them."""
         return replace(
             self,
-            chunk_bytes=1 << 28,
+            chunk_bytes=self.chunk_bytes if self.distills else 1 << 28,
             statistics=_compiled(statistics),
             residual=_compiled(residual),
         )
@@ -92,6 +94,14 @@ class HeadPlan:
     @property
     def is_compiled(self) -> bool:
         return self.residual is not residual
+
+    @property
+    def logit_bytes(self) -> int:
+        """Of all that there is at one time of a chunk's logit: itself, its gradient, and what lies between them, as
+        measured for 16 bits (in `tests/unit/test_head.py`)."""
+        if self.distills:
+            return self.dtype.itemsize + 29
+        return 2 * self.dtype.itemsize if self.is_compiled else self.dtype.itemsize + 25
 
     def rows(self, vocab: int) -> int:
         """Of a chunk: a multiple of 128, which matrix products like."""

@@ -174,7 +174,8 @@ class LandingOptimizer(TwoPartOptimizer):
                     state["master"] = parameter.detach().float().clone()
             state["step"] += 1
             size = parameter.numel()
-            if not self.elementwise or size > PIECE // 2 or size % self.block:
+            whole_blocks = math.prod(parameter.shape[-2:]) % self.block == 0  # a stack's matrices have their own
+            if not (self.elementwise and whole_blocks and size <= PIECE // 2):
                 yield Part(group, [parameter], [gradient], [state])
                 continue
             key = (id(group), state["step"], parameter.dtype, gradient.dtype, parameter.device)

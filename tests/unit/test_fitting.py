@@ -67,6 +67,16 @@ def test_a_models_layers_keep_what_their_shapes_say() -> None:
     assert 0.7 * 2432 < found.token_bytes < 1.5 * 2432
 
 
+def test_inputs_of_layers_are_as_wide_as_they_are() -> None:
+    """Embeddings of fp32 weights are fp32, in whatever the layers compute."""
+    for dtype, nbytes in ((torch.float32, 4), (torch.bfloat16, 2)):
+        model = tiny_qwen().to(dtype)
+        forward = build_forward(model, settings(packing="on"))
+        layers = fitting.decoder_list(forward)
+        assert layers is not None
+        assert fitting.input_bytes(layers, fitting._runner(forward)) == nbytes * forward.head.weight.shape[1]  # type: ignore[union-attr]
+
+
 # ---------------------------------------------------------------- what follows from it
 
 

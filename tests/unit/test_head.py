@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
 
+from grpo_trainer.model import head
 from grpo_trainer.model.head import HeadPlan, head_scores
 
 N, H, V, K = 300, 8, 37, 3
@@ -135,3 +140,43 @@ def test_rows_of_a_chunk(vocab: int, rows: int) -> None:
     # 2^28 bytes of 2 bytes each: 134,217,728 / 152,064 = 882 rows, of which 6 * 128 = 768 are taken
     plan = HeadPlan(torch.bfloat16, chunk_bytes=1 << 28)
     assert plan.rows(vocab) == rows
+
+
+# ---------------------------------------------------------------- memory
+
+
+def peak_bytes(run: Callable[[], Any]) -> int:
+    """Most that it allocated at one time, by the allocator's own word."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    kineto = profiler.profiler
+    assert kineto is not None and kineto.kineto_results is not None
+    moves: list[Any] = [event for event in kineto.kineto_results.events() if event.name() == "[memory]"]
+    held = most = 0
+    for move in sorted(moves, key=lambda event: event.start_ns()):
+        held += move.nbytes()
+        most = max(most, held)
+    return most
+
+
+@pytest.mark.parametrize("distills", [False, True])
+def test_the_plan_knows_what_a_chunk_takes(distills: bool) -> None:
+    rows, vocab = 64, 20_000
+    logits = (3 * torch.randn(rows, vocab)).bfloat16()
+    targets, ones, zeros = torch.randint(vocab, (rows,)), torch.ones(rows), torch.zeros(rows)
+    _, entropy, normaliser = head.statistics(logits, targets, ones)
+    own = (logits, targets, ones, normaliser, entropy, ones, zeros)
+    others = torch.randint(vocab, (rows, 4)), torch.ones(rows, 4)
+    took = peak_bytes(
+        lambda: head._residual_with_others(*own, *others) if distills else head.residual(*own)  # logits are there
+    )
+    planned = head.HeadPlan(torch.bfloat16, distills=distills).logit_bytes
+    assert 0.9 * planned < took / (rows * vocab) + 2 <= planned + 0.1
+    assert peak_bytes(lambda: head.statistics(logits, targets, ones)) / (rows * vocab) + 2 <= planned
+
+
+def test_chunks_stay_small_where_little_is_compiled() -> None:
+    assert (
+        head.HeadPlan(torch.bfloat16, distills=True).compiled().chunk_bytes == head.HeadPlan(torch.bfloat16).chunk_bytes
+    )
+    assert head.HeadPlan(torch.bfloat16).compiled().logit_bytes == 4
