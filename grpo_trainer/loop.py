@@ -42,15 +42,16 @@ def train(config: TrainConfig) -> None:
     Raises:
         GrpoError: whatever the user can mend. A signal saves a checkpoint first.
     """
+    refuse_to_mix_runs(config.log_dir, config.checkpoints.resume, "--log-dir")  # before anybody waits for the others
     world = join_others(config)
     seed_generators(config.model.seed)
     if not world.leads:
         follow(config, world)
         return
     with StopSignal() as stop, world:
-        refuse_to_mix_runs(config.log_dir, config.checkpoints.resume, "--log-dir")
-        policy = build_policy(config, stop.check, world)
-        trainer = Trainer(policy.model, config, stop.check, world=world)
+        with world.working():
+            policy = build_policy(config, stop.check, world)
+            trainer = Trainer(policy.model, config, stop.check, world=world)
         checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms, trainer.shards)
         progress = checkpoints.resume(_say)
         if checkpoints.safe_path is not None:

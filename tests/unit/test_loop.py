@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from grpo_trainer import loop
+from grpo_trainer.bench.step import measure
+from grpo_trainer.bench.step.options import StepOptions
 from grpo_trainer.bridge_options import LoraOnly
 from grpo_trainer.checkpoint import Progress
 from grpo_trainer.config import ModelConfig, TrainConfig
-from grpo_trainer.errors import HungError, StoppedError
+from grpo_trainer.distributed import Order, World
+from grpo_trainer.errors import ConfigError, HungError, StoppedError
+from grpo_trainer.files import METRICS_FILE
 from grpo_trainer.loop import run_steps
+from grpo_trainer.options import build
 from grpo_trainer.rollouts.feed import FedBatch
 from grpo_trainer.rollouts.types import Leased
 from grpo_trainer.trainer import StepResult
@@ -170,3 +176,41 @@ def test_an_adapter_is_not_sent_again_under_a_name_that_was_used(monkeypatch: py
     names = [swap.publish(version).name for version in (0, 0, 1, 1, 1, 2)]
     assert names == [f"policy-v{version}" for version in (0, 0, 1, 1, 1, 2)]
     assert sent == [0, 1, 2]
+
+
+class Leader(World):
+    """Rank 0 of two, whose orders nobody hears."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 2)
+        self.given: list[Order] = []
+
+    def give(self, orders: Sequence[Order]) -> None:
+        self.given += orders
+
+
+def out_of_memory(*_: Any) -> None:
+    raise MemoryError("no room for the model")
+
+
+def test_a_first_process_that_fails_in_building_leaves_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others may be within what takes all processes, where they hear no order."""
+    world = Leader()
+    monkeypatch.setattr(loop, "join_others", lambda _: world)
+    monkeypatch.setattr(loop, "build_policy", out_of_memory)
+    with pytest.raises(MemoryError):
+        loop.train(build(TrainConfig, {"model": "x", "log_dir": str(tmp_path)}))
+    monkeypatch.setattr(measure, "join", lambda *_, **__: world)
+    monkeypatch.setattr(measure, "build_trainer", out_of_memory)
+    with pytest.raises(MemoryError):
+        measure.measure(StepOptions())
+    assert not world.given
+
+
+def test_a_folder_that_holds_a_run_is_refused_before_the_others_are_met(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / METRICS_FILE).touch()
+    monkeypatch.setattr(loop, "join_others", lambda _: pytest.fail("it has met them"))
+    with pytest.raises(ConfigError, match=r"--log-dir .*: holds a run already"):
+        loop.train(build(TrainConfig, {"model": "x", "log_dir": str(tmp_path)}))

@@ -18,8 +18,9 @@ from grpo_trainer.bench.step.rollouts import GROUP, synthetic_batch
 from grpo_trainer.bench.sync.random_model import model_config
 from grpo_trainer.bench.sync.shapes import SHAPES, Shape
 from grpo_trainer.bridge_options import LoraOnly
-from grpo_trainer.config import DistributedConfig, TrainConfig
+from grpo_trainer.config import TrainConfig
 from grpo_trainer.distributed import World, join
+from grpo_trainer.distributed_options import DistributedConfig
 from grpo_trainer.follower import obey
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.attach import build_without_weights
@@ -130,7 +131,8 @@ def measure(options: StepOptions) -> StepFigures | None:
 def _measure(options: StepOptions, device: torch.device, world: World) -> StepFigures:
     shape = SHAPES[options.model.shape]
     started = time.perf_counter()
-    trainer = build_trainer(options, device, world)
+    with world.working():
+        trainer = build_trainer(options, device, world)
     log.info("model and trainer are there after %.1f s", time.perf_counter() - started)
     if device.type == "cuda":
         torch.cuda.empty_cache()
