@@ -21,6 +21,7 @@ from grpo_trainer.bridge_options import (
     SharedVllm,
 )
 from grpo_trainer.compute_options import ComputeConfig
+from grpo_trainer.distributed_options import DistributedConfig
 from grpo_trainer.loss_config import LossConfig
 from grpo_trainer.model.adapter_file import AdapterFile, read_adapter
 from grpo_trainer.options import Section, leaves, option, shown
@@ -177,25 +178,6 @@ class CheckpointConfig(Section):
     )
     background_writes: bool = option(
         True, help="Copy a checkpoint into main memory, where there is room, and write it while training goes on."
-    )
-
-
-class DistributedConfig(Section):
-    """Several trainer processes."""
-
-    trainer_rank: int | None = option(
-        None, help="This process's number, from 0 (default: RANK, as torchrun sets it).", ge=0
-    )
-    world_size: int | None = option(
-        None, help="Trainer processes, one a GPU, each with a share of every batch (default: WORLD_SIZE, or 1).", ge=1
-    )
-    sharding: Literal["auto", "none", "full"] = option(
-        "auto",
-        help="What each process holds of weights, gradients and optimizer states: none: all; full: a part of each "
-        "(FSDP2); auto: a part where all weights are trained.",
-    )
-    init_method: str | None = option(
-        None, help="Where they meet, e.g. tcp://127.0.0.1:29500 (default: MASTER_ADDR and MASTER_PORT)."
     )
 
 

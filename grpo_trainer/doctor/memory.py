@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from grpo_trainer.bridge_options import AllWeightsOptions, LoraOnly, LoraOptions, SharedVllm
 from grpo_trainer.config import TrainConfig
+from grpo_trainer.distributed_options import wants_parts, why_whole
 from grpo_trainer.doctor.model_shape import ModelShape
 
 GB = 1e9
@@ -27,7 +28,7 @@ BUCKET = 256 << 20
 """Bytes of the buffer in which several trainers add up gradients (`distributed.BUCKET_BYTES`)."""
 NEARLY_FULL = 0.93
 """Of a device's memory."""
-SPARE = 0.06
+SPARE = 0.04
 """Of the free memory, what `model.fitting` leaves to the allocator's gaps."""
 NF4_BYTES = 0.52
 STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 8 / 256, "adafactor": 0.01}
@@ -122,13 +123,13 @@ def plan_memory(
     Args:
         config: the trainer's options; its `--device cuda:N` says which GPU is the trainer's.
         server: the inference server, which `--weight-bridge-mode` may make share its weights.
-        trainers: processes, each with all weights, on the first devices.
+        trainers: processes, on the first devices; each with all weights, or a part where they are cut.
     """
     rows, kv_tokens = _server_rows(config, model, server, devices)
     recomputed = 0
     for device in range(trainers) if trainers > 1 else [_own_device(config, devices)]:
         taken = sum(row.nbytes for row in rows if row.device == device)
-        count, parts = _trainer_parts(config, model, devices, devices.total - taken, together=trainers > 1)
+        count, parts = _trainer_parts(config, model, devices, devices.total - taken, trainers)
         recomputed = max(recomputed, count)
         rows = [*rows, *(MemoryRow(device, "trainer", what, int(size)) for what, size in parts.items() if size >= 1)]
     return MemoryPlan(
@@ -187,17 +188,18 @@ def _adapter_slots(config: TrainConfig, model: ModelShape) -> int:
 
 
 def _trainer_parts(
-    config: TrainConfig, model: ModelShape, devices: Devices, free: int, *, together: bool
+    config: TrainConfig, model: ModelShape, devices: Devices, free: int, trainers: int
 ) -> tuple[int, dict[str, float]]:
     """The layers that one trainer recomputes, and what it holds, in bytes.
 
     Args:
         free: of its device's memory.
-        together: there are several, who add up their gradients in a buffer.
     """
     on_gpu = devices.kind == "cuda"
     parts = dict(_held(config, model, on_gpu=on_gpu))
-    if together:
+    if trainers > 1 and wants_parts(config) and why_whole(config) is None:
+        parts = _cut(parts, model, item_bytes(config, on_gpu=on_gpu), trainers)
+    elif trainers > 1:  # who add up their gradients in a buffer
         parts["gradients, on their way"] = float(BUCKET)
     activations = Activations.of(config, model, on_gpu=on_gpu)
     count = activations.recomputed(config, (1 - SPARE) * (free - sum(parts.values())), on_gpu=on_gpu)
@@ -227,6 +229,15 @@ def _held(config: TrainConfig, model: ModelShape, *, on_gpu: bool) -> list[tuple
         ("head", head_bytes(model, largest_pass(config), item)),
         ("process", float(CONTEXT if on_gpu else CPU_PROCESS)),
     ]
+
+
+def _cut(held: dict[str, float], model: ModelShape, item: int, trainers: int) -> dict[str, float]:
+    """What each of several trainers holds of weights that are cut, as `model.fitting.gathered_bytes` counts it: parts,
+    and whole what is in no layer, two layers, and one's gradient in fp32."""
+    whole = {"weights", "gradients", "optimizer states"}
+    parts = {what: size / trainers if what in whole else size for what, size in held.items() if what != "weights, cast"}
+    together = model.layer_parameters * (3 * item + 4) + (model.embedding_parameters + model.hidden) * item
+    return {**parts, "weights, brought together": float(together)}
 
 
 def item_bytes(config: TrainConfig, *, on_gpu: bool) -> int:

@@ -26,9 +26,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from grpo_trainer.bridge_options import CheckpointRestart
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.distributed import World
+from grpo_trainer.distributed_options import wants_parts, why_whole
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.model.export import own_rows, stored_tensors
 
@@ -41,27 +41,14 @@ def is_cut(world: World, config: TrainConfig) -> bool:
     Raises:
         ConfigError: they are to be, and can't be.
     """
-    wanted = config.distributed.sharding
-    all_weights = isinstance(config.bridge, CheckpointRestart)
-    if world.alone or not (wanted == "full" or (wanted == "auto" and all_weights)):
+    if world.alone or not wants_parts(config):
         return False
-    if why := _why_whole(config, all_weights):
-        if wanted == "full":
+    if why := why_whole(config):
+        if config.distributed.sharding == "full":
             raise ConfigError(f"--sharding full: {why}; or use --sharding none")
         log.warning("weights, gradients and optimizer states are whole on each GPU: --sharding full %s", why)
         return False
     return True
-
-
-def _why_whole(config: TrainConfig, all_weights: bool) -> str | None:
-    """What speaks against cutting, if anything does."""
-    if not all_weights:
-        return f"belongs to --weight-bridge-mode none, but the mode is {config.bridge.mode}"
-    if config.optimizer.optimizer == "adafactor":
-        return "cuts rows and columns, over which adafactor takes its means; use --optimizer adamw or adamw_8bit"
-    if config.loss.needs_reference:
-        return "can't hold a reference (--kl-beta, --log-kl)"
-    return None
 
 
 def cut(model: PreTrainedModel, world: World, device: torch.device, dtype: torch.dtype) -> None:

@@ -178,8 +178,23 @@ def test_the_servers_share() -> None:
     assert {row.device for row in own.rows if row.owner == "trainer"} == {1}
 
 
+def test_weights_that_are_cut_are_held_in_parts() -> None:
+    """All weights, as `--sharding auto` has it: a quarter each, and what comes together to compute."""
+    whole, cut = (
+        {r.what: r.nbytes for r in plan_memory(trainer(), SEVEN_B, Server(0.3, 10), replace(H200, count=4), n).rows
+         if (r.device, r.owner) == (0, "trainer")}
+        for n in (1, 4)
+    )  # fmt: skip
+    for what in ("weights", "gradients", "optimizer states"):
+        assert cut[what] == whole[what] // 4
+    assert "weights, cast" in whole and "weights, cast" not in cut and "gradients, on their way" not in cut
+    assert cut["weights, brought together"] == 10 * SEVEN_B.layer_parameters + 2 * (
+        SEVEN_B.embedding_parameters + SEVEN_B.hidden
+    )
+
+
 def test_several_trainers_hold_the_same_each() -> None:
-    plan = plan_memory(trainer(), HALF_B, Server(0.3, 10), replace(H200, count=4), 4)
+    plan = plan_memory(trainer(sharding="none"), HALF_B, Server(0.3, 10), replace(H200, count=4), 4)
     held = [{r.what: r.nbytes for r in plan.rows if (r.device, r.owner) == (at, "trainer")} for at in range(4)]
     assert held[0] == held[3] and held[0]["weights"] == 4 * HALF_B.parameters
     assert held[0]["gradients, on their way"] == BUCKET == BUCKET_BYTES

@@ -1,0 +1,47 @@
+"""Options of a trainer of several processes, and what each of them then holds. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from grpo_trainer.bridge_options import CheckpointRestart
+from grpo_trainer.options import Section, option
+
+if TYPE_CHECKING:
+    from grpo_trainer.config import TrainConfig
+
+
+class DistributedConfig(Section):
+    """Several trainer processes."""
+
+    trainer_rank: int | None = option(
+        None, help="This process's number, from 0 (default: RANK, as torchrun sets it).", ge=0
+    )
+    world_size: int | None = option(
+        None, help="Trainer processes, one a GPU, each with a share of every batch (default: WORLD_SIZE, or 1).", ge=1
+    )
+    sharding: Literal["auto", "none", "full"] = option(
+        "auto",
+        help="What each process holds of weights, gradients and optimizer states: none: all; full: a part of each "
+        "(FSDP2); auto: a part where all weights are trained.",
+    )
+    init_method: str | None = option(
+        None, help="Where they meet, e.g. tcp://127.0.0.1:29500 (default: MASTER_ADDR and MASTER_PORT)."
+    )
+
+
+def wants_parts(config: TrainConfig) -> bool:
+    """Whether each of several processes is to hold a part of the weights, if that can be (`why_whole`)."""
+    asked = config.distributed.sharding
+    return asked == "full" or (asked == "auto" and isinstance(config.bridge, CheckpointRestart))
+
+
+def why_whole(config: TrainConfig) -> str | None:
+    """What speaks against cutting the weights over the processes, if anything does."""
+    if not isinstance(config.bridge, CheckpointRestart):
+        return f"belongs to --weight-bridge-mode none, but the mode is {config.bridge.mode}"
+    if config.optimizer.optimizer == "adafactor":
+        return "cuts rows and columns, over which adafactor takes its means; use --optimizer adamw or adamw_8bit"
+    if config.loss.needs_reference:
+        return "can't hold a reference (--kl-beta, --log-kl)"
+    return None
