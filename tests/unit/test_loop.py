@@ -195,16 +195,16 @@ def out_of_memory(*_: Any) -> None:
 
 def test_a_first_process_that_fails_in_building_leaves_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others may be within what takes all processes, where they hear no order."""
-    world = Leader()
-    monkeypatch.setattr(loop, "join_others", lambda _: world)
+    leader, measuring = Leader(), Leader()
+    monkeypatch.setattr(loop, "join_others", lambda _: leader)
     monkeypatch.setattr(loop, "build_policy", out_of_memory)
     with pytest.raises(MemoryError):
         loop.train(build(TrainConfig, {"model": "x", "log_dir": str(tmp_path)}))
-    monkeypatch.setattr(measure, "join", lambda *_, **__: world)
+    monkeypatch.setattr(measure, "join", lambda *_, **__: measuring)
     monkeypatch.setattr(measure, "build_trainer", out_of_memory)
     with pytest.raises(MemoryError):
         measure.measure(StepOptions())
-    assert not world.given
+    assert not leader.given and not measuring.given
 
 
 def test_a_folder_that_holds_a_run_is_refused_before_the_others_are_met(
