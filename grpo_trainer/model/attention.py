@@ -162,7 +162,8 @@ class Part:
 def _attend(query_THD: Tensor, key_SGD: Tensor, value_SGD: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
     """Results, and the logs of their normalisers `[H, T]`."""
     if query_THD.is_cuda:
-        lengths = (part.queries, part.keys, part.longest_queries, part.longest_keys)
+        # For rows of one query each there is a form of its own, whose normalisers lie elsewhere.
+        lengths = (part.queries, part.keys, max(2, part.longest_queries), part.longest_keys)
         found = torch.ops.aten._flash_attention_forward(
             *(query_THD, key_SGD, value_SGD, *lengths, 0.0, part.causal, False), scale=scale
         )
