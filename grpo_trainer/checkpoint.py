@@ -120,9 +120,9 @@ class Checkpoints:
             OSError: this one or the one before could not be written.
         """
         self._writer.wait()
-        if not final and self.safe_path is not None and self._is_safe(progress):
-            return self.safe_path  # a whole checkpoint is not touched again
         path = self._config.save_path / self._policy.final_name if final else self._path(progress)
+        if self.safe_path is not None and self._is_safe(progress) and (not final or self.safe_path == path):
+            return self.safe_path  # a whole checkpoint is not touched again
         self._write(path, progress, self._tree())
         return path
 
@@ -173,8 +173,8 @@ class Checkpoints:
 
     @contextmanager
     def _with_weights(self, version: int, path: Path, weights: Mapping[str, Tensor]) -> Iterator[Path]:
-        """A folder with the weights in it, to be added to."""
-        if self._weights == (version, path):  # written for the server
+        """A folder with the weights in it, to be added to. One that is sealed is replaced, and never written into."""
+        if self._weights == (version, path) and not (path / STATE_FILE).exists():  # written for the server
             yield path
         else:
             with whole_folder(path) as folder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import random
@@ -229,6 +230,35 @@ def test_a_checkpoint_that_was_resumed_is_not_written_again(tmp_path: Path) -> N
     resumed.resume()
     assert resumed.save(Progress(2, 2)) == path
     assert {file.name: file.stat().st_mtime_ns for file in path.iterdir()} == written
+
+
+def sums_of(path: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in path.iterdir()}
+
+
+def test_a_finished_run_that_is_started_again_never_writes_into_its_final_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saver(trainer(), tmp_path).save(Progress(2, 2), final=True)
+    written = sums_of(path)
+    resumed = saver(trainer(), tmp_path)
+    assert resumed.resume() == Progress(2, 2)
+    torch.rand(3)
+    with monkeypatch.context() as broken:
+        broken.setattr("grpo_trainer.checkpoint.seal", lambda *_: pytest.fail("nothing is to be written"))
+        assert resumed.save(Progress(2, 2), final=True) == path
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device", "there")
+
+    with monkeypatch.context() as broken:  # one step more, which was skipped: the weights are those of the folder
+        broken.setattr("grpo_trainer.checkpoint.seal", full)
+        with pytest.raises(OSError, match="No space left"):
+            resumed.save(Progress(3, 2), final=True)
+    assert sums_of(path) == written and [one.name for one in tmp_path.iterdir()] == [path.name]
+    assert resumed.save(Progress(3, 2), final=True) == path
+    check_files(path, read_state(path))
+    assert read_state(path).progress == Progress(3, 2)
 
 
 def test_without_room_for_a_copy_training_waits_and_is_told_so_once(
