@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from grpo_trainer.losses.segments import Segments
 from grpo_trainer.rollouts.types import Teacher
-from grpo_trainer.segments import Segments
 from grpo_trainer.sharing import families, plan_shared
 
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from grpo_trainer.corrections import Correction, mismatch_correction
-from grpo_trainer.segments import Segments
+from grpo_trainer.losses.corrections import Correction, mismatch_correction
+from grpo_trainer.losses.segments import Segments
 
 # Two sequences: w of the tokens is 1.5, 3, 0.25 and, in the other one, 0.8 and (not known) 1.
 W = [1.5, 3.0, 0.25, 0.8, 1.0]

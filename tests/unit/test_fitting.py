@@ -70,7 +70,8 @@ def test_a_models_layers_keep_what_their_shapes_say() -> None:
 def test_inputs_of_layers_are_as_wide_as_they_are() -> None:
     """Embeddings of fp32 weights are fp32, in whatever the layers compute."""
     for dtype, nbytes in ((torch.float32, 4), (torch.bfloat16, 2)):
-        model = tiny_qwen().to(dtype)
+        model: Any = tiny_qwen()
+        model.to(dtype)
         forward = build_forward(model, settings(packing="on"))
         layers = fitting.decoder_list(forward)
         assert layers is not None

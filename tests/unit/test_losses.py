@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from grpo_trainer.loss_config import LossConfig, LossName
 from grpo_trainer.losses import FORMS, BatchCounts, LossInputs, batch_loss, token_weight
+from grpo_trainer.losses.segments import Segments
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.segments import Segments
 from tests.unit.plain_loss import PlainSequence, near_a_corner, plain_loss
 
 MAX_LEN = 7

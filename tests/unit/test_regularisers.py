@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_trainer.loss_config import KlEstimator
-from grpo_trainer.regularisers import divergence, teacher_cross_entropy
+from grpo_trainer.losses.regularisers import divergence, teacher_cross_entropy
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from grpo_trainer.loss_config import LossConfig
-from grpo_trainer.segments import Segments
-from grpo_trainer.surrogates import Surrogate, cispo, clipped, sapo, sequence_ratio, token_ratio
+from grpo_trainer.losses.segments import Segments
+from grpo_trainer.losses.surrogates import Surrogate, cispo, clipped, sapo, sequence_ratio, token_ratio
 
 
 def gain(

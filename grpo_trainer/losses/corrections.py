@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from grpo_trainer.segments import Segments
+from grpo_trainer.losses.segments import Segments
 
 
 @dataclass(frozen=True)

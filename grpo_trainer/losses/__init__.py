@@ -32,12 +32,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from grpo_trainer.corrections import Correction, mismatch_correction
 from grpo_trainer.loss_config import LossConfig, LossName
+from grpo_trainer.losses.corrections import Correction, mismatch_correction
+from grpo_trainer.losses.regularisers import divergence, teacher_cross_entropy
+from grpo_trainer.losses.segments import Segments
+from grpo_trainer.losses.surrogates import Surrogate, cispo, clipped, sapo, sequence_ratio, token_ratio
 from grpo_trainer.metrics.types import Max, Mean, Metric, Sum
-from grpo_trainer.regularisers import divergence, teacher_cross_entropy
-from grpo_trainer.segments import Segments
-from grpo_trainer.surrogates import Surrogate, cispo, clipped, sapo, sequence_ratio, token_ratio
 
 
 @dataclass(frozen=True)

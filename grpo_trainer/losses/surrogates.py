@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from grpo_trainer.loss_config import LossConfig
-from grpo_trainer.segments import Segments
+from grpo_trainer.losses.segments import Segments
 
 MAX_LOG_RATIO = 20.0
 """Beyond every clip, and far from the overflow of exp in fp32: a gradient of 0 times infinity would be NaN."""
