@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from grpo_trainer.batching import deal
+from grpo_trainer.batching import deal, ready
 from grpo_trainer.bridge_options import LoraOnly
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.metrics.types import reduce
@@ -188,6 +189,22 @@ def test_every_loss_term_with_an_adapter() -> None:
         config = settings(packing="on", share_prompts=share, loss={"loss": "gspo", **EVERYTHING})
         results.append(one_step(model, config))
     assert_same(*results)
+
+
+def test_what_processes_learn_from_their_shares_adds_up() -> None:
+    base = tiny("qwen2")
+    config = settings(packing="on", max_tokens_per_microbatch=40)
+    whole = Trainer(copy.deepcopy(base), config)
+    whole.step(groups(), 0)
+    dealt = ready(groups(), config, packed=True, shared=True, processes=3)
+    parts = []
+    for microbatches in (dealt.microbatches, *dealt.others):
+        assert microbatches
+        one = Trainer(copy.deepcopy(base), config)
+        one.step(replace(dealt, microbatches=microbatches, others=()), 0)
+        parts.append(gradients(one))
+    for wanted, *shares in zip(gradients(whole), *parts, strict=True):
+        torch.testing.assert_close(sum(shares), wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_what_can_not_be_had_is_refused() -> None:
