@@ -9,8 +9,10 @@ would go) is of one process among so many, `NAME/exp_avg_scale/0of2`, and can be
 from __future__ import annotations
 
 import errno
+import io
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -92,6 +94,7 @@ def write_states(
     """
     tensors = {key: value for part in parts for key, value in _named(part, optimizer.state[part.own], place)}
     writer = FileSystemWriter(folder / STATES_FOLDER)
+    writer.fs = _HonestFiles()
     try:
         save(tensors, storage_writer=writer, process_group=group)
     except CheckpointException as failed:
@@ -113,11 +116,39 @@ def _named(part: Part, state: Mapping[str, Any], place: Place) -> Iterator[tuple
             yield f"{name}/{place}", value
 
 
+class _HonestFiles(FileSystem):
+    """Files whose first error is the one that is raised: torch makes errors of its own of a full disk."""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
+        assert mode == "wb"
+        file = _File(path, mode)
+        try:
+            with io.BufferedWriter(file) as stream:
+                yield stream
+        except BaseException as error:
+            raise file.error or error from None
+
+
+class _File(io.FileIO):
+    """One that remembers what went wrong first."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int | None:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+
 def _as_os_error(failed: CheckpointException, folder: Path) -> OSError:
-    """What went wrong first, as the operating system would have it."""
+    """What went wrong in the first process that says so, as the operating system would have it."""
     rank, (error, _) = min(failed.failures.items())
-    number = (error.errno if isinstance(error, OSError) else None) or errno.EIO
-    return OSError(number, f"trainer process {rank}: {type(error).__name__}: {error}", str(folder))
+    if isinstance(error, OSError) and error.errno is not None:
+        return OSError(error.errno, f"trainer process {rank}: {error.strerror}", str(folder))
+    return OSError(errno.EIO, f"trainer process {rank}: {type(error).__name__}: {error}", str(folder))
 
 
 # ---------------------------------------------------------------- reading

@@ -68,6 +68,8 @@ def seal(folder: Path, progress: Progress) -> None:
         "files": {str(path.relative_to(folder)): each for path, each in zip(paths, sums, strict=True)},
     }
     content["checksum"] = _checksum_of(content)
+    for inner in {path.parent for path in paths} - {folder}:
+        sync_folder(inner)
     replace_file(folder / STATE_FILE, json.dumps(content, indent=1).encode())
     sync_folder(folder)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import resource
 from pathlib import Path
 
 import pytest
@@ -9,15 +11,15 @@ import torch
 from torch import nn
 
 from grpo_trainer.config import OptimizerConfig
-from grpo_trainer.errors import ConfigError
+from grpo_trainer.errors import ConfigError, DiskFullError, from_os_error
 from grpo_trainer.optim import TwoPartOptimizer, build_optimizer
 from grpo_trainer.saving.cut_states import STATES_FOLDER, Place, read_states, whole_parts, write_states
 
 
-def trained(name: str) -> tuple[nn.Module, TwoPartOptimizer]:
+def trained(name: str, width: int = 6) -> tuple[nn.Module, TwoPartOptimizer]:
     """Three layers, of which the second has no gradient, two steps on."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(6, 7) for _ in range(3)))
+    model = nn.Sequential(*(nn.Linear(width, width + 1) for _ in range(3)))
     optimizer = build_optimizer(list(model.parameters()), OptimizerConfig(optimizer=name))  # type: ignore[arg-type]
     for _ in range(2):
         for layer in (model[0], model[2]):
@@ -58,3 +60,19 @@ def test_states_that_can_not_be_written_are_an_error_that_names_the_place(tmp_pa
     with pytest.raises(FileExistsError, match="trainer process 0: ") as told:
         write_states(tmp_path, whole_parts(model), optimizer, Place(), group=None)
     assert told.value.filename == str(tmp_path / STATES_FOLDER)
+
+
+def test_a_full_disk_is_said_as_of_any_other_file(tmp_path: Path) -> None:
+    model, optimizer = trained("adamw", width=128)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # torch's own word on it: unexpected pos
+    try:
+        with pytest.raises(OSError, match="trainer process 0: File too large") as told:
+            write_states(tmp_path, whole_parts(model), optimizer, Place(), group=None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert told.value.errno == errno.EFBIG
+    said = from_os_error(told.value, "write")
+    assert isinstance(said, DiskFullError)
+    assert f"disk full: could not write at {tmp_path / STATES_FOLDER}: trainer process 0: " in str(said)
+    assert "Free space" in str(said)

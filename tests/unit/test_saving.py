@@ -21,6 +21,7 @@ from grpo_trainer.files import whole_folder
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.policy import AllWeights
 from grpo_trainer.optim.spikes import NEEDED
+from grpo_trainer.saving import manifest
 from grpo_trainer.saving.generators import generator_states, restore_generators, seed_generators
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, check_files, read_state, seal
 from grpo_trainer.saving.snapshot import Snapshot
@@ -66,6 +67,16 @@ def test_a_sealed_folder_is_whole_and_says_where_the_run_stood(tmp_path: Path) -
         "weights": 10,
         "inner/more": 3,
     }
+
+
+def test_a_folder_is_sealed_once_the_names_in_all_of_it_are_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[str, bool]] = []
+    there = tmp_path / "c" / STATE_FILE
+    monkeypatch.setattr(manifest, "sync_folder", lambda path: synced.append((path.name, there.exists())))
+    sealed(tmp_path / "c")
+    assert synced == [("inner", False), ("c", True)]
 
 
 @pytest.mark.parametrize(
