@@ -150,10 +150,15 @@ class Checkpoints:
         return {
             "optimizer": self._optimizer.state_dict() if self._shards is None else None,
             "optimizer_kind": self._optimizer.kind,
+            "trained": self._trained(),
             "gradient_norms": self._norms.norms,
             "generators": generator_states(self._device),
             "weights": self._weights_now(),
         }
+
+    def _trained(self) -> list[str]:
+        """Names of what the optimizer updates, in its order: it may have no state of a parameter yet."""
+        return [name for name, parameter in self._policy.model.named_parameters() if parameter.requires_grad]
 
     def _weights_now(self) -> dict[str, Tensor]:
         return self._policy.tensors() if self._shards is None else self._shards.tensors()
@@ -269,7 +274,7 @@ class Checkpoints:
         """Weights, optimizer and random generators of a whole checkpoint.
 
         Raises:
-            ConfigError: it was made with another optimizer or other options.
+            ConfigError: it was made with another optimizer or other options, or its optimizer's states can't be read.
         """
         tensors = torch.load(path / TENSORS_FILE, map_location="cpu", weights_only=True, mmap=True)
         kind = tensors.get("optimizer_kind", FusedAdamW.kind)
@@ -279,6 +284,7 @@ class Checkpoints:
                 "--master-weights, --dtype); give it as it was"
             )
         self._policy.load(path, tensors.get("weights", {}))
+        self._check_trained(path, tensors.get("trained"))
         self._load_optimizer(self._own_states(path, tensors["optimizer"]))
         self._norms.restore(tensors.get("gradient_norms", ()))
         restore_generators(tensors["generators"], self._device)
@@ -311,6 +317,22 @@ class Checkpoints:
                 f"--resume {path}: holds {' and '.join(others) or 'no weights'}, but this --weight-bridge-mode trains "
                 f"{self._policy.kind}; choose the mode that it was made in, or another --save-path"
             )
+
+    def _check_trained(self, path: Path, then: list[str] | None) -> None:
+        """States of other parameters would be taken for these, or these would begin without any.
+
+        Args:
+            then: None: written before this was noted down.
+        """
+        now = self._trained()
+        if then is None or then == now:
+            return
+        differ = {"trained only now": sorted({*now} - {*then}), "only then": sorted({*then} - {*now})}
+        said = [f"{what} {len(names)}, as {', '.join(names[:3])}" for what, names in differ.items() if names]
+        raise ConfigError(
+            f"--resume {path}: made with other trained parameters: {'; '.join(said) or 'in another order'}; give "
+            "--train-layer-indices as it was"
+        )
 
     def _load_optimizer(self, state: dict[str, Any]) -> None:
         """Moments and step counts come from the checkpoint, hyperparameters from the flags."""

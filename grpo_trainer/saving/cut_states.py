@@ -157,8 +157,10 @@ def _as_os_error(failed: CheckpointException, folder: Path) -> OSError:
 def read_states(path: Path, parts: Sequence[Part], place: Place) -> States:
     """This process's part of what any number of processes wrote; asks no other.
 
+    A parameter of which none were written has none here: who calls has seen to it that the same are trained.
+
     Raises:
-        ConfigError: some can be read only by as many processes as wrote them.
+        ConfigError: some can be read only by as many processes as wrote them, or they can't be read.
     """
     reader = FileSystemReader(path / STATES_FOLDER)
     by_name = {part.name: (number, part) for number, part in enumerate(parts)}
@@ -170,13 +172,24 @@ def read_states(path: Path, parts: Sequence[Part], place: Place) -> States:
             targets[key] = _target(by_name[name][1], saved)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # just as it is meant
-        load(targets, storage_reader=reader, no_dist=True)
+        _load(targets, reader, path)
     states: States = {number: {} for number in range(len(parts))}
     for key, value in targets.items():
         name, state, *more = key.split("/")
         own = _plain(value)
         states[by_name[name][0]][state] = own.flatten() if more == [FLAT] else own
     return {number: state for number, state in states.items() if state}
+
+
+def _load(targets: dict[str, Tensor], reader: FileSystemReader, path: Path) -> None:
+    try:
+        load(targets, storage_reader=reader, no_dist=True)
+    except CheckpointException as failed:  # no Exception: it would pass by whoever catches those
+        ((error, _),) = failed.failures.values()
+        raise ConfigError(
+            f"--resume {path}: the states of its optimizer can't be read: {type(error).__name__}: {error}; go on from "
+            "another checkpoint"
+        ) from None
 
 
 def cut_states(path: Path, states: States, parts: Sequence[Part], place: Place) -> States:

@@ -178,6 +178,26 @@ def test_a_checkpoint_of_another_adapter_is_refused_by_name(
     assert said in str(error.value)
 
 
+def test_a_checkpoint_of_other_trained_layers_is_refused_by_their_names(tmp_path: Path) -> None:
+    """Their optimizer states have the same shapes."""
+
+    def trainer_of_layer(number: int) -> Trainer:
+        model = tiny_qwen(0).requires_grad_(False)
+        model.get_submodule(f"model.layers.{number}").requires_grad_(True)
+        return Trainer(model, TrainConfig(model=ModelConfig(name="tiny"), training_steps=100))
+
+    first = trainer_of_layer(0)
+    first.step(ROLLOUTS, 0)
+    path = checkpoints(first, tmp_path).save(Progress(1, 1))
+    said = rf"--resume {path}: made with other trained parameters: trained only now 12, as model\.layers\.1\.\w.*; "
+    said += r"only then 12, as model\.layers\.0\.\w.*; give --train-layer-indices as it was"
+    with pytest.raises(ConfigError, match=said):
+        checkpoints(trainer_of_layer(1), tmp_path).resume()
+    with pytest.raises(ConfigError, match=r"parameters: trained only now 15, as lm_head[^;]*; give"):
+        checkpoints(trainer_of_all_weights(), tmp_path).resume()
+    assert checkpoints(trainer_of_layer(0), tmp_path).resume() == Progress(1, 1)
+
+
 def test_an_older_checkpoint_is_not_continued_beside_newer_ones(tmp_path: Path) -> None:
     saver = checkpoints(trainer_with(), tmp_path)
     old = saver.save(Progress(1, 1))

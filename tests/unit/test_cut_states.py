@@ -76,3 +76,12 @@ def test_a_full_disk_is_said_as_of_any_other_file(tmp_path: Path) -> None:
     assert isinstance(said, DiskFullError)
     assert f"disk full: could not write at {tmp_path / STATES_FOLDER}: trainer process 0: " in str(said)
     assert "Free space" in str(said)
+
+
+def test_states_that_can_not_be_read_are_an_error_of_the_house(tmp_path: Path) -> None:
+    model, optimizer = trained("adamw")
+    write_states(tmp_path, whole_parts(model), optimizer, Place(), group=None)
+    (file,) = (tmp_path / STATES_FOLDER).glob("*.distcp")
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"--resume .*: the states of its optimizer can't be read: FileNotFound"):
+        read_states(tmp_path, whole_parts(model), Place())
