@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from grpo_trainer.batching import ReadyBatch
-from grpo_trainer.config import DistributedConfig
-from grpo_trainer.errors import ConfigError, DriftError, TrainingError
+from grpo_trainer.distributed_options import DistributedConfig
+from grpo_trainer.errors import ConfigError, DriftError, GrpoError, TrainingError
 from grpo_trainer.microbatches import MicroBatch
 
 log = logging.getLogger(__name__)
@@ -138,16 +138,14 @@ class World:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Within the block all processes do the same, and end it the same way: well, or by the same error.
+        """Within the block all processes do the same, and end it the same way: well, or by a `CommonError`.
 
-        What only one of them meets ends the others, too, by its own end.
+        Any other is of one of them, which leaves at once: its end is the others'.
         """
         self.begin()
         try:
             yield
-        except PeerGoneError:
-            raise
-        except (DriftError, TrainingError):
+        except CommonError:
             self.end()
             raise
         self.end()
@@ -199,7 +197,7 @@ class World:
         """Do something on rank 0; if that says that samples have drifted, all do.
 
         Raises:
-            DriftError: on all ranks.
+            CommonDriftError: on all ranks.
         """
         if self.alone:
             look()
@@ -211,7 +209,7 @@ class World:
             except DriftError as drift:
                 said = str(drift)
         if (verdict := self.gather(said)[0]) is not None:
-            raise DriftError(verdict)
+            raise CommonDriftError(verdict)
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -235,17 +233,29 @@ class World:
         """Show that all ranks hold the same weights, by entries of theirs.
 
         Raises:
-            TrainingError: on all ranks, naming those that differ.
+            CommonTrainingError: on all ranks, naming those that differ.
         """
         if self.alone:
             return
         own_sums = torch.stack([sample.double().sum() for sample in samples])
         sums = self.gather([str(value) for value in own_sums.tolist()])  # as text: one nan is another
         if different := [rank for rank, own in enumerate(sums) if own != sums[0]]:
-            raise TrainingError(
+            raise CommonTrainingError(
                 f"rank {', '.join(map(str, different))} of the trainer's processes holds other weights than rank 0 "
                 "after the same step; go on from the last checkpoint with --resume auto"
             )
+
+
+class CommonError(GrpoError):
+    """Met by all processes, at the same place and for the same reason: they are as one after it as before."""
+
+
+class CommonTrainingError(CommonError, TrainingError):
+    """Training can't go on, as all processes have found."""
+
+
+class CommonDriftError(CommonError, DriftError):
+    """Samples have drifted, as all processes were told."""
 
 
 class PeerGoneError(TrainingError):

@@ -11,10 +11,10 @@ from grpo_trainer.checkpoint import Checkpoints
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.distributed import (
     Collect,
+    CommonError,
     End,
     ModelPass,
     Order,
-    PeerGoneError,
     Restore,
     SaveStates,
     Score,
@@ -22,7 +22,7 @@ from grpo_trainer.distributed import (
     World,
     join,
 )
-from grpo_trainer.errors import ConfigError, DriftError, TrainingError
+from grpo_trainer.errors import ConfigError
 from grpo_trainer.model.policy import build_policy
 from grpo_trainer.trainer import Trainer
 
@@ -76,14 +76,13 @@ def obey(world: World, trainer: Trainer, checkpoints: Checkpoints | None = None)
 
     Raises:
         TrainingError: rank 0 has ended without a word.
+        GrpoError: what this process alone has met, or could not go on from.
     """
     with world:
         while not isinstance(order := world.receive(), End):
             try:
                 _carry_out(order, trainer, checkpoints)
-            except PeerGoneError:
-                raise
-            except (DriftError, TrainingError) as error:  # rank 0 has met it, too, and decides what to do
+            except CommonError as error:  # rank 0 has met it, too, and decides what to do
                 log.error("%s: %s", type(order).__name__, error)
 
 

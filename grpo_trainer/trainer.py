@@ -16,8 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from grpo_trainer.batching import PreparedBatch, ReadyBatch, ready
 from grpo_trainer.config import TrainConfig
-from grpo_trainer.distributed import Step, World
-from grpo_trainer.errors import TrainingError
+from grpo_trainer.distributed import CommonTrainingError, Step, World
 from grpo_trainer.logprobs import TokenScores
 from grpo_trainer.losses import BatchCounts, LossInputs, batch_loss
 from grpo_trainer.metrics.types import Mean, Metric, Metrics, Sum, merge
@@ -280,9 +279,15 @@ class Trainer:
 
     def _check_teachers(self, prepared: PreparedBatch) -> None:
         """Of the whole batch, before any other process has its share."""
-        vocab = getattr(getattr(self.model, "config", None), "vocab_size", None)
+        head, config = self.forward.head, getattr(self.model, "config", None)
+        if head is not None:
+            vocab = head.weight.shape[0]
+        elif config is not None:
+            vocab = config.get_text_config().vocab_size
+        else:
+            return  # the logits will tell
         for sequence in prepared.sequences:
-            if vocab is not None and sequence.teacher is not None:
+            if sequence.teacher is not None:
                 check_teacher(sequence.teacher.ids_TK, vocab)
 
     def _say_unused(self, prepared: PreparedBatch) -> None:
@@ -303,7 +308,7 @@ class Trainer:
         self._bad_steps += 1
         log.warning("step skipped, weights untouched: loss %s, gradient norm %s, which %s", loss, norm, reason)
         if self._bad_steps >= self.config.optimizer.max_bad_steps:
-            raise TrainingError(
+            raise CommonTrainingError(
                 f"{self._bad_steps} steps in a row had a loss or gradient that {reason} "
                 f"(last: loss {loss}, gradient norm {norm}); lower --lr, or look at the rewards and logprobs "
                 "in metrics.jsonl (--max-bad-steps sets the limit)"
@@ -327,7 +332,7 @@ class Trainer:
         changed = self.holding.mean(changed_fraction(before, after), sum(map(len, after)))
         metrics["train/changed_fraction"] = Mean(changed)
         if changed == 0.0 and norm > 0.0:
-            raise TrainingError(
+            raise CommonTrainingError(
                 f"the optimizer step changed no weight (gradient norm {norm:.3g}, learning rate "
                 f"{self.optimizer.param_groups[0]['lr']:.3g}); raise --lr"
             )

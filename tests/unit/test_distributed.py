@@ -11,25 +11,43 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import Gemma3Config
 
 from grpo_trainer.batching import deal, ready
-from grpo_trainer.config import DistributedConfig, TrainConfig
-from grpo_trainer.distributed import World, buckets, join
-from grpo_trainer.errors import ConfigError
+from grpo_trainer.config import TrainConfig
+from grpo_trainer.distributed import (
+    CommonDriftError,
+    CommonError,
+    CommonTrainingError,
+    End,
+    Order,
+    PeerGoneError,
+    Step,
+    World,
+    buckets,
+    join,
+)
+from grpo_trainer.distributed_options import DistributedConfig
+from grpo_trainer.errors import ConfigError, DriftError, GrpoError, TrainingError
+from grpo_trainer.follower import obey
 from grpo_trainer.metrics.types import Max, Mean, Sum
 from grpo_trainer.microbatches import TrainingSequence
 from grpo_trainer.options import build
 from grpo_trainer.saving.cut_states import STATES_FOLDER
 from grpo_trainer.saving.manifest import DamagedError, check_files, read_state
+from grpo_trainer.trainer import Trainer
 from tests.integration.serving import save_tiny_model
 from tests.processes import ROOT, free_port
 from tests.unit import two_trainers
 from tests.unit.factories import batch, sample
+from tests.unit.tiny_lora import tiny_lora
 
 
 def sequence(tokens: int) -> TrainingSequence:
@@ -86,6 +104,72 @@ def test_one_process_is_alone_and_a_rank_must_fit(monkeypatch: pytest.MonkeyPatc
 def test_a_world_of_one_gives_no_orders() -> None:
     with World() as world:
         world.give([])
+
+
+class Recording(World):
+    """One of two processes, whose other is but said to be there: what it is told comes from `orders`."""
+
+    def __init__(self, rank: int, *orders: Order) -> None:
+        super().__init__(rank, 2)
+        self.orders = list(orders)
+        self.given: list[Order] = []
+
+    def give(self, orders: Sequence[Order]) -> None:
+        self.given += orders
+
+    def receive(self) -> Order:
+        return self.orders.pop(0)
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, value]
+
+
+@pytest.mark.parametrize("error", [CommonTrainingError("all"), CommonDriftError("all")])
+def test_what_all_have_met_is_passed_over_by_those_who_follow(
+    monkeypatch: pytest.MonkeyPatch, error: CommonError
+) -> None:
+    ended: list[bool] = []
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append(True))
+    trainer = trainer_that_raises(error)
+    world = Recording(1, Step(trainer.ready(batch(*two_trainers.ONE)), 0), End())
+    obey(world, trainer)
+    assert ended and not world.orders
+
+
+@pytest.mark.parametrize("error", [TrainingError("this one"), DriftError("this one"), PeerGoneError("the other")])
+def test_what_one_has_met_alone_ends_it(error: GrpoError) -> None:
+    trainer = trainer_that_raises(error)
+    world = Recording(1, Step(trainer.ready(batch(*two_trainers.ONE)), 0), End())
+    with pytest.raises(type(error), match=str(error)):
+        obey(world, trainer)
+    assert len(world.orders) == 1
+    leader = Recording(0)
+    with pytest.raises(type(error)), leader, leader.working():
+        raise error
+    assert not leader.given  # it leaves without a word, which nobody would hear
+
+
+def trainer_that_raises(error: GrpoError) -> Trainer:
+    trainer = Trainer(tiny_lora(), build(TrainConfig, {"model": "x"}))
+    trainer.step = mock.Mock(side_effect=error)
+    return trainer
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+def test_a_teachers_unknown_token_is_found_before_anybody_has_a_share(has_head: bool) -> None:
+    """Of a model, too, whose configuration has the size of the vocabulary in that of its text."""
+    world = Recording(0)
+    trainer = Trainer(tiny_lora(), build(TrainConfig, {"model": "x", "distill_coef": 1.0}), world=world)
+    assert trainer.forward.head is not None
+    base = trainer.model.get_base_model()  # type: ignore[operator]
+    base.config = Gemma3Config(text_config={"vocab_size": 64})
+    assert not hasattr(base.config, "vocab_size")
+    if not has_head:
+        trainer.forward.head = None
+    unknown = sample([5], [6], 1.0, teacher=[{64: -0.1}]), sample([5], [7], 0.0)
+    with pytest.raises(TrainingError, match="distill_token_ids: got 64, the model has 64 tokens"):
+        trainer.step(batch(unknown), 0)
+    assert not world.given
 
 
 # ---------------------------------------------------------------- real processes
