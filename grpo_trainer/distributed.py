@@ -63,10 +63,9 @@ class Restore:
 
 @dataclass(frozen=True)
 class ModelPass:
-    """Of weights that are cut: a forward pass without gradient, by the model's own arguments."""
+    """Of weights that are cut: a forward pass of the model itself, without gradient; the tokens in main memory."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    tokens_BT: Tensor
 
 
 @dataclass(frozen=True)

@@ -188,8 +188,8 @@ class Shards:
 
     def _announce_pass(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._in_step:
-            moved = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in kwargs.items()}
-            self._world.give_all(ModelPass(args, moved))
+            assert not args and kwargs.keys() == {"input_ids", "use_cache"} and not kwargs["use_cache"]
+            self._world.give_all(ModelPass(kwargs["input_ids"].cpu()))
             self._world.begin()
 
     def _end_pass(self, *_: Any) -> None:
@@ -233,11 +233,10 @@ class Shards:
         training = self._model.training
         with torch.no_grad():
             match order:
-                case ModelPass(args, kwargs):
+                case ModelPass(tokens_BT):
                     self._model.eval()
-                    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
                     try:
-                        self._model(*args, **moved)
+                        self._model(input_ids=tokens_BT.to(device), use_cache=False)
                     finally:
                         self._model.train(training)
                 case Score(microbatch):

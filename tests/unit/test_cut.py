@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen2Config
 
 from grpo_trainer.config import TrainConfig
-from grpo_trainer.distributed import World
+from grpo_trainer.distributed import ModelPass, Order, World
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model import fitting
@@ -185,6 +185,27 @@ def test_compiled_steps_of_a_cut_model_are_those_of_the_whole_one(monkeypatch: p
     # layers: two, in steps and before them, each once more where it is computed again; head: two, however many layers
     assert counters["stats"]["unique_graphs"] == 6 and not counters["graph_break"]
     torch._dynamo.reset()
+
+
+def test_a_pass_of_the_model_itself_is_announced_by_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the others can compute; another kind of pass is not for them."""
+    world = World()
+    given: list[Order] = []
+    monkeypatch.setattr(world, "give_all", given.append)
+    model = cut_model(APART)
+    draw_weights(model, seed=3)
+    trainer = Trainer(model, config_with(), world=world)
+    assert trainer.shards is not None
+    tokens_BT = torch.arange(5, 9)[None]
+    logits_BTV = trainer.model(input_ids=tokens_BT, use_cache=False).logits
+    (order,) = given
+    assert isinstance(order, ModelPass) and order.tokens_BT.tolist() == [[5, 6, 7, 8]]
+    seen: list[torch.Tensor] = []
+    trainer.model.register_forward_hook(lambda *call: seen.append(call[-1].logits))
+    trainer.shards.follow(order)
+    assert torch.equal(seen[0], logits_BTV)
+    with pytest.raises(AssertionError):
+        trainer.model(input_ids=tokens_BT, use_cache=True)
 
 
 def test_a_cut_model_that_torch_can_not_compile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
