@@ -52,32 +52,32 @@ def test_versions_advance_with_each_relaunch_and_a_run_goes_on_after_its_end(
 ) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "log"
     before = {file.name: file.read_bytes() for file in demo_model.iterdir()}
-    with started(demo_model, run_dir, log, **options(mode, **{"training-steps": 5})) as process:
+    with started(demo_model, run_dir, log, **options(mode, **{"training-steps": 3})) as process:
         wait_for_step(run_dir, 1, process, log)
         members = family(process.pid)
         assert finished(process, log, 400) == 0, tail(log)
     assert not alive(list(members)), members
     done = rows(run_dir)
-    assert [row["publish/served_version"] for row in done] == [0, 2, 2, 4, 4]
-    assert [row["publish/version"] for row in done] == [1, 2, 3, 4, 5]
-    assert [row["step"] for row in done if "publish/start_time" in row] == [2, 4]
-    # the batch of step 5 was sampled by version 4 - staleness: by one that a relaunch brought
-    assert 4 - done[-1]["rollout/staleness_max"] >= 2
+    assert [row["publish/served_version"] for row in done] == [0, 2, 2]
+    assert [row["publish/version"] for row in done] == [1, 2, 3]
+    assert [row["step"] for row in done if "publish/start_time" in row] == [2]
     for row in done:
         if row["rollout/staleness_max"] == 0:  # same weights, same logprobs
             assert row["alignment/logprob_diff_max"] < 1e-3
     said = (run_dir / "logs" / "trainer.log").read_text()
-    assert re.findall(r"bridge proved: the server on version (\d+)", said) == ["0", "2", "4"]
-    assert "Step 5/5" in log.read_text()
+    assert re.findall(r"bridge proved: the server on version (\d+)", said) == ["0", "2"]
+    assert "Step 3/3" in log.read_text()
     assert {file.name: file.read_bytes() for file in demo_model.iterdir()} == before
 
-    with started(demo_model, run_dir, log, **options(mode, **{"training-steps": 7, "resume": "auto"})) as process:
+    with started(demo_model, run_dir, log, **options(mode, **{"training-steps": 5, "resume": "auto"})) as process:
         assert finished(process, log, 400) == 0, tail(log)
     done = rows(run_dir)
-    assert [row["step"] for row in done] == list(range(1, 8))
-    assert [row["publish/served_version"] for row in done[5:]] == [6, 6]
+    assert [row["step"] for row in done] == list(range(1, 6))
+    assert [row["publish/served_version"] for row in done[3:]] == [4, 4]
+    # the batch of step 5 was sampled by version 4 - staleness: by one that a relaunch brought
+    assert 4 - done[-1]["rollout/staleness_max"] >= 2
     said = (run_dir / "logs" / "trainer.log").read_text()
-    assert re.findall(r"bridge proved: the server on version (\d+)", said) == ["0", "2", "4", "5", "6"]
+    assert re.findall(r"bridge proved: the server on version (\d+)", said) == ["0", "2", "3", "4"]
     assert not list((run_dir / "checkpoints").glob(".*")), "remains of a write"
     check_final(run_dir / "checkpoints" / FINAL[mode], demo_model, mode)
 
