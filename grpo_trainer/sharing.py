@@ -58,14 +58,14 @@ def plan_shared(
     family_of = {index: number for number, family in enumerate(kin) for index in family}
     full = _filled(order, family_of, prompts, lengths, max_tokens)
     # As few, but of about one size: a small pass wastes a device.
-    load = sum(map(sum, _loads(full, family_of, prompts, lengths)))
-    largest = max(lengths, default=0)
-    for limit in range(math.ceil(load / max(1, len(full))), max_tokens, max(1, largest // 4)):
+    load = sum(_load(chosen, family_of, prompts, lengths) for chosen in full)
+    longest = max(lengths, default=0)
+    for limit in range(math.ceil(load / max(1, len(full))), max_tokens, max(1, longest // 4)):
         even = _filled(order, family_of, prompts, lengths, limit)
         if len(even) <= len(full):
             full = even
             break
-    return sorted(full, key=lambda one: -sum(_load(one, family_of, prompts, lengths)))
+    return sorted(full, key=lambda chosen: -_load(chosen, family_of, prompts, lengths))
 
 
 def _filled(
@@ -85,18 +85,10 @@ def _filled(
     return made
 
 
-def _load(
-    chosen: Sequence[int], family_of: dict[int, int], prompts: Sequence[int], lengths: Sequence[int]
-) -> tuple[int, int]:
+def _load(chosen: Sequence[int], family_of: dict[int, int], prompts: Sequence[int], lengths: Sequence[int]) -> int:
     """Tokens of a microbatch: its prompts', each once, and its completions'."""
     once = {family_of[index]: prompts[index] for index in chosen}
-    return sum(once.values()), sum(lengths[index] - prompts[index] for index in chosen)
-
-
-def _loads(
-    made: Sequence[Sequence[int]], family_of: dict[int, int], prompts: Sequence[int], lengths: Sequence[int]
-) -> list[tuple[int, int]]:
-    return [_load(chosen, family_of, prompts, lengths) for chosen in made]
+    return sum(once.values()) + sum(lengths[index] - prompts[index] for index in chosen)
 
 
 def deal_families(
