@@ -134,6 +134,9 @@ class World:
         except PeerGoneError as gone:  # that ended the run before this
             log.warning("the other trainer processes could not be told of the end: %s", gone)
         dist.destroy_process_group()
+        # The last reference: the group's threads are waited for. One that lets go of a tensor of Python's while the
+        # interpreter ends would end the process by SIGABRT.
+        self.control = None
 
     @contextmanager
     def working(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,16 @@ def test_what_all_have_met_is_passed_over_by_those_who_follow(
     world = Recording(1, Step(trainer.ready(batch(*two_trainers.ONE)), 0), End())
     obey(world, trainer)
     assert ended and not world.orders
+
+
+def test_who_ends_well_waits_for_the_threads_of_what_was_said(tmp_path: Path) -> None:
+    """They are the group's, which goes with the last reference to it."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    world = Recording(1, End())
+    world.control = dist.new_group(backend="gloo")  # type: ignore[assignment]
+    group = weakref.ref(world.control)
+    obey(world, mock.Mock())
+    assert group() is None and not dist.is_initialized()
 
 
 @pytest.mark.parametrize("error", [TrainingError("this one"), DriftError("this one"), PeerGoneError("the other")])
