@@ -266,7 +266,7 @@ def _parameter(leaf: Leaf, prefix: str, root: type[Section]) -> inspect.Paramete
     allowed = choices(leaf, root)
     text = leaf.field.description or ""
     if leaf.field.is_required():
-        text += " [required]"
+        text += " (required)"
     annotation: Any
     if leaf.is_bool:
         flags[0] = f"{flags[0]}/--{prefix}no-{leaf.flags[0].removeprefix('--')}"
@@ -277,7 +277,7 @@ def _parameter(leaf: Leaf, prefix: str, root: type[Section]) -> inspect.Paramete
         metavar = "|".join(allowed) if allowed else _metavar(leaf.field.annotation)
     default = None if leaf.field.is_required() else leaf.field.get_default(call_default_factory=True)
     if default is not None and default != ():
-        text += f" [default: {shown(default)}]"
+        text += f" (default: {shown(default)})"
     info = typer.Option(*flags, help=text, metavar=metavar, show_default=False, rich_help_panel=leaf.panel)
     name = (prefix + leaf.key).replace(".", "__")
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[annotation, info])

@@ -236,7 +236,7 @@ class Publisher:
                     "adapter_path",
                     got=f"{self.registry.capacity} versions with requests in flight",
                     wanted="a free place for one more adapter",
-                    fix="publish less often, shorten max_tokens, or raise --max-cpu-loras",
+                    fix="publish less often, shorten max_tokens, or raise --max-loras",
                 ) from None
         await self._sweep()
         if self._sweeps:  # the registry has let go of these, the engine may hold them still

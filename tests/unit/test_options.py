@@ -7,13 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from grpo_trainer.bridge_options import LoraOnly, SharedVllm
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.options import build, dump, unique_leaves
+from grpo_trainer.options import build, dump, unique_leaves, with_options
 from grpo_trainer.run_config import build_run
 
 
@@ -228,3 +230,16 @@ def test_a_toml_file_with_an_error_names_the_place(tmp_path: Path) -> None:
     assert done.returncode == 2 and "not valid TOML" in done.stderr and "line 1" in done.stderr
     missing = grpo("train", "--config", str(tmp_path / "none.toml"))
     assert missing.returncode == 2 and "no such file" in missing.stderr
+
+
+def test_help_says_defaults_and_what_is_required() -> None:
+    """In square brackets they would be markup, and not be seen."""
+    app = typer.Typer()
+
+    @app.command()
+    @with_options(TrainConfig)
+    def train(options: dict[str, object]) -> None: ...
+
+    said = " ".join(CliRunner().invoke(app, ["--help"], env={"COLUMNS": "300"}).output.split())
+    assert "Peak learning rate. (default: 1e-05)" in said
+    assert "(required)" in said

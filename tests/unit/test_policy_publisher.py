@@ -193,7 +193,7 @@ def test_a_place_that_never_comes_free_is_an_error_that_says_so(tmp_path: Path) 
         await load(publisher, save_adapter(tmp_path / "1"))
         with publisher.serving():
             await load(publisher, save_adapter(tmp_path / "2"))
-            with pytest.raises(ServeError, match="raise --max-cpu-loras") as refused:
+            with pytest.raises(ServeError, match="raise --max-loras") as refused:
                 await load(publisher, save_adapter(tmp_path / "3"))
             assert refused.value.status == 503
             assert publisher.registry.newest.name == "policy-v2"
