@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -106,6 +106,8 @@ class LandingOptimizer(TwoPartOptimizer):
     """
 
     name: ClassVar[str]
+    arithmetic: ClassVar[Callable[..., Any]]
+    """What is worth compiling; to be called as `_arithmetic`, which is that or compiled."""
     elementwise: ClassVar[bool] = True
     """A weight's update depends on nothing but its own state and gradient, or that of its block."""
     block: ClassVar[int] = 1
@@ -127,7 +129,13 @@ class LandingOptimizer(TwoPartOptimizer):
         self._master_weights = master_weights
         self._prepared = False
         self._is_compiled = False
+        self._arithmetic = self.arithmetic
         self.kind = f"{self.name} with master weights" if master_weights else self.name
+
+    def compile(self) -> None:
+        """Have the arithmetic compiled: one pass over the weights instead of many."""
+        self._is_compiled = True
+        self._arithmetic = torch.compile(self.arithmetic, dynamic=True)
 
     @torch.no_grad()
     def prepare(self) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from grpo_trainer.config import OptimizerConfig
 from grpo_trainer.optim.eight_bits import BLOCK, decoded, encoded, levels_of
 from grpo_trainer.optim.landing import Job, LandingOptimizer, Rates, TwoPartOptimizer, land
 
@@ -17,32 +15,6 @@ class FusedAdamW(torch.optim.AdamW, TwoPartOptimizer):  # pyright: ignore[report
     """torch's own, for fp32 parameters."""
 
     kind = "adamw"
-
-
-class AdamW(LandingOptimizer):
-    """Decoupled weight decay (arXiv 1711.05101), both moments in fp32."""
-
-    name = "adamw, rounded"
-
-    def __init__(self, parameters: Sequence[Parameter], config: OptimizerConfig, *, master_weights: bool) -> None:
-        super().__init__(parameters, config, master_weights=master_weights)
-        self._adam: Callable[..., Tensor] = adam
-
-    def compile(self) -> None:
-        super().compile()
-        self._adam = torch.compile(adam, dynamic=True)
-
-    def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        return {
-            name: torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
-            for name in ("exp_avg", "exp_avg_sq")
-        }
-
-    def _new_weights(self, job: Job) -> Iterator[Tensor]:
-        tensors = (job.source, job.gradient, job.state["exp_avg"], job.state["exp_avg_sq"])
-        for weight, g, mean, square in zip(*map(self._pieces, tensors), strict=True):
-            flat = weight.reshape(-1), g.reshape(-1), mean.view(-1), square.view(-1)
-            yield self._adam(*flat, job.rates, job.betas, job.eps, job.rounded)
 
 
 def adam(
@@ -70,45 +42,6 @@ def _adam_update(
     return (mean / rates.bias1).div_(spread)
 
 
-class AdamW8bit(LandingOptimizer):
-    """AdamW whose moments rest in 8 bits, blocks of 256 with a scale each (arXiv 2110.02861).
-
-    The second moment is kept as its root: so both span the same seven decades, and none is 0 where the other is not.
-    """
-
-    name = "adamw_8bit"
-    block = BLOCK
-
-    def __init__(self, parameters: Sequence[Parameter], config: OptimizerConfig, *, master_weights: bool) -> None:
-        super().__init__(parameters, config, master_weights=master_weights)
-        self._adam_8bit: Callable[..., tuple[Tensor, ...]] = adam_8bit
-
-    def compile(self) -> None:
-        super().compile()
-        self._adam_8bit = torch.compile(adam_8bit, dynamic=True)
-
-    def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        blocks = sum(-(-piece.numel() // BLOCK) for piece in self._pieces(parameter))
-        state = {}
-        for name in ("exp_avg", "exp_avg_sq_root"):
-            state[name] = torch.zeros(parameter.numel(), dtype=torch.uint8, device=parameter.device)
-            state[f"{name}_scale"] = torch.zeros(blocks, dtype=torch.float32, device=parameter.device)
-        return state  # with a scale of 0 every code means 0
-
-    def _new_weights(self, job: Job) -> Iterator[Tensor]:
-        tables = [each for signed in (True, False) for each in levels_of(signed, job.gradient.device)]
-        names = ("exp_avg", "exp_avg_sq_root")
-        start = block = 0
-        for weight, g in zip(self._pieces(job.source), self._pieces(job.gradient), strict=True):
-            codes, scales = slice(start, start + g.numel()), slice(block, block - (-g.numel() // BLOCK))
-            start, block = codes.stop, scales.stop
-            kept = [each for name in names for each in (job.state[name][codes], job.state[f"{name}_scale"][scales])]
-            flat = weight.reshape(-1), g.reshape(-1)
-            new, *states = self._adam_8bit(*flat, *kept, *tables, job.rates, job.betas, job.eps, job.rounded)
-            torch._foreach_copy_(kept, states)  # pyright: ignore[reportPrivateImportUsage]
-            yield new
-
-
 def adam_8bit(
     weight_n: Tensor,
     g_n: Tensor,
@@ -132,6 +65,57 @@ def adam_8bit(
     return new_n, *encoded(mean_n, signed_midpoints), *encoded(square_n.sqrt(), midpoints)
 
 
+class AdamW(LandingOptimizer):
+    """Decoupled weight decay (arXiv 1711.05101), both moments in fp32."""
+
+    name = "adamw, rounded"
+    arithmetic = staticmethod(adam)
+
+    def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        return {
+            name: torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+            for name in ("exp_avg", "exp_avg_sq")
+        }
+
+    def _new_weights(self, job: Job) -> Iterator[Tensor]:
+        tensors = (job.source, job.gradient, job.state["exp_avg"], job.state["exp_avg_sq"])
+        for weight, g, mean, square in zip(*map(self._pieces, tensors), strict=True):
+            flat = weight.reshape(-1), g.reshape(-1), mean.view(-1), square.view(-1)
+            yield self._arithmetic(*flat, job.rates, job.betas, job.eps, job.rounded)
+
+
+class AdamW8bit(LandingOptimizer):
+    """AdamW whose moments rest in 8 bits, blocks of 256 with a scale each (arXiv 2110.02861).
+
+    The second moment is kept as its root: so both span the same seven decades, and none is 0 where the other is not.
+    """
+
+    name = "adamw_8bit"
+    arithmetic = staticmethod(adam_8bit)
+    block = BLOCK
+
+    def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        blocks = sum(-(-piece.numel() // BLOCK) for piece in self._pieces(parameter))
+        state = {}
+        for name in ("exp_avg", "exp_avg_sq_root"):
+            state[name] = torch.zeros(parameter.numel(), dtype=torch.uint8, device=parameter.device)
+            state[f"{name}_scale"] = torch.zeros(blocks, dtype=torch.float32, device=parameter.device)
+        return state  # with a scale of 0 every code means 0
+
+    def _new_weights(self, job: Job) -> Iterator[Tensor]:
+        tables = [each for signed in (True, False) for each in levels_of(signed, job.gradient.device)]
+        names = ("exp_avg", "exp_avg_sq_root")
+        start = block = 0
+        for weight, g in zip(self._pieces(job.source), self._pieces(job.gradient), strict=True):
+            codes, scales = slice(start, start + g.numel()), slice(block, block - (-g.numel() // BLOCK))
+            start, block = codes.stop, scales.stop
+            kept = [each for name in names for each in (job.state[name][codes], job.state[f"{name}_scale"][scales])]
+            flat = weight.reshape(-1), g.reshape(-1)
+            new, *states = self._arithmetic(*flat, *kept, *tables, job.rates, job.betas, job.eps, job.rounded)
+            torch._foreach_copy_(kept, states)  # pyright: ignore[reportPrivateImportUsage]
+            yield new
+
+
 class Adafactor(LandingOptimizer):
     """Second moment from its means over rows and columns, no first moment (arXiv 1804.04235).
 
@@ -140,12 +124,8 @@ class Adafactor(LandingOptimizer):
     """
 
     name = "adafactor"
+    arithmetic = staticmethod(land)
     elementwise = False
-    _land: Callable[..., Tensor] = staticmethod(land)
-
-    def compile(self) -> None:
-        super().compile()
-        self._land = torch.compile(land, dynamic=True)
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         def zeros(*shape: int) -> Tensor:
@@ -158,7 +138,7 @@ class Adafactor(LandingOptimizer):
 
     def _new_weights(self, job: Job) -> Iterator[Tensor]:
         for weight, update in zip(self._pieces(job.source), self._updates(job), strict=True):
-            yield self._land(weight, update, job.rates, job.rounded)
+            yield self._arithmetic(weight, update, job.rates, job.rounded)
 
     def _updates(self, job: Job) -> Iterator[Tensor]:
         """Of the pieces."""

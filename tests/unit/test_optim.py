@@ -179,11 +179,11 @@ def test_8_bit_adamw_is_near_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float((moved_8 - moved).norm() / moved.norm()) < 0.05
 
 
-@pytest.mark.parametrize(("rule", "graphs"), [(AdamW, 1), (AdamW8bit, 2)])
+@pytest.mark.parametrize(("rule", "graphs"), [(AdamW, 1), (AdamW8bit, 1)])
 def test_compiled_arithmetic_is_the_same(
     rule: type[AdamW] | type[AdamW8bit], graphs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By torch's compiler but for its code generator; a graph does for all steps and sizes, a second for odd ends."""
+    """By torch's compiler but for its code generator; a graph does for all steps, and for pieces of any size."""
     monkeypatch.setattr(landing, "PIECE", 250)  # four times that, compiled
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
     torch._dynamo.reset()
@@ -193,6 +193,7 @@ def test_compiled_arithmetic_is_the_same(
     wanted = run(rule([plain], CONFIG, master_weights=False), plain)
     optimizer = rule([compiled], CONFIG, master_weights=False)
     optimizer.compile()
+    assert next(piece.numel() for piece in optimizer._pieces(compiled)) > 250
     torch.testing.assert_close(run(optimizer, compiled), wanted, rtol=1e-5, atol=1e-6)
     assert counters["stats"]["unique_graphs"] == graphs
 
