@@ -8,6 +8,9 @@ from grpo_trainer.options import Section, option
 
 Choice = Literal["auto", "on", "off"]
 
+SPARE = 0.04
+"""Of a GPU's free memory, what is left to the allocator's gaps and libraries' workspaces."""
+
 
 class ComputeConfig(Section):
     """Speed and memory."""

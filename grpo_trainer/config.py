@@ -357,6 +357,11 @@ class TrainConfig(Section):
         return self
 
     @property
+    def largest_pass(self) -> int:
+        """Tokens of the largest forward pass that the options allow."""
+        return self.compute.max_tokens_per_microbatch or self.batch_size * self.model.seq_len
+
+    @property
     def keep_versions(self) -> int:
         """Adapter versions that a server keeps: those that samples may come from, and the one before the oldest."""
         given = self.bridge.keep_versions if isinstance(self.bridge, LoraOnly) else None

@@ -55,40 +55,52 @@ def plan_shared(
     order = by_family(kin, lengths)
     if max_tokens is None:
         return [order[start : start + size] for start in range(0, len(order), size)]
-    family_of = {index: number for number, family in enumerate(kin) for index in family}
-    full = _filled(order, family_of, prompts, lengths, max_tokens)
+    costs = _Costs(kin, prompts, lengths)
+    full = costs.filled(order, max_tokens)
     # As few, but of about one size: a small pass wastes a device.
-    load = sum(_load(chosen, family_of, prompts, lengths) for chosen in full)
+    load = sum(map(costs.of, full))
     longest = max(lengths, default=0)
     for limit in range(math.ceil(load / max(1, len(full))), max_tokens, max(1, longest // 4)):
-        even = _filled(order, family_of, prompts, lengths, limit)
+        even = costs.filled(order, limit)
         if len(even) <= len(full):
             full = even
             break
-    return sorted(full, key=lambda chosen: -_load(chosen, family_of, prompts, lengths))
+    return sorted(full, key=lambda chosen: -costs.of(chosen))
 
 
-def _filled(
-    order: Sequence[int], family_of: dict[int, int], prompts: Sequence[int], lengths: Sequence[int], limit: int
-) -> list[list[int]]:
-    """One microbatch after the other, each until the next sequence does not fit."""
-    made: list[list[int]] = []
-    load, present = 0, set[int]()
-    for index in order:
-        own = lengths[index] - (prompts[index] if family_of[index] in present else 0)
-        if not made or load + own > limit:
-            made.append([])
-            load, present, own = 0, set(), lengths[index]
-        made[-1].append(index)
-        load += own
-        present.add(family_of[index])
-    return made
+class _Costs:
+    """What sequences add to a row, families standing together."""
 
+    def __init__(self, kin: Sequence[Sequence[int]], prompts: Sequence[int], lengths: Sequence[int]) -> None:
+        self._family_of = {index: number for number, family in enumerate(kin) for index in family}
+        self._prompts = prompts
+        self._lengths = lengths
 
-def _load(chosen: Sequence[int], family_of: dict[int, int], prompts: Sequence[int], lengths: Sequence[int]) -> int:
-    """Tokens of a microbatch: its prompts', each once, and its completions'."""
-    once = {family_of[index]: prompts[index] for index in chosen}
-    return sum(once.values()) + sum(lengths[index] - prompts[index] for index in chosen)
+    def after(self, index: int, before: int | None) -> int:
+        """Tokens of a sequence after another one in a row, or as its first: of a family, the first has the prompt."""
+        goes_on = before is not None and self._family_of[before] == self._family_of[index]
+        return self._lengths[index] - (self._prompts[index] if goes_on else 0)
+
+    def each(self, order: Sequence[int]) -> list[int]:
+        """Of all in one row."""
+        return [self.after(index, before) for before, index in zip([None, *order], order, strict=False)]
+
+    def of(self, chosen: Sequence[int]) -> int:
+        """Tokens of a row."""
+        return sum(self.each(chosen))
+
+    def filled(self, order: Sequence[int], limit: int) -> list[list[int]]:
+        """One row after the other, each until the next sequence does not fit."""
+        made: list[list[int]] = []
+        load = 0
+        for index in order:
+            own = self.after(index, made[-1][-1] if made else None)
+            if not made or load + own > limit:
+                made.append([])
+                load, own = 0, self._lengths[index]
+            made[-1].append(index)
+            load += own
+        return made
 
 
 def deal_families(
@@ -96,11 +108,7 @@ def deal_families(
 ) -> list[list[int]]:
     """Shares with about as many tokens each, by indices: one after the other, cut where a share is full."""
     order = by_family(kin, lengths)
-    family_of = {index: number for number, family in enumerate(kin) for index in family}
-    costs: list[int] = []
-    for place, index in enumerate(order):
-        begins = place == 0 or family_of[order[place - 1]] != family_of[index]
-        costs.append(lengths[index] - (0 if begins else prompts[index]))
+    costs = _Costs(kin, prompts, lengths).each(order)
     shares: list[list[int]] = []
     place = 0
     for others in reversed(range(processes)):  # that are still to have something

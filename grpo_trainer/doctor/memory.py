@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_trainer.bridge_options import AllWeightsOptions, LoraOnly, LoraOptions, SharedVllm
+from grpo_trainer.compute_options import SPARE
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.distributed_options import wants_parts, why_whole
 from grpo_trainer.doctor.model_shape import ModelShape
@@ -28,8 +29,6 @@ BUCKET = 256 << 20
 """Bytes of the buffer in which several trainers add up gradients (`distributed.BUCKET_BYTES`)."""
 NEARLY_FULL = 0.93
 """Of a device's memory."""
-SPARE = 0.04
-"""Of the free memory, what `model.fitting` leaves to the allocator's gaps."""
 NF4_BYTES = 0.52
 STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 + 8 / 256, "adafactor": 0.01}
 
@@ -226,7 +225,7 @@ def _held(config: TrainConfig, model: ModelShape, *, on_gpu: bool) -> list[tuple
         ("optimizer states", STATE_BYTES[config.optimizer.optimizer] * trained),
         ("master weights", 4.0 * trained if config.master_weights and item == 2 else 0.0),
         ("reference", float(item * model.parameters) if copy else 0.0),
-        ("head", head_bytes(model, largest_pass(config), item)),
+        ("head", head_bytes(model, config.largest_pass, item)),
         ("process", float(CONTEXT if on_gpu else CPU_PROCESS)),
     ]
 
@@ -243,11 +242,6 @@ def _cut(held: dict[str, float], model: ModelShape, item: int, trainers: int) ->
 def item_bytes(config: TrainConfig, *, on_gpu: bool) -> int:
     """Of a number that the trainer computes with."""
     return 4 if config.trainer_dtype(on_gpu=on_gpu) == "float32" else 2
-
-
-def largest_pass(config: TrainConfig) -> int:
-    """Tokens of the largest forward pass that the options allow."""
-    return config.compute.max_tokens_per_microbatch or config.batch_size * config.model.seq_len
 
 
 def trained_parameters(config: TrainConfig, model: ModelShape) -> int:
@@ -283,7 +277,7 @@ class Activations:
     @classmethod
     def of(cls, config: TrainConfig, model: ModelShape, *, on_gpu: bool) -> Activations:
         """Of the largest pass; inputs that are moved to main memory count nothing."""
-        item, tokens = item_bytes(config, on_gpu=on_gpu), largest_pass(config)
+        item, tokens = item_bytes(config, on_gpu=on_gpu), config.largest_pass
         kept = 0.0 if config.compute.activation_offload and on_gpu else float(tokens * model.hidden * item)
         return cls(model.layers, tokens * layer_bytes_per_token(config, model, item), kept)
 

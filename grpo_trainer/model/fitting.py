@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from grpo_trainer.compute_options import SPARE
 from grpo_trainer.config import OptimizerConfig, TrainConfig
 from grpo_trainer.microbatches import layout, sharing_layout
 from grpo_trainer.model import attention
@@ -29,8 +30,6 @@ WORTH_COMPILING = 0.3e9
 """Parameters of a model."""
 LONG_RUN = 20
 """Steps."""
-SPARE = 0.04
-"""Of the free memory, for the allocator's gaps and libraries' workspaces."""
 
 
 def fit(forward: Forward, config: TrainConfig, trained: Sequence[Parameter]) -> None:
@@ -113,7 +112,7 @@ def _set_recomputed(
     free = free_bytes(device)
     if config.compute.trainer_memory_gb is not None:
         free = min(free, config.compute.trainer_memory_gb * 1e9 - torch.cuda.memory_allocated(device))
-    tokens = largest_pass(config)
+    tokens = config.largest_pass
     together = gathered_bytes(layers, forward.plan.dtype) if isinstance(forward.model, FSDPModule) else 0
     rest = (1 - SPARE) * free - held_later(trained, config) - head_bytes(forward, tokens) - together
     count = memory.recomputed(tokens, rest)
@@ -136,11 +135,6 @@ def _set_recomputed(
 def on_gpu(device: torch.device) -> bool:
     """Whether memory is scarce: main memory is not counted."""
     return device.type == "cuda"
-
-
-def largest_pass(config: TrainConfig) -> int:
-    """Tokens of the largest forward pass that the options allow."""
-    return config.compute.max_tokens_per_microbatch or config.batch_size * config.model.seq_len
 
 
 def held_later(trained: Sequence[Parameter], config: TrainConfig) -> float:

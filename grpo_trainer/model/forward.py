@@ -26,7 +26,7 @@ from grpo_trainer.compute_options import Choice
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import ConfigError, TrainingError
 from grpo_trainer.logprobs import TokenScores, token_scores
-from grpo_trainer.microbatches import MicroBatch, Packed, TrainingSequence, layout, split
+from grpo_trainer.microbatches import MicroBatch, TrainingSequence, layout, split
 from grpo_trainer.model import attention
 from grpo_trainer.model.compiled import CompiledLayers
 from grpo_trainer.model.head import HeadPlan, head_scores
@@ -245,25 +245,19 @@ def _why_not_packed(parts: Parts, seq_len: int, dtype: torch.dtype, device: torc
 
 
 def _keeps_sequences_apart(parts: Parts) -> bool:
-    """Whether two sequences in a row come out as each does alone, or at least much nearer to that than without
-    boundaries, which is all that 16 bits can tell."""
+    """Whether two sequences in a row come out as each does alone."""
     tokens_T = _probe_tokens(parts.head.weight)
     cut = len(tokens_T) // 3
     packed = layout([cut, len(tokens_T) - cut]).to(tokens_T.device)
-
-    def hidden(tokens: Tensor, **more: Any) -> Tensor:
-        return parts.decoder(input_ids=tokens[None], use_cache=False, **more).last_hidden_state[0].float()
-
     with torch.no_grad(), _evaluating(parts.whole):
-        alone = torch.cat([hidden(tokens_T[:cut]), hidden(tokens_T[cut:])])
-        together = hidden(tokens_T, **attention.arguments(packed))
-        mixed = hidden(tokens_T, position_ids=packed.positions_1T)
-    error = _distance(together, alone)
-    return error <= TOLERANCE[torch.float32] or error <= 0.25 * _distance(mixed, alone)
+        alone = torch.cat([_hidden(parts, tokens_T[:cut]), _hidden(parts, tokens_T[cut:])])
+        together = _hidden(parts, tokens_T, **attention.arguments(packed))
+        mixed = _hidden(parts, tokens_T, position_ids=packed.positions_1T)
+    return _agrees(together, alone, mixed)
 
 
 def _lets_prompts_be_shared(parts: Parts) -> bool:
-    """Whether two sequences with one prompt come out as each does alone; as `_keeps_sequences_apart`."""
+    """Whether two sequences with one prompt come out as each does alone."""
     tokens = _probe_tokens(parts.head.weight)
     third = len(tokens) // 3
     prompt, *ends = tokens[:third], tokens[third : 2 * third], tokens[2 * third :]
@@ -276,18 +270,24 @@ def _lets_prompts_be_shared(parts: Parts) -> bool:
     (microbatch,) = split(made, len(made), packed=True, shared=True)
     microbatch = microbatch.to(tokens.device)
     assert microbatch.packed is not None and microbatch.packed.shared is not None
-    unshared = replace(microbatch.packed, shared=None)
-
-    def hidden(tokens_1T: Tensor, packed: Packed | None) -> Tensor:
-        more = {} if packed is None else attention.arguments(packed)
-        return parts.decoder(input_ids=tokens_1T, use_cache=False, **more).last_hidden_state[0].float()
-
+    row, predictors = microbatch.tokens_BT[0], microbatch.predictors_N
     with torch.no_grad(), _evaluating(parts.whole):
-        alone = torch.cat([hidden(whole[None], None)[third - 1 : -1] for whole in wholes])
-        together = hidden(microbatch.tokens_BT, microbatch.packed)[microbatch.predictors_N]
-        without = hidden(microbatch.tokens_BT, unshared)[microbatch.predictors_N]
-    error = _distance(together, alone)
-    return error <= TOLERANCE[torch.float32] or error <= 0.25 * _distance(without, alone)
+        alone = torch.cat([_hidden(parts, whole)[third - 1 : -1] for whole in wholes])
+        together = _hidden(parts, row, **attention.arguments(microbatch.packed))[predictors]
+        unshared = _hidden(parts, row, **attention.arguments(replace(microbatch.packed, shared=None)))[predictors]
+    return _agrees(together, alone, unshared)
+
+
+def _hidden(parts: Parts, tokens_T: Tensor, **more: Any) -> Tensor:
+    """Hidden states of a row, in fp32."""
+    return parts.decoder(input_ids=tokens_T[None], use_cache=False, **more).last_hidden_state[0].float()
+
+
+def _agrees(got: Tensor, wanted: Tensor, without: Tensor) -> bool:
+    """Whether it is what is wanted, or at least much nearer to it than without boundaries, or prompts, which is all
+    that 16 bits can tell."""
+    error = _distance(got, wanted)
+    return error <= TOLERANCE[torch.float32] or error <= 0.25 * _distance(without, wanted)
 
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float64: 1e-6}
