@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import shutil
 import uuid
@@ -41,35 +42,39 @@ def write_tensors(path: Path, value: Any) -> None:
     import torch
 
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    told: Any = _FirstError()  # enough of a file for torch
     try:
-        with temporary.open("wb") as file:
-            told.file = file
-            torch.save(value, told)
+        with honest_file(temporary) as file:
+            torch.save(value, file)
         temporary.replace(path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        cause = told.error or error
-        if isinstance(cause, OSError):
-            cause.filename = str(path)
-        raise cause from None
+        if isinstance(error, OSError):
+            error.filename = str(path)
+        raise
 
 
-class _FirstError:
-    """A binary file that remembers what went wrong first."""
+@contextmanager
+def honest_file(path: Path) -> Iterator[IO[bytes]]:
+    """A new binary file for who makes errors of his own of a full disk: the file's first error is what is raised."""
+    file = _FirstError(path, "wb")
+    try:
+        with io.BufferedWriter(file) as stream:
+            yield stream
+    except BaseException as error:
+        raise file.error or error from None
 
-    file: IO[bytes]
+
+class _FirstError(io.FileIO):
+    """A file that remembers what went wrong first."""
+
     error: OSError | None = None
 
-    def write(self, data: Any) -> int:
+    def write(self, data: Any) -> int | None:
         try:
-            return self.file.write(data)
+            return super().write(data)
         except OSError as error:
             self.error = self.error or error
             raise
-
-    def flush(self) -> None:
-        self.file.flush()
 
 
 def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:

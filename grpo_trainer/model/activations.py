@@ -14,6 +14,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +99,13 @@ def measure(model: nn.Module, layers: int, hidden_bytes: int, run: Callable[[int
     few, many = MEASURED
     slope = (totals[1] - totals[0]) / (many - few)
     return LayerMemory(layers, slope / layers, hidden_bytes, max(0.0, totals[0] - slope * few))
+
+
+def known_layers(decoder: nn.Module | None) -> nn.ModuleList | None:
+    """A decoder's layers, if transformers knows how to checkpoint them."""
+    found = getattr(decoder, "layers", None)
+    is_known = isinstance(found, nn.ModuleList) and all(isinstance(one, GradientCheckpointingLayer) for one in found)
+    return found if is_known else None
 
 
 def recompute(layers: nn.ModuleList, count: int, *, offload: bool, random: bool) -> None:

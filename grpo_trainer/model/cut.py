@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Parameter
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
@@ -30,6 +29,7 @@ from grpo_trainer.config import TrainConfig
 from grpo_trainer.distributed import World
 from grpo_trainer.distributed_options import wants_parts, why_whole
 from grpo_trainer.errors import ConfigError
+from grpo_trainer.model.activations import known_layers
 from grpo_trainer.model.export import own_rows, stored_tensors
 
 log = logging.getLogger(__name__)
@@ -61,8 +61,8 @@ def cut(model: PreTrainedModel, world: World, device: torch.device, dtype: torch
     Raises:
         ConfigError: the model's layers are not known.
     """
-    layers = getattr(model.base_model, "layers", None)
-    if not isinstance(layers, nn.ModuleList) or not all(isinstance(one, GradientCheckpointingLayer) for one in layers):
+    layers = known_layers(model.base_model)
+    if layers is None:
         raise ConfigError(f"--sharding full: the layers of {type(model).__name__} are not known; use --sharding none")
     mesh = init_device_mesh(device.type, (world.size,))
     computes = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)

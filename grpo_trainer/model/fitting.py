@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_trainer.compute_options import SPARE
 from grpo_trainer.config import OptimizerConfig, TrainConfig
 from grpo_trainer.microbatches import layout, sharing_layout
 from grpo_trainer.model import attention
-from grpo_trainer.model.activations import MEASURED, measure, recompute
+from grpo_trainer.model.activations import MEASURED, known_layers, measure, recompute
 from grpo_trainer.model.compiled import compile_layers
 from grpo_trainer.model.forward import Forward
 from grpo_trainer.model.lora_linear import use_few_kernels
@@ -51,9 +50,7 @@ def fit(forward: Forward, config: TrainConfig, trained: Sequence[Parameter]) -> 
 
 def decoder_list(forward: Forward) -> nn.ModuleList | None:
     """The decoder's layers, if transformers knows how to checkpoint them."""
-    found = getattr(forward.decoder, "layers", None)
-    is_known = isinstance(found, nn.ModuleList) and all(isinstance(one, GradientCheckpointingLayer) for one in found)
-    return found if is_known else None
+    return known_layers(forward.decoder)
 
 
 def _runner(forward: Forward) -> Callable[[int], Tensor]:

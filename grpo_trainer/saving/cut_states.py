@@ -9,7 +9,6 @@ would go) is of one process among so many, `NAME/exp_avg_scale/0of2`, and can be
 from __future__ import annotations
 
 import errno
-import io
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from grpo_trainer.errors import ConfigError
+from grpo_trainer.files import honest_file
 from grpo_trainer.model.export import own_rows
 
 STATES_FOLDER = "optimizer_states"
@@ -120,27 +120,10 @@ class _HonestFiles(FileSystem):
     """Files whose first error is the one that is raised: torch makes errors of its own of a full disk."""
 
     @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
+    def create_stream(self, path: Any, mode: str) -> Generator[Any, None, None]:
         assert mode == "wb"
-        file = _File(path, mode)
-        try:
-            with io.BufferedWriter(file) as stream:
-                yield stream
-        except BaseException as error:
-            raise file.error or error from None
-
-
-class _File(io.FileIO):
-    """One that remembers what went wrong first."""
-
-    error: OSError | None = None
-
-    def write(self, data: Any) -> int | None:
-        try:
-            return super().write(data)
-        except OSError as error:
-            self.error = self.error or error
-            raise
+        with honest_file(Path(path)) as stream:
+            yield stream
 
 
 def _as_os_error(failed: CheckpointException, folder: Path) -> OSError:
