@@ -179,8 +179,8 @@ def test_a_run_is_served_each_version_and_goes_on_after_its_end(demo_model: Path
     versions = [row["publish/version"] for row in done]
     assert versions == sorted(versions) and versions[-1] >= 5  # a step without a spread of rewards is none
     for row in done:
-        fresh = row.get("rollout/staleness_max") == 0
-        assert row["alignment/logprob_diff_max"] < 1e-3 if fresh else row["alignment/logprob_diff_mean"] < 0.2
+        if row["rollout/staleness_max"] == 0:
+            assert row["alignment/logprob_diff_max"] < 1e-3
         if row["train/skipped"] == 0:
             assert row["train/changed_fraction"] > 0.5
             assert row["publish/stall_time"] >= row["publish/write_time"] > 0
