@@ -9,10 +9,30 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
+from environments.cli import COMMANDS
 from environments.config import ConfigError
-from environments.verifiers_venv import VERSION, become, install
+from environments.verifiers_venv import VERSION, become, folder, install
 
 MODULE = "environments.verifiers_server"
+HELP = {"-h", "--help"}
+
+
+def usage() -> str:
+    """What `--help` prints; needs no installation."""
+    commands = {"install": f"verifiers {VERSION}, once, into {folder()}; PACKAGEs too", **COMMANDS}
+    lines = "\n".join(f"  {name:<10}{text}" for name, text in commands.items())
+    return f"""usage: grpo env verifiers install [PACKAGE …]
+       grpo env verifiers [serve] --env-id ID [--env.… …] [--openai.… …] [--config FILE.toml]
+       grpo env verifiers process|evaluate --env-id ID [--env.… …] [--openai.… …] [--config FILE.toml]
+
+Environments of the `verifiers` library, in a virtual environment of their own.
+
+{lines}
+
+--env-id, short for --env.env_id: a taskset, as a module that Python finds or a package that was installed as above;
+ENV+TASKSET pairs an environment with one.
+
+Options of a command, once verifiers is installed: grpo env verifiers serve --help"""
 
 
 def normalised(arguments: list[str]) -> list[str]:
@@ -26,7 +46,10 @@ def normalised(arguments: list[str]) -> list[str]:
 
 
 def main(arguments: list[str]) -> None:
-    """Installs, or runs the environment, in the right virtual environment."""
+    """Says what there is, installs, or runs the environment, in the right virtual environment."""
+    if not arguments or arguments[0] in HELP or (arguments[0] == "install" and HELP & {*arguments}):
+        print(usage())
+        sys.exit(0 if arguments else 2)
     try:
         if arguments[:1] == ["install"]:
             print(f"verifiers {VERSION} is installed in {install(arguments[1:])}")

@@ -14,7 +14,7 @@ from environments import verifiers_engine, verifiers_venv
 from environments.config import ConfigError, ServerConfig
 from environments.inference import InferenceClient
 from environments.verifiers_engine import Engine
-from environments.verifiers_server import normalised
+from environments.verifiers_server import main, normalised
 
 
 def upstream(asked: list[dict[str, Any]]) -> httpx.MockTransport:
@@ -125,6 +125,22 @@ def test_what_can_not_be_answered_is_said(asked: dict[str, Any], status: int, sa
 )
 def test_the_command_line_may_be_short(arguments: list[str], normal: list[str]) -> None:
     assert normalised(arguments) == normal
+
+
+@pytest.mark.parametrize(("arguments", "status"), [(["--help"], 0), (["install", "-h"], 0), ([], 2)])
+def test_help_needs_no_installation_and_names_it(
+    arguments: list[str],
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(verifiers_venv.FOLDER_VARIABLE, str(tmp_path / "none"))
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    said = capsys.readouterr().out
+    assert ended.value.code == status and not (tmp_path / "none").exists()
+    assert "grpo env verifiers install [PACKAGE" in said and f"into {tmp_path}/none" in said and "--env-id ID" in said
 
 
 def test_this_package_is_linked_into_the_virtual_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
