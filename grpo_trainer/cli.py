@@ -135,7 +135,11 @@ def env(ctx: typer.Context) -> None:
 
     if not ctx.args or ctx.args[0] in ("-h", "--help"):
         known = ", ".join(BUILT_IN_ENVIRONMENTS)
-        typer.echo(f"Usage: grpo env NAME serve|process|evaluate [OPTIONS]\n\nNAME: {known}, or a module of yours.")
+        typer.echo(
+            f"Usage: grpo env NAME serve|process|evaluate [OPTIONS]\n\nNAME: {known}, or a module of yours.\n"
+            "Each lists its options: grpo env NAME serve --help. Before the first use of verifiers: "
+            "grpo env verifiers install."
+        )
         raise typer.Exit(0 if ctx.args else 2)
     _become(environment_module(ctx.args[0]), ctx.args[1:])
 
