@@ -120,6 +120,11 @@ def device_type() -> Literal["cpu", "cuda"]:
     return "cpu" if platform.is_cpu() else "cuda"
 
 
+def dispatch_key() -> str:
+    """Under which torch finds the operators of this platform."""
+    return importlib.import_module("vllm.platforms").current_platform.dispatch_key
+
+
 def gpu_name() -> str:
     """By vLLM's platform, which asks the driver: CUDA is not initialised in this process."""
     return importlib.import_module("vllm.platforms").current_platform.get_device_name()

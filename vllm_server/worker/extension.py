@@ -14,7 +14,9 @@ from typing import Any, Protocol
 
 import msgspec
 import torch
+from vllm.platforms import current_platform
 
+from vllm_server.lora_kernels.install import prepare_worker
 from vllm_server.protocol import ChannelRequest, CudaIpcChannel, NcclChannel
 from vllm_server.protocol.nccl import NcclError
 from vllm_server.worker.packed import PackedAdapter
@@ -23,6 +25,9 @@ from vllm_server.worker.slots import AdapterSlots
 from vllm_server.worker.transports.cuda_ipc import CudaIpcReceiver, gpu_uuid
 from vllm_server.worker.transports.file import FileReader
 from vllm_server.worker.transports.nccl import NcclReceiver
+
+if current_platform.is_cuda():
+    prepare_worker()
 
 
 class Receiver(Protocol):

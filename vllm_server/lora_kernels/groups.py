@@ -1,0 +1,102 @@
+"""Which tokens of a step belong to which adapter, computed where it is known: on the host.
+
+vLLM sends each token's slot to the GPU and lets the GPU sort, count and tell the host how many there are. For the
+answer the host waits until the GPU has done all that it was told, the step before included: then nothing is prepared
+ahead, and the GPU stands still for a moment between steps. It happens whenever the slots are not those of the step
+before: with one version when requests come or go, with several also when one takes the place of another.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+NO_ADAPTER = -1
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A batch's tokens by slot, as the kernels want them; arrays of int32."""
+
+    slots_M: np.ndarray
+    """Slot of each token; -1: no adapter."""
+    order_M: np.ndarray
+    """Tokens, sorted by slot, those of one slot in their own order."""
+    active: np.ndarray
+    """Slots that occur, ascending, -1 among them."""
+    counts: np.ndarray
+    """Tokens of each of them."""
+
+    @property
+    def starts(self) -> np.ndarray:
+        """Where each slot's tokens begin in `order_M`, and at last where they end."""
+        return np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int32)
+
+    @property
+    def none(self) -> bool:
+        """No token has an adapter."""
+        return bool((self.slots_M == NO_ADAPTER).all())
+
+
+def slots_of(adapters: Sequence[int], slot_adapters: Sequence[int | None]) -> np.ndarray:
+    """The slot of each token's adapter (0: none, which gives -1); `slot_adapters` says which adapter a slot holds.
+
+    Raises:
+        KeyError: an adapter is in no slot.
+    """
+    found = {adapter: slot for slot, adapter in enumerate(slot_adapters) if adapter is not None}
+    adapters_M = np.asarray(adapters, dtype=np.int64)
+    known, places = np.unique(adapters_M, return_inverse=True)
+    return np.array([found[a] if a > 0 else NO_ADAPTER for a in known.tolist()], dtype=np.int32)[places]
+
+
+def group(slots_M: np.ndarray) -> Groups:
+    """Sort and count, of a batch of at least one token."""
+    active, counts = np.unique(slots_M, return_counts=True)
+    order_M = np.argsort(slots_M, kind="stable")
+    return Groups(slots_M, order_M.astype(np.int32), active.astype(np.int32), counts.astype(np.int32))
+
+
+def write(meta: Any, groups: Groups) -> None:
+    """Into vLLM's `LoRAKernelMeta`, whose tensors captured graphs read: what its `prepare_tensors` would write.
+
+    The copies are queued, not waited for: their source is pinned memory of their own.
+    """
+    meta.no_lora_flag_cpu.fill_(groups.none)
+    meta.num_active_loras_cpu.fill_(0 if groups.none else _captured(len(groups.active), meta.captured_lora_counts))
+    nothing = np.empty(0, dtype=np.int32)
+    room = len(meta.active_lora_ids)
+    active, counts, starts = (nothing,) * 3 if groups.none else (groups.active, groups.counts, groups.starts)
+    pairs = [
+        (meta.active_lora_ids, _filled(active, room, NO_ADAPTER)),
+        (meta.num_tokens_per_lora, _filled(counts, room, 0)),
+        (meta.lora_token_start_loc, _filled(starts, room + 1, 0)),
+    ]
+    if not groups.none:
+        pairs += [(meta.token_lora_mapping, groups.slots_M), (meta.token_indices_sorted_by_lora_ids, groups.order_M)]
+    _copy(pairs, pinned=meta.token_lora_mapping.is_cuda)
+
+
+def _captured(active: int, counts: list[int]) -> int:
+    """The number of slots that a graph was captured for: the next one that is known, or the very number."""
+    place = bisect.bisect_left(counts, active)
+    return counts[place] if place < len(counts) else active
+
+
+def _filled(values: np.ndarray, length: int, with_: int) -> np.ndarray:
+    filled = np.full(length, with_, dtype=np.int32)
+    filled[: len(values)] = values
+    return filled
+
+
+def _copy(pairs: list[tuple[torch.Tensor, np.ndarray]], *, pinned: bool) -> None:
+    ends = np.cumsum([len(values) for _, values in pairs]).tolist()
+    staged = torch.empty(ends[-1], dtype=torch.int32, pin_memory=pinned)
+    staged.numpy()[:] = np.concatenate([values for _, values in pairs])
+    for (target, values), end in zip(pairs, ends, strict=True):
+        target[: len(values)].copy_(staged[end - len(values) : end], non_blocking=pinned)

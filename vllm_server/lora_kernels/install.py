@@ -1,0 +1,34 @@
+"""What of this folder a worker takes up before its model is loaded, on an NVIDIA GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_server import compat
+from vllm_server.lora_kernels import KERNELS_VARIABLE
+from vllm_server.lora_kernels.groups import group, slots_of, write
+
+
+def prepare_worker() -> None:
+    """Group tokens on the host; and put our kernels in place of vLLM's if the server was told to (`--lora-kernels`)."""
+    module = compat.seam(("vllm.lora.punica_wrapper.punica_gpu",), "PunicaWrapperGPU")
+    module.PunicaWrapperGPU.update_metadata = update_metadata
+    if os.environ.get(KERNELS_VARIABLE) == "grpo":
+        from vllm_server.lora_kernels import operators  # needs Triton
+
+        operators.install()
+
+
+def update_metadata(
+    self: Any, mapping: Any, lora_index_to_id: Sequence[int | None], max_loras: int, vocab_size: int, **_: object
+) -> None:
+    """Stands in for `PunicaWrapperGPU.update_metadata`, whose tensors it fills without asking the GPU for anything."""
+    self.is_prefill = mapping.is_prefill
+    self._update_base_metadata(mapping, lora_index_to_id, max_loras, vocab_size)
+    tokens = group(slots_of(mapping.index_mapping, lora_index_to_id))
+    same = mapping.prompt_mapping == mapping.index_mapping  # one sampled token for each: a step of decoding
+    prompts = tokens if same else group(slots_of(mapping.prompt_mapping, lora_index_to_id))
+    write(self.token_mapping_meta, tokens)
+    write(self.prompt_mapping_meta, prompts)

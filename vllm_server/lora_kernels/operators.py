@@ -1,0 +1,188 @@
+"""vLLM's two LoRA operators, done by our kernels; and its tokens' groups, by our host code.
+
+The operators keep vLLM's names and arguments: models that are compiled or captured already find the new code under the
+old name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm_server import compat
+from vllm_server.lora_kernels import kernels
+
+MOST_SLICES = 3
+"""Query, key and value in one matrix; gate and up are two."""
+
+_SHRINK: Any = kernels.shrink  # launched as `kernel[grid](…)`, by Triton's own options as well
+_EXPAND: Any = kernels.expand
+
+_library: torch.library.Library | None = None
+"""Kept: with it the replacements would go."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Sizes of what one program does, and on how many warps of 32 threads."""
+
+    tokens: int
+    outer: int
+    """Inputs of `shrink`, outputs of `expand`."""
+    warps: int
+    steps: int = 1
+
+
+def shrink_blocks(tokens: int, inputs: int) -> Blocks:
+    """A step of decoding is too small to fill the GPU by its tokens: the inputs are split, and the parts added up."""
+    rows = 16 if tokens <= 16 else 32 if tokens <= 64 else 64
+    outer = 128 if inputs <= 4096 else 256
+    return Blocks(rows, outer, warps=4, steps=1 if tokens <= 512 else 8)
+
+
+def expand_blocks(tokens: int) -> Blocks:
+    """Wide enough for whole lines of memory, small enough that many programs wait for memory at once."""
+    return Blocks(16 if tokens <= 16 else 32 if tokens <= 64 else 64, 128, warps=4)
+
+
+def rank_block(rank: int) -> int:
+    """Ranks at a time; Triton multiplies matrices of 16 at the least."""
+    return min(64, max(16, 1 << (rank - 1).bit_length()))
+
+
+def can_run(weights: Sequence[torch.Tensor]) -> bool:
+    """Whether the kernels take a layer's A or B, of 16 bits and of three slices at the most."""
+    return len(weights) <= MOST_SLICES and all(w.dtype in (torch.float16, torch.bfloat16) for w in weights)
+
+
+def run_shrink(
+    x_MK: torch.Tensor,
+    a: Sequence[torch.Tensor],
+    middle: torch.Tensor,
+    slots_M: torch.Tensor,
+    active_slots: torch.Tensor,
+    active: int,
+    scaling: float,
+    *,
+    blocks: Blocks | None = None,
+) -> None:
+    """`middle[s, m] = scaling * x[m] A_s[slot of m]`, zeros for tokens without an adapter.
+
+    `a`: each `[S, (1,) R, K]`, contiguous; `middle`: `[slices, M, R]`, float32.
+    """
+    tokens, inputs = x_MK.shape
+    rank = a[0].shape[-2]
+    blocks = blocks or shrink_blocks(tokens, inputs)
+    middle.zero_()
+    chunks = -(-rank // rank_block(rank))
+    grid = (-(-tokens // blocks.tokens), -(-inputs // (blocks.outer * blocks.steps)), len(a) * chunks)
+    _SHRINK[grid](
+        x_MK,
+        *_three(a),
+        middle,
+        slots_M,
+        active_slots,
+        active,
+        scaling,
+        tokens,
+        inputs,
+        x_MK.stride(0),
+        RANK=rank,
+        BLOCK_M=blocks.tokens,
+        BLOCK_K=blocks.outer,
+        BLOCK_R=rank_block(rank),
+        STEPS=blocks.steps,
+        num_warps=blocks.warps,
+    )
+
+
+def run_expand(
+    middle: torch.Tensor,
+    b: Sequence[torch.Tensor],
+    y: torch.Tensor,
+    slots_M: torch.Tensor,
+    active_slots: torch.Tensor,
+    active: int,
+    start: int,
+    add: bool,
+    *,
+    blocks: Blocks | None = None,
+) -> None:
+    """`y[m, columns of s] (+)= middle[s, m] B_s[slot of m]`; rows without an adapter stay as they are.
+
+    `b`: each `[S, (1,) N_s, R]`, contiguous; `y`: `[M, N]`, the slices side by side from column `start` on.
+    """
+    tokens, rank = middle.shape[1], middle.shape[2]
+    blocks = blocks or expand_blocks(tokens)
+    widths = [w.shape[-2] for w in b]
+    starts = [start + sum(widths[:i]) for i in range(len(b))]
+    grid = (-(-max(widths) // blocks.outer), -(-tokens // blocks.tokens), len(b))
+    _EXPAND[grid](
+        middle,
+        *_three(b),
+        y,
+        slots_M,
+        active_slots,
+        active,
+        tokens,
+        *_three(starts),
+        *_three(widths),
+        y.stride(0),
+        ADD=add,
+        RANK=rank,
+        BLOCK_M=blocks.tokens,
+        BLOCK_N=blocks.outer,
+        BLOCK_R=rank_block(rank),
+        num_warps=blocks.warps,
+    )
+
+
+def _three(values: Sequence[Any]) -> list[Any]:
+    return [*values, *[values[-1]] * (MOST_SLICES - len(values))]
+
+
+def install() -> None:
+    """Put them into vLLM, in the worker's process, before its model is loaded.
+
+    Raises:
+        FatalError: this vLLM has its LoRA operators elsewhere.
+    """
+    global _library
+    module = "vllm.lora.ops.triton_ops"
+    shrink_op = compat.seam((f"{module}.lora_shrink_op",), "_lora_shrink")
+    expand_op = compat.seam((f"{module}.lora_expand_op",), "_lora_expand")
+    _library = torch.library.Library("vllm", "IMPL")
+    key = compat.dispatch_key()
+    _library.impl("lora_shrink", _shrink_in_place_of(shrink_op._lora_shrink), key, allow_override=True)
+    _library.impl("lora_expand", _expand_in_place_of(expand_op._lora_expand), key, allow_override=True)
+
+
+def _shrink_in_place_of(vllms: Callable[..., None]) -> Callable[..., None]:
+    def lora_shrink(x: torch.Tensor, a: list[torch.Tensor], middle: torch.Tensor, *rest: Any) -> None:
+        slots, _, _, _, active_slots, none, active, scaling = rest
+        if none.item():
+            return
+        if can_run(a):
+            run_shrink(x, a, middle, slots, active_slots, int(active.item()), scaling)
+        else:
+            vllms(x, a, middle, *rest)
+
+    return lora_shrink
+
+
+def _expand_in_place_of(vllms: Callable[..., None]) -> Callable[..., None]:
+    def lora_expand(middle: torch.Tensor, b: list[torch.Tensor], y: torch.Tensor, *rest: Any) -> None:
+        slots, _, _, _, active_slots, none, active, *options = rest
+        start = options[0] if options else 0  # torch leaves out what is as the operator's declaration says anyway
+        add = len(options) > 1 and options[1]
+        if none.item():
+            return
+        if can_run(b):
+            run_expand(middle, b, y, slots, active_slots, int(active.item()), start, add)
+        else:
+            vllms(middle, b, y, *rest)
+
+    return lora_expand
