@@ -1,0 +1,75 @@
+"""The LoRA kernels as a GPU runs them, beside vLLM's; and tokens grouped without waiting for the GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_server.lora_kernels.groups import group, write
+from vllm_server.lora_kernels.install import update_metadata
+from vllm_server.lora_kernels.operators import run_expand, run_shrink
+from vllm_server.tune_lora import MIX, Layer, versions_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+SLOTS = 8
+LAYERS = [Layer(3584, (3584, 512, 512)), Layer(3584, (3584,)), Layer(3584, (18944, 18944)), Layer(18944, (3584,))]
+
+
+@pytest.mark.parametrize("rank", [8, 16, 64])
+@pytest.mark.parametrize("tokens", [1, 17, 256, 3000])
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_both_kernels_give_what_vllms_give(layer: Layer, tokens: int, rank: int) -> None:
+    from vllm.lora.ops.triton_ops import lora_expand_op, lora_shrink_op
+    from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
+
+    torch.manual_seed(tokens + rank)
+    bf16: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    x = torch.randn(tokens, layer.inputs, **bf16)
+    a = [torch.randn(SLOTS, 1, rank, layer.inputs, **bf16) / layer.inputs**0.5 for _ in layer.outputs]
+    b = [torch.randn(SLOTS, 1, outputs, rank, **bf16) for outputs in layer.outputs]
+    slots = torch.tensor(versions_of(tokens, MIX), dtype=torch.int32)[torch.randperm(tokens)]
+    slots[torch.rand(tokens) < 0.1] = -1
+    slots[0] = 5
+    meta = LoRAKernelMeta.make(SLOTS, tokens, "cuda")
+    write(meta, group(slots.numpy()))
+    arguments = meta.meta_args(tokens, False)
+    ours, vllms = (torch.zeros(len(a), tokens, rank, device="cuda") for _ in range(2))
+    run_shrink(x, a, ours, arguments[0], meta.active_lora_ids, SLOTS + 1, 0.5)
+    lora_shrink_op._lora_shrink(x, a, vllms, *arguments, 0.5)
+    torch.testing.assert_close(ours, vllms, rtol=1e-3, atol=1e-3)
+    assert ours.abs().mean() > 0.05
+    before = torch.randn(tokens, sum(layer.outputs), **bf16)
+    mine, theirs = before.clone(), before.clone()
+    run_expand(ours, b, mine, arguments[0], meta.active_lora_ids, SLOTS + 1, 0, True)
+    lora_expand_op._lora_expand(ours, b, theirs, *arguments, 0, True)
+    torch.testing.assert_close(mine.float(), theirs.float(), rtol=2e-2, atol=5e-2)  # theirs is rounded twice
+    assert (mine != before).float().mean() > 0.5
+    without = (slots < 0).nonzero().flatten()
+    assert torch.equal(mine[without.cuda()], before[without.cuda()])
+
+
+def test_tokens_are_grouped_without_waiting_for_the_gpu() -> None:
+    from vllm.lora.layers import LoRAMapping
+    from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
+
+    config = SimpleNamespace(max_loras=SLOTS, specialize_active_lora=True)
+    held = [11, 12, 13, 14, None, None, None, None]
+    ours, vllms = (PunicaWrapperGPU(512, 256, torch.device("cuda"), lora_config=config) for _ in range(2))
+    steps = [tuple([11 + (i + shift) % 4 for i in range(200 + shift)]) for shift in range(4)]
+    for step in steps:
+        mapping = LoRAMapping(step, step, is_prefill=True)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            update_metadata(ours, mapping, held, SLOTS + 1, 1000)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        PunicaWrapperGPU.update_metadata(vllms, mapping, held, SLOTS + 1, 1000)
+        torch.cuda.synchronize()
+        for name in ("token_mapping_meta", "prompt_mapping_meta"):
+            got, wanted = (getattr(wrapper, name).meta_args(len(step), True) for wrapper in (ours, vllms))
+            assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True)), name
