@@ -7,7 +7,7 @@ table ``[env]`` of a file given with ``--config``. Flags win over the file, the 
 import argparse
 import difflib
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
@@ -172,6 +172,21 @@ def parse_settings(settings_cls: type[Settings[Any]], prog: str, arguments: Sequ
         return CliApp.run(settings_cls, cli_args=list(arguments), **values)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(problem, names) for problem in error.errors())) from None
+
+
+def check_table(table: str, model: type[BaseModel], values: Mapping[str, object]) -> None:
+    """Check what a table of a file holds, and not what it lacks: others may add to it.
+
+    Raises:
+        ConfigError: A key is unknown (the nearest is suggested), or a value is not legal.
+    """
+    try:
+        model.model_validate(values)
+    except ValidationError as error:
+        names = sorted(_paths(model, f"{table}."))
+        problems = [problem | {"loc": (table, *problem["loc"])} for problem in error.errors()]
+        if wrong := [_explain(problem, names) for problem in problems if problem["type"] != "missing"]:
+            raise ConfigError("\n".join(wrong)) from None
 
 
 def _file_values(arguments: Sequence[str]) -> dict[str, Any]:

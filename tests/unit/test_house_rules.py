@@ -38,7 +38,7 @@ def test_the_trainer_never_imports_vllm() -> None:
 
 
 def test_the_trainer_meets_the_server_only_in_its_protocol_and_environments_only_in_the_wire() -> None:
-    allowed = ("vllm_server.protocol", "environments.api.wire")
+    allowed = ("vllm_server.protocol", "environments.api.wire", "environments.settings_check")
     offenders = [
         (str(path.relative_to(ROOT)), name)
         for path in sources("grpo_trainer")
@@ -46,6 +46,15 @@ def test_the_trainer_meets_the_server_only_in_its_protocol_and_environments_only
         if (inside(name, "vllm_server") or inside(name, "environments")) and not any(inside(name, a) for a in allowed)
     ]
     assert not offenders
+
+
+def test_only_who_starts_environments_checks_their_settings() -> None:
+    checkers = [
+        path.relative_to(ROOT / "grpo_trainer")
+        for path in sources("grpo_trainer")
+        if any(inside(name, "environments.settings_check") for name in imports(path))
+    ]
+    assert all(path.parts[0] in ("launch", "doctor", "run_config.py") for path in checkers)
 
 
 def test_environments_and_server_do_not_import_the_trainer() -> None:
