@@ -42,7 +42,7 @@ def test_a_mistake_is_named_with_the_way_out(name: str, values: dict[str, object
 
 def test_the_servers_table_is_checked_too() -> None:
     check_server({"base_url": "http://127.0.0.1:9001/v1"})
-    with pytest.raises(ConfigError, match="openai.model_nam: no such setting; did you mean openai.model_name"):
+    with pytest.raises(ConfigError, match=r"openai\.model_nam: no such setting; did you mean openai\.model_name\?"):
         check_server({"model_nam": "m"})
 
 
@@ -58,7 +58,8 @@ import sys
 from environments.settings_check import check
 for name in ("arithmetic", "gsm8k", "verifiers"):
     check(name, {})
-print([module for module in ("torch", "transformers", "vllm", "numpy", "datasets", "verifiers") if module in sys.modules])
+heavy = ("torch", "transformers", "vllm", "numpy", "datasets", "verifiers")
+print([module for module in heavy if module in sys.modules])
 """
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True)
