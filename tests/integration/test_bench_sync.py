@@ -68,7 +68,9 @@ def test_one_line_of_figures_and_nothing_left_running(tmp_path: Path) -> None:
 
 
 def test_shared_weights_are_written_where_they_are(tmp_path: Path) -> None:
-    figures = measured(tmp_path, "--bridge", "shared_vllm", "--repeat", "3")
+    lengths = ("--step-seqs", "8", "--step-prompt-len", "8", "--step-completion-len", "24")
+    figures = measured(tmp_path, "--bridge", "shared_vllm", "--repeat", "3", *lengths)
+    assert figures["step"]["sequences"] == 8
     assert (figures["bridge"], figures["transport"], figures["adapter_mb"]) == ("shared_vllm", None, None)
     assert figures["attach_ms"] > 0 and figures["proof"]["noise"] < 1e-4
     assert figures["model_gb"] == round(SHAPES["tiny"].parameters() * 4 / 1e9, 4)
@@ -78,13 +80,19 @@ def test_shared_weights_are_written_where_they_are(tmp_path: Path) -> None:
 
 
 def test_an_adapter_over_the_servers_base(tmp_path: Path) -> None:
-    figures = measured(tmp_path, "--share-base", "--repeat", "3", "--baseline-repeat", "0")
+    lengths = ("--step-seqs", "8", "--step-prompt-len", "8", "--step-completion-len", "24")
+    figures = measured(tmp_path, "--share-base", "--repeat", "3", "--baseline-repeat", "0", *lengths)
     assert (figures["bridge"], figures["share_base"], figures["lora_r"]) == ("lora_only", True, 16)
     assert figures["attach_ms"] > 0 and figures["proof"]["noise"] < 1e-4
+    step = figures["step"]
+    assert step["sequences"] == 8 and step["seconds"] > 0 and abs(step["loss"]) < 10
+    assert step["server_gb"] is step["together_gb"] is None  # no GPU
 
 
 def test_a_restart_is_a_checkpoint_and_a_launch(tmp_path: Path) -> None:
-    figures = measured(tmp_path, "--bridge", "none", "--repeat", "1")
+    lengths = ("--step-seqs", "8", "--step-prompt-len", "8", "--step-completion-len", "24")
+    figures = measured(tmp_path, "--bridge", "none", "--repeat", "1", *lengths)
+    assert figures["step"]["sequences"] == 8
     assert figures["bridge"] == "none" and figures["attach_ms"] is None and figures["load"] is None
     phases = figures["phases"]
     assert phases["pack_ms"] > 0 and phases["engine_ms"] == figures["stall_ms"] < figures["publish_p50_ms"]

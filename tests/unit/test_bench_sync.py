@@ -43,6 +43,14 @@ def test_shapes_are_those_of_the_published_qwen2_models(shape: str, parameters: 
     assert SHAPES[shape].parameters() == pytest.approx(parameters, rel=1e-4)
 
 
+def test_a_training_step_longer_than_the_model_is_refused() -> None:
+    asked = {"step_seqs": 8, "step_prompt_len": 1000, "step_completion_len": 1049}
+    with pytest.raises(ConfigError, match=r"got 2049 tokens together, wanted at most --max-model-len 2048"):
+        build(SyncOptions, asked)
+    assert build(SyncOptions, asked | {"max_model_len": 2049}).step.step_seqs == 8
+    assert build(SyncOptions, asked | {"step_seqs": 0}).step.step_prompt_len == 1000  # no step, no matter
+
+
 def test_size_of_an_adapter() -> None:
     # 7b, a layer: q, o 2 * (3584 + 3584); k, v 2 * (3584 + 4 * 128); gate, up, down 3 * (3584 + 18944): 90,112
     # rows and columns, times rank 16, 28 layers, 2 bytes: 80.7 MB

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from grpo_trainer.bench.sync.memory import gpu_used_mb, gpus_in_use
 from grpo_trainer.bench.sync.options import ModelChoice, SyncOptions
 from grpo_trainer.bench.sync.random_model import ensure_model
 from grpo_trainer.bench.sync.shapes import SHAPES
@@ -30,8 +31,16 @@ M = TypeVar("M", bound=nn.Module)
 
 def train_values(options: SyncOptions, place: Place, mode: str) -> dict[str, Any]:
     """The trainer's options in every mode."""
-    server = options.server
+    server, step = options.server, options.step
+    training = {
+        "batch_size": 8,
+        "gradient_accumulation_steps": step.step_seqs // 8,
+        "max_tokens_per_microbatch": step.step_microbatch_tokens,
+        "gradient_checkpointing": True,
+        "drift_limit": 0,
+    }
     return {
+        **(training if step.step_seqs else {}),
         "model": str(place.model),
         "dtype": place.dtype,
         "seq_len": server.max_model_len,
@@ -55,6 +64,18 @@ def placed(choice: ModelChoice, logs: Path | None, server_args: tuple[str, ...])
         yield Place(Path(name), logs or Path(name), model, on_gpu, dtype, server_args)
 
 
+def taken_since(before: float | None, options: SyncOptions) -> float | None:
+    """What has been taken of the GPUs since they had `before` in use, in units of 1e9 bytes."""
+    now = gpu_used_gb(options)
+    return None if now is None or before is None else now - before
+
+
+def gpu_used_gb(options: SyncOptions) -> float | None:
+    """In use on the GPUs of trainer and server."""
+    used = gpu_used_mb(gpus_in_use(options.server.server_gpus))
+    return None if used is None else used / 1e3
+
+
 @contextmanager
 def explained_by(server: OwnedServer) -> Iterator[None]:
     """If the server does not answer because it has ended, its last lines say more than that."""
@@ -66,10 +87,15 @@ def explained_by(server: OwnedServer) -> Iterator[None]:
 
 
 class OwnServer:
-    """What subjects with one server of their own have in common."""
+    """What subjects with one server of their own have in common.
 
-    def __init__(self, server: OwnedServer) -> None:
+    Attributes:
+        server_gb: what it took of the GPU, alone; None: there is no GPU.
+    """
+
+    def __init__(self, server: OwnedServer, server_gb: float | None) -> None:
         self._server = server
+        self.server_gb = server_gb
 
     @property
     def server_pid(self) -> int:

@@ -19,13 +19,16 @@ from grpo_trainer.bench.sync.common import (
     OwnServer,
     check_answers,
     explained_by,
+    gpu_used_gb,
     rounded,
+    taken_since,
     train_values,
     weighed,
 )
 from grpo_trainer.bench.sync.figures import Baseline, Publish, median_ms
 from grpo_trainer.bench.sync.options import SyncOptions
 from grpo_trainer.bench.sync.server import server_spec, serving
+from grpo_trainer.bench.sync.step import Training
 from grpo_trainer.bench.sync.subject import Facts, Place, WeightFigures
 from grpo_trainer.bridge_options import LoraOnly
 from grpo_trainer.config import TrainConfig
@@ -72,11 +75,14 @@ def _serving(options: SyncOptions, place: Place, config: TrainConfig, written: P
     if bridge.share_base:
         flags += ["--shared-weights", "--bridge-config-path", str(place.folder / FILE_NAME)]
     spec = server_spec(config, options.server, place, flags, tiny=options.model.shape == "tiny")
+    before = gpu_used_gb(options)
     with serving(spec, place) as server:
+        alone = taken_since(before, options)
         client = WatchedClient(config.vllm)
         model, weights = early or weighed(adapted, place, attached=True)
         with LoraSwap(bridge, model, client, written, config.model.seq_len) as swap, explained_by(server):
-            subject = LoraOnlySubject(swap, model, client, server, written, weights, url=config.vllm.url)
+            training = Training(model, config, alone)
+            subject = LoraOnlySubject(swap, training, client, server, written, weights, url=config.vllm.url)
             swap.prove()
             yield subject
 
@@ -113,7 +119,7 @@ class LoraOnlySubject(OwnServer):
     def __init__(
         self,
         swap: LoraSwap,
-        model: PeftModel,
+        training: Training,
         client: WatchedClient,
         server: OwnedServer,
         written: Path,
@@ -122,10 +128,12 @@ class LoraOnlySubject(OwnServer):
     ) -> None:
         self._swap = swap
         self._weights = weights
-        self._model = model
-        super().__init__(server)
+        self._training = training
+        assert isinstance(training.model, PeftModel)
+        self._model = training.model
+        super().__init__(server, training.server_gb)
         self.url = url
-        self._named = {name: p for name, p in model.named_parameters() if "lora_" in name}
+        self._named = {name: p for name, p in self._model.named_parameters() if "lora_" in name}
         self._factors = [p.detach() for name, p in self._named.items() if "lora_B" in name]
         for factor in self._factors:
             factor.normal_(std=SMALL_B)  # a fresh adapter's B is 0: it would have no effect
@@ -142,6 +150,9 @@ class LoraOnlySubject(OwnServer):
         dtype = getattr(torch, (self.info.lora_dtype or self.info.dtype).removeprefix("torch."))
         assert isinstance(dtype, torch.dtype)
         return dtype
+
+    def training(self) -> Training:
+        return self._training
 
     def facts(self) -> Facts:
         assert self.client_answer is not None, "publish comes first"

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 
-from grpo_trainer.bench.sync.common import placed
+from grpo_trainer.bench.sync.common import gpu_used_gb, placed
 from grpo_trainer.bench.sync.figures import Baseline, LoadFigures, Publish, PublishFigures, publish_figures
 from grpo_trainer.bench.sync.load import LoadTest
 from grpo_trainer.bench.sync.memory import MemoryFigures, Snapshot, gpus_in_use, memory_figures, snapshot
 from grpo_trainer.bench.sync.options import SyncOptions
 from grpo_trainer.bench.sync.shapes import SHAPES
+from grpo_trainer.bench.sync.step import StepFigures, measure_step
 from grpo_trainer.bench.sync.subject import Facts, Place, Subject, opener
 from vllm_server.protocol import BridgeInfo
 
@@ -38,6 +39,7 @@ class Report:
     load: LoadFigures | None
     memory: MemoryFigures
     baseline: Baseline | None
+    step: StepFigures | None
 
 
 def measure(options: SyncOptions, server_args: tuple[str, ...]) -> Report:
@@ -61,6 +63,7 @@ def _measure(options: SyncOptions, place: Place, subject: Subject) -> Report:
     load = None if options.load.skip_load or not subject.serves_on else _load(options, place, subject)
     end = snapshot(subject, late.publishes, gpus)
     memory = memory_figures(early, late, end)
+    step = _step(options, subject) if options.step.step_seqs else None
     baseline = subject.baseline(options.baseline_repeat) if options.baseline_repeat else None
     return Report(
         options=options,
@@ -73,6 +76,7 @@ def _measure(options: SyncOptions, place: Place, subject: Subject) -> Report:
         load=load,
         memory=memory,
         baseline=baseline,
+        step=step,
     )
 
 
@@ -96,6 +100,11 @@ def _load(options: SyncOptions, place: Place, subject: Subject) -> LoadFigures:
     vocab = SHAPES[options.model.shape].vocab
     sequences = options.concurrency(on_gpu=place.on_gpu)
     return LoadTest(subject, place, options.load, subject.url, sequences, vocab).run()
+
+
+def _step(options: SyncOptions, subject: Subject) -> StepFigures:
+    vocab = SHAPES[options.model.shape].vocab
+    return measure_step(subject.training(), options.step, vocab, lambda: gpu_used_gb(options))
 
 
 def _cpu_name() -> str:

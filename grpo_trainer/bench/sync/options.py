@@ -66,6 +66,21 @@ class LoadChoice(Section):
     publish_interval: float = option(1.0, help="Seconds from publish to publish under load.", gt=0)
 
 
+class StepChoice(Section):
+    """Training step."""
+
+    step_seqs: int = option(
+        0,
+        help="After the publishes, also a training step of that many synthetic sequences, all layers recomputed: what "
+        "trainer and server hold then; 0: none.",
+        ge=0,
+        multiple_of=8,
+    )
+    step_prompt_len: int = option(512, help="Tokens of a prompt of it.", ge=1)
+    step_completion_len: int = option(1024, help="Tokens of a completion of it.", ge=1)
+    step_microbatch_tokens: int = option(4608, help="Tokens of a microbatch of it.", ge=1)
+
+
 class SyncOptions(Section):
     """What is measured."""
 
@@ -78,6 +93,17 @@ class SyncOptions(Section):
     model: ModelChoice = ModelChoice()
     server: ServerChoice = ServerChoice()
     load: LoadChoice = LoadChoice()
+    step: StepChoice = StepChoice()
+
+    @model_validator(mode="after")
+    def _step_fits_the_model(self) -> SyncOptions:
+        longest = self.step.step_prompt_len + self.step.step_completion_len
+        if self.step.step_seqs and longest > self.server.max_model_len:
+            raise ValueError(
+                f"--step-prompt-len and --step-completion-len: got {longest} tokens together, wanted at most "
+                f"--max-model-len {self.server.max_model_len}; raise that or shorten these"
+            )
+        return self
 
     def concurrency(self, *, on_gpu: bool) -> int:
         """Sequences kept in flight."""

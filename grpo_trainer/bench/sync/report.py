@@ -36,6 +36,7 @@ def as_dict(report: Report) -> dict[str, Any]:
         **(asdict(report.baseline) if report.baseline else baseline),
         "load": load,
         "memory": asdict(report.memory),
+        "step": None if report.step is None else asdict(report.step),
     }
 
 

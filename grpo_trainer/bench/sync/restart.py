@@ -15,6 +15,7 @@ from grpo_trainer.bench.sync.common import OwnServer, check_answers, train_value
 from grpo_trainer.bench.sync.figures import Baseline, Publish
 from grpo_trainer.bench.sync.options import SyncOptions
 from grpo_trainer.bench.sync.server import server_spec
+from grpo_trainer.bench.sync.step import Training
 from grpo_trainer.bench.sync.subject import Facts, Place, WeightFigures
 from grpo_trainer.bridge_options import CheckpointRestart
 from grpo_trainer.checkpoint import Checkpoints
@@ -59,7 +60,7 @@ def opened(options: SyncOptions, place: Place) -> Iterator[RestartSubject]:
     with checkpoint_restart.CheckpointRestart(
         config.bridge, models, server, client, proof, config.model.seq_len, NO_LAST_VERSION
     ) as bridge:
-        yield RestartSubject(bridge, client, server, written, weights, config.vllm.url)
+        yield RestartSubject(bridge, Training(model, config, None), client, server, written, weights, config.vllm.url)
 
 
 class RestartSubject(OwnServer):
@@ -70,6 +71,7 @@ class RestartSubject(OwnServer):
     def __init__(
         self,
         bridge: checkpoint_restart.CheckpointRestart,
+        training: Training,
         client: ServerClient,
         server: OwnedServer,
         written: Path,
@@ -77,7 +79,8 @@ class RestartSubject(OwnServer):
         url: str,
     ) -> None:
         self._bridge = bridge
-        super().__init__(server)
+        super().__init__(server, training.server_gb)
+        self._training = training
         self._weights = weights
         self.client = client
         self.url = url
@@ -87,6 +90,9 @@ class RestartSubject(OwnServer):
         self.info = client.wait_until_ready()
         noise = bridge.prove()
         self._proof = None if noise is None else {"noise": float(f"{noise:.3g}")}
+
+    def training(self) -> Training:
+        return self._training
 
     def facts(self) -> Facts:
         return Facts(None, None, self._proof, self._weights)

@@ -10,10 +10,20 @@ from typing import Any
 
 import torch
 
-from grpo_trainer.bench.sync.common import OwnServer, check_answers, explained_by, rounded, train_values, weighed
+from grpo_trainer.bench.sync.common import (
+    OwnServer,
+    check_answers,
+    explained_by,
+    gpu_used_gb,
+    rounded,
+    taken_since,
+    train_values,
+    weighed,
+)
 from grpo_trainer.bench.sync.figures import Baseline, Publish, median_ms
 from grpo_trainer.bench.sync.options import SyncOptions
 from grpo_trainer.bench.sync.server import server_spec, serving
+from grpo_trainer.bench.sync.step import Training
 from grpo_trainer.bench.sync.subject import Facts, Place, WeightFigures
 from grpo_trainer.bridge_options import SharedVllm
 from grpo_trainer.config import TrainConfig
@@ -38,7 +48,9 @@ def opened(options: SyncOptions, place: Place, in_flight: InFlight = "keep") -> 
     assert isinstance(config.bridge, SharedVllm)
     flags = ["--shared-weights", "--bridge-config-path", str(place.folder / FILE_NAME)]
     spec = server_spec(config, options.server, place, flags, tiny=options.model.shape == "tiny")
+    before = gpu_used_gb(options)
     with serving(spec, place) as server, explained_by(server):
+        alone = taken_since(before, options)
         client = ServerClient(config.vllm)
         policies: list[SharedWeights] = []
 
@@ -52,7 +64,7 @@ def opened(options: SyncOptions, place: Place, in_flight: InFlight = "keep") -> 
         with SharedBridge(config.bridge, policies[0], client, config.model.seq_len) as bridge:
             written = place.folder / "written"
             yield SharedSubject(
-                bridge, policies[0], client, server, written, weights, url=config.vllm.url, repeat=options.repeat
+                bridge, config, alone, policies[0], client, server, written, weights, config.vllm.url, options.repeat
             )
 
 
@@ -72,6 +84,8 @@ class SharedSubject(OwnServer):
     def __init__(
         self,
         bridge: SharedBridge,
+        config: TrainConfig,
+        server_gb: float | None,
         policy: SharedWeights,
         client: ServerClient,
         server: OwnedServer,
@@ -81,7 +95,8 @@ class SharedSubject(OwnServer):
         repeat: int,
     ) -> None:
         self._bridge = bridge
-        super().__init__(server)
+        super().__init__(server, server_gb)
+        self._model, self._config = policy.model, config
         self._weights = weights
         self.parameters = [parameter.detach() for parameter in policy.model.parameters()]
         self._fences: list[dict[str, float]] = []
@@ -94,6 +109,13 @@ class SharedSubject(OwnServer):
         self.info = client.wait_until_ready()
         bridge.prove()
         self._proof = rounded(bridge.proved)
+
+    def training(self) -> Training:
+        return Training(self._model, self._config, self.server_gb, self._bridge.updating, self._step_written)
+
+    def _step_written(self) -> None:
+        self.version += 1
+        self._bridge.publish(self.version)
 
     def facts(self) -> Facts:
         fences = self._fences[self._measured] or self._fences

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from grpo_trainer.bench.sync.figures import Baseline, Publish
 from grpo_trainer.bench.sync.options import SyncOptions
+from grpo_trainer.bench.sync.step import Training
 from grpo_trainer.server_client import ServerClient
 from vllm_server.protocol import BridgeInfo
 
@@ -101,6 +102,10 @@ class Subject(Protocol):
         Raises:
             BridgeError: another version answers.
         """
+        ...
+
+    def training(self) -> Training:
+        """What its trainer trains."""
         ...
 
     def check(self) -> None:
