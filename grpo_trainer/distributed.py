@@ -119,6 +119,11 @@ class World:
     def alone(self) -> bool:
         return self.size == 1
 
+    @property
+    def is_working(self) -> bool:
+        """Whether the others are within what takes all processes, where they hear no order."""
+        return self._is_working and not self.alone
+
     def __enter__(self) -> World:
         return self
 
@@ -235,14 +240,14 @@ class World:
         """Show that all ranks hold the same weights, by entries of theirs.
 
         Raises:
-            CommonTrainingError: on all ranks, naming those that differ.
+            CommonWeightsError: on all ranks, naming those that differ.
         """
         if self.alone:
             return
         own_sums = torch.stack([sample.double().sum() for sample in samples])
         sums = self.gather([str(value) for value in own_sums.tolist()])  # as text: one nan is another
         if different := [rank for rank, own in enumerate(sums) if own != sums[0]]:
-            raise CommonTrainingError(
+            raise CommonWeightsError(
                 f"rank {', '.join(map(str, different))} of the trainer's processes holds other weights than rank 0 "
                 "after the same step; go on from the last checkpoint with --resume auto"
             )
@@ -254,6 +259,12 @@ class CommonError(GrpoError):
 
 class CommonTrainingError(CommonError, TrainingError):
     """Training can't go on, as all processes have found."""
+
+
+class CommonWeightsError(CommonTrainingError):
+    """The weights themselves are not what they should be, as all processes have found."""
+
+    spoils_weights = True
 
 
 class CommonDriftError(CommonError, DriftError):

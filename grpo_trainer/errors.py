@@ -12,9 +12,14 @@ from pathlib import Path
 
 
 class GrpoError(Exception):
-    """Base of every error a user can mend. The command prints the message and exits with `exit_code`."""
+    """Base of every error a user can mend. The command prints the message and exits with `exit_code`.
+
+    Attributes:
+        spoils_weights: what the trainer holds can't be relied on after it, and is not to be saved.
+    """
 
     exit_code = 1
+    spoils_weights = False
 
 
 class ConfigError(GrpoError, ValueError):

@@ -12,8 +12,8 @@ from environments.api import wire
 from grpo_trainer.benchmark import print_time_split
 from grpo_trainer.checkpoint import Checkpoints, Progress
 from grpo_trainer.config import TrainConfig
-from grpo_trainer.distributed import Restore
-from grpo_trainer.errors import DriftError, GrpoError, HungError, StoppedError
+from grpo_trainer.distributed import Restore, World
+from grpo_trainer.ending import Standing, Writes, conclude
 from grpo_trainer.files import METRICS_FILE, refuse_to_mix_runs
 from grpo_trainer.follower import follow, join_others
 from grpo_trainer.metrics.samples import SampleLog, build_sample_log
@@ -32,15 +32,11 @@ from grpo_trainer.weights.drift import drift_alarm
 log = logging.getLogger(__name__)
 
 
-ENDS = (StoppedError, DriftError, HungError)
-"""What ends a run early, with a checkpoint."""
-
-
 def train(config: TrainConfig) -> None:
     """Train as configured; returns when all steps are done and the final checkpoint is written.
 
     Raises:
-        GrpoError: whatever the user can mend. A signal saves a checkpoint first.
+        GrpoError: whatever the user can mend; what was learnt until then is saved first.
     """
     refuse_to_mix_runs(config.log_dir, config.checkpoints.resume, "--log-dir")  # before anybody waits for the others
     world = join_others(config)
@@ -65,7 +61,7 @@ def train(config: TrainConfig) -> None:
         stop.watch(watch.check)
         try:
             with bridge, feed:
-                run_steps(config, progress, trainer, bridge, feed, checkpoints, metrics, samples, watch)
+                run_steps(config, progress, trainer, bridge, feed, checkpoints, metrics, samples, watch, world)
         finally:
             watch.close()
             rollouts.close()
@@ -85,10 +81,13 @@ def run_steps(
     metrics: MetricLog,
     samples: SampleLog | None = None,
     watch: StepWatch | None = None,
+    world: World | None = None,
 ) -> None:
-    """From the progress that was resumed to the last step."""
+    """From the progress that was resumed to the last step; an end before that is a saved one wherever it can be."""
     watch = watch or StepWatch(0.0)
     version = bridge.connect(progress.policy_version)
+    start = progress
+    writes: Writes | None = None
     saved: Metrics = {}
     try:
         trainer.alarm = drift_alarm(config, bridge.prove(), trainer.model)
@@ -100,10 +99,14 @@ def run_steps(
             if samples is not None:
                 samples.take(progress.step + 1, batch.leased.groups)
             with watch.over(f"step {progress.step + 1}"):
+                writes = Writes(bridge.updating)
                 try:
-                    result = trainer.step(batch.ready, progress.step, bridge.updating)
-                except ENDS:
-                    feed.release(batch)
+                    result = trainer.step(batch.ready, progress.step, writes.updating)
+                except Exception:
+                    if writes.landed:  # it was trained on, and the weights are a step further
+                        progress = Progress(progress.step + 1, progress.policy_version + 1, feed.trained(batch))
+                    else:
+                        feed.release(batch)
                     raise
                 version = progress.policy_version + int(result.updated)
                 progress = Progress(progress.step + 1, version, feed.trained(batch))
@@ -112,26 +115,12 @@ def run_steps(
                 metrics.log(progress.step, batch.metrics, result.metrics, published.metrics, saved, evaluated)
                 saved = checkpoints.maybe_save(progress)  # after the row: what is resumed has all of its rows
                 feed.settle(checkpoints.settled(progress))
-    except ENDS as end:
-        saved_at = checkpoints.save(progress)
-        feed.settle(progress.batches)
-        raise _saying(end, progress, saved_at) from None
+    except Exception as end:
+        conclude(end, Standing(start, progress, writes), checkpoints, feed, world or World())
+        raise
     final = checkpoints.save(progress, final=True)
     feed.settle(progress.batches)
     log.info("trained %d steps; the final weights are %s", progress.step, final)
-
-
-def _saying(end: GrpoError, progress: Progress, saved: Path) -> GrpoError:
-    """The same end of a run, with where it stands and how it goes on."""
-    if isinstance(end, HungError):
-        return HungError(f"{end}. Stopped at step {progress.step}; saved {saved}, go on with --resume auto")
-    if isinstance(end, StoppedError):
-        message = f"{end} at step {progress.step}; saved {saved}, go on with --resume auto"
-        return StoppedError(message, end.signal_number)
-    return DriftError(
-        f"{end}. Stopped at step {progress.step}, before training on these samples; saved {saved}, go on with --resume "
-        "auto"
-    )
 
 
 def _say(line: str) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from grpo_trainer.batching import PreparedBatch, ReadyBatch, ready
 from grpo_trainer.config import TrainConfig
-from grpo_trainer.distributed import CommonTrainingError, Step, World
+from grpo_trainer.distributed import CommonTrainingError, CommonWeightsError, Step, World
 from grpo_trainer.logprobs import TokenScores
 from grpo_trainer.losses import BatchCounts, LossInputs, batch_loss
 from grpo_trainer.metrics.types import Mean, Metric, Metrics, Sum, merge
@@ -24,7 +24,7 @@ from grpo_trainer.microbatches import MicroBatch, TrainingSequence, idle_microba
 from grpo_trainer.model.forward import check_teacher
 from grpo_trainer.model.reference import Reference, build_reference
 from grpo_trainer.optim import build_optimizer
-from grpo_trainer.optim.landed import changed_fraction, sampled
+from grpo_trainer.optim.landed import are_finite, changed_fraction, sampled
 from grpo_trainer.optim.schedules import learning_rate
 from grpo_trainer.optim.spikes import NormHistory
 from grpo_trainer.rollouts.types import RolloutBatch
@@ -308,7 +308,8 @@ class Trainer:
         self._bad_steps += 1
         log.warning("step skipped, weights untouched: loss %s, gradient norm %s, which %s", loss, norm, reason)
         if self._bad_steps >= self.config.optimizer.max_bad_steps:
-            raise CommonTrainingError(
+            sound = all(self._world.gather(are_finite(self.parameters)))
+            raise (CommonTrainingError if sound else CommonWeightsError)(
                 f"{self._bad_steps} steps in a row had a loss or gradient that {reason} "
                 f"(last: loss {loss}, gradient norm {norm}); lower --lr, or look at the rewards and logprobs "
                 "in metrics.jsonl (--max-bad-steps sets the limit)"

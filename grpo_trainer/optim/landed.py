@@ -33,3 +33,9 @@ def changed_fraction(before: Sequence[Tensor], after: Sequence[Tensor]) -> float
     """The share of entries that differ; 0 after an optimizer step means that its updates were lost."""
     changed = torch.stack([(b != a).sum() for b, a in zip(before, after, strict=True)]).sum()
     return float(changed) / sum(tensor.numel() for tensor in after)
+
+
+@torch.no_grad()
+def are_finite(parameters: Sequence[Parameter]) -> bool:
+    """Whether no entry is infinite or no number; one parameter's worth of booleans at a time."""
+    return all(bool(parameter.detach().isfinite().all()) for parameter in parameters)

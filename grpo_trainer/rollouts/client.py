@@ -175,6 +175,19 @@ class RolloutClient:
         for batch_id in batches:
             self._acknowledge(batch_id, resumed=resumed)
 
+    def settle_at_once(self, batches: Sequence[str]) -> None:
+        """Acknowledge them if the API is there. Best effort: who goes on from the checkpoint does it first of all."""
+        body = msgspec.json.encode(wire.Ack(step=self._registration.starting_step))
+        for batch_id in batches:
+            try:
+                self._http.post(
+                    f"/batch/{batch_id}/ack", content=body, headers={"Content-Type": wire.JSON}, timeout=5.0
+                )
+            except httpx.HTTPError as error:
+                log.warning("batch %s is not acknowledged (%s): it is when the run goes on", batch_id, error)
+                return
+            self._leases.end(batch_id)
+
     def drop(self, batch: Leased) -> None:
         """Get rid of a batch that is of no use."""
         log.warning("a whole batch was more than %s versions old and dropped", self._config.max_staleness)

@@ -120,10 +120,11 @@ class BatchFeed:
             metrics[f"eval/{each.name}/step"] = Mean(each.step)
         return metrics
 
-    def settle(self, batches: Sequence[str]) -> None:
+    def settle(self, batches: Sequence[str], *, patient: bool = True) -> None:
         """Acknowledge those of these that are not yet; see `RolloutClient.settle`."""
         unsettled = set(self._client.unsettled)
-        self._client.settle([batch_id for batch_id in batches if batch_id in unsettled])
+        own = [batch_id for batch_id in batches if batch_id in unsettled]
+        (self._client.settle if patient else self._client.settle_at_once)(own)
 
     def release(self, batch: FedBatch) -> None:
         """Give a batch back untrained."""

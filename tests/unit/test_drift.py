@@ -301,7 +301,7 @@ class Recorder:
     def release(self, batch: FedBatch) -> None:
         self.calls.append("release")
 
-    def settle(self, batches: tuple[str, ...]) -> None:
+    def settle(self, batches: tuple[str, ...], *, patient: bool = True) -> None:
         assert not batches
 
     def save(self, progress: Any, *_: object, **__: object) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,8 +18,17 @@ from grpo_trainer.bench.step.options import StepOptions
 from grpo_trainer.bridge_options import LoraOnly
 from grpo_trainer.checkpoint import Progress
 from grpo_trainer.config import ModelConfig, TrainConfig
-from grpo_trainer.distributed import Order, World
-from grpo_trainer.errors import ConfigError, HungError, StoppedError
+from grpo_trainer.distributed import CommonWeightsError, Order, World
+from grpo_trainer.errors import (
+    BridgeError,
+    ConfigError,
+    GrpoError,
+    HungError,
+    ProcessFailedError,
+    ServerError,
+    StoppedError,
+    TrainingError,
+)
 from grpo_trainer.files import METRICS_FILE
 from grpo_trainer.loop import run_steps
 from grpo_trainer.options import build
@@ -90,7 +100,9 @@ class Told:
         self.events.append(f"report {step}")
         return {}
 
-    def settle(self, batches: tuple[str, ...]) -> None:
+    safe_path: Path | None = None
+
+    def settle(self, batches: tuple[str, ...], *, patient: bool = True) -> None:
         self.events.append(f"settle {','.join(batches)}")
 
     def log(self, step: int, *_: Any) -> None:
@@ -160,6 +172,97 @@ def test_a_step_that_hangs_gives_its_batch_back_and_saves_what_was_before(monkey
         run_steps(config, Progress(0, 5), told, told, told, told, told, watch=watch)
     watch.close()
     assert told.events[-3:] == ["release b6", "stop 1/6", "settle b5"]
+
+
+def failing(told: Any, method: str, error: Exception, call: int) -> None:
+    """Let the so many-th call of a method raise, from 1."""
+    real, calls = getattr(told, method), itertools.count(1)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == call:
+            raise error
+        return real(*args, **kwargs)
+
+    setattr(told, method, called)
+
+
+@pytest.mark.parametrize(
+    ("method", "error", "call", "saved"),
+    [
+        ("next", TrainingError("waited 1800 s for a batch"), 3, "stop 2/7"),  # two steps were trained
+        ("step", RuntimeError("CUDA out of memory"), 3, "stop 2/7"),  # before the third has written
+        ("publish", ServerError("no answer"), 3, "stop 2/7"),  # the first call is before any step
+        ("publish", ProcessFailedError("the server did not start"), 2, "stop 1/6"),
+        ("maybe_save", OSError("disk full"), 2, "stop 2/7"),
+    ],
+)
+def test_whatever_ends_a_run_between_steps_saves_what_was_learnt(
+    method: str, error: Exception, call: int, saved: str
+) -> None:
+    told: Any = Told(True, True, True, True)
+    failing(told, method, error, call)
+    with pytest.raises(type(error)) as ended:
+        run(told, 4)
+    said = str(ended.value) + "".join(getattr(ended.value, "__notes__", ()))
+    step = saved[5]
+    assert str(error).split(".")[0] in said
+    assert f"Stopped at step {step}; saved checkpoint, go on with --resume auto" in said
+    assert saved in told.events and told.events[-1].startswith("settle b5")
+    assert ("release b7" in told.events) == (method == "step")
+
+
+def test_a_write_that_landed_counts_though_the_fence_failed_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: Any = Told(True, True)
+
+    @contextmanager
+    def updating() -> Iterator[None]:
+        yield
+        raise ServerError("no answer to the end of the update")
+
+    monkeypatch.setattr(told, "updating", updating)
+    with pytest.raises(ServerError, match="Stopped at step 1; saved checkpoint"):
+        run(told, 2)
+    assert told.events[-2:] == ["stop 1/6", "settle b5"]
+
+
+@pytest.mark.parametrize("why", ["can't be relied on", "did not come to its end", "takes the other trainer processes"])
+def test_weights_that_nobody_vouches_for_are_not_saved(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: Any = Told(True, True)
+    told.safe_path = Path("step_3")
+    world = World()
+
+    def step(_: Any, number: int, writing: Any) -> StepResult:
+        if "relied" in why:
+            raise CommonWeightsError("the loss is not finite")
+        if "processes" in why:
+            world.size, _ = 2, world.begin()
+            raise ServerError("gone")
+        with writing():
+            raise ServerError("gone")
+
+    monkeypatch.setattr(told, "step", step)
+    config = TrainConfig(model=ModelConfig(name="m"), training_steps=5)
+    with pytest.raises(GrpoError, match=f"{why}; go on from step_3 with --resume auto"):
+        run_steps(config, Progress(3, 5), told, told, told, told, told, world=world)
+    assert not [event for event in told.events if event.startswith(("stop", "settle"))]
+
+
+def test_an_end_before_anything_was_learnt_leaves_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: Any = Told(True)
+    monkeypatch.setattr(told, "prove", lambda: (_ for _ in ()).throw(BridgeError("bridge proof failed")))
+    with pytest.raises(BridgeError, match="^bridge proof failed$"):
+        run(told, 1)
+    assert not told.events
+
+
+def test_an_end_that_can_not_be_saved_says_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: Any = Told(True, True)
+    failing(told, "next", TrainingError("no batch came"), 2)
+    failing(told, "save", OSError("disk full"), 1)
+    with pytest.raises(
+        TrainingError, match=r"no batch came\. Stopped at step 1; nothing could be saved \(OSError: disk"
+    ):
+        run(told, 2)
 
 
 def test_an_adapter_is_not_sent_again_under_a_name_that_was_used(monkeypatch: pytest.MonkeyPatch) -> None:

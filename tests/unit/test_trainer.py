@@ -147,8 +147,13 @@ def test_a_nan_leaves_weights_and_optimizer_untouched_and_too_many_stop_the_run(
     assert not trainer.optimizer.state_dict()["state"]
     assert trainer.step(rollouts(), 1).updated  # a good step in between starts the count anew
     assert not trainer.step(poisoned, 2).updated
-    with pytest.raises(TrainingError, match="2 steps in a row"):
+    with pytest.raises(TrainingError, match="2 steps in a row") as sound:
         trainer.step(poisoned, 3)
+    with torch.no_grad():
+        next(model.parameters()).view(-1)[0] = math.nan  # now it is the weights'
+    with pytest.raises(TrainingError, match="3 steps in a row") as spoilt:
+        trainer.step(rollouts(), 4)
+    assert not sound.value.spoils_weights and spoilt.value.spoils_weights
 
 
 def test_a_stop_between_microbatches_leaves_the_weights_untouched() -> None:
