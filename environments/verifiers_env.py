@@ -139,18 +139,29 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
         Raises:
             RolloutFailed: One of them failed, and failed again.
         """
-        played = await asyncio.gather(*(self._play(item) for _ in range(self.config.group_size)))
+        played = await self._play_all([item] * self.config.group_size)
         return scored_group([self._trajectory(trace) for trace in played])
 
     async def evaluate(self) -> dict[str, float]:
-        """Mean reward and the environment's own metrics on the held-out tasks."""
-        tasks = [task for task in self.held_out for _ in range(self.config.eval_samples)]
-        traces = await asyncio.gather(*(self._play(task) for task in tasks))
+        """Mean reward and the environment's own metrics on the held-out tasks.
+
+        Raises:
+            RolloutFailed: One of them failed, and failed again.
+        """
+        traces = await self._play_all([task for task in self.held_out for _ in range(self.config.eval_samples)])
         metrics = {"samples": float(len(traces))}
         names = sorted({name for trace in traces for name, value in trace.metrics.items() if value is not None})
         for name in names:
             metrics[name] = fmean(trace.metrics[name] for trace in traces if trace.metrics.get(name) is not None)
         return {"reward": fmean(trace.reward for trace in traces), **metrics}
+
+    async def _play_all(self, tasks: list[Any]) -> list[Any]:
+        """A trace of each. A failure is raised once all have ended: the library's rollouts may hang when cancelled."""
+        played = await asyncio.gather(*map(self._play, tasks), return_exceptions=True)
+        for outcome in played:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return played
 
     async def _play(self, task: Any) -> Any:
         """The trained agent's trace of one rollout."""

@@ -133,6 +133,8 @@ def packages(tmp_path: Path) -> dict[str, str]:
     place.mkdir()
     (place / "plain_sums.py").write_text(ENVIRONMENT)
     (place / "tool_sums.py").write_text(WITH_TOOL)
+    judged = "return float(trace.last_reply == self.data.answer)"
+    (place / "lost_sums.py").write_text(ENVIRONMENT.replace(judged, 'raise ValueError("no judge")'))
     return {"PYTHONPATH": f"{place}:{ROOT}", "HF_HUB_OFFLINE": "1"}
 
 
@@ -247,6 +249,17 @@ def test_an_environment_of_verifiers_trains(
     assert rows[0]["alignment/logprob_diff_max"] < 1e-3  # the server's ids and logprobs, at its temperature
     told = read_jsonl(run_dir / "logs" / "env-verifiers.metrics.jsonl")
     assert any({"verifiers_0/right", "verifiers_0/digits", "verifiers_0/length"} <= row.keys() for row in told)
+
+
+def test_an_evaluation_whose_rollouts_fail_ends_with_the_reason(
+    installed: None, tmp_path: Path, packages: dict[str, str]
+) -> None:
+    tokenizer, log = chat_tokenizer(tmp_path / "tokenizer"), tmp_path / "log"
+    with scripted(tokenizer, ["30<|im_end|>"], []) as url:
+        command = ["environments.verifiers_server", "evaluate", "--env-id", "lost_sums", "--openai.base_url", url]
+        command += ["--env.tokenizer_name", str(tmp_path / "tokenizer"), "--env.renderer", "qwen3"]
+        assert run([*command, "--env.eval_tasks", "4"], log, packages) == 1
+    assert "RolloutFailed: a rollout of lost_sums failed: " in tail(log) and "no judge" in tail(log)
 
 
 def test_without_its_virtual_environment_the_command_that_makes_it_is_named(tmp_path: Path) -> None:
