@@ -32,7 +32,7 @@ from typing_extensions import TypeVar
 
 from environments.api import wire
 from environments.config import BaseEnvConfig, ConfigError
-from environments.inference import Completion, InferenceClient, Sampling
+from environments.inference import Completion, Inference, Sampling
 from environments.measures import Measures
 from environments.teacher import Teacher
 from environments.trajectory import Message, Trajectory, scored_group
@@ -62,7 +62,7 @@ class BaseEnv(ABC, Generic[Item, Config]):
     program: ClassVar[str | None] = None  # how messages call its command, where it is not the class's own module
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
 
-    def __init__(self, config: Config, server: InferenceClient, tokenizer: "PreTrainedTokenizerBase") -> None:
+    def __init__(self, config: Config, server: Inference, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Subclasses that need a constructor of their own call this one; most need only `setup`."""
         self.config = config
         self.server = server

@@ -18,7 +18,7 @@ from environments.config import ConfigError, ProcessSettings, Settings, parse_se
 from environments.files import GroupFile
 from environments.groups_page import groups_page
 from environments.http import PeerError
-from environments.inference import InferenceClient
+from environments.inference import inference
 from environments.rollout_api import RolloutApi
 from environments.runner import LOST_IN_A_ROW, EnvironmentFailed, serve, unfit
 
@@ -78,7 +78,7 @@ def _run(env_cls: type[BaseEnv[Any, Any]], prog: str, arguments: list[str]) -> i
 
 
 async def _command(command: str, env_cls: type[BaseEnv[Any, Any]], settings: Settings[Any], tokenizer: Any) -> None:
-    server = InferenceClient(settings.openai, patience=settings.env.retry_timeout)
+    server = inference(settings.openai, patience=settings.env.retry_timeout)
     env = env_cls(settings.env, server, tokenizer)
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):

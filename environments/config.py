@@ -29,6 +29,13 @@ def _http_url(url: str) -> str:
 HttpUrl = Annotated[str, AfterValidator(_http_url)]
 
 
+def _http_urls(urls: str) -> str:
+    return ",".join(_http_url(url.strip()) for url in urls.split(","))
+
+
+HttpUrls = Annotated[str, AfterValidator(_http_urls)]
+
+
 class BaseEnvConfig(BaseModel):
     """Settings that every environment has (``--env.…``); an environment adds its own by subclassing."""
 
@@ -86,14 +93,22 @@ class ServerConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    base_url: HttpUrl = Field(default="http://127.0.0.1:9001/v1", description="where the server listens")
+    base_url: HttpUrls = Field(
+        default="http://127.0.0.1:9001/v1",
+        description="where the server listens; of several servers with the same policy: all, with commas between",
+    )
     model_name: str | None = Field(default=None, description="model or adapter to ask; unset: the newest policy")
     api_key: str | None = Field(default=None, description="key of the server, if it asks for one")
     server_type: ServerType = Field(
         default="auto", description="what kind of server it is; auto: found out by asking it"
     )
     timeout: float = Field(default=1200.0, gt=0.0, description="seconds that one request may take")
-    num_max_requests_at_once: int = Field(default=512, ge=1, description="requests in flight, at most")
+    num_max_requests_at_once: int = Field(default=512, ge=1, description="requests in flight at a server, at most")
+
+    @property
+    def each(self) -> tuple["ServerConfig", ...]:
+        """One for each server."""
+        return tuple(self.model_copy(update={"base_url": url}) for url in self.base_url.split(","))
 
 
 EnvConfig = TypeVar("EnvConfig", bound=BaseEnvConfig)

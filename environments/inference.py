@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
+from typing import Protocol
 
 import httpx
 
@@ -20,11 +22,58 @@ from environments.dialects import (
 )
 from environments.http import Peer
 
-__all__ = ["Completion", "InferenceClient", "Sampling"]
+__all__ = ["Completion", "Inference", "InferenceClient", "Sampling", "inference"]
 
 log = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 0.5
+
+
+class Inference(Protocol):
+    """What generates: one server, or several."""
+
+    async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
+        """`n` completions of one prompt, all of one policy version; errors as of `InferenceClient`."""
+        ...
+
+    async def prompt_logprobs(self, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
+        """The `top_k` likeliest tokens, and the one that stands there, at each place of a sequence but the first."""
+        ...
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        ...
+
+
+def inference(config: ServerConfig, *, patience: float) -> Inference:
+    """The client of the servers that `--openai.base_url` names."""
+    clients = [InferenceClient(each, patience=patience) for each in config.each]
+    return clients[0] if len(clients) == 1 else InferenceServers(clients)
+
+
+class InferenceServers:
+    """Several servers with the same policy: each request goes to the one with the fewest completions under way.
+
+    One that is away keeps what waits for it, and so gets little more.
+    """
+
+    def __init__(self, clients: Sequence[Inference]) -> None:
+        self._clients = tuple(clients)
+        self._under_way = [0] * len(clients)
+
+    async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
+        chosen = self._under_way.index(min(self._under_way))
+        self._under_way[chosen] += n
+        try:
+            return await self._clients[chosen].generate(prompt_token_ids, n, sampling)
+        finally:
+            self._under_way[chosen] -= n
+
+    async def prompt_logprobs(self, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
+        return await self._clients[0].prompt_logprobs(token_ids, top_k)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(client.close() for client in self._clients))
 
 
 class InferenceClient:

@@ -1,7 +1,7 @@
 """The inference engine that `verifiers` asks, in front of ours: vLLM's `/inference/v1/generate` on a port of its own.
 
 Its training client renders conversations to token ids by itself and asks for the next ones with their logprobs. Here
-these requests become ours (`InferenceClient`), and each rollout's policy version and temperature are kept, which its
+these requests become ours (`Inference`), and each rollout's policy version and temperature are kept, which its
 traces have no place for.
 """
 
@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from environments.http import PeerError, PeerRefused
-from environments.inference import Completion, InferenceClient, Sampling
+from environments.inference import Completion, Inference, Sampling
 
 SESSION_HEADER = "x-session-id"
 """verifiers sends the trace's id in it with every turn."""
@@ -59,7 +59,7 @@ class _Generate(msgspec.Struct):
 class Engine:
     """Serves `/inference/v1/generate` and `/v1/models` on a free port of this machine."""
 
-    def __init__(self, server: InferenceClient, max_length: int) -> None:
+    def __init__(self, server: Inference, max_length: int) -> None:
         """`max_length`: of a sequence, prompt and completion, in tokens."""
         self._client = server
         self._max_length = max_length
