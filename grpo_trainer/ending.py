@@ -77,9 +77,8 @@ def conclude(end: Exception, standing: Standing, checkpoints: Checkpoints, feed:
             return
     if why:
         before = checkpoints.safe_path
-        _say(
-            end, standing.progress, f"{why}; " + (f"go on from {before} with --resume auto" if before else "start anew")
-        )
+        goes_on = "start anew" if before is None else f"go on from {before} with --resume auto"
+        _say(end, standing.progress, f"{why}; {goes_on}")
 
 
 def _unsaved_because(end: Exception, standing: Standing, world: World) -> str | None:

@@ -250,7 +250,7 @@ def test_weights_that_nobody_vouches_for_are_not_saved(why: str, monkeypatch: py
 def test_an_end_before_anything_was_learnt_leaves_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     told: Any = Told(True)
     monkeypatch.setattr(told, "prove", lambda: (_ for _ in ()).throw(BridgeError("bridge proof failed")))
-    with pytest.raises(BridgeError, match="^bridge proof failed$"):
+    with pytest.raises(BridgeError, match=r"^bridge proof failed$"):
         run(told, 1)
     assert not told.events
 
