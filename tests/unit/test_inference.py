@@ -139,7 +139,8 @@ def test_requests_go_to_the_server_with_the_fewest_completions_under_way() -> No
         await waiting[0]
         await ask(2)  # the first has nothing under way now
         assert first.asked == [8, 2]
-        second.let.set(), third.let.set()
+        for server in servers:
+            server.let.set()
         await asyncio.gather(*waiting)
         assert await several.prompt_logprobs([1, 2], 3) == [None, {2: 3.0}]
         await several.close()
@@ -151,7 +152,7 @@ def test_requests_go_to_the_server_with_the_fewest_completions_under_way() -> No
 def test_one_that_fails_is_not_counted_as_busy() -> None:
     class Refusing(Server):
         async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
-            raise PeerRefused("no")
+            raise PeerRefused("no", 400)
 
     async def scenario() -> None:
         refusing, good = Refusing(), Server()
