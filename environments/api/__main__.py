@@ -2,23 +2,31 @@
 
 import argparse
 import logging
+import os
 import sys
 from pathlib import Path
 
 from environments.api.settings import Settings, SettingsError
 
+KEY_VARIABLE = "ROLLOUT_API_KEY"
+
 
 def parse(arguments: list[str] | None = None) -> Settings:
     """Settings from the command line; ends the process with code 2 where they cannot go together."""
     default = Settings()
-    parser = argparse.ArgumentParser(prog="python -m environments.api", description="Serve the rollout API.")
+    parser = argparse.ArgumentParser(prog="grpo api", description="Serve the rollout API.")
     add = parser.add_argument
     add("--host", default=default.host, help="address to listen on; beyond loopback --api-key is needed")
     add("--port", type=int, default=default.port, help="0 takes a free one")
     add("--store", type=Path, help="SQLite file that outlives the process (default: memory only)")
     add("--fsync", action="store_true", help="also survive a power cut: flush the disk at every commit")
     add("--env-timeout", type=float, default=default.env_timeout, help="seconds of silence that end a reservation")
-    add("--api-key", help="required of every client as `Authorization: Bearer KEY`")
+    add(
+        "--api-key",
+        default=os.environ.get(KEY_VARIABLE) or None,
+        help=f"required of every client as `Authorization: Bearer KEY` (default: {KEY_VARIABLE}, which no list of "
+        "processes shows)",
+    )
     add("--max-body-mb", type=int, default=default.max_body_mb, help="largest body, also when decompressed (MiB)")
     add("--memory-mb", type=int, default=default.memory_mb, help="groups beyond this are left on disk (MiB)")
     add("--cors-origin", action="append", default=[], help="web origin whose pages may call the API")

@@ -10,6 +10,7 @@ import msgspec
 from environments.api import wire
 from environments.api.packing import unpack_row
 
+_ROW_BY_ROW = ("messages", "distill_token_ids", "distill_logprobs")
 _PER_TOKEN = {"tokens": "i", "masks": "i", "advantages": "f", "ref_logprobs": "f", "inference_logprobs": "f"}
 
 
@@ -32,9 +33,17 @@ def json_batch(payloads: Sequence[bytes], fields: dict[str, object]) -> Iterator
     yield b"]," + msgspec.json.encode(fields)[1:] if fields else b"]}"
 
 
+class _Kept(wire.PackedGroup, frozen=True, kw_only=True):
+    """A group as it is kept, with the rows of its longest fields left for their turn."""
+
+    messages: list[msgspec.Raw] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    distill_token_ids: list[msgspec.Raw] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    distill_logprobs: list[msgspec.Raw] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
 def json_group(payload: bytes) -> Iterator[bytes]:
     """A group in JSON with the original's 14 keys, and `policy_versions` where the environment sent it."""
-    group = msgspec.msgpack.decode(payload, type=wire.PackedGroup)
+    group = msgspec.msgpack.decode(payload, type=_Kept)
     rows = wire.spans(group.lengths)
     opening = b"{"
     for name in wire.ScoredData.__struct_fields__:
@@ -47,6 +56,8 @@ def json_group(payload: bytes) -> Iterator[bytes]:
             yield from _array(
                 msgspec.json.encode(unpack_row(value, row, rows[-1].stop, _PER_TOKEN[name])) for row in rows
             )
+        elif name in _ROW_BY_ROW and value is not None:
+            yield from _array(msgspec.json.encode(msgspec.msgpack.decode(row)) for row in value)
         else:
             yield msgspec.json.encode(value)
     yield b"}"
@@ -57,4 +68,4 @@ def _array(items: Iterable[bytes]) -> Iterator[bytes]:
     for item in items:
         yield opening + item
         opening = b","
-    yield b"]"
+    yield b"]" if opening == b"," else b"[]"

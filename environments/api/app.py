@@ -184,7 +184,7 @@ class Api:
     async def latest_example(self, request: Request) -> Response:
         if self.service.latest is None:
             return respond(request, _EMPTY_EXAMPLE)
-        return respond_bytes(request, b"".join(json_group(self.service.latest)), wire.JSON)
+        return stream(request, json_group(self.service.latest), wire.JSON, compress=True)
 
     async def reset_data(self, request: Request) -> Response:
         log.warning("reset by %s", request.client.host if request.client else "an unknown client")

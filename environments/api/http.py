@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Generator, Iterable
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -131,7 +131,7 @@ async def _joined(pieces: Iterable[bytes], deflater: Any = None) -> AsyncIterato
     gathered: list[bytes] = []
     size = 0
     began = time.perf_counter()
-    for piece in pieces:
+    for piece in _cut(pieces):
         if deflater is not None:
             piece = deflater.compress(piece)
         gathered.append(piece)
@@ -145,6 +145,15 @@ async def _joined(pieces: Iterable[bytes], deflater: Any = None) -> AsyncIterato
     if deflater is not None:
         gathered.append(deflater.flush())
     yield b"".join(gathered)
+
+
+def _cut(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The same with no piece longer than `_PIECE`: each is copied several times on its way out."""
+    for piece in pieces:
+        if len(piece) <= _PIECE:
+            yield piece
+        else:
+            yield from (piece[start : start + _PIECE] for start in range(0, len(piece), _PIECE))
 
 
 async def in_turns(steps: Generator[None, None, T]) -> T:

@@ -9,7 +9,7 @@ from environments.api.http import ApiError
 from environments.api.reading import Steps, invalid, read_group, without_nan
 from environments.api.records import UnknownEnvironment
 from environments.api.service import Service
-from environments.api.validate import InvalidGroup
+from environments.api.validate import InvalidGroup, encode_checked
 
 
 def decode(body: bytes, message_type: type[wire.T], content_type: str | None) -> wire.T:
@@ -37,7 +37,10 @@ def take_one(
     """
     try:
         group = yield from _read(body, wire.is_msgpack(content_type))
-        return service.take(group, key)
+        yield
+        payload = encode_checked(group)
+        yield
+        return service.take(group, key, payload)
     except InvalidGroup as error:
         raise ApiError(422, str(error), error.field or None) from None
     except UnknownEnvironment as error:

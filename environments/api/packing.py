@@ -42,9 +42,14 @@ def unpack_floats(data: bytes | None, spans: Sequence[slice]) -> list[list[float
 
 def unpack_row(data: bytes, span: slice, total: int, kind: str) -> list[Any]:
     """One row of `total` packed numbers, of `kind` "i" or "f"; a float's width follows from the data's length."""
+    return numbers_of(data, span, total, kind).tolist()
+
+
+def numbers_of(data: bytes, span: slice, total: int, kind: str) -> "array[Any]":
+    """The same as an array."""
     width = len(data) // total if total else 4
     numbers = array("d" if width == 8 else kind, memoryview(data)[span.start * width : span.stop * width].tobytes())
-    return _little_endian(numbers).tolist()
+    return _little_endian(numbers)
 
 
 def _little_endian(numbers: "array[Any]") -> "array[Any]":

@@ -159,10 +159,14 @@ class Service:
         self.queue.hear(env_id, self.clock())
         return self.explain.status_env(env_id)
 
-    def take(self, group: wire.PackedGroup, key: bytes | None = None) -> wire.ScoredDataResponse:
+    def take(
+        self, group: wire.PackedGroup, key: bytes | None = None, payload: bytes | None = None
+    ) -> wire.ScoredDataResponse:
         """Take a checked group in; answer the client only after `written`.
 
-        `key` names this post: a second one with the same key is answered alike and not kept.
+        Args:
+            key: names this post: a second one with the same key is answered alike and not kept.
+            payload: the group's bytes (`validate.encode_checked`), where they were made in a turn of their own.
 
         Raises:
             UnknownEnvironment: its env_id was never given out.
@@ -170,7 +174,8 @@ class Service:
         """
         if group.env_id is not None:
             self.queue.environment(group.env_id)
-        payload = encode_checked(group)
+        if payload is None:
+            payload = encode_checked(group)
         now = self.clock()
         if key is not None:
             if key in self._posts:

@@ -237,6 +237,9 @@ BAD = [
     (group(length=0, masks=[[], []]), "tokens", "empty sequence"),
     (group(tokens=[[2**31, 1, 1], [1, 1, 1]]), "tokens", "tokens[0][0]"),
     (group(tokens=[["a", 1, 1], [1, 1, 1]]), "tokens", "got `str`"),
+    (group(tokens=[[1, 1, 1], [1, -1, 1]]), "tokens", "tokens[1][1]: -1, expected a token id"),
+    (group(scores=[1e308, 1e308]), "scores", "scores[0]: 1e+308"),  # their sum would be infinite
+    (group(generation_params={"temperature": "hot"}), "generation_params", "temperature: 'hot', expected"),
     (group(messages=[[{"role": "user"}], []]), "messages", "messages[0][0]: no `content`"),
     (group(overrides=[{}]), "overrides", "1 for 2 sequences"),
     (group(policy_versions=[1]), "policy_versions", "1 for 2 sequences"),

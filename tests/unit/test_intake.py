@@ -1,0 +1,135 @@
+"""What comes in at the rollout API's door: what is refused and how, and that nobody waits for a long group."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Generator
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+
+from environments.api import intake, wire
+from environments.api.answers import json_group
+from environments.api.http import ApiError
+from environments.api.service import Service
+from environments.api.settings import Settings
+from environments.api.validate import CHUNK
+
+T = TypeVar("T")
+
+
+def group(**fields: Any) -> dict[str, Any]:
+    return {
+        "tokens": [[1, 2, 3, 4], [1, 2, 5, 6]],
+        "masks": [[-100, -100, 3, 4], [-100, -100, 5, 6]],
+        "scores": [0.0, 1.0],
+        "inference_logprobs": [[1.0, 1.0, -0.5, -0.5]] * 2,
+        **fields,
+    }
+
+
+def finished(steps: Generator[None, None, T]) -> T:
+    """What a generator returns, whoever else might have had a turn."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+def bodies(fields: dict[str, Any]) -> list[tuple[bytes, str]]:
+    """A group in each way in which it may be sent, short and long."""
+    long = fields | {"images": "x" * (1 << 20)}
+    sent = [(msgspec.json.encode(each), wire.JSON) for each in (fields, long)]
+    sent.append((msgspec.msgpack.encode(fields), wire.MSGPACK))
+    return [*sent, (wire.encode(wire.pack(wire.ScoredData(**fields)), wire.MSGPACK), wire.MSGPACK)]
+
+
+POISON = [
+    (group(tokens=[[1, 2, 3, 4], [1, 2, -1, 6]]), "tokens", "tokens[1][2]: -1, expected a token id of the model"),
+    (group(generation_params={"temperature": "hot"}), "generation_params", "generation_params.temperature: 'hot'"),
+    (group(overrides=[{}, {"temperature": {"a": 1}}]), "overrides", "overrides[1].temperature: {'a': 1}, expected"),
+    (group(group_overrides={"temperature": -1.0}), "group_overrides", "group_overrides.temperature: -1.0, expected"),
+    (group(overrides=[{"temperature": 0}, {}]), "overrides", "overrides[0].temperature: 0, expected that of sampling"),
+    (group(overrides=[{"temperature": True}, {}]), "overrides", "overrides[0].temperature: True"),
+    (group(overrides=[{"temperature": 1e39}, {}]), "overrides", "overrides[0].temperature: 1e+39"),
+    (group(overrides=[{"temperature": 1e-6}, {}]), "overrides", "overrides[0].temperature: 1e-06"),
+    (group(overrides=[{"sft": "false"}, {}]), "overrides", "overrides[0].sft: 'false', expected true or false"),
+    (group(scores=[0.0, 1e308]), "scores", "scores[1]: 1e+308, expected a finite number (in float32)"),
+    (group(advantages=[[1.0] * 4, [0.0, -1e300, 0.0, 0.0]]), "advantages", "advantages[1][1]: -1e+300, expected"),
+    (group(inference_logprobs=[[1.0] * 4, [1.0, 1.0, -1e39, 0.0]]), "inference_logprobs", "inference_logprobs[1][2]"),
+    (
+        group(distill_token_ids=[[[], [1], [1], [1]]] * 2, distill_logprobs=[[[], [-1.0], [-1e39], [-1.0]]] * 2),
+        "distill_logprobs",
+        "distill_logprobs[0][2][0]: -1e+39, expected a finite number (in float32)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("bad", "field", "says"), POISON)
+def test_what_no_trainer_could_train_on_is_refused_and_harms_nobody(bad: dict[str, Any], field: str, says: str) -> None:
+    for body, content_type in bodies(bad):
+        service = Service(Settings())
+        with pytest.raises(ApiError) as refused:
+            finished(intake.take_one(service, body, content_type, None))
+        assert (refused.value.status, refused.value.field) == (422, field)
+        assert says in refused.value.detail
+        assert not service.queue.line.groups
+    mixed = msgspec.json.encode([group(), bad, group()])
+    answer = finished(intake.take_list(service, mixed, wire.JSON, None))
+    assert answer.groups_processed == 2 and answer.rejected is not None
+    assert [(each.group, each.field) for each in answer.rejected] == [(1, field)]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"generation_params": {"temperature": 0.7, "stop": ["x"]}},
+        {"generation_params": {"temperature": None}},
+        {"overrides": [{"sft": 1, "set_advantage_to_zero": False}, {"sft": None}]},
+        {"scores": [3.4e38, -3.4e38], "advantages": [[1e-300] * 4] * 2},  # what is nothing in float32 is no harm
+        {"distill_token_ids": [[[], [7], [-1], []]] * 2, "distill_logprobs": [[[], [-1.0], [0.0], []]] * 2},
+    ],
+)
+def test_what_can_be_trained_on_is_taken_and_comes_back(fields: dict[str, Any]) -> None:
+    for body, content_type in bodies(group(**fields)):
+        service = Service(Settings())
+        assert finished(intake.take_one(service, body, content_type, None)).status == "received"
+        assert service.latest is not None
+        back = wire.decode_group(service.latest)
+        for name, value in fields.items():
+            assert getattr(back, name) == value
+        shown = msgspec.json.decode(b"".join(json_group(service.latest)))
+        assert {name: shown[name] for name in fields} == fields
+
+
+def long_group(length: int, sequences: int) -> wire.PackedGroup:
+    total = length * sequences
+    numbers = array("f", [-0.5]) * total
+    return wire.PackedGroup(
+        lengths=[length] * sequences,
+        tokens=(array("i", [7]) * total).tobytes(),
+        masks=(array("i", [7]) * total).tobytes(),
+        scores=[0.0] * sequences,
+        advantages=numbers.tobytes(),
+        inference_logprobs=numbers.tobytes(),
+    )
+
+
+@pytest.mark.parametrize("length", [CHUNK // 4, 4 * CHUNK])
+def test_a_long_group_is_checked_in_turns(length: int) -> None:
+    packed = long_group(length, 8)
+    steps = sum(1 for _ in intake.take_one(Service(Settings()), wire.encode(packed, wire.MSGPACK), wire.MSGPACK, None))
+    assert steps >= 2 * 8 * length // CHUNK  # two fields of floats, `CHUNK` numbers at a time
+    lists = msgspec.json.encode(wire.unpack(long_group(CHUNK // 4, 8)))
+    assert (
+        sum(1 for _ in intake.take_one(Service(Settings()), lists, wire.JSON, None)) >= 4 * 8
+    )  # four fields, a row each
+
+
+def test_the_newest_group_is_shown_in_pieces() -> None:
+    packed = long_group(1000, 16)
+    pieces = list(json_group(wire.encode(packed, wire.MSGPACK)))
+    assert max(map(len, pieces)) < 1000 * 6  # no more than a row at a time
+    assert msgspec.json.decode(b"".join(pieces))["tokens"] == [[7] * 1000] * 16
