@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import httpx
 import msgspec
+from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from grpo_trainer.config import VllmConfig
 from grpo_trainer.errors import ServerError
@@ -21,6 +23,18 @@ POLL_SECONDS = 0.25
 PATIENCE_SECONDS = 15.0
 PIECE_BYTES = 1 << 20  # of a large body, handed to the socket one after the other
 
+KEEPALIVE_SECONDS = 2.0
+"""An idle connection is not used again after this: the server closes it after 5 s, maybe as a request is sent."""
+
+ATTEMPTS = 3
+FIRST_WAIT_SECONDS = 0.2
+
+NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+"""After these a request can be sent again whatever it asks for."""
+
+UNANSWERED = (*NEVER_SENT, httpx.ReadError, httpx.WriteError, httpx.CloseError, httpx.RemoteProtocolError)
+"""And after these, if it changes nothing when it is carried out twice. A time-out is no reason: the server is busy."""
+
 
 class ServerClient:
     """Talks to one inference server.
@@ -31,7 +45,8 @@ class ServerClient:
 
     def __init__(self, config: VllmConfig, check_stop: Callable[[], None] = lambda: None) -> None:
         headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
-        self._http = httpx.Client(base_url=config.url, timeout=120.0, headers=headers, trust_env=False)
+        limits = httpx.Limits(keepalive_expiry=KEEPALIVE_SECONDS)
+        self._http = httpx.Client(base_url=config.url, timeout=120.0, headers=headers, limits=limits, trust_env=False)
         self._config = config
         self._check_stop = check_stop
 
@@ -96,13 +111,15 @@ class ServerClient:
         self, request: protocol.LoraLoadRequest, body: memoryview | None = None
     ) -> protocol.LoraLoadResponse:
         """Publish the adapter that a request names, or that is its body (the bytes of a safetensors file)."""
+        request = msgspec.structs.replace(request, request_id=uuid4().hex)  # sent again, it is not published again
         if body is None:
-            return self._ask("POST", protocol.LORA_LOAD_ROUTE, protocol.LoraLoadResponse, request)
+            return self._ask("POST", protocol.LORA_LOAD_ROUTE, protocol.LoraLoadResponse, request, repeatable=True)
         fields = msgspec.to_builtins(request)
         query = {key: str(value).lower() if isinstance(value, bool) else str(value) for key, value in fields.items()}
         headers = {"Content-Type": protocol.SAFETENSORS_MEDIA_TYPE, "Content-Length": str(len(body))}
-        pieces = (bytes(body[start : start + PIECE_BYTES]) for start in range(0, len(body), PIECE_BYTES))
-        return self._send("POST", protocol.LORA_LOAD_ROUTE, protocol.LoraLoadResponse, pieces, headers, query)
+        pieces = _Pieces(body)
+        route = protocol.LORA_LOAD_ROUTE
+        return self._send("POST", route, protocol.LoraLoadResponse, pieces, headers, query, repeatable=True)
 
     def open_channel(self, request: protocol.ChannelRequest) -> str:
         """Have the server map our GPU memory or join our communicator; the channel's name."""
@@ -111,7 +128,7 @@ class ServerClient:
     def close_channel(self, name: str) -> None:
         """Have the server let go of it."""
         request = protocol.ChannelCloseRequest(name)
-        self._ask("POST", protocol.LORA_CHANNEL_CLOSE_ROUTE, protocol.ChannelCloseResponse, request)
+        self._ask("POST", protocol.LORA_CHANNEL_CLOSE_ROUTE, protocol.ChannelCloseResponse, request, repeatable=True)
 
     def unload_adapter(self, name: str) -> protocol.LoraUnloadResponse:
         """Withdraw a version."""
@@ -128,17 +145,18 @@ class ServerClient:
         """Sample completions of a tokenised prompt; `sampling` as in vLLM's SamplingParams."""
         prompt = protocol.TokenPrompt(prompt_token_ids=list(prompt_token_ids))
         request = protocol.GenerateRequest(prompt=prompt, model=model, sampling=sampling)
-        return self._ask("POST", protocol.GENERATE_ROUTE, protocol.GenerateResponse, request.to_body())
+        body = request.to_body()
+        return self._ask("POST", protocol.GENERATE_ROUTE, protocol.GenerateResponse, body, repeatable=True)
 
-    def _ask(self, method: str, route: str, answer_type: type[T], body: Any = None) -> T:
-        """One request.
+    def _ask(self, method: str, route: str, answer_type: type[T], body: Any = None, *, repeatable: bool = False) -> T:
+        """One request; sent again if no answer came to one that is `repeatable`, as every GET is.
 
         Raises:
             ServerError: no answer, a refusal (with the server's own reason), or an answer of another shape.
         """
         content = None if body is None else msgspec.json.encode(body)
         headers = {"Content-Type": "application/json"} if content else {}
-        return self._send(method, route, answer_type, content, headers)
+        return self._send(method, route, answer_type, content, headers, repeatable=repeatable or method == "GET")
 
     def _send(
         self,
@@ -148,9 +166,17 @@ class ServerClient:
         content: bytes | Iterable[bytes] | None,
         headers: dict[str, str],
         query: dict[str, str] | None = None,
+        *,
+        repeatable: bool,
     ) -> T:
+        attempts = Retrying(
+            stop=stop_after_attempt(ATTEMPTS),
+            wait=wait_exponential(FIRST_WAIT_SECONDS),
+            retry=retry_if_exception_type(UNANSWERED if repeatable else NEVER_SENT),
+            reraise=True,
+        )
         try:
-            answer = self._http.request(method, route, content=content, headers=headers, params=query)
+            answer = attempts(self._http.request, method, route, content=content, headers=headers, params=query)
         except httpx.TransportError as error:
             raise ServerError(
                 f"inference server: {method} {self._config.url}{route}: no answer ({type(error).__name__}: {error}); "
@@ -166,6 +192,17 @@ class ServerClient:
     def close(self) -> None:
         """Close the connection."""
         self._http.close()
+
+
+class _Pieces:
+    """A large body, piece by piece, as often as it is sent."""
+
+    def __init__(self, body: memoryview) -> None:
+        self._body = body
+
+    def __iter__(self) -> Iterator[bytes]:
+        starts = range(0, len(self._body), PIECE_BYTES)
+        return (bytes(self._body[start : start + PIECE_BYTES]) for start in starts)
 
 
 def _reason(answer: httpx.Response) -> str:

@@ -66,6 +66,7 @@ class Publisher:
     bodies: Bodies = field(default_factory=Bodies)
     _channels: Channels = field(init=False)
     _publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _answered: tuple[str | None, LoraLoadResponse | None] = (None, None)  # the last publish that was named
     _request_ended: asyncio.Event = field(default_factory=asyncio.Event)
     _sweeps: set[asyncio.Task[list[str]]] = field(default_factory=set)
 
@@ -112,7 +113,10 @@ class Publisher:
         """
         way = delivered_by(request, body)
         max_rank = self._require_lora()
-        async with self._publishing:
+        async with self._publishing:  # one that is sent again waits for the first
+            named, answer = self._answered
+            if answer is not None and named == request.request_id:
+                return answer
             match way:
                 case "body":
                     delivery = from_body(body or "", max_rank)
@@ -120,25 +124,32 @@ class Publisher:
                     delivery = self._channels.delivery(request.channel or "")
                 case _:
                     delivery = await from_folder(request.adapter_path or "", self.roots, max_rank)
-            name, number = self.registry.name_for(request.adapter_name, request.version)
-            version = self.registry.reserve(
-                name,
-                number,
-                adapter_id=self.engine.next_id(),
-                path=delivery.origin,
-                now=time.monotonic(),
-                by_name_only=not request.activate,
-            )
-            await self._make_room()
-            start = time.perf_counter()
-            installed = await self._load_into_engine(version, delivery)
-            seconds = time.perf_counter() - start
-            version.slot = installed.slot
-            self.registry.activate(version)
-            self.fault = None
-            self.last_update_time = time.time()
-            unloaded = [old.name for old in self.registry.removable()]
-            self._sweep_later()
+            answer = await self._publish(request, delivery)
+            if request.request_id is not None:
+                self._answered = request.request_id, answer
+            return answer
+
+    async def _publish(self, request: LoraLoadRequest, delivery: Delivery) -> LoraLoadResponse:
+        """Load it and route to it. Held: `_publishing`."""
+        name, number = self.registry.name_for(request.adapter_name, request.version)
+        version = self.registry.reserve(
+            name,
+            number,
+            adapter_id=self.engine.next_id(),
+            path=delivery.origin,
+            now=time.monotonic(),
+            by_name_only=not request.activate,
+        )
+        await self._make_room()
+        start = time.perf_counter()
+        installed = await self._load_into_engine(version, delivery)
+        seconds = time.perf_counter() - start
+        version.slot = installed.slot
+        self.registry.activate(version)
+        self.fault = None
+        self.last_update_time = time.time()
+        unloaded = [old.name for old in self.registry.removable()]
+        self._sweep_later()
         logger.info(
             "Hot-swapped adapter %s (version %d, id %d) by %s in %.1f ms, engine held %.2f ms%s",
             *(version.name, version.version, version.adapter_id, delivery.transport),

@@ -96,6 +96,21 @@ def test_a_publish_loads_routes_and_lets_the_oldest_go(tmp_path: Path) -> None:
     assert events(publisher) == ["add policy-v1", "add policy-v2", "add policy-v3", "remove policy-v1"]
 
 
+def test_a_publish_that_is_sent_again_gets_the_first_answer_and_loads_nothing(tmp_path: Path) -> None:
+    publisher = make_publisher(tmp_path)
+    folder = save_adapter(tmp_path / "1")
+
+    async def story() -> None:
+        both = [load(publisher, folder, adapter_name="policy-v1", request_id="r") for _ in range(2)]
+        first, again = await asyncio.gather(*both)
+        assert first == again and first.load_count == 1
+        with pytest.raises(ServeError, match="which this server has had before"):
+            await load(publisher, folder, adapter_name="policy-v1", request_id="another")
+
+    run(story())
+    assert events(publisher) == ["add policy-v1"]
+
+
 def test_a_version_leaves_the_engine_with_its_last_request(tmp_path: Path) -> None:
     publisher = make_publisher(tmp_path, keep=1)
 

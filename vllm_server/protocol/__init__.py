@@ -186,6 +186,9 @@ class LoraLoadRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
     With `activate: false` only requests that name it get it, until it is unloaded: for trying an adapter on a
     server that others use.
+
+    `request_id`, of the publisher's own making, names this publish: sent again with the same one, because no answer
+    came, it gets the answer of the first.
     """
 
     adapter_path: str | None = None
@@ -193,6 +196,7 @@ class LoraLoadRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     adapter_name: str | None = None
     version: int | None = None
     activate: bool = True
+    request_id: str | None = None
 
 
 class LoraLoadResponse(msgspec.Struct, frozen=True, kw_only=True):

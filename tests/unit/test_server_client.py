@@ -1,0 +1,100 @@
+"""The client of the inference server on connections that break: what is sent again, and what never is."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+
+from grpo_trainer import server_client
+from grpo_trainer.config import VllmConfig
+from grpo_trainer.errors import ServerError
+from grpo_trainer.server_client import ServerClient
+from vllm_server import protocol
+
+ANSWER = protocol.LoraLoadResponse(
+    adapter_path="memory://1", adapter_name="policy-v1", adapter_id=1, load_count=1, adapter_config={},
+    policy_version=1, transport="memory", slot=0, replayed=False, load_seconds=0.1, stall_seconds=0.1, unloaded=[],
+)  # fmt: skip
+
+
+@contextmanager
+def server(answers: list[object | None]) -> Iterator[tuple[ServerClient, list[bytes]]]:
+    """One that reads a request for each of `answers` and closes the connection without a word where that is None."""
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            for answer in answers:
+                connection, _ = listening.accept()
+                with connection:
+                    heard.append(_request(connection))
+                    if answer is not None:
+                        body = msgspec.json.encode(answer)
+                        head = f"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+                        connection.sendall(head.encode() + body)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        client = ServerClient(VllmConfig(port=listening.getsockname()[1]))
+        yield client, heard
+        client.close()
+        thread.join(10)
+
+
+def _request(connection: socket.socket) -> bytes:
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += connection.recv(65536)
+    head, body = data.split(b"\r\n\r\n", 1)
+    lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+    while len(body) < int(lengths[0].split(b":")[1] if lengths else 0):
+        body += connection.recv(65536)
+    return head.partition(b"\r\n")[0] + b"\n" + body
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_client, "FIRST_WAIT_SECONDS", 0.0)
+
+
+def by_name(client: ServerClient) -> None:
+    client.load_adapter(protocol.LoraLoadRequest(adapter_path="/a", adapter_name="policy-v1", version=1))
+
+
+def by_body(client: ServerClient) -> None:
+    client.load_adapter(protocol.LoraLoadRequest(adapter_name="policy-v1", version=1), memoryview(b"x" * (3 << 20)))
+
+
+@pytest.mark.parametrize("publish", [by_name, by_body])
+def test_a_publish_whose_answer_was_lost_is_sent_again_as_the_same(publish: Callable[[ServerClient], None]) -> None:
+    with server([None, ANSWER]) as (client, heard):
+        publish(client)
+    assert heard[0] == heard[1] and b"request_id" in heard[0]
+    assert publish is by_name or len(heard[0]) > 3 << 20
+
+
+def test_what_can_not_be_done_twice_is_not_sent_twice() -> None:
+    begin = protocol.UpdateBeginRequest(boot_id="b", timeout_s=1.0)
+    with server([None]) as (client, heard), pytest.raises(ServerError, match="no answer"):
+        client.begin_update(begin)
+    assert len(heard) == 1
+
+
+def test_a_question_is_asked_again_but_not_for_ever() -> None:
+    with server([None] * server_client.ATTEMPTS) as (client, heard), pytest.raises(ServerError, match="no answer"):
+        client.lora_status()
+    assert len(heard) == server_client.ATTEMPTS
+
+
+def test_an_idle_connection_is_let_go_of_before_the_server_closes_it() -> None:
+    """uvicorn's `timeout_keep_alive`, which vLLM leaves as it is, is 5 s."""
+    import uvicorn
+
+    client = ServerClient(VllmConfig(port=1))
+    pool = client._http._transport._pool  # type: ignore[attr-defined]
+    assert pool._keepalive_expiry <= uvicorn.Config("app").timeout_keep_alive / 2
