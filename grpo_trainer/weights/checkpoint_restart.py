@@ -1,8 +1,8 @@
 """The bridges that relaunch the server on newer weights: `none` on a checkpoint, `lora_restart` on a merged model.
 
-The trainer owns the server. Every `--vllm-restart-interval` versions the weights are written as a plain model folder,
-while the old server still serves; then that is stopped and a new one started, and the proof compares it with the
-trainer. Between restarts the server serves the version of its last launch, and its answers say so.
+The trainer owns the server, or several. Every `--vllm-restart-interval` versions the weights are written as a plain
+model folder, while the old server still serves; then that is stopped and a new one started, and the proof compares it
+with the trainer. Between restarts the server serves the version of its last launch, and its answers say so.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import contextlib
 import logging
 import shutil
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -127,12 +129,27 @@ class MergedModels:
 
 
 @dataclass(frozen=True)
+class Launched:
+    """One of the servers that the trainer starts.
+
+    Attributes:
+        server: ended when the bridge's context is left.
+        client: of that server.
+        proof: compares each launch with the trainer; None: nothing does.
+    """
+
+    server: OwnedServer
+    client: ServerClient
+    proof: ModelProof | None
+
+
+@dataclass(frozen=True)
 class _Served:
-    """What the server serves now: the trainer's weights as they were at a version."""
+    """What the servers serve now: the trainer's weights as they were at a version."""
 
     version: int
     model: str
-    info: BridgeInfo
+    infos: tuple[BridgeInfo, ...]
 
 
 class CheckpointRestart:
@@ -140,8 +157,7 @@ class CheckpointRestart:
 
     Args:
         models: writes the weights for the server.
-        server: started here, and ended when the context is left.
-        proof: compares each launch with the trainer; None: nothing does.
+        launched: its servers, started here.
         seq_len: longest sequence of the training.
         last_version: what the last step leads to; the server is not started on it, nobody is left to ask for it.
     """
@@ -150,17 +166,13 @@ class CheckpointRestart:
         self,
         config: RestartOptions,
         models: ServedModels,
-        server: OwnedServer,
-        client: ServerClient,
-        proof: ModelProof | None,
+        launched: Sequence[Launched],
         seq_len: int,
         last_version: int,
     ) -> None:
         self._interval = config.vllm_restart_interval
         self._models = models
-        self._server = server
-        self._client = client
-        self._proof = proof
+        self._launched = tuple(launched)
         self._seq_len = seq_len
         self._last_version = last_version
         self._served: _Served | None = None
@@ -171,25 +183,32 @@ class CheckpointRestart:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._client.close()
-        self._server.close()
+        with ExitStack() as leaving:
+            for one in self._launched:
+                leaving.callback(one.server.close)
+                leaving.callback(one.client.close)
 
     def connect(self, policy_version: int) -> int:
         self._launch(policy_version)
         assert self._served is not None
-        info = self._served.info
-        log.info(
-            "started the inference server: vLLM %s on %s, %s, log %s",
-            *(info.vllm_version, info.device, info.dtype, self._server.log_path),
-        )
+        for one, info in zip(self._launched, self._served.infos, strict=True):
+            log.info(
+                "started the inference server: vLLM %s on %s, %s, log %s",
+                *(info.vllm_version, info.device, info.dtype, one.server.log_path),
+            )
         return policy_version
 
     def prove(self) -> float | None:
         assert self._served is not None, "connect comes first"
-        if self._proof is None:
+        gaps = self._prove(self._served)
+        if not gaps:
             log.warning("bridge proof skipped (--no-proof): nothing shows that the server uses what is published")
-            return None
-        return self._proof.prove(self._served.info, self._served.version)
+        return max(gaps, default=None)
+
+    def _prove(self, served: _Served) -> list[float]:
+        """Mean |server - trainer| of each server that is to be proved, in nats a token."""
+        pairs = zip(self._launched, served.infos, strict=True)
+        return [one.proof.prove(info, served.version) for one, info in pairs if one.proof is not None]
 
     def updating(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()  # the server holds a copy of its own: nothing to fence
@@ -201,8 +220,7 @@ class CheckpointRestart:
         metrics: dict[str, Metric] = {}
         if version != self._served.version and version % self._interval == 0 and version != self._last_version:
             metrics = self._launch(version)
-            if self._proof is not None:
-                self._proof.prove(self._served.info, version)
+            self._prove(self._served)
         served = self._served
         metrics |= {
             "train/sync_time": Sum(time.perf_counter() - started),
@@ -212,19 +230,21 @@ class CheckpointRestart:
         return Published(served.version, served.model, metrics)
 
     def _launch(self, version: int) -> dict[str, Metric]:
-        """Write the weights, stop the server that runs, start one on them, and check that it is that one."""
+        """Write the weights, stop what runs, start servers on them, and check that it is these that answer."""
         before = self._served
         started = time.perf_counter()
         model = self._models.export(version)
         saved = time.perf_counter() - started
-        stopped = self._server.stop()
+        with ThreadPoolExecutor(len(self._launched)) as stopping:
+            stopped = max(stopping.map(lambda one: one.server.stop(), self._launched))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # vLLM takes its share of what is free
-        path = self._server.start(model, version)
-        ready = self._server.wait_ready()
-        info = self._client.wait_until_ready()
-        self._check(info, version, path, before)
-        self._served = _Served(version, model, info)
+        paths = [one.server.start(model, version) for one in self._launched]
+        ready = max([one.server.wait_ready() for one in self._launched])
+        infos = tuple(one.client.wait_until_ready() for one in self._launched)
+        for number, (info, path) in enumerate(zip(infos, paths, strict=True)):
+            self._check(info, version, path, before.infos[number] if before else None)
+        self._served = _Served(version, model, infos)
         self._models.serving(model)
         log.info(
             "the server is on version %d (%s): saved in %.1f s, stopped in %.1f s, started in %.1f s",
@@ -232,10 +252,10 @@ class CheckpointRestart:
         )
         return {"publish/save_time": Sum(saved), "publish/stop_time": Sum(stopped), "publish/start_time": Sum(ready)}
 
-    def _check(self, info: BridgeInfo, version: int, path: str, before: _Served | None) -> None:
+    def _check(self, info: BridgeInfo, version: int, path: str, before: BridgeInfo | None) -> None:
         """That the one who answers is the one that was started."""
         problems = []
-        if before is not None and info.boot_id == before.info.boot_id:
+        if before is not None and info.boot_id == before.boot_id:
             problems.append(f"is still the one of before (boot {info.boot_id})")
         if info.policy_version != version:
             problems.append(f"serves version {info.policy_version}, not {version}")
@@ -264,4 +284,5 @@ def build_restart(
     server = owned_server(config, on_gpu=on_gpu, check_stop=stop.check)
     stop.watch(server.check)
     proof = ModelProof(policy.model, client, config.trainer_dtype(on_gpu=on_gpu)) if options.proof else None
-    return CheckpointRestart(options, models, server, client, proof, config.model.seq_len, last_version)
+    launched = [Launched(server, client, proof)]
+    return CheckpointRestart(options, models, launched, config.model.seq_len, last_version)

@@ -19,7 +19,12 @@ from grpo_trainer.errors import BridgeError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.policy import AllWeights
 from grpo_trainer.trainer import Trainer
-from grpo_trainer.weights.checkpoint_restart import CheckpointModels, CheckpointRestart, MergedModels
+from grpo_trainer.weights.checkpoint_restart import (
+    CheckpointModels,
+    CheckpointRestart,
+    Launched,
+    MergedModels,
+)
 from grpo_trainer.weights.model_proof import ModelProof
 from tests.unit.test_proof import INFO
 from tests.unit.tiny_lora import fill_b, save_tiny, tiny_lora
@@ -85,14 +90,26 @@ class FakeServer:
 class Bridge:
     """A bridge over a fake server, and how to train a step."""
 
-    def __init__(self, mode: str, folder: Path, fault: str = "", *, interval: int = 2, last: int = 100, keep: int = 0):
+    def __init__(
+        self,
+        mode: str,
+        folder: Path,
+        fault: str = "",
+        *,
+        interval: int = 2,
+        last: int = 100,
+        keep: int = 0,
+        faults_of_others: tuple[str, ...] = (),
+    ):
         base = str(save_tiny(folder / "base"))
         self.root = folder / "run"
-        self.server = FakeServer(fault)
+        self.servers = [FakeServer(each) for each in (fault, *faults_of_others)]
+        self.server = self.servers[0]
         self.model, self.change, models = (lora if mode == "lora_restart" else full)(base, self.root, keep)
         options = RestartOptions(vllm_restart_interval=interval)
-        proof = ModelProof(self.model, self.server, "float32")  # type: ignore[arg-type]
-        self.bridge = CheckpointRestart(options, models, self.server, self.server, proof, 64, last)  # type: ignore[arg-type]
+        fakes: list[Any] = [*self.servers]
+        launched = [Launched(fake, fake, ModelProof(self.model, fake, "float32")) for fake in fakes]
+        self.bridge = CheckpointRestart(options, models, launched, 64, last)
 
     def folders(self) -> list[str]:
         return sorted(path.name for path in self.root.iterdir()) if self.root.exists() else []
@@ -228,3 +245,26 @@ def test_served_models_of_all_weights_go_when_checkpoints_are_pruned(
             made.change(version)
             bridge.publish(version)
     assert made.folders() == [f"step_{version}" for version in left]
+
+
+def test_several_servers_are_started_on_the_same_weights_and_each_is_proved(tmp_path: Path) -> None:
+    made = Bridge("none", tmp_path, interval=1, faults_of_others=("", ""))
+    with made.bridge as bridge:
+        bridge.connect(0)
+        assert (bridge.prove() or 0) < 1e-4
+        made.change(1)
+        published = bridge.publish(1)
+    assert published.version == 1 and reduce(published.metrics)["publish/stop_time"] == 0.5
+    assert [server.told for server in made.servers] == [["start base v0", "stop", "start step_1 v1", "stop"]] * 3
+
+
+@pytest.mark.parametrize("fault", ["not restarted", "same boot", "wrong version", "other weights"])
+def test_one_of_several_servers_that_is_not_what_was_started_is_found(tmp_path: Path, fault: str) -> None:
+    made = Bridge("none", tmp_path, interval=1, faults_of_others=(fault,))
+    with made.bridge as bridge:
+        bridge.connect(0)
+        bridge.prove()
+        made.change(1)
+        with pytest.raises(BridgeError):
+            bridge.publish(1)
+    assert all(server.model is None for server in made.servers)

@@ -57,8 +57,9 @@ def opened(options: SyncOptions, place: Place) -> Iterator[RestartSubject]:
     client = ServerClient(config.vllm)
     proof = ModelProof(model, client, place.dtype) if config.bridge.proof else None
     models = CheckpointModels(config.model.name, checkpoints)
+    launched = [checkpoint_restart.Launched(server, client, proof)]
     with checkpoint_restart.CheckpointRestart(
-        config.bridge, models, server, client, proof, config.model.seq_len, NO_LAST_VERSION
+        config.bridge, models, launched, config.model.seq_len, NO_LAST_VERSION
     ) as bridge:
         yield RestartSubject(bridge, Training(model, config, None), client, server, written, weights, config.vllm.url)
 
