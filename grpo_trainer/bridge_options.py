@@ -6,7 +6,7 @@ One class for each `--weight-bridge-mode`; an illegal combination can't be built
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -117,12 +117,14 @@ class SharedServer(Section):
 class CheckpointRestart(AllWeightsOptions, RestartOptions):
     """Weight bridge."""
 
+    means: ClassVar[str] = "all weights are trained, vLLM is started again on checkpoints"
     mode: Literal["none"] = option("none", help="How the server gets new weights.", flags=MODE_FLAGS)
 
 
 class SharedVllm(AllWeightsOptions, SharedServer, ProofOptions):
     """Shared weights."""
 
+    means: ClassVar[str] = "all weights are trained in place, in the memory of vLLM's"
     mode: Literal["shared_vllm"] = option("shared_vllm", help="How the server gets new weights.", flags=MODE_FLAGS)
     single_copy: bool = option(False, help="The same as --weight-bridge-mode shared_vllm.")
     in_flight: InFlight = option(
@@ -138,6 +140,7 @@ class SharedVllm(AllWeightsOptions, SharedServer, ProofOptions):
 class LoraOnly(LoraOptions, SharedServer, ProofOptions):
     """LoRA."""
 
+    means: ClassVar[str] = "an adapter is trained and swapped into the running vLLM"
     mode: Literal["lora_only"] = option("lora_only", help="How the server gets new weights.", flags=MODE_FLAGS)
     share_base: bool = option(
         False, help="Hold no base model: use the server's, which runs on this GPU with --shared-weights."
@@ -163,6 +166,7 @@ class LoraOnly(LoraOptions, SharedServer, ProofOptions):
 class LoraRestart(LoraOptions, RestartOptions):
     """LoRA."""
 
+    means: ClassVar[str] = "an adapter is trained, vLLM is started again on it merged into a copy"
     mode: Literal["lora_restart"] = option("lora_restart", help="How the server gets new weights.", flags=MODE_FLAGS)
 
 

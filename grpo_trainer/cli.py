@@ -13,8 +13,9 @@ import typer
 from grpo_trainer import __version__
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import ConfigError, GrpoError, from_os_error
-from grpo_trainer.options import build, with_options
-from grpo_trainer.run_config import ApiProcess, RunConfig, RunOptions, ServerProcess, build_run, read_toml
+from grpo_trainer.options import build, override, with_options
+from grpo_trainer.run_config import SET_BY_THE_RUN, ApiProcess, RunConfig, RunOptions, build_run, read_toml
+from grpo_trainer.server_options import SAID_OTHERWISE, ServerProcess
 
 app = typer.Typer(
     name="grpo",
@@ -24,6 +25,13 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+Environment = Annotated[
+    str | None,
+    typer.Option(
+        help="Environment: arithmetic (default), gsm8k, verifiers, or your own module; --env.KEY and --openai.KEY set "
+        "its options (listed by: grpo env NAME serve --help)."
+    ),
+]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with the same options; flags win.")]
 
 
@@ -42,34 +50,16 @@ def _root(
     pass
 
 
-@app.command()
-@with_options(TrainConfig)
-def train(options: dict[str, Any], config: ConfigFile = None) -> None:
-    """Train on rollouts from a rollout API and keep a vLLM server on the newest weights.
-
-    API, server and environments run already; `grpo run` starts them for you.
-    """
-    file = read_toml(config) if config else {}
-    train_config = build(TrainConfig, {**_underscored(file), **options})
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads sleep: a server may share the cores
-    from grpo_trainer.loop import train as train_loop
-
-    train_loop(train_config)
-
-
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 @with_options(ServerProcess, prefix="server.")
 @with_options(ApiProcess, prefix="api.")
 @with_options(RunOptions)
-@with_options(TrainConfig)
+@with_options(TrainConfig, hidden=(*SET_BY_THE_RUN, *SAID_OTHERWISE))
 def run(
     ctx: typer.Context,
     options: dict[str, Any],
     config: ConfigFile = None,
-    env: Annotated[
-        str | None,
-        typer.Option(help="Environment: arithmetic, or your own module; --env.KEY and --openai.KEY set its options."),
-    ] = None,
+    env: Environment = None,
 ) -> None:
     """Start rollout API, vLLM server, environments and trainer, and watch over them until training is done."""
     flags = {**options, **({"env": env} if env else {})}
@@ -81,16 +71,31 @@ def run(
     supervise(run_config, Console())
 
 
+@app.command()
+@with_options(TrainConfig)
+def train(options: dict[str, Any], config: ConfigFile = None) -> None:
+    """Train on rollouts from a rollout API and keep a vLLM server on the newest weights.
+
+    API, server and environments run already; `grpo run` starts them for you.
+    """
+    file = read_toml(config) if config else {}
+    train_config = build(TrainConfig, override(TrainConfig, file, options))
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads sleep: a server may share the cores
+    from grpo_trainer.loop import train as train_loop
+
+    train_loop(train_config)
+
+
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 @with_options(ServerProcess, prefix="server.")
 @with_options(ApiProcess, prefix="api.")
 @with_options(RunOptions)
-@with_options(TrainConfig)
+@with_options(TrainConfig, hidden=(*SET_BY_THE_RUN, *SAID_OTHERWISE))
 def doctor(
     ctx: typer.Context,
     options: dict[str, Any],
     config: ConfigFile = None,
-    env: Annotated[str | None, typer.Option(help="As for `grpo run`.")] = None,
+    env: Environment = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Would `grpo run` with these options work here? Without any: is the machine fit? Exits with 1 if not."""
@@ -131,7 +136,7 @@ def api(ctx: typer.Context) -> None:
 @app.command(context_settings=PASS_THROUGH)
 def env(ctx: typer.Context) -> None:
     """Run an environment: `grpo env arithmetic serve …`, or your own by its module."""
-    from grpo_trainer.launch.plan import BUILT_IN_ENVIRONMENTS, environment_module
+    from grpo_trainer.launch.environments import BUILT_IN_ENVIRONMENTS, environment_module
 
     if not ctx.args or ctx.args[0] in ("-h", "--help"):
         known = ", ".join(BUILT_IN_ENVIRONMENTS)
@@ -141,7 +146,7 @@ def env(ctx: typer.Context) -> None:
             "grpo env verifiers install."
         )
         raise typer.Exit(0 if ctx.args else 2)
-    _become(environment_module(ctx.args[0]), ctx.args[1:])
+    _become(environment_module(ctx.args[0], said="grpo env "), ctx.args[1:])
 
 
 @app.command("export")
@@ -212,10 +217,6 @@ def _become(module: str, arguments: list[str]) -> None:
     """Replace this process by a module's own command, so that signals and exit codes are its own."""
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
-
-
-def _underscored(table: dict[str, Any]) -> dict[str, Any]:
-    return {key.replace("-", "_"): value for key, value in table.items()}
 
 
 def main() -> None:

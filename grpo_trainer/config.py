@@ -6,6 +6,7 @@ its own. `RunConfig` (in `run_config.py`) adds the processes around it. Nothing 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +27,11 @@ from grpo_trainer.loss_config import LossConfig
 from grpo_trainer.model.adapter_file import AdapterFile, read_adapter
 from grpo_trainer.options import Section, leaves, option, shown
 from grpo_trainer.ranges import format_ranges
-from vllm_server.protocol import DEFAULT_KEEP_VERSIONS, DEFAULT_PORT
+from grpo_trainer.server_options import VllmConfig
+from vllm_server.protocol import DEFAULT_KEEP_VERSIONS
+
+API_KEY_VARIABLE = "ROLLOUT_API_KEY"
+"""By which the rollout API is told its key, too: `environments.api` reads it."""
 
 
 class ModelConfig(Section):
@@ -57,7 +62,11 @@ class RolloutConfig(Section):
     url: str = option(
         "http://localhost:8000", help="Address of the rollout API.", flags=("--atropos-url", "--rollout-url")
     )
-    api_key: str | None = option(None, help="Bearer token of the rollout API.", flags=("--rollout-api-key",))
+    api_key: str | None = option(
+        None,
+        help="Bearer token of the rollout API (default: ROLLOUT_API_KEY, which no list of processes shows).",
+        flags=("--rollout-api-key",),
+    )
     lease_seconds: float = option(600.0, help="A batch not acknowledged within this time goes back to the queue.", gt=0)
     rollout_timeout: float = option(1800.0, help="Give up when no batch came for this many seconds; 0: never.", ge=0)
     max_staleness: int | None = option(
@@ -74,6 +83,11 @@ class RolloutConfig(Section):
     prefetch: bool = option(
         True, help="Fetch the next batch and make it ready while the present one trains; not with --max-staleness 0."
     )
+
+    @field_validator("api_key", mode="before")
+    @classmethod
+    def _from_environment(cls, value: Any) -> Any:
+        return value or os.environ.get(API_KEY_VARIABLE) or None
 
     @field_validator("url")
     @classmethod
@@ -116,45 +130,6 @@ class OptimizerConfig(Section):
         return value
 
 
-class VllmConfig(Section):
-    """Inference server."""
-
-    host: str = option("127.0.0.1", help="Host of the inference server.", flags=("--vllm-host",))
-    port: int = option(DEFAULT_PORT, help="Port of the inference server.", flags=("--vllm-port",), ge=1, le=65535)
-    api_key: str | None = option(None, help="Bearer token of the inference server.", flags=("--vllm-api-key",))
-    startup_timeout: float = option(
-        600.0, help="Seconds to wait for the inference server to be ready.", flags=("--vllm-timeout",), gt=0
-    )
-    max_model_len: int | None = option(None, help="Longest sequence served, where this command starts vLLM.", gt=0)
-    gpu_memory_utilization: float | None = option(
-        None, help="Share of the GPU's memory for vLLM, where this command starts it (default: 0.45).", gt=0, le=1
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto",
-        help="Weights and activations of vLLM, where this command starts it; auto: --dtype.",
-        flags=("--vllm-dtype",),
-    )
-    enforce_eager: bool = option(
-        False,
-        help="No CUDA graphs, where this command starts vLLM: several times slower.",
-        flags=("--vllm-enforce-eager",),
-    )
-    extra_args: tuple[str, ...] = option(
-        (),
-        help="More arguments for `grpo serve`, comma-separated, where this command starts it.",
-        flags=("--vllm-extra-args",),
-    )
-
-    @field_validator("extra_args", mode="before")
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        return value.split(",") if isinstance(value, str) else value
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
-
-
 class DriftConfig(Section):
     """Drift alarm."""
 
@@ -172,7 +147,7 @@ class CheckpointConfig(Section):
 
     save_path: Path = option(Path("trained_model_checkpoints"), help="Folder of the checkpoints.")
     checkpoint_interval: int = option(3, help="Save every N steps; 0: only the final one.", ge=0)
-    keep_checkpoints: int = option(0, help="Keep only the newest N besides the final one; 0: all.", ge=0)
+    keep_checkpoints: int = option(2, help="Keep only the newest N besides the final one; 0: all.", ge=0)
     resume: str = option(
         "never", help="auto: go on from the newest whole checkpoint in --save-path; never; or a checkpoint's path."
     )
@@ -360,6 +335,11 @@ class TrainConfig(Section):
     def largest_pass(self) -> int:
         """Tokens of the largest forward pass that the options allow."""
         return self.compute.max_tokens_per_microbatch or self.batch_size * self.model.seq_len
+
+    @property
+    def served_len(self) -> int:
+        """Tokens of the longest sequence that a server of this run's takes."""
+        return self.vllm.max_model_len or self.model.seq_len
 
     @property
     def keep_versions(self) -> int:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import difflib
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 import typer
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -32,6 +32,9 @@ class Section(BaseModel):
     """A group of options: immutable, complete, and without unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    means: ClassVar[str] = ""
+    """Of a member of a union: what it stands for, in one line of help."""
 
     @classmethod
     def normalised(cls, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,8 +75,8 @@ class Leaf:
 
 
 def leaves(root: type[Section], path: tuple[str, ...] = (), choice: type[Section] | None = None) -> Iterator[Leaf]:
-    """Every option of a tree, depth first, union members one after the other."""
-    for name, field in root.model_fields.items():
+    """Every option of a tree, depth first, union members one after the other; what chooses a member is its first."""
+    for name, field in sorted(root.model_fields.items(), key=lambda item: item[0] != TAG):
         members = _sections(field.annotation)
         for member in members:
             yield from leaves(member, (*path, name), member if len(members) > 1 else choice)
@@ -114,6 +117,7 @@ def build(root: type[C], given: Mapping[str, Any], *, where: str = "") -> C:
     """
     given = root.normalised(given)
     tree: dict[str, Any] = {}
+    said: dict[tuple[str, ...], str] = {}
     by_key: dict[str, list[Leaf]] = {}
     for leaf in leaves(root):
         if leaf.choice is None and len(leaf.path) > 1:
@@ -125,20 +129,85 @@ def build(root: type[C], given: Mapping[str, Any], *, where: str = "") -> C:
         if candidates is None:
             raise ConfigError(unknown_key(raw_key, [leaf.key for leaf in leaves(root)], where))
         leaf = _chosen(candidates, given, by_key, where)
+        flag = f"--{where}{raw_key.replace('_', '-')}"
+        if leaf.path in said and value != _placed(tree, leaf.path):
+            former = f"{said[leaf.path]} {_placed(tree, leaf.path)}"
+            raise ConfigError(f"{former} and {flag} {value}: two names of one option; leave one out")
+        said[leaf.path] = flag
         _place(tree, leaf.path, value)
         if leaf.choice is not None and not _is_tag(leaf):
             _place(tree, (*leaf.path[:-1], TAG), _tag_of(leaf.choice))
     try:
         return root.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_explain(root, error, where)) from None
+        raise ConfigError(_explain(root, error, where, said)) from None
 
 
-def unknown_key(key: str, known: list[str], where: str = "") -> str:
-    """The message for a key that nothing knows, with the nearest that something does."""
-    nearest = difflib.get_close_matches(key.replace("-", "_"), known, n=1, cutoff=0.5)
-    hint = f"; did you mean {where}{nearest[0]}?" if nearest else f"; known: {', '.join(sorted(set(known)))}"
-    return f"{where}{key}: unknown option{hint}"
+def override(root: type[Section], given: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:
+    """Flat values, of which some are given anew, under whichever of an option's names."""
+    first = {flag.removeprefix("--").replace("-", "_"): leaf.key for leaf in leaves(root) for flag in leaf.flags}
+
+    def name(key: str) -> str:
+        return first.get(key.replace("-", "_"), key.replace("-", "_"))
+
+    anew = {name(key) for key in by}
+    return {**{key: value for key, value in given.items() if name(key) not in anew}, **by}
+
+
+SAME = types.MappingProxyType(
+    {
+        **{"learning_rate": "lr", "model_path": "model_name", "max_steps": "training_steps", "steps": "training_steps"},
+        **{"num_steps": "training_steps", "micro_batch_size": "batch_size", "max_length": "seq_len"},
+        **{"max_seq_len": "seq_len", "beta": "kl_beta", "kl_coef": "kl_beta", "epsilon": "clip_eps"},
+        **{"output_dir": "run_dir", "environment": "env", "port": "server.port", "warmup": "warmup_steps"},
+    }
+)
+"""What others call options of ours."""
+FEW = 15
+"""Names, so many, are listed in a message."""
+
+
+def unknown_key(key: str, known: Collection[str], where: str = "") -> str:
+    """The message for a key that nothing knows, with the nearest that something does.
+
+    Args:
+        key: as it was written, a flag or a key; what is suggested is written alike.
+    """
+    dashes = "--" if key.startswith("--") else ""
+    names = {name.removeprefix("--").replace("-", "_"): name for name in known}
+    names |= {other: names[ours] for other, ours in SAME.items() if ours in names and other not in names}
+    nearest = difflib.get_close_matches(key.removeprefix("--").replace("-", "_"), names, n=1, cutoff=0.6)
+    if nearest:
+        name = names[nearest[0]].removeprefix("--")
+        hint = f"did you mean {dashes}{where}{name.replace('_', '-') if dashes else name}?"
+    else:
+        hint = f"known: {', '.join(sorted(set(known)))}" if len(set(known)) <= FEW else "--help lists them"
+    return f"{dashes}{where}{key.removeprefix('--')}: unknown option; {hint}"
+
+
+def split_arguments(text: str) -> tuple[str, ...]:
+    """Split at commas, but not within quotes, brackets or braces: an argument may be JSON.
+
+    `--seed,7` gives two words, `--compilation-config={"level":3,"backend":""}` one.
+    """
+    words, depth, quoted = [""], 0, False
+    for position, sign in enumerate(text):
+        if sign == '"' and text[position - 1 : position] != "\\":
+            quoted = not quoted
+        elif not quoted:
+            depth += (sign in "[{") - (sign in "]}")
+        if sign == "," and not quoted and depth <= 0:
+            words.append("")
+        else:
+            words[-1] += sign
+    return tuple(word for word in words if word)
+
+
+def _placed(tree: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+    value: Any = tree
+    for name in path:
+        value = value[name]
+    return value
 
 
 def _place(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
@@ -183,15 +252,15 @@ def _default_tag(tags: list[Leaf]) -> str:
     return _tag_of(tags[0].choice)
 
 
-def _explain(root: type[Section], error: ValidationError, where: str) -> str:
-    """Pydantic's findings as lines of ours: option, what came, what was wanted."""
+def _explain(root: type[Section], error: ValidationError, where: str, said: Mapping[tuple[str, ...], str]) -> str:
+    """Pydantic's findings as lines of ours: option as it was written, what came, what was wanted."""
     names = {leaf.path: leaf.flags[0] for leaf in leaves(root)}
     tags = {_tag_of(leaf.choice) for leaf in leaves(root) if leaf.choice is not None}
     lines = []
     for finding in error.errors():
         path = tuple(str(part) for part in finding["loc"] if str(part) not in tags and not isinstance(part, int))
         name = names.get(path) or names.get((*path, TAG)) or ".".join(path) or root.__name__
-        flag = f"--{where}{name.removeprefix('--')}" if where else name
+        flag = said.get(path) or (f"--{where}{name.removeprefix('--')}" if where else name)
         if finding["type"] == "missing":
             lines.append(f"{flag}: required, but not given")
         elif finding["type"] == "union_tag_invalid":
@@ -224,20 +293,27 @@ def dump(config: Section, *, only_set: bool = False) -> dict[str, Any]:
 # ---------------------------------------------------------------- configuration -> Typer
 
 
-def with_options(root: type[Section], *, prefix: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a Typer command one flag for each option of a tree.
+def with_options(
+    root: type[Section], *, prefix: str = "", hidden: Collection[str] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a Typer command a flag for each name of each option of a tree.
 
     The command is called with what the user gave, as `options={key: value}` (its other parameters stay). With a
     prefix, `--port` becomes `--server.port` and its key `server.port`.
+
+    Args:
+        hidden: keys that the command's help leaves out.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "options"]
         parameters, keys = [], {}
         for leaf in unique_leaves(root):
-            parameter = _parameter(leaf, prefix, root)
-            keys[parameter.name] = prefix + leaf.key
-            parameters.append(parameter)
+            for flag in leaf.flags:
+                key = flag.removeprefix("--").replace("-", "_")
+                parameter = _parameter(leaf, flag, prefix, root, hidden=key in hidden)
+                keys[parameter.name] = prefix + key
+                parameters.append(parameter)
 
         def wrapped(**values: Any) -> None:
             options = {keys[n]: values.pop(n) for n in list(values) if n in keys}
@@ -261,26 +337,43 @@ def unique_leaves(root: type[Section]) -> list[Leaf]:
     return list(seen.values())
 
 
-def _parameter(leaf: Leaf, prefix: str, root: type[Section]) -> inspect.Parameter:
-    flags = [f"--{prefix}{flag.removeprefix('--')}" for flag in leaf.flags]
-    allowed = choices(leaf, root)
+def _parameter(leaf: Leaf, flag: str, prefix: str, root: type[Section], *, hidden: bool) -> inspect.Parameter:
+    """A flag; an option's second name is one of its own, so that messages name what was written."""
+    name = flag.removeprefix("--")
+    flags = [f"--{prefix}{name}"]
+    annotation: Any = str | None
+    metavar: str | None = None
+    if leaf.is_bool:
+        flags[0] = f"{flags[0]}/--{prefix}no-{name}"
+        annotation = bool | None
+    elif choices(leaf, root):
+        metavar = "CHOICE"
+    else:
+        metavar = _metavar(leaf.field.annotation)
+    text = (
+        help_text(leaf, root) if flag == leaf.flags[0] else f"The same as --{prefix}{leaf.flags[0].removeprefix('--')}."
+    )
+    info = typer.Option(
+        *flags, help=text, metavar=metavar, show_default=False, rich_help_panel=leaf.panel, hidden=hidden
+    )
+    variable = f"{prefix}{name}".replace(".", "__").replace("-", "_")
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(variable, kind, default=None, annotation=Annotated[annotation, info])
+
+
+def help_text(leaf: Leaf, root: type[Section]) -> str:
+    """An option's help: what it does, a line for each value that is explained, its default."""
     text = leaf.field.description or ""
+    allowed = choices(leaf, root)
+    explained = described(leaf, root)
     if leaf.field.is_required():
         text += " (required)"
-    annotation: Any
-    if leaf.is_bool:
-        flags[0] = f"{flags[0]}/--{prefix}no-{leaf.flags[0].removeprefix('--')}"
-        annotation = bool | None
-        metavar = None
-    else:
-        annotation = str | None
-        metavar = "|".join(allowed) if allowed else _metavar(leaf.field.annotation)
     default = None if leaf.field.is_required() else leaf.field.get_default(call_default_factory=True)
     if default is not None and default != ():
         text += f" (default: {shown(default)})"
-    info = typer.Option(*flags, help=text, metavar=metavar, show_default=False, rich_help_panel=leaf.panel)
-    name = (prefix + leaf.key).replace(".", "__")
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[annotation, info])
+    if explained:
+        return "\n\n".join([text, *(f"{value}: {meaning}" for value, meaning in explained.items())])
+    return f"{' | '.join(allowed)}. {text}" if len(allowed) > 1 else text
 
 
 def choices(leaf: Leaf, root: type[Section]) -> tuple[str, ...]:
@@ -292,6 +385,12 @@ def choices(leaf: Leaf, root: type[Section]) -> tuple[str, ...]:
     if get_origin(leaf.field.annotation) is Literal:
         return tuple(str(value) for value in get_args(leaf.field.annotation))
     return ()
+
+
+def described(leaf: Leaf, root: type[Section]) -> dict[str, str]:
+    """What each value of a discriminator means: `Section.means` of each member."""
+    members = [other.choice for other in leaves(root) if other.choice and other.key == leaf.key and _is_tag(other)]
+    return {_tag_of(member): member.means for member in members if member.means} if _is_tag(leaf) else {}
 
 
 def _metavar(annotation: Any) -> str:

@@ -21,18 +21,19 @@ On the command line the trainer's flags stand as they are, the others carry thei
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import field_validator, model_validator
 
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.options import Section, build, leaves, option, unknown_key
-from vllm_server.protocol import DEFAULT_PORT
+from grpo_trainer.launch.environments import EnvironmentProcess, check_environments
+from grpo_trainer.options import Section, build, leaves, option, override, split_arguments, unknown_key
+from grpo_trainer.server_options import SAID_TWICE, ServerProcess, flags_of_one, one_server, why_not_shared
 
 SET_BY_THE_RUN = {
     "trainer_rank": "--trainer-gpus",
@@ -48,38 +49,31 @@ SET_BY_THE_RUN = {
 """Options of the trainer that a run derives, and what to use instead."""
 
 
-DEGREES = frozenset({"--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp"})
-UNSHARED = DEGREES | {"--quantization", "-q", "--enable-sleep-mode"}
-"""Arguments of a server whose weights no trainer can use."""
+QUEUE_FILE = "queue.sqlite"
+"""In a run's folder."""
 
 
 class ApiProcess(Section):
     """Rollout API."""
 
     port: int = option(8000, help="Port; 0 picks a free one.", ge=0, le=65535)
-    store: Path | None = option(None, help="SQLite file that keeps the queue over restarts (default: memory only).")
+    store: Path | None = option(
+        None,
+        help="SQLite file that keeps the queue over restarts; none: memory only (default: queue.sqlite in --run-dir).",
+    )
     extra_args: tuple[str, ...] = option((), help="More arguments for `grpo api`, comma-separated.")
 
+    @field_validator("extra_args", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return split_arguments(value) if isinstance(value, str) else value
 
-class ServerProcess(Section):
-    """vLLM server."""
-
-    port: int = option(DEFAULT_PORT, help="Port; 0 picks a free one.", ge=0, le=65535)
-    dtype: str = option("auto", help="Weights and activations; auto: as the trainer's --dtype.")
-    max_model_len: int | None = option(None, help="Longest sequence served (default: the trainer's --seq-len).", gt=0)
-    gpu_memory_utilization: float = option(
-        0.45, help="Share of the GPU's memory for vLLM, trainer on the same GPU.", gt=0, le=1
-    )
-    enforce_eager: bool = option(False, help="No CUDA graphs: several times slower.")
-    extra_args: tuple[str, ...] = option((), help="More arguments for `grpo serve`, comma-separated.")
-
-
-class EnvironmentProcess(Section):
-    """Environment."""
-
-    name: str = option("arithmetic", help="arithmetic, or the module of your own environment.", flags=("--env",))
-    env: dict[str, Any] = Field(default_factory=dict)
-    openai: dict[str, Any] = Field(default_factory=dict)
+    @field_validator("extra_args")
+    @classmethod
+    def _hold_no_key(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if any(word.partition("=")[0] == "--api-key" for word in value):
+            raise ValueError("a list of processes would show the key; use --rollout-api-key, or ROLLOUT_API_KEY")
+        return value
 
 
 class RunOptions(Section):
@@ -109,6 +103,13 @@ class RunConfig(Section):
     @property
     def run_dir(self) -> Path:
         return self.options.run_dir
+
+    @property
+    def store(self) -> Path | None:
+        """Where the rollout API keeps its queue; None: in memory."""
+        if self.api.store is None:
+            return self.run_dir / QUEUE_FILE
+        return None if str(self.api.store) == "none" else self.api.store
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -145,45 +146,55 @@ def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Seque
             raise ConfigError(unknown_key(key, [*tables, *run_keys]))
     given: dict[str, dict[str, Any]] = {table: _table(file, table) for table in ("trainer", "server", "api")}
     given["run"] = {key: value for key, value in file.items() if key not in tables}
+    typed: dict[str, dict[str, Any]] = {table: {} for table in given}
     for key, value in flags.items():
         table, _, name = key.rpartition(".")
-        if table:
-            given[table][name] = value
-        elif key in run_keys:
-            given["run"][key] = value
-        elif key != "env":
-            given["trainer"][key] = value
+        if key != "env":
+            typed[table or ("run" if key in run_keys else "trainer")][name] = value
+    _leave_to_flags(given, typed)
+    given["trainer"] = override(TrainConfig, given["trainer"], typed["trainer"])
+    given |= {table: {**given[table], **typed[table]} for table in ("run", "api", "server")}
     for key in given["trainer"]:
         if (instead := SET_BY_THE_RUN.get(key.replace("-", "_"))) is not None:
             raise ConfigError(f"--{key.replace('_', '-')}: set by the run itself; use {instead}")
+    trainer = build(TrainConfig, given["trainer"])
+    server, vllm = one_server(build(ServerProcess, given["server"], where="server."), trainer.vllm)
+    if trainer.shares_weights:
+        _check_sharing(trainer, server)
     config = RunConfig(
         options=build(RunOptions, given["run"]),
-        trainer=build(TrainConfig, given["trainer"]),
-        api=build(ApiProcess, _split_lists(given["api"]), where="api."),
-        server=build(ServerProcess, _split_lists(given["server"]), where="server."),
+        trainer=trainer.model_copy(update={"vllm": vllm}),
+        api=build(ApiProcess, given["api"], where="api."),
+        server=server,
         environments=_environments(file.get("environments", []), flags.get("env"), env_args),
     )
-    if config.trainer.shares_weights:
-        _check_sharing(config)
+    check_environments(config.environments, trainer.sequences_per_step)
     return config
 
 
-def _check_sharing(config: RunConfig) -> None:
+def _leave_to_flags(given: dict[str, dict[str, Any]], typed: Mapping[str, Mapping[str, Any]]) -> None:
+    """Options of the server have two names: what a flag says by one, the file has said in vain by the other."""
+    for name in SAID_TWICE:
+        bare = flags_of_one(name)[1].removeprefix("--").replace("-", "_")
+        for table, key, other, others_key in (("server", name, "trainer", bare), ("trainer", bare, "server", name)):
+            if key in typed[table]:
+                given[other] = {k: value for k, value in given[other].items() if k.replace("-", "_") != others_key}
+
+
+def _check_sharing(trainer: TrainConfig, server: ServerProcess) -> None:
     """The server would refuse most of it, too, but only once it is started.
 
     Raises:
         ConfigError: no trainer could use this server's weights.
     """
-    words = [word for argument in config.server.extra_args for word in argument.split("=")]
-    for flag, value in pairwise([*words, ""]):
-        if flag in UNSHARED and not (flag in DEGREES and value == "1"):
-            raise ConfigError(
-                f"--server.extra-args {flag}: the trainer is to use the server's weights, which must be whole, plain, "
-                "and stay where they are; leave it out, or use --weight-bridge-mode none or lora_only"
-            )
-    if config.server.dtype not in ("auto", config.trainer.model.dtype):
+    if (unfit := why_not_shared(server)) is not None:
         raise ConfigError(
-            f"--server.dtype {config.server.dtype}: there is one copy of the weights; leave it out and use --dtype"
+            f"{unfit}: the trainer is to use the server's weights, which must be whole, plain, and stay where they "
+            "are; leave it out, or use --weight-bridge-mode none or lora_only"
+        )
+    if server.dtype not in ("auto", trainer.model.dtype):
+        raise ConfigError(
+            f"--server.dtype {server.dtype}: there is one copy of the weights; leave it out and use --dtype"
         )
 
 
@@ -192,11 +203,6 @@ def _table(file: Mapping[str, Any], name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{name}: got {value!r}, wanted a table: [{name}]")
     return dict(value)
-
-
-def _split_lists(values: dict[str, Any]) -> dict[str, Any]:
-    extra = values.get("extra_args")
-    return {**values, "extra_args": extra.split(",")} if isinstance(extra, str) else values
 
 
 def _environments(tables: Any, name: str | None, args: Sequence[str]) -> tuple[EnvironmentProcess, ...]:
@@ -233,11 +239,25 @@ def _env_options(args: Sequence[str]) -> dict[str, dict[str, Any]]:
         flag, equals, value = rest.pop(0).partition("=")
         group, _, key = flag.removeprefix("--").partition(".")
         if not flag.startswith("--") or group not in found or not key:
-            flags = [leaf.flags[0] for leaf in leaves(TrainConfig)]
-            raise ConfigError(unknown_key(flag, flags))
+            raise ConfigError(_unknown_flag(flag, group, key))
         if not equals:
             if not rest:
                 raise ConfigError(f"{flag}: wanted a value after it")
             value = rest.pop(0)
         found[group][key.replace("-", "_")] = value
     return found
+
+
+def _unknown_flag(flag: str, group: str, key: str) -> str:
+    """The message for what is no flag of a run's: its table's name may be what is wrong with it."""
+    if not flag.startswith("--"):
+        return f"{flag}: wanted a flag, --NAME VALUE"
+    tables = {"server": ServerProcess, "api": ApiProcess}
+    if key and group in tables:
+        return unknown_key(f"--{key}", [leaf.key for leaf in leaves(tables[group])], f"{group}.")
+    near = difflib.get_close_matches(group, ["env", "openai", *tables], n=1) if key else []
+    if near:
+        return f"{flag}: unknown option; did you mean --{near[0]}.{key}?"
+    sections = (TrainConfig, RunOptions)
+    known = [name for section in sections for leaf in leaves(section) for name in leaf.flags]
+    return unknown_key(flag, [*known, "--env", "--config"])

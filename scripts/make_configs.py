@@ -100,7 +100,7 @@ def text(example: Example, fits: str) -> str:
     }
     server = {"gpu_memory_utilization": _share(example)}
     if example.gpus == 4:
-        server["extra_args"] = '["--tensor-parallel-size=4"]'
+        server["tensor_parallel_size"] = "4"
     where = {1: "one GPU", 2: "two GPUs: the server on the first, the trainer on the second"}
     four = "four GPUs: server and trainers on all of them"
     return "\n".join(

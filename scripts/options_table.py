@@ -1,4 +1,4 @@
-"""The README's table of options, from their one definition: `python scripts/options_table.py --write`."""
+"""The page of all options, docs/options.md, from their one definition: `python scripts/options_table.py --write`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import sys
 from pathlib import Path
 
 from grpo_trainer.config import TrainConfig
-from grpo_trainer.options import Leaf, Section, choices, shown, unique_leaves
-from grpo_trainer.run_config import ApiProcess, RunOptions, ServerProcess
+from grpo_trainer.options import Leaf, Section, choices, described, shown, unique_leaves
+from grpo_trainer.run_config import ApiProcess, RunOptions
+from grpo_trainer.server_options import ServerProcess
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "options.md"
+BAR = "\\|"
+"""What does not end a table's cell."""
 START, END = "<!-- options: made by scripts/options_table.py -->\n", "<!-- end of options -->\n"
 
 
@@ -20,7 +23,7 @@ def tables() -> str:
         parts += _tables(section, prefix)
     parts.append(
         "\n| option | default | |\n|---|---|---|\n"
-        "| `--env` | `arithmetic` | The environment: a built-in one, or a module of yours. |\n"
+        "| `--env` | `arithmetic` | The environment: `arithmetic`, `gsm8k`, `verifiers`, or a module of yours. |\n"
         "| `--env.KEY`, `--openai.KEY` | | Options of the environment: `grpo env arithmetic serve --help`. |\n"
     )
     return "".join(parts)
@@ -40,23 +43,25 @@ def _row(leaf: Leaf, root: type[Section], prefix: str) -> str:
     names = ", ".join(f"`--{prefix}{flag.removeprefix('--')}`" for flag in leaf.flags)
     given = None if leaf.field.is_required() else leaf.field.get_default(call_default_factory=True)
     default = "required" if leaf.field.is_required() else f"`{shown(given)}`" if given not in (None, ()) else ""
-    allowed = choices(leaf, root)
-    text = (" ".join(f"`{choice}`" for choice in allowed) + ". " if len(allowed) > 1 else "") + str(
-        leaf.field.description
-    )
-    return f"| {names} | {default} | {text} |\n"
+    allowed, meanings = choices(leaf, root), described(leaf, root)
+    text = str(leaf.field.description)
+    if meanings:
+        text += " " + "; ".join(f"`{value}`: {meaning}" for value, meaning in meanings.items()) + "."
+    elif len(allowed) > 1:
+        text = " ".join(f"`{choice}`" for choice in allowed) + ". " + text
+    return f"| {names} | {default} | {text.replace('|', BAR)} |\n"
 
 
-def insert(readme: str) -> str:
-    """The README with the tables of today between its markers."""
-    before, _, rest = readme.partition(START)
+def insert(page: str) -> str:
+    """The page with the tables of today between its markers."""
+    before, _, rest = page.partition(START)
     _, _, after = rest.partition(END)
     return before + START + tables() + END + after
 
 
 if __name__ == "__main__":
-    page = insert(README.read_text())
+    page = insert(PAGE.read_text())
     if sys.argv[1:] == ["--write"]:
-        README.write_text(page)
+        PAGE.write_text(page)
     else:
         print(tables())

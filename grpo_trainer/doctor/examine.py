@@ -92,7 +92,7 @@ def _machine(machine: Machine, run: RunConfig | None, probes: Probes) -> Iterato
     yield of_machine.check_expandable_segments(machine, shares=shares)
     yield probes.ipc(on_gpu=machine.on_gpu, needed=shares)
     yield of_machine.check_ptrace(machine)
-    yield of_machine.check_shm(machine, workers=server.tensor_parallel * server.replicas if server else 1)
+    yield of_machine.check_shm(machine, workers=server.workers if server else 1)
 
 
 def _model_files(name: str, machine: Machine) -> tuple[ModelFiles | None, Finding]:

@@ -44,12 +44,28 @@ class Devices:
 
 @dataclass(frozen=True)
 class Server:
-    """How the inference server is spread: the first `tensor_parallel * replicas` devices are its own."""
+    """How the inference server is spread: the first `workers` devices are its own."""
 
     gpu_share: float
     max_model_len: int
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
     replicas: int = 1
+
+    @property
+    def parts(self) -> int:
+        """GPUs of one replica, each with such a part of the weights and of the cache."""
+        return self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def workers(self) -> int:
+        return self.parts * self.replicas
+
+    @property
+    def wanted_by(self) -> str:
+        """The options that ask for more than one GPU."""
+        degrees = {"tensor": self.tensor_parallel, "pipeline": self.pipeline_parallel, "data": self.replicas}
+        return " and ".join(f"--server.{kind}-parallel-size" for kind, degree in degrees.items() if degree > 1)
 
 
 @dataclass(frozen=True)
@@ -155,22 +171,23 @@ def _server_rows(
 ) -> tuple[Sequence[MemoryRow], int]:
     """The server's rows on each of its devices, and the tokens of its cache."""
     item = 2 if config.served_dtype(on_gpu=devices.kind == "cuda") != "float32" else 4
-    weights = model.parameters * item // server.tensor_parallel
+    weights = model.parameters * item // server.parts
     slots = _adapter_slots(config, model) * item
-    token = 2 * model.layers * max(model.kv_heads // server.tensor_parallel, 1) * model.head_dim * item
-    if devices.kind == "cpu":
+    layers = -(-model.layers // server.pipeline_parallel)
+    token = 2 * layers * max(model.kv_heads // server.tensor_parallel, 1) * model.head_dim * item
+    if devices.kind == "cpu":  # all workers share its memory
         rows = [
-            ("weights", weights),
-            ("adapter slots", slots),
-            ("key-value cache", CPU_CACHE),
-            ("process", CPU_PROCESS),
+            ("weights", model.parameters * item * server.replicas),
+            ("adapter slots", slots * server.workers),
+            ("key-value cache", CPU_CACHE * server.workers),
+            ("process", CPU_PROCESS * server.workers),
         ]
         return [MemoryRow(0, "server", what, size) for what, size in rows if size], CPU_CACHE // token
     share = int(server.gpu_share * devices.total)
     cache = share - weights - slots - SERVER_WORKSPACE
     parts = [("weights", weights), ("adapter slots", slots), ("workspace", SERVER_WORKSPACE), ("context", CONTEXT)]
     parts.append(("key-value cache", max(cache, 0)))
-    used = range(server.tensor_parallel * server.replicas)
+    used = range(server.workers)
     rows = [MemoryRow(device, "server", what, size) for device in used for what, size in parts if size]
     return rows, server.replicas * (cache // token)
 

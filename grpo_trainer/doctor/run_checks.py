@@ -6,7 +6,6 @@ import importlib.util
 import netrc
 import shutil
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,9 @@ from grpo_trainer.doctor.model_files import ModelFiles
 from grpo_trainer.doctor.model_shape import ModelShape
 from grpo_trainer.errors import GrpoError
 from grpo_trainer.files import refuse_to_mix_runs
-from grpo_trainer.launch.plan import environment_module
 from grpo_trainer.launch.ports import is_free, port_holder
 from grpo_trainer.model.names import ALIKE, EXPERTS
-from grpo_trainer.run_config import DEGREES, RunConfig
+from grpo_trainer.run_config import RunConfig
 
 LOGS = 100_000_000
 """Bytes that logs and metrics of a long run may take."""
@@ -181,7 +179,7 @@ def _module(tensor: str) -> str:
 
 def check_length(config: RunConfig, shape: ModelShape) -> Finding:
     trained = config.trainer.model.seq_len
-    served = config.server.max_model_len or config.trainer.vllm.max_model_len or trained
+    served = config.trainer.served_len
     longest = max(trained, served)
     if shape.positions and longest > shape.positions:
         got = f"{longest} tokens"
@@ -215,44 +213,33 @@ def check_combinations(config: RunConfig, machine: Machine) -> Finding:
             return fail(name, f"--log-to {tracker} without {tracker}", "it", f"pip install {tracker}")
     if trainer.model.load_in_4bit and importlib.util.find_spec("bitsandbytes") is None:
         return fail(name, "--load-in-4bit without bitsandbytes", "it", "pip install 'grpo-trainer[qlora]'")
-    for environment in config.environments:
-        try:
-            environment_module(environment.name)
-        except GrpoError as error:
-            return fail(name, str(error), "an environment that is there", "--env arithmetic, or a module of yours")
-        size = environment.env.get("group_size")
-        if size is not None and trainer.sequences_per_step % int(size):
-            got = f"{trainer.sequences_per_step} sequences a step in groups of {size}"
-            fix = f"--gradient-accumulation-steps {int(size)}, or another group_size"
-            return fail(name, got, "a multiple of the group's size: else no batch ever fills", fix)
     return ok(name, f"--weight-bridge-mode {bridge.mode}")
 
 
 def server_spread(config: RunConfig) -> Server:
     """The server that the run's options ask for."""
-    degrees = {"tensor": 1, "pipeline": 1, "data": 1}
-    words = [w for arg in (*config.trainer.vllm.extra_args, *config.server.extra_args) for w in arg.split("=")]
-    for flag, value in pairwise(words):
-        if flag in DEGREES and value.isdigit():
-            degrees[{"t": "tensor", "p": "pipeline", "d": "data"}[flag.strip("-")[0]]] = int(value)
-    trained = config.trainer.model.seq_len
+    vllm = config.trainer.vllm
     return Server(
-        gpu_share=config.trainer.vllm.gpu_memory_utilization or config.server.gpu_memory_utilization,
-        max_model_len=config.server.max_model_len or config.trainer.vllm.max_model_len or trained,
-        tensor_parallel=degrees["tensor"] * degrees["pipeline"],
-        replicas=degrees["data"],
+        gpu_share=vllm.gpu_memory_utilization,
+        max_model_len=config.trainer.served_len,
+        tensor_parallel=vllm.tensor_parallel_size,
+        pipeline_parallel=vllm.pipeline_parallel_size,
+        replicas=vllm.data_parallel_size,
     )
 
 
 def check_spread(server: Server, shape: ModelShape, machine: Machine) -> Finding:
     """Do its degrees divide the model and fit the machine?"""
-    name, workers = "server's GPUs", server.tensor_parallel * server.replicas
-    if workers > 1 and workers > len(machine.gpus):
-        got = f"{workers} wanted by --server.extra-args, {len(machine.gpus)} visible"
-        return fail(name, got, "as many as are there", "lower --tensor-parallel-size or --data-parallel-size")
+    name, workers = "server's GPUs", server.workers
+    if workers > 1 and workers > len(machine.gpus) and machine.on_gpu:
+        got = f"{workers} wanted by {server.wanted_by}, {len(machine.gpus)} visible"
+        return fail(name, got, "as many as are there", f"lower {server.wanted_by}")
     if shape.heads % server.tensor_parallel:
         got = f"{shape.heads} attention heads on {server.tensor_parallel} GPUs"
-        return fail(name, got, "a divisor of the heads", "choose another --tensor-parallel-size")
+        return fail(name, got, "a divisor of the heads", "choose another --server.tensor-parallel-size")
+    if server.pipeline_parallel > shape.layers:
+        got = f"{shape.layers} layers on {server.pipeline_parallel} GPUs"
+        return fail(name, got, "a layer for each GPU, at least", "choose another --server.pipeline-parallel-size")
     return ok(name, str(workers)) if machine.on_gpu else skip(name, "on the CPU")
 
 

@@ -13,23 +13,17 @@ from types import MappingProxyType
 from typing import Any
 
 from grpo_trainer.bridge_options import AllWeightsOptions, LoraOnly
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.config import API_KEY_VARIABLE, TrainConfig
 from grpo_trainer.errors import ConfigError
+from grpo_trainer.launch.environments import EnvironmentProcess, environment_module
 from grpo_trainer.options import dump
-from grpo_trainer.run_config import EnvironmentProcess, RunConfig
+from grpo_trainer.run_config import RunConfig
+from grpo_trainer.server_options import DEGREES, KEY_VARIABLE, VllmConfig
 from vllm_server.protocol.bridge_config import FILE_NAME
 
 LOOPBACK = "127.0.0.1"
-DEFAULT_GPU_SHARE = 0.45
 STOP_SECONDS_ALL_WEIGHTS = 120.0
 """A trainer of all weights may take so long to save them with their optimizer when it is asked to stop."""
-BUILT_IN_ENVIRONMENTS = MappingProxyType(
-    {
-        "arithmetic": "environments.arithmetic_server",
-        "gsm8k": "environments.gsm8k_server",
-        "verifiers": "environments.verifiers_server",
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -108,8 +102,8 @@ def _with_env(process: ProcessSpec, env: Mapping[str, str]) -> ProcessSpec:
 
 
 def _api_process(config: RunConfig, ports: Mapping[str, int], python: str) -> ProcessSpec:
-    store = ("--store", str(config.api.store)) if config.api.store else ()
-    port = ports["api"]
+    store = ("--store", str(config.store)) if config.store else ()
+    port, key = ports["api"], config.trainer.rollouts.api_key
     return ProcessSpec(
         name="api",
         argv=(
@@ -123,6 +117,7 @@ def _api_process(config: RunConfig, ports: Mapping[str, int], python: str) -> Pr
             *store,
             *config.api.extra_args,
         ),
+        env={API_KEY_VARIABLE: key} if key else {},
         ready_url=f"http://{LOOPBACK}:{port}/",
         ready_timeout=60.0,
     )
@@ -140,16 +135,19 @@ def server_process(
     vllm = trainer.vllm
     argv = [python, "-m", "vllm_server", "--model", model, "--served-model-name", trainer.model.name]
     argv += ["--host", vllm.host, "--port", str(vllm.port)]
-    argv += ["--max-model-len", str(vllm.max_model_len or trainer.model.seq_len)]
+    argv += ["--max-model-len", str(trainer.served_len)]
     argv += ["--dtype", trainer.served_dtype(on_gpu=on_gpu)]
     if on_gpu:
-        argv += ["--gpu-memory-utilization", str(vllm.gpu_memory_utilization or DEFAULT_GPU_SHARE)]
+        argv += ["--gpu-memory-utilization", str(vllm.gpu_memory_utilization)]
     if vllm.enforce_eager:
         argv += ["--enforce-eager"]
+    for name in DEGREES:
+        if (degree := getattr(vllm, name)) > 1:
+            argv += [VllmConfig.flags()[name], str(degree)]
     return ProcessSpec(
         name="server",
         argv=(*argv, *flags, *vllm.extra_args),
-        env={"VLLM_API_KEY": vllm.api_key} if vllm.api_key else {},
+        env={KEY_VARIABLE: vllm.api_key} if vllm.api_key else {},
         ready_url=f"{vllm.url}/health",
         ready_timeout=vllm.startup_timeout,
         stop_seconds=5.0,
@@ -165,7 +163,7 @@ def _server_process(config: RunConfig, ports: Mapping[str, int], python: str, on
         flags += ["--max-lora-rank", str(bridge.r), "--lora-name", bridge.name]
         flags += ["--lora-keep-versions", str(config.trainer.keep_versions)]
         flags += ["--lora-root", str((bridge.lora_root or config.run_dir / "adapters").absolute())]
-    trainer = with_server_table(config, ports, on_gpu)
+    trainer = reached(config.trainer, ports, on_gpu)
     return server_process(trainer, python=python, on_gpu=on_gpu, model=trainer.model.name, flags=tuple(flags))
 
 
@@ -182,24 +180,14 @@ def _bridge_config_path(config: RunConfig) -> Path:
     return (config.run_dir / "config" / FILE_NAME).absolute()
 
 
-def with_server_table(config: RunConfig, ports: Mapping[str, int], on_gpu: bool) -> TrainConfig:
-    """The trainer's configuration with what the run's [server] table says of the server."""
-    server, trainer = config.server, config.trainer
-    vllm = trainer.vllm
-    chosen = {
-        "host": LOOPBACK,
-        "port": ports["server"],
-        "dtype": trainer.served_dtype(on_gpu=on_gpu) if server.dtype == "auto" else server.dtype,
-        "max_model_len": server.max_model_len or vllm.max_model_len or trainer.model.seq_len,
-        "gpu_memory_utilization": vllm.gpu_memory_utilization or server.gpu_memory_utilization,
-        "enforce_eager": server.enforce_eager or vllm.enforce_eager,
-        "extra_args": (*vllm.extra_args, *server.extra_args),
-    }
-    return trainer.model_copy(update={"vllm": vllm.model_copy(update=chosen)})
+def reached(trainer: TrainConfig, ports: Mapping[str, int], on_gpu: bool) -> TrainConfig:
+    """The trainer's configuration with where the run's server is, and in which dtype it generates."""
+    where = {"host": LOOPBACK, "port": ports["server"], "dtype": trainer.served_dtype(on_gpu=on_gpu)}
+    return trainer.model_copy(update={"vllm": trainer.vllm.model_copy(update=where)})
 
 
 def _trainer_table(config: RunConfig, ports: Mapping[str, int], on_gpu: bool) -> dict[str, Any]:
-    trainer = with_server_table(config, ports, on_gpu) if config.trainer.owns_server else config.trainer
+    trainer = reached(config.trainer, ports, on_gpu) if config.trainer.owns_server else config.trainer
     shared = {"vllm_config_path": str(_bridge_config_path(config))} if trainer.shares_weights else {}
     return dump(trainer, only_set=True) | {
         **shared,
@@ -252,23 +240,24 @@ def _base_name(environment: EnvironmentProcess) -> str:
 def _environment_tables(
     config: RunConfig, name: str, environment: EnvironmentProcess, ports: Mapping[str, int]
 ) -> dict[str, Any]:
-    model, seq_len = config.trainer.model.name, config.trainer.model.seq_len
+    trainer, model = config.trainer, config.trainer.model.name
     env = {
         "tokenizer_name": model,
-        "max_token_length": min(seq_len, config.server.max_model_len or seq_len),
+        "max_token_length": min(trainer.model.seq_len, trainer.served_len),
         "metrics_path": str(config.run_dir / "logs" / f"{name}.metrics.jsonl"),
         # The second of a kind has metrics and a state of its own.
         **({} if name == _base_name(environment) else {"wandb_name": name.removeprefix("env-")}),
         "rollout_server_url": f"http://{LOOPBACK}:{ports['api']}",
+        **({"rollout_api_key": trainer.rollouts.api_key} if trainer.rollouts.api_key else {}),
         "use_wandb": False,
-        **({"retry_timeout": restart_patience(config.trainer)} if config.trainer.owns_server else {}),
+        **({"retry_timeout": restart_patience(trainer)} if trainer.owns_server else {}),
         **environment.env,
     }
     openai = {
         "base_url": f"http://{LOOPBACK}:{ports['server']}/v1",
         "model_name": model,
         "server_type": "vllm",
-        "api_key": (config.trainer.owns_server and config.trainer.vllm.api_key) or "x",
+        "api_key": trainer.vllm.api_key or "x",
         **environment.openai,
     }
     return {"env": env, "openai": openai}
@@ -282,15 +271,3 @@ def restart_patience(trainer: TrainConfig) -> float:
 def _environment_process(name: str, environment: EnvironmentProcess, config_file: Path, python: str) -> ProcessSpec:
     module = environment_module(environment.name)
     return ProcessSpec(name=name, argv=(python, "-m", module, "serve", "--config", str(config_file)), may_end=True)
-
-
-def environment_module(name: str) -> str:
-    """The module that runs an environment: a built-in by its short name, or a dotted module of the user's."""
-    if name in BUILT_IN_ENVIRONMENTS:
-        return BUILT_IN_ENVIRONMENTS[name]
-    if "." in name:
-        return name
-    known = ", ".join(BUILT_IN_ENVIRONMENTS)
-    raise ConfigError(
-        f"--env {name}: unknown environment; built in: {known}. Your own: its module, e.g. my_envs.{name}"
-    )

@@ -267,8 +267,6 @@ def test_sequences_longer_than_the_models(model: Path) -> None:
     [
         ({"device": "cuda:3"}, {}, "--device cuda:3, with 1 visible", "--device auto"),
         ({"trainer_gpus": 2}, {}, "--trainer-gpus 2, with 1 visible", "--trainer-gpus 1"),
-        ({}, {"environments": [{"env": {"group_size": 7}}]}, "64 sequences a step in groups of 7", "group_size"),
-        ({}, {"environments": [{"name": "gsm9k"}]}, "gsm9k", "--env arithmetic"),
     ],
 )
 def test_parts_that_do_not_go_together(
@@ -279,13 +277,16 @@ def test_parts_that_do_not_go_together(
 
 
 def test_more_gpus_wanted_than_there_are(model: Path) -> None:
-    def spread_over(gpus: int, words: str) -> Examination:
-        flags: dict[str, Any] = {"server.extra_args": words}
+    def spread_over(gpus: int, kind: str, degree: int) -> Examination:
+        flags: dict[str, Any] = {f"server.{kind}_parallel_size": degree}
         return look_at(run_of(model, **flags), replace(MACHINE, gpus=MACHINE.gpus * gpus))
 
-    assert only_fault(spread_over(1, "--tensor-parallel-size,2")).name == "server's GPUs"
-    assert not spread_over(2, "--tensor-parallel-size,2").fails
-    assert "2 attention heads on 4 GPUs" in only_fault(spread_over(4, "--tensor-parallel-size=4")).got
+    for kind in ("tensor", "data"):
+        found = only_fault(spread_over(1, kind, 2))
+        assert found.name == "server's GPUs" and found.fix == f"lower --server.{kind}-parallel-size"
+        assert not spread_over(2, kind, 2).fails
+    assert "2 attention heads on 4 GPUs" in only_fault(spread_over(4, "tensor", 4)).got
+    assert "1 layers on 2 GPUs" in only_fault(spread_over(2, "pipeline", 2)).got
 
 
 def test_a_run_that_is_there_already(model: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,10 +14,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from grpo_trainer.bridge_options import LoraOnly, SharedVllm
+from grpo_trainer.cli import app
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.options import build, dump, unique_leaves, with_options
-from grpo_trainer.run_config import build_run
+from grpo_trainer.run_config import SET_BY_THE_RUN, build_run
+from grpo_trainer.server_options import SAID_TWICE, ServerProcess, VllmConfig
 
 
 def grpo(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -109,7 +112,12 @@ def test_every_predecessor_flag_is_in_the_help() -> None:
             {"model_name": "m", "weight_bridge_mode": "shared_vllm", "dtype": "float16"},
             "--dtype float16: small updates would be lost in it; wanted bfloat16 or float32, or --master-weights",
         ),
-        ({"model_name": "m", "rollout_url": "localhost:8000"}, "wanted an address such as http://localhost:8000"),
+        ({"model_name": "m", "rollout_url": "localhost:8000"}, "--rollout-url localhost:8000: wanted an address such"),
+        ({"model_name": "m", "lerning_rate": 1}, "lerning_rate: unknown option; did you mean lr?"),
+        (
+            {"model_name": "m", "rollout_url": "http://a:1", "atropos-url": "http://a:2"},
+            "--rollout-url http://a:1 and --atropos-url http://a:2: two names of one option; leave one out",
+        ),
         ({"model_name": "m", "warmup_steps": 10}, "--warmup-steps 10: wanted fewer than --training-steps 10"),
         (
             {"model_name": "m", "loss": "sapo", "dual_clip": 3},
@@ -197,17 +205,61 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ({"trainr": {}}, {}, [], "trainr: unknown option; did you mean trainer?"),
         ({"server": {"prt": 1}}, {}, [], "server.prt: unknown option; did you mean server.port?"),
         ({}, {"vllm_port": "9"}, [], "--vllm-port: set by the run itself; use --server.port"),
-        ({}, {}, ["--larning-rate", "1"], "--larning-rate: unknown option"),
+        ({}, {}, ["--larning-rate", "1"], "--larning-rate: unknown option; did you mean --lr?"),
         ({"environments": [{"nam": "x"}]}, {}, [], "environments.nam: unknown option; did you mean environments.name?"),
         ({"environments": [{}, {}]}, {"env": "arithmetic"}, [], "2 environments, a flag can't tell which"),
         ({"trainer": 3}, {}, [], "trainer: got 3, wanted a table"),
         ({}, {"server.gpu_memory_utilization": "7"}, [], "--server.gpu-memory-utilization 7: input should be less"),
         (
             {},
-            {"single_copy": True, "server.extra_args": "--tensor-parallel-size,2"},
+            {"single_copy": True, "server.tensor_parallel_size": "2"},
             [],
-            "--server.extra-args --tensor-parallel-size: the trainer is to use the server's weights",
+            "--server.tensor-parallel-size 2: the trainer is to use the server's weights",
         ),
+        (
+            {},
+            {"single_copy": True, "data_parallel_size": "2"},
+            [],
+            "--server.data-parallel-size 2: the trainer is to use the server's weights",
+        ),
+        *(
+            ({}, {"server.extra_args": words}, [], f"{words.partition('=')[0]} has an option of its own")
+            for words in ("--tensor-parallel-size=2", "-tp=2", "--max-model-len=9", "--dtype=float16", "--api-key=k")
+        ),
+        ({}, {"vllm_extra_args": "--dtype=float16"}, [], "use --vllm-dtype"),
+        ({}, {"api.extra_args": "--api-key,k"}, [], "a list of processes would show the key; use --rollout-api-key"),
+        (
+            {},
+            {"vllm_dtype": "float16", "server.dtype": "bfloat16"},
+            [],
+            "--server.dtype bfloat16 and --vllm-dtype float16: in `grpo run` two names of one option",
+        ),
+        (
+            {"server": {"max_model_len": 9}, "trainer": {"max_model_len": 8}},
+            {},
+            [],
+            "--server.max-model-len 9 and --max-model-len 8: ",
+        ),
+        (
+            {},
+            {"lora_r": "8", "lora_rank": "16", "weight_bridge_mode": "lora_only"},
+            [],
+            "--lora-r 8 and --lora-rank 16: two names of one option",
+        ),
+        ({}, {"batch_size": "3", "gradient_accumulation_steps": "1"}, [], "3 sequences a step, of groups of 8"),
+        (
+            {"environments": [{"env": {"group_size": 6}}, {"env": {"group_size": 10}}]},
+            {"batch_size": 14, "gradient_accumulation_steps": 1},
+            [],
+            "wanted a sum of groups of 6 and 10",
+        ),
+        ({}, {}, ["--env.group_sise", "8"], "env.group_sise: no such setting; did you mean env.group_size?"),
+        ({}, {}, ["--openai.modl_name", "8"], "openai.modl_name: no such setting; did you mean openai.model_name?"),
+        ({}, {"env": "gsm9k"}, [], "--env gsm9k: unknown environment; built in: arithmetic, gsm8k, verifiers"),
+        ({}, {}, ["--envv.group_size", "8"], "--envv.group_size: unknown option; did you mean --env.group_size?"),
+        ({}, {}, ["--server.prt", "8"], "--server.prt: unknown option; did you mean --server.port?"),
+        ({}, {}, ["--zzzzzz", "8"], "--zzzzzz: unknown option; --help lists them"),
+        ({}, {}, ["sums"], "sums: wanted a flag"),
         (
             {},
             {"weight_bridge_mode": "lora_only", "share_base": True, "server.extra_args": "--quantization=fp8"},
@@ -234,12 +286,105 @@ def test_a_toml_file_with_an_error_names_the_place(tmp_path: Path) -> None:
 
 def test_help_says_defaults_and_what_is_required() -> None:
     """In square brackets they would be markup, and not be seen."""
-    app = typer.Typer()
+    command = typer.Typer()
 
-    @app.command()
+    @command.command()
     @with_options(TrainConfig)
     def train(options: dict[str, object]) -> None: ...
 
-    said = " ".join(CliRunner().invoke(app, ["--help"], env={"COLUMNS": "300"}).output.split())
+    said = " ".join(CliRunner().invoke(command, ["--help"], env={"COLUMNS": "300"}).output.split())
     assert "Peak learning rate. (default: 1e-05)" in said
     assert "(required)" in said
+
+
+def test_groups_of_several_sizes_need_only_add_up_to_a_step() -> None:
+    file = {"environments": [{"env": {"group_size": 6}}, {"env": {"group_size": "10"}}]}
+    build_run(file, {"model_name": "m", "batch_size": 16, "gradient_accumulation_steps": 1})  # 6 + 10
+    own = {"environments": [{"name": "my.envs.maze"}]}  # whose groups nobody knows before it runs
+    build_run(own, {"model_name": "m", "batch_size": 3, "gradient_accumulation_steps": 1})
+
+
+def test_a_servers_option_has_one_value_under_both_of_its_names() -> None:
+    for flags in ({"server.max_model_len": "512"}, {"max_model_len": "512"}):
+        config = build_run({}, {"model_name": "m", **flags})
+        assert config.server.max_model_len == config.trainer.vllm.max_model_len == config.trainer.served_len == 512
+    same = build_run({}, {"model_name": "m", "server.dtype": "float16", "vllm_dtype": "float16"})
+    assert same.server.dtype == "float16"
+    for mine, its in (("server.dtype", "vllm_dtype"), ("vllm_dtype", "server.dtype")):
+        table, _, key = its.rpartition(".")
+        file = {table or "trainer": {key: "bfloat16"}}
+        config = build_run(file, {"model_name": "m", mine: "float16"})
+        assert config.server.dtype == config.trainer.vllm.dtype == "float16", "a flag wins over the file"
+
+
+def test_a_flag_wins_over_another_name_of_it_in_the_file() -> None:
+    config = build_run({"trainer": {"model": "a", "lora_rank": 8}}, {"model_name": "b", **LORA, "lora_r": "16"})
+    assert config.trainer.model.name == "b" and dump(config.trainer)["lora_r"] == 16
+
+
+LORA = {"weight_bridge_mode": "lora_only"}
+
+
+def test_the_servers_options_have_the_same_defaults_under_both_names() -> None:
+    for name in SAID_TWICE:
+        assert ServerProcess.model_fields[name].default == VllmConfig.model_fields[name].default, name
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("--seed,7", ("--seed", "7")),
+        (
+            '--compilation-config={"level":3,"x":[1,2]},--seed,7',
+            ('--compilation-config={"level":3,"x":[1,2]}', "--seed", "7"),
+        ),
+        ('--a={"b":"}, \\","c":1}', ('--a={"b":"}, \\","c":1}',)),
+        ("", ()),
+    ],
+)
+def test_arguments_are_cut_at_commas_but_json_is_not(text: str, words: tuple[str, ...]) -> None:
+    assert build(VllmConfig, {"vllm_extra_args": text}).extra_args == words
+    assert build(ServerProcess, {"extra_args": text}).extra_args == words
+
+
+@pytest.mark.parametrize(
+    ("variable", "key"), [("VLLM_API_KEY", "vllm_api_key"), ("ROLLOUT_API_KEY", "rollout_api_key")]
+)
+def test_keys_come_from_the_environment_where_no_flag_gives_them(
+    monkeypatch: pytest.MonkeyPatch, variable: str, key: str
+) -> None:
+    monkeypatch.setenv(variable, "secret")
+    assert dump(build(TrainConfig, {"model_name": "m"}))[key] == "secret"
+    assert key not in dump(build(TrainConfig, {"model_name": "m"}), only_set=True), "what inherits it needs no file"
+    assert dump(build(TrainConfig, {"model_name": "m", key: "given"}))[key] == "given"
+
+
+@pytest.mark.parametrize("command", ["run", "doctor"])
+def test_a_runs_help_offers_nothing_that_it_refuses(command: str) -> None:
+    said = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
+    flags = set(re.findall(r"--[a-z.0-9-]+", said))
+    refused = {f"--{key.replace('_', '-')}" for key in SET_BY_THE_RUN}
+    # Where help has to speak of them, it is as of what they say; none has a row of its own.
+    assert not {flag for flag in refused if re.search(rf"(?m)^\W*{flag}\b", said)}
+    assert {"--server.tensor-parallel-size", "--server.port", "--lora-r", "--lora-rank"} <= flags
+    assert "gsm8k" in said and "verifiers" in said
+    bridge = [line for line in said.splitlines() if "--weight-bridge-mode" in line or "--proof" in line]
+    assert "--weight-bridge-mode" in bridge[0], "it comes first in its group"
+
+
+def test_every_bridge_is_explained_in_a_line_and_no_choice_is_cut() -> None:
+    said = CliRunner().invoke(app, ["run", "--help"], env={"COLUMNS": "100"}).output
+    for mode in ("none", "shared_vllm", "lora_only", "lora_restart"):
+        assert re.search(rf"(?m)\b{mode}: \w", said), mode
+    for choice in ("flash_attention_2", "adamw_8bit", "lora_restart", "tensorboard"):
+        assert choice in said
+
+
+def test_help_begins_with_what_most_people_want() -> None:
+    said = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "100"}).output
+    assert re.search(r"│ run ", said).start() < re.search(r"│ train ", said).start()  # type: ignore[union-attr]
+
+
+def test_an_unknown_environment_is_named_as_it_was_written() -> None:
+    done = grpo("env", "nosuch")
+    assert done.returncode == 2 and "grpo env nosuch: unknown environment" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from grpo_trainer.bridge_options import SharedServer
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.launch.plan import RunPlan, environment_module, plan_run, server_process
+from grpo_trainer.launch.environments import environment_module
+from grpo_trainer.launch.plan import RunPlan, plan_run, server_process
 from grpo_trainer.options import build
 from grpo_trainer.run_config import RunConfig, build_run
 
@@ -56,6 +58,58 @@ def test_what_the_run_says_of_the_server_reaches_the_one_that_the_trainer_starts
     environment = made.config_files[Path("/runs/a/config/env-arithmetic.toml")]
     assert environment["openai"]["api_key"] == "k"
     assert environment["env"]["retry_timeout"] > 50, "environments must outwait a restart"
+
+
+@pytest.mark.parametrize("mode", ["none", "lora_only", "lora_restart", "shared_vllm"])
+def test_both_keys_reach_all_who_need_them_and_no_command_line(mode: str) -> None:
+    made = plan({"weight_bridge_mode": mode, "vllm_api_key": "door-1", "rollout_api_key": "door-2"})
+    trainer = build(TrainConfig, made.config_files[Path("/runs/a/config/trainer.toml")])
+    assert (trainer.vllm.api_key, trainer.rollouts.api_key) == ("door-1", "door-2")
+    environment = made.config_files[Path("/runs/a/config/env-arithmetic.toml")]
+    assert (environment["openai"]["api_key"], environment["env"]["rollout_api_key"]) == ("door-1", "door-2")
+    api, *servers = made.stages[0]
+    assert api.env["ROLLOUT_API_KEY"] == "door-2"
+    assert all(server.env["VLLM_API_KEY"] == "door-1" for server in servers)
+    assert not any("door-" in word for process in made.processes for word in process.argv)
+
+
+def test_without_keys_nobody_asks_for_one() -> None:
+    made = plan()
+    environment = made.config_files[Path("/runs/a/config/env-arithmetic.toml")]
+    assert "rollout_api_key" not in environment["env"]
+    assert not any("_API_KEY" in name for process in made.processes for name in process.env)
+
+
+@pytest.mark.parametrize("mode", ["none", "lora_only"])
+@pytest.mark.parametrize("flag", ["max_model_len", "server.max_model_len"])
+def test_environments_ask_for_no_more_than_is_served(mode: str, flag: str) -> None:
+    made = plan({"weight_bridge_mode": mode, flag: "512", "seq_len": "2048"})
+    assert made.config_files[Path("/runs/a/config/env-arithmetic.toml")]["env"]["max_token_length"] == 512
+    longer = plan({"weight_bridge_mode": mode, flag: "4096", "seq_len": "2048"})
+    assert longer.config_files[Path("/runs/a/config/env-arithmetic.toml")]["env"]["max_token_length"] == 2048
+
+
+@pytest.mark.parametrize("mode", ["none", "lora_only", "lora_restart"])
+@pytest.mark.parametrize("prefix", ["", "server."])
+def test_a_server_is_spread_as_the_options_say(mode: str, prefix: str) -> None:
+    degrees = {"tensor_parallel_size": "2", "pipeline_parallel_size": "3", "data_parallel_size": "4"}
+    made = plan({"weight_bridge_mode": mode, **{prefix + name: value for name, value in degrees.items()}}, on_gpu=True)
+    trainer = build(TrainConfig, made.config_files[Path("/runs/a/config/trainer.toml")])
+    own = server_process(trainer, python="py", on_gpu=True, model="m")
+    argv = own.argv if mode != "lora_only" else made.stages[0][1].argv
+    for name, value in degrees.items():
+        assert option(argv, f"--{name.replace('_', '-')}") == value
+    assert not any("parallel" in word for word in plan(on_gpu=True).stages[0][1].argv)
+
+
+def test_the_queue_lies_in_the_runs_folder_unless_it_is_told_otherwise() -> None:
+    def stores(**flags: str) -> list[str]:
+        argv = plan({f"api.{name}": value for name, value in flags.items()}).stages[0][0].argv
+        return [after for word, after in pairwise(argv) if word == "--store"]
+
+    assert stores() == ["/runs/a/queue.sqlite"]
+    assert stores(store="/elsewhere/q") == ["/elsewhere/q"]
+    assert stores(store="none") == []
 
 
 def test_environments_keep_the_patience_that_they_were_given() -> None:
@@ -167,10 +221,15 @@ def test_two_environments_of_a_kind_have_names_and_files_of_their_own() -> None:
     assert len({name for name in made.config_files if name.name.startswith("env")}) == 3
 
 
-def test_an_unknown_environment_is_named_with_those_that_are_known() -> None:
+def test_an_unknown_environment_is_named_with_those_that_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match="--env chess: unknown environment; built in: arithmetic"):
         environment_module("chess")
     assert environment_module("my.chess") == "my.chess"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chess.py").touch()
+    assert environment_module("chess") == "chess"
 
 
 def test_planning_is_pure() -> None:

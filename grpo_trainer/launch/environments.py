@@ -1,0 +1,86 @@
+"""A run's environments: which there are, and what can be known of them before anything is started."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import Field
+
+from environments import settings_check
+from grpo_trainer.errors import ConfigError
+from grpo_trainer.options import Section, option
+
+BUILT_IN_ENVIRONMENTS = MappingProxyType(
+    {
+        "arithmetic": "environments.arithmetic_server",
+        "gsm8k": "environments.gsm8k_server",
+        "verifiers": "environments.verifiers_server",
+    }
+)
+
+
+class EnvironmentProcess(Section):
+    """Environment."""
+
+    name: str = option(
+        "arithmetic", help="arithmetic, gsm8k, verifiers, or the module of your own environment.", flags=("--env",)
+    )
+    env: dict[str, Any] = Field(default_factory=dict)
+    openai: dict[str, Any] = Field(default_factory=dict)
+
+
+def environment_module(name: str, said: str = "--env ") -> str:
+    """The module that runs an environment: a built-in by its short name, or the user's, dotted or in plain sight.
+
+    Args:
+        said: how the user named it, for the message.
+    """
+    if name in BUILT_IN_ENVIRONMENTS:
+        return BUILT_IN_ENVIRONMENTS[name]
+    if "." in name or PathFinder.find_spec(name, [str(Path.cwd()), *sys.path]):
+        return name
+    known = ", ".join(BUILT_IN_ENVIRONMENTS)
+    raise ConfigError(
+        f"{said}{name}: unknown environment; built in: {known}. Your own: its module, e.g. my_envs.{name}"
+    )
+
+
+def check_environments(environments: Sequence[EnvironmentProcess], sequences: int) -> None:
+    """Are their tables sound, and do groups of theirs make up a batch?
+
+    Args:
+        sequences: of a step.
+
+    Raises:
+        ConfigError: an environment is unknown, a key of a built-in one's is, or a value is not legal; or no number of
+            groups has as many sequences as a step.
+    """
+    for environment in environments:
+        environment_module(environment.name)
+        try:
+            settings_check.check(environment.name, environment.env)
+            settings_check.check_server(environment.openai)
+        except settings_check.ConfigError as error:
+            raise ConfigError(f"--env {environment.name}: {error}") from None
+    sizes = [settings_check.group_size(environment.name, environment.env) for environment in environments]
+    known = [size for size in sizes if size is not None]
+    if len(known) == len(sizes) and not _sums_to(sequences, known):
+        groups = " and ".join(map(str, dict.fromkeys(known)))
+        wanted = f"a multiple of {groups}" if len(known) == 1 else f"a sum of groups of {groups}"
+        raise ConfigError(
+            f"--batch-size x --gradient-accumulation-steps: {sequences} sequences a step, of groups of {groups} "
+            f"(--env.group_size); wanted {wanted}, else no batch ever fills; e.g. --batch-size {known[0]}"
+        )
+
+
+def _sums_to(whole: int, parts: Sequence[int]) -> bool:
+    """Whether some number of each part, none of some, adds up to the whole."""
+    reached = [True] + [False] * whole
+    for total in range(1, whole + 1):
+        reached[total] = any(part <= total and reached[total - part] for part in parts)
+    return reached[whole]

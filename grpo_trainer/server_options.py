@@ -1,0 +1,186 @@
+"""Options of the inference server: as flags of `grpo train`, which may start it, and as `--server.…` of `grpo run`.
+
+In a run both name the same server: what either says is the server's, whoever starts it and whoever asks it. Imports no
+torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, ClassVar, Literal
+
+from pydantic import field_validator
+
+from grpo_trainer.errors import ConfigError
+from grpo_trainer.options import Section, leaves, option, shown, split_arguments
+from vllm_server.protocol import DEFAULT_PORT
+
+ServedDtype = Literal["auto", "float32", "bfloat16", "float16"]
+DEFAULT_GPU_SHARE = 0.45
+KEY_VARIABLE = "VLLM_API_KEY"
+"""By which vLLM itself is told its key: no list of processes shows it."""
+
+SHORT = {"-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-dp": "data_parallel_size"}
+"""vLLM's other names of options that we have."""
+DEGREES = tuple(SHORT.values())
+UNSHARED = ("--quantization", "-q", "--enable-sleep-mode")
+"""Arguments of a server whose weights no trainer can use."""
+
+
+class ServedOptions(Section):
+    """What both ways of naming the server's options have in common."""
+
+    prefix: ClassVar[str] = ""
+
+    @field_validator("extra_args", mode="before", check_fields=False)
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        return split_arguments(value) if isinstance(value, str) else value
+
+    @field_validator("extra_args", check_fields=False)
+    @classmethod
+    def _have_no_option(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """So that there is one place where an option of the server stands, and everybody looks there."""
+        for word in value:
+            flag = word.partition("=")[0]
+            if (own := cls.flag_of(flag)) is not None:
+                raise ValueError(f"{flag} has an option of its own, which environments and trainer know of; use {own}")
+        return value
+
+    @classmethod
+    def flag_of(cls, flag: str) -> str | None:
+        """Our option for a flag of vLLM's, if there is one."""
+        name = SHORT.get(flag) or flag.removeprefix("--").replace("-", "_")
+        if flag in ("--api-key", "--model", "--served-model-name"):
+            return "--vllm-api-key" if flag == "--api-key" else "--model-name"
+        return cls.flags().get(name) if flag.startswith("-") else None
+
+    @classmethod
+    def flags(cls) -> dict[str, str]:
+        """The first flag of each option, by its name."""
+        return {leaf.path[-1]: f"--{cls.prefix}{leaf.flags[0].removeprefix('--')}" for leaf in leaves(cls)}
+
+
+class VllmConfig(ServedOptions):
+    """Inference server."""
+
+    host: str = option("127.0.0.1", help="Host of the inference server.", flags=("--vllm-host",))
+    port: int = option(DEFAULT_PORT, help="Port of the inference server.", flags=("--vllm-port",), ge=1, le=65535)
+    api_key: str | None = option(
+        None,
+        help="Bearer token of the inference server (default: VLLM_API_KEY, which no list of processes shows).",
+        flags=("--vllm-api-key",),
+    )
+    startup_timeout: float = option(
+        600.0, help="Seconds to wait for the inference server to be ready.", flags=("--vllm-timeout",), gt=0
+    )
+    max_model_len: int | None = option(
+        None, help="Longest sequence served, where this command starts vLLM (default: --seq-len).", gt=0
+    )
+    gpu_memory_utilization: float = option(
+        DEFAULT_GPU_SHARE, help="Share of the GPU's memory for vLLM, where this command starts it.", gt=0, le=1
+    )
+    dtype: ServedDtype = option(
+        "auto",
+        help="Weights and activations of vLLM, where this command starts it; auto: --dtype.",
+        flags=("--vllm-dtype",),
+    )
+    enforce_eager: bool = option(
+        False,
+        help="No CUDA graphs, where this command starts vLLM: several times slower.",
+        flags=("--vllm-enforce-eager",),
+    )
+    tensor_parallel_size: int = option(
+        1, help="GPUs over which vLLM cuts each layer, where this command starts it.", ge=1
+    )
+    pipeline_parallel_size: int = option(
+        1, help="GPUs over which vLLM deals the layers, where this command starts it.", ge=1
+    )
+    data_parallel_size: int = option(
+        1, help="Replicas of the model that vLLM runs, where this command starts it.", ge=1
+    )
+    extra_args: tuple[str, ...] = option(
+        (),
+        help="More arguments for `grpo serve`, comma-separated, where this command starts it.",
+        flags=("--vllm-extra-args",),
+    )
+
+    @field_validator("api_key", mode="before")
+    @classmethod
+    def _from_environment(cls, value: Any) -> Any:
+        return value or os.environ.get(KEY_VARIABLE) or None
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+
+class ServerProcess(ServedOptions):
+    """vLLM server."""
+
+    prefix: ClassVar[str] = "server."
+
+    port: int = option(DEFAULT_PORT, help="Port; 0 picks a free one.", ge=0, le=65535)
+    dtype: ServedDtype = option("auto", help="Weights and activations; auto: as the trainer's --dtype.")
+    max_model_len: int | None = option(None, help="Longest sequence served (default: the trainer's --seq-len).", gt=0)
+    gpu_memory_utilization: float = option(
+        DEFAULT_GPU_SHARE, help="Share of the GPU's memory for vLLM, trainer on the same GPU.", gt=0, le=1
+    )
+    enforce_eager: bool = option(False, help="No CUDA graphs: several times slower.")
+    tensor_parallel_size: int = option(1, help="GPUs over which each layer is cut.", ge=1)
+    pipeline_parallel_size: int = option(1, help="GPUs over which the layers are dealt.", ge=1)
+    data_parallel_size: int = option(1, help="Replicas of the model, each on GPUs of its own.", ge=1)
+    extra_args: tuple[str, ...] = option((), help="More arguments for `grpo serve`, comma-separated.")
+
+
+SAID_TWICE = tuple(name for name in ServerProcess.model_fields if name != "port")
+"""Options that a run has as `--server.…` and under the trainer's name."""
+
+
+def flags_of_one(name: str) -> tuple[str, str]:
+    """Both flags of such an option: the run's, the trainer's."""
+    return ServerProcess.flags()[name], VllmConfig.flags()[name]
+
+
+SAID_OTHERWISE = tuple(flags_of_one(name)[1].removeprefix("--").replace("-", "_") for name in SAID_TWICE)
+"""Their keys as the trainer has them, which a run's help leaves out."""
+
+
+def one_server(server: ServerProcess, vllm: VllmConfig) -> tuple[ServerProcess, VllmConfig]:
+    """Both as one: what either was given, the other has, too.
+
+    Raises:
+        ConfigError: they were given different values for the same thing.
+    """
+    ours, its = {}, {}
+    for name in SAID_TWICE:
+        here, there = name in server.model_fields_set, name in vllm.model_fields_set
+        one, other = getattr(server, name), getattr(vllm, name)
+        if here and there and one != other:
+            first, second = flags_of_one(name)
+            raise ConfigError(
+                f"{first} {shown(one)} and {second} {shown(other)}: in `grpo run` two names of one option; leave "
+                f"{second} out"
+            )
+        if here:
+            its[name] = one
+        elif there:
+            ours[name] = other
+    return server.model_copy(update=ours), vllm.model_copy(update=its)
+
+
+def why_not_shared(server: ServerProcess) -> str | None:
+    """The first option with which no trainer could use the server's weights, as it was written."""
+    for name in DEGREES:
+        if getattr(server, name) > 1:
+            return f"{ServerProcess.flags()[name]} {getattr(server, name)}"
+    return next((f"--server.extra-args {flag}" for flag, _ in arguments(server.extra_args) if flag in UNSHARED), None)
+
+
+def arguments(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Flags with the word that follows each, however they were joined."""
+    for flag, value in pairwise([*(part for word in words for part in word.split("=", 1)), ""]):
+        if flag.startswith("-"):
+            yield flag, value
