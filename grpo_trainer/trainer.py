@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from grpo_trainer.logprobs import TokenScores
 from grpo_trainer.losses import BatchCounts, LossInputs, batch_loss
 from grpo_trainer.metrics.types import Mean, Metric, Metrics, Sum, merge
 from grpo_trainer.microbatches import MicroBatch, TrainingSequence, idle_microbatch
-from grpo_trainer.model.forward import check_teacher
+from grpo_trainer.model.forward import check_teacher, evaluating
 from grpo_trainer.model.reference import Reference, build_reference
 from grpo_trainer.optim import build_optimizer
 from grpo_trainer.optim.landed import are_finite, changed_fraction, sampled
@@ -40,6 +40,9 @@ from grpo_trainer.weights.drift import (
 )
 
 log = logging.getLogger(__name__)
+
+CLEAN_PASSES = 2
+"""Where passes that learn have dropout, so many passes of a step are made once more without, to look at the samples."""
 
 
 @dataclass(frozen=True)
@@ -135,11 +138,25 @@ class Trainer:
         self.norms = NormHistory(config.optimizer.grad_spike_factor)
         self._bad_steps = 0
         self._said_unused = False
+        self._drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+        if self._drops and self._world.leads:
+            log.warning(
+                "each pass drops other entries (--lora-dropout): the trainer's logprobs, ratios against the server's, "
+                "and those of a second update on a batch are noisy by it; samples are compared without it"
+            )
 
     @property
     def shards(self) -> Shards | None:
         """Where weights are cut over several processes: this one's part."""
         return self.holding if isinstance(self.holding, Shards) else None
+
+    @cached_property
+    def vocabulary(self) -> int | None:
+        """Ids of tokens that the model knows are below it; None: only its logits will tell."""
+        head, config = self.forward.head, getattr(self.model, "config", None)
+        if head is not None:
+            return head.weight.shape[0]
+        return None if config is None else config.get_text_config().vocab_size
 
     def ready(self, batch: RolloutBatch) -> ReadyBatch:
         """Make a batch ready for `step`; touches no device, and may run in a thread beside a step."""
@@ -218,6 +235,8 @@ class Trainer:
                 parts.append(self._accumulate(one, prepared.counts, scale, rows))
             for _ in range(idle):
                 self._accumulate(Pass(idle_microbatch(self.forward.packed)), prepared.counts, 0.0, [])
+        if self._drops and look is not None:
+            rows = self._clean_rows(passes[:CLEAN_PASSES])
         self.holding.finish_gradients()
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         torch._foreach_div_(gradients, scale)  # pyright: ignore[reportPrivateImportUsage]
@@ -248,7 +267,7 @@ class Trainer:
     ) -> None:
         """The alarm's word, on rank 0, which has it."""
         if self.alarm is not None:
-            recheck = partial(recheck_version, self.model, sequences) if self.holding.whole else not_rechecked
+            recheck = partial(recheck_version, self.forward, sequences) if self.holding.whole else not_rechecked
             self.alarm.look(step, gaps, version, recheck)
 
     def _of_all(self, own: Metrics) -> Metrics:
@@ -274,21 +293,24 @@ class Trainer:
         rows.append(row_gaps(microbatch, scores.logprobs_N))
         return {**output.metrics, "train/loss": Sum(output.loss.detach())}
 
+    @torch.no_grad()
+    def _clean_rows(self, passes: Sequence[Pass]) -> list[Tensor]:
+        """How far their sequences are from what the server said, without dropout. Only adapters have any, and weights
+        with adapters are never cut: the others need not take part."""
+        with evaluating(self.model):
+            moved = [one.microbatch.to(self.device) for one in passes]
+            return [row_gaps(microbatch, self.forward.scores(microbatch).logprobs_N) for microbatch in moved]
+
     def _scores(self, microbatch: MicroBatch) -> TokenScores:
         return self.forward.scores(microbatch, entropy_gradient=self.config.loss.entropy_coef > 0)
 
     def _check_teachers(self, prepared: PreparedBatch) -> None:
         """Of the whole batch, before any other process has its share."""
-        head, config = self.forward.head, getattr(self.model, "config", None)
-        if head is not None:
-            vocab = head.weight.shape[0]
-        elif config is not None:
-            vocab = config.get_text_config().vocab_size
-        else:
-            return  # the logits will tell
+        if self.vocabulary is None:
+            return
         for sequence in prepared.sequences:
             if sequence.teacher is not None:
-                check_teacher(sequence.teacher.ids_TK, vocab)
+                check_teacher(sequence.teacher.ids_TK, self.vocabulary)
 
     def _say_unused(self, prepared: PreparedBatch) -> None:
         """What comes and is not used is worth one line."""

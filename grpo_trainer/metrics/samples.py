@@ -180,6 +180,7 @@ def policy_logprobs(forward: Forward, device: torch.device) -> Logprobs:
     import torch
 
     from grpo_trainer.microbatches import TrainingSequence, split
+    from grpo_trainer.model.forward import evaluating
 
     @torch.no_grad()
     def logprobs(sample: Sample, positions: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -192,7 +193,8 @@ def policy_logprobs(forward: Forward, device: torch.device) -> Logprobs:
             temperature=sample.temperature,
         )
         (microbatch,) = split([sequence], 1, packed=forward.packed)
-        return forward.scores(microbatch.to(device)).logprobs_N.cpu().numpy()
+        with evaluating(forward.model):
+            return forward.scores(microbatch.to(device)).logprobs_N.cpu().numpy()
 
     return logprobs
 

@@ -182,7 +182,7 @@ def _parts_of(model: nn.Module) -> tuple[Parts | None, str]:
     if getattr(whole.config.get_text_config(), "final_logit_softcapping", None):
         return None, f"{type(whole).__name__} caps its logits"
     tokens_BT = _probe_tokens(head.weight)[None]
-    with torch.no_grad(), _evaluating(whole):
+    with torch.no_grad(), evaluating(whole):
         logits_BTV = whole(input_ids=tokens_BT, use_cache=False).logits
         hidden_BTH = decoder(input_ids=tokens_BT, use_cache=False).last_hidden_state
         ours_BTV = nn.functional.linear(hidden_BTH.to(head.weight.dtype), head.weight, head.bias)
@@ -249,7 +249,7 @@ def _keeps_sequences_apart(parts: Parts) -> bool:
     tokens_T = _probe_tokens(parts.head.weight)
     cut = len(tokens_T) // 3
     packed = layout([cut, len(tokens_T) - cut]).to(tokens_T.device)
-    with torch.no_grad(), _evaluating(parts.whole):
+    with torch.no_grad(), evaluating(parts.whole):
         alone = torch.cat([_hidden(parts, tokens_T[:cut]), _hidden(parts, tokens_T[cut:])])
         together = _hidden(parts, tokens_T, **attention.arguments(packed))
         mixed = _hidden(parts, tokens_T, position_ids=packed.positions_1T)
@@ -271,7 +271,7 @@ def _lets_prompts_be_shared(parts: Parts) -> bool:
     microbatch = microbatch.to(tokens.device)
     assert microbatch.packed is not None and microbatch.packed.shared is not None
     row, predictors = microbatch.tokens_BT[0], microbatch.predictors_N
-    with torch.no_grad(), _evaluating(parts.whole):
+    with torch.no_grad(), evaluating(parts.whole):
         alone = torch.cat([_hidden(parts, whole)[third - 1 : -1] for whole in wholes])
         together = _hidden(parts, row, **attention.arguments(microbatch.packed))[predictors]
         unshared = _hidden(parts, row, **attention.arguments(replace(microbatch.packed, shared=None)))[predictors]
@@ -307,8 +307,8 @@ def _distance(got: Tensor, wanted: Tensor) -> float:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Within the block no layer is checkpointed, and dropout of an adapter is off."""
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within the block no layer is checkpointed, and dropout of an adapter is off; afterwards all is as before."""
     before = model.training
     model.eval()
     try:

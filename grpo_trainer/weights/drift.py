@@ -11,19 +11,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import DriftError
-from grpo_trainer.logprobs import token_scores
 from grpo_trainer.metrics.types import Mean, Metric
 from grpo_trainer.microbatches import MicroBatch, TrainingSequence, split
+from grpo_trainer.model.forward import Forward, evaluating
 from grpo_trainer.weights.proof import NOISE_LIMIT, NOISE_LIMIT_4BIT
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,8 @@ SAY_EVERY = 20
 """Steps between two lines about the same cause."""
 
 RECHECKED = 8
-"""Sequences that are looked at once more to find the cause."""
+RECHECKED_TOKENS = 8192
+"""Sequences that are looked at once more to find the cause, and their tokens in all."""
 
 
 class Cause(StrEnum):
@@ -119,8 +121,8 @@ def sample_gaps(rows: Sequence[Tensor]) -> list[SampleGap]:
     ]
 
 
-def mean_gap(gaps: Sequence[SampleGap]) -> Gap:
-    """Their mean per token."""
+def pooled(gaps: Sequence[SampleGap]) -> Gap:
+    """Of all of them together, the mean per token."""
     tokens = sum(gap.tokens for gap in gaps)
     return Gap(sum(gap.total for gap in gaps) / tokens if tokens else math.nan, len(gaps), tokens)
 
@@ -150,9 +152,9 @@ def find_drift(
         recheck: looks again at samples of a version; called only when their gap is above the limit.
     """
     if broken := [gap for gap in gaps if not math.isfinite(gap.total)]:
-        return Finding(Cause.NOT_FINITE, replace(mean_gap(broken), mean=math.nan), broken[0].version)
+        return Finding(Cause.NOT_FINITE, replace(pooled(broken), mean=math.nan), broken[0].version)
     known = sorted({gap.version for gap in gaps if gap.version is not None})
-    by_version = {number: mean_gap([gap for gap in gaps if gap.version == number]) for number in known}
+    by_version = {number: pooled([gap for gap in gaps if gap.version == number]) for number in known}
     fresh = by_version.get(version) if version is not None else None
     if fresh is not None and fresh.mean > limit:
         return Finding(_explain(by_version, fresh, version, limit, recheck), fresh, version)
@@ -300,31 +302,70 @@ def default_limit(noise: float | None, dtype: str, *, in_4_bits: bool) -> float:
     return max(FLOOR[dtype], (MARGIN_4BIT if in_4_bits else MARGIN) * noise)
 
 
+UNKNOWN = Recheck(math.inf, None, None)
+"""Nothing is known of the cause."""
+
+
 def not_rechecked(version: int) -> Recheck:
-    """Where the trainer can't compute by itself: nothing is known of the cause."""
-    return Recheck(math.inf, None, None)
+    """Where the trainer can't compute by itself."""
+    return UNKNOWN
 
 
 @torch.no_grad()
-def recheck_version(model: nn.Module, sequences: Sequence[TrainingSequence], version: int) -> Recheck:
-    """Compare a few samples of a version with the base model, and with the trainer at temperature 1."""
-    chosen = [s for s in sequences if s.version == version and s.rollout_logprobs is not None][:RECHECKED]
-    disabled: Any = getattr(model, "disable_adapter", None)
-    own = _mean_difference(model, chosen)
-    with disabled() if disabled else contextlib.nullcontext():
-        base = _mean_difference(model, chosen) if disabled else None
-    hot = any(sequence.temperature != 1.0 for sequence in chosen)
-    raw = _mean_difference(model, [replace(sequence, temperature=1.0) for sequence in chosen]) if hot else None
+def recheck_version(forward: Forward, sequences: Sequence[TrainingSequence], version: int) -> Recheck:
+    """Compare a few samples of a version with the base model, and with the trainer at temperature 1.
+
+    One sequence at a time, by the passes that train, without what those keep: the GPU may be full of what training
+    holds. If it still lacks memory, the cause stays unknown.
+    """
+    chosen = _beginnings([s for s in sequences if s.version == version and s.rollout_logprobs is not None])
+    if not chosen:
+        return UNKNOWN
+    disabled: Any = getattr(forward.model, "disable_adapter", None)
+    try:
+        with evaluating(forward.model):
+            own = _mean_difference(forward, chosen)
+            with disabled() if disabled else contextlib.nullcontext():
+                base = _mean_difference(forward, chosen) if disabled else None
+            hot = any(sequence.temperature != 1.0 for sequence in chosen)
+            cold = [replace(sequence, temperature=1.0) for sequence in chosen] if hot else []
+            raw = _mean_difference(forward, cold) if hot else None
+    except torch.OutOfMemoryError:
+        return UNKNOWN
     return Recheck(own, base, raw)
 
 
-def _mean_difference(model: nn.Module, sequences: Sequence[TrainingSequence]) -> float:
-    device = next(model.parameters()).device
-    rows = []
-    for microbatch in (one.to(device) for one in split(sequences, size=1)):
-        logits_BTV: Tensor = model(input_ids=microbatch.tokens_BT, use_cache=False).logits
-        scores = token_scores(
-            logits_BTV, microbatch.tokens_BT, microbatch.rows_N, microbatch.columns_N, microbatch.temperature_N
-        )
-        rows.append(row_gaps(microbatch, scores.logprobs_N))
-    return mean_gap(sample_gaps(rows)).mean
+def _beginnings(sequences: Iterable[TrainingSequence]) -> list[TrainingSequence]:
+    """The first few, of `RECHECKED_TOKENS` at most; a token's logprob does not depend on what comes after it."""
+    chosen: list[TrainingSequence] = []
+    room = RECHECKED_TOKENS
+    for sequence in sequences:
+        if len(chosen) == RECHECKED:
+            break
+        trained = int(np.searchsorted(sequence.positions, room))  # of the tokens for which there is room
+        if trained:
+            chosen.append(_cut(sequence, trained))
+            room -= len(chosen[-1].tokens_T)
+    return chosen
+
+
+def _cut(sequence: TrainingSequence, trained: int) -> TrainingSequence:
+    """Up to its so many-th trained token; without a teacher."""
+    assert sequence.rollout_logprobs is not None
+    return replace(
+        sequence,
+        tokens_T=sequence.tokens_T[: sequence.positions[trained - 1] + 1],
+        positions=sequence.positions[:trained],
+        advantages=sequence.advantages[:trained],
+        rollout_logprobs=sequence.rollout_logprobs[:trained],
+        teacher=None,
+    )
+
+
+def _mean_difference(forward: Forward, sequences: Sequence[TrainingSequence]) -> float:
+    device = next(forward.model.parameters()).device
+    rows = [
+        row_gaps(microbatch, forward.scores(microbatch).logprobs_N)
+        for microbatch in (one.to(device) for one in split(sequences, size=1, packed=forward.packed))
+    ]
+    return pooled(sample_gaps(rows)).mean

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.logprobs import token_scores
+from grpo_trainer.model.forward import evaluating
 from grpo_trainer.model.load import weights_of
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.diagnosis import Presence, adapted_modules, explain, look_for_each_module, replaced
@@ -271,15 +272,10 @@ def trainer_logprobs(model: nn.Module, probe: Probe) -> Tensor:
     device = next(model.parameters()).device
     tokens_BT = torch.tensor([probe.tokens], device=device)
     columns_N = torch.arange(probe.prompt_len, len(probe.tokens), device=device)
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            logits_BTV = model(input_ids=tokens_BT, use_cache=False).logits
-            ones_N = torch.ones(len(columns_N), device=device)
-            scores = token_scores(logits_BTV, tokens_BT, torch.zeros_like(columns_N), columns_N, ones_N)
-    finally:
-        model.train(training)
+    with torch.no_grad(), evaluating(model):
+        logits_BTV = model(input_ids=tokens_BT, use_cache=False).logits
+        ones_N = torch.ones(len(columns_N), device=device)
+        scores = token_scores(logits_BTV, tokens_BT, torch.zeros_like(columns_N), columns_N, ones_N)
     return scores.logprobs_N.cpu()
 
 

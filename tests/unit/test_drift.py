@@ -14,6 +14,7 @@ import pytest
 import torch
 from peft import PeftModel
 
+from grpo_trainer.bridge_options import LoraOnly
 from grpo_trainer.checkpoint import Progress
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import BridgeError, DriftError
@@ -24,8 +25,10 @@ from grpo_trainer.options import build
 from grpo_trainer.rollouts.feed import FedBatch
 from grpo_trainer.rollouts.types import Leased, RolloutBatch, Sample
 from grpo_trainer.trainer import Trainer
+from grpo_trainer.weights import drift
 from grpo_trainer.weights.drift import (
     SAY_EVERY,
+    UNKNOWN,
     Cause,
     DriftAlarm,
     Recheck,
@@ -34,6 +37,7 @@ from grpo_trainer.weights.drift import (
     drift_alarm,
     find_drift,
     gap_metrics,
+    recheck_version,
 )
 from tests.unit.factories import TinyModel, batch, sample
 from tests.unit.tiny_lora import VOCAB, fill_b, tiny_lora
@@ -203,7 +207,7 @@ def rollouts(sampler: PeftModel, version: int, temperature: float = 1.0, *, raw:
 def trainer(**options: object) -> Trainer:
     values = {"model_name": "m", "weight_bridge_mode": "lora_only", "lora_r": 8, "on_drift": "stop", **options}
     config = build(TrainConfig, values)
-    model = tiny_lora()
+    model = tiny_lora(dropout=config.bridge.dropout) if isinstance(config.bridge, LoraOnly) else tiny_lora()
     fill_b(model)
     made = Trainer(model, config)
     made.alarm = drift_alarm(config, 1e-6, model)
@@ -260,6 +264,48 @@ def test_planted_faults_stop_the_step_with_the_weights_untouched(fault: str) -> 
     with pytest.raises(DriftError, match=said):
         one.step(of_version(3, *groups), 0)
     assert all(torch.equal(a, b) for a, b in zip(before, one.parameters, strict=True))
+
+
+def test_the_second_look_makes_no_logits_of_all_tokens_and_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = trainer()
+    head: Any = one.model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+    head.register_forward_hook(lambda *_: pytest.fail("the model's own logits were made"))
+    sequences = one.ready(of_version(3, rollouts(other(), 3))).prepared.sequences
+    whole = recheck_version(one.forward, sequences, 3)
+    monkeypatch.setattr(drift, "RECHECKED_TOKENS", 9)  # of the first sequence 9 tokens, 5 of them trained; no other
+    (first,) = drift._beginnings(sequences)
+    assert (len(first.tokens_T), first.positions.tolist()) == (9, [4, 5, 6, 7, 8])
+    some = recheck_version(one.forward, sequences, 3)
+    assert min(whole.own, some.own) > LIMIT and whole.own != some.own
+    monkeypatch.setattr(drift, "RECHECKED_TOKENS", 4)  # prompts alone
+    assert recheck_version(one.forward, sequences, 3) == UNKNOWN
+
+
+def test_no_memory_for_a_second_look_leaves_the_cause_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = trainer()
+    ready = one.ready(of_version(3, rollouts(tiny_lora(), 3)))  # the base model's logprobs, but nobody can tell
+    scores = one.forward.scores
+
+    def full(*args: Any, **more: Any) -> Any:
+        if not torch.is_grad_enabled():
+            raise torch.OutOfMemoryError
+        return scores(*args, **more)
+
+    monkeypatch.setattr(one.forward, "scores", full)
+    with pytest.raises(DriftError, match="with other weights or in another precision"):
+        one.step(ready, 0)
+
+
+def test_dropout_is_no_drift(caplog: pytest.LogCaptureFixture) -> None:
+    one = trainer(lora_dropout=0.5)
+    assert one.model.training and "noisy" in lines(caplog)[0]
+    same = tiny_lora(dropout=0.5)
+    fill_b(same)
+    numbers = reduce(one.step(of_version(3, rollouts(same, 3)), 0).metrics)  # stops where it takes this for drift
+    assert numbers["train/logprob_gap"] < 1e-5 < 0.01 < numbers["alignment/logprob_diff_mean"]
+    with pytest.raises(DriftError, match="with other weights"):
+        one.step(of_version(3, rollouts(other(), 3)), 1)
+    assert one.model.training
 
 
 def test_samples_without_logprobs_or_versions_are_no_evidence() -> None:
