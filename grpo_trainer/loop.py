@@ -55,7 +55,7 @@ def train(config: TrainConfig) -> None:
         metrics = build_metric_log(config, Console(file=sys.stdout), progress.step)
         samples = build_sample_log(config, trainer.forward, trainer.device, progress.step)
         rollouts = RolloutClient(config.rollouts, registration(config, progress), stop.check)
-        feed = BatchFeed(rollouts, config.rollouts, trainer.ready, stop.check, trainer.device)
+        feed = BatchFeed(rollouts, config.rollouts, trainer.ready, stop.check, trainer.device, trainer.vocabulary)
         watch = StepWatch(config.step_timeout, checkpoints.close)
         stop.watch(watch.check)
         try:

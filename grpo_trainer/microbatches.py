@@ -9,8 +9,9 @@ per trained token (suffix `_N`), so it is the same in all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -21,6 +22,8 @@ from torch import Tensor
 from grpo_trainer.losses.segments import Segments
 from grpo_trainer.rollouts.types import Teacher
 from grpo_trainer.sharing import families, plan_shared
+
+Move = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,9 +64,9 @@ class SharedPrompts:
     first: int
     last: int
 
-    def to(self, device: torch.device) -> SharedPrompts:
-        """The same on a device."""
-        return _moved(self, device)
+    def moved(self, move: Move) -> SharedPrompts:
+        """The same with its tensors elsewhere."""
+        return _moved(self, move)
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,12 @@ class Packed:
 
     def to(self, device: torch.device) -> Packed:
         """The same on a device."""
-        shared = None if self.shared is None else self.shared.to(device)
-        return replace(_moved(self, device), shared=shared)
+        return self.moved(partial(_to, device=device))
+
+    def moved(self, move: Move) -> Packed:
+        """The same with its tensors elsewhere."""
+        shared = None if self.shared is None else self.shared.moved(move)
+        return replace(_moved(self, move), shared=shared)
 
 
 @dataclass(frozen=True)
@@ -124,10 +131,14 @@ class MicroBatch:
     teacher_logprobs_NK: Tensor
     versions_B: Tensor
 
+    def moved(self, move: Move) -> MicroBatch:
+        """The same with all of its tensors elsewhere, those that tell where packed sequences lie included."""
+        packed = None if self.packed is None else self.packed.moved(move)
+        return replace(_moved(self, move), packed=packed)
+
     def to(self, device: torch.device) -> MicroBatch:
         """The same on a device."""
-        packed = None if self.packed is None else self.packed.to(device)
-        return replace(_moved(self, device), packed=packed)
+        return self.moved(partial(_to, device=device))
 
     @property
     def segments(self) -> Segments:
@@ -138,15 +149,15 @@ class MicroBatch:
 M = TypeVar("M", MicroBatch, Packed, SharedPrompts)
 
 
-def _moved(whole: M, device: torch.device) -> M:
-    """Its tensors on a device; from pinned memory the copies overlap with what the device does."""
-
-    def move(tensor: Tensor) -> Tensor:
-        if device.type == "cuda" and tensor.device.type == "cpu":
-            tensor = tensor.pin_memory()
-        return tensor.to(device, non_blocking=device.type == "cuda")  # from there it would not be there yet
-
+def _moved(whole: M, move: Move) -> M:
     return replace(whole, **{name: move(value) for name, value in vars(whole).items() if isinstance(value, Tensor)})
+
+
+def _to(tensor: Tensor, device: torch.device) -> Tensor:
+    """On a device; from pinned memory the copy overlaps with what the device does."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()  # itself, if it is there already
+    return tensor.to(device, non_blocking=device.type == "cuda")  # from there it would not be there yet
 
 
 # ---------------------------------------------------------------- which sequences go together

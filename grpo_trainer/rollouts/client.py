@@ -188,9 +188,9 @@ class RolloutClient:
                 return
             self._leases.end(batch_id)
 
-    def drop(self, batch: Leased) -> None:
+    def drop(self, batch: Leased, why: str) -> None:
         """Get rid of a batch that is of no use."""
-        log.warning("a whole batch was more than %s versions old and dropped", self._config.max_staleness)
+        log.warning("a whole batch was dropped: %s", why)
         self._acknowledge(batch.batch_id)
 
     def release(self, batch: Leased) -> None:
@@ -291,10 +291,23 @@ class RolloutClient:
                 )
             time.sleep(POLL_SECONDS if waited < 5.0 else 10 * POLL_SECONDS)
 
+    def environment_name(self, env_id: int | None) -> str:
+        """How messages call an environment."""
+        status = self._status()
+        names = {each.env_id: each.name for each in status.environments} if status else {}
+        if env_id is None:
+            return "an environment that gave no env_id"
+        return f"environment {names[env_id]}" if env_id in names else f"environment {env_id}"
+
     def _explanation(self) -> str | None:
         """The API's own word on why no batch comes."""
-        try:
-            status = wire.decode(self._http.get("/status", headers={"Accept": wire.JSON}).content, wire.Status)
-        except (httpx.HTTPError, msgspec.DecodeError):
+        status = self._status()
+        if status is None:
             return None  # it can't be asked: the caller has a reason of its own
         return "; ".join(filter(None, [status.waiting_for, *status.warnings])) or None
+
+    def _status(self) -> wire.Status | None:
+        try:
+            return wire.decode(self._http.get("/status", headers={"Accept": wire.JSON}).content, wire.Status)
+        except (httpx.HTTPError, msgspec.DecodeError):
+            return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from grpo_trainer.rollouts.types import Group, Sample, Teacher
 def to_group(packed: wire.PackedGroup) -> Group:
     """A group of the wire as the trainer's; its arrays are views of the bytes that came.
 
-    Of overrides those of a sequence stand over the group's: `sft`, `set_advantage_to_zero`, `temperature`.
+    Whether it can be trained on is another question (`rollouts.fit`). Of overrides those of a sequence stand over the
+    group's: `sft`, `set_advantage_to_zero`, `temperature`.
     """
     ends = np.cumsum(packed.lengths)[:-1]
     tokens = np.split(np.frombuffer(packed.tokens, "<i4").astype(np.int64), ends)
@@ -33,13 +35,19 @@ def to_group(packed: wire.PackedGroup) -> Group:
             advantages_T=_advantages(advantages, i, packed.lengths[i], overrides[i]),
             rollout_logprobs_T=logprobs[i] if logprobs and _are_logprobs(logprobs[i], trained[i]) else None,
             policy_version=versions[i],
-            temperature=float(overrides[i].get("temperature") or requested or 1.0),
+            temperature=_temperature(overrides[i].get("temperature"), requested),
             supervised=bool(overrides[i].get("sft")),
             teacher=_teacher(packed, i),
         )
         for i in range(count)
     )
     return Group(samples, packed.env_id)
+
+
+def _temperature(*given: object) -> float:
+    """The first that was given, else 1; NaN for what is no number."""
+    value = next((each for each in given if each is not None), 1.0)
+    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def _advantages(

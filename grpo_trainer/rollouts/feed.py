@@ -12,15 +12,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_trainer.batching import ReadyBatch
 from grpo_trainer.config import RolloutConfig
+from grpo_trainer.errors import TrainingError
 from grpo_trainer.metrics.types import Mean, Metric, Sum
+from grpo_trainer.microbatches import MicroBatch
 from grpo_trainer.rollouts.client import RolloutClient
+from grpo_trainer.rollouts.fit import Sieve
 from grpo_trainer.rollouts.staleness import Judged, judge, same_judgement
 from grpo_trainer.rollouts.types import Leased, RolloutBatch
 from grpo_trainer.saving.manifest import Progress
@@ -28,6 +30,8 @@ from grpo_trainer.saving.manifest import Progress
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
+UNFIT_IN_A_ROW = 16
+"""So many batches without one group that can be trained on mean that environments and model don't go together."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class BatchFeed:
         make_ready: scored groups to tensors; runs in a thread beside a step.
         check_stop: called while waiting; raises to end the wait.
         device: for a GPU, tensors go into page-locked memory, from where copies to it need not be waited for.
+        vocabulary: ids of tokens are below it; groups with others are left out. None: not known.
     """
 
     def __init__(
@@ -75,8 +80,10 @@ class BatchFeed:
         make_ready: Callable[[RolloutBatch], ReadyBatch],
         check_stop: Callable[[], None],
         device: torch.device | None = None,
+        vocabulary: int | None = None,
     ) -> None:
         self._client = client
+        self._sieve = Sieve(vocabulary, lambda environment: client.environment_name(environment))
         self._config = config
         self._make_ready = make_ready
         self._check_stop = check_stop
@@ -137,17 +144,21 @@ class BatchFeed:
             version: of the weights that are about to be trained.
 
         Raises:
-            TrainingError: none came within `--rollout-timeout`.
+            TrainingError: none came within `--rollout-timeout`, or too many had nothing that can be trained on.
         """
         started = time.perf_counter()
-        dropped = 0
+        dropped = refused = unfit = 0
         while True:
             fetched = self._taken(version)
+            refused += fetched.leased.refused
             judged = self._judge(fetched.leased, version)
             if judged.groups:
                 break
             dropped += len(fetched.leased.groups)
-            self._client.drop(fetched.leased)
+            unfit = 0 if fetched.leased.groups else unfit + 1
+            self._client.drop(fetched.leased, self._why(fetched.leased))
+            if unfit == UNFIT_IN_A_ROW:
+                raise TrainingError(f"{unfit} batches in a row can't be trained on: {self._sieve.last_reason}")
         again = time.perf_counter()
         ready = fetched.ready
         if ready is None or not same_judgement(judged.groups, fetched.judged.groups):
@@ -160,6 +171,7 @@ class BatchFeed:
             "rollout/fetch_time": Sum(fetched.fetch_seconds),
             "rollout/prepare_time": Sum(fetched.prepare_seconds + time.perf_counter() - again),
             "rollout/dropped_stale_groups": Sum(dropped + len(fetched.leased.groups) - len(judged.groups)),
+            "rollout/refused_groups": Sum(refused),
         }
         return FedBatch(fetched.leased, replace(ready, policy_version=version), metrics)
 
@@ -178,11 +190,16 @@ class BatchFeed:
 
     def _fetch(self, version: int) -> _Fetched:
         started = time.perf_counter()
-        leased = self._client.lease(self._check_wanted)
+        leased = self._sieve.sift(self._client.lease(self._check_wanted))
         came = time.perf_counter()
         judged = self._judge(leased, version)
         ready = self._ready(leased, judged, version) if judged.groups else None
         return _Fetched(leased, judged, ready, came - started, time.perf_counter() - came)
+
+    def _why(self, unused: Leased) -> str:
+        if unused.groups:
+            return f"it was more than {self._config.max_staleness} versions old (--max-staleness)"
+        return f"no group of it can be trained on, the last one for {self._sieve.last_reason}"
 
     def _begin_thread(self) -> None:
         """A thread begins with the first GPU, and would take memory there that it has no use for."""
@@ -204,7 +221,6 @@ class BatchFeed:
         return replace(ready, microbatches=tuple(_pinned(microbatch) for microbatch in ready.microbatches))
 
 
-def _pinned(microbatch: Any) -> Any:
+def _pinned(microbatch: MicroBatch) -> MicroBatch:
     """Its tensors in page-locked memory."""
-    tensors = {name: value for name, value in vars(microbatch).items() if isinstance(value, Tensor)}
-    return replace(microbatch, **{name: tensor.pin_memory() for name, tensor in tensors.items()})
+    return microbatch.moved(Tensor.pin_memory)

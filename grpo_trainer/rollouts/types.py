@@ -77,10 +77,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Leased:
-    """A batch as it came: its lease, and whole groups, oldest first."""
+    """A batch as it came: its lease, and whole groups, oldest first; of those that can't be trained on the number."""
 
     batch_id: str
     groups: tuple[Group, ...]
+    refused: int = 0
 
 
 @dataclass(frozen=True)

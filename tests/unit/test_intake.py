@@ -69,8 +69,8 @@ POISON = [
 
 @pytest.mark.parametrize(("bad", "field", "says"), POISON)
 def test_what_no_trainer_could_train_on_is_refused_and_harms_nobody(bad: dict[str, Any], field: str, says: str) -> None:
+    service = Service(Settings())
     for body, content_type in bodies(bad):
-        service = Service(Settings())
         with pytest.raises(ApiError) as refused:
             finished(intake.take_one(service, body, content_type, None))
         assert (refused.value.status, refused.value.field) == (422, field)

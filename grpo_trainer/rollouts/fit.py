@@ -1,0 +1,95 @@
+"""Which groups of a batch this model can be trained on. Those that it can't are left out, counted and told of once.
+
+The rollout API refuses what no model could be trained on; what it can't know, such as the vocabulary, is seen here. A
+group that ended the run would be the first to come after each restart.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+
+from grpo_trainer.rollouts.types import Group, Leased, Sample
+
+log = logging.getLogger(__name__)
+
+
+class Sieve:
+    """Leaves out what can't be trained on, and says so once of each environment.
+
+    Args:
+        vocabulary: ids of tokens are below it; None: not known.
+        name_of: how messages call an environment, by its number.
+
+    Attributes:
+        last_reason: why the last group was left out.
+    """
+
+    def __init__(self, vocabulary: int | None, name_of: Callable[[int | None], str]) -> None:
+        self.last_reason = ""
+        self._vocabulary = vocabulary
+        self._name_of = name_of
+        self._told: set[int | None] = set()
+
+    def sift(self, leased: Leased) -> Leased:
+        """The batch without groups that can't be trained on; `refused` counts them."""
+        kept = tuple(group for group in leased.groups if self._fits(group))
+        return replace(leased, groups=kept, refused=len(leased.groups) - len(kept))
+
+    def _fits(self, group: Group) -> bool:
+        reason = misfit(group, self._vocabulary)
+        if reason is None:
+            return True
+        self.last_reason = f"{self._name_of(group.environment)}: {reason}"
+        if group.environment not in self._told:
+            self._told.add(group.environment)
+            log.warning(
+                "a group can't be trained on and is left out, as others like it will be (rollout/refused_groups counts "
+                "them): %s",
+                self.last_reason,
+            )
+        return False
+
+
+def misfit(group: Group, vocabulary: int | None = None) -> str | None:
+    """Why a group can't be trained on, naming field, got and wanted; None if it can.
+
+    Args:
+        vocabulary: ids of tokens are below it; None: not known.
+    """
+    for i, sample in enumerate(group.samples):
+        if reason := _misfit(sample, vocabulary):
+            return f"sequence {i}: {reason}"
+    return None
+
+
+def _misfit(sample: Sample, vocabulary: int | None) -> str | None:
+    for name, ids in (("tokens", sample.tokens_T), ("distill_token_ids", _taught(sample))):
+        lowest, highest = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
+        if lowest < 0 or (vocabulary is not None and highest >= vocabulary):
+            got = lowest if lowest < 0 else highest
+            wanted = "0 or more" if vocabulary is None else f"below {vocabulary}, which is all that the model knows"
+            return f"{name}: got {got}, wanted ids {wanted}; the environment's tokenizer must be the model's"
+    if not (math.isfinite(sample.temperature) and sample.temperature > 0.0):
+        return f"temperature: got {sample.temperature:g}, wanted a finite number above 0"
+    trained_T = sample.trained_T
+    numbers = {
+        "scores": np.asarray([sample.reward], np.float64),
+        "advantages": None if sample.advantages_T is None else sample.advantages_T[trained_T],
+        "inference_logprobs": None if sample.rollout_logprobs_T is None else sample.rollout_logprobs_T[trained_T],
+    }
+    for name, values in numbers.items():
+        if values is not None and not (np.abs(values) <= np.finfo(np.float32).max).all():
+            return f"{name}: got a number that is not finite in float32"
+    return None
+
+
+def _taught(sample: Sample) -> np.ndarray:
+    """Ids of the tokens that a teacher gave."""
+    if sample.teacher is None:
+        return np.empty(0, np.int64)
+    return sample.teacher.ids_TK[np.isfinite(sample.teacher.logprobs_TK)]

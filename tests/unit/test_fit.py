@@ -1,0 +1,153 @@
+"""Groups that this model can't be trained on: left out, counted, told of once; and none of them ends a run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from environments.api import wire
+from grpo_trainer.batching import ready
+from grpo_trainer.config import ModelConfig, RolloutConfig, TrainConfig
+from grpo_trainer.errors import TrainingError
+from grpo_trainer.metrics.types import reduce
+from grpo_trainer.microbatches import split
+from grpo_trainer.rollouts.decode import to_group
+from grpo_trainer.rollouts.feed import UNFIT_IN_A_ROW, BatchFeed
+from grpo_trainer.rollouts.fit import misfit
+from grpo_trainer.rollouts.types import Group, Leased, RolloutBatch
+from grpo_trainer.trainer import Trainer
+from tests.unit.factories import VOCAB, TinyModel, sample
+
+CONFIG = TrainConfig(model=ModelConfig(name="m", seq_len=10), batch_size=2)
+GOOD = Group((sample([1], [2], 0.0), sample([1], [3], 1.0)), environment=0)
+
+
+def bad(**changes: Any) -> Group:
+    return replace(GOOD, samples=(GOOD.samples[0], replace(GOOD.samples[1], **changes)))
+
+
+def ids(*values: int) -> Any:
+    return np.array(values, np.int64)
+
+
+UNFIT = [
+    (bad(tokens_T=ids(1, 2_000_000_000)), f"sequence 1: tokens: got 2000000000, wanted ids below {VOCAB}"),
+    (bad(tokens_T=ids(1, VOCAB)), f"tokens: got {VOCAB}"),
+    (bad(tokens_T=ids(-1, 3)), "tokens: got -1"),
+    (bad(teacher=sample([1], [2], 0.0, teacher=[{VOCAB: -0.5}]).teacher), f"distill_token_ids: got {VOCAB}"),
+    (bad(temperature=-1.0), "temperature: got -1, wanted a finite number above 0"),
+    (bad(temperature=float("inf")), "temperature: got inf"),
+    (bad(reward=1e300), "scores: got a number that is not finite in float32"),
+    (bad(advantages_T=np.array([0.0, np.inf], np.float32)), "advantages"),
+    (bad(rollout_logprobs_T=np.array([1.0, -np.inf], np.float32)), "inference_logprobs"),
+]
+
+
+@pytest.mark.parametrize(("group", "says"), UNFIT)
+def test_a_group_that_would_end_the_run_is_told_apart_by_field_and_value(group: Group, says: str) -> None:
+    assert says in (misfit(group, VOCAB) or "")
+    assert misfit(GOOD, VOCAB) is None
+
+
+def test_what_is_not_trained_and_what_a_teacher_did_not_give_does_not_matter() -> None:
+    masked = bad(rollout_logprobs_T=np.array([np.nan, -0.5], np.float32))
+    filled = bad(teacher=sample([1], [2], 0.0, teacher=[{4: -0.5}]).teacher)
+    assert misfit(masked, VOCAB) is None and misfit(filled, VOCAB) is None
+
+
+@pytest.mark.parametrize("temperature", ["hot", {"a": 1}, [1.0]])
+def test_a_temperature_that_is_no_number_is_decoded_and_does_not_fit(temperature: object) -> None:
+    rows = {"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [0.0]}
+    group = to_group(wire.pack(wire.ScoredData(**rows, generation_params={"temperature": temperature})))  # type: ignore[arg-type]
+    assert "temperature: got nan" in (misfit(group) or "")
+
+
+class Api:
+    """A rollout API with these batches."""
+
+    def __init__(self, batches: Iterator[tuple[Group, ...]]) -> None:
+        self.batches = batches
+        self.dropped: list[str] = []
+
+    def lease(self, check_stop: Any) -> Leased:
+        return Leased("b", next(self.batches))
+
+    def drop(self, leased: Leased, why: str) -> None:
+        self.dropped.append(why)
+
+    def environment_name(self, env_id: int | None) -> str:
+        return f"environment sums_{env_id}"
+
+
+def feed(api: Any) -> BatchFeed:
+    config = RolloutConfig(prefetch=False)
+    return BatchFeed(api, config, lambda one: ready(one, CONFIG), lambda: None, vocabulary=VOCAB)
+
+
+def test_the_rest_of_a_batch_is_trained_on_and_one_warning_names_the_environment(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    poison = UNFIT[0][0]
+    api = Api(iter([(poison, GOOD), (poison, poison), (GOOD, GOOD)]))
+    with caplog.at_level(logging.WARNING), feed(api) as batches:
+        first = batches.next(0)
+        second = batches.next(1)
+    assert first.leased.groups == (GOOD,)  # the log of samples sees no other either
+    assert [reduce(each.metrics)["rollout/refused_groups"] for each in (first, second)] == [1, 2]
+    assert reduce(second.metrics)["rollout/dropped_stale_groups"] == 0
+    assert [why.partition(",")[0] for why in api.dropped] == ["no group of it can be trained on"]
+    (warning,) = [
+        record.message for record in caplog.records if "can't be trained on and is left out" in record.message
+    ]
+    assert "environment sums_0: sequence 1: tokens: got 2000000000" in warning
+    result = Trainer(TinyModel(), CONFIG).step(first.ready, 0)
+    assert result.updated
+
+
+def test_an_environment_of_another_vocabulary_altogether_ends_the_run_by_name() -> None:
+    def forever() -> Iterator[tuple[Group, ...]]:
+        while True:
+            yield (UNFIT[1][0],)
+
+    api = Api(forever())
+    with pytest.raises(
+        TrainingError, match=f"{UNFIT_IN_A_ROW} batches in a row can't be trained on: environment sums_0"
+    ):
+        feed(api).next(0)
+    assert len(api.dropped) == UNFIT_IN_A_ROW  # none of them comes again after a restart
+
+
+def test_the_trainer_knows_its_vocabulary() -> None:
+    assert Trainer(TinyModel(), CONFIG).vocabulary is None  # neither a head nor a configuration: its logits will tell
+    configured: Any = TinyModel()
+    configured.config = LlamaConfig(vocab_size=7)
+    assert Trainer(configured, CONFIG).vocabulary == 7
+
+
+def test_every_tensor_of_a_packed_microbatch_moves_those_of_shared_prompts_included() -> None:
+    samples = [sample([1, 2], [3 + i], float(i)) for i in range(3)]
+    prepared = ready(RolloutBatch("b", (Group(tuple(samples)),), {}), CONFIG).prepared
+    (packed,) = split(prepared.sequences, 4, packed=True, shared=True)
+    assert packed.packed is not None and packed.packed.shared is not None
+    seen: list[Tensor] = []
+
+    def move(tensor: Tensor) -> Tensor:
+        seen.append(tensor)
+        return tensor.clone()
+
+    moved = packed.moved(move)
+    assert moved.packed is not None and moved.packed.shared is not None
+    parts = [(packed, moved), (packed.packed, moved.packed), (packed.packed.shared, moved.packed.shared)]
+    for before, after in parts:
+        for name, tensor in vars(before).items():
+            if isinstance(tensor, Tensor):
+                assert any(tensor is each for each in seen), name
+                assert getattr(after, name) is not tensor and torch.equal(getattr(after, name), tensor)
