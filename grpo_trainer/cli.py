@@ -80,6 +80,7 @@ def train(options: dict[str, Any], config: ConfigFile = None) -> None:
     """
     file = read_toml(config) if config else {}
     train_config = build(TrainConfig, override(TrainConfig, file, options))
+    _look_at_the_disk(train_config)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads sleep: a server may share the cores
     from grpo_trainer.loop import train as train_loop
 
@@ -217,6 +218,21 @@ def _become(module: str, arguments: list[str]) -> None:
     """Replace this process by a module's own command, so that signals and exit codes are its own."""
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+
+
+def _look_at_the_disk(config: TrainConfig) -> None:
+    """Refuse to begin where the first checkpoints don't fit; say so where later ones won't."""
+    if os.environ.get("RANK", "0") != "0":
+        return  # who leads has looked
+    from grpo_trainer.doctor.disk import refuse_without_room
+
+    found = refuse_without_room(
+        config, config.checkpoints.save_path, "--save-path", on_gpu=config.model.device != "cpu"
+    )
+    if found.status == "warn":
+        logging.getLogger(__name__).warning(
+            "the disk will be full before the last step: %s, wanted %s; %s", found.got, found.wanted, found.fix
+        )
 
 
 def main() -> None:

@@ -286,6 +286,15 @@ class TrainConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _servers_fit(self) -> TrainConfig:
+        if self.vllm.also and isinstance(self.bridge, SharedVllm):
+            raise ValueError(
+                f"--vllm-also {','.join(self.vllm.also)}: with --weight-bridge-mode shared_vllm the weights are one "
+                "server's memory; leave it out, or choose another mode"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _loss_fits(self) -> TrainConfig:
         if self.loss.updates_per_batch > 1 and isinstance(self.bridge, SharedVllm):
             raise ValueError(

@@ -9,6 +9,7 @@ from typing import Any
 
 from grpo_trainer.doctor import machine_checks as of_machine
 from grpo_trainer.doctor import run_checks as of_run
+from grpo_trainer.doctor.disk import check_disk
 from grpo_trainer.doctor.findings import Finding, fail, ok, skip
 from grpo_trainer.doctor.ipc import check_cuda_ipc
 from grpo_trainer.doctor.machine import Machine
@@ -66,7 +67,7 @@ def examine(machine: Machine, config: RunConfig | str | None, probes: Probes | N
     ]
     files, found = _model_files(run.trainer.model.name, machine)
     shape, shape_found = _shape(files)
-    findings += [found, *shape_found, of_run.check_disk(run, shape)]
+    findings += [found, *shape_found, check_disk(run.trainer, run.run_dir, shape, on_gpu=machine.on_gpu)]
     plan = None
     if files is not None:
         findings += [of_run.check_tokenizer(files), of_run.check_shareable(run.trainer, files)]

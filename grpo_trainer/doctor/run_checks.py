@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import importlib.util
 import netrc
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_trainer.bridge_options import LoraOnly, LoraOptions, SharedVllm
+from grpo_trainer.bridge_options import LoraOnly, LoraOptions
 from grpo_trainer.config import TrainConfig
+from grpo_trainer.doctor.disk import existing
 from grpo_trainer.doctor.findings import Finding, fail, ok, skip, warn
 from grpo_trainer.doctor.machine import Machine
 from grpo_trainer.doctor.memory import (
     GB,
     NEARLY_FULL,
-    STATE_BYTES,
     Devices,
     MemoryPlan,
     Server,
     advice,
     device_name,
     plan_memory,
-    trained_parameters,
 )
 from grpo_trainer.doctor.model_files import ModelFiles
 from grpo_trainer.doctor.model_shape import ModelShape
@@ -32,10 +30,6 @@ from grpo_trainer.files import refuse_to_mix_runs
 from grpo_trainer.launch.ports import is_free, port_holder
 from grpo_trainer.model.names import ALIKE, EXPERTS
 from grpo_trainer.run_config import RunConfig
-
-LOGS = 100_000_000
-"""Bytes that logs and metrics of a long run may take."""
-
 
 # where it writes, whom it listens to ------------------------------------------------------------------------
 
@@ -47,7 +41,7 @@ def check_run_folder(config: RunConfig) -> Finding:
         refuse_to_mix_runs(folder, config.trainer.checkpoints.resume, "--run-dir")
     except GrpoError:
         return fail(name, f"{folder} holds a run already", "a new folder", "--resume auto, or another --run-dir")
-    there = _existing(folder)
+    there = existing(folder)
     if not there.is_dir():
         return fail(name, f"{there} is a file", "a folder", "choose another --run-dir")
     if not _writable(there):
@@ -63,47 +57,6 @@ def _writable(folder: Path) -> bool:
     except OSError:
         return False
     return True
-
-
-def check_disk(config: RunConfig, shape: ModelShape | None) -> Finding:
-    """Room for the checkpoints: two at least, as the new one is whole before the old one goes."""
-    folder = _existing(config.run_dir)
-    free = shutil.disk_usage(folder).free
-    each = checkpoint_bytes(config.trainer, shape) if shape else 0
-    kept = kept_checkpoints(config.trainer)
-    least, all_of_them = 2 * each + LOGS, (kept + 1) * each + LOGS
-    got = f"{free / GB:.1f} GB free at {folder}"
-    fix = "free space, or put the run elsewhere (--run-dir)"
-    if free < least:
-        return fail("disk", got, f"{least / GB:.1f} GB: two checkpoints of {each / GB:.2f} GB and logs", fix)
-    if free < all_of_them:
-        wanted = f"{all_of_them / GB:.1f} GB: {kept} checkpoints of {each / GB:.2f} GB"
-        return warn("disk", got, wanted, f"--keep-checkpoints 2; or {fix}")
-    return ok("disk", got)
-
-
-def checkpoint_bytes(config: TrainConfig, shape: ModelShape) -> int:
-    """Of one checkpoint: trained weights, what of them is kept exactly, and the optimizer's states."""
-    trained = trained_parameters(config, shape)
-    states = STATE_BYTES[config.optimizer.optimizer] * trained
-    if isinstance(config.bridge, LoraOptions):
-        return int(4 * trained + states)
-    if isinstance(config.bridge, SharedVllm):
-        return int(2 * shape.parameters + states + (4 * trained if config.bridge.master_weights else 0))
-    return int((2 + 4) * shape.parameters + states)
-
-
-def kept_checkpoints(config: TrainConfig) -> int:
-    """How many lie there at the end, the final one among them."""
-    interval, keep = config.checkpoints.checkpoint_interval, config.checkpoints.keep_checkpoints
-    made = config.training_steps // interval if interval else 0
-    return 1 + (min(keep, made) if keep else made)
-
-
-def _existing(path: Path) -> Path:
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
 
 
 def check_ports(config: RunConfig) -> Finding:

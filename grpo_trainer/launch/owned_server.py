@@ -146,12 +146,24 @@ def _silent(line: str) -> None:
     """The log has it."""
 
 
-def owned_server(config: TrainConfig, *, on_gpu: bool, check_stop: Callable[[], None]) -> OwnedServer:
-    """The server that a training run starts itself.
+def owned_servers(config: TrainConfig, *, on_gpu: bool, check_stop: Callable[[], None]) -> list[OwnedServer]:
+    """The servers that a training run starts itself, in the order of `config.vllm.each`.
 
     Raises:
-        PortBusyError: its port is taken; the message names the holder.
+        PortBusyError: a port is taken; the message names the holder.
     """
+    return [
+        _owned_server(
+            config.model_copy(update={"vllm": vllm}),
+            "server" if number == 0 else f"server-{number + 1}",
+            on_gpu=on_gpu,
+            check_stop=check_stop,
+        )
+        for number, vllm in enumerate(config.vllm.each)
+    ]
+
+
+def _owned_server(config: TrainConfig, name: str, *, on_gpu: bool, check_stop: Callable[[], None]) -> OwnedServer:
     vllm = config.vllm
     if not is_free(vllm.host, vllm.port):
         raise PortBusyError(
@@ -161,7 +173,13 @@ def owned_server(config: TrainConfig, *, on_gpu: bool, check_stop: Callable[[], 
 
     def launch(model: str, version: int) -> ProcessSpec:
         return server_process(
-            config, python=sys.executable, on_gpu=on_gpu, model=model, flags=("--policy-version", str(version))
+            config,
+            python=sys.executable,
+            on_gpu=on_gpu,
+            model=model,
+            flags=("--policy-version", str(version)),
+            name=name,
         )
 
-    return OwnedServer(launch, config.log_dir / "logs" / "server.log", config.log_dir / "served_model", check_stop)
+    link = config.log_dir / name.replace("server", "served_model")
+    return OwnedServer(launch, config.log_dir / "logs" / f"{name}.log", link, check_stop)

@@ -69,7 +69,7 @@ def plan_run(config: RunConfig, ports: Mapping[str, int], *, python: str, on_gpu
 
     Args:
         config: the run.
-        ports: resolved (never 0) ports of "api" and "server".
+        ports: resolved (never 0) ports of "api" and of each server.
         python: the interpreter of every process.
         on_gpu: whether server and trainer run on a GPU; on a CPU all processes share its cores.
 
@@ -77,6 +77,7 @@ def plan_run(config: RunConfig, ports: Mapping[str, int], *, python: str, on_gpu
         ConfigError: the trainer is to use the server's weights, but from another device.
     """
     _check_device(config.trainer, on_gpu=on_gpu)
+    _check_gpus(config.server, on_gpu=on_gpu)
     folder = config.run_dir / "config"
     trainer = _trainer_table(config, ports, on_gpu)
     files: dict[Path, Mapping[str, Any]] = {folder / "trainer.toml": trainer}
@@ -86,7 +87,7 @@ def plan_run(config: RunConfig, ports: Mapping[str, int], *, python: str, on_gpu
         environments.append(_environment_process(name, environment, folder / f"{name}.toml", python))
     servers = [_api_process(config, ports, python)]
     if not config.trainer.owns_server:
-        servers.append(_server_process(config, ports, python, on_gpu))
+        servers += _server_processes(config, ports, python, on_gpu)
     stages = (tuple(servers), (*_trainer_processes(config, folder / "trainer.toml", ports, python), *environments))
     shared = {} if on_gpu else SHARED_CORES
     stages = tuple(tuple(_with_env(process, shared) for process in stage) for stage in stages)
@@ -124,7 +125,13 @@ def _api_process(config: RunConfig, ports: Mapping[str, int], python: str) -> Pr
 
 
 def server_process(
-    trainer: TrainConfig, *, python: str, on_gpu: bool, model: str, flags: tuple[str, ...] = ()
+    trainer: TrainConfig,
+    *,
+    python: str,
+    on_gpu: bool,
+    model: str,
+    flags: tuple[str, ...] = (),
+    name: str = "server",
 ) -> ProcessSpec:
     """The server as a trainer's configuration wants it.
 
@@ -141,20 +148,21 @@ def server_process(
         argv += ["--gpu-memory-utilization", str(vllm.gpu_memory_utilization)]
     if vllm.enforce_eager:
         argv += ["--enforce-eager"]
-    for name in DEGREES:
-        if (degree := getattr(vllm, name)) > 1:
-            argv += [VllmConfig.flags()[name], str(degree)]
+    for each in DEGREES:
+        if (degree := getattr(vllm, each)) > 1:
+            argv += [VllmConfig.flags()[each], str(degree)]
+    key = {KEY_VARIABLE: vllm.api_key} if vllm.api_key else {}
     return ProcessSpec(
-        name="server",
+        name=name,
         argv=(*argv, *flags, *vllm.extra_args),
-        env={KEY_VARIABLE: vllm.api_key} if vllm.api_key else {},
+        env={**key, **({"CUDA_VISIBLE_DEVICES": vllm.gpus} if vllm.gpus else {})},
         ready_url=f"{vllm.url}/health",
         ready_timeout=vllm.startup_timeout,
         stop_seconds=5.0,
     )
 
 
-def _server_process(config: RunConfig, ports: Mapping[str, int], python: str, on_gpu: bool) -> ProcessSpec:
+def _server_processes(config: RunConfig, ports: Mapping[str, int], python: str, on_gpu: bool) -> Iterator[ProcessSpec]:
     bridge = config.trainer.bridge
     flags: list[str] = []
     if config.trainer.shares_weights:
@@ -163,8 +171,10 @@ def _server_process(config: RunConfig, ports: Mapping[str, int], python: str, on
         flags += ["--max-lora-rank", str(bridge.r), "--lora-name", bridge.name]
         flags += ["--lora-keep-versions", str(config.trainer.keep_versions)]
         flags += ["--lora-root", str((bridge.lora_root or config.run_dir / "adapters").absolute())]
-    trainer = reached(config.trainer, ports, on_gpu)
-    return server_process(trainer, python=python, on_gpu=on_gpu, model=trainer.model.name, flags=tuple(flags))
+    trainer = reached(config, ports, on_gpu)
+    for name, vllm in zip(config.server.names, trainer.vllm.each, strict=True):
+        one = trainer.model_copy(update={"vllm": vllm})
+        yield server_process(one, python=python, on_gpu=on_gpu, model=one.model.name, flags=tuple(flags), name=name)
 
 
 def _check_device(trainer: TrainConfig, *, on_gpu: bool) -> None:
@@ -176,23 +186,40 @@ def _check_device(trainer: TrainConfig, *, on_gpu: bool) -> None:
         )
 
 
+def _check_gpus(server: ServerProcess, *, on_gpu: bool) -> None:
+    if on_gpu and server.replicas > 1 and server.gpus is None:
+        example = ";".join(map(str, range(server.replicas)))
+        raise ConfigError(
+            f"--server.replicas {server.replicas}: all would start on the same GPU; say on which each is to be, for "
+            f"example --server.gpus '{example}' (the trainer is on the first that it sees)"
+        )
+
+
 def _bridge_config_path(config: RunConfig) -> Path:
     return (config.run_dir / "config" / FILE_NAME).absolute()
 
 
-def reached(trainer: TrainConfig, ports: Mapping[str, int], on_gpu: bool) -> TrainConfig:
-    """The trainer's configuration with where the run's server is, and in which dtype it generates."""
-    where = {"host": LOOPBACK, "port": ports["server"], "dtype": trainer.served_dtype(on_gpu=on_gpu)}
+def reached(config: RunConfig, ports: Mapping[str, int], on_gpu: bool) -> TrainConfig:
+    """The trainer's configuration with where the run's servers are, and in which dtype they generate."""
+    trainer = config.trainer
+    where = {"host": LOOPBACK, "port": ports["server"], "also": _others(config, ports), "gpus": config.server.gpus}
+    where["dtype"] = trainer.served_dtype(on_gpu=on_gpu)
     return trainer.model_copy(update={"vllm": trainer.vllm.model_copy(update=where)})
 
 
+def _others(config: RunConfig, ports: Mapping[str, int]) -> tuple[str, ...]:
+    """Addresses of the servers but the first."""
+    return tuple(f"{LOOPBACK}:{ports[name]}" for name in config.server.names[1:])
+
+
 def _trainer_table(config: RunConfig, ports: Mapping[str, int], on_gpu: bool) -> dict[str, Any]:
-    trainer = reached(config.trainer, ports, on_gpu) if config.trainer.owns_server else config.trainer
+    trainer = reached(config, ports, on_gpu) if config.trainer.owns_server else config.trainer
     shared = {"vllm_config_path": str(_bridge_config_path(config))} if trainer.shares_weights else {}
     return dump(trainer, only_set=True) | {
         **shared,
         "atropos_url": f"http://{LOOPBACK}:{ports['api']}",
         "vllm_port": ports["server"],
+        **({"vllm_also": list(others)} if (others := _others(config, ports)) else {}),
         "dtype": trainer.trainer_dtype(on_gpu=on_gpu),
         "save_path": str(config.run_dir / "checkpoints"),
         "log_dir": str(config.run_dir),
@@ -254,7 +281,7 @@ def _environment_tables(
         **environment.env,
     }
     openai = {
-        "base_url": f"http://{LOOPBACK}:{ports['server']}/v1",
+        "base_url": ",".join(f"http://{LOOPBACK}:{ports[name]}/v1" for name in config.server.names),
         "model_name": model,
         "server_type": "vllm",
         "api_key": trainer.vllm.api_key or "x",

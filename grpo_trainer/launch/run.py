@@ -12,6 +12,7 @@ from typing import Any
 import tomli_w
 from rich.console import Console
 
+from grpo_trainer.doctor.disk import refuse_without_room
 from grpo_trainer.errors import ConfigError, ModelError, StoppedError, from_os_error
 from grpo_trainer.files import refuse_to_mix_runs, replace_file
 from grpo_trainer.launch.plan import RunPlan, plan_run
@@ -20,7 +21,6 @@ from grpo_trainer.launch.supervisor import Supervisor
 from grpo_trainer.run_config import RunConfig
 
 PREFLIGHT_SECONDS = 300
-SPOKEN_TO = ("api", "server")
 
 
 def run(config: RunConfig, console: Console) -> None:
@@ -32,7 +32,7 @@ def run(config: RunConfig, console: Console) -> None:
     """
     refuse_to_mix_runs(config.run_dir, config.trainer.checkpoints.resume, "--run-dir")
     together = {"trainers": 0} if config.options.trainer_gpus > 1 else {}
-    ports = claim_ports({"api": config.api.port, "server": config.server.port, **together})
+    ports = claim_ports({"api": config.api.port, **config.server.wanted_ports, **together})
     with console.status("checking the model and vLLM"):
         report = preflight(config.trainer.model.name)
     on_gpu = report["device"] == "cuda"
@@ -42,6 +42,7 @@ def run(config: RunConfig, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    refuse_without_room(config.trainer, config.run_dir, "--run-dir", on_gpu=on_gpu)  # its trainer warns of less
     plan = plan_run(config, ports, python=sys.executable, on_gpu=on_gpu)
     try:
         write_configs(plan)
@@ -51,7 +52,8 @@ def run(config: RunConfig, console: Console) -> None:
 
 
 def _supervise(config: RunConfig, plan: RunPlan, console: Console) -> None:
-    addresses = ", ".join(f"{name} http://127.0.0.1:{port}" for name, port in plan.ports.items() if name in SPOKEN_TO)
+    spoken_to = ("api", *config.server.names)
+    addresses = ", ".join(f"{name} http://127.0.0.1:{port}" for name, port in plan.ports.items() if name in spoken_to)
     console.print(f"run folder {config.run_dir}; {addresses}", highlight=False, soft_wrap=True)
     try:
         with (

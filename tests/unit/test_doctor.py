@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,13 +18,22 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from rich.console import Console
 
+from grpo_trainer.config import TrainConfig
 from grpo_trainer.doctor.command import as_json, print_examination
+from grpo_trainer.doctor.disk import (
+    LOGS,
+    checkpoint_bytes,
+    most_checkpoints,
+    refuse_without_room,
+    served_bytes,
+    shape_of,
+)
 from grpo_trainer.doctor.examine import Examination, Probes, examine
 from grpo_trainer.doctor.findings import Finding, ok, skip
 from grpo_trainer.doctor.ipc import judge
 from grpo_trainer.doctor.machine import Gpu, Machine, look, read_gpus
 from grpo_trainer.doctor.machine_checks import SUPPORTED
-from grpo_trainer.errors import ModelError
+from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.run_config import RunConfig, build_run
 from vllm_server.protocol.flat import encode_header, lay_out
 
@@ -121,10 +131,67 @@ def test_a_full_disk(small_disk: Path, tmp_path: Path) -> None:
 
 
 def test_checkpoints_that_will_fill_the_disk(model: Path) -> None:
-    many = run_of(model, training_steps=1_000_000_000, checkpoint_interval=1)
-    found = only_fault(look_at(many), "warn")
-    assert found.name == "disk" and "--keep-checkpoints" in found.fix
-    assert not look_at(run_of(model, training_steps=1_000_000_000, checkpoint_interval=1, keep_checkpoints=2)).fails
+    endless: dict[str, Any] = {"training_steps": 1_000_000_000, "checkpoint_interval": 1}
+    found = only_fault(look_at(run_of(model, **endless, keep_checkpoints=0)), "warn")
+    assert found.name == "disk" and "--keep-checkpoints 2" in found.fix
+    silent = look_at(run_of(model, **endless))
+    assert not [finding for finding in silent.findings if finding.status != "ok" and finding.name == "disk"]
+
+
+def config_of(model: Path, **flags: Any) -> TrainConfig:
+    return run_of(model, **flags).trainer
+
+
+def test_room_for_checkpoints_counts_what_lies_there_at_one_time(model: Path) -> None:
+    def most(**flags: Any) -> int:
+        return most_checkpoints(config_of(model, training_steps=10, **flags))
+
+    assert most() == 3, "by default: the newest two, and the one that is written or the final one"
+    assert most(keep_checkpoints=0) == 4, "after steps 3, 6 and 9, and the final one"
+    assert most(checkpoint_interval=0) == 1
+    assert most(checkpoint_interval=6) == 2
+
+
+def test_models_to_serve_need_room_beside_checkpoints(model: Path) -> None:
+    shape = shape_of(str(model))
+    assert shape is not None
+    one = 2 * shape.parameters  # bfloat16
+    sizes = {
+        ("lora_only", 3): 0,
+        ("shared_vllm", 3): 0,
+        ("lora_restart", 3): 3 * one,  # --keep-checkpoints 2, and the next
+        ("none", 3): 0,  # a checkpoint is what is served
+        ("none", 5): 2 * one,
+    }
+    for (mode, interval), wanted in sizes.items():
+        config = config_of(model, weight_bridge_mode=mode, checkpoint_interval=interval)
+        assert served_bytes(config, shape, on_gpu=True) == wanted, mode
+
+
+def test_a_run_whose_first_checkpoints_do_not_fit_is_refused_and_one_whose_last_do_not_is_warned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {**CONFIG, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+    model = write_model(tmp_path / "large")
+    (model / "config.json").write_text(json.dumps(config))
+    trainer, shape = config_of(model, weight_bridge_mode="none", checkpoint_interval=1), shape_of(str(model))
+    assert shape is not None
+    each = checkpoint_bytes(trainer, shape)
+    assert each == 14 * shape.parameters
+    beside = served_bytes(trainer, shape, on_gpu=True) + LOGS
+
+    def judged(free: int, folder: Path = tmp_path / "run") -> Finding:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**15, 0, free))  # type: ignore[attr-defined]
+        return refuse_without_room(trainer, folder, "--run-dir", on_gpu=True)
+
+    assert judged(3 * each + beside).status == "ok"
+    assert judged(3 * each + beside - 1).status == judged(2 * each + beside).status == "warn"
+    with pytest.raises(ConfigError, match=r"--run-dir .*/run: .* GB free at .*, wanted .* GB for 2 checkpoints of"):
+        judged(2 * each + beside - 1)
+    (tmp_path / "resumed").mkdir()
+    with (tmp_path / "resumed" / "weights").open("wb") as file:
+        file.truncate(2 * each)  # takes no room: only its length counts
+    assert judged(each + beside, tmp_path / "resumed").status == "ok", "a run that goes on has its checkpoints already"
 
 
 def test_a_busy_port(model: Path) -> None:
