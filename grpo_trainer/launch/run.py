@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import tomli_w
@@ -19,6 +21,7 @@ from grpo_trainer.launch.plan import RunPlan, plan_run
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.launch.supervisor import Supervisor
 from grpo_trainer.run_config import RunConfig
+from grpo_trainer.saving.manifest import STATE_FILE
 
 PREFLIGHT_SECONDS = 300
 
@@ -45,6 +48,7 @@ def run(config: RunConfig, console: Console) -> None:
     refuse_without_room(config.trainer, config.run_dir, "--run-dir", on_gpu=on_gpu)  # its trainer warns of less
     plan = plan_run(config, ports, python=sys.executable, on_gpu=on_gpu)
     try:
+        empty_old_queue(config)
         write_configs(plan)
         _supervise(config, plan, console)
     except OSError as error:
@@ -101,6 +105,27 @@ def preflight(model: str) -> Mapping[str, Any]:
     if not report["supported"]:
         raise ModelError(f"--model-name {model}: {report['reason']}")
     return report
+
+
+def empty_old_queue(config: RunConfig) -> None:
+    """A run that begins anew must not train on what one before it, in the same folder, has left in the API's queue.
+
+    Only the run's own file goes, never one that `--api.store` names; one that an API still has open stays, and the new
+    API says so.
+    """
+    store = config.store
+    goes_on = config.trainer.checkpoints.resume != "never" and any(
+        config.run_dir.glob(f"checkpoints/*/{STATE_FILE}"),
+    )
+    if config.api.store is not None or store is None or goes_on or not store.exists():
+        return
+    with Path(f"{store}.lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        for end in ("-wal", "-shm", ""):
+            Path(f"{store}{end}").unlink(missing_ok=True)
 
 
 def write_configs(plan: RunPlan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.launch.environments import environment_module
 from grpo_trainer.launch.plan import RunPlan, plan_run, server_process
+from grpo_trainer.launch.run import empty_old_queue
 from grpo_trainer.options import build
 from grpo_trainer.run_config import RunConfig, build_run
 
@@ -110,6 +112,29 @@ def test_the_queue_lies_in_the_runs_folder_unless_it_is_told_otherwise() -> None
     assert stores() == ["/runs/a/queue.sqlite"]
     assert stores(store="/elsewhere/q") == ["/elsewhere/q"]
     assert stores(store="none") == []
+
+
+def test_a_run_that_begins_anew_finds_no_queue_of_one_before_it(tmp_path: Path) -> None:
+    flags = {"model_name": "demo", "run_dir": str(tmp_path)}
+    queue, log = tmp_path / "queue.sqlite", tmp_path / "queue.sqlite-wal"
+
+    def left(**more: str) -> bool:
+        queue.touch()
+        log.touch()
+        empty_old_queue(build_run({}, {**flags, **more}))
+        assert queue.exists() == log.exists()
+        return queue.exists()
+
+    assert not left()
+    assert not left(resume="auto"), "there is no checkpoint to go on from"
+    assert left(**{"api.store": str(queue)}), "a file that the user names is the user's"
+    (tmp_path / "checkpoints" / "step_3").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_3" / "state.json").touch()
+    assert left(resume="auto")
+    assert not left()
+    with (tmp_path / "queue.sqlite.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert left(), "an API has it open"
 
 
 def test_environments_keep_the_patience_that_they_were_given() -> None:
