@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -84,15 +85,14 @@ def run_steps(
 ) -> None:
     """From the progress that was resumed to the last step; an end before that is a saved one wherever it can be."""
     watch = watch or StepWatch(0.0)
-    version = bridge.connect(progress.policy_version)
-    start = progress
+    progress = start = progress.going_on_as(bridge.connect(progress.policy_version))
     writes: Writes | None = None
     saved: Metrics = {}
     try:
         trainer.alarm = drift_alarm(config, bridge.prove(), trainer.model)
-        bridge.publish(version)
+        bridge.publish(progress.policy_version)
         feed.begin(progress)
-        progress = Progress(progress.step, version)
+        progress = replace(progress, batches=())
         while progress.step < config.training_steps:
             batch = feed.next(progress.policy_version, last=progress.step + 1 == config.training_steps)
             if samples is not None:
@@ -103,13 +103,12 @@ def run_steps(
                     result = trainer.step(batch.ready, progress.step, writes.updating)
                 except Exception:
                     if writes.landed:  # it was trained on, and the weights are a step further
-                        progress = Progress(progress.step + 1, progress.policy_version + 1, feed.trained(batch))
+                        progress = progress.after_step(feed.trained(batch), updated=True)
                     else:
                         feed.release(batch)
                     raise
-                version = progress.policy_version + int(result.updated)
-                progress = Progress(progress.step + 1, version, feed.trained(batch))
-                published = bridge.publish(version)
+                progress = progress.after_step(feed.trained(batch), updated=result.updated)
+                published = bridge.publish(progress.policy_version)
                 evaluated = feed.report(progress.step)
                 metrics.log(progress.step, batch.metrics, result.metrics, published.metrics, saved, evaluated)
                 saved = checkpoints.maybe_save(progress)  # after the row: what is resumed has all of its rows

@@ -26,6 +26,7 @@ from grpo_trainer.rollouts.fit import Sieve
 from grpo_trainer.rollouts.staleness import Judged, judge, same_judgement
 from grpo_trainer.rollouts.types import Leased, RolloutBatch
 from grpo_trainer.saving.manifest import Progress
+from grpo_trainer.versions import NO_JUMPS
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ class BatchFeed:
         self._thread = ThreadPoolExecutor(1, "prefetch", initializer=self._begin_thread)
         self._ahead: Future[_Fetched] | None = None
         self._closing = False
+        self._numbering = NO_JUMPS
 
     def __enter__(self) -> BatchFeed:
         return self
@@ -109,6 +111,7 @@ class BatchFeed:
 
         What a former process trained on is acknowledged first: a checkpoint holds it, but nobody may have said so.
         """
+        self._numbering = progress.numbering
         self._client.settle(progress.batches, resumed=True)
         self._client.register()
 
@@ -212,7 +215,7 @@ class BatchFeed:
         self._check_stop()
 
     def _judge(self, leased: Leased, version: int) -> Judged:
-        return judge(leased.groups, version, self._config.max_staleness, self._config.on_stale)
+        return judge(leased.groups, version, self._config.max_staleness, self._config.on_stale, self._numbering)
 
     def _ready(self, leased: Leased, judged: Judged, version: int) -> ReadyBatch:
         ready = self._make_ready(RolloutBatch(leased.batch_id, judged.groups, {}, version))

@@ -8,6 +8,7 @@ from typing import Literal
 
 from grpo_trainer.metrics.types import Max, Mean, Metric, Sum
 from grpo_trainer.rollouts.types import Group
+from grpo_trainer.versions import NO_JUMPS, Numbering
 
 
 @dataclass(frozen=True)
@@ -19,21 +20,29 @@ class Judged:
 
 
 def judge(
-    groups: Sequence[Group], version: int, limit: int | None, on_stale: Literal["drop", "downweight"] = "drop"
+    groups: Sequence[Group],
+    version: int,
+    limit: int | None,
+    on_stale: Literal["drop", "downweight"] = "drop",
+    numbering: Numbering = NO_JUMPS,
 ) -> Judged:
     """Leave out the groups that are too old, or let them count less.
 
-    A group is as old as its oldest sample: `version` less the version that sampled it. `downweight` multiplies the loss
+    A group is as old as its oldest sample: the updates between the version that sampled it and `version`. One of a later
+    version, which a former process published and a resumed one has not come to again, is not old at all.
+    `downweight` multiplies the loss
     of a group that is `excess` versions above the limit by `1 / (1 + excess)`; the batch's normaliser stays.
 
     Args:
         version: of the weights that are about to be trained.
         limit: age that is no matter; None: none is.
+        numbering: where versions jumped.
     """
     kept: list[Group] = []
     dropped = lowered = 0
     for group in groups:
-        excess = 0 if limit is None else max(0, _age(group, version) - limit)
+        ages = _ages(group, version, numbering)
+        excess = 0 if limit is None else max(0, max(ages, default=0) - limit)
         if not excess:
             kept.append(group)
         elif on_stale == "drop":
@@ -44,7 +53,8 @@ def judge(
     metrics: dict[str, Metric] = {"rollout/dropped_stale_groups": Sum(dropped)}
     if on_stale == "downweight":
         metrics["rollout/downweighted_groups"] = Sum(lowered)
-    return Judged(tuple(kept), _ages(kept, version) | metrics)
+    of_kept = [age for group in kept for age in _ages(group, version, numbering)]
+    return Judged(tuple(kept), _age_metrics(of_kept) | metrics)
 
 
 def same_judgement(one: Sequence[Group], other: Sequence[Group]) -> bool:
@@ -54,22 +64,17 @@ def same_judgement(one: Sequence[Group], other: Sequence[Group]) -> bool:
     ]
 
 
-def _age(group: Group, version: int) -> int:
-    versions = [sample.policy_version for sample in group.samples if sample.policy_version is not None]
-    return version - min(versions) if versions else 0
+def _ages(group: Group, version: int, numbering: Numbering) -> list[int]:
+    """Of its samples, those whose version is known."""
+    known = [sample.policy_version for sample in group.samples if sample.policy_version is not None]
+    return [max(0, numbering.updates(version) - numbering.updates(own)) for own in known]
 
 
 def _weighted(group: Group, weight: float) -> Group:
     return replace(group, samples=tuple(replace(sample, weight=weight) for sample in group.samples))
 
 
-def _ages(groups: Sequence[Group], version: int) -> dict[str, Metric]:
-    ages = [
-        version - sample.policy_version
-        for group in groups
-        for sample in group.samples
-        if sample.policy_version is not None
-    ]
+def _age_metrics(ages: Sequence[int]) -> dict[str, Metric]:
     if not ages:
         return {}
     return {"rollout/staleness_mean": Mean(sum(ages), len(ages)), "rollout/staleness_max": Max(max(ages))}

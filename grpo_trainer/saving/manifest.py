@@ -8,11 +8,12 @@ import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from grpo_trainer.files import replace_file, sync_folder
+from grpo_trainer.versions import NO_JUMPS, Jump, Numbering
 
 STATE_FILE = "state.json"
 
@@ -27,11 +28,24 @@ class Progress:
     Attributes:
         batches: leases of the rollout API that these steps trained on and that are not acknowledged yet: they are once
             a checkpoint of these steps is whole.
+        numbering: where versions jumped.
     """
 
     step: int = 0
     policy_version: int = 0
     batches: tuple[str, ...] = ()
+    numbering: Numbering = NO_JUMPS
+
+    def going_on_as(self, version: int) -> Progress:
+        """The same weights under a number that the server agrees with. At the start there is nothing to go on from:
+        older samples are another run's, and as old as their numbers say."""
+        numbering = self.numbering.jumped(self.policy_version, version) if self.step else self.numbering
+        return replace(self, policy_version=version, numbering=numbering)
+
+    def after_step(self, batches: tuple[str, ...], *, updated: bool) -> Progress:
+        """One step on. Of one that was skipped the weights are those of before."""
+        version = self.policy_version + int(updated)
+        return replace(self, step=self.step + 1, policy_version=version, batches=batches)
 
 
 @dataclass(frozen=True)
@@ -84,7 +98,9 @@ def read_state(folder: Path) -> State:
         content = json.loads((folder / STATE_FILE).read_text())
         if "files" in content and content.pop("checksum", None) != _checksum_of(content):
             raise DamagedError(f"{STATE_FILE} does not fit its own checksum")
-        progress = Progress(content["step"], content["policy_version"], tuple(content.get("batches", ())))
+        jumps = tuple(Jump(**jump) for jump in content.get("numbering", {"jumps": ()})["jumps"])
+        batches = tuple(content.get("batches", ()))
+        progress = Progress(content["step"], content["policy_version"], batches, Numbering(jumps))
         listed = content.get("files")
         files = None if listed is None else {name: (int(size), str(sha)) for name, (size, sha) in listed.items()}
         return State(progress, content.get("saved_at", (folder / STATE_FILE).stat().st_mtime), files)

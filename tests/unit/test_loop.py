@@ -35,6 +35,7 @@ from grpo_trainer.options import build
 from grpo_trainer.rollouts.feed import FedBatch
 from grpo_trainer.rollouts.types import Leased
 from grpo_trainer.trainer import StepResult
+from grpo_trainer.versions import Jump, Numbering
 from grpo_trainer.watchdog import StepWatch
 from grpo_trainer.weights.bridge import Published
 from grpo_trainer.weights.lora_swap import LoraSwap
@@ -263,6 +264,21 @@ def test_an_end_that_can_not_be_saved_says_both(monkeypatch: pytest.MonkeyPatch)
         TrainingError, match=r"no batch came\. Stopped at step 1; nothing could be saved \(OSError: disk"
     ):
         run(told, 2)
+
+
+def test_a_resumed_run_tells_the_feed_and_the_checkpoints_where_versions_jumped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: Any = Told(True, True, True, True)
+    begun: list[Progress] = []
+    saved: list[Progress] = []
+    monkeypatch.setattr(told, "connect", lambda version: version + 11)
+    monkeypatch.setattr(told, "begin", begun.append)
+    monkeypatch.setattr(told, "maybe_save", saved.append)
+    config = TrainConfig(model=ModelConfig(name="m"), training_steps=4)
+    run_steps(config, Progress(3, 90, ("a",)), told, told, told, told, told)
+    assert begun == [Progress(3, 101, ("a",), Numbering((Jump(101, 11),)))]
+    assert saved == [Progress(4, 102, ("b101",), begun[0].numbering)]
 
 
 def test_an_adapter_is_not_sent_again_under_a_name_that_was_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, check_files, 
 from grpo_trainer.saving.snapshot import Snapshot
 from grpo_trainer.saving.writer import BackgroundWriter
 from grpo_trainer.trainer import Trainer
+from grpo_trainer.versions import Numbering
 from tests.unit.factories import batch, sample
 from tests.unit.tiny_lora import tiny_qwen
 
@@ -40,7 +41,7 @@ def trainer() -> Trainer:
 
 
 def saver(one: Trainer, folder: Path, **options: object) -> Checkpoints:
-    config = CheckpointConfig.model_validate({"save_path": folder, "resume": "auto", **options})
+    config = CheckpointConfig.model_validate({"save_path": folder, "resume": "auto", "keep_checkpoints": 0, **options})
     return Checkpoints(config, AllWeights(one.model, None, torch.bfloat16), one.optimizer)  # type: ignore[arg-type]
 
 
@@ -51,18 +52,21 @@ def weights(one: Trainer) -> list[torch.Tensor]:
 # ---------------------------------------------------------------- checksums
 
 
+JUMPED = Numbering().jumped(1, 2)
+
+
 def sealed(folder: Path) -> Path:
     (folder / "inner").mkdir(parents=True)
     (folder / "weights").write_bytes(b"0123456789")
     (folder / "inner" / "more").write_bytes(b"abc")
-    seal(folder, Progress(3, 4, ("x", "y")))
+    seal(folder, Progress(3, 4, ("x", "y"), JUMPED))
     return folder
 
 
 def test_a_sealed_folder_is_whole_and_says_where_the_run_stood(tmp_path: Path) -> None:
     state = read_state(sealed(tmp_path / "c"))
     check_files(tmp_path / "c", state)
-    assert state.progress == Progress(3, 4, ("x", "y"))
+    assert state.progress == Progress(3, 4, ("x", "y"), JUMPED)
     assert state.files is not None and {name: size for name, (size, _) in state.files.items()} == {
         "weights": 10,
         "inner/more": 3,

@@ -10,6 +10,7 @@ from grpo_trainer.metrics.types import reduce
 from grpo_trainer.rollouts.leases import Leases
 from grpo_trainer.rollouts.staleness import judge, same_judgement
 from grpo_trainer.rollouts.types import Group, RolloutBatch
+from grpo_trainer.saving.manifest import Progress
 from tests.unit.factories import sample
 
 
@@ -39,6 +40,34 @@ def test_downweighted_groups_count_one_over_one_plus_excess() -> None:
     assert weights == [{1.0}, {0.5}, {1.0}, {0.25}]  # 6 - 3 is 1 above 2: 1 / 2; 6 - 1 is 3 above: 1 / 4
     numbers = reduce(judged.metrics)
     assert numbers["rollout/downweighted_groups"] == 2 and numbers["rollout/dropped_stale_groups"] == 0
+
+
+def test_batches_that_come_again_are_as_old_as_they_would_have_been() -> None:
+    """Saved as version 90, the server saw 100: resumed as 101. Batches of the steps 91 to 100 come again, each with
+    samples of the version before it, or of four versions before."""
+    resumed = Progress(90, 90).going_on_as(101)
+    for step in range(10):
+        batch = [group(90 + step), group(86 + step)]
+        undisturbed = judge(batch, 90 + step, limit=4)
+        again = judge(batch, 101 + step, 4, numbering=resumed.numbering)
+        assert again.groups == undisturbed.groups == tuple(batch)
+        assert reduce(again.metrics) == reduce(undisturbed.metrics)
+    # what is sampled from then on: of version 102 at 107 it is 5 updates old; of version 89 at 105, 94 - 89 = 5
+    assert not judge([group(102), group(89)], 107, 4, numbering=resumed.numbering).groups
+    assert not judge([group(89)], 105, 4, numbering=resumed.numbering).groups
+    # a former process has published 100; the resumed one has not come to it again
+    assert reduce(judge([group(100)], 101, 4, numbering=resumed.numbering).metrics)["rollout/staleness_max"] == 0
+
+
+def test_jumps_add_up_and_a_new_run_has_none() -> None:
+    # 90 as 101 (11 skipped), trained to 110 (99 updates), gone on with as 120 (21 skipped)
+    numbering = Progress(99, 110, (), Progress(90, 90).going_on_as(101).numbering).going_on_as(120).numbering
+    assert [numbering.updates(version) for version in (90, 100, 101, 110, 119, 120, 125)] == [
+        *(90, 100, 90, 99, 108, 99, 104),
+    ]
+    # samples of version 49 in the queue are another run's: 51 - 49 = 2 versions old, as ever
+    assert Progress().going_on_as(51) == Progress(0, 51)
+    assert Progress(7, 7).going_on_as(7) == Progress(7, 7)
 
 
 def test_a_weight_multiplies_the_loss_and_leaves_the_normaliser() -> None:
