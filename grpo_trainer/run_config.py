@@ -29,6 +29,7 @@ from typing import Any
 
 from pydantic import field_validator, model_validator
 
+from grpo_trainer.bridge_options import SharedVllm
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.launch.environments import EnvironmentProcess, check_environments
@@ -43,6 +44,8 @@ SET_BY_THE_RUN = {
     "rollout_url": "--api.port",
     "vllm_host": "--server.port",
     "vllm_port": "--server.port",
+    "vllm_also": "--server.replicas",
+    "vllm_gpus": "--server.gpus",
     "save_path": "--run-dir",
     "log_dir": "--run-dir",
 }
@@ -187,6 +190,11 @@ def _check_sharing(trainer: TrainConfig, server: ServerProcess) -> None:
     Raises:
         ConfigError: no trainer could use this server's weights.
     """
+    if server.replicas > 1 and isinstance(trainer.bridge, SharedVllm):
+        raise ConfigError(
+            f"--server.replicas {server.replicas}: with --weight-bridge-mode shared_vllm the weights are one server's "
+            "memory; wanted 1, or another mode"
+        )
     if (unfit := why_not_shared(server)) is not None:
         raise ConfigError(
             f"{unfit}: the trainer is to use the server's weights, which must be whole, plain, and stay where they "

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.options import Section, leaves, option, shown, split_arguments
@@ -68,6 +68,17 @@ class VllmConfig(ServedOptions):
 
     host: str = option("127.0.0.1", help="Host of the inference server.", flags=("--vllm-host",))
     port: int = option(DEFAULT_PORT, help="Port of the inference server.", flags=("--vllm-port",), ge=1, le=65535)
+    also: tuple[str, ...] = option(
+        (),
+        help="More servers of the same policy, HOST:PORT with commas between: each is proved and published to. Where "
+        "this command starts vLLM, it starts these, too.",
+        flags=("--vllm-also",),
+    )
+    gpus: str | None = option(
+        None,
+        help="CUDA_VISIBLE_DEVICES of each server that this command starts, with ; between: 0;1 (default: as here).",
+        flags=("--vllm-gpus",),
+    )
     api_key: str | None = option(
         None,
         help="Bearer token of the inference server (default: VLLM_API_KEY, which no list of processes shows).",
@@ -112,9 +123,63 @@ class VllmConfig(ServedOptions):
     def _from_environment(cls, value: Any) -> Any:
         return value or os.environ.get(KEY_VARIABLE) or None
 
+    @field_validator("also", mode="before")
+    @classmethod
+    def _split_also(cls, value: Any) -> Any:
+        return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+    @field_validator("also")
+    @classmethod
+    def _are_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for address in value:
+            host, _, port = address.rpartition(":")
+            if not host or "/" in host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+                raise ValueError(f"--vllm-also {address}: wanted HOST:PORT, for example 10.0.0.2:9001")
+        return value
+
+    @model_validator(mode="after")
+    def _are_others(self) -> VllmConfig:
+        addresses = [f"{self.host}:{self.port}", *self.also]
+        if len(set(addresses)) < len(addresses):
+            raise ValueError(f"--vllm-also: got {', '.join(addresses)}, one of them twice; wanted each server once")
+        if self.gpus is not None:
+            check_gpus("--vllm-gpus", self.gpus, len(addresses))
+        return self
+
     @property
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
+
+    @property
+    def each(self) -> tuple[VllmConfig, ...]:
+        """One for each server: this one, then those of `also`."""
+        if not self.also:
+            return (self,)
+        gpus = [None] * (1 + len(self.also)) if self.gpus is None else self.gpus.split(";")
+        places = [(self.host, self.port), *(_place(address) for address in self.also)]
+        return tuple(
+            self.model_copy(update={"host": host, "port": port, "gpus": own, "also": ()})
+            for (host, port), own in zip(places, gpus, strict=True)
+        )
+
+
+def _place(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+def check_gpus(flag: str, gpus: str, servers: int) -> None:
+    """Refuse GPUs that are not one set for each server.
+
+    Raises:
+        ValueError: with the flag, what it got and what it should be.
+    """
+    sets = [part.strip() for part in gpus.split(";")]
+    if len(sets) != servers or not all(sets):
+        example = ";".join(map(str, range(servers)))
+        raise ValueError(
+            f"{flag} {gpus}: got {len(sets)} sets of GPUs for {servers} servers, wanted as many: {example}"
+        )
 
 
 class ServerProcess(ServedOptions):
@@ -123,6 +188,12 @@ class ServerProcess(ServedOptions):
     prefix: ClassVar[str] = "server."
 
     port: int = option(DEFAULT_PORT, help="Port; 0 picks a free one.", ge=0, le=65535)
+    replicas: int = option(
+        1, help="Servers of the same policy, on this port and those after it: requests are spread over them.", ge=1
+    )
+    gpus: str | None = option(
+        None, help="CUDA_VISIBLE_DEVICES of each of them, with ; between: 0;1 (required for several on GPUs)."
+    )
     dtype: ServedDtype = option("auto", help="Weights and activations; auto: as the trainer's --dtype.")
     max_model_len: int | None = option(None, help="Longest sequence served (default: the trainer's --seq-len).", gt=0)
     gpu_memory_utilization: float = option(
@@ -134,8 +205,24 @@ class ServerProcess(ServedOptions):
     data_parallel_size: int = option(1, help="Replicas of the model, each on GPUs of its own.", ge=1)
     extra_args: tuple[str, ...] = option((), help="More arguments for `grpo serve`, comma-separated.")
 
+    @model_validator(mode="after")
+    def _gpus_fit(self) -> ServerProcess:
+        if self.gpus is not None:
+            check_gpus("--server.gpus", self.gpus, self.replicas)
+        return self
 
-SAID_TWICE = tuple(name for name in ServerProcess.model_fields if name != "port")
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the processes: server, server-2, …"""
+        return tuple("server" if number == 0 else f"server-{number + 1}" for number in range(self.replicas))
+
+    @property
+    def wanted_ports(self) -> dict[str, int]:
+        """The port of each; 0: any free one."""
+        return {name: self.port and self.port + number for number, name in enumerate(self.names)}
+
+
+SAID_TWICE = tuple(name for name in ServerProcess.model_fields if name not in ("port", "replicas", "gpus"))
 """Options that a run has as `--server.…` and under the trainer's name."""
 
 

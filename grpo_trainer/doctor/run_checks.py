@@ -60,13 +60,14 @@ def _writable(folder: Path) -> bool:
 
 
 def check_ports(config: RunConfig) -> Finding:
-    wanted = {"api": config.api.port, "server": config.server.port}
+    wanted = {"api": config.api.port, **config.server.wanted_ports}
     busy = [(table, port) for table, port in wanted.items() if port and not is_free("127.0.0.1", port)]
     if busy:
         got = ", ".join(f"{port} is held by {port_holder(port)}" for _, port in busy)
-        fix = " and ".join(f"--{table}.port 0 (any free one)" for table, _ in busy)
+        tables = dict.fromkeys(table.partition("-")[0] for table, _ in busy)
+        fix = " and ".join(f"--{table}.port 0 (any free one)" for table in tables)
         return fail("ports", got, "free ones", f"end that, or {fix}")
-    if wanted["api"] and wanted["api"] == wanted["server"]:
+    if wanted["api"] and wanted["api"] in [port for table, port in wanted.items() if table != "api"]:
         return fail("ports", f"{wanted['api']} twice", "one for each process", "--server.port 0 (any free one)")
     return ok("ports", ", ".join(f"{table} {port or 'any'}" for table, port in wanted.items()))
 

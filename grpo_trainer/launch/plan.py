@@ -6,7 +6,7 @@ repeated by hand.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +18,7 @@ from grpo_trainer.errors import ConfigError
 from grpo_trainer.launch.environments import EnvironmentProcess, environment_module
 from grpo_trainer.options import dump
 from grpo_trainer.run_config import RunConfig
-from grpo_trainer.server_options import DEGREES, KEY_VARIABLE, VllmConfig
+from grpo_trainer.server_options import DEGREES, KEY_VARIABLE, ServerProcess, VllmConfig
 from vllm_server.protocol.bridge_config import FILE_NAME
 
 LOOPBACK = "127.0.0.1"
@@ -165,16 +165,16 @@ def server_process(
 def _server_processes(config: RunConfig, ports: Mapping[str, int], python: str, on_gpu: bool) -> Iterator[ProcessSpec]:
     bridge = config.trainer.bridge
     flags: list[str] = []
-    if config.trainer.shares_weights:
-        flags += ["--shared-weights", "--bridge-config-path", str(_bridge_config_path(config))]
     if isinstance(bridge, LoraOnly):
         flags += ["--max-lora-rank", str(bridge.r), "--lora-name", bridge.name]
         flags += ["--lora-keep-versions", str(config.trainer.keep_versions)]
         flags += ["--lora-root", str((bridge.lora_root or config.run_dir / "adapters").absolute())]
     trainer = reached(config, ports, on_gpu)
+    shared = ["--shared-weights", "--bridge-config-path", str(_bridge_config_path(config))]
     for name, vllm in zip(config.server.names, trainer.vllm.each, strict=True):
+        own = (*flags, *shared) if trainer.shares_weights and name == config.server.names[0] else tuple(flags)
         one = trainer.model_copy(update={"vllm": vllm})
-        yield server_process(one, python=python, on_gpu=on_gpu, model=one.model.name, flags=tuple(flags), name=name)
+        yield server_process(one, python=python, on_gpu=on_gpu, model=one.model.name, flags=own, name=name)
 
 
 def _check_device(trainer: TrainConfig, *, on_gpu: bool) -> None:

@@ -15,6 +15,7 @@ import tomli_w
 from rich.console import Console
 
 from grpo_trainer.doctor.disk import refuse_without_room
+from grpo_trainer.doctor.model_files import refuse_missing
 from grpo_trainer.errors import ConfigError, ModelError, StoppedError, from_os_error
 from grpo_trainer.files import refuse_to_mix_runs, replace_file
 from grpo_trainer.launch.plan import RunPlan, plan_run
@@ -34,6 +35,7 @@ def run(config: RunConfig, console: Console) -> None:
             everything was ended again when a process failed.
     """
     refuse_to_mix_runs(config.run_dir, config.trainer.checkpoints.resume, "--run-dir")
+    refuse_missing(config.trainer.model.name)
     together = {"trainers": 0} if config.options.trainer_gpus > 1 else {}
     ports = claim_ports({"api": config.api.port, **config.server.wanted_ports, **together})
     with console.status("checking the model and vLLM"):
@@ -103,7 +105,8 @@ def preflight(model: str) -> Mapping[str, Any]:
         raise ModelError(f"vLLM can't be asked whether it serves {model} (exit code {done.returncode}):\n{said}")
     report = json.loads(lines[-1])
     if not report["supported"]:
-        raise ModelError(f"--model-name {model}: {report['reason']}")
+        missing = "" if Path(model).is_dir() else "no such folder here, and as a name on the hub: "
+        raise ModelError(f"--model-name {model}: {missing}{report['reason']}")
     return report
 
 

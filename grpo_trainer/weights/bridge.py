@@ -91,20 +91,25 @@ def build_bridge(
     from grpo_trainer.server_client import ServerClient
     from grpo_trainer.weights.checkpoint_restart import CheckpointModels, MergedModels, build_restart
     from grpo_trainer.weights.lora_swap import LoraSwap
+    from grpo_trainer.weights.several import SeveralServers
     from grpo_trainer.weights.shared_weights import SharedBridge
 
-    client = ServerClient(config.vllm, stop.check)
+    clients = [ServerClient(vllm, stop.check) for vllm in config.vllm.each]
     last_version = progress.policy_version + config.training_steps - progress.step
     match config.bridge:
         case LoraOnly() as options:
             assert isinstance(policy.model, PeftModel)
             root = options.lora_root or Path(config.log_dir) / "adapters"
-            return LoraSwap(options, policy.model, client, root.absolute(), config.model.seq_len)
+            swaps: dict[str, WeightBridge] = {}
+            for number, (client, vllm) in enumerate(zip(clients, config.vllm.each, strict=True)):
+                folder = root.absolute() / (f"server-{number + 1}" if number else "")  # each prunes its own files
+                swaps[vllm.url] = LoraSwap(options, policy.model, client, folder, config.model.seq_len)
+            return SeveralServers(swaps) if len(swaps) > 1 else swaps[config.vllm.url]
         case SharedVllm() as options:
             assert isinstance(policy, SharedWeights)
-            return SharedBridge(options, policy, client, config.model.seq_len)
+            return SharedBridge(options, policy, clients[0], config.model.seq_len)
         case LoraRestart() as options:
-            return build_restart(config, options, MergedModels.of(config, policy), policy, client, last_version, stop)
+            return build_restart(config, options, MergedModels.of(config, policy), policy, clients, last_version, stop)
         case CheckpointRestart() as options:
             models = CheckpointModels(config.model.name, checkpoints)
-            return build_restart(config, options, models, policy, client, last_version, stop)
+            return build_restart(config, options, models, policy, clients, last_version, stop)

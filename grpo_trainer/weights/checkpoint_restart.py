@@ -29,7 +29,7 @@ from grpo_trainer.checkpoint import Checkpoints
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.files import whole_folder
-from grpo_trainer.launch.owned_server import OwnedServer, owned_server
+from grpo_trainer.launch.owned_server import OwnedServer, owned_servers
 from grpo_trainer.metrics.types import Metric, Sum
 from grpo_trainer.model.export import export_model
 from grpo_trainer.model.policy import Policy, load_tokenizer
@@ -271,18 +271,20 @@ def build_restart(
     options: RestartOptions,
     models: ServedModels,
     policy: Policy,
-    client: ServerClient,
+    clients: Sequence[ServerClient],
     last_version: int,
     stop: StopSignal,
 ) -> CheckpointRestart:
-    """A bridge with a server of its own, whose unexpected end ends every wait of the trainer.
+    """A bridge with servers of its own, whose unexpected end ends every wait of the trainer.
 
     Raises:
-        PortBusyError: the server's port is taken.
+        PortBusyError: a server's port is taken.
     """
     on_gpu = torch.cuda.is_available()
-    server = owned_server(config, on_gpu=on_gpu, check_stop=stop.check)
-    stop.watch(server.check)
-    proof = ModelProof(policy.model, client, config.trainer_dtype(on_gpu=on_gpu)) if options.proof else None
-    launched = [Launched(server, client, proof)]
+    servers = owned_servers(config, on_gpu=on_gpu, check_stop=stop.check)
+    dtype = config.trainer_dtype(on_gpu=on_gpu)
+    launched = []
+    for server, client in zip(servers, clients, strict=True):
+        stop.watch(server.check)
+        launched.append(Launched(server, client, ModelProof(policy.model, client, dtype) if options.proof else None))
     return CheckpointRestart(options, models, launched, config.model.seq_len, last_version)

@@ -16,7 +16,7 @@ import pytest
 
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import PortBusyError, ProcessFailedError, StoppedError
-from grpo_trainer.launch.owned_server import OwnedServer, owned_server
+from grpo_trainer.launch.owned_server import OwnedServer, owned_servers
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.options import build
 from tests.processes import ROOT, alive, free_port, wait_for
@@ -181,4 +181,4 @@ def test_a_busy_port_is_refused_with_its_holder(tmp_path: Path) -> None:
         port = holder.getsockname()[1]
         config = build(TrainConfig, {"model": "m", "vllm_port": port, "save_path": str(tmp_path)})
         with pytest.raises(PortBusyError, match=f"--vllm-port {port}: busy, held by pid {os.getpid()}"):
-            owned_server(config, on_gpu=False, check_stop=lambda: None)
+            owned_servers(config, on_gpu=False, check_stop=lambda: None)

@@ -279,3 +279,82 @@ def test_each_gpu_of_the_trainer_has_a_process_and_they_meet_at_one_port() -> No
 def test_ranks_are_the_runs_own(flag: str) -> None:
     with pytest.raises(ConfigError, match="use --trainer-gpus"):
         plan({flag: "1"})
+
+
+REPLICAS = {"server.replicas": "3", "server.gpus": "0;1,2;3", "server.port": 9123}
+THREE_PORTS = {**PORTS, "server-2": 9124, "server-3": 9125}
+
+
+def plan_of_three(**flags: Any) -> RunPlan:
+    base = {"model_name": "demo", "weight_bridge_mode": "lora_only", "run_dir": "/runs/a"}
+    return plan_run(build_run({}, base | REPLICAS | flags), THREE_PORTS, python="py", on_gpu=True)
+
+
+def test_several_servers_are_processes_on_gpus_of_their_own_and_everybody_knows_all() -> None:
+    made = plan_of_three()
+    servers = made.stages[0][1:]
+    assert [server.name for server in servers] == ["server", "server-2", "server-3"]
+    assert [option(server.argv, "--port") for server in servers] == ["9123", "9124", "9125"]
+    assert [server.env["CUDA_VISIBLE_DEVICES"] for server in servers] == ["0", "1,2", "3"]
+    trainer = build(TrainConfig, made.config_files[Path("/runs/a/config/trainer.toml")])
+    assert [vllm.url for vllm in trainer.vllm.each] == [f"http://127.0.0.1:{port}" for port in (9123, 9124, 9125)]
+    environment = made.config_files[Path("/runs/a/config/env-arithmetic.toml")]
+    assert environment["openai"]["base_url"] == ",".join(f"http://127.0.0.1:{port}/v1" for port in (9123, 9124, 9125))
+
+
+def test_several_servers_of_a_trainer_that_starts_them_itself() -> None:
+    made = plan_of_three(weight_bridge_mode="none", **{"server.gpus": "0;1;2"})
+    assert [process.name for process in made.stages[0]] == ["api"]
+    trainer = build(TrainConfig, made.config_files[Path("/runs/a/config/trainer.toml")])
+    assert [(vllm.port, vllm.gpus) for vllm in trainer.vllm.each] == [(9123, "0"), (9124, "1"), (9125, "2")]
+
+
+def test_of_several_servers_the_first_shares_its_base_with_the_trainer() -> None:
+    made = plan_of_three(share_base=True)
+    assert ["--shared-weights" in server.argv for server in made.stages[0][1:]] == [True, False, False]
+
+
+def test_ports_of_several_servers_follow_one_another_or_are_any_that_are_free() -> None:
+    config = build_run({}, {"model_name": "demo", "weight_bridge_mode": "lora_only", **REPLICAS})
+    assert config.server.wanted_ports == {"server": 9123, "server-2": 9124, "server-3": 9125}
+    config = build_run({}, {"model_name": "demo", "weight_bridge_mode": "lora_only", **REPLICAS, "server.port": "0"})
+    assert config.server.wanted_ports == {"server": 0, "server-2": 0, "server-3": 0}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"server.gpus": None}, r"--server.replicas 3: all would start on the same GPU; .* --server.gpus '0;1;2'"),
+        ({"server.gpus": "0;1"}, r"--server.gpus 0;1: got 2 sets of GPUs for 3 servers, wanted as many: 0;1;2"),
+        ({"weight_bridge_mode": "shared_vllm", "server.gpus": "0;1;2"}, r"--server.replicas 3: .* one server's memory"),
+        ({"vllm_also": "h:1"}, r"--server.replicas"),
+        ({"vllm_gpus": "0;1;2"}, r"--server.gpus"),
+    ],
+)
+def test_several_servers_that_can_not_be_are_refused(flags: dict[str, Any], message: str) -> None:
+    asked = {key: value for key, value in (REPLICAS | flags).items() if value is not None}
+    base = {"model_name": "demo", "weight_bridge_mode": "lora_only", "run_dir": "/runs/a"}
+    with pytest.raises(ConfigError, match=message):
+        plan_run(build_run({}, base | asked), THREE_PORTS, python="py", on_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"vllm_also": "10.0.0.2"}, r"--vllm-also 10.0.0.2: wanted HOST:PORT"),
+        ({"vllm_also": "http://10.0.0.2:9001"}, r"--vllm-also http://10.0.0.2:9001: wanted HOST:PORT"),
+        ({"vllm_also": "h:9001,h:9001"}, r"one of them twice"),
+        ({"vllm_also": "h:9001", "vllm_gpus": "0"}, r"--vllm-gpus 0: got 1 sets of GPUs for 2 servers"),
+        ({"vllm_also": "h:9001", "weight_bridge_mode": "shared_vllm"}, r"--vllm-also h:9001: .* one server's memory"),
+    ],
+)
+def test_a_trainers_servers_that_can_not_be_are_refused(flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(TrainConfig, {"model": "m", "weight_bridge_mode": "lora_only", **flags})
+
+
+def test_a_trainers_servers() -> None:
+    given = {"model": "m", "weight_bridge_mode": "lora_only", "vllm_also": "h:9001, g:9002", "vllm_api_key": "k"}
+    each = build(TrainConfig, given).vllm.each
+    assert [vllm.url for vllm in each] == ["http://127.0.0.1:9001", "http://h:9001", "http://g:9002"]
+    assert all(vllm.api_key == "k" and vllm.also == () for vllm in each)
