@@ -24,6 +24,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+FAST_4_BITS = "bitsandbytes.backends.cpu.ops"
+"""Where bitsandbytes, once imported, warns of a faster kernel for 4 bits: of use only to who loads in them."""
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 Environment = Annotated[
     str | None,
@@ -80,7 +82,9 @@ def train(options: dict[str, Any], config: ConfigFile = None) -> None:
     """
     file = read_toml(config) if config else {}
     train_config = build(TrainConfig, override(TrainConfig, file, options))
-    _look_at_the_disk(train_config)
+    if train_config.model.load_in_4bit:
+        logging.getLogger(FAST_4_BITS).setLevel(logging.NOTSET)
+    _look_before_the_start(train_config)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads sleep: a server may share the cores
     from grpo_trainer.loop import train as train_loop
 
@@ -220,12 +224,14 @@ def _become(module: str, arguments: list[str]) -> None:
     os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
 
 
-def _look_at_the_disk(config: TrainConfig) -> None:
-    """Refuse to begin where the first checkpoints don't fit; say so where later ones won't."""
+def _look_before_the_start(config: TrainConfig) -> None:
+    """Refuse to begin where there is no model, or the first checkpoints don't fit; say so where later ones won't."""
     if os.environ.get("RANK", "0") != "0":
         return  # who leads has looked
     from grpo_trainer.doctor.disk import refuse_without_room
+    from grpo_trainer.doctor.model_files import refuse_missing
 
+    refuse_missing(config.model.name)
     found = refuse_without_room(
         config, config.checkpoints.save_path, "--save-path", on_gpu=config.model.device != "cpu"
     )
@@ -239,6 +245,7 @@ def main() -> None:
     """Entry point: an error that the user can mend is one message and an exit code, anything else a traceback."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger(FAST_4_BITS).setLevel(logging.ERROR)
     try:
         app()
     except GrpoError as error:

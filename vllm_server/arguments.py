@@ -9,7 +9,7 @@ from vllm_server.errors import FatalError
 from vllm_server.lora_kernels import KERNELS_VARIABLE, use_tuned_kernels
 from vllm_server.protocol import DEFAULT_KEEP_VERSIONS, DEFAULT_LORA_NAME, DEFAULT_PORT
 
-PROGRAM = "python -m vllm_server"
+PROGRAM = "grpo serve"
 DEFAULT_HOST = "127.0.0.1"
 
 SPARE_ADAPTERS = 4  # for one being loaded, and versions outside the window on which requests still run

@@ -405,4 +405,4 @@ def api(
 
 
 if __name__ == "__main__":
-    app()
+    app(prog_name="grpo bench api")

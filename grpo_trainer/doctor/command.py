@@ -26,11 +26,12 @@ def print_examination(examination: Examination, console: Console) -> None:
     console.print(table)
     if examination.memory is not None:
         console.print(memory_table(examination.memory))
-    wrong = [finding for finding in examination.findings if finding.fix]
+    wrong = [finding for finding in examination.findings if finding.status in ("warn", "fail")]
     for finding in wrong:
         console.print(f"\n{MARKS[finding.status]} {escape(finding.name)}: {escape(finding.got)}", soft_wrap=True)
-        console.print(f"  wanted: {finding.wanted}", markup=False, highlight=False, soft_wrap=True)
-        console.print(f"  fix: {finding.fix}", markup=False, highlight=False, soft_wrap=True)
+        for word, text in (("wanted", finding.wanted), ("fix", finding.fix)):
+            if text and text not in finding.got:
+                console.print(f"  {word}: {text}", markup=False, highlight=False, soft_wrap=True)
     fails = sum(finding.status == "fail" for finding in examination.findings)
     verdict = f"[bold red]{fails} would fail[/]" if fails else "[green]nothing stands in the way[/]"
     console.print(f"\n{verdict}")

@@ -55,7 +55,7 @@ def examine(machine: Machine, config: RunConfig | str | None, probes: Probes | N
     run = config if isinstance(config, RunConfig) else None
     findings = list(_machine(machine, run, probes))
     if isinstance(config, str):
-        findings.append(fail("configuration", config, "options that are known and go together", "see the message"))
+        findings.append(_refusal(config))
     if run is None:
         return Examination(tuple(findings))
     findings += [
@@ -79,6 +79,13 @@ def examine(machine: Machine, config: RunConfig | str | None, probes: Probes | N
         findings.append(memory)
     findings.append(_served(run.trainer.model.name, files, findings, probes))
     return Examination(tuple(findings), plan)
+
+
+def _refusal(message: str) -> Finding:
+    """Why a configuration was refused: what was wanted and what to do stand in its own words, at the end."""
+    got, _, fix = message.rpartition("; ")
+    got, _, wanted = got.rpartition(" wanted ")
+    return fail("configuration", message, wanted.rstrip(".,;"), fix if got or wanted else "")
 
 
 def _machine(machine: Machine, run: RunConfig | None, probes: Probes) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_trainer.errors import ModelError
 from vllm_server.protocol.flat import decode_header, read_header
 
 CONFIG_FILE = "config.json"
@@ -33,11 +34,33 @@ class ModelFiles:
         return any((self.folder / name).is_file() for name in TOKENIZER_FILES[:3])
 
 
+def is_path(name: str) -> bool:
+    """Whether a name can't be one of the hub's, which have one slash at most."""
+    return name.count("/") > 1 or name.startswith((".", "/", "~"))
+
+
+def refuse_missing(name: str) -> None:
+    """Say at once that a folder is not there, before anybody asks the hub for it.
+
+    Raises:
+        ModelError: it is not.
+    """
+    if Path(name).is_dir() or not (is_path(name) or Path(name).exists()):
+        return
+    what = "is a file" if Path(name).exists() else "no such folder"
+    if name.startswith("~"):
+        what += " (a shell replaces ~ by your home only where it stands first and unquoted)"
+    raise ModelError(
+        f"--model-name {name}: {what}; wanted the folder of a saved model, or a name on the hub such as "
+        "Qwen/Qwen2.5-0.5B-Instruct"
+    )
+
+
 def find_folder(name: str) -> Path | None:
     """Where a model lies: the folder itself, or the hub's cache; None: it would have to be downloaded."""
     if Path(name).is_dir():
         return Path(name)
-    if name.count("/") > 1 or name.startswith((".", "/", "~")):
+    if is_path(name):
         return None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError

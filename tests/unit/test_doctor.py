@@ -33,6 +33,7 @@ from grpo_trainer.doctor.findings import Finding, ok, skip
 from grpo_trainer.doctor.ipc import judge
 from grpo_trainer.doctor.machine import Gpu, Machine, look, read_gpus
 from grpo_trainer.doctor.machine_checks import SUPPORTED
+from grpo_trainer.doctor.model_files import refuse_missing
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.run_config import RunConfig, build_run
 from vllm_server.protocol.flat import encode_header, lay_out
@@ -399,6 +400,49 @@ def test_people_read_what_was_found_and_the_plan(model: Path, tmp_path: Path) ->
     text = (tmp_path / "out").read_text()
     assert "1 would fail" in text and "fix: AutoTokenizer" in text
     assert "planned memory" in text and "server: key-value cache" in text and "trainer: optimizer states" in text
+
+
+@pytest.mark.parametrize(
+    ("message", "fix"),
+    [
+        ("--lora-r 24: vLLM serves ranks 1, 8; use 32", "use 32"),
+        ("--dtype float16: wanted bfloat16; leave it out", "leave it out"),
+        ("--model-name: required, but not given", ""),
+    ],
+)
+def test_a_refused_configuration_is_told_in_its_own_words(tmp_path: Path, message: str, fix: str) -> None:
+    examination = look_at(message)
+    with (tmp_path / "out").open("w") as file:
+        print_examination(examination, Console(file=file, width=200))
+    told = (tmp_path / "out").read_text().split("\n\n")[1]
+    assert told.strip() == f"fail configuration: {message}", "once, and with nothing that says nothing"
+    assert examination.findings[-1].fix == fix, "for machines"
+
+
+def test_a_folder_that_is_not_there_is_named_before_the_hub_is_asked(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name, said in (
+        (str(tmp_path / "none"), "no such folder"),
+        ("./none", "no such folder"),
+        ("a/b/c", "no such folder"),
+        (str(tmp_path / "file"), "is a file"),
+    ):
+        with pytest.raises(ModelError, match=f"--model-name {name}: {said}"):
+            refuse_missing(name)
+    refuse_missing(str(tmp_path))
+    refuse_missing("some/model-of-the-hub")
+
+
+@pytest.mark.parametrize("command", ["train", "run"])
+def test_commands_say_so_at_once(tmp_path: Path, command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo_trainer", command, "--model", str(tmp_path / "none")],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert done.returncode == 2 and done.stderr.startswith(f"grpo: --model-name {tmp_path}/none: no such folder")
 
 
 def test_the_command_on_this_machine_with_an_unknown_field(tmp_path: Path) -> None:
