@@ -115,6 +115,7 @@ def prepare(batch: RolloutBatch, config: LossConfig, seq_len: int, *, drop_overl
     counts = BatchCounts(
         sequences=len(cut) - (sum(overlong) if drop_overlong else 0),
         trained_tokens=sum(map(len, positions)),
+        supervised_tokens=sum(len(where) for sample, where in zip(cut, positions, strict=True) if sample.supervised),
         teacher_tokens=sum(int(teacher.given_T.sum()) for teacher in teachers if teacher is not None),
     )
     advantages = [value for group in batch.groups for value in _advantages(group, config)]
@@ -164,6 +165,7 @@ def _training_sequence(
         version=None if sample.supervised else sample.policy_version,
         supervised=sample.supervised,
         teacher=teacher,
+        share=sample.weight,
     )
 
 

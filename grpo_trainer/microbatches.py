@@ -34,11 +34,12 @@ class TrainingSequence:
     positions: NDArray[np.int64]  # of its trained tokens, each >= 1: a token is predicted from the one before it
     advantages: NDArray[np.float32]  # one per trained token
     rollout_logprobs: NDArray[np.float32] | None  # one per trained token
-    weight: float  # of each of its trained tokens in the loss of the whole batch
+    weight: float  # of each of its trained tokens in the loss of the whole batch, its share included
     temperature: float
     version: int | None = None  # of the policy that sampled it, if known
     supervised: bool = False
     teacher: Teacher | None = None  # of its trained tokens, if they learn from it
+    share: float = 1.0  # of what it would count, were it younger
 
     @property
     def prompt_len(self) -> int:
@@ -108,6 +109,7 @@ class MicroBatch:
         rows_N, columns_N: the sequence that a trained token belongs to, and its place there; columns are >= 1.
         advantages_N: of each trained token; 1 under supervision.
         weights_N: of each trained token in the loss of the whole batch.
+        shares_N: how much the token's sequence counts in means that have no such weights; below 1 if it is too old.
         rollout_logprobs_N: what the server sampled with; 0 where `has_rollout_N` is False.
         temperature_N: of sampling.
         supervised_N: the token is to be imitated; the policy did not sample it.
@@ -123,6 +125,7 @@ class MicroBatch:
     columns_N: Tensor
     advantages_N: Tensor
     weights_N: Tensor
+    shares_N: Tensor
     rollout_logprobs_N: Tensor
     has_rollout_N: Tensor
     temperature_N: Tensor
@@ -278,6 +281,7 @@ def _microbatch(sequences: Sequence[TrainingSequence], packed: bool, shared: boo
         columns_N=torch.from_numpy(np.concatenate([sequence.positions for sequence in sequences])),
         advantages_N=torch.from_numpy(np.concatenate([sequence.advantages for sequence in sequences])),
         weights_N=each([sequence.weight for sequence in sequences], np.float32),
+        shares_N=each([sequence.share for sequence in sequences], np.float32),
         rollout_logprobs_N=torch.from_numpy(np.concatenate(roll).astype(np.float32)),
         has_rollout_N=each([sequence.rollout_logprobs is not None for sequence in sequences], np.bool_),
         temperature_N=each([sequence.temperature for sequence in sequences], np.float32),

@@ -78,6 +78,7 @@ def loss_inputs(one: Pass, microbatch: MicroBatch, scores: TokenScores, counts: 
         ref_logprobs_N=one.ref_logprobs_N,
         advantages_N=microbatch.advantages_N,
         weights_N=microbatch.weights_N,
+        shares_N=microbatch.shares_N,
         supervised_N=microbatch.supervised_N,
         trainer_logprobs_NK=scores.others_NK,
         teacher_logprobs_NK=microbatch.teacher_logprobs_NK,

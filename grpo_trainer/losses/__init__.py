@@ -19,8 +19,9 @@ sapo are the papers' own, and TRL 1.16's. Ratios and surrogates are in `surrogat
     sum of weight x (-w x gain + kl_beta x KL)  - entropy_coef x mean entropy  + distill_coef x mean cross-entropy
 
 with w from `corrections.py`, KL and cross-entropy from `regularisers.py`; a token under supervision (the override
-`sft`) has -A lp in place of the bracket, and A = 1. The weight is a token's share in the mean of the table. The other
-means are over all trained tokens of the batch, or all of them that have a teacher, whatever the loss.
+`sft`) has -A lp in place of the bracket, and A = 1. The weight is a token's part in the mean of the table. The other
+means are over all tokens of the batch that the policy sampled, or all that have a teacher, whatever the loss. What is too
+old and counts less (`--on-stale downweight`) does so in each of them.
 """
 
 from __future__ import annotations
@@ -67,6 +68,12 @@ class BatchCounts:
     sequences: int
     trained_tokens: int
     teacher_tokens: int = 0
+    supervised_tokens: int = 0
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Trained tokens that the policy sampled."""
+        return self.trained_tokens - self.supervised_tokens
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ class LossInputs:
         old_logprobs_N: the trainer's before the first update on this batch; None: this is the first, they are its own.
         rollout_logprobs_N, has_rollout_N: what the server sampled with, where it is known.
         ref_logprobs_N: the reference's; None: there is none.
-        advantages_N, weights_N, supervised_N, teacher_logprobs_NK: as in `batching.MicroBatch`.
+        advantages_N, weights_N, shares_N, supervised_N, teacher_logprobs_NK: as in `batching.MicroBatch`.
         trainer_logprobs_NK: of the teacher's tokens under the current policy, with gradient.
         segments: the sequences that the tokens belong to.
         counts: of the whole batch.
@@ -93,6 +100,7 @@ class LossInputs:
     ref_logprobs_N: Tensor | None
     advantages_N: Tensor
     weights_N: Tensor
+    shares_N: Tensor
     supervised_N: Tensor
     trainer_logprobs_NK: Tensor
     teacher_logprobs_NK: Tensor
@@ -164,12 +172,14 @@ def _other_parts(inputs: LossInputs, ratio_N: Tensor, config: LossConfig) -> dic
         kl_N = divergence(lp_N, inputs.ref_logprobs_N, config.kl_estimator) * (ratio_N if config.kl_unbiased else 1.0)
         parts["kl"] = config.kl_beta * (weights_N * torch.where(inputs.supervised_N, 0.0, kl_N)).sum()
     if config.entropy_coef:
-        parts["entropy"] = -config.entropy_coef * inputs.entropy_N.sum() / max(1, inputs.counts.trained_tokens)
+        entropy_N = torch.where(inputs.supervised_N, 0.0, inputs.shares_N * inputs.entropy_N)
+        parts["entropy"] = -config.entropy_coef * entropy_N.sum() / max(1, inputs.counts.sampled_tokens)
     if config.distill_coef and inputs.counts.teacher_tokens:
         cross_N = teacher_cross_entropy(
             inputs.trainer_logprobs_NK, inputs.teacher_logprobs_NK, config.distill_temperature
         )
-        parts["distillation"] = config.distill_coef * cross_N.sum() / inputs.counts.teacher_tokens
+        shared = (inputs.shares_N * cross_N).sum()
+        parts["distillation"] = config.distill_coef * shared / inputs.counts.teacher_tokens
     return parts
 
 
@@ -186,7 +196,7 @@ def _policy_metrics(inputs: LossInputs, ratio_N: Tensor, surrogate: Surrogate) -
         "grpo/clipped_fraction": Mean(low + high, count),
         "grpo/clipped_low": Mean(low, count),
         "grpo/clipped_high": Mean(high, count),
-        "grpo/entropy": Mean(inputs.entropy_N.detach().sum(), tokens),
+        "grpo/entropy": Mean(torch.where(sampled_N, inputs.entropy_N.detach(), 0.0).sum(), count),
         "logprobs/trainer_mean": Mean(inputs.trainer_logprobs_N.sum(), tokens),
     }
 

@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from grpo_trainer.loss_config import KlEstimator
-
-MAX_LOG_RATIO = 20.0
-"""exp of more would overflow some day; here it is a divergence of 10^8 already."""
+from grpo_trainer.losses.surrogates import MAX_LOG_RATIO
 
 
 def divergence(lp_N: Tensor, ref_N: Tensor, estimator: KlEstimator) -> Tensor:

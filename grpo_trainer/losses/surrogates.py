@@ -23,7 +23,8 @@ from grpo_trainer.loss_config import LossConfig
 from grpo_trainer.losses.segments import Segments
 
 MAX_LOG_RATIO = 20.0
-"""Beyond every clip, and far from the overflow of exp in fp32: a gradient of 0 times infinity would be NaN."""
+"""Beyond every clip, and far from the overflow of exp in fp32: a gradient of 0 times infinity would be NaN. A token that
+is further off has no gradient: no policy is, but a server that gives -9999 for a probability of 0."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,14 @@ def sequence_ratio(lp_N: Tensor, old_N: Tensor, segments: Segments) -> Tensor:
 
     A token's gradient goes through its own logprob alone (GSPO-token, section 4.3): where all tokens of a sequence have
     the same advantage, the gradient of their mean is GSPO's own; where not, each token keeps its advantage.
+
+    The mean is over the tokens whose own log ratio is within `MAX_LOG_RATIO`: one beyond would be the whole sequence's.
     """
-    mean_N = segments.mean_N((lp_N - old_N).detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return torch.exp(mean_N + lp_N - lp_N.detach())
+    log_N = (lp_N - old_N).detach()
+    beyond_N = log_N.abs() > MAX_LOG_RATIO  # not where it is NaN: that must be seen
+    total_N = segments.total_N(torch.where(beyond_N, 0.0, log_N))
+    within_N = segments.total_N((~beyond_N).to(log_N.dtype))
+    return torch.exp(total_N / within_N.clamp(min=1.0) + torch.where(beyond_N, 0.0, lp_N - lp_N.detach()))
 
 
 def clipped(ratio_N: Tensor, lp_N: Tensor, advantages_N: Tensor, config: LossConfig) -> Surrogate:

@@ -28,7 +28,7 @@ def judge(
 ) -> Judged:
     """Leave out the groups that are too old, or let them count less.
 
-    A group is as old as its oldest sample: the updates between the version that sampled it and `version`. One of a later
+    A group is as old as its oldest sample: the updates from the version that sampled it to `version`. One of a later
     version, which a former process published and a resumed one has not come to again, is not old at all.
     `downweight` multiplies the loss
     of a group that is `excess` versions above the limit by `1 / (1 + excess)`; the batch's normaliser stays.

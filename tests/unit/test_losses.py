@@ -42,6 +42,7 @@ def inputs(sequences: list[PlainSequence], config: LossConfig, **changes: object
         "ref_logprobs_N": flat([s.ref or [0.0] * len(s.lp) for s in sequences]) if config.kl_beta else None,
         "advantages_N": flat([[1.0] * len(s.lp) if s.supervised else s.advantages for s in sequences]),
         "weights_N": each(weights),
+        "shares_N": torch.ones(len(lp_N)),
         "supervised_N": each([s.supervised for s in sequences]),
         "trainer_logprobs_NK": torch.zeros(len(lp_N), 0),
         "teacher_logprobs_NK": torch.zeros(len(lp_N), 0),
@@ -137,6 +138,49 @@ def test_the_entropy_bonus_is_of_the_mean_over_all_trained_tokens_of_the_batch()
     assert reduce(output.metrics)["grpo/entropy"] == pytest.approx(3.0)
     (slope_N,) = torch.autograd.grad(output.loss, entropy_N)
     assert slope_N.tolist() == pytest.approx([-0.5 / 3] * 3)
+
+
+def test_what_counts_less_does_so_in_the_entropy_bonus_and_in_distillation() -> None:
+    config = LossConfig(entropy_coef=0.5, distill_coef=2.0)
+    changes = {
+        "entropy_N": torch.tensor([1.0, 3.0]),
+        "shares_N": torch.tensor([1.0, 0.25]),
+        "trainer_logprobs_NK": torch.tensor([[-1.0], [-4.0]]),
+        "teacher_logprobs_NK": torch.tensor([[-0.1], [-0.1]]),
+        "counts": BatchCounts(sequences=2, trained_tokens=2, teacher_tokens=2),
+    }
+    numbers = reduce(batch_loss(inputs([one([-1.0], 0.0), one([-1.0], 0.0)], config, **changes), config).metrics)
+    assert numbers["loss/entropy"] == pytest.approx(-0.4375)  # -0.5 * (1 + 0.25 * 3) / 2: the normaliser stays
+    assert numbers["loss/distillation"] == pytest.approx(2.0)  # 2 * (1 + 0.25 * 4) / 2
+
+
+def test_what_is_imitated_has_no_part_in_the_entropy_bonus() -> None:
+    config = LossConfig(entropy_coef=0.5)
+    entropy_N = torch.tensor([1.0, 2.0, 7.0], requires_grad=True)
+    changes = {"entropy_N": entropy_N, "counts": BatchCounts(sequences=2, trained_tokens=3, supervised_tokens=1)}
+    output = batch_loss(inputs([one([-1.0, -1.0], 0.0), one([-1.0], supervised=True)], config, **changes), config)
+    assert reduce(output.metrics)["loss/entropy"] == pytest.approx(-0.75)  # -0.5 * (1 + 2) / 2
+    assert reduce(output.metrics)["grpo/entropy"] == pytest.approx(1.5)
+    (slope_N,) = torch.autograd.grad(output.loss, entropy_N)
+    assert slope_N.tolist() == [-0.25, -0.25, 0.0]
+
+
+@pytest.mark.parametrize("loss", ["gspo", "grpo", "dapo"])
+def test_a_logprob_of_minus_9999_moves_neither_its_token_nor_the_others_of_its_sequence(loss: LossName) -> None:
+    """A server says so where a token had no probability. Log ratios: 0.1, 9998, 0.3."""
+    config = LossConfig(loss=loss, ratio_against="rollout")
+    lost = one([-1.0, -1.0, -1.0], -2.0, roll=[-1.1, -9999.0, -1.3])
+    slopes = gradient(inputs([lost], config), config)
+    if loss == "gspo":  # exp((0.1 + 0.3) / 2) = 1.2214 for both; -(-2) * 1.2214 / 3 = 0.8143
+        assert slopes == pytest.approx([0.8143, 0.0, 0.8143], abs=1e-4)
+    else:  # exp(0.1) = 1.1052, exp(0.3) = 1.3499: 2 / 3 of these
+        assert slopes == pytest.approx([0.7368, 0.0, 0.8999], abs=1e-4)
+
+
+def test_a_logprob_that_is_no_number_is_seen_by_every_loss() -> None:
+    for loss in get_args(LossName):
+        config = LossConfig(loss=loss)
+        assert math.isnan(batch_loss(inputs([one([-1.0, -1.0], roll=[math.nan, -1.0])], config), config).loss.item())
 
 
 def test_the_entropy_is_logged_without_a_bonus() -> None:

@@ -78,6 +78,7 @@ def test_a_weight_multiplies_the_loss_and_leaves_the_normaliser() -> None:
     assert halved.counts == plain.counts
     ratios = [b.weight / a.weight for a, b in zip(plain.sequences, halved.sequences, strict=True)]
     assert ratios == [1.0, 1.0, 0.5, 0.5, 1.0, 1.0, 0.25, 0.25]
+    assert [each.share for each in halved.sequences] == ratios  # in the entropy bonus, too
 
 
 def test_judgements_differ_if_a_group_goes_or_counts_otherwise() -> None:
