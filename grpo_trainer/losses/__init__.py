@@ -20,8 +20,8 @@ sapo are the papers' own, and TRL 1.16's. Ratios and surrogates are in `surrogat
 
 with w from `corrections.py`, KL and cross-entropy from `regularisers.py`; a token under supervision (the override
 `sft`) has -A lp in place of the bracket, and A = 1. The weight is a token's part in the mean of the table. The other
-means are over all tokens of the batch that the policy sampled, or all that have a teacher, whatever the loss. What is too
-old and counts less (`--on-stale downweight`) does so in each of them.
+means are over all tokens of the batch that the policy sampled, or all that have a teacher, whatever the loss. What is
+too old and counts less (`--on-stale downweight`) does so in each of them.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from grpo_trainer.loss_config import LossConfig
 from grpo_trainer.losses.segments import Segments
 
 MAX_LOG_RATIO = 20.0
-"""Beyond every clip, and far from the overflow of exp in fp32: a gradient of 0 times infinity would be NaN. A token that
-is further off has no gradient: no policy is, but a server that gives -9999 for a probability of 0."""
+"""Beyond every clip, and far from the overflow of exp in fp32: a gradient of 0 times infinity would be NaN. A token
+that is further off has no gradient: no policy is, but a server that gives -9999 for a probability of 0."""
 
 
 @dataclass(frozen=True)
