@@ -5,7 +5,7 @@ import traceback
 
 from vllm_server import arguments
 from vllm_server.errors import FatalError, gist
-from vllm_server.start_checks import check_model_path, check_port_free
+from vllm_server.start_checks import check_model_path, check_port_free, check_vllm_installed
 
 
 def main(argv: list[str]) -> int:
@@ -17,6 +17,7 @@ def main(argv: list[str]) -> int:
             check_port_free(early.host, early.port)
         if early.model is not None:
             check_model_path(early.model)
+        check_vllm_installed()
         arguments.set_environment()
         return _serve(argv)
     except FatalError as error:

@@ -1,12 +1,21 @@
-"""What can be told before vLLM is imported: is the port free, is there a model."""
+"""What can be told before vLLM is imported: is it there, is the port free, is there a model."""
 
 import errno
 import socket
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 
 from vllm_server.errors import FatalError
+
+
+def check_vllm_installed() -> None:
+    """Raise a FatalError that says how to install it if it is not."""
+    if find_spec("vllm") is None:
+        raise FatalError(
+            "vLLM is not installed: pip install 'grpo-trainer[gpu]', or without a GPU 'grpo-trainer[cpu]'", exit_code=1
+        )
 
 
 def check_port_free(host: str, port: int) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_server import protocol
+from vllm_server.__main__ import main
 from vllm_server.protocol import GenerateRequest, GenerateResponse, LoraLoadRequest, TokenPrompt
 
 
@@ -88,3 +89,11 @@ def test_protocol_is_a_light_edge() -> None:
     code = f"import sys, vllm_server.protocol; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_without_vllm_the_command_says_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("vllm_server.start_checks.find_spec", lambda name: None)
+    assert main(["--port", "0"]) == 1
+    assert capsys.readouterr().err.startswith("vllm_server: vLLM is not installed: pip install 'grpo-trainer[gpu]'")
