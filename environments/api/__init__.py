@@ -1,7 +1,7 @@
 """The rollout API: environments post scored groups, the trainer leases batches of them.
 
 wire        the contract, all that clients need (with packing)
-queue       the pure state machine; line, selection, records, explain are its parts
+queue       the pure state machine; line, leases, selection, records, explain are its parts
 store       SQLite journal; payloads: the groups' bytes in memory and on disk
 service     queue, payloads and store in step
 app         routes; http, reading, validate, intake, answers, polling stand at the rim

@@ -158,7 +158,7 @@ class Api:
         except NotRegistered as error:
             return respond(request, {"status": "error", "message": str(error), "batch": []})
         except LeaseError as error:
-            raise ApiError(error.status, str(error), "uuid") from None
+            raise ApiError(error.status, str(error), "uuid", error.reason) from None
         if served is None:
             return respond(request, {"batch": None})
         if wire.prefers_msgpack(request.headers.get("accept")):
@@ -224,7 +224,7 @@ class Api:
         try:
             return respond(request, await answer)
         except LeaseError as error:
-            raise ApiError(error.status, str(error), "batch_id") from None
+            raise ApiError(error.status, str(error), "batch_id", error.reason) from None
 
 
 class Gate:
@@ -332,7 +332,8 @@ def _number(text: str, field: str, low: float, high: float, whole: bool = False)
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return respond(request, wire.ErrorResponse(detail=error.detail, field=error.field), error.status)
+    message = wire.ErrorResponse(detail=error.detail, field=error.field, reason=error.reason)
+    return respond(request, message, error.status)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -83,8 +83,10 @@ class Explainer:
             groups_by_size={str(size): line.groups_by_size[size] for size in sorted(line.groups_by_size)},
             environments=self._environments(now),
             leases=[
-                wire.LeaseStatus(batch_id=lease.batch_id, groups=len(lease.groups), expires_in_s=lease.deadline - now)
-                for lease in queue.leases.values()
+                wire.LeaseStatus(
+                    batch_id=batch_id, groups=len(lease.groups), expires_in_s=queue.leases.deadlines[batch_id] - now
+                )
+                for batch_id, lease in queue.leases.held.items()
             ],
             staleness=self._staleness(),
             durable=durable,

@@ -24,13 +24,17 @@ _PIECE = 256 << 10
 
 
 class ApiError(Exception):
-    """A request that is refused, with its HTTP status (4xx) and, where it can be named, the field at fault."""
+    """A request that is refused, with its HTTP status (4xx) and, where it can be named, the field at fault.
 
-    def __init__(self, status: int, detail: str, field: str | None = None) -> None:
+    `reason` is the end of the lease that the request was about.
+    """
+
+    def __init__(self, status: int, detail: str, field: str | None = None, reason: wire.LeaseEnd | None = None) -> None:
         super().__init__(detail)
         self.status = status
         self.detail = detail
         self.field = field
+        self.reason: wire.LeaseEnd | None = reason
 
 
 class BodyReader:

@@ -1,21 +1,25 @@
 """The rollout queue as a pure state machine: groups in, leased batches out, each group trained once.
 
-No clock, no I/O: calls that time matters to are given `now` (seconds since the epoch), and what must survive a
-crash is told to a `Journal`. A group is in one place at a time:
+No clock, no I/O: calls that time matters to are given `now` (seconds of a clock that nobody sets), and what must
+survive a crash is told to a `Journal`. A group is in one place at a time:
 
     offered -> buffered (of an odd size) -> queued -> leased -> gone (acknowledged)
                                               ^          |
                                               +----------+  released, expired, taken over: back where it was
+
+A lease of a trainer that says who it is does not run out by itself: out of reach, it may be training on it all the
+while, and must not be given the same groups a second time. It ends when a trainer registers.
 """
 
 import secrets
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from environments.api import wire
+from environments.api.leases import LeaseBook, refusal
 from environments.api.line import Line
 from environments.api.records import (
     Closed,
@@ -31,9 +35,6 @@ from environments.api.records import (
     UnknownEnvironment,
 )
 from environments.api.selection import Pool, Reservation, choose, feasible_minima
-
-REMEMBERED_LEASES = 4096
-"""Closed leases that are remembered, so that a repeated or late acknowledgement is understood."""
 
 
 class Grant(Struct, frozen=True):
@@ -72,8 +73,7 @@ class RolloutQueue:
         self.line = Line()
         self.buffers: dict[int, list[Group]] = {}
         self.leased: dict[int, Group] = {}
-        self.leases: dict[str, Lease] = {}
-        self.closed: OrderedDict[str, Closed] = OrderedDict()
+        self.leases = LeaseBook(self.journal)
         self.changes += 1  # never back to an earlier number: answers are kept by it
         self._chosen: tuple[int, list[int] | None] = (-1, None)
         self.given_back: list[tuple[int, ...]] = []
@@ -84,7 +84,7 @@ class RolloutQueue:
         queue = cls(journal, env_timeout)
         queue.run = snapshot.run
         queue.next_group = snapshot.next_group
-        queue.closed.update(snapshot.closed)
+        queue.leases.restore(snapshot.leases, snapshot.closed, now)
         for environment in snapshot.environments:
             queue.environments.append(environment)
             queue.names[environment.request.desired_name] += 1
@@ -98,7 +98,6 @@ class RolloutQueue:
                 queue.buffers.setdefault(group.env_id, []).append(group)
             else:
                 queue.line.add(group, queue._reserves(group.env_id))
-        queue.leases = {lease.batch_id: lease for lease in snapshot.leases}
         return queue
 
     # The trainer
@@ -107,7 +106,7 @@ class RolloutQueue:
         """Start the run, or take it over: the former trainer's leases return, queued groups are kept."""
         started = self.run.started if self.run else False
         uuid = trainer.uuid if trainer.uuid is not None else self._new_uuid()
-        for batch_id in list(self.leases):
+        for batch_id in list(self.leases.held):
             self._return(batch_id, Closed("taken over"))
         self._put_run(Run(trainer, uuid, trainer.starting_step, started))
         return Run(trainer, uuid, trainer.starting_step, started)
@@ -115,7 +114,8 @@ class RolloutQueue:
     def next_batch(self, now: float, lease: float, request: str | None = None, uuid: int | None = None) -> Grant | None:
         """The oldest groups that make a batch, held for `lease` seconds; None where none can be made.
 
-        The same `request` while its lease lasts gets the same batch again.
+        The same `request` while its lease lasts gets the same batch again. With `uuid` the batch is that trainer's
+        until it gives it back, or a trainer registers.
 
         Raises:
             NotRegistered: no trainer has registered.
@@ -124,23 +124,21 @@ class RolloutQueue:
         if self.run is None:
             raise NotRegistered("Trainer not registered. Call /register first.")
         if uuid is not None and uuid != self.run.uuid:
-            raise LeaseError(409, f"trainer {uuid} was taken over by {self.run.uuid}: POST /register to take over")
+            raise LeaseError(
+                409, f"trainer {uuid} was taken over by {self.run.uuid}: POST /register to take over", "taken over"
+            )
         if not self.run.started:
             self._put_run(replace(self.run, started=True))
-        for held in self.leases.values():
-            if request is not None and held.request == request:
-                granted = self._extended(held, now + lease)
-                return Grant(granted, [self.leased[each] for each in held.groups])
+        if (held := self.leases.of_request(request)) is not None:
+            granted = self.leases.extend(held.batch_id, lease, now)
+            return Grant(granted, [self.leased[each] for each in granted.groups])
         ids = self._choice()
         if ids is None:
             return None
         groups = self._take(ids)
         self.changes += 1
-        granted = Lease(self._new_id(), tuple(ids), now + lease, request)
-        self.leases[granted.batch_id] = granted
-        self.leased.update((group.id, group) for group in groups)
-        self.journal.move(ids, "leased")
-        self.journal.put_lease(granted)
+        granted = Lease(self._new_id(), tuple(ids), lease, request, uuid)
+        self._hold(granted, groups, now)
         return Grant(granted, groups)
 
     def acknowledge(self, batch_id: str, step: int | None = None) -> tuple[int, ...]:
@@ -151,38 +149,39 @@ class RolloutQueue:
         Raises:
             LeaseError: unknown (404), or given to another meanwhile (409).
         """
-        if batch_id in self.leases:
-            ids = self.leases.pop(batch_id).groups
+        if batch_id in self.leases.held:
+            ids = self.leases.held[batch_id].groups
             for each in ids:
                 del self.leased[each]
+        elif self.leases.over(batch_id).how == "acknowledged":
+            return ()
         else:
-            closed = self._closed(batch_id)
-            if closed.how == "acknowledged":
-                return ()
-            if closed.how != "expired" or not all(each in self.line.groups for each in closed.groups):
-                raise LeaseError(409, f"batch {batch_id} was {_ended(closed)}: its groups are trained again")
-            ids = closed.groups
+            ids = self._expired(batch_id)
             self._take(ids)
         assert self.run is not None, "a lease without a run"
         self.changes += 1
         self.journal.drop(ids)
-        self._close(batch_id, Closed("acknowledged"))
+        self.leases.end(batch_id, Closed("acknowledged"))
         self._put_run(replace(self.run, current_step=self.run.current_step + 1 if step is None else step))
         return ids
 
     def extend(self, batch_id: str, now: float, lease: float, step: int | None = None) -> Lease:
         """Hold a batch until `now + lease`; `step` is the step that training on it has led to.
 
-        A trainer acknowledges what a checkpoint holds, and says with `step` how far it is before there is one.
+        A trainer acknowledges what a checkpoint holds, and says with `step` how far it is before there is one. A lease
+        that has expired begins anew while none of its groups was given out again.
 
         Raises:
             LeaseError: the lease is unknown (404) or has ended (409).
         """
-        held = self._held(batch_id)
+        if batch_id not in self.leases.held:
+            ids = self._expired(batch_id)
+            self.changes += 1
+            self._hold(Lease(batch_id, ids, lease), self._take(ids), now)
         if step is not None:
             assert self.run is not None, "a lease without a run"
             self._put_run(replace(self.run, current_step=step))
-        return self._extended(held, now + lease)
+        return self.leases.extend(batch_id, lease, now)
 
     def release(self, batch_id: str) -> None:
         """Put a batch back at once, as a trainer does that stops.
@@ -190,9 +189,10 @@ class RolloutQueue:
         Raises:
             LeaseError: the lease is unknown (404) or has ended (409), unless by an earlier release.
         """
-        if self.closed.get(batch_id) != Closed("released"):
-            self._held(batch_id)
+        if batch_id in self.leases.held:
             self._return(batch_id, Closed("released"))
+        elif (closed := self.leases.over(batch_id)).how != "released":
+            raise refusal(batch_id, closed)
 
     # The environments
 
@@ -290,8 +290,8 @@ class RolloutQueue:
     # Time and the end
 
     def tick(self, now: float) -> None:
-        """Let leases run out and silent environments go."""
-        for lease in [lease for lease in self.leases.values() if lease.deadline <= now]:
+        """Let leases run out that are nobody's by name, and silent environments go."""
+        for lease in [lease for lease in self.leases.overdue(now) if lease.holder is None]:
             self._return(lease.batch_id, Closed("expired", lease.groups))
         for env_id in [each for each in self.alive if now - self.last_heard[each] > self.env_timeout]:
             self._lose(env_id)
@@ -377,42 +377,32 @@ class RolloutQueue:
 
     def _return(self, batch_id: str, closed: Closed) -> None:
         """End a lease and put its groups back where their age places them: at the front."""
-        lease = self.leases.pop(batch_id)
+        lease = self.leases.held[batch_id]
         for each in lease.groups:
             self._enqueue(self.leased.pop(each))
         if closed.how != "expired":
             self.given_back.append(lease.groups)
         self.journal.move(lease.groups, "queue")
-        self._close(batch_id, closed)
+        self.leases.end(batch_id, closed)
 
-    def _extended(self, lease: Lease, deadline: float) -> Lease:
-        lease = replace(lease, deadline=deadline)
-        self.leases[lease.batch_id] = lease
-        self.journal.put_lease(lease)
-        return lease
+    def _hold(self, lease: Lease, groups: Iterable[Group], now: float) -> None:
+        """Groups that were taken out of the line are now in a trainer's hands."""
+        self.leased.update((group.id, group) for group in groups)
+        self.journal.move(lease.groups, "leased")
+        self.leases.grant(lease, now)
 
-    def _held(self, batch_id: str) -> Lease:
-        if batch_id not in self.leases:
-            raise LeaseError(409, f"batch {batch_id} was {_ended(self._closed(batch_id))}")
-        return self.leases[batch_id]
+    def _expired(self, batch_id: str) -> tuple[int, ...]:
+        """Groups of a lease that ran out, none of which anybody has been given since.
 
-    def _closed(self, batch_id: str) -> Closed:
-        if batch_id not in self.closed:
-            raise LeaseError(404, f"batch {batch_id} is unknown: GET /batch?lease=SECONDS gives ids")
-        return self.closed[batch_id]
-
-    def _close(self, batch_id: str, closed: Closed) -> None:
-        self.closed[batch_id] = closed
-        self.closed.move_to_end(batch_id)
-        self.journal.close_lease(batch_id, closed)
-        while len(self.closed) > REMEMBERED_LEASES:
-            self.closed.popitem(last=False)
+        Raises:
+            LeaseError: it is unknown (404), or ended otherwise (409).
+        """
+        closed = self.leases.over(batch_id)
+        if closed.how != "expired" or not all(each in self.line.groups for each in closed.groups):
+            raise refusal(batch_id, closed)
+        return closed.groups
 
     def _put_run(self, run: Run) -> None:
         self.run = run
         self.changes += 1
         self.journal.put_run(run)
-
-
-def _ended(closed: Closed) -> str:
-    return "taken over by another trainer" if closed.how == "taken over" else closed.how

@@ -19,11 +19,15 @@ class NotRegistered(Exception):
 
 
 class LeaseError(Exception):
-    """A lease that cannot be had, acknowledged, extended or released; `status` is the HTTP status for it."""
+    """A lease that cannot be had, acknowledged, extended or released.
 
-    def __init__(self, status: Literal[404, 409], message: str) -> None:
+    `status` is the HTTP status for it; `reason` says how the lease ended, where it once was.
+    """
+
+    def __init__(self, status: Literal[404, 409], message: str, reason: wire.LeaseEnd | None = None) -> None:
         super().__init__(message)
         self.status = status
+        self.reason: wire.LeaseEnd | None = reason
 
 
 class Group(Struct, frozen=True):
@@ -60,18 +64,26 @@ class Run(Struct, frozen=True):
 
 
 class Lease(Struct, frozen=True):
-    """A batch in a trainer's hands; `request` is the client's key for asking again after a lost answer."""
+    """A batch in a trainer's hands.
+
+    Attributes:
+        seconds: that it lasts, from when it was granted or extended. When that was is not written down: a clock of
+            another process, or of this one before it was set, says nothing of now.
+        request: the client's key for asking again after a lost answer.
+        holder: the uuid of the trainer that holds it; None: it did not say who it is, and the lease may run out.
+    """
 
     batch_id: str
     groups: tuple[int, ...]
-    deadline: float
+    seconds: float = 600.0
     request: str | None = None
+    holder: int | None = None
 
 
 class Closed(Struct, frozen=True):
-    """How a lease ended; with its groups where it expired, for it may still be acknowledged."""
+    """How a lease ended; with its groups where it expired, for it may still be acknowledged or extended."""
 
-    how: Literal["acknowledged", "expired", "released", "taken over"]
+    how: wire.LeaseEnd
     groups: tuple[int, ...] = ()
 
 

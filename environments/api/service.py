@@ -13,8 +13,9 @@ from msgspec import Struct
 from environments.api import wire
 from environments.api.explain import Explainer
 from environments.api.history import History, Overview
+from environments.api.leases import REMEMBERED_LEASES
 from environments.api.payloads import Payloads
-from environments.api.queue import REMEMBERED_LEASES, RolloutQueue
+from environments.api.queue import RolloutQueue
 from environments.api.records import Lease
 from environments.api.settings import Settings
 from environments.api.store import REMEMBERED_POSTS_S, Store, StoreError
@@ -45,21 +46,31 @@ class Served(Struct, frozen=True):
 class Service:
     """One run's rollout API. Call it from one event loop; what it answers is written down first."""
 
-    def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Callable[[], float] = time.time,
+        timer: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Open the store, if there is one, and go on where it ends.
+
+        Args:
+            clock: the time of day, for what is shown and what is compared with what an earlier process wrote.
+            timer: seconds that no correction of the clock lengthens or shortens, for all that runs out.
 
         Raises:
             StoreError: the store cannot be opened or is in use.
         """
         self.settings = settings
         self.clock = clock
+        self.timer = timer
         self.store = Store(settings.store, settings.fsync) if settings.store else None
         self.payloads = Payloads(self.store, settings.memory_mb << 20)
         self.history = History()
         self.latest: bytes | None = None
         self.evaluations: deque[wire.NumberedEvaluation] = deque(maxlen=KEPT_EVALUATIONS)
         self.failed = asyncio.Event()
-        self.started_at = clock()
+        self.started_at = timer()
         self._posts: OrderedDict[bytes, float] = OrderedDict()
         self._unanswered: set[bytes] = set()
         self._warned: set[str] = set()
@@ -67,7 +78,7 @@ class Service:
             self.queue = RolloutQueue(env_timeout=settings.env_timeout)
         else:
             snapshot = self.store.load()
-            self.queue = RolloutQueue.restore(snapshot, clock(), self.store, settings.env_timeout)
+            self.queue = RolloutQueue.restore(snapshot, timer(), self.store, settings.env_timeout)
             self.payloads.adopt(group.id for group, _ in snapshot.groups)
             self._adopt_posts(self.store.posts())
             log.info(
@@ -97,7 +108,7 @@ class Service:
             NotRegistered, LeaseError: see `RolloutQueue.next_batch`.
         """
         started = self.queue.run is not None and self.queue.run.started
-        grant = self.queue.next_batch(self.clock(), lease or PLAIN_LEASE_S, request, uuid)
+        grant = self.queue.next_batch(self.timer(), lease or PLAIN_LEASE_S, request, uuid)
         if grant is None:
             if not started:
                 await self._commit()
@@ -106,8 +117,7 @@ class Service:
         if lease is None:
             self._acknowledge(grant.lease.batch_id, None)
         await self._commit()
-        left = grant.lease.deadline - self.clock()
-        return Served(payloads, None if lease is None else grant.lease, left, self.step)
+        return Served(payloads, None if lease is None else grant.lease, grant.lease.seconds, self.step)
 
     async def acknowledge(self, batch_id: str, step: int | None) -> wire.LeaseResponse:
         """The batch is trained (see `RolloutQueue.acknowledge` for what is raised)."""
@@ -117,7 +127,7 @@ class Service:
 
     async def extend(self, batch_id: str, lease: float, step: int | None = None) -> wire.LeaseResponse:
         """Hold a batch for longer, perhaps one that is trained (see `RolloutQueue.extend`, also for what is raised)."""
-        self.queue.extend(batch_id, self.clock(), lease, step)
+        self.queue.extend(batch_id, self.timer(), lease, step)
         await self._commit()
         return wire.LeaseResponse(status="extended", current_step=self.step)
 
@@ -131,7 +141,7 @@ class Service:
 
     async def register_environment(self, request: wire.RegisterEnv) -> wire.RegisterEnvResponse:
         """An id for the environment, or the word to wait."""
-        environment = self.queue.register_environment(request, self.clock())
+        environment = self.queue.register_environment(request, self.timer())
         if environment is None or self.queue.run is None:
             return wire.RegisterEnvResponse(status="wait for trainer to start")
         log.info("environment %d registered: %s, groups of %d", environment.id, environment.name, request.group_size)
@@ -156,7 +166,7 @@ class Service:
 
     def status_env(self, env_id: int) -> wire.StatusEnv:
         """What the environment paces itself by; also its sign of life (raises UnknownEnvironment)."""
-        self.queue.hear(env_id, self.clock())
+        self.queue.hear(env_id, self.timer())
         return self.explain.status_env(env_id)
 
     def take(
@@ -188,7 +198,12 @@ class Service:
                 self._unanswered.discard(post)
                 return wire.ScoredDataResponse(status="received")
         taken, buffered = self.queue.offer(
-            group.env_id, len(group.lengths), len(payload), fmean(group.scores), group.policy_versions or (), now
+            group.env_id,
+            len(group.lengths),
+            len(payload),
+            fmean(group.scores),
+            group.policy_versions or (),
+            self.timer(),
         )
         self.payloads.put(taken.id, payload)
         self.latest = payload
@@ -224,7 +239,7 @@ class Service:
 
     def status(self) -> wire.Status:
         """The queue explained."""
-        return self.explain.status(self.clock(), durable=self.store is not None)
+        return self.explain.status(self.timer(), durable=self.store is not None)
 
     def overview(self) -> Overview:
         """What the status page shows."""
@@ -250,22 +265,22 @@ class Service:
 
     async def keep_time(self, every: float = 0.5) -> None:
         """Let leases and silent environments run out, and say in the log what can never be served."""
-        tidied = self.clock()
+        tidied = self.timer()
         while True:
             await asyncio.sleep(every)
-            now = self.clock()
+            now, date = self.timer(), self.clock()
             self.queue.tick(now)
             for warning in (warnings := self.explain.warnings()):
                 if warning not in self._warned:
                     log.warning("%s", warning)
             self._warned = set(warnings)
-            while self._posts and next(iter(self._posts.values())) < now - REMEMBERED_POSTS_S:
+            while self._posts and next(iter(self._posts.values())) < date - REMEMBERED_POSTS_S:
                 self._posts.popitem(last=False)
             if self._unanswered and now > self.started_at + RETRY_WINDOW_S:
                 self._unanswered.clear()
             if self.store is not None and now > tidied + TIDY_S:
                 tidied = now
-                self.store.forget_posts(now - REMEMBERED_POSTS_S)
+                self.store.forget_posts(date - REMEMBERED_POSTS_S)
                 self.store.forget_leases(REMEMBERED_LEASES)
             await self._commit()
 

@@ -15,7 +15,7 @@ A *group* (`ScoredData`) is several answers to one prompt. JSON carries it as li
 """
 
 from itertools import accumulate, pairwise
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -38,6 +38,9 @@ _Id = Annotated[int, Meta(ge=0, le=2**53)]
 _Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 _Name = Annotated[str, Meta(max_length=1024)]
 _Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
+
+LeaseEnd: TypeAlias = Literal["acknowledged", "expired", "released", "taken over"]
+"""How the lease of a batch came to its end; "expired": it ran out, and its groups were given to another client."""
 
 T = TypeVar("T")
 
@@ -153,7 +156,7 @@ class EnvStatus(Struct, frozen=True, kw_only=True):
 
 
 class LeaseStatus(Struct, frozen=True, kw_only=True):
-    """A batch that a trainer holds and has not acknowledged."""
+    """A batch that a trainer holds and has not acknowledged; below 0 s it should have been extended."""
 
     batch_id: str
     groups: int
@@ -331,10 +334,11 @@ class Evaluations(Struct, frozen=True, kw_only=True):
 
 
 class ErrorResponse(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Any 4xx: what is wrong, and where it can be named, the field."""
+    """Any 4xx: what is wrong, and where it can be named, the field; of a batch that is refused, how its lease ended."""
 
     detail: str
     field: str | None = None
+    reason: LeaseEnd | None = None
 
 
 _UNPACKED_FIELDS = (

@@ -144,13 +144,11 @@ class RolloutClient:
             answer = self._send("POST", path, frank=True)
             if isinstance(answer, _Wait):
                 return answer
-            if answer.status_code == 409:  # ran out meanwhile: not given to anybody else if it can be acknowledged
-                self._acknowledge(batch_id)
-            elif answer.status_code == 404:
-                log.warning("batch %s: the API does not know it (restarted without --store?)", batch_id)
-                self._leases.end(batch_id)
-            else:
+            if answer.is_success:
                 self._leases.hold(batch_id)
+            else:
+                self._note_lost(batch_id, answer)
+                self._leases.end(batch_id)
             return True
 
         self._wait_for(attempt, "the rollout API to be told of a trained batch", self._check_stop)
@@ -216,17 +214,32 @@ class RolloutClient:
         body = msgspec.json.encode(wire.Ack(step=self._registration.starting_step))
 
         def attempt() -> bool | _Wait:
-            answer = self._send("POST", f"/batch/{batch_id}/ack", body, frank=resumed)
+            answer = self._send("POST", f"/batch/{batch_id}/ack", body, frank=True)
             if isinstance(answer, _Wait):
                 return answer
-            if answer.status_code == 409:
-                log.warning(
-                    "batch %s, which the checkpoint was trained on, is trained on again: %s", batch_id, answer.text
-                )
+            if answer.is_client_error:
+                self._note_lost(batch_id, answer, resumed=resumed)
             return True
 
         self._wait_for(attempt, "the rollout API to take an acknowledgement", self._check_stop)
         self._leases.end(batch_id)
+
+    def _note_lost(self, batch_id: str, answer: httpx.Response, *, resumed: bool = False) -> None:
+        """A batch that was trained on and is not ours any more: its groups may be trained on again.
+
+        Raises:
+            TrainingError: another trainer has taken the run over.
+        """
+        if answer.status_code == 404:
+            log.warning("batch %s: the API does not know it (restarted without --store?)", batch_id)
+            return
+        refused = wire.decode(answer.content, wire.ErrorResponse, answer.headers.get("content-type", wire.JSON))
+        if refused.reason == "taken over" and not resumed:
+            raise self._taken_over(refused.detail)
+        log.warning("a batch that was trained on comes again, perhaps: %s", refused.detail)
+
+    def _taken_over(self, detail: str) -> TrainingError:
+        return TrainingError(f"another trainer has taken the run over at {self._config.url}: {detail[:500]}")
 
     def _keep_leases(self) -> None:
         """From the first lease on, a thread extends those that would run out."""
@@ -264,10 +277,8 @@ class RolloutClient:
         if frank and answer.status_code in (404, 409):
             return answer
         if answer.status_code == 409:
-            raise TrainingError(f"another trainer has taken the run over at {self._config.url}: {answer.text[:500]}")
-        if answer.status_code == 404 and path.startswith("/batch/"):
-            log.warning("%s %s: the API does not know this batch (restarted without --store?)", method, path)
-        elif answer.status_code >= 400:
+            raise self._taken_over(answer.text)
+        if answer.status_code >= 400:
             raise ServerError(f"{method} {self._config.url}{path}: refused: {answer.status_code} {answer.text[:500]}")
         return answer
 

@@ -259,6 +259,38 @@ def test_a_lease_is_kept_for_as_long_as_training_takes(api: Api) -> None:
     assert status(api)["leased_groups"] == 0 and status(api)["queue_size"] == 0
 
 
+def test_a_trainer_out_of_reach_for_longer_than_its_leases_goes_on_and_gets_nothing_twice(api: Api) -> None:
+    api.post(10, 12, 14, 16, 18, 20)
+    with feed(api, prefetch=True, lease_seconds=0.2) as rollouts:
+        first = rollouts.next(0)
+        wait_for("the next batch is leased", lambda: len(status(api)["leases"]) == 2, api.log, 20)
+        rollouts._client._closing.set()  # nobody extends any more, as if the network were cut
+        wait_for("both are overdue", lambda: all(x["expires_in_s"] < -1 for x in status(api)["leases"]), api.log, 20)
+        finish(rollouts, first, 1)
+        second = rollouts.next(1)
+        assert first_tokens(second) == [14, 16]
+        finish(rollouts, second, 2)
+        third = rollouts.next(2, last=True)  # it was fetched ahead while the second one was overdue
+        assert first_tokens(third) == [18, 20]
+    assert status(api)["current_step"] == 2
+
+
+def test_a_batch_that_somebody_else_has_by_now_is_said_and_no_takeover(
+    api: Api, caplog: pytest.LogCaptureFixture
+) -> None:
+    rollouts = feed(api)
+    api.post(10, 12)
+    nameless = httpx.get(api.url + "/batch?lease=0.1", trust_env=False).json()["batch_id"]
+    wait_for("it has run out", lambda: not status(api)["leases"], api.log, 20)
+    again = rollouts.next(0)
+    assert first_tokens(again) == [10, 12]
+    for call in ("extend?lease=1", "ack"):
+        refused = httpx.post(f"{api.url}/batch/{nameless}/{call}", trust_env=False)
+        assert (refused.status_code, refused.json()["reason"]) == (409, "expired")
+    rollouts._client.settle([nameless])
+    assert "a batch that was trained on comes again, perhaps" in caplog.text
+
+
 def test_one_batch_is_fetched_ahead_and_given_back_in_the_end(api: Api) -> None:
     api.post(10, 12, 14, 16, 18, 20)
     with feed(api, prefetch=True) as rollouts:

@@ -7,7 +7,7 @@ import pytest
 from environments.api import wire
 from environments.api.explain import Explainer
 from environments.api.queue import RolloutQueue
-from environments.api.records import LeaseError, NotRegistered, UnknownEnvironment
+from environments.api.records import Lease, LeaseError, NotRegistered, UnknownEnvironment
 
 
 def trainer(batch_size: int, step: int = 0, uuid: int | None = None) -> wire.Register:
@@ -255,7 +255,7 @@ def test_a_lost_answer_is_given_again():
     assert again is not None
     assert other is not None
     assert first.lease.batch_id == again.lease.batch_id
-    assert again.lease.deadline == 15.0
+    assert queue.leases.deadlines[again.lease.batch_id] == 15.0
     assert [group.id for group in other.groups] == [ids[1]]
 
 
@@ -270,6 +270,72 @@ def test_a_lease_can_be_extended_and_released():
     queue.release(grant.lease.batch_id)
     queue.release(grant.lease.batch_id)
     assert batch(queue) == [first]
+
+
+def queue_of(uuid: int, groups: int) -> RolloutQueue:
+    queue = RolloutQueue()
+    queue.register(trainer(4, uuid=uuid))
+    for _ in range(groups):
+        offer(queue, 2)
+    return queue
+
+
+def lease(queue: RolloutQueue, now: float, uuid: int | None) -> Lease:
+    grant = queue.next_batch(now, 600.0, uuid=uuid)
+    assert grant is not None
+    return grant.lease
+
+
+def test_a_trainer_out_of_reach_keeps_what_it_holds_and_never_gets_it_twice():
+    queue = queue_of(7, groups=6)
+    training, ahead = lease(queue, 0.0, 7), lease(queue, 1.0, 7)
+    queue.tick(700.0)  # the network was cut for 700 s: neither could be extended
+    queue.extend(training.batch_id, 701.0, 600.0, step=1)
+    assert lease(queue, 702.0, 7).groups == (4, 5)  # not those of `ahead`, on which it trains now
+    queue.extend(ahead.batch_id, 703.0, 600.0, step=2)
+    assert queue.acknowledge(training.batch_id, 2) == (0, 1)
+    assert queue.acknowledge(ahead.batch_id, 2) == (2, 3)
+    assert not queue.line.groups
+
+
+def test_a_nameless_lease_that_ran_out_goes_to_who_asks_and_that_is_said():
+    queue = queue_of(7, groups=2)
+    held = lease(queue, 0.0, None)
+    queue.tick(600.0)
+    assert lease(queue, 600.0, 7).groups == held.groups
+    for call in (lambda: queue.extend(held.batch_id, 601.0, 600.0), lambda: queue.acknowledge(held.batch_id)):
+        with pytest.raises(LeaseError, match="ran out, and its groups were given to another client") as refused:
+            call()
+        assert refused.value.reason == "expired"
+
+
+def test_what_ran_out_may_be_extended_while_nobody_else_has_it():
+    queue = queue_of(7, groups=2)
+    held = lease(queue, 0.0, None)
+    queue.tick(601.0)
+    assert len(queue.line.groups) == 2
+    queue.extend(held.batch_id, 602.0, 600.0, step=3)
+    assert not queue.line.groups and queue.run is not None and queue.run.current_step == 3
+    queue.tick(1201.0)
+    assert not queue.line.groups
+    queue.release(held.batch_id)
+    assert lease(queue, 1202.0, 7).groups == held.groups
+
+
+def test_a_takeover_is_told_from_a_lease_that_ran_out():
+    queue = queue_of(7, groups=4)
+    held = lease(queue, 0.0, 7)
+    queue.tick(700.0)
+    queue.register(trainer(4, uuid=8))
+    for call in (
+        lambda: queue.extend(held.batch_id, 701.0, 600.0),
+        lambda: queue.acknowledge(held.batch_id),
+        lambda: queue.next_batch(701.0, 600.0, uuid=7),
+    ):
+        with pytest.raises(LeaseError) as refused:
+            call()
+        assert refused.value.reason == "taken over"
+    assert lease(queue, 702.0, 8).groups == held.groups
 
 
 def test_a_trainer_that_comes_back_takes_over():

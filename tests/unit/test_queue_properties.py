@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import combinations
 
 from hypothesis import given, settings
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from environments.api.queue import RolloutQueue
-from environments.api.records import Group, LeaseError
+from environments.api.records import Closed, Environment, Group, Journal, Lease, LeaseError, Place, Run, Snapshot
 from environments.api.selection import Pool, Reservation, choose, feasible_minima
 from tests.unit.test_queue import env, trainer
 
@@ -73,15 +74,70 @@ def test_reservations_never_make_a_batch_impossible(target, reservations, others
     assert target in totals or target not in reachable(enough, 0)
 
 
+class Notebook(Journal):
+    """What a queue writes down, in memory."""
+
+    def __init__(self) -> None:
+        self.run: Run | None = None
+        self.environments: dict[int, Environment] = {}
+        self.groups: dict[int, tuple[Group, Place]] = {}
+        self.leases: dict[str, Lease] = {}
+        self.closed: dict[str, Closed] = {}
+        self.next_group = 0
+
+    def put_run(self, run: Run) -> None:
+        self.run = run
+
+    def put_environment(self, environment: Environment) -> None:
+        self.environments[environment.id] = environment
+
+    def put_group(self, group: Group, place: Place) -> None:
+        self.groups[group.id] = (group, place)
+        self.next_group = group.id + 1
+
+    def move(self, groups: Iterable[int], place: Place) -> None:
+        for each in groups:
+            self.groups[each] = (self.groups[each][0], place)
+
+    def drop(self, groups: Iterable[int]) -> None:
+        for each in groups:
+            del self.groups[each]
+
+    def put_lease(self, lease: Lease) -> None:
+        self.leases[lease.batch_id] = lease
+
+    def close_lease(self, batch_id: str, closed: Closed) -> None:
+        self.leases.pop(batch_id, None)
+        self.closed[batch_id] = closed
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(
+            run=self.run,
+            environments=[*self.environments.values()],
+            groups=sorted(self.groups.values(), key=lambda kept: kept[0].id),
+            leases=[*self.leases.values()],
+            closed=dict(self.closed),
+            next_group=self.next_group,
+        )
+
+
 class Life(RuleBasedStateMachine):
-    """A run with everything that may happen in it, against a plain account of where each group is."""
+    """A run with everything that may happen in it, against a plain account of where each group is.
+
+    The trainer, by name or without one, may be out of reach for longer than its leases last, and come back; the server
+    may be killed, and go on from what was written down.
+    """
 
     leases = Bundle("leases")
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = RolloutQueue(env_timeout=60.0)
+        self.notebook = Notebook()
+        self.queue = RolloutQueue(self.notebook, env_timeout=60.0)
         self.now = 0.0
+        self.trainers = 0
+        self.named: set[str] = set()
+        self.ran_out: dict[str, tuple[int, ...]] = {}
         self.waiting: dict[int, Group] = {}
         self.held: dict[str, tuple[int, ...]] = {}
         self.deadlines: dict[str, float] = {}
@@ -90,11 +146,12 @@ class Life(RuleBasedStateMachine):
 
     @initialize(batch_size=st.sampled_from([4, 8, 12]))
     def begin(self, batch_size: int) -> None:
-        self.queue.register(trainer(batch_size))
+        self.queue.register(trainer(batch_size, uuid=self.trainers))
 
     @rule(batch_size=st.sampled_from([4, 8, 12]))
     def register(self, batch_size: int) -> None:
-        self.queue.register(trainer(batch_size))
+        self.trainers += 1
+        self.queue.register(trainer(batch_size, uuid=self.trainers))
         self.given_back += self.held.values()
         self.put_back(list(self.held))
 
@@ -111,11 +168,11 @@ class Life(RuleBasedStateMachine):
             self.waiting[group.id] = group
 
     @precondition(lambda self: self.queue.run is not None)
-    @rule(target=leases)
-    def next_batch(self) -> str:
+    @rule(target=leases, by_name=st.booleans())
+    def next_batch(self, by_name: bool) -> str:
         before = self.possible()
         again = self.fitting()
-        grant = self.queue.next_batch(self.now, LEASE_S)
+        grant = self.queue.next_batch(self.now, LEASE_S, uuid=self.trainers if by_name else None)
         if grant is None:
             assert not before, f"whole groups fit and no batch came: {before[0]}"
             return ""
@@ -129,7 +186,10 @@ class Life(RuleBasedStateMachine):
         assert sum(group.size for group in grant.groups) == self.queue.run.trainer.batch_size
         for each in ids:
             del self.waiting[each]
+        mine = [each for lease in self.named & {*self.held} for each in self.held[lease]]
+        assert not by_name or not set(ids) & set(mine), "the trainer may still be training on these"
         self.held[grant.lease.batch_id] = ids
+        self.named |= {grant.lease.batch_id} if by_name else set()
         self.deadlines[grant.lease.batch_id] = self.now + LEASE_S
         return grant.lease.batch_id
 
@@ -147,11 +207,38 @@ class Life(RuleBasedStateMachine):
         self.held.pop(lease, None)
 
     @rule(lease=leases)
+    def extend(self, lease: str) -> None:
+        ran_out = self.ran_out.get(lease)
+        try:
+            self.queue.extend(lease, self.now, LEASE_S)
+        except LeaseError as error:
+            assert lease not in self.held
+            assert ran_out is None or not set(ran_out) <= set(self.waiting), "nobody else has it"
+            assert error.status == 404 or error.reason is not None
+            return
+        if lease not in self.held:  # it had run out, and nobody has its groups: it begins anew, without a name
+            assert ran_out is not None
+            self.held[lease] = ran_out
+            self.given_back = [each for each in self.given_back if not set(each) & set(ran_out)]
+            for each in ran_out:
+                del self.waiting[each]
+        self.deadlines[lease] = self.now + LEASE_S
+
+    @rule()
+    def the_server_is_killed_and_goes_on(self) -> None:
+        self.now += 1000.0  # on a clock of its own; leases have all their time again
+        self.queue = RolloutQueue.restore(self.notebook.snapshot(), self.now, self.notebook, env_timeout=60.0)
+        self.deadlines = dict.fromkeys(self.held, self.now + LEASE_S)
+        self.given_back = []
+
+    @rule(lease=leases)
     def release(self, lease: str) -> None:
         try:
             self.queue.release(lease)
         except LeaseError:
             assert lease not in self.held
+        else:
+            self.ran_out.pop(lease, None)
         self.given_back += [self.held[lease]] if lease in self.held else []
         self.put_back([lease])
 
@@ -159,7 +246,9 @@ class Life(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         self.queue.tick(self.now)
-        self.put_back([each for each in self.held if self.deadlines[each] <= self.now])
+        late = [each for each in self.held if self.deadlines[each] <= self.now and each not in self.named]
+        self.ran_out |= {each: self.held[each] for each in late}
+        self.put_back(late)
 
     @rule(data=st.data())
     def hear_or_disconnect(self, data: st.DataObject) -> None:

@@ -6,11 +6,13 @@ import asyncio
 import sqlite3
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from environments.api import wire
 from environments.api.payloads import Payloads
 from environments.api.queue import RolloutQueue
+from environments.api.records import Lease
 from environments.api.service import Service
 from environments.api.settings import Settings
 from environments.api.store import Store, StoreError
@@ -63,6 +65,32 @@ def test_everything_is_there_again(tmp_path: Path):
         service.close()
 
     asyncio.run(after(asyncio.run(before())))
+
+
+def test_a_lease_has_all_its_time_again_after_a_restart_whatever_the_clocks_say(tmp_path: Path):
+    async def life(timer: float, date: float, *, first: bool) -> list[int]:
+        service = Service(Settings(store=tmp_path / "s"), clock=lambda: date, timer=lambda: timer)
+        if first:
+            await service.register(trainer(4))
+            service.take(group(0))
+            assert await service.next_batch(lease=100.0) is not None
+        left = []
+        for seconds in (99.0, 100.0):
+            service.queue.tick(timer + seconds)
+            left.append(len(service.queue.leased))
+            await service.written()
+            if first:
+                break
+        service.close()
+        return left
+
+    assert asyncio.run(life(5000.0, 1e9, first=True)) == [1]
+    assert asyncio.run(life(3.0, 5e9, first=False)) == [1, 0]  # the machine was started anew, and its clock was set
+
+
+def test_a_lease_that_an_earlier_version_wrote_is_read():
+    earlier = msgspec.msgpack.encode({"batch_id": "b", "groups": [1, 2], "deadline": 1.7e9, "request": "r"})
+    assert msgspec.msgpack.decode(earlier, type=Lease) == Lease("b", (1, 2), 600.0, "r")
 
 
 def test_ids_are_never_given_twice(tmp_path: Path):
