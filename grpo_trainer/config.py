@@ -67,7 +67,9 @@ class RolloutConfig(Section):
         help="Bearer token of the rollout API (default: ROLLOUT_API_KEY, which no list of processes shows).",
         flags=("--rollout-api-key",),
     )
-    lease_seconds: float = option(600.0, help="A batch not acknowledged within this time goes back to the queue.", gt=0)
+    lease_seconds: float = option(
+        600.0, help="Batches are leased for so long, and extended in time; /status shows those that are not.", gt=0
+    )
     rollout_timeout: float = option(1800.0, help="Give up when no batch came for this many seconds; 0: never.", ge=0)
     max_staleness: int | None = option(
         None,
