@@ -71,9 +71,8 @@ WHAT = {
 }
 EXAMPLES = (
     *(Example(size, kind) for size in SHAPES for kind in MODES if (size, kind) != ("7B", "legacy")),
-    *(Example(size, "lora", 2) for size in ("1.5B", "3B", "7B")),
-    *(Example(size, "legacy", 2) for size in ("3B", "7B")),
-    *(Example(size, "lora", 4) for size in ("3B", "7B")),
+    *(Example(size, kind, 2) for size in SHAPES for kind in ("lora", "legacy")),
+    *(Example(size, "lora", 4) for size in SHAPES),
 )
 
 
@@ -100,9 +99,10 @@ def text(example: Example, fits: str) -> str:
     }
     server = {"gpu_memory_utilization": _share(example)}
     if example.gpus == 4:
-        server["tensor_parallel_size"] = "4"
+        server["tensor_parallel_size"] = str(_degree(example))
     where = {1: "one GPU", 2: "two GPUs: the server on the first, the trainer on the second"}
-    four = "four GPUs: server and trainers on all of them"
+    served = "server and trainers on all of them" if _degree(example) == 4 else "trainers on all, the server on two"
+    four = f"four GPUs: {served}"
     return "\n".join(
         [
             f"# GSM8K with Qwen2.5-{example.size}-Instruct: {WHAT[example.kind]}.",
@@ -124,6 +124,11 @@ def text(example: Example, fits: str) -> str:
             "",
         ]
     )
+
+
+def _degree(example: Example) -> int:
+    """GPUs of the server where there are four: as many as divide the attention heads."""
+    return next(degree for degree in (4, 2) if SHAPES[example.size].heads % degree == 0)
 
 
 def _share(example: Example) -> str:

@@ -44,13 +44,23 @@ class Devices:
 
 @dataclass(frozen=True)
 class Server:
-    """How the inference server is spread: the first `workers` devices are its own."""
+    """How the inference server is spread.
+
+    Attributes:
+        replicas: of the model, in one server or in several.
+        placed: the devices that are its own; None: the first `workers`.
+    """
 
     gpu_share: float
     max_model_len: int
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     replicas: int = 1
+    placed: tuple[int, ...] | None = None
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return self.placed or tuple(range(self.workers))
 
     @property
     def parts(self) -> int:
@@ -64,8 +74,12 @@ class Server:
     @property
     def wanted_by(self) -> str:
         """The options that ask for more than one GPU."""
-        degrees = {"tensor": self.tensor_parallel, "pipeline": self.pipeline_parallel, "data": self.replicas}
-        return " and ".join(f"--server.{kind}-parallel-size" for kind, degree in degrees.items() if degree > 1)
+        names = {
+            "--server.tensor-parallel-size": self.tensor_parallel,
+            "--server.pipeline-parallel-size": self.pipeline_parallel,
+            "--server.data-parallel-size or --server.replicas": self.replicas,
+        }
+        return " and ".join(name for name, degree in names.items() if degree > 1)
 
 
 @dataclass(frozen=True)
@@ -187,8 +201,7 @@ def _server_rows(
     cache = share - weights - slots - SERVER_WORKSPACE
     parts = [("weights", weights), ("adapter slots", slots), ("workspace", SERVER_WORKSPACE), ("context", CONTEXT)]
     parts.append(("key-value cache", max(cache, 0)))
-    used = range(server.workers)
-    rows = [MemoryRow(device, "server", what, size) for device in used for what, size in parts if size]
+    rows = [MemoryRow(device, "server", what, size) for device in server.devices for what, size in parts if size]
     return rows, server.replicas * (cache // token)
 
 

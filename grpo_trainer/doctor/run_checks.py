@@ -178,8 +178,15 @@ def server_spread(config: RunConfig) -> Server:
         max_model_len=config.trainer.served_len,
         tensor_parallel=vllm.tensor_parallel_size,
         pipeline_parallel=vllm.pipeline_parallel_size,
-        replicas=vllm.data_parallel_size,
+        replicas=vllm.data_parallel_size * config.server.replicas,
+        placed=_placed(config.server.gpus),
     )
+
+
+def _placed(gpus: str | None) -> tuple[int, ...] | None:
+    """The numbers of the GPUs that `--server.gpus` names; None: none, or by other names than numbers."""
+    words = gpus.replace(";", ",").split(",") if gpus else []
+    return tuple(dict.fromkeys(map(int, words))) if words and all(word.strip().isdigit() for word in words) else None
 
 
 def check_spread(server: Server, shape: ModelShape, machine: Machine) -> Finding:
@@ -188,6 +195,9 @@ def check_spread(server: Server, shape: ModelShape, machine: Machine) -> Finding
     if workers > 1 and workers > len(machine.gpus) and machine.on_gpu:
         got = f"{workers} wanted by {server.wanted_by}, {len(machine.gpus)} visible"
         return fail(name, got, "as many as are there", f"lower {server.wanted_by}")
+    if server.placed and machine.on_gpu and max(server.placed) >= len(machine.gpus):
+        got = f"--server.gpus names GPU {max(server.placed)}, {len(machine.gpus)} visible"
+        return fail(name, got, f"numbers below {len(machine.gpus)}", "correct --server.gpus")
     if shape.heads % server.tensor_parallel:
         got = f"{shape.heads} attention heads on {server.tensor_parallel} GPUs"
         return fail(name, got, "a divisor of the heads", "choose another --server.tensor-parallel-size")

@@ -351,10 +351,33 @@ def test_more_gpus_wanted_than_there_are(model: Path) -> None:
 
     for kind in ("tensor", "data"):
         found = only_fault(spread_over(1, kind, 2))
-        assert found.name == "server's GPUs" and found.fix == f"lower --server.{kind}-parallel-size"
+        assert found.name == "server's GPUs" and f"--server.{kind}-parallel-size" in found.fix
         assert not spread_over(2, kind, 2).fails
     assert "2 attention heads on 4 GPUs" in only_fault(spread_over(4, "tensor", 4)).got
     assert "1 layers on 2 GPUs" in only_fault(spread_over(2, "pipeline", 2)).got
+
+
+def test_several_servers_lie_where_they_are_put(model: Path) -> None:
+    def on_gpus(gpus: str, visible: int = 3) -> Examination:
+        flags: dict[str, Any] = {"server.replicas": 2, "server.gpus": gpus}
+        return look_at(run_of(model, **flags), replace(MACHINE, gpus=MACHINE.gpus * visible))
+
+    plan = on_gpus("1;2").memory
+    assert plan is not None
+    assert {row.device for row in plan.rows if row.owner == "server"} == {1, 2}
+    assert {row.device for row in plan.rows if row.owner == "trainer"} == {0}
+    assert "--server.gpus names GPU 3, 3 visible" in only_fault(on_gpus("1;3")).got
+
+
+def test_a_port_of_the_second_server_is_looked_at_too(model: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        flags: dict[str, Any] = {"server.replicas": 2, "server.gpus": "0;1", "server.port": port - 1}
+        machine = replace(MACHINE, gpus=MACHINE.gpus * 2)
+        found = next(f for f in look_at(run_of(model, **flags), machine).findings if f.name == "ports")
+    assert found.status == "fail" and f"{port} is held by" in found.got and found.fix.endswith("(any free one)")
 
 
 def test_a_run_that_is_there_already(model: Path) -> None:
