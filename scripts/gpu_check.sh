@@ -35,12 +35,13 @@ recipe() { # NAME
         bash "scripts/train_$1.sh"
 }
 
+nvidia-smi --list-gpus >/dev/null 2>&1 || echo "no GPU here (nvidia-smi lists none): the CPU is checked instead"
 part doctor "$PYTHON" -m grpo_trainer doctor
 for name in lora single_copy legacy; do part "$name" recipe "$name"; done
 if nvidia-smi --list-gpus >/dev/null 2>&1; then
     part gpu_tests "$PYTHON" -m pytest -q tests/gpu
 else
-    outcome[gpu_tests]="skipped, no GPU"
+    outcome[gpu_tests]="skipped, no GPU: all of the above ran on the CPU"
 fi
 
 echo
