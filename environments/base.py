@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, cast
 from typing_extensions import TypeVar
 
 from environments.api import wire
-from environments.config import BaseEnvConfig, ConfigError
+from environments.config import BaseEnvConfig, ConfigError, PromptTooLong
 from environments.inference import Completion, Inference, Sampling
 from environments.measures import Measures
 from environments.teacher import Teacher
@@ -147,7 +147,7 @@ class BaseEnv(ABC, Generic[Item, Config]):
         """Token ids of a prompt.
 
         Raises:
-            ConfigError: It leaves no room for an answer within `max_token_length`.
+            PromptTooLong: It leaves no room for an answer within `max_token_length`.
         """
         token_ids = self.tokenize(prompt)
         self.check_room(token_ids)
@@ -157,10 +157,10 @@ class BaseEnv(ABC, Generic[Item, Config]):
         """Refuses a prompt that leaves no room.
 
         Raises:
-            ConfigError: It has `max_token_length` tokens or more.
+            PromptTooLong: It has `max_token_length` tokens or more.
         """
         if len(token_ids) >= self.config.max_token_length:
-            raise ConfigError(
+            raise PromptTooLong(
                 f"--env.max_token_length: got {self.config.max_token_length}, but a prompt has {len(token_ids)} "
                 "tokens; raise it, or shorten the prompts"
             )

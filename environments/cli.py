@@ -14,13 +14,13 @@ from typing import Any
 
 from environments.api import wire
 from environments.base import BaseEnv, load_tokenizer
-from environments.config import ConfigError, ProcessSettings, Settings, parse_settings, settings_class
+from environments.config import ConfigError, ProcessSettings, PromptTooLong, Settings, parse_settings, settings_class
 from environments.files import GroupFile
 from environments.groups_page import groups_page
 from environments.http import PeerError
 from environments.inference import inference
 from environments.rollout_api import RolloutApi
-from environments.runner import LOST_IN_A_ROW, EnvironmentFailed, serve, unfit
+from environments.runner import LOST_IN_A_ROW, PROMPT_TOO_LONG, EnvironmentFailed, serve, unfit
 
 log = logging.getLogger(__name__)
 
@@ -156,6 +156,9 @@ async def _collect(env: BaseEnv[Any, Any], item: Any) -> wire.ScoredData | str:
     """A group for the item, with the teacher's word if there is one; else why there is none."""
     try:
         group = await env.scored(item)
+    except PromptTooLong as error:
+        log.warning("%s", error)
+        return PROMPT_TOO_LONG
     except (PeerError, ConfigError):
         raise
     except Exception as error:  # the environment's own code: one bad item must not lose the rest

@@ -20,6 +20,10 @@ class ConfigError(ValueError):
     """The command line or the configuration file is wrong; the message names field, got, wanted and fix."""
 
 
+class PromptTooLong(ConfigError):
+    """A prompt leaves no room for an answer within `max_token_length`."""
+
+
 def _http_url(url: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise ValueError("wanted a URL such as http://127.0.0.1:8000")

@@ -13,7 +13,7 @@ import msgspec
 
 from environments.api import wire
 from environments.base import BaseEnv
-from environments.config import BaseEnvConfig, ConfigError
+from environments.config import BaseEnvConfig, ConfigError, PromptTooLong
 from environments.files import GroupFile
 from environments.http import PeerError, PeerRefused
 from environments.metrics import JsonlSink, Reporter, Sink, open_wandb
@@ -29,6 +29,9 @@ GOODBYE_S = 0.8
 """On the way out: how long groups already scored may take to be posted, and then the leave-taking."""
 LOST_IN_A_ROW = 16
 """So many groups that came to nothing one after another mean that the environment does not work."""
+
+
+PROMPT_TOO_LONG = "prompt too long"
 
 
 class EnvironmentFailed(PeerError):
@@ -270,6 +273,13 @@ class Runner:
             self._evaluation = asyncio.create_task(self._evaluate(status.current_step))
 
     async def _evaluate(self, step: int) -> None:
+        """Evaluates and tells; an evaluation that fails is one point less in a plot, and no reason to stop training."""
+        try:
+            await self._evaluate_and_tell(step)
+        except Exception:
+            log.exception("the evaluation at step %d failed; the next one is tried as if nothing had been", step)
+
+    async def _evaluate_and_tell(self, step: int) -> None:
         metrics = await self.env.evaluate()
         log.info("evaluation at step %d: %s", step, ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
         self.reporter.record(step, {f"eval/{key}": value for key, value in metrics.items()})
@@ -282,6 +292,11 @@ class Runner:
         except PeerRefused as refusal:
             log.error("%s", refusal)
             self._lose("refused by the server", str(refusal))
+            return
+        except PromptTooLong as error:
+            if not self.reporter.tally.dropped[PROMPT_TOO_LONG]:  # each one would be a line; once a step says enough
+                log.warning("%s", error)
+            self._lose(PROMPT_TOO_LONG, str(error))
             return
         except (PeerError, ConfigError):
             raise

@@ -310,6 +310,68 @@ def test_it_ends_with_its_items() -> None:
     assert asyncio.run(scene()) == 3
 
 
+def test_a_prompt_that_is_too_long_costs_its_item_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    env = Sums(config(max_token_length=4), plain)
+
+    async def collect(item: int) -> wire.ScoredData:
+        env.check_room([1] * (9 if item in (2, 3) else 1))
+        return group(version=item)
+
+    async def scene() -> None:
+        service = await started()
+        env.collect = collect
+        task = asyncio.create_task(serving(env, Weather(service), asyncio.Event()))
+        await train(service, steps=3)
+        await asyncio.wait_for(task, 10)
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(scene())
+    assert "2 dropped (prompt too long)" in caplog.text
+    said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len([line for line in said if "got 4, but a prompt has 9 tokens; raise it" in line]) == 1
+
+
+def test_prompts_that_are_all_too_long_end_it_with_what_to_do() -> None:
+    async def scene() -> None:
+        service = await started()
+        env = Sums(config(max_token_length=4), plain)
+
+        async def collect(item: int) -> wire.ScoredData:
+            env.check_room([1] * 9)
+            return group()
+
+        env.collect = collect
+        await asyncio.wait_for(serving(env, Weather(service), asyncio.Event()), 20)
+
+    with pytest.raises(EnvironmentFailed, match=r"16 groups in a row came to nothing: --env\.max_token_length: got 4"):
+        asyncio.run(scene())
+
+
+def test_an_evaluation_that_fails_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
+    async def scene() -> list[int]:
+        service = await started()
+        asked: list[int] = []
+
+        class Failing(Sums):
+            async def evaluate(self) -> dict[str, float]:
+                asked.append(self.curr_step)
+                if len(asked) == 1:
+                    raise ValueError("a bug of the environment")
+                return {"accuracy": 0.5}
+
+        task = asyncio.create_task(serving(Failing(config(steps_per_eval=1), plain), Weather(service), asyncio.Event()))
+        for count in range(1, 3):
+            await train(service, steps=1)
+            await until(lambda count=count: len(asked) == count)
+        await train(service, steps=1)
+        await asyncio.wait_for(task, 10)
+        return [each.step for each in service.evaluations]
+
+    with caplog.at_level(logging.INFO):
+        assert asyncio.run(scene())[:1] == [2]
+    assert "the evaluation at step 1 failed" in caplog.text and "a bug of the environment" in caplog.text
+
+
 def test_what_is_not_sent_is_counted(caplog: pytest.LogCaptureFixture) -> None:
     async def scene() -> None:
         service = await started()
