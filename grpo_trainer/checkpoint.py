@@ -25,7 +25,7 @@ from torch import Tensor
 
 from grpo_trainer.config import CheckpointConfig
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.files import remove_remains, whole_folder, write_tensors
+from grpo_trainer.files import folders_named, remove_remains, whole_folder, write_tensors
 from grpo_trainer.metrics.types import Metrics, Sum
 from grpo_trainer.model.policy import Adapter, AllWeights, Policy
 from grpo_trainer.optim import FusedAdamW, TwoPartOptimizer
@@ -218,6 +218,17 @@ class Checkpoints:
             log.info("pruned %s", before)
         self._prune(path)
 
+    def _remove_exports(self) -> None:
+        """Those of a process before this one, which are no checkpoints: the servers that it started ended with it."""
+        if self._policy.step_prefix != AllWeights.step_prefix or not self._config.keep_checkpoints:
+            return
+        names = rf"(?:{AllWeights.step_prefix}|version_)\d+"
+        for path in folders_named(self._config.save_path, names, containing=self._policy.marker):
+            own = self._weights is not None and path == self._weights[1]
+            if not own and not (path / STATE_FILE).exists():
+                shutil.rmtree(path)
+                log.info("pruned %s", path)
+
     # Resuming
 
     def resume(self, say: Callable[[str], None] = log.info) -> Progress:
@@ -235,8 +246,8 @@ class Checkpoints:
         if self._config.resume == "never":
             return Progress()
         for kind in (Adapter, AllWeights):
-            remove_remains(self._config.save_path, kind.step_prefix)
-            remove_remains(self._config.save_path, kind.final_name)
+            remove_remains(self._config.save_path, rf"{kind.step_prefix}\d+|version_\d+|{kind.final_name}")
+        self._remove_exports()
         found = (
             newest_whole(self._config.save_path, say)
             if self._config.resume == "auto"

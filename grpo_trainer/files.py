@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import io
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -123,10 +124,22 @@ def whole_folder(path: Path) -> Iterator[Path]:
         raise
 
 
-def remove_remains(folder: Path, name: str) -> None:
-    """Remove what a process that was killed left of files and folders of names that begin so."""
-    for path in folder.glob(f".{name}*.tmp"):
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+def remove_remains(folder: Path, pattern: str) -> None:
+    """Remove what a process that was killed left of files and folders whose names fit a regular expression."""
+    remains = re.compile(rf"\.(?:{pattern})\.[0-9a-f]{{8}}\.tmp(?:\.aside\.tmp)?")
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if remains.fullmatch(path.name):
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def folders_named(folder: Path, pattern: str, *, containing: str) -> list[Path]:
+    """The folders in a folder whose whole name fits a regular expression, and which hold such a file; oldest first."""
+    found = [
+        path
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if re.fullmatch(pattern, path.name) and not path.is_symlink() and (path / containing).is_file()
+    ]
+    return sorted(found, key=lambda path: path.stat().st_mtime_ns)
 
 
 def sync_folder(path: Path) -> None:

@@ -28,11 +28,11 @@ from grpo_trainer.bridge_options import RestartOptions
 from grpo_trainer.checkpoint import Checkpoints
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import BridgeError
-from grpo_trainer.files import whole_folder
+from grpo_trainer.files import folders_named, remove_remains, whole_folder
 from grpo_trainer.launch.owned_server import OwnedServer, owned_servers
 from grpo_trainer.metrics.types import Metric, Sum
 from grpo_trainer.model.export import export_model
-from grpo_trainer.model.policy import Policy, load_tokenizer
+from grpo_trainer.model.policy import MODEL_CONFIG_FILE, Policy, load_tokenizer
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.signals import StopSignal
 from grpo_trainer.weights.bridge import Published
@@ -41,6 +41,9 @@ from grpo_trainer.weights.model_proof import ModelProof
 from vllm_server.protocol import BridgeInfo
 
 log = logging.getLogger(__name__)
+
+MERGED = r"merged_step_\d+"
+"""Folders that are ours."""
 
 
 class ServedModels(Protocol):
@@ -80,7 +83,8 @@ class MergedModels:
     Args:
         base: what the adapter belongs to; an adapter without effect needs no other model.
         dtype: of the written weights.
-        keep: so many of them stay; the served one always does. They can be made again from the adapter's checkpoints.
+        keep: so many of them stay, those of a process before this one included; the served one always does. They can be
+            made again from the adapter's checkpoints.
     """
 
     def __init__(
@@ -98,7 +102,8 @@ class MergedModels:
         self._dtype = dtype
         self._root = root
         self._keep = max(1, keep)
-        self._written: list[Path] = []
+        remove_remains(root, MERGED)
+        self._written = folders_named(root, MERGED, containing=MODEL_CONFIG_FILE)
 
     @classmethod
     def of(cls, config: TrainConfig, policy: Policy) -> MergedModels:
@@ -114,7 +119,7 @@ class MergedModels:
         path = self._root / f"merged_step_{version}"
         with whole_folder(path) as folder:
             export_model(self._model, self._tokenizer, folder, self._dtype)
-        self._written.append(path)
+        self._written = [*(each for each in self._written if each != path), path]
         return str(path)
 
     def _has_effect(self) -> bool:
@@ -122,8 +127,8 @@ class MergedModels:
         return any(bool(layer.lora_B["default"].weight.any()) for layer in layers)
 
     def serving(self, model: str) -> None:
-        while len(self._written) > self._keep:
-            old = self._written.pop(0)
+        for old in [path for path in self._written[: -self._keep] if str(path) != model]:
+            self._written.remove(old)
             shutil.rmtree(old)
             log.info("pruned %s", old)
 

@@ -234,6 +234,40 @@ def test_merged_models_are_kept_as_asked_and_the_served_one_always(tmp_path: Pat
     assert made.folders() == [f"merged_step_{version}" for version in left]
 
 
+def test_merged_models_of_a_process_that_was_killed_are_counted_and_strangers_left_alone(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    for name in ("merged_step_3", "merged_step_6", ".merged_step_6.0a1b2c3d.tmp", "merged_step_old", "merged_step_8"):
+        (root / name).mkdir(parents=True)
+        if name != "merged_step_8":  # no model: somebody else's
+            (root / name / "config.json").touch()
+    made = Bridge("lora_restart", tmp_path, interval=1, keep=2)
+    assert made.folders() == ["merged_step_3", "merged_step_6", "merged_step_8", "merged_step_old"]
+    with made.bridge as bridge:
+        made.change(1)
+        bridge.connect(6)  # the same again
+        assert made.folders() == ["merged_step_3", "merged_step_6", "merged_step_8", "merged_step_old"]
+        made.change(2)
+        bridge.publish(7)
+    assert made.folders() == ["merged_step_6", "merged_step_7", "merged_step_8", "merged_step_old"]
+
+
+@pytest.mark.parametrize(("keep", "left"), [(0, ["step_2", "version_9"]), (2, [])])
+def test_exports_of_a_process_that_was_killed_go_when_its_run_goes_on(
+    tmp_path: Path, keep: int, left: list[str]
+) -> None:
+    base = str(save_tiny(tmp_path / "base"))
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    optimizer = Trainer(model, TrainConfig(model=ModelConfig(name=base))).optimizer
+    root = tmp_path / "run"
+    for name in ("step_2", "version_9"):
+        (root / name).mkdir(parents=True)
+        (root / name / "config.json").touch()
+    (root / "step_by_hand").mkdir()
+    config = CheckpointConfig(save_path=root, keep_checkpoints=keep, resume="auto")
+    Checkpoints(config, AllWeights(model, None), optimizer).resume()
+    assert sorted(path.name for path in root.iterdir()) == [*left[:1], "step_by_hand", *left[1:]]
+
+
 @pytest.mark.parametrize(("keep", "left"), [(0, [1, 2, 3]), (1, [3]), (2, [3])])
 def test_served_models_of_all_weights_go_when_checkpoints_are_pruned(
     tmp_path: Path, keep: int, left: list[int]

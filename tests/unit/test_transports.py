@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,35 @@ import torch
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.weights.packed import PackedAdapter
 from grpo_trainer.weights.transports import transport as module
+from grpo_trainer.weights.transports.disk import Disk
 from grpo_trainer.weights.transports.transport import ORDER, Layout, layout, obstacle, open_transport
 from tests.unit.tiny_lora import tiny_lora
 from vllm_server.protocol import BridgeInfo, Transport, WorkerInfo, machine_id
 from vllm_server.protocol.nccl import NcclError
 
 OURS, OTHER = "GPU-ours", "GPU-other"
+
+
+def test_disk_begins_with_the_folders_of_a_trainer_before_it_and_leaves_strangers_alone(tmp_path: Path) -> None:
+    ours = ["policy-v7", "policy-proof-present-0a1b2c3d", "policy-v8"]
+    others = ["policy-vision-v1", "other-v3", "policy-v9-backup", "policy-v5"]
+    for number, name in enumerate([*ours, *others, ".policy-v9.0a1b2c3d.tmp", ".other-v9.0a1b2c3d.tmp"]):
+        folder = tmp_path / name
+        folder.mkdir()
+        if name != "policy-v5":  # no adapter in it
+            (folder / "adapter_model.safetensors").touch()
+        os.utime(folder, (number, number))
+    server: Any = Answering()
+    disk = Disk(PackedAdapter(tiny_lora(), torch.float32), server, tmp_path, "policy", 2)
+    disk.send("policy-v9", 9, activate=True)
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {*others, "policy-v8", "policy-v9", ".other-v9.0a1b2c3d.tmp"}
+
+
+class Answering:
+    """A server that takes whatever is published."""
+
+    def load_adapter(self, request: object) -> None: ...
 
 
 def info(*workers: WorkerInfo, machine: str = "here") -> BridgeInfo:

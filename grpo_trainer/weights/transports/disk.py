@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 import time
 from collections import deque
 from pathlib import Path
 
-from grpo_trainer.files import whole_folder, write_bytes
+from grpo_trainer.files import folders_named, remove_remains, whole_folder, write_bytes
 from grpo_trainer.model.lora import CONFIG_FILE, WEIGHTS_FILE
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.packed import HostCopy, PackedAdapter
@@ -23,18 +24,22 @@ class Disk:
     """
     Args:
         root: the server was started with it as --lora-root.
-        keep: folders of so many versions stay; older ones are deleted.
+        lora_name: versions are named by it, so it tells our folders from others in `root`.
+        keep: folders of so many versions stay, those of a trainer before this one included: the server may still serve
+            the newest of them. Older ones are deleted.
     """
 
     name: Transport = "disk"
 
-    def __init__(self, packed: PackedAdapter, server: ServerClient, root: Path, keep: int) -> None:
+    def __init__(self, packed: PackedAdapter, server: ServerClient, root: Path, lora_name: str, keep: int) -> None:
         self._host = HostCopy(packed)
         self._settings = json.dumps(packed.settings, indent=2).encode()
         self._server = server
         self._root = root
         self._keep = keep
-        self._folders: deque[Path] = deque()
+        own = rf"{re.escape(lora_name)}-(?:v\d+|proof-[a-z]+-[0-9a-f]{{8}})"  # versions, and what a proof tried
+        remove_remains(root, own)
+        self._folders = deque(folders_named(root, own, containing=WEIGHTS_FILE))
 
     def send(self, name: str, version: int, *, activate: bool) -> Sent:
         started = time.perf_counter()

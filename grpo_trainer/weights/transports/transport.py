@@ -147,7 +147,7 @@ def _memory(packed: PackedAdapter, server: ServerClient, info: BridgeInfo, root:
 def _disk(packed: PackedAdapter, server: ServerClient, info: BridgeInfo, root: Path, keep: int) -> AdapterTransport:
     from grpo_trainer.weights.transports.disk import Disk
 
-    return Disk(packed, server, root, keep)
+    return Disk(packed, server, root, info.lora_name, keep)
 
 
 _OPENERS: dict[Transport, Callable[[PackedAdapter, ServerClient, BridgeInfo, Path, int], AdapterTransport]] = {
