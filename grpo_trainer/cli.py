@@ -13,7 +13,7 @@ import typer
 from grpo_trainer import __version__
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import ConfigError, GrpoError, from_os_error
-from grpo_trainer.options import build, override, with_options
+from grpo_trainer.options import build, no_flag, override, unique_leaves, unknown_key, with_options
 from grpo_trainer.run_config import SET_BY_THE_RUN, ApiProcess, RunConfig, RunOptions, build_run, read_toml
 from grpo_trainer.server_options import SAID_OTHERWISE, ServerProcess
 
@@ -26,6 +26,8 @@ app = typer.Typer(
 )
 FAST_4_BITS = "bitsandbytes.backends.cpu.ops"
 """Where bitsandbytes, once imported, warns of a faster kernel for 4 bits: of use only to who loads in them."""
+ANY_FLAG = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Unknown flags are ours to judge: some are an environment's, and for the others we know what was meant."""
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 Environment = Annotated[
     str | None,
@@ -52,7 +54,7 @@ def _root(
     pass
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(context_settings=ANY_FLAG)
 @with_options(ServerProcess, prefix="server.")
 @with_options(ApiProcess, prefix="api.")
 @with_options(RunOptions)
@@ -73,13 +75,17 @@ def run(
     supervise(run_config, Console())
 
 
-@app.command()
+@app.command(context_settings=ANY_FLAG)
 @with_options(TrainConfig)
-def train(options: dict[str, Any], config: ConfigFile = None) -> None:
+def train(ctx: typer.Context, options: dict[str, Any], config: ConfigFile = None) -> None:
     """Train on rollouts from a rollout API and keep a vLLM server on the newest weights.
 
     API, server and environments run already; `grpo run` starts them for you.
     """
+    if ctx.args:
+        flag = ctx.args[0].partition("=")[0]
+        known = [name for leaf in unique_leaves(TrainConfig) for name in leaf.flags]
+        raise ConfigError(unknown_key(flag, [*known, "--config"]) if flag.startswith("--") else no_flag(flag))
     file = read_toml(config) if config else {}
     train_config = build(TrainConfig, override(TrainConfig, file, options))
     if train_config.model.load_in_4bit:
@@ -91,7 +97,7 @@ def train(options: dict[str, Any], config: ConfigFile = None) -> None:
     train_loop(train_config)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(context_settings=ANY_FLAG)
 @with_options(ServerProcess, prefix="server.")
 @with_options(ApiProcess, prefix="api.")
 @with_options(RunOptions)

@@ -185,6 +185,11 @@ def unknown_key(key: str, known: Collection[str], where: str = "") -> str:
     return f"{dashes}{where}{key.removeprefix('--')}: unknown option; {hint}"
 
 
+def no_flag(word: str) -> str:
+    """The message for a word that belongs to no flag."""
+    return f"{word}: wanted a flag, --NAME VALUE; --help lists them"
+
+
 def split_arguments(text: str) -> tuple[str, ...]:
     """Split at commas, but not within quotes, brackets or braces: an argument may be JSON.
 

@@ -33,7 +33,7 @@ from grpo_trainer.bridge_options import SharedVllm
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.launch.environments import EnvironmentProcess, check_environments
-from grpo_trainer.options import Section, build, leaves, option, override, split_arguments, unknown_key
+from grpo_trainer.options import Section, build, leaves, no_flag, option, override, split_arguments, unknown_key
 from grpo_trainer.server_options import SAID_TWICE, ServerProcess, flags_of_one, one_server, why_not_shared
 
 SET_BY_THE_RUN = {
@@ -259,7 +259,7 @@ def _env_options(args: Sequence[str]) -> dict[str, dict[str, Any]]:
 def _unknown_flag(flag: str, group: str, key: str) -> str:
     """The message for what is no flag of a run's: its table's name may be what is wrong with it."""
     if not flag.startswith("--"):
-        return f"{flag}: wanted a flag, --NAME VALUE"
+        return no_flag(flag)
     tables = {"server": ServerProcess, "api": ApiProcess}
     if key and group in tables:
         return unknown_key(f"--{key}", [leaf.key for leaf in leaves(tables[group])], f"{group}.")

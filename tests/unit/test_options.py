@@ -380,6 +380,20 @@ def test_every_bridge_is_explained_in_a_line_and_no_choice_is_cut() -> None:
         assert choice in said
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--lerning-rate", "1"], "grpo: --lerning-rate: unknown option; did you mean --lr?"),
+        (["--lerning-rate=1"], "grpo: --lerning-rate: unknown option; did you mean --lr?"),
+        (["sums"], "grpo: sums: wanted a flag"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "run"])
+def test_every_command_suggests_what_was_meant(command: str, arguments: list[str], said: str) -> None:
+    done = grpo(command, "--model", "m", *arguments)
+    assert done.returncode == 2 and done.stderr.startswith(said)
+
+
 def test_help_begins_with_what_most_people_want() -> None:
     said = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "100"}).output
     assert re.search(r"│ run ", said).start() < re.search(r"│ train ", said).start()  # type: ignore[union-attr]
