@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
+from grpo_trainer.main_memory import main_memory
 
 SHM = Path("/dev/shm")
 PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -64,7 +64,7 @@ def look() -> Machine:
     return Machine(
         python=platform.python_version(),
         kernel=os.uname().release,
-        memory=_memory(),
+        memory=main_memory().total,
         gpus=gpus,
         driver=driver,
         gpu_problem=problem,
@@ -87,14 +87,6 @@ def _requires(name: str) -> list[str]:
         return importlib.metadata.requires(name) or []
     except importlib.metadata.PackageNotFoundError:
         return []
-
-
-def _memory() -> int:
-    """Bytes of main memory, of the container's share where it has one."""
-    whole = psutil.virtual_memory().total
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.exists() else "max"
-    return min(whole, int(text)) if text.isdigit() else whole
 
 
 def _gpus(environment: Mapping[str, str]) -> tuple[tuple[Gpu, ...], str | None, str]:

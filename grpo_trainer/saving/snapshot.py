@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from grpo_trainer.main_memory import main_memory
 
 log = logging.getLogger(__name__)
 
@@ -25,11 +26,11 @@ class Snapshot:
     On a machine with a GPU it is page-locked, which makes the copies several times faster.
 
     Args:
-        available: bytes of main memory that may be taken; None: nobody knows.
+        available: bytes of main memory that may be taken; None: what the machine or its container has left.
     """
 
-    def __init__(self, available: Callable[[], int | None] | None = None) -> None:
-        self._available = available_memory if available is None else available
+    def __init__(self, available: Callable[[], int] | None = None) -> None:
+        self._available = available or (lambda: main_memory().available)
         self._memory: NDArray[np.uint8] = np.empty(0, np.uint8)
         self._locked = False
         self._said = False
@@ -75,7 +76,7 @@ class Snapshot:
             return True
         self.close()
         available = self._available()
-        if available is not None and size > ROOM * available:
+        if size > ROOM * available:
             if not self._said:
                 self._said = True
                 log.warning(
@@ -92,15 +93,6 @@ class Snapshot:
             *(size / 1e6, ", page-locked" if self._locked else ""),
         )
         return True
-
-
-def available_memory() -> int | None:
-    """Bytes of main memory that may be taken without swapping, as the kernel has it; None: it does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except FileNotFoundError:
-        return None
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def _runtime() -> Any:

@@ -288,7 +288,7 @@ def test_without_room_for_a_copy_training_waits_and_is_told_so_once(
 
 
 def test_a_copy_has_the_same_values_and_nothing_of_its_original() -> None:
-    snapshot = Snapshot(available=lambda: None)
+    snapshot = Snapshot(available=lambda: 1 << 30)
     tree = {
         "a": torch.arange(6.0).view(2, 3).t(),
         "b": [torch.ones(3, dtype=torch.bfloat16), (torch.tensor(5), 7, "x")],
