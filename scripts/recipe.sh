@@ -41,6 +41,7 @@ begin() {
     RUN_DIR=${RUN_DIR:-runs/$1-$(date +%Y%m%d-%H%M%S)}
     mkdir -p "$RUN_DIR/logs"
     RUN_DIR=$(cd "$RUN_DIR" && pwd)
+    [ -e "$RUN_DIR/metrics.jsonl" ] || rm -f "$RUN_DIR"/queue.sqlite* # of a start that came to no step
     trap stop_all EXIT
     trap 'exit 130' INT
     trap 'exit 143' TERM

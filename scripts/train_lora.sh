@@ -9,7 +9,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"
 
 begin lora
-start api "$PYTHON" -m grpo_trainer api --port "$API_PORT"
+start api "$PYTHON" -m grpo_trainer api --port "$API_PORT" --store "$RUN_DIR/queue.sqlite"
 start server "$PYTHON" -m grpo_trainer serve --model "$MODEL" --port "$VLLM_PORT" --dtype "$DTYPE" \
     --max-model-len "$SEQ_LEN" --max-lora-rank "$LORA_R" --lora-root "$RUN_DIR" "${gpu_flags[@]}"
 wait_for api "http://127.0.0.1:$API_PORT/" 60

@@ -11,7 +11,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"
 
 begin single-copy
-start api "$PYTHON" -m grpo_trainer api --port "$API_PORT"
+start api "$PYTHON" -m grpo_trainer api --port "$API_PORT" --store "$RUN_DIR/queue.sqlite"
 start server env VLLM_ENABLE_SHARED_WEIGHTS=1 LOGDIR="$RUN_DIR" "$PYTHON" -m grpo_trainer serve --model "$MODEL" \
     --port "$VLLM_PORT" --dtype "$DTYPE" --max-model-len "$SEQ_LEN" "${gpu_flags[@]}"
 wait_for api "http://127.0.0.1:$API_PORT/" 60
