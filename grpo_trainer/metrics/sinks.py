@@ -87,39 +87,51 @@ class ConsoleSink:
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
         self._console.print(step_line(step, self._total, numbers), markup=False, highlight=False, soft_wrap=True)
-        if not self._explained and abs(numbers.get("train/loss", 1.0)) < 1e-3:
+        learnt = "grpo/mean_ratio" in numbers
+        if not self._explained and learnt and abs(numbers.get("train/loss", 1.0)) < 1e-3:
             self._explained = True
-            self._console.print(
-                "(a loss near 0 is right: the ratio is about 1 and advantages sum to 0; watch the reward)",
-                style="dim",
-                soft_wrap=True,
-            )
+            if numbers.get("batch/zero_variance_share") == 1.0:
+                what = "(nothing to learn in this step: within each group all rewards are the same)"
+            else:
+                what = "(a loss near 0 is right: the ratio is about 1 and advantages sum to 0; watch the reward)"
+            self._console.print(what, style="dim", soft_wrap=True)
 
     def close(self) -> None:
         pass
 
 
 def step_line(step: int, total: int, numbers: dict[str, float]) -> str:
-    """A step in one line: reward, loss, ratio, staleness, groups without a spread, tokens/s, seconds."""
+    """A step in one line: reward, loss, ratio, staleness, groups without a spread, tokens/s, seconds.
 
-    def number(key: str) -> float:
-        return numbers.get(key, math.nan)
+    What there is no number of is left out; a step that taught nothing says so in the place of loss and ratio.
+    """
+    served = {"served": numbers[key] for key in ("publish/version", "publish/served_version") if key in numbers}
 
-    served = numbers.get("publish/served_version", number("publish/version"))  # older, where restarts are far between
+    def part(form: str, key: str, values: dict[str, float] = numbers) -> str:
+        return form.format(values[key]) if key in values else ""
 
-    return (
-        f"Step {step:>{len(str(total))}}/{total}  "
-        f"reward {number('reward/mean'):.3f}  loss {number('train/loss'):+.4f}  "
-        f"ratio {number('grpo/mean_ratio'):.3f}  stale {number('rollout/staleness_mean'):.1f}  "
-        f"zero-var {number('batch/zero_variance_share'):.0%}  {number('train/tokens_per_second'):,.0f} tok/s  "
-        f"wait {number('train/data_fetch_time'):.2f} step {number('train/step_time'):.2f} "
-        f"publish {number('train/sync_time'):.3f} s  v{served:.0f}"
-    )
+    learnt = [part("loss {:+.4f}", "train/loss"), part("ratio {:.3f}", "grpo/mean_ratio")]
+    seconds = [
+        part("wait {:.2f}", "train/data_fetch_time"),
+        part("step {:.2f}", "train/step_time"),
+        part("publish {:.3f} s", "train/sync_time"),
+    ]
+    parts = [
+        f"Step {step:>{len(str(total))}}/{total}",
+        part("reward {:.3f}", "reward/mean"),
+        *(learnt if "grpo/mean_ratio" in numbers else ["nothing to learn: no group has a spread of rewards"]),
+        part("stale {:.1f}", "rollout/staleness_mean"),
+        part("zero-var {:.0%}", "batch/zero_variance_share"),
+        part("{:,.0f} tok/s", "train/tokens_per_second"),
+        " ".join(filter(None, seconds)),
+        part("v{:.0f}", "served", served),  # older than what was published, where restarts are far between
+    ]
+    return "  ".join(filter(None, parts))
 
 
 def build_metric_log(config: TrainConfig, console: Console, steps_done: int) -> MetricLog:
     """The sinks that the configuration asks for; `steps_done` steps were logged before."""
     path = config.log_dir / METRICS_FILE
     sinks: list[Sink] = [JsonlSink(path, steps_done), ConsoleSink(console, config.training_steps)]
-    sinks += [SINKS[tracker](config) for tracker in config.logging.trackers]
+    sinks += [SINKS[tracker](config, steps_done) for tracker in config.logging.trackers]
     return MetricLog(sinks)
