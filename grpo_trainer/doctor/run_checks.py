@@ -201,6 +201,9 @@ def check_spread(server: Server, shape: ModelShape, machine: Machine) -> Finding
     if shape.heads % server.tensor_parallel:
         got = f"{shape.heads} attention heads on {server.tensor_parallel} GPUs"
         return fail(name, got, "a divisor of the heads", "choose another --server.tensor-parallel-size")
+    if server.pipeline_parallel > 1 and not machine.on_gpu:
+        got = f"--server.pipeline-parallel-size {server.pipeline_parallel} without a GPU"
+        return fail(name, got, "1: vLLM's CPU build fails at the first request", "--server.tensor-parallel-size")
     if server.pipeline_parallel > shape.layers:
         got = f"{shape.layers} layers on {server.pipeline_parallel} GPUs"
         return fail(name, got, "a layer for each GPU, at least", "choose another --server.pipeline-parallel-size")

@@ -354,6 +354,9 @@ def test_more_gpus_wanted_than_there_are(model: Path) -> None:
         assert found.name == "server's GPUs" and f"--server.{kind}-parallel-size" in found.fix
         assert not spread_over(2, kind, 2).fails
     assert "2 attention heads on 4 GPUs" in only_fault(spread_over(4, "tensor", 4)).got
+    flags: dict[str, Any] = {"server.pipeline_parallel_size": 2}
+    on_a_cpu = replace(MACHINE, gpus=(), driver=None)
+    assert "without a GPU" in only_fault(look_at(run_of(model, **flags), on_a_cpu)).got
     assert "1 layers on 2 GPUs" in only_fault(spread_over(2, "pipeline", 2)).got
 
 
