@@ -90,11 +90,11 @@ class ConsoleSink:
         learnt = "grpo/mean_ratio" in numbers
         if not self._explained and learnt and abs(numbers.get("train/loss", 1.0)) < 1e-3:
             self._explained = True
-            if numbers.get("batch/zero_variance_share") == 1.0:
-                what = "(nothing to learn in this step: within each group all rewards are the same)"
-            else:
-                what = "(a loss near 0 is right: the ratio is about 1 and advantages sum to 0; watch the reward)"
-            self._console.print(what, style="dim", soft_wrap=True)
+            self._console.print(
+                "(a loss near 0 is right: the ratio is about 1 and advantages sum to 0; watch the reward)",
+                style="dim",
+                soft_wrap=True,
+            )
 
     def close(self) -> None:
         pass
