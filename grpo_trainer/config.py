@@ -53,7 +53,7 @@ class ModelConfig(Section):
         help="Recompute activations in the backward pass to save memory (default: auto, in as few layers as the GPU's "
         "free memory allows; off on a CPU).",
     )
-    seed: int = option(0, help="Seeds adapter initialisation, dropout and the order of microbatches.")
+    seed: int = option(0, help="Seeds all random generators: adapter initialisation and dropout.")
 
 
 class RolloutConfig(Section):

@@ -1,7 +1,7 @@
 """Main memory that this process may use: the machine's, or what its container has of it. Needs no torch.
 
-A container's limit is that of a control group (cgroup, `man 7 cgroups`), of version 2 or 1. Groups lie in each other, and
-each bounds all that is in it.
+A container's limit is that of a control group (cgroup, `man 7 cgroups`), of version 2 or 1. Groups lie in each other,
+and each bounds all that is in it.
 """
 
 from __future__ import annotations

@@ -105,10 +105,10 @@ def step_line(step: int, total: int, numbers: dict[str, float]) -> str:
 
     What there is no number of is left out; a step that taught nothing says so in the place of loss and ratio.
     """
-    served = {"served": numbers[key] for key in ("publish/version", "publish/served_version") if key in numbers}
+    served = "publish/served_version" if "publish/served_version" in numbers else "publish/version"
 
-    def part(form: str, key: str, values: dict[str, float] = numbers) -> str:
-        return form.format(values[key]) if key in values else ""
+    def part(form: str, key: str) -> str:
+        return form.format(numbers[key]) if key in numbers else ""
 
     learnt = [part("loss {:+.4f}", "train/loss"), part("ratio {:.3f}", "grpo/mean_ratio")]
     seconds = [
@@ -124,7 +124,7 @@ def step_line(step: int, total: int, numbers: dict[str, float]) -> str:
         part("zero-var {:.0%}", "batch/zero_variance_share"),
         part("{:,.0f} tok/s", "train/tokens_per_second"),
         " ".join(filter(None, seconds)),
-        part("v{:.0f}", "served", served),  # older than what was published, where restarts are far between
+        part("v{:.0f}", served),  # older than what was published, where restarts are far between
     ]
     return "  ".join(filter(None, parts))
 

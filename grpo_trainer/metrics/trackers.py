@@ -6,14 +6,18 @@ import importlib
 import math
 from types import ModuleType
 from typing import Any
+from uuid import uuid4
 
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import ConfigError
+from grpo_trainer.files import replace_file
 
 PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio"}
 """Tracker -> what has to be installed for it."""
 
 DEFAULT_PROJECT = "grpo"
+RUN_ID_FILE = "tracked_as"
+"""In the log folder."""
 
 
 def public(config: TrainConfig) -> dict[str, Any]:
@@ -26,12 +30,27 @@ def finite(numbers: dict[str, float]) -> dict[str, float]:
     return {key: value for key, value in numbers.items() if math.isfinite(value)}
 
 
-class WandbSink:
-    """Weights & Biases; offline with WANDB_MODE=offline."""
+def run_id(config: TrainConfig, steps_done: int) -> str:
+    """What a tracker calls this run: the same whenever it goes on, for it is kept in the log folder.
 
-    def __init__(self, config: TrainConfig) -> None:
+    Args:
+        steps_done: that it has taken before; 0: it begins, and what lies there is of another.
+    """
+    path = config.log_dir / RUN_ID_FILE
+    if not steps_done or not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, f"{uuid4().hex[:12]}\n".encode())
+    return path.read_text().strip()
+
+
+class WandbSink:
+    """Weights & Biases; offline with WANDB_MODE=offline. Steps that it has are not changed by one who goes on."""
+
+    def __init__(self, config: TrainConfig, steps_done: int = 0) -> None:
         logging = config.logging
         self._run = load("wandb").init(
+            id=run_id(config, steps_done),
+            resume="allow",
             project=logging.wandb_project or DEFAULT_PROJECT,
             group=logging.wandb_group,
             dir=str(config.log_dir),
@@ -48,7 +67,7 @@ class WandbSink:
 class TensorBoardSink:
     """TensorBoard's event files in LOG_DIR/tensorboard: `tensorboard --logdir LOG_DIR`."""
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, steps_done: int = 0) -> None:
         self._writer = load("tensorboard", "tensorboard.summary").Writer(str(config.log_dir / "tensorboard"))
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
@@ -63,9 +82,11 @@ class TensorBoardSink:
 class TrackioSink:
     """trackio's database on this machine (TRACKIO_DIR, by default in Hugging Face's cache): `trackio show`."""
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, steps_done: int = 0) -> None:
         logging = config.logging
         self._run = load("trackio").init(
+            name=f"{config.log_dir.absolute().name}-{run_id(config, steps_done)}",  # a run is told by its name
+            resume="allow",
             project=logging.wandb_project or DEFAULT_PROJECT,
             group=logging.wandb_group,
             config=public(config),

@@ -60,16 +60,33 @@ def test_steps_that_a_resumed_run_takes_again_are_dropped(tmp_path: Path) -> Non
     assert [(row["step"], "old" in row) for row in rows] == [(1, True), (2, True), (3, True), (4, False)]
 
 
-def test_the_console_says_why_the_loss_is_about_zero(tmp_path: Path) -> None:
+def test_the_console_says_why_the_loss_is_about_zero_once_something_was_learnt(tmp_path: Path) -> None:
     console = Console(file=(tmp_path / "out").open("w"), width=200)
     sink = ConsoleSink(console, 10)
-    for step in (1, 2):
+    sink.write(1, {"train/loss": 0.0, "reward/mean": 0.0})
+    console.file.flush()
+    assert "a loss near 0 is right" not in (tmp_path / "out").read_text()
+    for step in (2, 3):
         sink.write(step, {"train/loss": 1e-6, "grpo/mean_ratio": 1.0, "reward/mean": 0.25})
     console.file.flush()
     text = (tmp_path / "out").read_text()
-    assert "Step  1/10  reward 0.250" in text
+    assert "Step  2/10  reward 0.250" in text
     assert text.count("a loss near 0 is right") == 1
 
 
-def test_a_missing_number_is_left_out_and_a_step_without_a_spread_says_so() -> None:
-    assert step_line(1, 1, {"train/loss": 0.0}) == "Step 1/1  nothing to learn: no group has a spread of rewards"
+def test_a_step_in_a_line() -> None:
+    numbers = {
+        "reward/mean": 0.25, "train/loss": -0.5, "grpo/mean_ratio": 1.01, "rollout/staleness_mean": 1.0,
+        "batch/zero_variance_share": 0.5, "train/tokens_per_second": 1234.0, "train/data_fetch_time": 0.1,
+        "train/step_time": 0.2, "train/sync_time": 0.003, "publish/version": 7.0, "publish/served_version": 5.0,
+    }  # fmt: skip
+    assert step_line(7, 10, numbers) == (
+        "Step  7/10  reward 0.250  loss -0.5000  ratio 1.010  stale 1.0  zero-var 50%  1,234 tok/s  "
+        "wait 0.10 step 0.20 publish 0.003 s  v5"
+    )
+
+
+def test_a_step_without_anything_to_learn_from_says_so_and_shows_no_number_that_there_is_not() -> None:
+    numbers = {"reward/mean": 1.0, "train/loss": 0.0, "train/skipped": 1.0, "batch/zero_variance_share": 1.0}
+    line = "Step 1/1  reward 1.000  nothing to learn: no group has a spread of rewards  zero-var 100%"
+    assert step_line(1, 1, numbers) == line

@@ -13,7 +13,7 @@ from grpo_trainer.config import LogConfig, ModelConfig, RolloutConfig, TrainConf
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.metrics import trackers
 from grpo_trainer.metrics.sinks import build_metric_log
-from grpo_trainer.metrics.trackers import TensorBoardSink, TrackioSink, WandbSink
+from grpo_trainer.metrics.trackers import TensorBoardSink, TrackioSink, WandbSink, run_id
 from grpo_trainer.metrics.types import Mean
 from tests.processes import wait_for
 
@@ -30,9 +30,17 @@ def test_wandb_offline_is_written_below_the_log_folder(tmp_path: Path, monkeypat
     sink = WandbSink(config_of(tmp_path, "wandb"))
     sink.write(1, {"reward/mean": 0.5})
     sink.close()
-    (run_file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    (run_file,) = tmp_path.glob(f"wandb/offline-run-*/run-{run_id(config_of(tmp_path), 1)}.wandb")
     # W&B's own process writes it, and may be a moment behind.
     wait_for("the metric in the run's file", lambda: b"reward/mean" in run_file.read_bytes(), run_file, seconds=30.0)
+
+
+def test_a_run_that_goes_on_is_the_same_to_a_tracker_and_one_that_begins_is_not(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "run", "wandb")
+    first = run_id(config, 0)
+    assert [run_id(config, 3), run_id(config, 7)] == [first, first]
+    assert run_id(config, 0) != first
+    assert run_id(config_of(tmp_path / "old", "wandb"), 3) not in ("", first)  # of a run from before this was kept
 
 
 def test_tensorboard(tmp_path: Path) -> None:
@@ -58,14 +66,18 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module in (trackio.utils, trackio.sqlite_storage):  # read from TRACKIO_DIR when trackio is first imported
         monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
-    sink = TrackioSink(config_of(tmp_path, "trackio"))
-    sink.write(1, {"reward/mean": 0.5, "grpo/max_ratio": float("nan")})
-    sink.close()
+    for done in (0, 1):  # and once more, going on
+        sink = TrackioSink(config_of(tmp_path, "trackio"), done)
+        sink.write(done + 1, {"reward/mean": 0.5, "grpo/max_ratio": float("nan")})
+        sink.close()
     (database,) = (tmp_path / "trackio").glob("*.db")
     with sqlite3.connect(database) as connection:
-        rows = list(connection.execute("select step, metrics from metrics"))
+        rows = list(connection.execute("select step, metrics, run_name from metrics"))
         (settings,) = next(connection.execute("select config from configs"))
-    assert [(step, json.loads(metrics)) for step, metrics in rows] == [(1, {"reward/mean": 0.5})]
+    assert [(step, json.loads(metrics)) for step, metrics, _ in rows] == [
+        (step, {"reward/mean": 0.5}) for step in (1, 2)
+    ]
+    assert len({name for *_, name in rows}) == 1
     assert b"secret" not in bytes(settings, "utf8") if isinstance(settings, str) else b"secret" not in settings
 
 
@@ -83,7 +95,7 @@ def test_every_tracker_gets_every_key(tmp_path: Path, monkeypatch: pytest.Monkey
             told[f"{self.name} closed"] = []
 
     for name in trackers.SINKS:
-        monkeypatch.setitem(trackers.SINKS, name, lambda config, name=name: Recorder(name))
+        monkeypatch.setitem(trackers.SINKS, name, lambda config, steps_done, name=name: Recorder(name))
     config = config_of(tmp_path, "tensorboard", "trackio", use_wandb=True)
     assert config.logging.trackers == ("tensorboard", "trackio", "wandb")
     log = build_metric_log(config, Console(file=(tmp_path / "out").open("w")), 0)
