@@ -32,6 +32,7 @@ class ArithmeticEnv(BaseEnv[Problem, ArithmeticConfig]):
 
     name = "arithmetic"
     env_config_cls = ArithmeticConfig
+    score_in_thread = False
 
     async def setup(self) -> None:
         """Lists the problems."""

@@ -35,6 +35,7 @@ from environments.config import BaseEnvConfig, ConfigError, PromptTooLong
 from environments.inference import Completion, Inference, Sampling
 from environments.measures import Measures
 from environments.teacher import Teacher
+from environments.threads import Threads
 from environments.trajectory import Message, Trajectory, scored_group
 
 if TYPE_CHECKING:
@@ -56,11 +57,13 @@ class BaseEnv(ABC, Generic[Item, Config]):
         tokenizer: The model's tokenizer.
         curr_step: The trainer's step, as last heard; 0 without a trainer.
         measures: Figures to be told with each step: `self.measures.add("strict", 1.0)`.
+        threads: Calls functions that take their time: `await self.threads.call(function, argument)`.
     """
 
     name: ClassVar[str]
     program: ClassVar[str | None] = None  # how messages call its command, where it is not the class's own module
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
+    score_in_thread: ClassVar[bool] = True  # False: it takes no time, or uses signals, which only the main thread may
 
     def __init__(self, config: Config, server: Inference, tokenizer: "PreTrainedTokenizerBase") -> None:
         """Subclasses that need a constructor of their own call this one; most need only `setup`."""
@@ -69,6 +72,7 @@ class BaseEnv(ABC, Generic[Item, Config]):
         self.tokenizer = tokenizer
         self.curr_step = 0
         self.measures = Measures()
+        self.threads = Threads(config.max_threads)
         self.teacher = Teacher.of(config)
 
     async def setup(self) -> None:
@@ -96,12 +100,21 @@ class BaseEnv(ABC, Generic[Item, Config]):
         raise NotImplementedError(f"{type(self).__name__} writes neither prompt() nor collect_trajectories()")
 
     def score(self, item: Item, answer: str) -> float:
-        """What one answer (see `decode`) is worth."""
+        """What one answer (see `decode`) is worth.
+
+        Runs in a thread, the answers of a group one after another, several groups at a time (`score_in_thread`).
+        """
         raise NotImplementedError(f"{type(self).__name__} writes neither score() nor collect_trajectories()")
 
     async def score_group(self, item: Item, completions: Sequence[Completion]) -> list[float]:
         """What each answer of a group is worth: where `score` needs to wait, or to see how an answer ended."""
-        return [self.score(item, self.decode(completion)) for completion in completions]
+        answers = [self.decode(completion) for completion in completions]
+        if self.score_in_thread:
+            return await self.threads.call(self._scores, item, answers)
+        return self._scores(item, answers)
+
+    def _scores(self, item: Item, answers: Sequence[str]) -> list[float]:
+        return [self.score(item, answer) for answer in answers]
 
     def sampling(self, room: int) -> Sampling:
         """How answers are sampled, where `room` tokens are left by the prompt; by default all, at temperature 1."""

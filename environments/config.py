@@ -62,6 +62,9 @@ class BaseEnvConfig(BaseModel):
     max_batches_offpolicy: int = Field(
         default=1, ge=1, description="batches that may be generated ahead of the trainer: its policy lag, about"
     )
+    max_threads: int = Field(
+        default=16, ge=1, description="threads in which `score` and tools run that are no coroutines, at most"
+    )
     inference_weight: float = Field(default=1.0, ge=0.0, description="this environment's weight among several")
     min_batch_allocation: float | None = Field(
         default=None, ge=0.0, le=1.0, description="share of each batch that is reserved for this environment"

@@ -25,11 +25,11 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic
 
 from pydantic import Field
@@ -52,6 +52,7 @@ class MultiTurnConfig(BaseEnvConfig):
 
     max_turns: int = Field(default=8, ge=1, description="turns of the policy, at most")
     max_tokens_per_turn: int | None = Field(default=None, ge=1, description="longest turn; unset: all the room left")
+    tool_timeout: float = Field(default=60.0, gt=0.0, description="seconds that one call of a tool may take")
 
 
 Config = TypeVar("Config", bound=MultiTurnConfig, default=MultiTurnConfig)
@@ -103,7 +104,10 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
         return ()
 
     async def call_tools(self, text: str) -> list[Message]:
-        """What the tools answer to the calls in a turn; what a tool raises is its answer."""
+        """What the tools answer to the calls in a turn, one after another; what a tool raises is its answer.
+
+        Coroutines are awaited, all others run in threads (`--env.max_threads`), each for `--env.tool_timeout` at most.
+        """
         known = {tool.__name__: tool for tool in self.tools()}
         messages: list[Message] = []
         for call in tool_calls(text):
@@ -112,8 +116,16 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
             elif call.name not in known:
                 messages.append({"role": "tool", "name": call.name, "content": f"no such tool; known: {[*known]}"})
             else:
-                messages.append({"role": "tool", "name": call.name, "content": await _call(known[call.name], call)})
+                content = await self._call(known[call.name], call)
+                messages.append({"role": "tool", "name": call.name, "content": content})
         return messages
+
+    async def _call(self, tool: Tool, call: ToolCall) -> str:
+        try:
+            result = await self.threads.call(partial(tool, **call.arguments), timeout=self.config.tool_timeout)
+            return result if isinstance(result, str) else json.dumps(result, default=str)
+        except Exception as error:  # the policy chose the arguments: what comes of them is for it to read
+            return f"{type(error).__name__}: {error}"
 
     async def collect_trajectories(self, item: Item) -> wire.ScoredData | None:
         """`group_size` conversations about the item, at the same time."""
@@ -141,13 +153,3 @@ def _schema(tool: Tool) -> dict[str, Any]:
     from transformers.utils.chat_template_utils import get_json_schema
 
     return get_json_schema(tool)
-
-
-async def _call(tool: Tool, call: ToolCall) -> str:
-    try:
-        result = tool(**call.arguments)
-        if inspect.isawaitable(result):
-            result = await result
-    except Exception as error:  # the policy chose the arguments: what comes of them is for it to read
-        return f"{type(error).__name__}: {error}"
-    return result if isinstance(result, str) else json.dumps(result, default=str)

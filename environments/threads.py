@@ -1,0 +1,89 @@
+"""Functions of an environment that are no coroutines: called in threads, so that nobody waits for them but who asked.
+
+A tool that fetches a page, or a score that asks a solver, takes seconds. In the event loop nothing else would be done
+meanwhile: no group generated, none posted, no question of the API answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+class Threads:
+    """Calls functions: coroutines where they are, all others in threads, so many at once.
+
+    The threads are daemons: no thread can be ended from outside, and one that hangs must not keep the program alive.
+
+    Args:
+        at_once: calls in threads at the same time; others wait. One that is out of time counts no longer.
+    """
+
+    def __init__(self, at_once: int) -> None:
+        self._slots = asyncio.Semaphore(at_once)
+        self._left_behind = 0
+
+    async def call(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> Any:
+        """What the function returns, or what it raises.
+
+        Args:
+            timeout: seconds, from when it begins.
+
+        Raises:
+            TimeoutError: it took longer.
+        """
+        if inspect.iscoroutinefunction(function):
+            return await _within(timeout, function(*args))
+        async with self._slots:
+            done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            inside = contextvars.copy_context().run
+            name = getattr(function.func if isinstance(function, partial) else function, "__name__", "a function")
+            threading.Thread(target=inside, args=(_run, done, function, args), name=name, daemon=True).start()
+            try:
+                result = await _within(timeout, done)
+            except TimeoutError:
+                if done.cancelled():  # else it is the function's own
+                    self._left_behind += 1
+                    log.warning("%s did not return in time; threads left behind so far: %d", name, self._left_behind)
+                raise
+        return await _within(timeout, result) if inspect.isawaitable(result) else result
+
+
+async def _within(seconds: float | None, work: Any) -> Any:
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            return await work
+    except TimeoutError:
+        if limit.expired():
+            raise TimeoutError(f"no answer within {seconds:g} s") from None
+        raise
+
+
+def _run(done: asyncio.Future[Any], function: Callable[..., Any], args: Any) -> None:
+    try:
+        result, error = function(*args), None
+    except BaseException as raised:  # handed on, whatever it is: a thread has nobody else to tell
+        result, error = None, raised
+    with suppress(RuntimeError):  # the loop has closed: nobody waits any more
+        done.get_loop().call_soon_threadsafe(_settle, done, result, error)
+
+
+def _settle(done: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if done.done():
+        return  # out of time, or cancelled
+    if error is None:
+        done.set_result(result)
+    elif isinstance(error, StopIteration):  # which no future may hold
+        done.set_exception(RuntimeError(f"StopIteration: {error}"))
+    else:
+        done.set_exception(error)
