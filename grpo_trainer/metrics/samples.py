@@ -213,13 +213,10 @@ def build_sample_log(config: TrainConfig, forward: Forward, device: torch.device
 
 
 def _tokenizer(name: str) -> Decode:
-    from transformers import AutoTokenizer
+    from grpo_trainer.model.tokenizer import NoTokenizerError, read_tokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"--log-samples: {name} has no tokenizer ({reason}); save it beside the model, or give 0"
-        ) from None
+        tokenizer = read_tokenizer(name)
+    except NoTokenizerError as error:
+        raise ConfigError(f"--log-samples: {error}; save it beside the model, or give 0") from None
     return lambda tokens: str(tokenizer.decode(tokens))

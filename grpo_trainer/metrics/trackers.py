@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 from types import ModuleType
 from typing import Any
 from uuid import uuid4
@@ -49,7 +50,7 @@ class WandbSink:
     def __init__(self, config: TrainConfig, steps_done: int = 0) -> None:
         logging = config.logging
         self._run = load("wandb").init(
-            id=run_id(config, steps_done),
+            id=os.environ.get("WANDB_RUN_ID") or run_id(config, steps_done),
             resume="allow",
             project=logging.wandb_project or DEFAULT_PROJECT,
             group=logging.wandb_group,

@@ -22,7 +22,7 @@ from peft import LoraConfig, PeftModel, set_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_trainer.bridge_options import (
     AllWeightsOptions,
@@ -49,6 +49,7 @@ from grpo_trainer.model.load import (
     pick_device,
     pick_dtype,
 )
+from grpo_trainer.model.tokenizer import NoTokenizerError, read_tokenizer
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.bridge_file import find_bridge_config
 from vllm_server.protocol.bridge_config import BridgeConfigFile
@@ -341,7 +342,6 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         ModelError: there is none.
     """
     try:
-        return AutoTokenizer.from_pretrained(config.name)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(f"--model-name {config.name}: no tokenizer there, which vLLM needs: {reason}") from None
+        return read_tokenizer(config.name)
+    except NoTokenizerError as error:
+        raise ModelError(f"--model-name: {error}, which vLLM needs") from None

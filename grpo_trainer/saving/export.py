@@ -13,7 +13,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_trainer.checkpoint import TENSORS_FILE
 from grpo_trainer.errors import ConfigError
@@ -21,6 +21,7 @@ from grpo_trainer.files import whole_folder, write_bytes
 from grpo_trainer.model.adapter_file import CONFIG_FILE, WEIGHTS_FILE
 from grpo_trainer.model.export import export_model, stored_tensors
 from grpo_trainer.model.policy import MODEL_CONFIG_FILE
+from grpo_trainer.model.tokenizer import NoTokenizerError, read_tokenizer
 from grpo_trainer.saving.cut_states import STATES_FOLDER
 from grpo_trainer.saving.finding import saved_checkpoints
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, check_files, read_state
@@ -164,7 +165,7 @@ def _tokenizer(path: Path, base: str | None) -> PreTrainedTokenizerBase | None:
     """The checkpoint's own, else the base model's."""
     place = str(path) if (path / TOKENIZER_CONFIG_FILE).is_file() else base
     try:
-        return AutoTokenizer.from_pretrained(place) if place else None
-    except (OSError, ValueError) as error:
-        log.warning("no tokenizer goes along: %s has none (%s)", place, str(error).strip().splitlines()[0])
+        return read_tokenizer(place) if place else None
+    except NoTokenizerError as error:
+        log.warning("no tokenizer goes along: %s", error)
         return None
