@@ -32,17 +32,17 @@ def check_disk(config: TrainConfig, folder: Path, shape: ModelShape | None, *, o
     each = checkpoint_bytes(config, shape) if shape else 0
     served = served_bytes(config, shape, on_gpu=on_gpu) if shape else 0
     most = most_checkpoints(config)
-    least, whole = (count * each + served + LOGS for count in (min(most, 2), most))
+    least, whole = min(most, 2) * each + served, most * each + served + LOGS
     got = f"{free / GB:.1f} GB free at {there}" + (f", {held / GB:.1f} GB in use by the run" if held else "")
     beside = f", {served / GB:.2f} GB of models to serve" if served else ""
-    each_of_them = f"checkpoints of {each / GB:.2f} GB{beside} and logs"
+    of_them = f"checkpoints of {each / GB:.2f} GB{beside}"
     if free + held < least or free < each:
-        return fail("disk", got, f"{least / GB:.1f} GB for {min(most, 2)} {each_of_them}", MOVE)
+        return fail("disk", got, f"{least / GB:.1f} GB for {min(most, 2)} {of_them}", MOVE)
     if free + held < whole:
         fix = f"a larger --checkpoint-interval; or {MOVE}"
         if config.checkpoints.keep_checkpoints != 2:
             fix = f"--keep-checkpoints 2; or {fix}"
-        return warn("disk", got, f"{whole / GB:.1f} GB for {most} {each_of_them}", fix)
+        return warn("disk", got, f"{whole / GB:.1f} GB for {most} {of_them} and logs", fix)
     return ok("disk", got)
 
 
