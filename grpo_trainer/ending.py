@@ -105,4 +105,5 @@ def _say(end: Exception, progress: Progress, outcome: str) -> None:
             end.args = (f"{end}. Stopped at step {progress.step}; {outcome}",)
         case _:
             end.add_note(f"Stopped at step {progress.step}; {outcome}")
-            log.error("%s: %s. Stopped at step %d; %s", type(end).__name__, end, progress.step, outcome)
+    if not isinstance(end, StoppedError):  # an event of the run, as a report shows it
+        log.error("the run ends: %s", " ".join([str(end), *getattr(end, "__notes__", ())]))

@@ -133,7 +133,7 @@ class ServerClient:
     def unload_adapter(self, name: str) -> protocol.LoraUnloadResponse:
         """Withdraw a version."""
         request = protocol.LoraUnloadRequest(adapter_name=name)
-        return self._ask("POST", protocol.LORA_UNLOAD_ROUTE, protocol.LoraUnloadResponse, request)
+        return self._ask("POST", protocol.LORA_UNLOAD_ROUTE, protocol.LoraUnloadResponse, request, repeatable=True)
 
     def lora_status(self) -> protocol.LoraStatus:
         """The versions that the server holds."""

@@ -215,9 +215,13 @@ class PolicyRegistry:
     def retire(self, name: str | None = None) -> Version | None:
         """Withdraw the version `name` (by default the newest); None if there is nothing to withdraw.
 
+        A name that was withdrawn before stays so: who asks again may not have heard the answer.
+
         Raises:
-            ServeError: 404, no such version.
+            ServeError: 404, there never was such a version.
         """
+        if name in self._used_names and ((known := self._live.get(name or "")) is None or known.retired):
+            return known
         version = self.newest if name is None or name in self._newest_aliases else self._find(name)
         if version is self.base:
             return None

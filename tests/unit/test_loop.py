@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -198,7 +199,7 @@ def failing(told: Any, method: str, error: Exception, call: int) -> None:
     ],
 )
 def test_whatever_ends_a_run_between_steps_saves_what_was_learnt(
-    method: str, error: Exception, call: int, saved: str
+    method: str, error: Exception, call: int, saved: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: Any = Told(True, True, True, True)
     failing(told, method, error, call)
@@ -207,7 +208,10 @@ def test_whatever_ends_a_run_between_steps_saves_what_was_learnt(
     said = str(ended.value) + "".join(getattr(ended.value, "__notes__", ()))
     step = saved[5]
     assert str(error).split(".")[0] in said
-    assert f"Stopped at step {step}; saved checkpoint, go on with --resume auto" in said
+    outcome = f"Stopped at step {step}; saved checkpoint, go on with --resume auto"
+    assert outcome in said
+    (event,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert event.startswith(f"the run ends: {error.args[0]}".split(".")[0]) and outcome in event
     assert saved in told.events and told.events[-1].startswith("settle b5")
     assert ("release b7" in told.events) == (method == "step")
 

@@ -169,6 +169,9 @@ def test_withdrawing_the_newest_brings_back_the_one_before() -> None:
     assert held.retire() is second
     assert held.newest is first
     assert held.retire("policy-v1") is first
+    assert held.retire("policy-v1") is first  # again
+    held.remove(first)
+    assert held.retire("policy-v1") is None  # and again
     assert held.newest is held.base
     assert held.retire() is None
 
