@@ -5,6 +5,7 @@
 #
 #   MODEL=FOLDER or hub name   default: runs/demo-model, which is built if it is not there
 #   ENVIRONMENT=NAME           arithmetic (default), gsm8k, or the module of your own
+#   ENVIRONMENT_FLAGS="…"      more of its options, for example "--env.dataset_path /data/gsm8k"
 #   STEPS=20  BATCH_SIZE=16 (sequences in a microbatch)  ACCUMULATION=8 (microbatches in a step)  GROUP_SIZE=8
 #   SEQ_LEN=64  LR=…  LORA_R=16  DTYPE=float32 without a GPU, else bfloat16
 #   GPU_MEMORY=0.45            the server's share of the GPU
@@ -20,7 +21,7 @@ GROUP_SIZE=${GROUP_SIZE:-8} SEQ_LEN=${SEQ_LEN:-64} LORA_R=${LORA_R:-16} GPU_MEMO
 API_PORT=${API_PORT:-8000} VLLM_PORT=${VLLM_PORT:-9001}
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 declare -A started=()
-environment_flags=() # more than start_environment gives it
+read -r -a environment_flags <<<"${ENVIRONMENT_FLAGS:-}" # more than start_environment gives it
 
 # begin RECIPE: Python, model, folder; from here on whatever was started ends with the script.
 begin() {

@@ -12,6 +12,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/recipe.sh"
 begin legacy
 start api "$PYTHON" -m grpo_trainer api --port "$API_PORT" --store "$RUN_DIR/queue.sqlite"
 wait_for api "http://127.0.0.1:$API_PORT/" 60
-environment_flags=(--env.retry_timeout 900) # the server is away while it restarts
+environment_flags+=(--env.retry_timeout 900) # the server is away while it restarts
 start_environment
 train --weight-bridge-mode none --max-model-len "$SEQ_LEN" --lr "${LR:-1e-4}" "${gpu_flags[@]}" "$@"
