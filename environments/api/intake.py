@@ -6,7 +6,7 @@ import msgspec
 
 from environments.api import wire
 from environments.api.http import ApiError
-from environments.api.reading import Steps, invalid, read_group, without_nan
+from environments.api.reading import Buffer, Steps, invalid, read_group, without_nan
 from environments.api.records import UnknownEnvironment
 from environments.api.service import Service
 from environments.api.validate import InvalidGroup, encode_checked
@@ -28,7 +28,7 @@ def decode(body: bytes, message_type: type[wire.T], content_type: str | None) ->
 
 
 def take_one(
-    service: Service, body: bytes, content_type: str | None, key: bytes | None
+    service: Service, body: Buffer, content_type: str | None, key: bytes | None
 ) -> Generator[None, None, wire.ScoredDataResponse]:
     """POST /scored_data: a generator that pauses so that others may have their turn, and returns the answer.
 
@@ -63,7 +63,7 @@ def take_list(
     for i, raw in enumerate(groups):
         yield
         try:
-            answer = yield from take_one(service, bytes(raw), content_type, key and key + b"/%d" % i)
+            answer = yield from take_one(service, memoryview(raw), content_type, key and key + b"/%d" % i)
         except ApiError as error:
             rejected.append(wire.RejectedGroup(group=i, field=error.field or "", detail=error.detail))
         else:
@@ -78,13 +78,15 @@ def take_list(
     )
 
 
-def _read(body: bytes, msgpack: bool) -> Steps:
+def _read(body: Buffer, msgpack: bool) -> Steps:
     try:
         return (yield from read_group(body, msgpack))
     except msgspec.DecodeError as error:
-        if not msgpack and not isinstance(error, msgspec.ValidationError) and (finite := without_nan(body)) != body:
-            # Python's JSON writes NaN, which JSON has not: say where it stands rather than `malformed`.
-            raise (yield from _non_finite(finite)) from error
+        if not msgpack and not isinstance(error, msgspec.ValidationError):
+            whole = bytes(body)
+            if (finite := without_nan(whole)) != whole:
+                # Python's JSON writes NaN, which JSON has not: say where it stands rather than `malformed`.
+                raise (yield from _non_finite(finite)) from error
         raise
 
 

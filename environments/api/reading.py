@@ -28,6 +28,7 @@ _ROWS = ("tokens", "masks", "advantages", "ref_logprobs", "inference_logprobs")
 _INTS = list[Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]]
 _MESSAGES = list[dict[str, Any]]
 
+Buffer = bytes | memoryview
 Steps = Generator[None, None, wire.PackedGroup]
 
 
@@ -67,7 +68,7 @@ class _UnreadPacked(_Unread, kw_only=True):
     inference_logprobs: bytes | None = None
 
 
-def read_group(body: bytes, msgpack: bool = False) -> Steps:
+def read_group(body: Buffer, msgpack: bool = False) -> Steps:
     """The group that a body carries, checked and packed; a generator that pauses between rows and returns it.
 
     Raises:
