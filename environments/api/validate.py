@@ -228,9 +228,10 @@ def _check_length(field: str, i: int, got: int, wanted: int, rule: str) -> None:
 def _first_unfit(numbers: "Sequence[float] | array[float]") -> int | None:
     """Where the first number stands that is not finite in float32."""
     # Not a number and infinity survive a sum, and one of finite float32 numbers is finite: a quick pass clears a row.
-    if math.isfinite(sum(array("f", numbers))):
+    single = numbers if isinstance(numbers, array) and numbers.typecode == "f" else array("f", numbers)
+    if math.isfinite(sum(single)):
         return None
-    return next(i for i, single in enumerate(array("f", numbers)) if not math.isfinite(single))
+    return next(i for i, number in enumerate(single) if not math.isfinite(number))
 
 
 def _unfit_number(number: float) -> str:
