@@ -140,6 +140,7 @@ def _steps_out_of_the_ordinary(rows: Sequence[Mapping[str, Any]]) -> list[Event]
     told = {
         "train/skipped": "skipped: nothing to learn from, or a loss or gradient that is not finite",
         "rollout/dropped_stale_groups": "groups dropped as too old",
+        "rollout/refused_groups": "groups left out that can't be trained on",
     }
     found = []
     for row in rows:
