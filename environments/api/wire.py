@@ -268,7 +268,8 @@ class Batch(Struct, frozen=True, kw_only=True):
     """Answer to GET /batch, in whole groups, oldest first, exactly `batch_size` sequences.
 
     `batch` is None while no batch can be made. With `?lease=SECONDS` it bears a `batch_id`: acknowledge it
-    (POST /batch/{batch_id}/ack) within `expires_in_s`, or the groups return to the front of the queue.
+    (POST /batch/{batch_id}/ack) or extend it within `expires_in_s`. Otherwise, unless the batch was asked for with a
+    trainer's `uuid`, the groups return to the front of the queue.
     Before POST /register `status` is `error` and `message` says why.
     """
 
