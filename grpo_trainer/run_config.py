@@ -155,8 +155,8 @@ def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Seque
         if key != "env":
             typed[table or ("run" if key in run_keys else "trainer")][name] = value
     _leave_to_flags(given, typed)
-    given["trainer"] = override(TrainConfig, given["trainer"], typed["trainer"])
-    given |= {table: {**given[table], **typed[table]} for table in ("run", "api", "server")}
+    sections = {"run": RunOptions, "trainer": TrainConfig, "server": ServerProcess, "api": ApiProcess}
+    given = {table: override(sections[table], given[table], typed[table]) for table in given}
     for key in given["trainer"]:
         if (instead := SET_BY_THE_RUN.get(key.replace("-", "_"))) is not None:
             raise ConfigError(f"--{key.replace('_', '-')}: set by the run itself; use {instead}")

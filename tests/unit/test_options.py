@@ -320,6 +320,11 @@ def test_a_servers_option_has_one_value_under_both_of_its_names() -> None:
 def test_a_flag_wins_over_another_name_of_it_in_the_file() -> None:
     config = build_run({"trainer": {"model": "a", "lora_rank": 8}}, {"model_name": "b", **LORA, "lora_r": "16"})
     assert config.trainer.model.name == "b" and dump(config.trainer)["lora_r"] == 16
+    dashes = {"server": {"max-model-len": 9}, "api": {"extra-args": ["--fsync"]}, "run-dir": "a"}
+    flags = {"server.max_model_len": "8", "api.extra_args": "--memory-mb,9", "run_dir": "b"}
+    config = build_run(dashes, {"model_name": "m", **flags})
+    assert config.server.max_model_len == 8 and config.api.extra_args == ("--memory-mb", "9")
+    assert config.run_dir == Path("b")
 
 
 LORA = {"weight_bridge_mode": "lora_only"}
