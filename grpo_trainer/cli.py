@@ -13,9 +13,10 @@ import typer
 from grpo_trainer import __version__
 from grpo_trainer.config import TrainConfig
 from grpo_trainer.errors import ConfigError, GrpoError, from_os_error
-from grpo_trainer.options import build, no_flag, override, unique_leaves, unknown_key, with_options
+from grpo_trainer.options import build, override, unique_leaves, with_options
 from grpo_trainer.run_config import SET_BY_THE_RUN, ApiProcess, RunConfig, RunOptions, build_run, read_toml
 from grpo_trainer.server_options import SAID_OTHERWISE, ServerProcess
+from grpo_trainer.suggestions import no_flag, unknown_key
 
 app = typer.Typer(
     name="grpo",

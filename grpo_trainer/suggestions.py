@@ -1,0 +1,42 @@
+"""What was meant by a name that nothing knows."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+from types import MappingProxyType
+
+SAME = MappingProxyType(
+    {
+        **{"learning_rate": "lr", "model_path": "model_name", "max_steps": "training_steps", "steps": "training_steps"},
+        **{"num_steps": "training_steps", "micro_batch_size": "batch_size", "max_length": "seq_len"},
+        **{"max_seq_len": "seq_len", "beta": "kl_beta", "kl_coef": "kl_beta", "epsilon": "clip_eps"},
+        **{"output_dir": "run_dir", "environment": "env", "port": "server.port", "warmup": "warmup_steps"},
+    }
+)
+"""What others call options of ours."""
+FEW = 15
+"""Names, so many, are listed in a message."""
+
+
+def unknown_key(key: str, known: Collection[str], where: str = "") -> str:
+    """The message for a key that nothing knows, with the nearest that something does.
+
+    Args:
+        key: as it was written, a flag or a key; what is suggested is written alike.
+    """
+    dashes = "--" if key.startswith("--") else ""
+    names = {name.removeprefix("--").replace("-", "_"): name for name in known}
+    names |= {other: names[ours] for other, ours in SAME.items() if ours in names and other not in names}
+    nearest = difflib.get_close_matches(key.removeprefix("--").replace("-", "_"), names, n=1, cutoff=0.6)
+    if nearest:
+        name = names[nearest[0]].removeprefix("--")
+        hint = f"did you mean {dashes}{where}{name.replace('_', '-') if dashes else name}?"
+    else:
+        hint = f"known: {', '.join(sorted(set(known)))}" if len(set(known)) <= FEW else "--help lists them"
+    return f"{dashes}{where}{key.removeprefix('--')}: unknown option; {hint}"
+
+
+def no_flag(word: str) -> str:
+    """The message for a word that belongs to no flag."""
+    return f"{word}: wanted a flag, --NAME VALUE; --help lists them"
