@@ -112,6 +112,7 @@ def test_a_killed_server_or_trainer_ends_the_run_and_leaves_nothing(
     assert said in told
     if victim == "server":
         assert str(run_dir / "logs" / "server.log") in told
+        assert re.search(r"Stopped at step \d+; saved .*/adapter_step_\d+, go on with --resume auto", told)
     wait_for("all have ended", lambda: not alive([*members, *servers]), log, 20)
 
 

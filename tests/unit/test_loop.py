@@ -19,7 +19,7 @@ from grpo_trainer.bench.step.options import StepOptions
 from grpo_trainer.bridge_options import LoraOnly
 from grpo_trainer.checkpoint import Progress
 from grpo_trainer.config import ModelConfig, TrainConfig
-from grpo_trainer.distributed import CommonWeightsError, Order, World
+from grpo_trainer.distributed import CommonWeightsError, Order, PeerGoneError, World
 from grpo_trainer.errors import (
     BridgeError,
     ConfigError,
@@ -230,8 +230,16 @@ def test_a_write_that_landed_counts_though_the_fence_failed_after_it(monkeypatch
     assert told.events[-2:] == ["stop 1/6", "settle b5"]
 
 
-@pytest.mark.parametrize("why", ["can't be relied on", "did not come to its end", "takes the other trainer processes"])
-def test_weights_that_nobody_vouches_for_are_not_saved(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("why", "gone"),
+    [
+        ("can't be relied on", False),
+        ("did not come to its end", False),
+        ("takes the other trainer processes", False),
+        ("takes the other trainer processes", True),
+    ],
+)
+def test_weights_that_nobody_vouches_for_are_not_saved(why: str, gone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     told: Any = Told(True, True)
     told.safe_path = Path("step_3")
     world = World()
@@ -240,6 +248,8 @@ def test_weights_that_nobody_vouches_for_are_not_saved(why: str, monkeypatch: py
         if "relied" in why:
             raise CommonWeightsError("the loss is not finite")
         if "processes" in why:
+            if gone:
+                raise PeerGoneError("gone")
             world.size, _ = 2, world.begin()
             raise ServerError("gone")
         with writing():
