@@ -276,18 +276,22 @@ def with_options(
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "options"]
-        parameters, keys = [], {}
+        parameters: list[inspect.Parameter] = []
+        keys: dict[str, tuple[str, bool]] = {}  # by a parameter: the option's, and whether it turns that off
         for leaf in unique_leaves(root):
             for flag in leaf.flags:
                 key = flag.removeprefix("--").replace("-", "_")
-                parameter = _parameter(leaf, flag, prefix, root, hidden=key in hidden)
-                keys[parameter.name] = prefix + key
-                parameters.append(parameter)
+                made = [_parameter(leaf, flag, prefix, root, hidden=key in hidden)]
+                if leaf.is_bool:
+                    made.append(_negative(leaf, flag, prefix))
+                parameters += made
+                keys |= {each.name: (prefix + key, each is not made[0]) for each in made}
 
         def wrapped(**values: Any) -> None:
-            options = {keys[n]: values.pop(n) for n in list(values) if n in keys}
-            given = {key: value for key, value in options.items() if value is not None}
-            command(options={**values.pop("options", {}), **given}, **values)
+            given = {name: values.pop(name) for name in list(values) if name in keys}
+            given = {name: value for name, value in given.items() if value is not None}
+            options = {keys[name][0]: not value if keys[name][1] else value for name, value in given.items()}
+            command(options={**values.pop("options", {}), **options}, **values)
 
         wrapped.__name__ = command.__name__
         wrapped.__doc__ = command.__doc__
@@ -308,24 +312,24 @@ def unique_leaves(root: type[Section]) -> list[Leaf]:
 
 def _parameter(leaf: Leaf, flag: str, prefix: str, root: type[Section], *, hidden: bool) -> inspect.Parameter:
     """A flag; an option's second name is one of its own, so that messages name what was written."""
-    name = flag.removeprefix("--")
-    flags = [f"--{prefix}{name}"]
-    annotation: Any = str | None
-    metavar: str | None = None
-    if leaf.is_bool:
-        flags[0] = f"{flags[0]}/--{prefix}no-{name}"
-        annotation = bool | None
-    elif choices(leaf, root):
-        metavar = "CHOICE"
-    else:
-        metavar = _metavar(leaf.field.annotation)
+    annotation: Any = bool | None if leaf.is_bool else str | None
+    metavar = "CHOICE" if choices(leaf, root) else _metavar(leaf.field.annotation)
     text = (
         help_text(leaf, root) if flag == leaf.flags[0] else f"The same as --{prefix}{leaf.flags[0].removeprefix('--')}."
     )
+    return _typed(f"{prefix}{flag.removeprefix('--')}", annotation, text, metavar, leaf.panel, hidden=hidden)
+
+
+def _negative(leaf: Leaf, flag: str, prefix: str) -> inspect.Parameter:
+    """What turns an option off. Its help is that of the option: in a column of its own it would cut all names short."""
+    return _typed(f"{prefix}no-{flag.removeprefix('--')}", bool | None, "", "", leaf.panel, hidden=True)
+
+
+def _typed(name: str, annotation: Any, text: str, metavar: str, panel: str, *, hidden: bool) -> inspect.Parameter:
     info = typer.Option(
-        *flags, help=text, metavar=metavar, show_default=False, rich_help_panel=leaf.panel, hidden=hidden
+        f"--{name}", help=text, metavar=metavar, show_default=False, rich_help_panel=panel, hidden=hidden
     )
-    variable = f"{prefix}{name}".replace(".", "__").replace("-", "_")
+    variable = name.replace(".", "__").replace("-", "_")
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(variable, kind, default=None, annotation=Annotated[annotation, info])
 
@@ -338,7 +342,10 @@ def help_text(leaf: Leaf, root: type[Section]) -> str:
     if leaf.field.is_required():
         text += " (required)"
     default = None if leaf.field.is_required() else leaf.field.get_default(call_default_factory=True)
-    if default is not None and default != ():
+    off = f"--no-{leaf.flags[0].removeprefix('--')}"
+    if leaf.is_bool and default is not False:
+        text += f" (default: on; off: {off})" if default else f" (off: {off})"
+    elif default is not None and default != ():
         text += f" (default: {shown(default)})"
     if explained:
         return "\n\n".join([text, *(f"{value}: {meaning}" for value, meaning in explained.items())])
@@ -364,7 +371,7 @@ def described(leaf: Leaf, root: type[Section]) -> dict[str, str]:
 
 def _metavar(annotation: Any) -> str:
     kinds = [arg for arg in (get_args(annotation) or (annotation,)) if arg is not type(None)]
-    names = {int: "INT", float: "FLOAT", Path: "PATH"}
+    names = {int: "INT", float: "FLOAT", Path: "PATH", bool: " "}
     return names.get(kinds[0], "TEXT") if kinds else "TEXT"
 
 

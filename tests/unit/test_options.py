@@ -364,6 +364,23 @@ def test_keys_come_from_the_environment_where_no_flag_gives_them(
     assert dump(build(TrainConfig, {"model_name": "m", key: "given"}))[key] == "given"
 
 
+def test_a_flag_that_is_on_has_one_that_turns_it_off_and_no_name_is_cut_short() -> None:
+    command, got = typer.Typer(), {}
+
+    @command.command()
+    @with_options(TrainConfig)
+    def train(options: dict[str, object]) -> None:
+        got.update(options)
+
+    CliRunner().invoke(command, ["--no-proof", "--benchmark", "--no-gradient-checkpointing", "--model", "m"])
+    assert got == {"proof": False, "benchmark": True, "gradient_checkpointing": False, "model": "m"}
+    said = CliRunner().invoke(command, ["--help"], env={"COLUMNS": "80"}).output
+    for leaf in unique_leaves(TrainConfig):
+        for flag in leaf.flags:
+            assert re.search(rf"(?m)^│ {flag} ", said), flag
+    assert "--no-proof)" in said and "--no-gradient-checkpointing)" in said
+
+
 @pytest.mark.parametrize("command", ["run", "doctor"])
 def test_a_runs_help_offers_nothing_that_it_refuses(command: str) -> None:
     said = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
