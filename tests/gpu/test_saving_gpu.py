@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,14 @@ class OneBatch:
         return Leased("b", batch(GROUP).groups)
 
 
-def test_a_batch_that_was_made_ready_lies_in_page_locked_memory() -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_batch_that_was_made_ready_lies_in_page_locked_memory(packed: bool) -> None:
     client: Any = OneBatch()
     device = torch.device("cuda", torch.cuda.current_device())
-    with BatchFeed(client, RolloutConfig(), lambda one: ready(one, CONFIG), lambda: None, device) as feed:
+    make = partial(ready, config=CONFIG, packed=packed)
+    with BatchFeed(client, RolloutConfig(), make, lambda: None, device) as feed:
         (microbatch,) = feed.next(0, last=True).ready.microbatches
     assert microbatch.tokens_BT.is_pinned() and microbatch.advantages_N.is_pinned()
+    if packed:
+        assert microbatch.packed is not None
+        assert microbatch.packed.boundaries.is_pinned() and microbatch.packed.positions_1T.is_pinned()
