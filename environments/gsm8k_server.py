@@ -20,14 +20,22 @@ from typing import Literal
 
 from pydantic import Field
 
-from environments.answer_form import AnswerForm, in_the_asked_form
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError
-from environments.gsm8k import ASKED, Question, Split, after_thinking, download_questions, read_questions, too_long
 from environments.inference import Completion, Sampling
 from environments.intervals import wilson
 from environments.items import Shuffled
-from environments.math_judge import MathJudge, Verdict
+from environments.maths.answer_form import AnswerForm, in_the_asked_form
+from environments.maths.gsm8k import (
+    ASKED,
+    Question,
+    Split,
+    after_thinking,
+    download_questions,
+    read_questions,
+    too_long,
+)
+from environments.maths.judge import MathJudge, Verdict
 from environments.trajectory import Message
 
 log = logging.getLogger(__name__)

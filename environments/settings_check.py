@@ -18,7 +18,7 @@ _SETTINGS: Final = MappingProxyType(
     {
         "arithmetic": ("environments.arithmetic_server", "ArithmeticConfig"),
         "gsm8k": ("environments.gsm8k_server", "Gsm8kConfig"),
-        "verifiers": ("environments.verifiers_config", "VerifiersConfig"),
+        "verifiers": ("environments.from_verifiers.config", "VerifiersConfig"),
     }
 )
 """By short name: where the class of an environment's settings stands, in modules that import nothing heavy."""

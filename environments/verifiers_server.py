@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 from environments.cli import COMMANDS
 from environments.config import ConfigError
-from environments.verifiers_venv import VERSION, become, folder, install
+from environments.from_verifiers.venv import VERSION, become, folder, install
 
 MODULE = "environments.verifiers_server"
 HELP = {"-h", "--help"}
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> None:
     except ConfigError as error:
         print(f"grpo env verifiers: {error}", file=sys.stderr)
         sys.exit(2)
-    from environments.verifiers_env import VerifiersEnv
+    from environments.from_verifiers.env import VerifiersEnv
 
     VerifiersEnv.cli(normalised(arguments))
 

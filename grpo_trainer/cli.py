@@ -11,11 +11,11 @@ from typing import Annotated, Any
 import typer
 
 from grpo_trainer import __version__
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.config.options import build, override, unique_leaves, with_options
+from grpo_trainer.config.run import SET_BY_THE_RUN, ApiProcess, RunConfig, RunOptions, build_run, read_toml
+from grpo_trainer.config.server import SAID_OTHERWISE, ServerProcess
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError, GrpoError, from_os_error
-from grpo_trainer.options import build, override, unique_leaves, with_options
-from grpo_trainer.run_config import SET_BY_THE_RUN, ApiProcess, RunConfig, RunOptions, build_run, read_toml
-from grpo_trainer.server_options import SAID_OTHERWISE, ServerProcess
 from grpo_trainer.suggestions import no_flag, unknown_key
 
 app = typer.Typer(
@@ -71,7 +71,7 @@ def run(
     run_config = build_run(read_toml(config) if config else {}, flags, ctx.args)
     from rich.console import Console
 
-    from grpo_trainer.launch.run import run as supervise
+    from grpo_trainer.run import run as supervise
 
     supervise(run_config, Console())
 
@@ -148,7 +148,7 @@ def api(ctx: typer.Context) -> None:
 @app.command(context_settings=PASS_THROUGH)
 def env(ctx: typer.Context) -> None:
     """Run an environment: `grpo env arithmetic serve …`, or your own by its module."""
-    from grpo_trainer.launch.environments import BUILT_IN_ENVIRONMENTS, environment_module
+    from grpo_trainer.config.environments import BUILT_IN_ENVIRONMENTS, environment_module
 
     if not ctx.args or ctx.args[0] in ("-h", "--help"):
         known = ", ".join(BUILT_IN_ENVIRONMENTS)

@@ -27,10 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_trainer.batching import ReadyBatch
-from grpo_trainer.distributed_options import DistributedConfig
+from grpo_trainer.batch.batching import ReadyBatch
+from grpo_trainer.batch.microbatches import MicroBatch
+from grpo_trainer.config.distributed import DistributedConfig
 from grpo_trainer.errors import ConfigError, DriftError, GrpoError, TrainingError
-from grpo_trainer.microbatches import MicroBatch
 
 log = logging.getLogger(__name__)
 

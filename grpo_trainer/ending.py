@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
-from grpo_trainer.checkpoint import Checkpoints
 from grpo_trainer.distributed import PeerGoneError, World
 from grpo_trainer.errors import DriftError, GrpoError, HungError, StoppedError
-from grpo_trainer.rollouts.feed import BatchFeed
+from grpo_trainer.feed import BatchFeed
+from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.saving.manifest import Progress
 
 log = logging.getLogger(__name__)

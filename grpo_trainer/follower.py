@@ -7,8 +7,7 @@ import signal
 
 import torch
 
-from grpo_trainer.checkpoint import Checkpoints
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.distributed import (
     Collect,
     CommonError,
@@ -24,6 +23,7 @@ from grpo_trainer.distributed import (
 )
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.model.policy import build_policy
+from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)

@@ -9,19 +9,19 @@ from dataclasses import replace
 from rich.console import Console
 
 from environments.api import wire
-from grpo_trainer.benchmark import print_time_split
-from grpo_trainer.checkpoint import Checkpoints, Progress
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.distributed import Restore, World
 from grpo_trainer.ending import Standing, Writes, conclude
+from grpo_trainer.feed import BatchFeed
 from grpo_trainer.files import METRICS_FILE, refuse_to_mix_runs
 from grpo_trainer.follower import follow, join_others
-from grpo_trainer.metrics.samples import SampleLog, build_sample_log
-from grpo_trainer.metrics.sinks import MetricLog, build_metric_log
+from grpo_trainer.logs.samples import SampleLog, build_sample_log
+from grpo_trainer.logs.sinks import MetricLog, build_metric_log
+from grpo_trainer.logs.times import print_time_split
 from grpo_trainer.metrics.types import Metrics
 from grpo_trainer.model.policy import build_policy
 from grpo_trainer.rollouts.client import RolloutClient
-from grpo_trainer.rollouts.feed import BatchFeed
+from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.saving.generators import seed_generators
 from grpo_trainer.signals import StopSignal
 from grpo_trainer.trainer import Trainer

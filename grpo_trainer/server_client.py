@@ -12,7 +12,7 @@ import httpx
 import msgspec
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
-from grpo_trainer.config import VllmConfig
+from grpo_trainer.config.train import VllmConfig
 from grpo_trainer.errors import ServerError
 from vllm_server import protocol
 

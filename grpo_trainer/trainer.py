@@ -14,21 +14,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from grpo_trainer.batching import PreparedBatch, ReadyBatch, ready
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.batch.batching import PreparedBatch, ReadyBatch, ready
+from grpo_trainer.batch.microbatches import MicroBatch, TrainingSequence, idle_microbatch
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.distributed import CommonTrainingError, CommonWeightsError, Step, World
-from grpo_trainer.logprobs import TokenScores
 from grpo_trainer.losses import BatchCounts, LossInputs, batch_loss
 from grpo_trainer.metrics.types import Mean, Metric, Metrics, Sum, merge
-from grpo_trainer.microbatches import MicroBatch, TrainingSequence, idle_microbatch
 from grpo_trainer.model.forward import check_teacher, evaluating
+from grpo_trainer.model.logprobs import TokenScores
 from grpo_trainer.model.reference import Reference, build_reference
+from grpo_trainer.model.sharding import Shards, hold
 from grpo_trainer.optim import build_optimizer
 from grpo_trainer.optim.landed import are_finite, changed_fraction, sampled
 from grpo_trainer.optim.schedules import learning_rate
 from grpo_trainer.optim.spikes import NormHistory
 from grpo_trainer.rollouts.types import RolloutBatch
-from grpo_trainer.sharding import Shards, hold
 from grpo_trainer.weights.drift import (
     DriftAlarm,
     SampleGap,

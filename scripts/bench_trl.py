@@ -22,7 +22,7 @@ import typer
 
 from grpo_trainer.bench.command import run_command
 from grpo_trainer.bench.step.options import StepOptions
-from grpo_trainer.options import build, with_options
+from grpo_trainer.config.options import build, with_options
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -84,7 +84,7 @@ def make_trainer(options: StepOptions, trl: TrlSettings, folder: str, clock: Clo
     from grpo_trainer.bench.step.rollouts import GROUP, synthetic_batch
     from grpo_trainer.bench.sync.random_model import numbered_tokenizer
     from grpo_trainer.bench.sync.shapes import SHAPES
-    from grpo_trainer.bridge_options import LoraOnly
+    from grpo_trainer.config.bridge import LoraOnly
 
     on_gpu = torch.cuda.is_available()
     shape, batch = SHAPES[options.model.shape], options.batch

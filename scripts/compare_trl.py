@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from grpo_trainer.batching import prepare
-from grpo_trainer.config import LossConfig
-from grpo_trainer.logprobs import token_scores
+from grpo_trainer.batch.batching import prepare
+from grpo_trainer.batch.microbatches import split
+from grpo_trainer.config.train import LossConfig
 from grpo_trainer.losses import batch_loss
-from grpo_trainer.microbatches import split
+from grpo_trainer.model.logprobs import token_scores
 from grpo_trainer.rollouts.types import Group, RolloutBatch, Sample
 from grpo_trainer.trainer import Pass, loss_inputs
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_trainer.config.run import RunConfig, build_run, read_toml
 from grpo_trainer.doctor.memory import Devices, plan_memory
 from grpo_trainer.doctor.model_shape import ModelShape
 from grpo_trainer.doctor.run_checks import server_spread
-from grpo_trainer.run_config import RunConfig, build_run, read_toml
 
 FOLDER = Path(__file__).parents[1] / "configs"
 GPUS = (80, 141)

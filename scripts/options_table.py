@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from grpo_trainer.config import TrainConfig
-from grpo_trainer.options import Leaf, Section, choices, described, shown, unique_leaves
-from grpo_trainer.run_config import ApiProcess, RunOptions
-from grpo_trainer.server_options import ServerProcess
+from grpo_trainer.config.options import Leaf, Section, choices, described, shown, unique_leaves
+from grpo_trainer.config.run import ApiProcess, RunOptions
+from grpo_trainer.config.server import ServerProcess
+from grpo_trainer.config.train import TrainConfig
 
 PAGE = Path(__file__).parents[1] / "docs" / "options.md"
 BAR = "\\|"

@@ -19,12 +19,12 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from grpo_trainer.bridge_options import LoraOnly
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.options import build
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ServerError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.lora import add_adapter
-from grpo_trainer.options import build
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.lora_swap import LoraSwap
 from grpo_trainer.weights.packed import PackedAdapter

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_trainer.config.run import RunConfig
 from grpo_trainer.doctor import machine_checks as of_machine
 from grpo_trainer.doctor import run_checks as of_run
 from grpo_trainer.doctor.disk import check_disk
@@ -16,8 +17,7 @@ from grpo_trainer.doctor.machine import Machine
 from grpo_trainer.doctor.memory import MemoryPlan
 from grpo_trainer.doctor.model_files import ModelFiles, find_folder, read_model
 from grpo_trainer.doctor.model_shape import ModelShape
-from grpo_trainer.launch.run import preflight
-from grpo_trainer.run_config import RunConfig
+from grpo_trainer.launch.preflight import preflight
 
 
 @dataclass(frozen=True)

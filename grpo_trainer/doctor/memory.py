@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpo_trainer.bridge_options import AllWeightsOptions, LoraOnly, LoraOptions, SharedVllm
-from grpo_trainer.compute_options import SPARE
-from grpo_trainer.config import TrainConfig
-from grpo_trainer.distributed_options import wants_parts, why_whole
+from grpo_trainer.config.bridge import AllWeightsOptions, LoraOnly, LoraOptions, SharedVllm
+from grpo_trainer.config.compute import SPARE
+from grpo_trainer.config.distributed import wants_parts, why_whole
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor.model_shape import ModelShape
 
 GB = 1e9

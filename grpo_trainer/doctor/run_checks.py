@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_trainer.bridge_options import LoraOnly, LoraOptions
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.config.bridge import LoraOnly, LoraOptions
+from grpo_trainer.config.run import RunConfig
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor.disk import existing
 from grpo_trainer.doctor.findings import Finding, fail, ok, skip, warn
 from grpo_trainer.doctor.machine import Machine
@@ -29,7 +30,6 @@ from grpo_trainer.errors import GrpoError
 from grpo_trainer.files import refuse_to_mix_runs
 from grpo_trainer.launch.ports import is_free, port_holder
 from grpo_trainer.model.names import ALIKE, EXPERTS
-from grpo_trainer.run_config import RunConfig
 
 # where it writes, whom it listens to ------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from types import TracebackType
 
 import httpx
 
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import PortBusyError, ProcessFailedError, from_os_error
 from grpo_trainer.launch.plan import ProcessSpec, server_process
 from grpo_trainer.launch.ports import is_free, port_holder

@@ -12,13 +12,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from grpo_trainer.bridge_options import AllWeightsOptions, LoraOnly
-from grpo_trainer.config import API_KEY_VARIABLE, TrainConfig
+from grpo_trainer.config.bridge import AllWeightsOptions, LoraOnly
+from grpo_trainer.config.environments import EnvironmentProcess, environment_module
+from grpo_trainer.config.options import dump
+from grpo_trainer.config.run import RunConfig
+from grpo_trainer.config.server import DEGREES, KEY_VARIABLE, ServerProcess, VllmConfig
+from grpo_trainer.config.train import API_KEY_VARIABLE, TrainConfig
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.launch.environments import EnvironmentProcess, environment_module
-from grpo_trainer.options import dump
-from grpo_trainer.run_config import RunConfig
-from grpo_trainer.server_options import DEGREES, KEY_VARIABLE, ServerProcess, VllmConfig
 from vllm_server.protocol.bridge_config import FILE_NAME
 
 LOOPBACK = "127.0.0.1"

@@ -33,7 +33,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from grpo_trainer.loss_config import LossConfig, LossName
+from grpo_trainer.config.loss import LossConfig, LossName
 from grpo_trainer.losses.corrections import Correction, mismatch_correction
 from grpo_trainer.losses.regularisers import divergence, teacher_cross_entropy
 from grpo_trainer.losses.segments import Segments

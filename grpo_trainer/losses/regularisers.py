@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from grpo_trainer.loss_config import KlEstimator
+from grpo_trainer.config.loss import KlEstimator
 from grpo_trainer.losses.surrogates import MAX_LOG_RATIO
 
 

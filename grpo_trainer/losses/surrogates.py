@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_trainer.loss_config import LossConfig
+from grpo_trainer.config.loss import LossConfig
 from grpo_trainer.losses.segments import Segments
 
 MAX_LOG_RATIO = 20.0

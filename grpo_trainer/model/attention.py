@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from grpo_trainer.microbatches import Packed
+from grpo_trainer.batch.microbatches import Packed
 
 NAME = "grpo_packed"
 NONE_SHARED = (None, None, 0, 0, 0, 0)

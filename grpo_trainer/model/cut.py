@@ -25,9 +25,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.config.distributed import wants_parts, why_whole
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.distributed import World
-from grpo_trainer.distributed_options import wants_parts, why_whole
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.model.activations import known_layers
 from grpo_trainer.model.export import own_rows, stored_tensors

@@ -13,9 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from grpo_trainer.compute_options import SPARE
-from grpo_trainer.config import OptimizerConfig, TrainConfig
-from grpo_trainer.microbatches import layout, sharing_layout
+from grpo_trainer.batch.microbatches import layout, sharing_layout
+from grpo_trainer.config.compute import SPARE
+from grpo_trainer.config.train import OptimizerConfig, TrainConfig
 from grpo_trainer.model import attention
 from grpo_trainer.model.activations import MEASURED, known_layers, measure, recompute
 from grpo_trainer.model.compiled import compile_layers

@@ -22,15 +22,15 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from grpo_trainer.compute_options import Choice
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.batch.microbatches import MicroBatch, TrainingSequence, layout, split
+from grpo_trainer.config.compute import Choice
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError, TrainingError
-from grpo_trainer.logprobs import TokenScores, token_scores
-from grpo_trainer.microbatches import MicroBatch, TrainingSequence, layout, split
 from grpo_trainer.model import attention
 from grpo_trainer.model.compiled import CompiledLayers
 from grpo_trainer.model.head import HeadPlan, head_scores
 from grpo_trainer.model.load import pick_dtype
+from grpo_trainer.model.logprobs import TokenScores, token_scores
 
 log = logging.getLogger(__name__)
 

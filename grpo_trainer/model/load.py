@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
-from grpo_trainer.config import ModelConfig
+from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.model.check import check_model
 

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save
 from torch import nn
 from transformers import PreTrainedModel
 
-from grpo_trainer.bridge_options import LoraOptions
+from grpo_trainer.config.adapter_file import CONFIG_FILE, WEIGHTS_FILE, AdapterFile, read_adapter
+from grpo_trainer.config.bridge import LoraOptions
 from grpo_trainer.errors import ModelError
 from grpo_trainer.files import write_bytes
-from grpo_trainer.model.adapter_file import CONFIG_FILE, WEIGHTS_FILE, AdapterFile, read_adapter
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_trainer.bridge_options import (
+from grpo_trainer.config.bridge import (
     AllWeightsOptions,
     CheckpointRestart,
     LoraOnly,
@@ -32,11 +32,12 @@ from grpo_trainer.bridge_options import (
     SharedServer,
     SharedVllm,
 )
-from grpo_trainer.config import ModelConfig, TrainConfig
+from grpo_trainer.config.train import ModelConfig, TrainConfig
 from grpo_trainer.distributed import World
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError
 from grpo_trainer.model import lora
 from grpo_trainer.model.attach import attach_model, build_without_weights, take_generation_config
+from grpo_trainer.model.bridge_file import find_bridge_config
 from grpo_trainer.model.check import check_model
 from grpo_trainer.model.cut import cut, give_memory, is_cut, read_weights
 from grpo_trainer.model.export import copy_whole, export_model, stored_tensors
@@ -51,7 +52,6 @@ from grpo_trainer.model.load import (
 )
 from grpo_trainer.model.tokenizer import NoTokenizerError, read_tokenizer
 from grpo_trainer.server_client import ServerClient
-from grpo_trainer.weights.bridge_file import find_bridge_config
 from vllm_server.protocol.bridge_config import BridgeConfigFile
 
 log = logging.getLogger(__name__)

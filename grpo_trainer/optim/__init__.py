@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import Parameter
 
-from grpo_trainer.config import OptimizerConfig
+from grpo_trainer.config.train import OptimizerConfig
 from grpo_trainer.optim.landing import TwoPartOptimizer
 from grpo_trainer.optim.rules import Adafactor, AdamW, AdamW8bit, FusedAdamW
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from grpo_trainer.config import OptimizerConfig
+from grpo_trainer.config.train import OptimizerConfig
 
 PIECE = 1 << 23
 """Elements that are worked on at one time: temporaries are a few times this, in fp32."""

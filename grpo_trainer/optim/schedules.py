@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from grpo_trainer.config import OptimizerConfig
+from grpo_trainer.config.train import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

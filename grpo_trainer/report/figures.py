@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from grpo_trainer.benchmark import PHASES
+from grpo_trainer.logs.times import PHASES
 from grpo_trainer.report.plots import Line, Plot
 from grpo_trainer.report.read import Run
 

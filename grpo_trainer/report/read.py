@@ -12,8 +12,8 @@ from typing import Any
 
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import METRICS_FILE
+from grpo_trainer.logs.samples import SAMPLES_FILE
 from grpo_trainer.metrics.rows import read_rows
-from grpo_trainer.metrics.samples import SAMPLES_FILE
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, read_state
 
 SECRET = re.compile(r"(?m)^(\s*\S*(?:api_key|token|secret|password)\S*\s*=\s*)(.+)$")

@@ -19,7 +19,7 @@ import httpx
 import msgspec
 
 from environments.api import wire
-from grpo_trainer.config import RolloutConfig
+from grpo_trainer.config.train import RolloutConfig
 from grpo_trainer.errors import ServerError, TrainingError
 from grpo_trainer.rollouts.decode import to_group
 from grpo_trainer.rollouts.leases import Leases

@@ -10,11 +10,11 @@ from typing import Protocol
 
 from peft import PeftModel
 
-from grpo_trainer.bridge_options import CheckpointRestart, LoraOnly, LoraRestart, SharedVllm
-from grpo_trainer.checkpoint import Checkpoints, Progress
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.config.bridge import CheckpointRestart, LoraOnly, LoraRestart, SharedVllm
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.metrics.types import Metrics
 from grpo_trainer.model.policy import Policy, SharedWeights
+from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.signals import StopSignal
 
 

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.batch.microbatches import MicroBatch, TrainingSequence, split
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import DriftError
 from grpo_trainer.metrics.types import Mean, Metric
-from grpo_trainer.microbatches import MicroBatch, TrainingSequence, split
 from grpo_trainer.model.forward import Forward, evaluating
 from grpo_trainer.weights.proof import NOISE_LIMIT, NOISE_LIMIT_4BIT
 

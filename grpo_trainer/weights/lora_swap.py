@@ -16,7 +16,7 @@ from types import TracebackType
 import torch
 from peft import PeftModel
 
-from grpo_trainer.bridge_options import LoraOnly
+from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import Sum
 from grpo_trainer.server_client import ServerClient

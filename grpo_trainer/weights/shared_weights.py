@@ -15,7 +15,7 @@ from types import TracebackType
 
 import torch
 
-from grpo_trainer.bridge_options import SharedVllm
+from grpo_trainer.config.bridge import SharedVllm
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import Metric, Sum
 from grpo_trainer.model.policy import SharedWeights

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from environments.api import wire
-from grpo_trainer.batching import ready
-from grpo_trainer.config import ModelConfig, RolloutConfig, TrainConfig
+from grpo_trainer.batch.batching import ready
+from grpo_trainer.config.train import ModelConfig, RolloutConfig, TrainConfig
 from grpo_trainer.errors import ServerError, StoppedError, TrainingError
+from grpo_trainer.feed import BatchFeed, FedBatch
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.rollouts.decode import to_group
-from grpo_trainer.rollouts.feed import BatchFeed, FedBatch
 from grpo_trainer.rollouts.types import Sample
 from grpo_trainer.saving.manifest import Progress
 from tests.processes import answers, end, free_port, running, wait_for

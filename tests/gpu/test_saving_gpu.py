@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from grpo_trainer.batching import ready
-from grpo_trainer.checkpoint import Checkpoints, Progress
-from grpo_trainer.config import CheckpointConfig, ModelConfig, RolloutConfig, TrainConfig
+from grpo_trainer.batch.batching import ready
+from grpo_trainer.config.train import CheckpointConfig, ModelConfig, RolloutConfig, TrainConfig
+from grpo_trainer.feed import BatchFeed
 from grpo_trainer.model.policy import AllWeights
-from grpo_trainer.rollouts.feed import BatchFeed
 from grpo_trainer.rollouts.types import Leased
+from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.saving.snapshot import Snapshot
 from grpo_trainer.trainer import Trainer
 from tests.unit.factories import batch, sample

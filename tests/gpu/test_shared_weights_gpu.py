@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.config.options import build
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.model.policy import SharedWeights, build_policy
-from grpo_trainer.options import build
 from tests.integration.serving import Serving, serving
 from tests.integration.test_shared_vllm import ROLLOUTS, Attached
 from tests.processes import ROOT

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from grpo_trainer.bridge_options import LoraOnly
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.batch.microbatches import Packed, TrainingSequence, split
+from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.microbatches import Packed, TrainingSequence, split
 from grpo_trainer.model.attention import NONE_SHARED, arguments, packed_attention
 from grpo_trainer.model.lora import add_adapter
 from grpo_trainer.trainer import Trainer

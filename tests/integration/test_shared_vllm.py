@@ -15,12 +15,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from grpo_trainer.bridge_options import SharedVllm
-from grpo_trainer.checkpoint import Checkpoints, Progress
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.config.bridge import SharedVllm
+from grpo_trainer.config.options import build
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.model.policy import SharedWeights, build_policy
-from grpo_trainer.options import build
+from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.weights.proof import Probe, probe_of, trainer_logprobs

@@ -16,7 +16,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from environments.demo_model import build_tokenizer
-from environments.verifiers_venv import folder
+from environments.from_verifiers.venv import folder
 from tests.processes import ROOT, running, tail
 
 pytestmark = pytest.mark.timeout(600)

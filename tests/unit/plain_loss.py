@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from grpo_trainer.loss_config import LossConfig
+from grpo_trainer.config.loss import LossConfig
 
 
 @dataclass

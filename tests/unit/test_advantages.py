@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_trainer.advantages import group_advantages, is_zero_variance
-from grpo_trainer.config import LossConfig
+from grpo_trainer.batch.advantages import group_advantages, is_zero_variance
+from grpo_trainer.config.train import LossConfig
 
 rewards_of_a_group = st.lists(st.floats(-10, 10).map(lambda x: round(x, 3)), min_size=2, max_size=16)
 

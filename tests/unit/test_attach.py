@@ -20,7 +20,7 @@ from transformers import (
     SeedOssConfig,
 )
 
-from grpo_trainer.config import ModelConfig
+from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError
 from grpo_trainer.model import attach
 from grpo_trainer.model.attach import attach_model, bind, build_without_weights, open_handles, server_device

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_trainer.batching import prepare
-from grpo_trainer.loss_config import LossConfig, LossName
+from grpo_trainer.batch.batching import prepare
+from grpo_trainer.batch.microbatches import plan, split
+from grpo_trainer.config.loss import LossConfig, LossName
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.microbatches import plan, split
 from tests.unit.factories import VOCAB, batch, sample
 
 

@@ -14,8 +14,8 @@ from grpo_trainer.bench.step.flops import step_flops
 from grpo_trainer.bench.step.options import BatchChoice, StepOptions
 from grpo_trainer.bench.step.rollouts import completion_lengths, synthetic_batch
 from grpo_trainer.bench.sync.shapes import SHAPES, Shape
+from grpo_trainer.config.options import build
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.options import build
 from tests.processes import ROOT
 
 

@@ -27,12 +27,12 @@ from grpo_trainer.bench.sync.report import as_table
 from grpo_trainer.bench.sync.server import server_spec
 from grpo_trainer.bench.sync.shapes import SHAPES
 from grpo_trainer.bench.sync.subject import Place
-from grpo_trainer.bridge_options import LoraOnly
-from grpo_trainer.config import ModelConfig, TrainConfig
+from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.options import build
+from grpo_trainer.config.train import ModelConfig, TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.model.load import load_model
 from grpo_trainer.model.lora import add_adapter
-from grpo_trainer.options import build
 from tests.processes import ROOT
 
 # ----------------------------------------------------------------------------------------------------- shapes

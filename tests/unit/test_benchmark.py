@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from grpo_trainer.benchmark import print_time_split, time_beside, time_split
+from grpo_trainer.logs.times import print_time_split, time_beside, time_split
 
 ROWS = [
     {"step": 1, "train/seconds": 10.0, "train/data_fetch_time": 4.0, "train/forward_backward_time": 3.0,

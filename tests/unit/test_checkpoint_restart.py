@@ -12,12 +12,12 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from grpo_trainer.bridge_options import RestartOptions
-from grpo_trainer.checkpoint import Checkpoints
-from grpo_trainer.config import CheckpointConfig, ModelConfig, TrainConfig
+from grpo_trainer.config.bridge import RestartOptions
+from grpo_trainer.config.train import CheckpointConfig, ModelConfig, TrainConfig
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.policy import AllWeights
+from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.weights.checkpoint_restart import (
     CheckpointModels,

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from grpo_trainer.config.run import build_run, read_toml
 from grpo_trainer.doctor.machine import Gpu, Machine
 from grpo_trainer.doctor.run_checks import check_combinations, check_length, check_spread, server_spread
 from grpo_trainer.launch.plan import plan_run
-from grpo_trainer.run_config import build_run, read_toml
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen2Config
 
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.config.options import build
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.distributed import ModelPass, Order, World
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.metrics.types import reduce
@@ -27,7 +28,6 @@ from grpo_trainer.model.attach import build_without_weights
 from grpo_trainer.model.cut import cut, draw_weights, give_memory, is_cut, read_weights, with_rest
 from grpo_trainer.model.forward import build_forward
 from grpo_trainer.model.load import freeze
-from grpo_trainer.options import build
 from grpo_trainer.trainer import Trainer
 from tests.unit.factories import batch, sample
 

@@ -21,8 +21,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Gemma3Config
 
-from grpo_trainer.batching import deal, ready
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.batch.batching import deal, ready
+from grpo_trainer.batch.microbatches import TrainingSequence
+from grpo_trainer.config.distributed import DistributedConfig
+from grpo_trainer.config.options import build
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.distributed import (
     CommonDriftError,
     CommonError,
@@ -35,13 +38,10 @@ from grpo_trainer.distributed import (
     buckets,
     join,
 )
-from grpo_trainer.distributed_options import DistributedConfig
 from grpo_trainer.errors import ConfigError, DriftError, GrpoError, TrainingError
 from grpo_trainer.follower import obey
 from grpo_trainer.metrics.types import Max, Mean, Sum
-from grpo_trainer.microbatches import TrainingSequence
-from grpo_trainer.options import build
-from grpo_trainer.saving.cut_states import STATES_FOLDER
+from grpo_trainer.model.cut_states import STATES_FOLDER
 from grpo_trainer.saving.manifest import DamagedError, check_files, read_state
 from grpo_trainer.trainer import Trainer
 from tests.integration.serving import save_tiny_model

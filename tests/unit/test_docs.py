@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_trainer.run_config import build_run, read_toml
+from grpo_trainer.config.run import build_run, read_toml
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,7 +18,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from rich.console import Console
 
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.config.run import RunConfig, build_run
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor.command import as_json, print_examination
 from grpo_trainer.doctor.disk import (
     LOGS,
@@ -35,7 +36,6 @@ from grpo_trainer.doctor.machine import Gpu, Machine, look, read_gpus
 from grpo_trainer.doctor.machine_checks import SUPPORTED
 from grpo_trainer.doctor.model_files import refuse_missing
 from grpo_trainer.errors import ConfigError, ModelError
-from grpo_trainer.run_config import RunConfig, build_run
 from vllm_server.protocol.flat import encode_header, lay_out
 
 ROOT = Path(__file__).parents[2]

@@ -15,11 +15,11 @@ from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ServerConfig
 from environments.conversation import Conversation
 from environments.demo_model import build_tokenizer
+from environments.from_verifiers.config import VerifiersConfig
 from environments.gsm8k_server import Gsm8kConfig
 from environments.http import PeerError
 from environments.inference import Completion, InferenceClient
 from environments.multi_turn import MultiTurnConfig
-from environments.verifiers_config import VerifiersConfig
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
 

@@ -20,7 +20,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from grpo_trainer.bridge_options import LoraOnly
+from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.errors import ModelError
 from grpo_trainer.model.export import INDEX_FILE, checkpoint_name, export_model, plan_shards
 from grpo_trainer.model.lora import add_adapter

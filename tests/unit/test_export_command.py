@@ -13,11 +13,11 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from environments.demo_model import build_tokenizer
-from grpo_trainer.checkpoint import Checkpoints, Progress
-from grpo_trainer.config import CheckpointConfig
+from grpo_trainer.config.train import CheckpointConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.model.policy import Adapter, AllWeights
 from grpo_trainer.optim import FusedAdamW
+from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.saving.export import ExportOptions, export_checkpoint
 from tests.unit.tiny_lora import fill_b, save_tiny, tiny_lora, tiny_qwen
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from environments.api import wire
-from grpo_trainer.batching import ready
-from grpo_trainer.config import ModelConfig, RolloutConfig, TrainConfig
+from grpo_trainer.batch.batching import ready
+from grpo_trainer.batch.microbatches import split
+from grpo_trainer.config.train import ModelConfig, RolloutConfig, TrainConfig
 from grpo_trainer.errors import TrainingError
+from grpo_trainer.feed import UNFIT_IN_A_ROW, BatchFeed
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.microbatches import split
 from grpo_trainer.rollouts.decode import to_group
-from grpo_trainer.rollouts.feed import UNFIT_IN_A_ROW, BatchFeed
 from grpo_trainer.rollouts.fit import misfit
 from grpo_trainer.rollouts.types import Group, Leased, RolloutBatch
 from grpo_trainer.trainer import Trainer

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from grpo_trainer.bridge_options import LoraOnly
-from grpo_trainer.config import ModelConfig, TrainConfig
+from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.train import ModelConfig, TrainConfig
 from grpo_trainer.model import fitting
 from grpo_trainer.model.activations import LayerMemory, measure
 from grpo_trainer.model.forward import Forward, build_forward

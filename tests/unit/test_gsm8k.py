@@ -18,11 +18,11 @@ from transformers import Qwen2Tokenizer
 
 from environments.config import ConfigError, ServerConfig
 from environments.demo_model import build_tokenizer
-from environments.gsm8k import Question, after_thinking, read_questions, too_long
 from environments.gsm8k_server import Gsm8kConfig, Gsm8kEnv
 from environments.inference import InferenceClient
 from environments.intervals import wilson
 from environments.items import Shuffled
+from environments.maths.gsm8k import Question, after_thinking, read_questions, too_long
 
 pytest.importorskip("math_verify", reason="answers are judged by it: pip install math-verify")
 

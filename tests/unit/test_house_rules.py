@@ -54,7 +54,7 @@ def test_only_who_starts_environments_checks_their_settings() -> None:
         for path in sources("grpo_trainer")
         if any(inside(name, "environments.settings_check") for name in imports(path))
     ]
-    assert all(path.parts[0] in ("launch", "doctor", "run_config.py") for path in checkers)
+    assert all(path.parts[0] in ("config", "launch", "doctor") for path in checkers)
 
 
 def test_environments_and_server_do_not_import_the_trainer() -> None:
@@ -90,6 +90,34 @@ def test_loop_and_trainer_do_not_ask_for_the_mode() -> None:
         assert attributes and "mode" not in attributes
 
 
+ROOMS = (
+    *("errors", "files", "suggestions", "versions", "main_memory", "config", "metrics", "losses", "rollouts", "batch"),
+    *("server_client", "distributed", "optim", "model", "saving", "signals", "launch", "weights", "trainer"),
+    *("follower", "feed", "logs"),
+    *("watchdog", "ending", "loop", "bench", "doctor", "report", "run", "cli"),
+)
+"""Of the trainer, lowest first."""
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+def test_rooms_of_the_trainer_import_only_those_below_them() -> None:
+    offenders = []
+    for path in sources("grpo_trainer"):
+        own = path.relative_to(ROOT / "grpo_trainer").parts[0].removesuffix(".py")
+        if own in ("__init__", "__main__"):
+            continue
+        assert own in ROOMS, f"{own}: a new room; say where it stands"
+        for node in ast.parse(path.read_text()).body:  # what a function imports when it is called is no arrow
+            if isinstance(node, ast.ImportFrom) and node.module and inside(node.module, "grpo_trainer"):
+                names = [node.module] if "." in node.module else [f"grpo_trainer.{a.name}" for a in node.names]
+                above = [name for name in names if room_of(name) in ROOMS[ROOMS.index(own) + 1 :]]
+                offenders += [(str(path.relative_to(ROOT)), name) for name in above]
+    assert not offenders
+
+
 HEAVY = ("torch", "transformers", "vllm", "peft", "numpy")
 
 
@@ -98,7 +126,7 @@ HEAVY = ("torch", "transformers", "vllm", "peft", "numpy")
     [
         "import sys; sys.argv = ['grpo', '--help']; from grpo_trainer.cli import main; main()",
         "import sys; sys.argv = ['grpo', 'run', '--help']; from grpo_trainer.cli import main; main()",
-        "import grpo_trainer.config, grpo_trainer.run_config",
+        "import grpo_trainer.config.train, grpo_trainer.config.run",
         "import environments.api.wire",
         "import vllm_server.protocol",
     ],

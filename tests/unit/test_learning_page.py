@@ -12,8 +12,8 @@ import pytest
 
 from environments.config import ServerConfig
 from environments.demo_model import build_tokenizer
-from grpo_trainer.config import TrainConfig
-from grpo_trainer.options import build, unique_leaves
+from grpo_trainer.config.options import build, unique_leaves
+from grpo_trainer.config.train import TrainConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "learning.md").read_text()
 

@@ -16,9 +16,9 @@ import pytest
 from grpo_trainer import loop
 from grpo_trainer.bench.step import measure
 from grpo_trainer.bench.step.options import StepOptions
-from grpo_trainer.bridge_options import LoraOnly
-from grpo_trainer.checkpoint import Progress
-from grpo_trainer.config import ModelConfig, TrainConfig
+from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.options import build
+from grpo_trainer.config.train import ModelConfig, TrainConfig
 from grpo_trainer.distributed import CommonWeightsError, Order, PeerGoneError, World
 from grpo_trainer.errors import (
     BridgeError,
@@ -30,11 +30,11 @@ from grpo_trainer.errors import (
     StoppedError,
     TrainingError,
 )
+from grpo_trainer.feed import FedBatch
 from grpo_trainer.files import METRICS_FILE
 from grpo_trainer.loop import run_steps
-from grpo_trainer.options import build
-from grpo_trainer.rollouts.feed import FedBatch
 from grpo_trainer.rollouts.types import Leased
+from grpo_trainer.saving.checkpoint import Progress
 from grpo_trainer.trainer import StepResult
 from grpo_trainer.versions import Jump, Numbering
 from grpo_trainer.watchdog import StepWatch

@@ -13,12 +13,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from grpo_trainer.bridge_options import LoraOnly
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.config.adapter_file import read_adapter
+from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.options import build, dump
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError, ModelError
-from grpo_trainer.model.adapter_file import read_adapter
 from grpo_trainer.model.lora import adapter_state, add_adapter, save_adapter
-from grpo_trainer.options import build, dump
 from tests.unit.tiny_lora import fill_b, tiny_lora, tiny_qwen
 
 TOKENS = torch.tensor([[3, 14, 15, 9, 26]])

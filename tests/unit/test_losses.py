@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_trainer.loss_config import LossConfig, LossName
+from grpo_trainer.config.loss import LossConfig, LossName
 from grpo_trainer.losses import FORMS, BatchCounts, LossInputs, batch_loss, token_weight
 from grpo_trainer.losses.segments import Segments
 from grpo_trainer.metrics.types import reduce

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from environments.answer_form import AnswerForm, in_the_asked_form, last_number
-from environments.math_judge import UNJUDGED, MathJudge, Verdict
+from environments.maths.answer_form import AnswerForm, in_the_asked_form, last_number
+from environments.maths.judge import UNJUDGED, MathJudge, Verdict
 
 pytest.importorskip("math_verify", reason="answers are judged by it: pip install math-verify")
 

@@ -10,8 +10,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from grpo_trainer.bridge_options import LoraOnly
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.options import build
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.distributed import BUCKET_BYTES
 from grpo_trainer.doctor.memory import (
     BUCKET,
@@ -28,7 +29,6 @@ from grpo_trainer.doctor.memory import (
 from grpo_trainer.doctor.model_shape import ModelShape
 from grpo_trainer.model.activations import measure
 from grpo_trainer.model.lora_linear import use_few_kernels
-from grpo_trainer.options import build
 
 H200 = Devices("cuda", 141_000_000_000)
 SMALL = ModelShape(

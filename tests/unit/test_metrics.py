@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from grpo_trainer.metrics.sinks import ConsoleSink, JsonlSink, MetricLog, step_line
+from grpo_trainer.logs.sinks import ConsoleSink, JsonlSink, MetricLog, step_line
 from grpo_trainer.metrics.types import Max, Mean, Sum, merge, reduce
 
 

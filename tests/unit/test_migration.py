@@ -10,8 +10,8 @@ from pydantic import BaseModel
 
 from environments.config import ServerConfig
 from environments.gsm8k_server import Gsm8kConfig
-from grpo_trainer.config import TrainConfig
-from grpo_trainer.options import leaves
+from grpo_trainer.config.options import leaves
+from grpo_trainer.config.train import TrainConfig
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "migration.md").read_text()
 

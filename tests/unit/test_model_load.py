@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import BertConfig, PhiConfig, PhiForCausalLM, Qwen2Config, T5Config
 
-from grpo_trainer.bridge_options import LoraOnly
-from grpo_trainer.config import ModelConfig
+from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.model.check import not_trainable
 from grpo_trainer.model.load import load_all_weights, load_model, pick_device, pick_dtype

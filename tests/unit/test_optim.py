@@ -12,7 +12,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.nn import Parameter
 
-from grpo_trainer.config import OptimizerConfig
+from grpo_trainer.config.train import OptimizerConfig
 from grpo_trainer.optim import build_optimizer, landing
 from grpo_trainer.optim.eight_bits import BLOCK, decoded, encoded, levels_of
 from grpo_trainer.optim.landed import changed_fraction, sampled

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from grpo_trainer.bridge_options import LoraOnly, SharedVllm
 from grpo_trainer.cli import app
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.config.bridge import LoraOnly, SharedVllm
+from grpo_trainer.config.options import build, dump, unique_leaves, with_options
+from grpo_trainer.config.run import SET_BY_THE_RUN, build_run
+from grpo_trainer.config.server import SAID_TWICE, ServerProcess, VllmConfig
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.options import build, dump, unique_leaves, with_options
-from grpo_trainer.run_config import SET_BY_THE_RUN, build_run
-from grpo_trainer.server_options import SAID_TWICE, ServerProcess, VllmConfig
 
 
 def grpo(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -14,11 +14,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.config.options import build
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import PortBusyError, ProcessFailedError, StoppedError
 from grpo_trainer.launch.owned_server import OwnedServer, owned_servers
 from grpo_trainer.launch.plan import ProcessSpec
-from grpo_trainer.options import build
 from tests.processes import ROOT, alive, free_port, wait_for
 
 SERVER = """

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from grpo_trainer.batching import ready
-from grpo_trainer.bridge_options import LoraOnly
-from grpo_trainer.config import ModelConfig, TrainConfig
+from grpo_trainer.batch.batching import ready
+from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.train import ModelConfig, TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model import attention

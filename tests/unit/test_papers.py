@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from grpo_trainer.config import TrainConfig
-from grpo_trainer.options import build, unique_leaves
+from grpo_trainer.config.options import build, unique_leaves
+from grpo_trainer.config.train import TrainConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "papers.md").read_text()
 ROWS = re.findall(r"^\| (.+?) \| `(--[^`]+)` \|", PAGE, re.MULTILINE)

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from grpo_trainer.bridge_options import SharedServer
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.config.bridge import SharedServer
+from grpo_trainer.config.environments import environment_module
+from grpo_trainer.config.options import build
+from grpo_trainer.config.run import RunConfig, build_run
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.launch.environments import environment_module
 from grpo_trainer.launch.plan import RunPlan, plan_run, server_process
-from grpo_trainer.launch.run import empty_old_queue
-from grpo_trainer.options import build
-from grpo_trainer.run_config import RunConfig, build_run
+from grpo_trainer.run import empty_old_queue
 
 PORTS = {"api": 8123, "server": 9123}
 

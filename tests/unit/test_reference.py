@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grpo_trainer.config import ModelConfig, TrainConfig
+from grpo_trainer.config.train import ModelConfig, TrainConfig
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.load import load_all_weights

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from grpo_trainer.loss_config import KlEstimator
+from grpo_trainer.config.loss import KlEstimator
 from grpo_trainer.losses.regularisers import divergence, teacher_cross_entropy
 
 

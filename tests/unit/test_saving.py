@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_trainer.checkpoint import Checkpoints, Progress
-from grpo_trainer.config import CheckpointConfig, ModelConfig, OptimizerConfig, TrainConfig
+from grpo_trainer.config.train import CheckpointConfig, ModelConfig, OptimizerConfig, TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import whole_folder
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.policy import AllWeights
 from grpo_trainer.optim.spikes import NEEDED
 from grpo_trainer.saving import manifest
+from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.saving.generators import generator_states, restore_generators, seed_generators
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, check_files, read_state, seal
 from grpo_trainer.saving.snapshot import Snapshot
@@ -260,14 +260,14 @@ def test_a_finished_run_that_is_started_again_never_writes_into_its_final_checkp
     assert resumed.resume() == Progress(2, 2)
     torch.rand(3)
     with monkeypatch.context() as broken:
-        broken.setattr("grpo_trainer.checkpoint.seal", lambda *_: pytest.fail("nothing is to be written"))
+        broken.setattr("grpo_trainer.saving.checkpoint.seal", lambda *_: pytest.fail("nothing is to be written"))
         assert resumed.save(Progress(2, 2), final=True) == path
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device", "there")
 
     with monkeypatch.context() as broken:  # one step more, which was skipped: the weights are those of the folder
-        broken.setattr("grpo_trainer.checkpoint.seal", full)
+        broken.setattr("grpo_trainer.saving.checkpoint.seal", full)
         with pytest.raises(OSError, match="No space left"):
             resumed.save(Progress(3, 2), final=True)
     assert sums_of(path) == written and [one.name for one in tmp_path.iterdir()] == [path.name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_trainer.config import OptimizerConfig
+from grpo_trainer.config.train import OptimizerConfig
 from grpo_trainer.optim.schedules import learning_rate
 
 

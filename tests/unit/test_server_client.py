@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from grpo_trainer import server_client
-from grpo_trainer.config import VllmConfig
+from grpo_trainer.config.train import VllmConfig
 from grpo_trainer.errors import ServerError
 from grpo_trainer.server_client import ServerClient
 from vllm_server import protocol

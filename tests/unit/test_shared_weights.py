@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from grpo_trainer.bridge_options import SharedVllm
-from grpo_trainer.checkpoint import Checkpoints, Progress
-from grpo_trainer.config import CheckpointConfig, ModelConfig, OptimizerConfig, TrainConfig
+from grpo_trainer.config.bridge import SharedVllm
+from grpo_trainer.config.train import CheckpointConfig, ModelConfig, OptimizerConfig, TrainConfig
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError, ServerError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.policy import AllWeights, SharedWeights, _choose_trained
+from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.weights.shared_weights import SharedBridge
 from tests.unit.factories import batch, sample

@@ -13,16 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from grpo_trainer.batching import deal, ready
-from grpo_trainer.bridge_options import LoraOnly
+from grpo_trainer.batch.batching import deal, ready
+from grpo_trainer.batch.microbatches import TrainingSequence, split
+from grpo_trainer.batch.shared_prompts import by_family, deal_families, families, plan_shared
+from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.microbatches import TrainingSequence, split
 from grpo_trainer.model.attention import arguments, packed_attention
 from grpo_trainer.model.forward import build_forward
 from grpo_trainer.model.lora import add_adapter
 from grpo_trainer.rollouts.types import RolloutBatch
-from grpo_trainer.sharing import by_family, deal_families, families, plan_shared
 from grpo_trainer.trainer import Trainer
 from tests.unit.factories import batch, sample
 from tests.unit.test_packing import one_step, settings, tiny

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_trainer.batching import ready
-from grpo_trainer.config import ModelConfig, TrainConfig
+from grpo_trainer.batch.batching import ready
+from grpo_trainer.config.train import ModelConfig, TrainConfig
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.rollouts.leases import Leases
 from grpo_trainer.rollouts.staleness import judge, same_judgement

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from grpo_trainer.loss_config import LossConfig
+from grpo_trainer.config.loss import LossConfig
 from grpo_trainer.losses.segments import Segments
 from grpo_trainer.losses.surrogates import Surrogate, cispo, clipped, sapo, sequence_ratio, token_ratio
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from grpo_trainer.config import LogConfig, ModelConfig, RolloutConfig, TrainConfig
+from grpo_trainer.config.train import LogConfig, ModelConfig, RolloutConfig, TrainConfig
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.metrics import trackers
-from grpo_trainer.metrics.sinks import build_metric_log
-from grpo_trainer.metrics.trackers import TensorBoardSink, TrackioSink, WandbSink, run_id
+from grpo_trainer.logs import trackers
+from grpo_trainer.logs.sinks import build_metric_log
+from grpo_trainer.logs.trackers import TensorBoardSink, TrackioSink, WandbSink, run_id
 from grpo_trainer.metrics.types import Mean
 from tests.processes import wait_for
 

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from grpo_trainer.config import ModelConfig, OptimizerConfig, TrainConfig
+from grpo_trainer.config.loss import LossName
+from grpo_trainer.config.train import ModelConfig, OptimizerConfig, TrainConfig
 from grpo_trainer.errors import StoppedError, TrainingError
-from grpo_trainer.loss_config import LossName
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.reference import FrozenWeights
 from grpo_trainer.rollouts.types import RolloutBatch, Sample

@@ -10,10 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from environments import verifiers_engine, verifiers_venv
 from environments.config import ConfigError, ServerConfig
+from environments.from_verifiers import engine as verifiers_engine
+from environments.from_verifiers import venv as verifiers_venv
+from environments.from_verifiers.engine import Engine
 from environments.inference import InferenceClient
-from environments.verifiers_engine import Engine
 from environments.verifiers_server import main, normalised
 
 
@@ -149,6 +150,8 @@ def test_this_package_is_linked_into_the_virtual_environment(tmp_path: Path, mon
     (site / "environments").mkdir(parents=True)  # of an older way to install it
     verifiers_venv._link(tmp_path)
     verifiers_venv._link(tmp_path)
-    assert (site / "environments" / "verifiers_env.py").is_file() and (site / "vllm_server" / "protocol").is_dir()
+    assert (site / "environments" / "from_verifiers" / "env.py").is_file() and (
+        site / "vllm_server" / "protocol"
+    ).is_dir()
     with pytest.raises(ConfigError, match="`grpo env verifiers install` does it"):
         verifiers_venv.become("environments.verifiers_server", [])

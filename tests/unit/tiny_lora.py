@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from grpo_trainer.bridge_options import LoraOnly
+from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.model.lora import add_adapter
 
 VOCAB = 64

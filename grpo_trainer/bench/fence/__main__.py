@@ -10,7 +10,7 @@ import typer
 
 from grpo_trainer.bench.command import JsonLine, ServerArgs, run_command, share_cores
 from grpo_trainer.bench.fence.options import FenceOptions
-from grpo_trainer.options import build, with_options
+from grpo_trainer.config.options import build, with_options
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from grpo_trainer.bench.sync.options import BridgeChoice, ModelChoice, ServerChoice, SyncOptions
-from grpo_trainer.options import Section, option
+from grpo_trainer.config.options import Section, option
 
 
 class FenceOptions(Section):

@@ -10,7 +10,7 @@ import typer
 
 from grpo_trainer.bench.command import JsonLine, run_command
 from grpo_trainer.bench.step.options import StepOptions
-from grpo_trainer.options import build, with_options
+from grpo_trainer.config.options import build, with_options
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -17,17 +17,17 @@ from grpo_trainer.bench.step.options import StepOptions
 from grpo_trainer.bench.step.rollouts import GROUP, synthetic_batch
 from grpo_trainer.bench.sync.random_model import model_config
 from grpo_trainer.bench.sync.shapes import SHAPES, Shape
-from grpo_trainer.bridge_options import LoraOnly
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.distributed import DistributedConfig
+from grpo_trainer.config.options import build
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.distributed import World, join
-from grpo_trainer.distributed_options import DistributedConfig
 from grpo_trainer.follower import obey
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.attach import build_without_weights
 from grpo_trainer.model.cut import cut, draw_weights, give_memory, is_cut
 from grpo_trainer.model.load import freeze
 from grpo_trainer.model.lora import add_adapter
-from grpo_trainer.options import build
 from grpo_trainer.rollouts.types import RolloutBatch
 from grpo_trainer.trainer import Trainer
 

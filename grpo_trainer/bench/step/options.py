@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from grpo_trainer.compute_options import ComputeConfig
-from grpo_trainer.options import Section, option
+from grpo_trainer.config.compute import ComputeConfig
+from grpo_trainer.config.options import Section, option
 
 
 class ModelChoice(Section):

@@ -30,13 +30,13 @@ from grpo_trainer.bench.sync.options import SyncOptions
 from grpo_trainer.bench.sync.server import server_spec, serving
 from grpo_trainer.bench.sync.step import Training
 from grpo_trainer.bench.sync.subject import Facts, Place, WeightFigures
-from grpo_trainer.bridge_options import LoraOnly
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.options import build
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.launch.owned_server import OwnedServer
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.policy import build_policy
-from grpo_trainer.options import build
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.lora_swap import LoraSwap
 from vllm_server.protocol import LoraLoadRequest, LoraLoadResponse

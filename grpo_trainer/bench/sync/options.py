@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from grpo_trainer.options import Section, option
+from grpo_trainer.config.options import Section, option
 
 
 class BridgeChoice(Section):

@@ -17,16 +17,16 @@ from grpo_trainer.bench.sync.options import SyncOptions
 from grpo_trainer.bench.sync.server import server_spec
 from grpo_trainer.bench.sync.step import Training
 from grpo_trainer.bench.sync.subject import Facts, Place, WeightFigures
-from grpo_trainer.bridge_options import CheckpointRestart
-from grpo_trainer.checkpoint import Checkpoints
-from grpo_trainer.config import CheckpointConfig, TrainConfig
+from grpo_trainer.config.bridge import CheckpointRestart
+from grpo_trainer.config.options import build
+from grpo_trainer.config.train import CheckpointConfig, TrainConfig
 from grpo_trainer.launch.owned_server import OwnedServer
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.load import load_all_weights
 from grpo_trainer.model.policy import AllWeights, load_tokenizer
 from grpo_trainer.optim import build_optimizer
-from grpo_trainer.options import build
+from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights import checkpoint_restart
 from grpo_trainer.weights.checkpoint_restart import CheckpointModels

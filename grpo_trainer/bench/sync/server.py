@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from grpo_trainer.bench.sync.options import ServerChoice
 from grpo_trainer.bench.sync.subject import Place
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.launch.owned_server import OwnedServer
 from grpo_trainer.launch.plan import ProcessSpec, server_process
 

@@ -25,12 +25,12 @@ from grpo_trainer.bench.sync.options import SyncOptions
 from grpo_trainer.bench.sync.server import server_spec, serving
 from grpo_trainer.bench.sync.step import Training
 from grpo_trainer.bench.sync.subject import Facts, Place, WeightFigures
-from grpo_trainer.bridge_options import SharedVllm
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.config.bridge import SharedVllm
+from grpo_trainer.config.options import build
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.launch.owned_server import OwnedServer
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.policy import SharedWeights, build_policy
-from grpo_trainer.options import build
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.shared_weights import SharedBridge
 from vllm_server.protocol import InFlight

@@ -14,7 +14,7 @@ from torch import nn
 from grpo_trainer.bench.step.options import BatchChoice
 from grpo_trainer.bench.step.rollouts import synthetic_batch
 from grpo_trainer.bench.sync.options import StepChoice
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.trainer import Trainer
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from grpo_trainer.bridge_options import CheckpointRestart
-from grpo_trainer.options import Section, option
+from grpo_trainer.config.bridge import CheckpointRestart
+from grpo_trainer.config.options import Section, option
 
 if TYPE_CHECKING:
-    from grpo_trainer.config import TrainConfig
+    from grpo_trainer.config.train import TrainConfig
 
 
 class DistributedConfig(Section):

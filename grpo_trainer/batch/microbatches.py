@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from grpo_trainer.batch.shared_prompts import families, plan_shared
 from grpo_trainer.losses.segments import Segments
 from grpo_trainer.rollouts.types import Teacher
-from grpo_trainer.sharing import families, plan_shared
 
 Move = Callable[[Tensor], Tensor]
 

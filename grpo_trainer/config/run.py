@@ -29,12 +29,12 @@ from typing import Any
 
 from pydantic import field_validator, model_validator
 
-from grpo_trainer.bridge_options import SharedVllm
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.config.bridge import SharedVllm
+from grpo_trainer.config.environments import EnvironmentProcess, check_environments
+from grpo_trainer.config.options import Section, build, leaves, option, override, split_arguments
+from grpo_trainer.config.server import SAID_TWICE, ServerProcess, flags_of_one, one_server, why_not_shared
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.launch.environments import EnvironmentProcess, check_environments
-from grpo_trainer.options import Section, build, leaves, option, override, split_arguments
-from grpo_trainer.server_options import SAID_TWICE, ServerProcess, flags_of_one, one_server, why_not_shared
 from grpo_trainer.suggestions import no_flag, unknown_key
 
 SET_BY_THE_RUN = {

@@ -1,7 +1,7 @@
 """`VerifiersEnv`: an environment of the `verifiers` library (0.4) as one of ours.
 
-Imported only where `verifiers` is installed (`environments.verifiers_venv`). Its own training client renders the turns
-and reads tool calls; tokens, masks and logprobs come from its traces, which hold the server's ids.
+Imported only where `verifiers` is installed (`environments.from_verifiers.venv`). Its own training client renders the
+turns and reads tool calls; tokens, masks and logprobs come from its traces, which hold the server's ids.
 
 Source: https://github.com/PrimeIntellect-ai/verifiers, `verifiers.v1`.
 """
@@ -28,10 +28,10 @@ from verifiers.v1.utils.loaders import (  # pyright: ignore[reportMissingImports
 from environments.api import wire
 from environments.base import BaseEnv
 from environments.config import ConfigError
+from environments.from_verifiers.config import VerifiersConfig
+from environments.from_verifiers.engine import MODEL, Engine
 from environments.items import Shuffled
 from environments.trajectory import Message, Trajectory, scored_group
-from environments.verifiers_config import VerifiersConfig
-from environments.verifiers_engine import MODEL, Engine
 
 log = logging.getLogger(__name__)
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from grpo_trainer.advantages import group_advantages, is_zero_variance
-from grpo_trainer.config import LossConfig, TrainConfig
+from grpo_trainer.batch.advantages import group_advantages, is_zero_variance
+from grpo_trainer.batch.microbatches import MicroBatch, TrainingSequence, kin_of, split
+from grpo_trainer.batch.shared_prompts import deal_families
+from grpo_trainer.config.train import LossConfig, TrainConfig
 from grpo_trainer.losses import BatchCounts, token_weight
 from grpo_trainer.metrics.types import Max, Mean, Metric, Sum
-from grpo_trainer.microbatches import MicroBatch, TrainingSequence, kin_of, split
 from grpo_trainer.rollouts.types import Group, RolloutBatch, Sample, Teacher
-from grpo_trainer.sharing import deal_families
 
 
 @dataclass(frozen=True)

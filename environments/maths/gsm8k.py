@@ -12,8 +12,8 @@ from typing import Final, Literal
 
 import msgspec
 
-from environments.answer_form import AnswerForm
 from environments.config import ConfigError
+from environments.maths.answer_form import AnswerForm
 
 Split = Literal["train", "test"]
 

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import fcntl
-import importlib.util
-import json
-import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import tomli_w
 from rich.console import Console
 
+from grpo_trainer.config.run import RunConfig
 from grpo_trainer.doctor.disk import refuse_without_room
 from grpo_trainer.doctor.model_files import refuse_missing
-from grpo_trainer.errors import ConfigError, ModelError, StoppedError, from_os_error
+from grpo_trainer.errors import StoppedError, from_os_error
 from grpo_trainer.files import refuse_to_mix_runs, replace_file
 from grpo_trainer.launch.plan import RunPlan, plan_run
 from grpo_trainer.launch.ports import claim_ports
+from grpo_trainer.launch.preflight import preflight
 from grpo_trainer.launch.supervisor import Supervisor
-from grpo_trainer.run_config import RunConfig
 from grpo_trainer.saving.manifest import STATE_FILE
-
-PREFLIGHT_SECONDS = 300
 
 
 def run(config: RunConfig, console: Console) -> None:
@@ -79,35 +73,6 @@ def _supervise(config: RunConfig, plan: RunPlan, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
-
-
-def preflight(model: str) -> Mapping[str, Any]:
-    """Ask vLLM, in a process of its own, whether it serves a model, before anything is started.
-
-    Raises:
-        ModelError: the model does not exist, is no decoder-only model, or is not served.
-        ConfigError: vLLM is not installed.
-    """
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            "vLLM is not installed; pip install 'grpo-trainer[gpu]', or 'grpo-trainer[cpu]' without a GPU"
-        )
-    done = subprocess.run(
-        [sys.executable, "-m", "vllm_server.preflight", model],
-        capture_output=True,
-        text=True,
-        timeout=PREFLIGHT_SECONDS,
-        check=False,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if not lines:
-        said = "\n".join(done.stderr.strip().splitlines()[-5:])
-        raise ModelError(f"vLLM can't be asked whether it serves {model} (exit code {done.returncode}):\n{said}")
-    report = json.loads(lines[-1])
-    if not report["supported"]:
-        missing = "" if Path(model).is_dir() else "no such folder here, and as a name on the hub: "
-        raise ModelError(f"--model-name {model}: {missing}{report['reason']}")
-    return report
 
 
 def empty_old_queue(config: RunConfig) -> None:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from grpo_trainer.advantages import group_advantages, is_zero_variance
-from grpo_trainer.config import LossConfig, TrainConfig
+from grpo_trainer.batch.advantages import group_advantages, is_zero_variance
+from grpo_trainer.config.train import LossConfig, TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.metrics.rows import keep_steps
 from grpo_trainer.rollouts.types import Group, Sample
@@ -179,7 +179,7 @@ def policy_logprobs(forward: Forward, device: torch.device) -> Logprobs:
     """By the trainer's own forward passes, one sequence at a time."""
     import torch
 
-    from grpo_trainer.microbatches import TrainingSequence, split
+    from grpo_trainer.batch.microbatches import TrainingSequence, split
     from grpo_trainer.model.forward import evaluating
 
     @torch.no_grad()

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 from pydantic import field_validator, model_validator
 
-from grpo_trainer.bridge_options import (
+from grpo_trainer.config.adapter_file import AdapterFile, read_adapter
+from grpo_trainer.config.bridge import (
     BridgeConfig,
     CheckpointRestart,
     LoraOnly,
@@ -21,13 +22,12 @@ from grpo_trainer.bridge_options import (
     RestartOptions,
     SharedVllm,
 )
-from grpo_trainer.compute_options import ComputeConfig
-from grpo_trainer.distributed_options import DistributedConfig
-from grpo_trainer.loss_config import LossConfig
-from grpo_trainer.model.adapter_file import AdapterFile, read_adapter
-from grpo_trainer.options import Section, leaves, option, shown
-from grpo_trainer.ranges import format_ranges
-from grpo_trainer.server_options import VllmConfig
+from grpo_trainer.config.compute import ComputeConfig
+from grpo_trainer.config.distributed import DistributedConfig
+from grpo_trainer.config.loss import LossConfig
+from grpo_trainer.config.options import Section, leaves, option, shown
+from grpo_trainer.config.ranges import format_ranges
+from grpo_trainer.config.server import VllmConfig
 from vllm_server.protocol import DEFAULT_KEEP_VERSIONS
 
 API_KEY_VARIABLE = "ROLLOUT_API_KEY"

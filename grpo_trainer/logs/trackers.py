@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 from uuid import uuid4
 
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import replace_file
 

@@ -11,10 +11,10 @@ from typing import Protocol, TextIO
 
 from rich.console import Console
 
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.files import METRICS_FILE
+from grpo_trainer.logs.trackers import SINKS
 from grpo_trainer.metrics.rows import keep_steps
-from grpo_trainer.metrics.trackers import SINKS
 from grpo_trainer.metrics.types import Metrics, merge, reduce
 
 

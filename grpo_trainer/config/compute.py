@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from grpo_trainer.options import Section, option
+from grpo_trainer.config.options import Section, option
 
 Choice = Literal["auto", "on", "off"]
 

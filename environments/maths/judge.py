@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from environments.answer_form import AnswerForm
 from environments.config import ConfigError
+from environments.maths.answer_form import AnswerForm
 
-WORKER = "environments.judge_worker"
+WORKER = "environments.maths.judge_worker"
 START_LIMIT_S = 120.0
 LONGEST_ANSWER = 20_000
 """Characters: of a longer answer only the end is judged."""
@@ -39,7 +39,7 @@ UNJUDGED = Verdict(strict=False, lenient=False, judged=False)
 
 
 class MathJudge:
-    """A few worker processes (`environments.judge_worker`), each with one answer at a time."""
+    """A few worker processes (`environments.maths.judge_worker`), each with one answer at a time."""
 
     def __init__(self, workers: int = 2, limit_s: float = 10.0) -> None:
         """Starts nothing yet. `limit_s`: after so long the worker is ended and the answer stays unjudged.
@@ -84,7 +84,7 @@ class MathJudge:
         return await worker.stdout.readline()
 
     async def _start(self) -> asyncio.subprocess.Process:
-        root = str(Path(__file__).parents[1])
+        root = str(Path(__file__).parents[2])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         worker = await asyncio.create_subprocess_exec(
             sys.executable,

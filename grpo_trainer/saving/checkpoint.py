@@ -23,20 +23,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_trainer.config import CheckpointConfig
+from grpo_trainer.config.train import CheckpointConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import folders_named, remove_remains, whole_folder, write_tensors
 from grpo_trainer.metrics.types import Metrics, Sum
+from grpo_trainer.model.cut_states import Place, cut_states, read_states, whole_parts
 from grpo_trainer.model.policy import Adapter, AllWeights, Policy
+from grpo_trainer.model.sharding import Shards
 from grpo_trainer.optim import FusedAdamW, TwoPartOptimizer
 from grpo_trainer.optim.spikes import NormHistory
-from grpo_trainer.saving.cut_states import Place, cut_states, read_states, whole_parts
 from grpo_trainer.saving.finding import Found, newest_whole, saved_checkpoints
 from grpo_trainer.saving.generators import generator_states, restore_generators
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, Progress, check_files, read_state, seal
 from grpo_trainer.saving.snapshot import Snapshot
 from grpo_trainer.saving.writer import BackgroundWriter
-from grpo_trainer.sharding import Shards
 
 log = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from grpo_trainer.batching import ReadyBatch
-from grpo_trainer.config import RolloutConfig
+from grpo_trainer.batch.batching import ReadyBatch
+from grpo_trainer.batch.microbatches import MicroBatch
+from grpo_trainer.config.train import RolloutConfig
 from grpo_trainer.errors import TrainingError
 from grpo_trainer.metrics.types import Mean, Metric, Sum
-from grpo_trainer.microbatches import MicroBatch
 from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.rollouts.fit import Sieve
 from grpo_trainer.rollouts.staleness import Judged, judge, same_judgement

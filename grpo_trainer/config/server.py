@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import field_validator, model_validator
 
+from grpo_trainer.config.options import Section, leaves, option, shown, split_arguments
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.options import Section, leaves, option, shown, split_arguments
 from vllm_server.protocol import DEFAULT_PORT
 
 ServedDtype = Literal["auto", "float32", "bfloat16", "float16"]

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import ValidationInfo, field_validator
 
-from grpo_trainer.options import Section, option
+from grpo_trainer.config.options import Section, option
 
 LossName = Literal["grpo", "bnpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo"]
 KlEstimator = Literal["k1", "k2", "k3"]

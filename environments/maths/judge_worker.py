@@ -1,7 +1,7 @@
-"""`python -m environments.judge_worker`: judges answers, one JSON object a line in and one out.
+"""`python -m environments.maths.judge_worker`: judges answers, one JSON object a line in and one out.
 
 A process of its own: math-verify stops itself by SIGALRM, which only the main thread hears and long arithmetic in C
-does not; whoever asks (`environments.math_judge`) ends this process when no answer comes, and starts another.
+does not; whoever asks (`environments.maths.judge`) ends this process when no answer comes, and starts another.
 
 In:  {"gold": "18", "answer": "… \\boxed{18}", "form": "boxed"}
 Out: {"strict": true, "lenient": true}
@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from environments.answer_form import AnswerForm, in_the_asked_form, last_number
+from environments.maths.answer_form import AnswerForm, in_the_asked_form, last_number
 
 PATIENCE_S: Final = 2
 """For each parse and each comparison."""

@@ -22,16 +22,16 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from grpo_trainer.config import TrainConfig
+from grpo_trainer.batch.microbatches import MicroBatch
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.distributed import Collect, ModelPass, Order, SaveStates, Score, World, peers
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.logprobs import TokenScores
-from grpo_trainer.microbatches import MicroBatch
 from grpo_trainer.model.cut import with_rest
+from grpo_trainer.model.cut_states import Part, Place, write_states
 from grpo_trainer.model.export import architecture, stored_tensors
 from grpo_trainer.model.fitting import fit
 from grpo_trainer.model.forward import Forward, build_forward
-from grpo_trainer.saving.cut_states import Part, Place, write_states
+from grpo_trainer.model.logprobs import TokenScores
 
 METHOD = "grpo_scores"
 """Of a sharded model: the forward pass of `Forward.scores`, to which weights come together as to the model's own."""

@@ -88,7 +88,7 @@ def _is_ready(place: Path) -> bool:
 def _link(place: Path) -> None:
     (site,) = place.glob("lib/python*/site-packages")
     for name in LINKED:
-        link, target = site / name, Path(__file__).parents[1] / name
+        link, target = site / name, Path(__file__).parents[2] / name
         if link.is_symlink() and link.readlink() == target:
             continue
         if link.is_symlink():

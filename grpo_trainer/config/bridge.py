@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from grpo_trainer.options import Section, option
-from grpo_trainer.ranges import format_ranges, parse_ranges
+from grpo_trainer.config.options import Section, option
+from grpo_trainer.config.ranges import format_ranges, parse_ranges
 from vllm_server.protocol import DEFAULT_LORA_NAME, LEGAL_LORA_RANKS, InFlight
 
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

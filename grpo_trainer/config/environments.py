@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import Field
 
 from environments import settings_check
+from grpo_trainer.config.options import Section, option
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.options import Section, option
 
 BUILT_IN_ENVIRONMENTS = MappingProxyType(
     {

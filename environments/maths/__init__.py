@@ -1,0 +1,1 @@
+"""Word problems with a number for an answer: GSM8K, and who judges answers."""

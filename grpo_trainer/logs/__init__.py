@@ -1,0 +1,1 @@
+"""Where a run's figures and samples go: console, files, trackers."""
