@@ -197,8 +197,11 @@ class RolloutQueue:
     # The environments
 
     def register_environment(self, request: wire.RegisterEnv, now: float) -> Environment | None:
-        """A new environment, or None while the trainer has not asked for its first batch."""
-        if self.run is None or not self.run.started:
+        """A new environment, or None while no trainer wants any: it has not asked for its first batch, or is done.
+
+        A finished run is gone on with by a trainer that registers anew; who came before it would find nothing to do.
+        """
+        if self.run is None or not self.run.started or self.run.over:
             return None
         number = self.names[request.desired_name]
         self.names[request.desired_name] += 1

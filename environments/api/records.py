@@ -62,6 +62,11 @@ class Run(Struct, frozen=True):
     current_step: int
     started: bool = False
 
+    @property
+    def over(self) -> bool:
+        """The trainer has done all its steps, as far as it said how many there are."""
+        return 0 < self.trainer.num_steps <= self.current_step
+
 
 class Lease(Struct, frozen=True):
     """A batch in a trainer's hands.

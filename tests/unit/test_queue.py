@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import to_builtins
 
 from environments.api import wire
 from environments.api.explain import Explainer
@@ -454,3 +455,22 @@ def test_staleness_is_the_step_less_the_oldest_version():
     assert Explainer(queue).status(0.0).staleness == wire.Staleness(oldest_version=5, newest_version=8, behind=4)
     assert batch(queue) == [0]
     assert Explainer(queue).status(0.0).staleness == wire.Staleness(oldest_version=8, newest_version=8, behind=1)
+
+
+def test_environments_that_come_to_a_finished_run_wait_for_the_trainer_that_goes_on():
+    queue = started(4)
+    offer(queue, 4)
+    grant = queue.next_batch(0.0, 60.0)
+    assert grant is not None
+    queue.acknowledge(grant.lease.batch_id, 100)  # the last of its 100 steps
+    assert queue.register_environment(env(4), 0.0) is None
+    queue.register(trainer(4, step=100))
+    assert queue.register_environment(env(4), 0.0) is None  # it has no more to do, either
+    queue.register(wire.Register(**{**to_builtins(trainer(4, step=100)), "num_steps": 150}))
+    assert queue.register_environment(env(4), 0.0) is not None
+
+
+def test_a_run_of_unknown_length_is_never_finished():
+    queue = started(4)
+    queue.register(wire.Register(**{**to_builtins(trainer(4, step=100)), "num_steps": -1}))
+    assert queue.register_environment(env(4), 0.0) is not None
