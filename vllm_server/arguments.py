@@ -46,7 +46,41 @@ def set_environment() -> None:
 def parse(argv: list[str]) -> Namespace:
     """The whole command line. Exits with argparse's message if it is wrong."""
     parser = compat.server_parser(PROGRAM, "vLLM's OpenAI server, plus the routes of a GRPO trainer's policy.")
-    group = parser.add_argument_group("policy")
+    _add_policy_options(parser.add_argument_group("policy"))
+    unset = {"model": None, "max_lora_rank": None, "max_loras": None, "max_cpu_loras": None}
+    plain = {name: parser.get_default(name) for name in unset}
+    parser.set_defaults(
+        host=DEFAULT_HOST,
+        port=DEFAULT_PORT,
+        logprobs_mode="processed_logprobs",  # those of the distribution that was sampled from
+        generation_config="vllm",  # no hidden top_p or top_k from the model's generation_config.json
+        disable_access_log_for_endpoints="/health",  # asked once a second by everyone
+        **unset,
+        **(_cpu_defaults() if compat.device_type() == "cpu" else {}),
+    )
+    args = parser.parse_args(argv)
+    args.model = args.model or args.model_tag
+    if not args.model:
+        parser.error("--model: wanted a model's folder or name, got none; say --model PATH")
+    args.lora_root = getattr(args, "lora_root", ["."])
+    _plan_lora(args, plain)
+    if args.worker_extension_cls:
+        raise FatalError(
+            f"--worker-extension-cls {args.worker_extension_cls}: got a class of yours, wanted none: "
+            "the place is taken by the policy's own; leave it out"
+        )
+    args.worker_extension_cls = SHARING_WORKER_EXTENSION if args.shared_weights else WORKER_EXTENSION
+    if args.enable_lora and compat.device_type() == "cuda":
+        use_tuned_kernels(compat.gpu_name())
+        os.environ[KERNELS_VARIABLE] = args.lora_kernels
+    if compat.device_type() == "cpu":
+        _keep_worker_in_engine(args)
+    compat.validate_args(args)
+    return args
+
+
+def _add_policy_options(group: argparse._ArgumentGroup) -> None:
+    """Ours."""
     group.add_argument(
         "--lora-name",
         default=DEFAULT_LORA_NAME,
@@ -91,36 +125,6 @@ def parse(argv: list[str]) -> Namespace:
         help="where to tell the trainer of them (default: VLLM_BRIDGE_CONFIG_PATH, $LOGDIR, or the folder "
         "atropos_bridge in the system's temporary folder)",
     )
-    unset = {"model": None, "max_lora_rank": None, "max_loras": None, "max_cpu_loras": None}
-    plain = {name: parser.get_default(name) for name in unset}
-    parser.set_defaults(
-        host=DEFAULT_HOST,
-        port=DEFAULT_PORT,
-        logprobs_mode="processed_logprobs",  # those of the distribution that was sampled from
-        generation_config="vllm",  # no hidden top_p or top_k from the model's generation_config.json
-        disable_access_log_for_endpoints="/health",  # asked once a second by everyone
-        **unset,
-        **(_cpu_defaults() if compat.device_type() == "cpu" else {}),
-    )
-    args = parser.parse_args(argv)
-    args.model = args.model or args.model_tag
-    if not args.model:
-        parser.error("--model: wanted a model's folder or name, got none; say --model PATH")
-    args.lora_root = getattr(args, "lora_root", ["."])
-    _plan_lora(args, plain)
-    if args.worker_extension_cls:
-        raise FatalError(
-            f"--worker-extension-cls {args.worker_extension_cls}: got a class of yours, wanted none: "
-            "the place is taken by the policy's own; leave it out"
-        )
-    args.worker_extension_cls = SHARING_WORKER_EXTENSION if args.shared_weights else WORKER_EXTENSION
-    if args.enable_lora and compat.device_type() == "cuda":
-        use_tuned_kernels(compat.gpu_name())
-        os.environ[KERNELS_VARIABLE] = args.lora_kernels
-    if compat.device_type() == "cpu":
-        _keep_worker_in_engine(args)
-    compat.validate_args(args)
-    return args
 
 
 def _plan_lora(args: Namespace, plain: dict[str, object]) -> None:

@@ -163,6 +163,11 @@ class VllmConfig(ServedOptions):
         )
 
 
+def server_names(servers: int) -> tuple[str, ...]:
+    """Of the processes, logs and folders of several servers: server, server-2, …"""
+    return ("server", *(f"server-{number}" for number in range(2, servers + 1)))
+
+
 def _place(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     return host, int(port)
@@ -213,8 +218,8 @@ class ServerProcess(ServedOptions):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the processes: server, server-2, …"""
-        return tuple("server" if number == 0 else f"server-{number + 1}" for number in range(self.replicas))
+        """Of the processes."""
+        return server_names(self.replicas)
 
     @property
     def wanted_ports(self) -> dict[str, int]:

@@ -15,6 +15,7 @@ from types import TracebackType
 
 import httpx
 
+from grpo_trainer.config.server import server_names
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import PortBusyError, ProcessFailedError, from_os_error
 from grpo_trainer.launch.plan import ProcessSpec, server_process
@@ -152,14 +153,10 @@ def owned_servers(config: TrainConfig, *, on_gpu: bool, check_stop: Callable[[],
     Raises:
         PortBusyError: a port is taken; the message names the holder.
     """
+    each = config.vllm.each
     return [
-        _owned_server(
-            config.model_copy(update={"vllm": vllm}),
-            "server" if number == 0 else f"server-{number + 1}",
-            on_gpu=on_gpu,
-            check_stop=check_stop,
-        )
-        for number, vllm in enumerate(config.vllm.each)
+        _owned_server(config.model_copy(update={"vllm": vllm}), name, on_gpu=on_gpu, check_stop=check_stop)
+        for name, vllm in zip(server_names(len(each)), each, strict=True)
     ]
 
 

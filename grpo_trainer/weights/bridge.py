@@ -11,6 +11,7 @@ from typing import Protocol
 from peft import PeftModel
 
 from grpo_trainer.config.bridge import CheckpointRestart, LoraOnly, LoraRestart, SharedVllm
+from grpo_trainer.config.server import server_names
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.metrics.types import Metrics
 from grpo_trainer.model.policy import Policy, SharedWeights
@@ -99,11 +100,12 @@ def build_bridge(
     match config.bridge:
         case LoraOnly() as options:
             assert isinstance(policy.model, PeftModel)
-            root = options.lora_root or Path(config.log_dir) / "adapters"
-            swaps: dict[str, WeightBridge] = {}
-            for number, (client, vllm) in enumerate(zip(clients, config.vllm.each, strict=True)):
-                folder = root.absolute() / (f"server-{number + 1}" if number else "")  # each prunes its own files
-                swaps[vllm.url] = LoraSwap(options, policy.model, client, folder, config.model.seq_len)
+            root = (options.lora_root or Path(config.log_dir) / "adapters").absolute()
+            folders = [root, *(root / name for name in server_names(len(clients))[1:])]  # each prunes its own files
+            swaps = {
+                vllm.url: LoraSwap(options, policy.model, client, folder, config.model.seq_len)
+                for vllm, client, folder in zip(config.vllm.each, clients, folders, strict=True)
+            }
             return SeveralServers(swaps) if len(swaps) > 1 else swaps[config.vllm.url]
         case SharedVllm() as options:
             assert isinstance(policy, SharedWeights)

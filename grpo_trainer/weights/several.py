@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TypeVar
 
@@ -54,14 +54,12 @@ class SeveralServers:
         return None if None in gaps else max(gap for gap in gaps if gap is not None)
 
     @contextmanager
-    def _updating(self) -> Iterator[None]:
+    def updating(self) -> Iterator[None]:
+        """As a bridge's, of all of them together."""
         with ExitStack() as held:
             for bridge in self._bridges.values():
                 held.enter_context(bridge.updating())
             yield
-
-    def updating(self) -> AbstractContextManager[None]:
-        return self._updating()
 
     def publish(self, version: int) -> Published:
         """As a bridge's, to all at the same time; the metrics are those of the slowest.

@@ -17,6 +17,7 @@ from grpo_trainer.bench.sync.memory import gpu_used_mb, gpus_in_use
 from grpo_trainer.bench.sync.options import ModelChoice, SyncOptions
 from grpo_trainer.bench.sync.random_model import ensure_model
 from grpo_trainer.bench.sync.shapes import SHAPES
+from grpo_trainer.bench.sync.step import Training
 from grpo_trainer.bench.sync.subject import Place, WeightFigures
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.launch.owned_server import OwnedServer
@@ -87,15 +88,14 @@ def explained_by(server: OwnedServer) -> Iterator[None]:
 
 
 class OwnServer:
-    """What subjects with one server of their own have in common.
+    """What subjects with one server of their own have in common."""
 
-    Attributes:
-        server_gb: what it took of the GPU, alone; None: there is no GPU.
-    """
-
-    def __init__(self, server: OwnedServer, server_gb: float | None) -> None:
+    def __init__(self, server: OwnedServer, training: Training) -> None:
         self._server = server
-        self.server_gb = server_gb
+        self._training = training
+
+    def training(self) -> Training:
+        return self._training
 
     @property
     def server_pid(self) -> int:

@@ -128,10 +128,9 @@ class LoraOnlySubject(OwnServer):
     ) -> None:
         self._swap = swap
         self._weights = weights
-        self._training = training
         assert isinstance(training.model, PeftModel)
         self._model = training.model
-        super().__init__(server, training.server_gb)
+        super().__init__(server, training)
         self.url = url
         self._named = {name: p for name, p in self._model.named_parameters() if "lora_" in name}
         self._factors = [p.detach() for name, p in self._named.items() if "lora_B" in name]
@@ -150,9 +149,6 @@ class LoraOnlySubject(OwnServer):
         dtype = getattr(torch, (self.info.lora_dtype or self.info.dtype).removeprefix("torch."))
         assert isinstance(dtype, torch.dtype)
         return dtype
-
-    def training(self) -> Training:
-        return self._training
 
     def facts(self) -> Facts:
         assert self.client_answer is not None, "publish comes first"

@@ -80,8 +80,7 @@ class RestartSubject(OwnServer):
         url: str,
     ) -> None:
         self._bridge = bridge
-        super().__init__(server, training.server_gb)
-        self._training = training
+        super().__init__(server, training)
         self._weights = weights
         self.client = client
         self.url = url
@@ -91,9 +90,6 @@ class RestartSubject(OwnServer):
         self.info = client.wait_until_ready()
         noise = bridge.prove()
         self._proof = None if noise is None else {"noise": float(f"{noise:.3g}")}
-
-    def training(self) -> Training:
-        return self._training
 
     def facts(self) -> Facts:
         return Facts(None, None, self._proof, self._weights)

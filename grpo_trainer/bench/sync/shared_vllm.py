@@ -95,8 +95,8 @@ class SharedSubject(OwnServer):
         repeat: int,
     ) -> None:
         self._bridge = bridge
-        super().__init__(server, server_gb)
-        self._model, self._config = policy.model, config
+        training = Training(policy.model, config, server_gb, bridge.updating, self._step_written)
+        super().__init__(server, training)
         self._weights = weights
         self.parameters = [parameter.detach() for parameter in policy.model.parameters()]
         self._fences: list[dict[str, float]] = []
@@ -109,9 +109,6 @@ class SharedSubject(OwnServer):
         self.info = client.wait_until_ready()
         bridge.prove()
         self._proof = rounded(bridge.proved)
-
-    def training(self) -> Training:
-        return Training(self._model, self._config, self.server_gb, self._bridge.updating, self._step_written)
 
     def _step_written(self) -> None:
         self.version += 1
