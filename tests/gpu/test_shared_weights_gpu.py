@@ -46,6 +46,7 @@ def attached(server: Serving, folder: Path, **options: object) -> Attached:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("shared")
     flags = ["--shared-weights", "--bridge-config-path", str(folder / "bridge.json"), "--gpu-memory-utilization", "0.1"]
+    flags += ["--kv-cache-memory-bytes", str(1 << 30)]  # without it vLLM fails where another process frees GPU memory
     with serving(folder, *flags, "--max-num-seqs", "16") as running_server:
         yield running_server
 
