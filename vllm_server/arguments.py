@@ -6,7 +6,7 @@ from argparse import Namespace
 
 from vllm_server import compat
 from vllm_server.errors import FatalError
-from vllm_server.lora_kernels import KERNELS_VARIABLE, use_tuned_kernels
+from vllm_server.lora_kernels import KERNELS_VARIABLE
 from vllm_server.protocol import DEFAULT_KEEP_VERSIONS, DEFAULT_LORA_NAME, DEFAULT_PORT
 
 PROGRAM = "grpo serve"
@@ -71,7 +71,6 @@ def parse(argv: list[str]) -> Namespace:
         )
     args.worker_extension_cls = SHARING_WORKER_EXTENSION if args.shared_weights else WORKER_EXTENSION
     if args.enable_lora and compat.device_type() == "cuda":
-        use_tuned_kernels(compat.gpu_name())
         os.environ[KERNELS_VARIABLE] = args.lora_kernels
     if compat.device_type() == "cpu":
         _keep_worker_in_engine(args)
@@ -102,9 +101,9 @@ def _add_policy_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--lora-kernels",
-        choices=("vllm", "grpo"),
-        default="vllm",
-        help="what adds adapters to layers on an NVIDIA GPU: vLLM's kernels, or ours, for tokens of many versions",
+        choices=("grpo", "vllm"),
+        default="grpo",
+        help="what adds adapters to layers on an NVIDIA GPU: our kernels, made for tokens of many versions, or vLLM's",
     )
     group.add_argument(
         "--policy-version",

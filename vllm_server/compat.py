@@ -125,11 +125,6 @@ def dispatch_key() -> str:
     return importlib.import_module("vllm.platforms").current_platform.dispatch_key
 
 
-def gpu_name() -> str:
-    """By vLLM's platform, which asks the driver: CUDA is not initialised in this process."""
-    return importlib.import_module("vllm.platforms").current_platform.get_device_name()
-
-
 def cpu_head_sizes() -> list[int]:
     """Head sizes for which the CPU build has attention kernels; empty if it does not say."""
     backend = importlib.import_module("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend

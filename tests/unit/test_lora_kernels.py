@@ -146,7 +146,7 @@ def test_the_kernels_compile_for_a_hopper_gpu_and_read_in_whole_lines(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     both = {"RANK": rank, "BLOCK_R": operators.rank_block(rank)}
-    down, up = operators.shrink_blocks(tokens, 18944), operators.expand_blocks(tokens)
+    down, up = operators.shrink_blocks(tokens, 18944), operators.expand_blocks(tokens, 18944)
     of_shrink = {**both, "BLOCK_M": down.tokens, "BLOCK_K": down.outer, "STEPS": down.steps}
     of_expand = {**both, "BLOCK_M": up.tokens, "BLOCK_N": up.outer, "ADD": True}
     for kernel, constants, warps in ((kernels.shrink, of_shrink, down.warps), (kernels.expand, of_expand, up.warps)):
@@ -158,7 +158,7 @@ def test_the_kernels_compile_for_a_hopper_gpu_and_read_in_whole_lines(
 @pytest.mark.parametrize("tokens", [1, 16, 17, 64, 65, 256, 512, 8192])
 def test_blocks_are_sizes_that_triton_takes(tokens: int) -> None:
     for inputs in (64, 896, 3584, 18944):
-        for blocks in (operators.shrink_blocks(tokens, inputs), operators.expand_blocks(tokens)):
+        for blocks in (operators.shrink_blocks(tokens, inputs), operators.expand_blocks(tokens, inputs)):
             assert blocks.tokens >= 16 and blocks.outer >= 16
             assert blocks.tokens & (blocks.tokens - 1) == 0 == blocks.outer & (blocks.outer - 1)
 
