@@ -3,7 +3,7 @@
 import sys
 import traceback
 
-from vllm_server import arguments
+from vllm_server import arguments, forking
 from vllm_server.errors import FatalError, gist
 from vllm_server.start_checks import check_model_path, check_port_free, check_vllm_installed
 
@@ -19,6 +19,7 @@ def main(argv: list[str]) -> int:
             check_model_path(early.model)
         check_vllm_installed()
         arguments.set_environment()
+        forking.start()  # imports the engine's half while this process imports its own
         return _serve(argv)
     except FatalError as error:
         print(f"vllm_server: {error}", file=sys.stderr, flush=True)

@@ -21,6 +21,7 @@ import msgspec
 import uvicorn
 from starlette.applications import Starlette
 
+from vllm_server import forking
 from vllm_server.deliveries import Delivery
 from vllm_server.errors import FatalError, ServeError
 from vllm_server.protocol import ChannelRequest, WorkerInfo
@@ -37,6 +38,9 @@ _REPLACED = (
     ("build_and_serve", "init_app_state"),
     ("run_server", "run_server_worker"),
 )
+
+# Who starts an engine's process, by the context that `get_mp_context` names.
+_STARTERS = ("vllm.v1.engine.utils", "vllm.v1.engine.coordinator")
 
 _LAST_WORDS_S = 2  # how long running requests may take to end once the server was told to stop
 
@@ -150,6 +154,8 @@ def assert_seams() -> None:
         raise FatalError(moved("BaseRenderer.render_cmpl_async"), exit_code=1)
     _launcher()
     _engine_process()
+    for module in _STARTERS:
+        seam((module,), "get_mp_context")
     if not hasattr(uvicorn.Server, "capture_signals"):
         raise FatalError("uvicorn has no Server.capture_signals: wanted 0.30 or later; upgrade it", exit_code=1)
     sampling_params_class()
@@ -201,6 +207,8 @@ def run(
     launcher = _launcher()
     _extend_app(launcher, extend, ready_state)
     _end_promptly(launcher)
+    if not getattr(args, "numa_bind", False):  # which takes effect on a program that starts, not on a fork
+        _fork_engines()
     seam(("vllm.entrypoints.serve.utils.api_utils",), "cli_env_setup").cli_env_setup()
     # vLLM stops the engine first and then waits, by default for ever, for requests that it will never answer.
     serving = launcher.run_server(args, timeout_graceful_shutdown=_LAST_WORDS_S)
@@ -254,6 +262,17 @@ def _end_promptly(launcher: ModuleType) -> None:
     # A spawned engine process finds vLLM's own function in place again, and lifeline's calls that.
     stand_in = staticmethod(lifeline.run_engine_core)
     lifeline.replaced = _replace(_engine_process(), "run_engine_core", stand_in)
+
+
+def _fork_engines() -> None:
+    """Engines are forked from the process that has imported what they need, if that is fit."""
+    for name in _STARTERS:
+        module = seam((name,), "get_mp_context")
+
+        def context(vllms: Callable[[], Any] = module.get_mp_context) -> Any:
+            return forking.context() or vllms()
+
+        _replace(module, "get_mp_context", context)
 
 
 @contextmanager

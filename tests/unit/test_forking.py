@@ -1,0 +1,154 @@
+"""The process that engines are forked from, with a module of a few lines in the place of vLLM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.processes import ROOT, alive, family, wait_for
+from vllm_server import forking
+
+MODULE = """
+import os, time
+from vllm_server import forking
+started_with = dict(os.environ)
+importer = os.getpid()
+unfit = ""
+forking.end_with_parent()
+
+class Reader:
+    "Reads the environment when it is unpickled."
+    def __setstate__(self, state):
+        self.seen = os.environ.get("LATER")
+
+def tell(answers, reader):
+    answers.send({
+        "later": os.environ.get("LATER"), "gone": os.environ.get("GONE"), "unpickled": reader.seen,
+        "getenv": os.popen("echo $LATER").read().strip(), "forked": importer == os.getppid() != os.getpid(),
+    })
+"""
+SCRIPT = """
+import os, sys
+from vllm_server import forking
+
+def main():
+    os.environ["GONE"] = "here when it started"
+    forking.start("standing_in")
+    os.environ["LATER"] = "set since"
+    del os.environ["GONE"]
+    {then}
+
+if __name__ == "__main__":
+    main()
+"""
+ASK = """
+    import standing_in
+    context = forking.context()
+    ours, theirs = context.Pipe(duplex=False)
+    reader = standing_in.Reader()
+    reader.filled = 1
+    process = context.Process(target=standing_in.tell, args=(theirs, reader))
+    process.start()
+    print(ours.recv())
+    process.join()
+    print(process.exitcode)
+"""
+
+
+def script(folder: Path, then: str, module: str = MODULE) -> list[str]:
+    (folder / "standing_in.py").write_text(module)
+    (folder / "script.py").write_text(SCRIPT.format(then=textwrap.dedent(then).strip().replace("\n", "\n    ")))
+    return [sys.executable, str(folder / "script.py")]
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name != forking.METHOD_VARIABLE}
+    return {**kept, "PYTHONPATH": f"{ROOT}:{folder}", **more}
+
+
+def run(folder: Path, then: str, module: str = MODULE, **more: str) -> subprocess.CompletedProcess[str]:
+    command = script(folder, then, module)
+    env = environment(folder, **more)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_what_is_forked_has_the_environment_of_that_moment_before_its_arguments_are_unpickled(tmp_path: Path) -> None:
+    done = run(tmp_path, ASK)
+    said, exit_code = done.stdout.splitlines() or [done.stderr, ""]
+    assert eval(said) == {  # printed by the script above
+        "later": "set since", "gone": None, "unpickled": "set since", "getenv": "set since", "forked": True,
+    }  # fmt: skip
+    assert (exit_code, done.returncode) == ("0", 0)
+
+
+@pytest.mark.parametrize(
+    ("module", "then", "reason"),
+    [
+        (MODULE.replace('unfit = ""', 'unfit = "it has initialised CUDA"'), "", "it has initialised CUDA"),
+        (MODULE, 'os.environ["OMP_PROC_BIND"] = "true"', "OMP_PROC_BIND was set after its libraries had been loaded"),
+        (MODULE, 'os.environ["LD_PRELOAD"] = "/nowhere/lib.so"', "LD_PRELOAD names /nowhere/lib.so, which"),
+        ("import nothing_of_that_name", "", "standing_in could not be imported"),
+        ("import os; os._exit(3)", "", "the process with the imports has ended"),
+    ],
+)
+def test_nothing_is_forked_from_a_process_that_is_not_fit(tmp_path: Path, module: str, then: str, reason: str) -> None:
+    done = run(
+        tmp_path, f"import logging; logging.basicConfig(format='%(message)s')\n{then}\nprint(forking.context())", module
+    )
+    assert done.stdout.strip() == "None"
+    assert "is spawned" in done.stderr and reason in done.stderr
+
+
+@pytest.mark.parametrize("variable", [forking.METHOD_VARIABLE, "VLLM_ENABLE_CUDA_COMPATIBILITY"])
+def test_whoever_wants_the_engine_started_otherwise_gets_it(tmp_path: Path, variable: str) -> None:
+    pid = "from multiprocessing import forkserver\nprint(forkserver._forkserver._forkserver_pid)"
+    done = run(tmp_path, f"print(forking.context())\n{pid}", **{variable: "1"})
+    assert done.stdout.split() == ["None", "None"] and done.stderr == ""
+
+
+@pytest.mark.parametrize("moment", ["importing", "waiting"])
+def test_it_ends_with_the_server_even_in_the_midst_of_its_imports(tmp_path: Path, moment: str) -> None:
+    wait = "\ntime.sleep(600)" if moment == "importing" else ""
+    module = f"{MODULE}\nprint('imported', flush=True){wait}"
+    command, log = script(tmp_path, "import time; time.sleep(600)", module), tmp_path / "log"
+    with log.open("w") as output, subprocess.Popen(command, env=environment(tmp_path), stdout=output) as server:
+        wait_for("the imports", lambda: "imported" in log.read_text(), log, 30)
+        started = list(family(server.pid))
+        assert len(alive(started)) >= 1
+        os.kill(server.pid, signal.SIGKILL)
+    wait_for("all have ended", lambda: not alive(started), log, 20)
+
+
+def test_what_a_library_has_read_while_it_was_loaded_comes_too_late() -> None:
+    (library,) = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libc.so" in line}
+    before = {"OMP_WAIT_POLICY": "passive", "A": "1"}
+    assert forking.too_late(before, {**before, "A": "2", "OMP_NUM_THREADS": "1", "LD_PRELOAD": library}) == ""
+    assert "OMP_WAIT_POLICY was set" in forking.too_late(before, {"A": "1"})
+    assert "LD_PRELOAD names /other.so" in forking.too_late(before, {**before, "LD_PRELOAD": f"{library}:/other.so"})
+
+
+def test_imports_are_silent_and_what_comes_after_is_heard(capfd: pytest.CaptureFixture[str]) -> None:
+    print("before", flush=True)
+    with forking.silence():
+        os.write(1, b"said")
+        os.system("echo shouted >&2")
+    print("after", flush=True)
+    assert capfd.readouterr() == ("before\nafter\n", "")
+
+
+def test_imports_that_start_threads_are_found_out() -> None:
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait, name="left behind")
+    thread.start()
+    try:
+        assert "left behind" in forking.spoiled()
+    finally:
+        ended.set()
+        thread.join()
