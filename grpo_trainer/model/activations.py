@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,39 +21,75 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 log = logging.getLogger(__name__)
 
 
+class Kept(IntEnum):
+    """What a layer keeps for its backward pass; what else that needs is computed again.
+
+    From one to the next it is less, for more work: for the second hardly any, for the third about half of a layer's
+    forward pass, for the last most of it.
+    """
+
+    ALL = 0
+    """Whatever its operations ask for."""
+    PRODUCTS = 1
+    """Results of matrix products and of attention: not of norms, rotations and activations."""
+    NARROW = 2
+    """Of these, none that is wider than what it was made of: not the MLP's inner ones."""
+    INPUT = 3
+    """What goes in."""
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """What the layers of a decoder keep: the first `count` of them `less`, the others `more`."""
+
+    count: int = 0
+    less: Kept = Kept.INPUT
+    more: Kept = Kept.ALL
+
+    def of(self, layer: int) -> Kept:
+        """What this one keeps, counted from 0."""
+        return self.less if layer < self.count else self.more
+
+
 @dataclass(frozen=True)
 class LayerMemory:
     """What a pass keeps for its backward pass.
 
     Attributes:
         layers: of the decoder.
-        token_bytes: of one layer, for each token.
-        input_bytes: of a layer's input alone, for each token.
+        token_bytes: of one layer, for each token, by what it keeps; `ALL` and `INPUT` at least.
         fixed_bytes: of the whole pass, whatever its tokens, such as weights in another dtype.
     """
 
     layers: int
-    token_bytes: float
-    input_bytes: float
+    token_bytes: Mapping[Kept, float]
     fixed_bytes: float = 0.0
 
-    def needed(self, tokens: int, recomputed: int) -> float:
-        """Bytes at the peak of a pass, where the first so many layers are recomputed.
+    def needed(self, tokens: int, plan: Recomputation) -> float:
+        """Bytes at the peak of a pass.
 
-        A layer in its backward pass has gradients beside what it kept, about as much again. The last layer has them
-        while all is there still; the last of those that are recomputed, when only their inputs are.
+        A layer in its backward pass has all that it needs, and gradients beside, about as much again. The last layer
+        has them while all is there still; the last of those that keep less, when only theirs is.
         """
-        inputs = recomputed * self.input_bytes
-        kept = self.layers - recomputed
-        peaks = [(kept + (1 if kept else 0)) * self.token_bytes + inputs]
-        if recomputed:
-            peaks.append(2 * self.token_bytes + inputs)
+        whole, less, more = (self.token_bytes[kept] for kept in (Kept.ALL, plan.less, plan.more))
+        first, rest = plan.count * less, (self.layers - plan.count) * more
+        peaks = []
+        if plan.count < self.layers:
+            peaks.append(first + rest + (1 if plan.more is Kept.ALL else 2) * whole)
+        if plan.count:
+            peaks.append(first + (1 if plan.less is Kept.ALL else 2) * whole)
         return self.fixed_bytes + tokens * max(peaks)
 
-    def recomputed(self, tokens: int, free: float) -> int:
-        """The fewest layers that have to be recomputed for a pass to fit; all of them if none suffices."""
-        fitting = (count for count in range(self.layers + 1) if self.needed(tokens, count) <= free)
-        return next(fitting, self.layers)
+    def plan(self, tokens: int, free: float) -> Recomputation:
+        """The least work that lets a pass fit: as many layers as possible keep as much as possible; if nothing fits,
+        all of them keep the least."""
+        plans = (
+            Recomputation(count, less, more)
+            for more, less in pairwise(sorted(self.token_bytes))
+            for count in range(self.layers + 1)
+        )
+        least = Recomputation(self.layers)
+        return next((plan for plan in plans if self.needed(tokens, plan) <= free), least)
 
 
 class _Saved:
@@ -82,11 +120,10 @@ MEASURED = (128, 384)
 """Tokens of the two passes that are measured: their difference has no fixed part in it."""
 
 
-def measure(model: nn.Module, layers: int, hidden_bytes: int, run: Callable[[int], Tensor]) -> LayerMemory:
-    """Measure what passes keep.
+def measure(model: nn.Module, run: Callable[[int], Tensor]) -> tuple[float, float]:
+    """What passes keep: bytes for each token, and besides.
 
     Args:
-        hidden_bytes: of a token's hidden state.
         run: a forward pass over so many tokens, with gradient.
     """
     totals = []
@@ -98,7 +135,7 @@ def measure(model: nn.Module, layers: int, hidden_bytes: int, run: Callable[[int
         totals.append(saved.total)
     few, many = MEASURED
     slope = (totals[1] - totals[0]) / (many - few)
-    return LayerMemory(layers, slope / layers, hidden_bytes, max(0.0, totals[0] - slope * few))
+    return slope, max(0.0, totals[0] - slope * few)
 
 
 def known_layers(decoder: nn.Module | None) -> nn.ModuleList | None:
@@ -109,7 +146,7 @@ def known_layers(decoder: nn.Module | None) -> nn.ModuleList | None:
 
 
 def recompute(layers: nn.ModuleList, count: int, *, offload: bool, random: bool) -> None:
-    """Recompute the first `count` layers in the backward pass, keep the others.
+    """Have the first `count` layers keep their input alone, the others all: by torch's checkpoints around layers.
 
     Args:
         offload: keep the recomputed layers' inputs in main memory.

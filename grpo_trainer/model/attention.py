@@ -134,6 +134,9 @@ def _backward(ctx: Any, grad_THD: Tensor, _: Tensor) -> tuple[Tensor | None, ...
 
 packed_attention.register_autograd(_backward, setup_context=_keep)
 
+OPERATION = torch.ops.grpo.packed_attention.default
+"""As torch's compiler meets it."""
+
 
 # ---------------------------------------------------------------- one part: each of some rows of queries over its keys
 

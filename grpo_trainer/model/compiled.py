@@ -9,12 +9,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from grpo_trainer.errors import ConfigError
+from grpo_trainer.model import attention
+from grpo_trainer.model.activations import Kept, Recomputation
 
 log = logging.getLogger(__name__)
 
@@ -24,25 +29,77 @@ GRAPHS = 64
 
 class CompiledLayers:
     """Layers that are compiled within a block, and as they were outside: other passes of a run, such as the bridge's
-    proof, are few and of other kinds, for each of which there would be a minute of compiling."""
+    proof, are few and of other kinds, for each of which there would be a minute of compiling.
 
-    def __init__(self, layers: nn.ModuleList) -> None:
-        self._calls = [
-            (layer, name, torch.compile(getattr(layer, inside), dynamic=True, fullgraph=True))
+    Attributes:
+        plan: what they keep. What else their backward passes need is in the graphs of these: unlike a checkpoint
+            around a layer, it costs no second way through Python, and nothing is computed that nobody needs.
+    """
+
+    def __init__(self, layers: nn.ModuleList, plan: Recomputation) -> None:
+        self.plan = plan
+        self._layers = list(layers)
+        self._whole = [
+            torch.compile(getattr(layer, inside), dynamic=True, fullgraph=True)
             for layer in layers
-            for name, inside in [_places(layer)]
+            for _, inside in [_places(layer)]
         ]
+        self._recomputing: dict[Kept, Callable[..., Any]] = {}
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Of a forward pass and the backward pass of it, which may compute layers again."""
-        for layer, name, call in self._calls:
-            vars(layer)[name] = call
+        for number, layer in enumerate(self._layers):
+            vars(layer)[_places(layer)[0]] = self._call(number, layer)
         try:
             yield
         finally:
-            for layer, name, _ in self._calls:
-                del vars(layer)[name]
+            for layer in self._layers:
+                del vars(layer)[_places(layer)[0]]
+
+    def _call(self, number: int, layer: nn.Module) -> Callable[..., Any]:
+        kept = self.plan.of(number)
+        if kept is Kept.ALL:
+            return self._whole[number]
+        if kept not in self._recomputing:
+            self._recomputing[kept] = torch.compile(_recomputing(kept), dynamic=True, fullgraph=True)
+        return partial(self._recomputing[kept], layer)
+
+
+def _recomputing(kept: Kept) -> Callable[..., Any]:
+    """A layer's call that keeps so much; torch's compiler takes the checkpoint apart, it makes one graph of all."""
+    policies = {Kept.PRODUCTS: _keep_products, Kept.NARROW: _keep_narrow}
+    more = {"context_fn": partial(create_selective_checkpoint_contexts, policies[kept])} if kept in policies else {}
+
+    def call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        inside = layer._call_impl
+        return checkpoint(inside, *args, use_reentrant=False, preserve_rng_state=False, **more, **kwargs)
+
+    return call
+
+
+_MATRICES = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_ATTENTION = (
+    attention.OPERATION,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+)
+
+
+def _keep_products(_: Any, operation: Any, *args: Any, **__: Any) -> CheckpointPolicy:
+    is_kept = operation in _MATRICES or operation in _ATTENTION
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_narrow(_: Any, operation: Any, *args: Any, **__: Any) -> CheckpointPolicy:
+    if operation in _MATRICES:
+        inputs, outputs = args[-1].shape  # of the second factor
+        is_kept = outputs <= inputs
+    else:
+        is_kept = operation in _ATTENTION
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _places(layer: nn.Module) -> tuple[str, str]:
@@ -53,18 +110,21 @@ def _places(layer: nn.Module) -> tuple[str, str]:
     return ("forward", "forward") if isinstance(layer, FSDPModule) else ("_compiled_call_impl", "_call_impl")
 
 
-def compile_layers(layers: nn.ModuleList, trial: Callable[[], Tensor]) -> CompiledLayers | None:
+def compile_layers(
+    layers: nn.ModuleList, trial: Callable[[], Tensor], plan: Recomputation | None = None
+) -> CompiledLayers | None:
     """Compile; None if torch can't.
 
     Args:
         trial: a forward pass, with gradient.
+        plan: what they keep, if that is known already.
 
     Raises:
         ConfigError: torch can't, and the weights are cut: a pass that all compute can't be abandoned.
     """
     config = torch._dynamo.config  # pyright: ignore[reportPrivateImportUsage]
     config.cache_size_limit = max(GRAPHS, config.cache_size_limit)
-    compiled = CompiledLayers(layers)
+    compiled = CompiledLayers(layers, plan or Recomputation())
     try:
         with compiled.active():
             trial().float().square().mean().backward()

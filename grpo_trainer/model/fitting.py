@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,15 @@ from grpo_trainer.batch.microbatches import layout, sharing_layout
 from grpo_trainer.config.compute import SPARE
 from grpo_trainer.config.train import OptimizerConfig, TrainConfig
 from grpo_trainer.model import attention
-from grpo_trainer.model.activations import MEASURED, known_layers, measure, recompute
+from grpo_trainer.model.activations import (
+    MEASURED,
+    Kept,
+    LayerMemory,
+    Recomputation,
+    known_layers,
+    measure,
+    recompute,
+)
 from grpo_trainer.model.compiled import compile_layers
 from grpo_trainer.model.forward import Forward
 from grpo_trainer.model.lora_linear import use_few_kernels
@@ -39,7 +48,9 @@ def fit(forward: Forward, config: TrainConfig, trained: Sequence[Parameter]) -> 
         return
     run = _runner(forward)
     if _is_compiled(config, forward):
-        forward.compiled = compile_layers(layers, lambda: run(64))
+        all_again = Recomputation(len(layers))
+        planned = all_again if config.model.gradient_checkpointing and _recomputes_in_graphs(forward, config) else None
+        forward.compiled = compile_layers(layers, lambda: run(64), planned)
     if forward.compiled is not None:
         forward.plan = forward.plan.compiled()
         log.info("decoder layers and head are compiled")
@@ -97,14 +108,19 @@ def _set_recomputed(
     wanted, offload = config.model.gradient_checkpointing, config.compute.activation_offload
     device = forward.head.weight.device
     random = _draws_random_numbers(forward.model)
+    in_graphs = forward.compiled is not None and _recomputes_in_graphs(forward, config)
+
+    def keep(plan: Recomputation) -> None:
+        if forward.compiled is not None and in_graphs:
+            forward.compiled.plan = plan
+        recompute(layers, 0 if in_graphs else plan.count, offload=offload, random=random)
+        forward.recomputation = plan
+
     if wanted is not None or offload or not on_gpu(device):
-        count = len(layers) if wanted or offload else 0
-        recompute(layers, count, offload=offload, random=random)
-        forward.recomputed = count
+        keep(Recomputation(len(layers) if wanted or offload else 0))
         return
-    inputs = input_bytes(layers, run)
-    with forward.learning():
-        memory = measure(forward.model, len(layers), inputs, run)
+    between = (Kept.PRODUCTS, Kept.NARROW) if in_graphs and not isinstance(forward.model, PeftModel) else ()
+    memory = _measured(forward, layers, run)
     torch.cuda.empty_cache()
     free = free_bytes(device)
     if config.compute.trainer_memory_gb is not None:
@@ -112,21 +128,60 @@ def _set_recomputed(
     tokens = config.largest_pass
     together = gathered_bytes(layers, forward.plan.dtype) if isinstance(forward.model, FSDPModule) else 0
     rest = (1 - SPARE) * free - held_later(trained, config) - head_bytes(forward, tokens) - together
-    count = memory.recomputed(tokens, rest)
-    recompute(layers, count, offload=False, random=random)
-    forward.recomputed = count
-    left = rest - memory.needed(tokens, count)
-    if count == 0:
-        forward.use_spare_memory(left)
+    plan = memory.plan(tokens, rest)
+    for kept in between:
+        if plan.count == 0 or plan.less < kept:
+            break
+        keep(Recomputation(len(layers), kept))
+        slope, _ = _measure(forward, run)
+        memory = replace(memory, token_bytes={**memory.token_bytes, kept: slope / len(layers)})
+        plan = memory.plan(tokens, rest)
+    keep(plan)
+    needed = memory.needed(tokens, plan)
+    if plan.count == 0 and plan.more is Kept.ALL:
+        forward.use_spare_memory(rest - needed)
     log.info(
-        "recomputing %d of %d layers: %.1f GB free for passes of %d tokens, %.0f KB a token and layer, %.1f GB left",
-        *(count, len(layers), rest / 1e9, tokens, memory.token_bytes / 1e3, left / 1e9),
+        "%s: %.1f GB free for passes of %d tokens, %.0f KB a token and layer, %.1f GB left",
+        *(describe(plan, len(layers)), rest / 1e9, tokens, memory.token_bytes[Kept.ALL] / 1e3, (rest - needed) / 1e9),
     )
-    if memory.needed(tokens, count) > rest:
+    if needed > rest:
         log.warning(
             "a pass of %d tokens may not fit: %.1f GB wanted, %.1f GB free; lower --max-tokens-per-microbatch",
-            *(tokens, memory.needed(tokens, count) / 1e9, rest / 1e9),
+            *(tokens, needed / 1e9, rest / 1e9),
         )
+
+
+def _recomputes_in_graphs(forward: Forward, config: TrainConfig) -> bool:
+    """Whether compiled layers can do it, rather than checkpoints around them."""
+    is_cut = isinstance(forward.model, FSDPModule)
+    return not (config.compute.activation_offload or is_cut or _draws_random_numbers(forward.model))
+
+
+def _measured(forward: Forward, layers: nn.ModuleList, run: Callable[[int], Tensor]) -> LayerMemory:
+    """Of layers that keep all, or their inputs alone."""
+    inputs = input_bytes(layers, run)
+    slope, fixed = _measure(forward, run)
+    return LayerMemory(len(layers), {Kept.ALL: slope / len(layers), Kept.INPUT: inputs}, fixed)
+
+
+def _measure(forward: Forward, run: Callable[[int], Tensor]) -> tuple[float, float]:
+    with forward.learning():
+        return measure(forward.model, run)
+
+
+_COMPUTED_AGAIN = {
+    Kept.PRODUCTS: "norms and activations",
+    Kept.NARROW: "norms, activations and the matrix products that widen",
+    Kept.INPUT: "all",
+}
+
+
+def describe(plan: Recomputation, layers: int) -> str:
+    """What is recomputed in how many layers."""
+    counts = {plan.less: plan.count, plan.more: layers - plan.count}
+    again = [(_COMPUTED_AGAIN[kept], count) for kept, count in counts.items() if count and kept is not Kept.ALL]
+    parts = [f"{what} of {count}" for what, count in again]
+    return f"recomputing {' and '.join(parts) or 'nothing'} of {layers} layers"
 
 
 def on_gpu(device: torch.device) -> bool:

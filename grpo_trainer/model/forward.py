@@ -27,6 +27,7 @@ from grpo_trainer.config.compute import Choice
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError, TrainingError
 from grpo_trainer.model import attention
+from grpo_trainer.model.activations import Recomputation
 from grpo_trainer.model.compiled import CompiledLayers
 from grpo_trainer.model.head import HeadPlan, head_scores
 from grpo_trainer.model.load import pick_dtype
@@ -48,7 +49,7 @@ class Forward:
 
     Attributes:
         plan: of the head.
-        recomputed: layers that the backward pass computes again.
+        recomputation: what the layers keep for the backward pass, which computes the rest again.
         compiled: the layers, if they are.
     """
 
@@ -68,7 +69,7 @@ class Forward:
         self.plan = plan
         self.packed = packed
         self.shared = shared
-        self.recomputed = 0
+        self.recomputation = Recomputation()
         self.compiled: CompiledLayers | None = None
 
     def facts(self) -> dict[str, Any]:
@@ -78,7 +79,9 @@ class Forward:
             "shared_prompts": self.shared,
             "whole_logits": self.head is None,
             "compiled": self.plan.is_compiled,
-            "recomputed_layers": self.recomputed,
+            "recomputed_layers": self.recomputation.count,
+            "recomputed_layers_keep": self.recomputation.less.name.lower(),
+            "other_layers_keep": self.recomputation.more.name.lower(),
             "kept_logits_gb": round(self.plan.kept_bytes / 1e9, 2),
         }
 

@@ -23,7 +23,7 @@ from grpo_trainer.distributed import ModelPass, Order, World
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model import fitting
-from grpo_trainer.model.activations import LayerMemory
+from grpo_trainer.model.activations import Kept, LayerMemory, Recomputation
 from grpo_trainer.model.attach import build_without_weights
 from grpo_trainer.model.cut import cut, draw_weights, give_memory, is_cut, read_weights, with_rest
 from grpo_trainer.model.forward import build_forward
@@ -122,11 +122,11 @@ def test_what_layers_keep_is_that_of_the_whole_model_and_its_weights_are_not_cou
     monkeypatch.setattr(fitting, "free_bytes", lambda _: 10**9)
     asked: list[tuple[float, float, float]] = []
 
-    def seen(memory: LayerMemory, tokens: int, free: float) -> int:
-        asked.append((memory.token_bytes, memory.fixed_bytes, free))
-        return 1
+    def seen(memory: LayerMemory, tokens: int, free: float) -> Recomputation:
+        asked.append((memory.token_bytes[Kept.ALL], memory.fixed_bytes, free))
+        return Recomputation(1)
 
-    monkeypatch.setattr(LayerMemory, "recomputed", seen)
+    monkeypatch.setattr(LayerMemory, "plan", seen)
     config = config_with()
     whole, model = plain(APART), cut_model(APART)
     draw_weights(model, seed=3)
@@ -136,7 +136,7 @@ def test_what_layers_keep_is_that_of_the_whole_model_and_its_weights_are_not_cou
     with with_rest(model):  # type: ignore[arg-type]
         forward = build_forward(model, config)
         fitting.fit(forward, config, list(model.parameters()))
-    assert forward.recomputed == 1
+    assert forward.recomputation == Recomputation(1)
     (token_bytes, fixed_bytes, free), (of_cut, fixed_of_cut, free_for_cut) = asked
     assert (of_cut, fixed_of_cut) == (token_bytes, fixed_bytes)
     # a layer: q 32 x 32 + 32, k and v 32 x 16 + 16, o 32 x 32, three of 32 x 48, two norms of 32: 7,808 weights;

@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch._dynamo.utils import counters
 
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.train import ModelConfig, TrainConfig
 from grpo_trainer.model import fitting
-from grpo_trainer.model.activations import LayerMemory, measure
+from grpo_trainer.model.activations import Kept, LayerMemory, Recomputation, measure
+from grpo_trainer.model.compiled import compile_layers
 from grpo_trainer.model.forward import Forward, build_forward
 from grpo_trainer.model.lora import add_adapter
 from grpo_trainer.trainer import Trainer
@@ -28,16 +31,60 @@ from tests.unit.tiny_lora import fill_b, tiny_lora, tiny_qwen
 
 def test_recomputed_layers_by_hand() -> None:
     # 10 layers; a token keeps 100 bytes in each, 10 if only the layer's input is kept; 50 bytes whatever the tokens.
-    memory = LayerMemory(layers=10, token_bytes=100, input_bytes=10, fixed_bytes=50)
+    memory = LayerMemory(layers=10, token_bytes={Kept.ALL: 100, Kept.INPUT: 10}, fixed_bytes=50)
     # Nothing recomputed: 50 + 4 x (10 x 100 + 100 of gradients) = 4450
-    assert memory.needed(4, 0) == 4450
+    assert memory.needed(4, Recomputation()) == 4450
     # 3 recomputed: 50 + 4 x (7 x 100 + 3 x 10 + 100) = 3370; 9: 50 + 4 x (9 x 10 + 200) = 1210, and all of them 1250
-    assert memory.needed(4, 3) == 3370 and memory.needed(4, 10) == 1250
-    assert [memory.recomputed(4, free) for free in (4450, 4449, 3370, 1210, 3)] == [0, 1, 3, 9, 10]
+    assert memory.needed(4, Recomputation(3)) == 3370 and memory.needed(4, Recomputation(10)) == 1250
+    plans = [memory.plan(4, free) for free in (4450, 4449, 3370, 1210, 3)]
+    assert plans == [Recomputation(count) for count in (0, 1, 3, 9, 10)]
+
+
+def test_layers_keep_as_much_as_fits_by_hand() -> None:
+    kept = {Kept.ALL: 100, Kept.PRODUCTS: 60, Kept.NARROW: 20, Kept.INPUT: 10}
+    memory = LayerMemory(layers=4, token_bytes=kept)
+    # 2 keep products, 2 all: 2 x 60 + 2 x 100 + 100 = 420. All keep products: 4 x 60 and, of the one that is at work,
+    # what it lacked and gradients: 2 x 100. 3 narrow and 1 products: 3 x 20 + 60 + 200. 1 input, 3 narrow: 70 + 200.
+    for plan, needed in {
+        Recomputation(2, Kept.PRODUCTS, Kept.ALL): 420,
+        Recomputation(4, Kept.PRODUCTS, Kept.ALL): 440,
+        Recomputation(3, Kept.NARROW, Kept.PRODUCTS): 320,
+        Recomputation(1, Kept.INPUT, Kept.NARROW): 270,
+    }.items():
+        assert memory.needed(1, plan) == needed
+    plans = [memory.plan(1, free) for free in (500, 460, 420, 379, 320, 270, 0)]
+    assert plans == [
+        Recomputation(0, Kept.PRODUCTS, Kept.ALL),
+        Recomputation(1, Kept.PRODUCTS, Kept.ALL),
+        Recomputation(2, Kept.PRODUCTS, Kept.ALL),
+        Recomputation(2, Kept.NARROW, Kept.PRODUCTS),  # 3 that keep products, 1 all: 380; this: 2 x 20 + 2 x 60 + 200
+        Recomputation(3, Kept.NARROW, Kept.PRODUCTS),
+        Recomputation(1, Kept.INPUT, Kept.NARROW),
+        Recomputation(4),
+    ]
+
+
+@given(
+    kept=st.lists(st.integers(1, 1000), min_size=2, max_size=4),
+    layers=st.integers(1, 12),
+    tokens=st.integers(1, 100),
+    share=st.floats(0, 1.2),
+)
+def test_a_plan_fits_if_any_does_and_less_memory_never_means_less_work(
+    kept: list[int], layers: int, tokens: int, share: float
+) -> None:
+    levels = [Kept.ALL, *([Kept.PRODUCTS, Kept.NARROW][: len(kept) - 2]), Kept.INPUT]
+    memory = LayerMemory(layers, dict(zip(levels, sorted(kept, reverse=True), strict=True)))
+    most, least = (memory.needed(tokens, plan) for plan in (Recomputation(), Recomputation(layers)))
+    plan = memory.plan(tokens, share * most)
+    assert memory.needed(tokens, plan) <= max(share * most, least)
+    work = sum(plan.of(layer) for layer in range(layers))
+    less = memory.plan(tokens, 0.9 * share * most)
+    assert sum(less.of(layer) for layer in range(layers)) >= work
 
 
 class Keeper(nn.Module):
-    """Two layers that keep 24 bytes a token each, and 400 in all."""
+    """Keeps 48 bytes a token, and 400 in all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,19 +99,17 @@ class Keeper(nn.Module):
 
 def test_what_is_kept_is_measured() -> None:
     keeper = Keeper()
-    found = measure(keeper, layers=2, hidden_bytes=12, run=keeper.run)
-    assert found.token_bytes == 24 and found.input_bytes == 12 and found.layers == 2
-    assert found.fixed_bytes == 400
+    assert measure(keeper, keeper.run) == (48, 400)
 
 
 def test_a_models_layers_keep_what_their_shapes_say() -> None:
     """fp32, hidden 32, 4 heads of 8 (2 for keys and values), inner 64."""
     model = tiny_qwen().requires_grad_(True)
     forward = build_forward(model, settings(packing="on"))
-    found = measure(model, 2, 128, fitting._runner(forward))
+    token_bytes = measure(model, fitting._runner(forward))[0] / 2
     # A norm keeps its input, its scale and its result (x 2); q, k, v, rotated, and attention's result; gate, its
     # sigmoid, up, product: about 4 x (6 x 32 + 2 x (32 + 2 x 16) + 32 + 4 x 64) = 2432 bytes, give or take copies.
-    assert 0.7 * 2432 < found.token_bytes < 1.5 * 2432
+    assert 0.7 * 2432 < token_bytes < 1.5 * 2432
 
 
 def test_inputs_of_layers_are_as_wide_as_they_are() -> None:
@@ -110,17 +155,18 @@ def test_as_few_layers_as_memory_allows(monkeypatch: pytest.MonkeyPatch, caplog:
     for free in (1e9, 35e6, 28e6, 20e6, 1e5):
         Gpu(monkeypatch, free)
         forward = fitted(config)
-        counts.append(forward.recomputed)
-        assert flags(forward) == [number < forward.recomputed for number in range(4)]
-        assert (forward.plan.kept_bytes > 0) == (forward.recomputed == 0)
+        count = forward.recomputation.count
+        counts.append(count)
+        assert flags(forward) == [number < count for number in range(4)]
+        assert (forward.plan.kept_bytes > 0) == (count == 0)
     assert counts[0] == 0 and counts[-1] == 4 and counts == sorted(counts) and len(set(counts)) > 2
     assert "lower --max-tokens-per-microbatch" in caplog.text
 
 
 def test_a_limit_counts_what_is_there_already(monkeypatch: pytest.MonkeyPatch) -> None:
     Gpu(monkeypatch, 1e9, allocated=0.49e9)
-    assert fitted(settings(checkpointing=None, trainer_memory_gb=10.0)).recomputed == 0
-    assert fitted(settings(checkpointing=None, trainer_memory_gb=0.5)).recomputed > 0
+    assert fitted(settings(checkpointing=None, trainer_memory_gb=10.0)).recomputation.count == 0
+    assert fitted(settings(checkpointing=None, trainer_memory_gb=0.5)).recomputation.count > 0
 
 
 def test_what_was_asked_for_is_done() -> None:
@@ -128,7 +174,7 @@ def test_what_was_asked_for_is_done() -> None:
     assert flags(fitted(settings(checkpointing=False))) == [False] * 4
     assert flags(fitted(settings(checkpointing=None))) == [False] * 4  # on a CPU
     assert flags(fitted(settings(checkpointing=None, activation_offload=True))) == [True] * 4
-    assert fitted(settings(), TinyModel()).recomputed == 0
+    assert fitted(settings(), TinyModel()).recomputation.count == 0
 
 
 def test_states_gradients_and_master_weights_are_counted() -> None:
@@ -196,6 +242,62 @@ def test_compiled_steps_are_the_same(checkpointing: bool, graphs: Any) -> None:
     with torch.no_grad():
         model(input_ids=torch.ones(1, 5, dtype=torch.int64))
     assert graphs["unique_graphs"] == 3  # what is no step of training is not compiled
+
+
+LEVELS = [
+    Recomputation(1, Kept.PRODUCTS),
+    Recomputation(2, Kept.INPUT, Kept.NARROW),
+    Recomputation(1, Kept.NARROW, Kept.PRODUCTS),
+]
+
+
+@pytest.mark.parametrize("plan", LEVELS, ids=str)
+def test_whatever_compiled_layers_keep_the_step_is_the_same(
+    plan: Recomputation, graphs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tiny("qwen2", num_hidden_layers=3)
+    packed = {"packing": "on", "max_tokens_per_microbatch": 40, "checkpointing": None}
+    wanted = one_step(copy.deepcopy(base), settings(**packed))
+    Gpu(monkeypatch, 1e9)
+    monkeypatch.setattr(LayerMemory, "plan", lambda *_: plan)
+    model = copy.deepcopy(base)
+    assert_same(wanted, one_step(model, settings(**packed, compile="on")))
+    assert not counters["graph_break"]
+    # of layers: all kept, for the trial; one for each other level, of which those between are measured at the most
+    assert graphs["unique_graphs"] <= 2 + 1 + len({plan.less, plan.more, Kept.PRODUCTS, Kept.NARROW} - {Kept.ALL})
+
+
+def test_what_compiled_layers_keep_is_what_they_are_told_to(graphs: Any) -> None:
+    """fp32, hidden 32, 4 heads of 8 (2 for keys and values), inner 64; 4 bytes of each."""
+    totals = {kept: [] for kept in Kept}
+    for depth in (2, 3):
+        forward = build_forward(tiny_qwen(depth=depth).requires_grad_(True), settings(packing="on"))
+        layers, run = fitting.decoder_list(forward), fitting._runner(forward)
+        assert layers is not None
+        forward.compiled = compile_layers(layers, lambda run=run: run(64))
+        assert forward.compiled is not None
+        for kept, found in totals.items():
+            forward.compiled.plan = Recomputation(depth, kept)
+            found.append(fitting._measure(forward, run)[0])
+    a_layer = {kept: more - less for kept, (less, more) in totals.items()}
+    # The input (32); q, k, v (32, 16, 16), attention (32, and 4 normalisers), o (32), gate and up (2 x 64): not down's
+    # result, nobody's to keep. The MLP's inner ones are wider than the hidden state.
+    assert a_layer[Kept.PRODUCTS] == 4 * (32 + 64 + 36 + 32 + 128)
+    assert a_layer[Kept.NARROW] == 4 * (32 + 64 + 36 + 32)
+    assert a_layer[Kept.INPUT] == 4 * 32
+    assert a_layer[Kept.ALL] > 1.2 * a_layer[Kept.PRODUCTS]
+
+
+def test_memory_decides_what_compiled_layers_keep(graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = []
+    for free in (1e9, 33e6, 30e6, 27e6, 1e5):
+        Gpu(monkeypatch, free)
+        forward = fitted(settings(checkpointing=None, packing="on", compile="on"))
+        assert forward.compiled is not None and forward.compiled.plan == forward.recomputation
+        assert flags(forward) == [False] * 4
+        plans.append(forward.recomputation)
+    work = [sum(plan.of(layer) for layer in range(4)) for plan in plans]
+    assert work[0] == 0 and work[-1] == 4 * Kept.INPUT and work == sorted(work) and len(set(work)) >= 3
 
 
 def test_compiled_adapters_every_loss_term(graphs: Any) -> None:

@@ -156,7 +156,7 @@ def test_estimates_agree_with_what_a_model_keeps(adapter: bool) -> None:
     def run(tokens: int) -> torch.Tensor:
         return decoder(input_ids=torch.zeros(1, tokens, dtype=torch.long), use_cache=False).last_hidden_state
 
-    measured = measure(model, 2, 512, run).token_bytes
+    measured = measure(model, run)[0] / 2
     shape = ModelShape.from_config(config.to_dict())
     estimate = layer_bytes_per_token(trainer("lora_only" if adapter else "none"), shape, 2)
     assert estimate == pytest.approx(measured, rel=0.05)
