@@ -24,6 +24,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from grpo_trainer.batch.microbatches import Packed
+from grpo_trainer.model.attention_parts import merge
 
 NAME = "grpo_packed"
 NONE_SHARED = (None, None, 0, 0, 0, 0)
@@ -60,11 +61,7 @@ def packed_attention(
         return out_THD, normalisers_HT
     part = Part(readers, prompts, longest_readers, longest_prompt, causal=False)
     seen_RHD, seen_HR = _attend(query_THD[first:last], key_TGD[:first], value_TGD[:first], part, scale)
-    own_HR = normalisers_HT[:, first:last]
-    whole_HR = torch.logaddexp(own_HR, seen_HR)
-    of_own_RH1, of_seen_RH1 = ((each - whole_HR).exp().mT[:, :, None] for each in (own_HR, seen_HR))
-    out_THD[first:last] = (out_THD[first:last] * of_own_RH1 + seen_RHD * of_seen_RH1).to(out_THD.dtype)
-    normalisers_HT[:, first:last] = whole_HR
+    merge(out_THD[first:last], normalisers_HT[:, first:last], seen_RHD, seen_HR)
     return out_THD, normalisers_HT
 
 
