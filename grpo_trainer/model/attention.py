@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -190,8 +191,7 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value by way of this part; result and normalisers are those of all parts."""
     if query_THD.is_cuda:
-        no_randomness = torch.zeros(2, dtype=torch.uint64, device=query_THD.device)
-        nothing = torch.empty(0, device=query_THD.device)
+        no_randomness, nothing = _no_dropout(query_THD.device)
         lengths = (part.queries, part.keys, part.longest_queries, part.longest_keys)
         inputs = (grad_THD, query_THD, key_SGD, value_SGD, out_THD, normalisers_HT, *lengths)
         return torch.ops.aten._flash_attention_backward(
@@ -213,6 +213,12 @@ def _attend_backward(
         for whole, (place, part_HTD) in zip(grads, own_grads, strict=True):
             whole[place] = part_HTD.transpose(0, 1).to(whole.dtype)
     return grads
+
+
+@cache
+def _no_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
+    """State and offset of random numbers, for each device once: a step would fill thousands of them."""
+    return torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
 
 
 def _scores(query_THD: Tensor, key_SGD: Tensor, scale: float, causal: bool) -> Tensor:
