@@ -79,6 +79,9 @@ class RestartOptions(ProofOptions):
     """The trainer starts vLLM itself, and again on newer weights."""
 
     vllm_restart_interval: int = option(3, help="Restart vLLM on the newest weights every N steps.", ge=1)
+    vllm_standby: bool = option(
+        True, help="Let the process of the next restart make its imports in advance; it takes main memory, no GPU's."
+    )
 
 
 MODE_FLAGS = ("--weight-bridge-mode",)

@@ -1,11 +1,16 @@
 """An inference server that the trainer owns: started on a model, stopped, and started again on another.
 
-Its process group is ended with the trainer however that ends: in order when the context is left, by the kernel's
-SIGTERM (`PR_SET_PDEATHSIG`) when the trainer is killed.
+Most of a start is imports, which need no weights. So the next server's process may be started while one serves
+(`prepare`): it imports, and waits to be told what to serve.
+
+Its process group, and that of one that waits, is ended with the trainer however that ends: in order when the context is
+left, by the kernel's SIGTERM (`PR_SET_PDEATHSIG`) when the trainer is killed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import sys
 import time
@@ -18,7 +23,7 @@ import httpx
 from grpo_trainer.config.server import server_names
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import PortBusyError, ProcessFailedError, from_os_error
-from grpo_trainer.launch.plan import ProcessSpec, server_process
+from grpo_trainer.launch.plan import ProcessSpec, server_process, waiting_server
 from grpo_trainer.launch.ports import is_free, port_holder
 from grpo_trainer.launch.supervisor import POLL_SECONDS, Child, answers
 
@@ -38,6 +43,8 @@ class OwnedServer:
         link: a symbolic link to be made, by which it finds every model folder. vLLM keys its compilation cache by the
             model's path: under one path only the first launch compiles.
         check_stop: called while waiting; raises to end the wait.
+        standby: a process that can be the next server, in the environment of the given one: it reads the arguments of
+            that as a line of JSON. None: there is none.
     """
 
     def __init__(
@@ -46,12 +53,15 @@ class OwnedServer:
         log_path: Path,
         link: Path,
         check_stop: Callable[[], None] = lambda: None,
+        standby: Callable[[ProcessSpec], ProcessSpec] | None = None,
     ) -> None:
         self._launch = launch
         self.log_path = log_path
         self._link = link
         self._check_stop = check_stop
+        self._standby = standby
         self._child: Child | None = None
+        self._waiting: Child | None = None
 
     def __enter__(self) -> OwnedServer:
         return self
@@ -62,8 +72,13 @@ class OwnedServer:
         self.close()
 
     def close(self) -> None:
-        """End it for good."""
-        self.stop()
+        """End it for good, and one that waits."""
+        try:
+            self.stop()
+        finally:
+            waiting, self._waiting = self._waiting, None
+            if waiting is not None:
+                _end(waiting)
         self._link.unlink(missing_ok=True)
 
     @property
@@ -78,8 +93,33 @@ class OwnedServer:
         path = self._linked(Path(model)) if Path(model).is_dir() else model
         spec = self._launch(path, version)
         log.info("starting the inference server on %s as version %d", model, version)
-        self._child = Child(spec, self.log_path, _silent, _silent, last_lines=LAST_LINES)
+        self._child = self._told(spec) or self._launched(spec)
         return path
+
+    def prepare(self) -> None:
+        """Start the process that is to be the next server, so that it has imported all when `start` comes.
+
+        Should it end before that, `start` says so and does without.
+        """
+        assert self._child is not None, "start comes first"
+        if self._standby is not None and self._waiting is None:
+            self._waiting = self._launched(self._standby(self._child.spec))
+
+    def _launched(self, spec: ProcessSpec) -> Child:
+        return Child(spec, self.log_path, _silent, _silent, last_lines=LAST_LINES)
+
+    def _told(self, spec: ProcessSpec) -> Child | None:
+        """The process that waited, told to be the server; None: none did, or it has ended."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is None:
+            return None
+        if waiting.exit_code is None:
+            with contextlib.suppress(BrokenPipeError):  # it ended just now
+                waiting.tell(spec, json.dumps(spec.arguments))
+                return waiting
+        _end(waiting)
+        log.warning("it starts from scratch: the process that has made its imports %s", waiting.describe_end())
+        return None
 
     def _linked(self, folder: Path) -> str:
         self._link.parent.mkdir(parents=True, exist_ok=True)
@@ -134,13 +174,19 @@ class OwnedServer:
         if child is None:
             return 0.0
         started = time.monotonic()
-        family = child.family()
-        child.terminate()
-        while child.exit_code is None and time.monotonic() - started < child.spec.stop_seconds:
-            time.sleep(POLL_SECONDS / 2)
-        child.kill_group(family)
-        child.close()
+        _end(child)
         return time.monotonic() - started
+
+
+def _end(child: Child) -> None:
+    """It and all that it started."""
+    started = time.monotonic()
+    family = child.family()
+    child.terminate()
+    while child.exit_code is None and time.monotonic() - started < child.spec.stop_seconds:
+        time.sleep(POLL_SECONDS / 2)
+    child.kill_group(family)
+    child.close()
 
 
 def _silent(line: str) -> None:
@@ -179,4 +225,4 @@ def _owned_server(config: TrainConfig, name: str, *, on_gpu: bool, check_stop: C
         )
 
     link = config.log_dir / name.replace("server", "served_model")
-    return OwnedServer(launch, config.log_dir / "logs" / f"{name}.log", link, check_stop)
+    return OwnedServer(launch, config.log_dir / "logs" / f"{name}.log", link, check_stop, waiting_server)

@@ -7,7 +7,7 @@ repeated by hand.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -39,6 +39,7 @@ class ProcessSpec:
         ends_run: the run is over when this process has ended with 0.
         may_end: it may end with 0 by itself without that being a failure.
         stop_seconds: how long it may take to end after SIGTERM, before SIGKILL.
+        told: it waits on its standard input for a line, see `Child.tell`; otherwise that is empty.
     """
 
     name: str
@@ -49,6 +50,12 @@ class ProcessSpec:
     ends_run: bool = False
     may_end: bool = False
     stop_seconds: float = 3.0
+    told: bool = False
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """What follows `python -m MODULE`."""
+        return self.argv[3:]
 
 
 @dataclass(frozen=True)
@@ -160,6 +167,12 @@ def server_process(
         ready_timeout=vllm.startup_timeout,
         stop_seconds=5.0,
     )
+
+
+def waiting_server(server: ProcessSpec) -> ProcessSpec:
+    """A process that makes a server's imports, in this one's environment, and serves once it is told the arguments."""
+    python = server.argv[0]
+    return replace(server, argv=(python, "-m", "vllm_server.standby"), ready_url=None, told=True)
 
 
 def _server_processes(config: RunConfig, ports: Mapping[str, int], python: str, on_gpu: bool) -> Iterator[ProcessSpec]:

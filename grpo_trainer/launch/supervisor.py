@@ -75,7 +75,7 @@ class Child:
         self.process = subprocess.Popen(
             spec.argv,
             env={**os.environ, **spec.env},
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if spec.told else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -96,19 +96,37 @@ class Child:
         for line in stream:
             with self._lock:
                 self._remember(line.rstrip("\n"))
-                if self.log_error is None:
-                    try:
-                        self._log.write(line)
-                    except OSError as error:
-                        error.filename = str(self.log_path)
-                        self.log_error = error
+                self._write(line)
             on_line(line.rstrip("\n"))
+
+    def _write(self, text: str) -> None:
+        """To the log; the first error is kept for whoever watches, and ends that."""
+        if self.log_error is None:
+            try:
+                self._log.write(text)
+            except OSError as error:
+                error.filename = str(self.log_path)
+                self.log_error = error
 
     def _remember(self, line: str) -> None:
         self.last_lines.append(line)
         cause = CAUSE.search(line)
         if cause and len(self.causes) < CAUSES and cause[0] not in self.causes:
             self.causes.append(cause[0])
+
+    def tell(self, spec: ProcessSpec, line: str) -> None:
+        """Have a process that waits for a line go on as another one, which starts now.
+
+        Raises:
+            BrokenPipeError: it has ended.
+        """
+        assert self.spec.told and self.process.stdin is not None, "it was not started to be told anything"
+        with self.process.stdin as stdin:
+            stdin.write(f"{line}\n")
+        self.spec = spec
+        self.started = time.monotonic()
+        with self._lock:
+            self._write(f"$ {' '.join(spec.argv)}\n")
 
     @property
     def name(self) -> str:
@@ -157,6 +175,8 @@ class Child:
 
     def close(self) -> None:
         """Wait for the end of its output and close the log."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
         for reader in self._readers:
             reader.join(timeout=1.0)
         with contextlib.suppress(OSError):  # a full disk was reported already

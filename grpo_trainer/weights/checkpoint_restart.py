@@ -1,8 +1,9 @@
 """The bridges that relaunch the server on newer weights: `none` on a checkpoint, `lora_restart` on a merged model.
 
 The trainer owns the server, or several. Every `--vllm-restart-interval` versions the weights are written as a plain
-model folder, while the old server still serves; then that is stopped and a new one started, and the proof compares it
-with the trainer. Between restarts the server serves the version of its last launch, and its answers say so.
+model folder, while the old server still serves; then that is stopped and a new one started, in a process that has made
+its imports meanwhile (`--vllm-standby`), and the proof compares it with the trainer. Between restarts the server serves
+the version of its last launch, and its answers say so.
 """
 
 from __future__ import annotations
@@ -176,6 +177,7 @@ class CheckpointRestart:
         last_version: int,
     ) -> None:
         self._interval = config.vllm_restart_interval
+        self._standby = config.vllm_standby
         self._models = models
         self._launched = tuple(launched)
         self._seq_len = seq_len
@@ -251,11 +253,18 @@ class CheckpointRestart:
             self._check(info, version, path, before.infos[number] if before else None)
         self._served = _Served(version, model, infos)
         self._models.serving(model)
+        if self._standby and self._restart_after(version) < self._last_version:
+            for one in self._launched:
+                one.server.prepare()
         log.info(
             "the server is on version %d (%s): saved in %.1f s, stopped in %.1f s, started in %.1f s",
             *(version, model, saved, stopped, ready),
         )
         return {"publish/save_time": Sum(saved), "publish/stop_time": Sum(stopped), "publish/start_time": Sum(ready)}
+
+    def _restart_after(self, version: int) -> int:
+        """The version of the next restart, should training go on so long."""
+        return (version // self._interval + 1) * self._interval
 
     def _check(self, info: BridgeInfo, version: int, path: str, before: BridgeInfo | None) -> None:
         """That the one who answers is the one that was started."""

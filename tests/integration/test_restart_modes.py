@@ -42,7 +42,7 @@ def options(mode: str, **others: object) -> dict[str, object]:
 
 def server_of(run_dir: Path, trainer: int) -> tuple[int, dict[int, str]]:
     """The server's process and all of its family."""
-    (server,) = [pid for pid, command in family(trainer).items() if "-m vllm_server" in command]
+    (server,) = [pid for pid, command in family(trainer).items() if "-m vllm_server --model" in command]
     return server, {server: "server", **family(server)}
 
 
@@ -66,6 +66,10 @@ def test_versions_advance_with_each_relaunch_and_a_run_goes_on_after_its_end(
             assert row["alignment/logprob_diff_max"] < 1e-3
     said = (run_dir / "logs" / "trainer.log").read_text()
     assert re.findall(r"bridge proved: the server on version (\d+)", said) == ["0", "2"]
+    assert (run_dir / "logs" / "server.log").read_text().count("-m vllm_server.standby") == 1, (
+        "for version 2, none after"
+    )
+    assert "from scratch" not in said and any("-m vllm_server.standby" in command for command in members.values())
     assert "Step 3/3" in log.read_text()
     assert {file.name: file.read_bytes() for file in demo_model.iterdir()} == before
 

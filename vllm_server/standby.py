@@ -1,0 +1,44 @@
+"""`python -m vllm_server.standby`: a server that imports vLLM now and is told later what to serve.
+
+It reads one line from its standard input: the arguments of `python -m vllm_server` as a JSON list of strings, which it
+then is. The input's end instead of a line ends it. Until the line comes it holds neither a port nor memory of a GPU.
+"""
+
+import json
+import sys
+
+from vllm_server import arguments, forking
+from vllm_server.__main__ import main as serve
+from vllm_server.start_checks import check_vllm_installed
+
+
+def main() -> int:
+    """The server's exit status; 0 if there was nothing to serve, 2 for a line that is no list of arguments."""
+    check_vllm_installed()
+    arguments.set_environment()
+    forking.start()
+    _import_all()
+    line = sys.stdin.readline()
+    if not line:
+        return 0
+    try:
+        argv = json.loads(line)
+        if not isinstance(argv, list) or not all(isinstance(each, str) for each in argv):
+            raise ValueError("no list of strings")
+    except ValueError as error:
+        print(f"vllm_server: standard input: got {line.strip()[:200]!r} ({error}), wanted a JSON list of arguments")
+        return 2
+    sys.argv[1:] = argv  # vLLM looks there
+    return serve(argv)
+
+
+def _import_all() -> None:
+    """Whatever a server imports before it starts its engine, and after."""
+    from vllm_server import app, compat, preflight, sharing  # noqa: F401  # they import on
+
+    compat.assert_seams()
+    compat.server_parser(arguments.PROGRAM, "")
+
+
+if __name__ == "__main__":  # the engine's process may import this module again
+    sys.exit(main())
