@@ -36,8 +36,8 @@ class CompiledLayers:
             around a layer, it costs no second way through Python, and nothing is computed that nobody needs.
     """
 
-    def __init__(self, layers: nn.ModuleList, plan: Recomputation) -> None:
-        self.plan = plan
+    def __init__(self, layers: nn.ModuleList) -> None:
+        self.plan = Recomputation()
         self._layers = list(layers)
         self._whole = [
             torch.compile(getattr(layer, inside), dynamic=True, fullgraph=True)
@@ -45,6 +45,27 @@ class CompiledLayers:
             for _, inside in [_places(layer)]
         ]
         self._recomputing: dict[Kept, Callable[..., Any]] = {}
+        self._tried: set[Kept] = set()
+
+    def try_out(self, plan: Recomputation, trial: Callable[[], Tensor]) -> str | None:
+        """Keep so much from now on, if torch can compile that; else why not.
+
+        Args:
+            trial: a forward pass, with gradient; its backward pass leaves gradients behind.
+        """
+        before, self.plan = self.plan, plan
+        levels = {plan.of(number) for number in range(len(self._layers))}
+        if levels <= self._tried:
+            return None
+        try:
+            with self.active():
+                trial().float().square().mean().backward()
+        except Exception as error:  # whatever torch's compiler, Triton or a host compiler may raise
+            self.plan = before
+            reason = "; ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
+            return f"{type(error).__name__}: {reason}"
+        self._tried |= levels
+        return None
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -124,14 +145,11 @@ def compile_layers(
     """
     config = torch._dynamo.config  # pyright: ignore[reportPrivateImportUsage]
     config.cache_size_limit = max(GRAPHS, config.cache_size_limit)
-    compiled = CompiledLayers(layers, plan or Recomputation())
-    try:
-        with compiled.active():
-            trial().float().square().mean().backward()
-    except Exception as error:  # whatever torch's compiler, Triton or a host compiler may raise
-        reason = "; ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
-        if isinstance(layers[0], FSDPModule):
-            raise ConfigError(f"--compile on: {type(error).__name__}: {reason}; leave it out") from None
-        log.warning("decoder layers are not compiled: %s: %s", type(error).__name__, reason)
-        return None
-    return compiled
+    compiled = CompiledLayers(layers)
+    reason = compiled.try_out(plan or Recomputation(), trial)
+    if reason is None:
+        return compiled
+    if isinstance(layers[0], FSDPModule):
+        raise ConfigError(f"--compile on: {reason}; leave it out")
+    log.warning("decoder layers are not compiled: %s", reason)
+    return None

@@ -38,6 +38,8 @@ WORTH_COMPILING = 0.3e9
 """Parameters of a model."""
 LONG_RUN = 20
 """Steps."""
+TRIED = 64
+"""Tokens of a trial."""
 
 
 def fit(forward: Forward, config: TrainConfig, trained: Sequence[Parameter]) -> None:
@@ -50,13 +52,19 @@ def fit(forward: Forward, config: TrainConfig, trained: Sequence[Parameter]) -> 
     if _is_compiled(config, forward):
         all_again = Recomputation(len(layers))
         planned = all_again if config.model.gradient_checkpointing and _recomputes_in_graphs(forward, config) else None
-        forward.compiled = compile_layers(layers, lambda: run(64), planned)
+        forward.compiled = compile_layers(layers, lambda: run(TRIED), planned)
     if forward.compiled is not None:
         forward.plan = forward.plan.compiled()
         log.info("decoder layers and head are compiled")
+    _forget_gradients(trained)
+    _set_recomputed(forward, layers, config, trained, run)
+    _forget_gradients(trained)
+
+
+def _forget_gradients(trained: Sequence[Parameter]) -> None:
+    """Those of trials."""
     for parameter in trained:
         parameter.grad = None
-    _set_recomputed(forward, layers, config, trained, run)
 
 
 def decoder_list(forward: Forward) -> nn.ModuleList | None:
@@ -107,19 +115,9 @@ def _set_recomputed(
     assert forward.head is not None
     wanted, offload = config.model.gradient_checkpointing, config.compute.activation_offload
     device = forward.head.weight.device
-    random = _draws_random_numbers(forward.model)
-    in_graphs = forward.compiled is not None and _recomputes_in_graphs(forward, config)
-
-    def keep(plan: Recomputation) -> None:
-        if forward.compiled is not None and in_graphs:
-            forward.compiled.plan = plan
-        recompute(layers, 0 if in_graphs else plan.count, offload=offload, random=random)
-        forward.recomputation = plan
-
     if wanted is not None or offload or not on_gpu(device):
-        keep(Recomputation(len(layers) if wanted or offload else 0))
+        _keep(forward, layers, Recomputation(len(layers) if wanted or offload else 0), config, run)
         return
-    between = (Kept.PRODUCTS, Kept.NARROW) if in_graphs and not isinstance(forward.model, PeftModel) else ()
     memory = _measured(forward, layers, run)
     torch.cuda.empty_cache()
     free = free_bytes(device)
@@ -128,16 +126,11 @@ def _set_recomputed(
     tokens = config.largest_pass
     together = gathered_bytes(layers, forward.plan.dtype) if isinstance(forward.model, FSDPModule) else 0
     rest = (1 - SPARE) * free - held_later(trained, config) - head_bytes(forward, tokens) - together
-    plan = memory.plan(tokens, rest)
-    for kept in between:
-        if plan.count == 0 or plan.less < kept:
-            break
-        keep(Recomputation(len(layers), kept))
-        slope, _ = _measure(forward, run)
-        memory = replace(memory, token_bytes={**memory.token_bytes, kept: slope / len(layers)})
-        plan = memory.plan(tokens, rest)
-    keep(plan)
-    needed = memory.needed(tokens, plan)
+    finer = _measured_between(forward, layers, config, memory, (tokens, rest), run)
+    if not _keep(forward, layers, finer.plan(tokens, rest), config, run):
+        finer = memory
+        _keep(forward, layers, memory.plan(tokens, rest), config, run)
+    plan, needed = forward.recomputation, finer.needed(tokens, forward.recomputation)
     if plan.count == 0 and plan.more is Kept.ALL:
         forward.use_spare_memory(rest - needed)
     log.info(
@@ -149,6 +142,59 @@ def _set_recomputed(
             "a pass of %d tokens may not fit: %.1f GB wanted, %.1f GB free; lower --max-tokens-per-microbatch",
             *(tokens, needed / 1e9, rest / 1e9),
         )
+
+
+def _keep(
+    forward: Forward,
+    layers: nn.ModuleList,
+    plan: Recomputation,
+    config: TrainConfig,
+    run: Callable[[int], Tensor],
+) -> bool:
+    """Have the layers keep so much; whether they can: what lies between all and the input, only compiled ones can."""
+    in_graphs = forward.compiled is not None and _recomputes_in_graphs(forward, config)
+    if forward.compiled is not None and in_graphs:
+        reason = forward.compiled.try_out(plan, lambda: run(TRIED))
+        if reason is not None:
+            log.warning("compiled layers can't recompute: %s", reason)
+            forward.compiled.plan = Recomputation()
+            in_graphs = False
+    if not in_graphs and {plan.of(number) for number in range(len(layers))} - {Kept.ALL, Kept.INPUT}:
+        return False
+    random = _draws_random_numbers(forward.model)
+    offload = config.compute.activation_offload
+    recompute(layers, 0 if in_graphs else plan.count, offload=offload, random=random)
+    forward.recomputation = plan
+    return True
+
+
+def _measured_between(
+    forward: Forward,
+    layers: nn.ModuleList,
+    config: TrainConfig,
+    memory: LayerMemory,
+    room: tuple[int, float],
+    run: Callable[[int], Tensor],
+) -> LayerMemory:
+    """With what lies between all and the input, as far as it is needed: each is a minute of compiling.
+
+    Args:
+        room: tokens of a pass, and bytes for it.
+    """
+    compiled = forward.compiled
+    if compiled is None or isinstance(forward.model, PeftModel) or not _recomputes_in_graphs(forward, config):
+        return memory
+    for kept in (Kept.PRODUCTS, Kept.NARROW):
+        plan = memory.plan(*room)
+        if plan.count == 0 or plan.less < kept:
+            break
+        reason = compiled.try_out(Recomputation(len(layers), kept), lambda: run(TRIED))
+        if reason is not None:
+            log.warning("compiled layers keep all or their input: %s", reason)
+            break
+        slope, _ = _measure(forward, run)
+        memory = replace(memory, token_bytes={**memory.token_bytes, kept: slope / len(layers)})
+    return memory
 
 
 def _recomputes_in_graphs(forward: Forward, config: TrainConfig) -> bool:

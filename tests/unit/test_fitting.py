@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.train import ModelConfig, TrainConfig
-from grpo_trainer.model import fitting
+from grpo_trainer.model import compiled, fitting
 from grpo_trainer.model.activations import Kept, LayerMemory, Recomputation, measure
 from grpo_trainer.model.compiled import compile_layers
 from grpo_trainer.model.forward import Forward, build_forward
@@ -327,3 +327,25 @@ def test_what_torch_cant_compile_is_trained_without(
     assert "decoder layers are not compiled" in caplog.text and "no compiler here" in caplog.text
     assert not trainer.forward.plan.is_compiled
     assert_same(wanted, one_step(base, settings()))
+
+
+def test_what_compiled_layers_cant_recompute_checkpoints_do(
+    graphs: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no such graph")
+
+    monkeypatch.setattr(compiled, "_recomputing", lambda _: broken)
+    base = tiny("qwen2", num_hidden_layers=4)
+    wanted = one_step(copy.deepcopy(base), settings(packing="on"))
+    Gpu(monkeypatch, 1e5)
+    config = settings(checkpointing=None, packing="on", compile="on")
+    forward = fitted(config)
+    assert (
+        "compiled layers keep all or their input: " in caplog.text
+        and "compiled layers can't recompute: " in caplog.text
+    )
+    assert forward.recomputation == Recomputation(4) and flags(forward) == [True] * 4
+    assert forward.compiled is not None and forward.compiled.plan == Recomputation()
+    assert all(parameter.grad is None for parameter in forward.model.parameters())
+    assert_same(wanted, one_step(copy.deepcopy(base), config))
