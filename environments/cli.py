@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import json
 import logging
+import os
 import signal
 import sys
 from collections import Counter
@@ -31,6 +32,10 @@ COMMANDS = {
 }
 
 
+CALLED_AS = "GRPO_CALLED_AS"
+"""The command that became this one, if another did: `grpo env NAME`; messages call it so, too."""
+
+
 def main(env_cls: type[BaseEnv[Any, Any]], arguments: Sequence[str] | None = None) -> None:
     """Runs a command and exits: 0 done, 1 it failed, 2 the command line is wrong."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -48,6 +53,8 @@ def main(env_cls: type[BaseEnv[Any, Any]], arguments: Sequence[str] | None = Non
 
 
 def _prog(env_cls: type[BaseEnv[Any, Any]]) -> str:
+    if called := os.environ.pop(CALLED_AS, None):
+        return called
     if env_cls.program is not None:
         return env_cls.program
     module = inspect.getmodule(env_cls)

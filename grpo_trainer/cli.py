@@ -158,7 +158,8 @@ def env(ctx: typer.Context) -> None:
             "grpo env verifiers install."
         )
         raise typer.Exit(0 if ctx.args else 2)
-    _become(environment_module(ctx.args[0], said="grpo env "), ctx.args[1:])
+    name = ctx.args[0]
+    _become(environment_module(name, said="grpo env "), ctx.args[1:], called=f"grpo env {name}")
 
 
 @app.command("export")
@@ -225,10 +226,15 @@ def demo_model(ctx: typer.Context) -> None:
     _become("environments.demo_model", ctx.args)
 
 
-def _become(module: str, arguments: list[str]) -> None:
-    """Replace this process by a module's own command, so that signals and exit codes are its own."""
+def _become(module: str, arguments: list[str], called: str | None = None) -> None:
+    """Replace this process by a module's own command, so that signals and exit codes are its own.
+
+    Args:
+        called: what an environment is to call itself in its messages.
+    """
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+    environment = os.environ | ({"GRPO_CALLED_AS": called} if called else {})
+    os.execve(sys.executable, [sys.executable, "-m", module, *arguments], environment)
 
 
 def _look_before_the_start(config: TrainConfig) -> None:

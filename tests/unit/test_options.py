@@ -424,3 +424,8 @@ def test_help_begins_with_what_most_people_want() -> None:
 def test_an_unknown_environment_is_named_as_it_was_written() -> None:
     done = grpo("env", "nosuch")
     assert done.returncode == 2 and "grpo env nosuch: unknown environment" in done.stderr
+
+
+def test_an_environment_is_called_as_it_was_asked_for() -> None:
+    done = grpo("env", "arithmetic", "nothing")
+    assert done.returncode == 2 and done.stderr.startswith("grpo env arithmetic: COMMAND: got 'nothing'")
