@@ -4,30 +4,30 @@ It reads one line from its standard input: the arguments of `python -m vllm_serv
 then is. The input's end instead of a line ends it. Until the line comes it holds neither a port nor memory of a GPU.
 """
 
-import json
 import sys
+
+import msgspec
 
 from vllm_server import arguments, forking
 from vllm_server.__main__ import main as serve
+from vllm_server.errors import FatalError
 from vllm_server.start_checks import check_vllm_installed
 
 
 def main() -> int:
-    """The server's exit status; 0 if there was nothing to serve, 2 for a line that is no list of arguments."""
-    check_vllm_installed()
-    arguments.set_environment()
-    forking.start()
-    _import_all()
-    line = sys.stdin.readline()
-    if not line:
-        return 0
+    """The server's exit status; 0 if there was nothing to serve."""
     try:
-        argv = json.loads(line)
-        if not isinstance(argv, list) or not all(isinstance(each, str) for each in argv):
-            raise ValueError("no list of strings")
-    except ValueError as error:
-        print(f"vllm_server: standard input: got {line.strip()[:200]!r} ({error}), wanted a JSON list of arguments")
-        return 2
+        check_vllm_installed()
+        arguments.set_environment()
+        forking.start()
+        _import_all()
+        line = sys.stdin.readline()
+        if not line:
+            return 0
+        argv = _arguments(line)
+    except FatalError as error:
+        print(f"vllm_server: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
     sys.argv[1:] = argv  # vLLM looks there
     return serve(argv)
 
@@ -38,6 +38,16 @@ def _import_all() -> None:
 
     compat.assert_seams()
     compat.server_parser(arguments.PROGRAM, "")
+
+
+def _arguments(line: str) -> list[str]:
+    try:
+        return msgspec.json.decode(line, type=list[str])
+    except msgspec.DecodeError as error:
+        raise FatalError(
+            f"standard input: got {line.strip()[:200]!r} ({error}), wanted arguments as a JSON list of strings, "
+            'for example ["--model", "runs/demo-model"]'
+        ) from error
 
 
 if __name__ == "__main__":  # the engine's process may import this module again
