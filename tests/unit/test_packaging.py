@@ -16,7 +16,7 @@ def test_every_folder_of_modules_is_a_package() -> None:
 
 
 def test_every_other_file_is_declared() -> None:
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"].get("package-data", {})
     missing = []
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*"):
