@@ -47,5 +47,5 @@ def _serve(argv: list[str]) -> int:
     return 0
 
 
-if __name__ == "__main__":  # the engine is spawned, and a spawned process may import this module again
+if __name__ == "__main__":  # the engine's process may import this module again
     sys.exit(main(sys.argv[1:]))

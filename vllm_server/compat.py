@@ -259,7 +259,7 @@ def _end_promptly(launcher: ModuleType) -> None:
     # vLLM's handlers are on the loop. Uvicorn's own, which would take their place in vLLM 0.25, wait for running
     # requests before the engine is told to stop; later vLLMs keep them away just so.
     _replace(uvicorn.Server, "capture_signals", _leave_signals)
-    # A spawned engine process finds vLLM's own function in place again, and lifeline's calls that.
+    # An engine's process, however it is started, finds vLLM's own function in place, and lifeline's calls that.
     stand_in = staticmethod(lifeline.run_engine_core)
     lifeline.replaced = _replace(_engine_process(), "run_engine_core", stand_in)
 

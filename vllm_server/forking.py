@@ -58,6 +58,7 @@ class _Context(ForkServerContext):
 
 def _taken_over(environment: dict[str, str], kind: type, state: bytes) -> Any:
     """In the new process."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as a spawned one has it
     threads = os.environ.get(THREADS_VARIABLE)
     os.environ.clear()
     os.environ.update(environment)
@@ -153,14 +154,14 @@ def spoiled() -> str:
     """Why nothing may be forked from this process, after its imports; empty if nothing speaks against it."""
     if threading.active_count() > 1:
         return f"its imports have started threads ({', '.join(thread.name for thread in threading.enumerate())})"
-    if _cuda_is_initialised():
+    if cuda_is_initialised():
         return "its imports have initialised CUDA"
     gc.collect()
     gc.freeze()  # the collector writes into all that it looks at: kept from it, memory stays shared
     return ""
 
 
-def _cuda_is_initialised() -> bool:
+def cuda_is_initialised() -> bool:
     """By the driver's own word, which does not initialise it."""
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)

@@ -21,6 +21,13 @@ def main() -> int:
         arguments.set_environment()
         forking.start()
         _import_all()
+        if forking.cuda_is_initialised():
+            print(
+                "vllm_server: while this process waits to be told what to serve it holds memory of a GPU, since its "
+                "imports have initialised CUDA; --no-vllm-standby does without it",
+                file=sys.stderr,
+                flush=True,
+            )
         line = sys.stdin.readline()
         if not line:
             return 0

@@ -52,7 +52,7 @@ def memory_table(plan: MemoryPlan) -> Table:
     count, layers = plan.recomputed
     table.caption = (
         f"key-value cache for {plan.kv_tokens:,} tokens; activations are an estimate, "
-        f"{count} of {layers} layers recomputed"
+        f"{count} of {layers} layers recomputed at the most"
     )
     table.caption_justify = "left"
     return table

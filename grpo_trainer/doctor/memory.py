@@ -293,7 +293,9 @@ def _frozen_bytes(config: TrainConfig, model: ModelShape, item: int) -> float:
 
 @dataclass(frozen=True)
 class Activations:
-    """What a pass keeps for its backward pass, as `model.activations.LayerMemory` measures it.
+    """What a pass keeps for its backward pass, estimated: a layer keeps all, or its input.
+
+    Compiled layers can keep something between (`model.activations.Kept`), and then less is recomputed than this says.
 
     Attributes:
         layer: bytes of one layer.

@@ -117,8 +117,8 @@ class OwnedServer:
             with contextlib.suppress(BrokenPipeError):  # it ended just now
                 waiting.tell(spec, json.dumps(spec.arguments))
                 return waiting
+        log.warning("the server starts from scratch, since the process that was to be it has ended: %s", _why(waiting))
         _end(waiting)
-        log.warning("it starts from scratch: the process that has made its imports %s", waiting.describe_end())
         return None
 
     def _linked(self, folder: Path) -> str:
@@ -176,6 +176,14 @@ class OwnedServer:
         started = time.monotonic()
         _end(child)
         return time.monotonic() - started
+
+
+def _why(child: Child) -> str:
+    """Why it is no use any more; asked before it is ended, which would be the answer."""
+    until = time.monotonic() + 1.0
+    while child.exit_code is None and time.monotonic() < until:
+        time.sleep(POLL_SECONDS / 2)
+    return f"it reads no more. {child.last_words()}" if child.exit_code is None else child.describe_end()
 
 
 def _end(child: Child) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from itertools import pairwise
@@ -58,12 +58,16 @@ class LayerMemory:
     Attributes:
         layers: of the decoder.
         token_bytes: of one layer, for each token, by what it keeps; `ALL` and `INPUT` at least.
-        fixed_bytes: of the whole pass, whatever its tokens, such as weights in another dtype.
+        fixed_bytes: of one layer, whatever the tokens, such as its weights in another dtype; by the same.
     """
 
     layers: int
     token_bytes: Mapping[Kept, float]
-    fixed_bytes: float = 0.0
+    fixed_bytes: Mapping[Kept, float] = field(default_factory=dict)
+
+    def of_layer(self, tokens: int, kept: Kept) -> float:
+        """What a layer keeps, in bytes."""
+        return tokens * self.token_bytes[kept] + self.fixed_bytes.get(kept, 0.0)
 
     def needed(self, tokens: int, plan: Recomputation) -> float:
         """Bytes at the peak of a pass.
@@ -71,14 +75,15 @@ class LayerMemory:
         A layer in its backward pass has all that it needs, and gradients beside, about as much again. The last layer
         has them while all is there still; the last of those that keep less, when only theirs is.
         """
-        whole, less, more = (self.token_bytes[kept] for kept in (Kept.ALL, plan.less, plan.more))
+        whole, less, more = (self.of_layer(tokens, kept) for kept in (Kept.ALL, plan.less, plan.more))
+        gradients = tokens * self.token_bytes[Kept.ALL]
         first, rest = plan.count * less, (self.layers - plan.count) * more
         peaks = []
         if plan.count < self.layers:
-            peaks.append(first + rest + (1 if plan.more is Kept.ALL else 2) * whole)
+            peaks.append(first + rest + (0 if plan.more is Kept.ALL else whole) + gradients)
         if plan.count:
-            peaks.append(first + (1 if plan.less is Kept.ALL else 2) * whole)
-        return self.fixed_bytes + tokens * max(peaks)
+            peaks.append(first + whole + gradients)
+        return max(peaks)
 
     def plan(self, tokens: int, free: float) -> Recomputation:
         """The least work that lets a pass fit: as many layers as possible keep as much as possible; if nothing fits,

@@ -25,7 +25,8 @@ def merge(out_RHD: Tensor, normalisers_HR: Tensor, seen_RHD: Tensor, seen_HR: Te
     if out_RHD.is_cuda and HAS_TRITON:
         from grpo_trainer.model import attention_kernel
 
-        attention_kernel.launch(out_RHD, normalisers_HR, seen_RHD, seen_HR)
+        with torch.cuda.device(out_RHD.device):  # Triton launches on the present device, wherever the tensors are
+            attention_kernel.launch(out_RHD, normalisers_HR, seen_RHD, seen_HR)
         return
     whole_HR = torch.logaddexp(normalisers_HR, seen_HR)
     of_own_RH1, of_seen_RH1 = ((each - whole_HR).exp().mT[:, :, None] for each in (normalisers_HR, seen_HR))

@@ -23,6 +23,9 @@ from grpo_trainer.model.activations import Kept, Recomputation
 
 log = logging.getLogger(__name__)
 
+# torch says of selective checkpoints that they go wrong with operations in place, which layers of all weights lack.
+logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: "context_fn" not in record.getMessage())
+
 GRAPHS = 64
 """Variants of a layer's graph, before torch gives up compiling: with and without gradient, adapter on and off, …"""
 
@@ -146,7 +149,9 @@ def compile_layers(
     config = torch._dynamo.config  # pyright: ignore[reportPrivateImportUsage]
     config.cache_size_limit = max(GRAPHS, config.cache_size_limit)
     compiled = CompiledLayers(layers)
-    reason = compiled.try_out(plan or Recomputation(), trial)
+    if plan is not None and compiled.try_out(plan, trial) is None:
+        return compiled
+    reason = compiled.try_out(Recomputation(), trial)
     if reason is None:
         return compiled
     if isinstance(layers[0], FSDPModule):

@@ -118,7 +118,8 @@ def _set_recomputed(
     if wanted is not None or offload or not on_gpu(device):
         _keep(forward, layers, Recomputation(len(layers) if wanted or offload else 0), config, run)
         return
-    memory = _measured(forward, layers, run)
+    in_graphs = forward.compiled is not None and _recomputes_in_graphs(forward, config)
+    memory = _measured(forward, layers, run, in_graphs=in_graphs)
     torch.cuda.empty_cache()
     free = free_bytes(device)
     if config.compute.trainer_memory_gb is not None:
@@ -128,8 +129,9 @@ def _set_recomputed(
     rest = (1 - SPARE) * free - held_later(trained, config) - head_bytes(forward, tokens) - together
     finer = _measured_between(forward, layers, config, memory, (tokens, rest), run)
     if not _keep(forward, layers, finer.plan(tokens, rest), config, run):
-        finer = memory
-        _keep(forward, layers, memory.plan(tokens, rest), config, run)
+        finer = _measured(forward, layers, run, in_graphs=False)
+        kept = _keep(forward, layers, finer.plan(tokens, rest), config, run)
+        assert kept, "checkpoints keep all or the input"
     plan, needed = forward.recomputation, finer.needed(tokens, forward.recomputation)
     if plan.count == 0 and plan.more is Kept.ALL:
         forward.use_spare_memory(rest - needed)
@@ -192,8 +194,12 @@ def _measured_between(
         if reason is not None:
             log.warning("compiled layers keep all or their input: %s", reason)
             break
-        slope, _ = _measure(forward, run)
-        memory = replace(memory, token_bytes={**memory.token_bytes, kept: slope / len(layers)})
+        token, fixed = (each / len(layers) for each in _measure(forward, run))
+        memory = replace(
+            memory,
+            token_bytes={**memory.token_bytes, kept: token},
+            fixed_bytes={**memory.fixed_bytes, kept: fixed},
+        )
     return memory
 
 
@@ -203,11 +209,13 @@ def _recomputes_in_graphs(forward: Forward, config: TrainConfig) -> bool:
     return not (config.compute.activation_offload or is_cut or _draws_random_numbers(forward.model))
 
 
-def _measured(forward: Forward, layers: nn.ModuleList, run: Callable[[int], Tensor]) -> LayerMemory:
+def _measured(forward: Forward, layers: nn.ModuleList, run: Callable[[int], Tensor], *, in_graphs: bool) -> LayerMemory:
     """Of layers that keep all, or their inputs alone."""
     inputs = input_bytes(layers, run)
-    slope, fixed = _measure(forward, run)
-    return LayerMemory(len(layers), {Kept.ALL: slope / len(layers), Kept.INPUT: inputs}, fixed)
+    token, fixed = (each / len(layers) for each in _measure(forward, run))
+    # What is cast outside of graphs is kept until the forward pass ends, even by layers that keep their inputs alone.
+    casts = 0.0 if in_graphs else fixed
+    return LayerMemory(len(layers), {Kept.ALL: token, Kept.INPUT: inputs}, {Kept.ALL: fixed, Kept.INPUT: casts})
 
 
 def _measure(forward: Forward, run: Callable[[int], Tensor]) -> tuple[float, float]:

@@ -10,6 +10,7 @@ itself, padded.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from grpo_trainer.config.compute import Choice
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError, TrainingError
 from grpo_trainer.model import attention
-from grpo_trainer.model.activations import Recomputation
+from grpo_trainer.model.activations import Recomputation, known_layers
 from grpo_trainer.model.compiled import CompiledLayers
 from grpo_trainer.model.head import HeadPlan, head_scores
 from grpo_trainer.model.load import pick_dtype
@@ -79,11 +80,15 @@ class Forward:
             "shared_prompts": self.shared,
             "whole_logits": self.head is None,
             "compiled": self.plan.is_compiled,
-            "recomputed_layers": self.recomputation.count,
-            "recomputed_layers_keep": self.recomputation.less.name.lower(),
-            "other_layers_keep": self.recomputation.more.name.lower(),
+            "layers_keep": self._layers_keep(),
             "kept_logits_gb": round(self.plan.kept_bytes / 1e9, 2),
         }
+
+    def _layers_keep(self) -> dict[str, int]:
+        """How many layers keep what."""
+        layers = known_layers(self.decoder) or ()
+        kept = Counter(self.recomputation.of(number) for number in range(len(layers)))
+        return {level.name.lower(): count for level, count in sorted(kept.items())}
 
     def learning(self) -> AbstractContextManager[None]:
         """To be entered around passes that learn and their backward passes: then compiled layers are used."""

@@ -126,6 +126,8 @@ def test_a_step_of_all_weights_is_the_same_whatever_layers_keep(kept: Kept, monk
     for plan in (Recomputation(), Recomputation(3, kept)):
         monkeypatch.setattr(LayerMemory, "plan", lambda *_, plan=plan: plan)
         config = settings(packing="on", share_prompts="on", compile="on", checkpointing=None)
+        trainer = Trainer(copy.deepcopy(base), config)
+        assert trainer.forward.compiled is not None and trainer.forward.compiled.plan == plan
         found[plan] = gradients_of(copy.deepcopy(base), config)
     (loss, gradient), (other_loss, other) = found.values()
     assert other_loss == pytest.approx(loss, abs=0.02)

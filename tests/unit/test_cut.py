@@ -123,7 +123,7 @@ def test_what_layers_keep_is_that_of_the_whole_model_and_its_weights_are_not_cou
     asked: list[tuple[float, float, float]] = []
 
     def seen(memory: LayerMemory, tokens: int, free: float) -> Recomputation:
-        asked.append((memory.token_bytes[Kept.ALL], memory.fixed_bytes, free))
+        asked.append((memory.token_bytes[Kept.ALL], memory.fixed_bytes[Kept.ALL], free))
         return Recomputation(1)
 
     monkeypatch.setattr(LayerMemory, "plan", seen)

@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.train import ModelConfig, TrainConfig
+from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model import compiled, fitting
 from grpo_trainer.model.activations import Kept, LayerMemory, Recomputation, measure
 from grpo_trainer.model.compiled import compile_layers
@@ -24,19 +25,21 @@ from grpo_trainer.model.forward import Forward, build_forward
 from grpo_trainer.model.lora import add_adapter
 from grpo_trainer.trainer import Trainer
 from tests.unit.factories import TinyModel
-from tests.unit.test_packing import one_step, settings, tiny
-from tests.unit.test_trainer import EVERYTHING, assert_same
+from tests.unit.test_packing import gradients, one_step, settings, tiny
+from tests.unit.test_trainer import EVERYTHING, assert_same, full_rollouts
 from tests.unit.tiny_lora import fill_b, tiny_lora, tiny_qwen
 
 
 def test_recomputed_layers_by_hand() -> None:
     # 10 layers; a token keeps 100 bytes in each, 10 if only the layer's input is kept; 50 bytes whatever the tokens.
-    memory = LayerMemory(layers=10, token_bytes={Kept.ALL: 100, Kept.INPUT: 10}, fixed_bytes=50)
-    # Nothing recomputed: 50 + 4 x (10 x 100 + 100 of gradients) = 4450
+    # And 5 bytes in each whatever the tokens, if all is kept.
+    memory = LayerMemory(10, {Kept.ALL: 100, Kept.INPUT: 10}, {Kept.ALL: 5, Kept.INPUT: 0})
+    # Nothing recomputed: 10 x (4 x 100 + 5), and 4 x 100 of gradients: 4450
     assert memory.needed(4, Recomputation()) == 4450
-    # 3 recomputed: 50 + 4 x (7 x 100 + 3 x 10 + 100) = 3370; 9: 50 + 4 x (9 x 10 + 200) = 1210, and all of them 1250
-    assert memory.needed(4, Recomputation(3)) == 3370 and memory.needed(4, Recomputation(10)) == 1250
-    plans = [memory.plan(4, free) for free in (4450, 4449, 3370, 1210, 3)]
+    # 3 recomputed: 7 x 405 + 3 x 40 + 400 = 3355; 9: 9 x 40 + 405 + 400 = 1165, and all of them 1205
+    assert memory.needed(4, Recomputation(3)) == 3355
+    assert memory.needed(4, Recomputation(9)) == 1165 and memory.needed(4, Recomputation(10)) == 1205
+    plans = [memory.plan(4, free) for free in (4450, 4449, 3355, 1165, 3)]
     assert plans == [Recomputation(count) for count in (0, 1, 3, 9, 10)]
 
 
@@ -260,8 +263,10 @@ def test_whatever_compiled_layers_keep_the_step_is_the_same(
     wanted = one_step(copy.deepcopy(base), settings(**packed))
     Gpu(monkeypatch, 1e9)
     monkeypatch.setattr(LayerMemory, "plan", lambda *_: plan)
-    model = copy.deepcopy(base)
-    assert_same(wanted, one_step(model, settings(**packed, compile="on")))
+    trainer = Trainer(copy.deepcopy(base), settings(**packed, compile="on"))
+    assert_same(wanted, (reduce(trainer.step(full_rollouts(), 0).metrics), gradients(trainer)))
+    assert trainer.forward.compiled is not None
+    assert trainer.forward.recomputation == plan == trainer.forward.compiled.plan
     assert not counters["graph_break"]
     # of layers: all kept, for the trial; one for each other level, of which those between are measured at the most
     assert graphs["unique_graphs"] <= 2 + 1 + len({plan.less, plan.more, Kept.PRODUCTS, Kept.NARROW} - {Kept.ALL})
@@ -329,6 +334,41 @@ def test_what_torch_cant_compile_is_trained_without(
     assert_same(wanted, one_step(base, settings()))
 
 
+def test_what_is_cast_in_a_graph_is_not_kept_by_layers_that_compute_it_again(graphs: Any) -> None:
+    """Weights in fp32 that compute in bfloat16, as mode `none` has them."""
+    model = tiny_qwen(depth=2).requires_grad_(True)
+    forward = build_forward(model, settings(packing="on"))
+    layers, run = fitting.decoder_list(forward), fitting._runner(forward)
+    assert layers is not None
+
+    def cast(tokens: int) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return run(tokens)
+
+    forward.compiled = compile_layers(layers, lambda: cast(64))
+    assert forward.compiled is not None
+    fixed = {}
+    for kept in (Kept.ALL, Kept.PRODUCTS, Kept.INPUT):
+        assert forward.compiled.try_out(Recomputation(2, kept), lambda: cast(64)) is None
+        fixed[kept] = fitting._measure(forward, cast)[1]
+    # q 32 x 32, k and v 32 x 16, o 32 x 32, three of 32 x 64: 9,216 weights of 2 bytes in each of two layers
+    assert fixed[Kept.ALL] > 2 * 2 * 9216
+    assert fixed[Kept.PRODUCTS] < 0.1 * fixed[Kept.ALL] and fixed[Kept.INPUT] < 0.1 * fixed[Kept.ALL]
+
+
+def test_an_adapters_compiled_layers_compute_all_again(graphs: Any) -> None:
+    results = []
+    for choice, checkpointing in (("off", False), ("on", True)):
+        model = add_adapter(tiny_qwen(), LoraOnly(mode="lora_only", r=8), seed=0)
+        fill_b(model)
+        config = settings(packing="on", compile=choice, checkpointing=checkpointing)
+        trainer = Trainer(model, config)
+        results.append((reduce(trainer.step(full_rollouts(), 0).metrics), gradients(trainer)))
+    assert_same(*results)
+    assert trainer.forward.compiled is not None and trainer.forward.compiled.plan == Recomputation(2)
+    assert flags(trainer.forward) == [False, False]
+
+
 def test_what_compiled_layers_cant_recompute_checkpoints_do(
     graphs: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -349,3 +389,6 @@ def test_what_compiled_layers_cant_recompute_checkpoints_do(
     assert forward.compiled is not None and forward.compiled.plan == Recomputation()
     assert all(parameter.grad is None for parameter in forward.model.parameters())
     assert_same(wanted, one_step(copy.deepcopy(base), config))
+    # And so if it was asked for: the layers stay compiled.
+    asked = fitted(settings(checkpointing=True, packing="on", compile="on"))
+    assert asked.compiled is not None and flags(asked) == [True] * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -10,15 +11,21 @@ from vllm_server import compat
 from vllm_server.lora_kernels import KERNELS_VARIABLE
 from vllm_server.lora_kernels.groups import group, slots_of, write
 
+logger = logging.getLogger("vllm.grpo.lora_kernels")
+
 
 def prepare_worker() -> None:
     """Group tokens on the host; and put our kernels in place of vLLM's if the server was told to (`--lora-kernels`)."""
     module = compat.seam(("vllm.lora.punica_wrapper.punica_gpu",), "PunicaWrapperGPU")
     module.PunicaWrapperGPU.update_metadata = update_metadata
-    if os.environ.get(KERNELS_VARIABLE) == "grpo":
-        from vllm_server.lora_kernels import operators  # needs Triton
+    if os.environ.get(KERNELS_VARIABLE) != "grpo":
+        return
+    if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
+        logger.warning("VLLM_BATCH_INVARIANT: adapters are added by vLLM's kernels; ours sum in no fixed order")
+        return
+    from vllm_server.lora_kernels import operators  # needs Triton
 
-        operators.install()
+    operators.install()
 
 
 def update_metadata(

@@ -15,7 +15,7 @@ from typing import Any
 GRACE_S = 5.0
 
 replaced: Callable[..., None] | None = None
-"""What `run_engine_core` stands in for, where the process was forked; a spawned one finds vLLM's own in place."""
+"""What `run_engine_core` stands in for, in the server's process; an engine's own finds vLLM's in place."""
 
 
 def run_engine_core(*args: Any, **kwargs: Any) -> None:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 
-from vllm_server import compat, forking
+from vllm_server import forking
 
 started_with = dict(os.environ)
 """What libraries have read, or could have, while they were loaded."""
@@ -33,6 +34,8 @@ _WORKERS = {"cpu": "vllm.v1.worker.cpu_worker", "cuda": "vllm.v1.worker.gpu_work
 
 
 def _load() -> None:
+    from vllm_server import compat  # seconds of imports: what is below comes first
+
     for name in (*_MODULES, _WORKERS[compat.device_type()]):
         importlib.import_module(name)
     if compat.device_type() == "cpu":
@@ -43,6 +46,9 @@ def _load() -> None:
 
 
 forking.end_with_parent()
+signal.signal(
+    signal.SIGINT, signal.SIG_IGN
+)  # Ctrl-C is the server's to answer; processes forked from here hear it again
 try:
     with forking.silence():  # the server itself says the same of its imports
         _load()
