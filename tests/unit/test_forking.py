@@ -16,12 +16,13 @@ from tests.processes import ROOT, alive, family, wait_for
 from vllm_server import forking
 
 MODULE = """
-import os, time
+import os, signal, time
 from vllm_server import forking
 started_with = dict(os.environ)
 importer = os.getpid()
 unfit = ""
 forking.end_with_parent()
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 class Reader:
     "Reads the environment when it is unpickled."
@@ -32,6 +33,7 @@ def tell(answers, reader):
     answers.send({
         "later": os.environ.get("LATER"), "gone": os.environ.get("GONE"), "unpickled": reader.seen,
         "getenv": os.popen("echo $LATER").read().strip(), "forked": importer == os.getppid() != os.getpid(),
+        "hears Ctrl-C": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
     })
 """
 SCRIPT = """
@@ -84,6 +86,7 @@ def test_what_is_forked_has_the_environment_of_that_moment_before_its_arguments_
     said, exit_code = done.stdout.splitlines() or [done.stderr, ""]
     assert eval(said) == {  # printed by the script above
         "later": "set since", "gone": None, "unpickled": "set since", "getenv": "set since", "forked": True,
+        "hears Ctrl-C": True,
     }  # fmt: skip
     assert (exit_code, done.returncode) == ("0", 0)
 
