@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from grpo_trainer.config.bridge import AllWeightsOptions, LoraOnly, LoraOptions, SharedVllm
+from grpo_trainer.config.bridge import AllWeightsOptions, LoraOnly, LoraOptions, RestartOptions, SharedVllm
 from grpo_trainer.config.compute import SPARE
 from grpo_trainer.config.distributed import wants_parts, why_whole
 from grpo_trainer.config.train import TrainConfig
@@ -21,6 +21,8 @@ CONTEXT = int(0.6 * GB)
 SERVER_WORKSPACE = int(2.5 * GB)
 """Of its share, what vLLM needs besides weights and cache: activations of the largest batch, CUDA graphs."""
 CPU_CACHE, CPU_PROCESS = 512 << 20, int(1.2 * GB)
+CPU_STANDBY = int(0.9 * GB)
+"""Of a server that has made its imports and waits to be told what to serve: measured, with its forkserver."""
 SPARE_ADAPTERS = 4
 """Slots of the server besides the versions that it keeps."""
 HEAD_CHUNK = 64 << 20
@@ -195,6 +197,7 @@ def _server_rows(
             ("adapter slots", slots * server.workers),
             ("key-value cache", CPU_CACHE * server.workers),
             ("process", CPU_PROCESS * server.workers),
+            ("process that waits", CPU_STANDBY * server.replicas if _has_standby(config) else 0),
         ]
         return [MemoryRow(0, "server", what, size) for what, size in rows if size], CPU_CACHE // token
     share = int(server.gpu_share * devices.total)
@@ -203,6 +206,10 @@ def _server_rows(
     parts.append(("key-value cache", max(cache, 0)))
     rows = [MemoryRow(device, "server", what, size) for device in server.devices for what, size in parts if size]
     return rows, server.replicas * (cache // token)
+
+
+def _has_standby(config: TrainConfig) -> bool:
+    return isinstance(config.bridge, RestartOptions) and config.bridge.vllm_standby
 
 
 def _adapter_slots(config: TrainConfig, model: ModelShape) -> int:

@@ -18,6 +18,7 @@ from grpo_trainer.doctor.memory import (
     BUCKET,
     CONTEXT,
     CPU_CACHE,
+    CPU_STANDBY,
     SERVER_WORKSPACE,
     Devices,
     MemoryPlan,
@@ -49,8 +50,10 @@ def trainer(mode: str = "none", **flags: Any) -> TrainConfig:
     return build(TrainConfig, {"model_name": "m", "weight_bridge_mode": mode, "seq_len": 10, "batch_size": 2, **flags})
 
 
-def parts(config: TrainConfig, shape: ModelShape = SMALL, devices: Devices = H200) -> dict[tuple[str, str], int]:
-    plan = plan_memory(config, shape, Server(0.5, 10), devices)
+def parts(
+    config: TrainConfig, shape: ModelShape = SMALL, devices: Devices = H200, replicas: int = 1
+) -> dict[tuple[str, str], int]:
+    plan = plan_memory(config, shape, Server(0.5, 10, replicas=replicas), devices)
     return {(row.owner, row.what): row.nbytes for row in plan.rows}
 
 
@@ -223,3 +226,11 @@ def test_what_does_not_fit_is_said_with_a_way_out() -> None:
     (problem,) = plan(trainer("lora_only", seq_len=10), share=0.13).problems
     assert "less than one sequence of 4,096" in problem
     assert "raise --server.gpu-memory-utilization" in advice(wide, plan(trainer("lora_only", seq_len=10), share=0.13))
+
+
+def test_a_process_that_waits_for_the_next_restart_takes_main_memory() -> None:
+    cpu, what = Devices("cpu", 24 << 30), ("server", "process that waits")
+    assert parts(trainer("none"), devices=cpu, replicas=2)[what] == 2 * CPU_STANDBY
+    assert what not in parts(trainer("none", vllm_standby=False), devices=cpu)
+    assert what not in parts(trainer("lora_only"), devices=cpu)
+    assert what not in parts(trainer("none"))  # on a GPU it is main memory that it takes
