@@ -31,7 +31,6 @@ COMMANDS = {
     "evaluate": "print the policy's metrics as one line of JSON",
 }
 
-
 CALLED_AS = "GRPO_CALLED_AS"
 """The command that became this one, if another did: `grpo env NAME`; messages call it so, too."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -180,9 +181,8 @@ class OwnedServer:
 
 def _why(child: Child) -> str:
     """Why it is no use any more; asked before it is ended, which would be the answer."""
-    until = time.monotonic() + 1.0
-    while child.exit_code is None and time.monotonic() < until:
-        time.sleep(POLL_SECONDS / 2)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.process.wait(1.0)
     return f"it reads no more. {child.last_words()}" if child.exit_code is None else child.describe_end()
 
 

@@ -92,8 +92,8 @@ class CompiledLayers:
 
 def _recomputing(kept: Kept) -> Callable[..., Any]:
     """A layer's call that keeps so much; torch's compiler takes the checkpoint apart, it makes one graph of all."""
-    policies = {Kept.PRODUCTS: _keep_products, Kept.NARROW: _keep_narrow}
-    more = {"context_fn": partial(create_selective_checkpoint_contexts, policies[kept])} if kept in policies else {}
+    selective = partial(create_selective_checkpoint_contexts, partial(_policy, kept))
+    more = {} if kept is Kept.INPUT else {"context_fn": selective}
 
     def call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         inside = layer._call_impl
@@ -112,17 +112,13 @@ _ATTENTION = (
 )
 
 
-def _keep_products(_: Any, operation: Any, *args: Any, **__: Any) -> CheckpointPolicy:
-    is_kept = operation in _MATRICES or operation in _ATTENTION
-    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _keep_narrow(_: Any, operation: Any, *args: Any, **__: Any) -> CheckpointPolicy:
-    if operation in _MATRICES:
+def _policy(kept: Kept, _: Any, operation: Any, *args: Any, **__: Any) -> CheckpointPolicy:
+    """What torch asks of each operation of a layer: `PRODUCTS` keeps those of matrices and attention, `NARROW` of those
+    of matrices the ones that do not widen."""
+    is_kept = operation in _ATTENTION or operation in _MATRICES
+    if operation in _MATRICES and kept is Kept.NARROW:
         inputs, outputs = args[-1].shape  # of the second factor
         is_kept = outputs <= inputs
-    else:
-        is_kept = operation in _ATTENTION
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -27,7 +27,7 @@ from grpo_trainer.model.activations import (
     measure,
     recompute,
 )
-from grpo_trainer.model.compiled import compile_layers
+from grpo_trainer.model.compiled import CompiledLayers, compile_layers
 from grpo_trainer.model.forward import Forward
 from grpo_trainer.model.lora_linear import use_few_kernels
 from grpo_trainer.model.reference import free_bytes
@@ -51,7 +51,9 @@ def fit(forward: Forward, config: TrainConfig, trained: Sequence[Parameter]) -> 
     run = _runner(forward)
     if _is_compiled(config, forward):
         all_again = Recomputation(len(layers))
-        planned = all_again if config.model.gradient_checkpointing and _recomputes_in_graphs(forward, config) else None
+        planned = (
+            all_again if config.model.gradient_checkpointing and _can_recompute_in_graphs(forward, config) else None
+        )
         forward.compiled = compile_layers(layers, lambda: run(TRIED), planned)
     if forward.compiled is not None:
         forward.plan = forward.plan.compiled()
@@ -118,8 +120,7 @@ def _set_recomputed(
     if wanted is not None or offload or not on_gpu(device):
         _keep(forward, layers, Recomputation(len(layers) if wanted or offload else 0), config, run)
         return
-    in_graphs = forward.compiled is not None and _recomputes_in_graphs(forward, config)
-    memory = _measured(forward, layers, run, in_graphs=in_graphs)
+    memory = _measured(forward, layers, run, in_graphs=_recomputing_layers(forward, config) is not None)
     torch.cuda.empty_cache()
     free = free_bytes(device)
     if config.compute.trainer_memory_gb is not None:
@@ -154,18 +155,18 @@ def _keep(
     run: Callable[[int], Tensor],
 ) -> bool:
     """Have the layers keep so much; whether they can: what lies between all and the input, only compiled ones can."""
-    in_graphs = forward.compiled is not None and _recomputes_in_graphs(forward, config)
-    if forward.compiled is not None and in_graphs:
-        reason = forward.compiled.try_out(plan, lambda: run(TRIED))
+    compiled = _recomputing_layers(forward, config)
+    if compiled is not None:
+        reason = compiled.try_out(plan, lambda: run(TRIED))
         if reason is not None:
             log.warning("compiled layers can't recompute: %s", reason)
-            forward.compiled.plan = Recomputation()
-            in_graphs = False
-    if not in_graphs and {plan.of(number) for number in range(len(layers))} - {Kept.ALL, Kept.INPUT}:
+            compiled.plan = Recomputation()
+            compiled = None
+    if compiled is None and {plan.of(number) for number in range(len(layers))} - {Kept.ALL, Kept.INPUT}:
         return False
     random = _draws_random_numbers(forward.model)
     offload = config.compute.activation_offload
-    recompute(layers, 0 if in_graphs else plan.count, offload=offload, random=random)
+    recompute(layers, plan.count if compiled is None else 0, offload=offload, random=random)
     forward.recomputation = plan
     return True
 
@@ -183,8 +184,8 @@ def _measured_between(
     Args:
         room: tokens of a pass, and bytes for it.
     """
-    compiled = forward.compiled
-    if compiled is None or isinstance(forward.model, PeftModel) or not _recomputes_in_graphs(forward, config):
+    compiled = _recomputing_layers(forward, config)
+    if compiled is None or isinstance(forward.model, PeftModel):
         return memory
     for kept in (Kept.PRODUCTS, Kept.NARROW):
         plan = memory.plan(*room)
@@ -203,8 +204,13 @@ def _measured_between(
     return memory
 
 
-def _recomputes_in_graphs(forward: Forward, config: TrainConfig) -> bool:
-    """Whether compiled layers can do it, rather than checkpoints around them."""
+def _recomputing_layers(forward: Forward, config: TrainConfig) -> CompiledLayers | None:
+    """The compiled layers, if it is they who recompute."""
+    return forward.compiled if _can_recompute_in_graphs(forward, config) else None
+
+
+def _can_recompute_in_graphs(forward: Forward, config: TrainConfig) -> bool:
+    """Whether layers can do it once they are compiled, rather than checkpoints around them."""
     is_cut = isinstance(forward.model, FSDPModule)
     return not (config.compute.activation_offload or is_cut or _draws_random_numbers(forward.model))
 

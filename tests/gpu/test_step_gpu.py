@@ -13,7 +13,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from grpo_trainer.batch.microbatches import Packed, TrainingSequence, split
 from grpo_trainer.config.bridge import LoraOnly
-from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.activations import Kept, LayerMemory, Recomputation
 from grpo_trainer.model.attention import NONE_SHARED, arguments, packed_attention
@@ -92,8 +91,7 @@ def rows_of(packed: Packed) -> list[list[int]]:
     return rows
 
 
-def gradients_of(model: Any, config: TrainConfig) -> tuple[float, torch.Tensor]:
-    trainer = Trainer(model, config)
+def gradients_of(trainer: Trainer) -> tuple[float, torch.Tensor]:
     numbers = reduce(trainer.step(full_rollouts(), 0).metrics)
     return numbers["train/loss"], torch.cat(
         [p.grad.float().flatten() for p in trainer.parameters if p.grad is not None]
@@ -109,10 +107,10 @@ def test_an_adapters_step_is_the_padded_one(shared: str, compiled: str, checkpoi
     base.to("cuda", torch.bfloat16).requires_grad_(False)
     model = add_adapter(base, LoraOnly(mode="lora_only", r=8), seed=0)
     fill_b(model)
-    loss, gradient = gradients_of(copy.deepcopy(model), settings(packing="off"))
+    loss, gradient = gradients_of(Trainer(copy.deepcopy(model), settings(packing="off")))
     more = {"checkpointing": checkpointing, "max_tokens_per_microbatch": 40, "share_prompts": shared}
     config = settings(packing="on", compile=compiled, **more)
-    other_loss, other = gradients_of(model, config)
+    other_loss, other = gradients_of(Trainer(model, config))
     assert other_loss == pytest.approx(loss, abs=0.02)
     assert (other - gradient).norm() < 0.1 * gradient.norm()
 
@@ -128,7 +126,7 @@ def test_a_step_of_all_weights_is_the_same_whatever_layers_keep(kept: Kept, monk
         config = settings(packing="on", share_prompts="on", compile="on", checkpointing=None)
         trainer = Trainer(copy.deepcopy(base), config)
         assert trainer.forward.compiled is not None and trainer.forward.compiled.plan == plan
-        found[plan] = gradients_of(copy.deepcopy(base), config)
+        found[plan] = gradients_of(trainer)
     (loss, gradient), (other_loss, other) = found.values()
     assert other_loss == pytest.approx(loss, abs=0.02)
     assert (other - gradient).norm() < 0.05 * gradient.norm()

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
-from multiprocessing import get_context
+from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from grpo_trainer.model import attention_kernel
 from grpo_trainer.model.attention_parts import merge
+from tests.triton_kernels import compiled_for_hopper, interpreting
 
 ROWS, HEADS = 37, 3
 
 
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[Executor]:
-    """A process in which Triton interprets: it decides that when it is imported."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            pool.submit(abs, 1).result()
-            yield pool
+    with interpreting() as pool:
+        yield pool
 
 
 def by_kernel(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,21 +61,9 @@ def test_two_parts_are_one_softmax(size: int, interpreter: Executor) -> None:
 
 @pytest.mark.parametrize("size", [64, 80, 128, 256])
 def test_the_kernel_compiles_for_a_hopper_gpu(size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel: Any = attention_kernel.merge
     constants = {"SIZE": size, "BLOCK": 1 << (size - 1).bit_length(), "ROWS": attention_kernel.ROWS}
     kinds = {"out": "*bf16", "seen": "*bf16", "normalisers": "*fp32", "seen_normalisers": "*fp32"}
-    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in kernel.arg_names}
-    even = [name for name in signature if name in ("out", "seen", "out_row", "out_head", "seen_row", "seen_head")]
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        attrs={(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in even},
-    )
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    even = ("out", "seen", "out_row", "out_head", "seen_row", "seen_head")
+    made = compiled_for_hopper(attention_kernel.merge, constants, kinds, even, warps=4)
     assert len(made.asm["cubin"]) > 1000 and "ld.global.v4" in made.asm["ptx"]

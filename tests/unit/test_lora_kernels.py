@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
-from multiprocessing import get_context
+from concurrent.futures import Executor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.triton_kernels import compiled_for_hopper, interpreting
 from vllm_server.lora_kernels import KERNELS_VARIABLE, groups, kernels, operators
 from vllm_server.lora_kernels.install import prepare_worker, update_metadata
 from vllm_server.lora_kernels.operators import Blocks, run_expand, run_shrink
@@ -23,12 +23,8 @@ SLOTS = 5
 
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[Executor]:
-    """A process in which Triton interprets: it decides that when it is imported."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            pool.submit(abs, 1).result()
-            yield pool
+    with interpreting() as pool:
+        yield pool
 
 
 def shrunk(middle: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
@@ -117,27 +113,12 @@ def test_what_padding_holds_is_never_used_as_a_slot(interpreter: Executor) -> No
 
 
 def compiled(kernel: Any, constants: dict[str, Any], warps: int) -> Any:
-    """For a Hopper GPU, which need not be there; tensors and sizes are multiples of 16, as a model's are."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kinds = {"middle": "*fp32", "slots_M": "*i32", "active_slots": "*i32", "scaling": "fp32"}
+    """Tensors and sizes are multiples of 16, as a model's are."""
+    kinds = {"middle": "*fp32", "slots_M": "*i32", "active_slots": "*i32", "scaling": "fp32", "y": "*bf16"}
     tensors = ("x_", "a0", "a1", "a2", "b0", "b1", "b2")
-    signature = {
-        name: "constexpr"
-        if name in constants
-        else kinds.get(name, "*bf16" if name == "y" or (name.startswith(tensors) and name != "x_stride") else "i32")
-        for name in kernel.arg_names
-    }
-    even = [name for name, kind in signature.items() if kind[0] == "*" or (kind == "i32" and name != "active")]
-    source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
-        attrs={(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in even},
-    )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    kinds |= {name: "*bf16" for name in kernel.arg_names if name.startswith(tensors) and name != "x_stride"}
+    even = [name for name in kernel.arg_names if name not in (*constants, "scaling", "active")]
+    return compiled_for_hopper(kernel, constants, kinds, even, warps)
 
 
 @pytest.mark.parametrize(("tokens", "rank"), [(16, 8), (64, 16), (512, 16), (8192, 64), (256, 320)])

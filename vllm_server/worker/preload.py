@@ -46,9 +46,7 @@ def _load() -> None:
 
 
 forking.end_with_parent()
-signal.signal(
-    signal.SIGINT, signal.SIG_IGN
-)  # Ctrl-C is the server's to answer; processes forked from here hear it again
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server answers Ctrl-C; what is forked from here hears it again
 try:
     with forking.silence():  # the server itself says the same of its imports
         _load()
