@@ -365,15 +365,25 @@ class Runner:
         if unsent:
             log.warning("%d scored groups could not be handed over", len(unsent))
         if self._registration is not None:
-            if self._seen is not None:
-                self._save_state(self._seen.current_step)
-            try:
-                async with asyncio.timeout(GOODBYE_S):
-                    await self.api.disconnect(self._registration.env_id, patience=GOODBYE_S / 2)
-            except (PeerError, TimeoutError) as error:
-                log.info("left without taking leave: %s", error or "no answer")
+            await self._take_leave(self._registration)
         if self.reporter.tally.groups or self.reporter.tally.dropped:
             self.reporter.tally.measures = self.env.measures.take()
             log.info("since then: %s", self.reporter.tally.line())
         self.reporter.close()
         self._file.close()
+
+    async def _take_leave(self, registration: Registration) -> None:
+        """Saves the state as of the trainer's step, which may have moved since the last look, and disconnects."""
+        status = self._seen
+        try:
+            async with asyncio.timeout(GOODBYE_S / 2):
+                status = await self.api.status(registration.env_id)
+        except (PeerError, TimeoutError):
+            log.info("leaving, the trainer's step was last heard of as %s", status.current_step if status else "none")
+        if status is not None:
+            self._save_state(status.current_step)
+        try:
+            async with asyncio.timeout(GOODBYE_S):
+                await self.api.disconnect(registration.env_id, patience=GOODBYE_S / 2)
+        except (PeerError, TimeoutError) as error:
+            log.info("left without taking leave: %s", error or "no answer")

@@ -16,6 +16,7 @@ from tests.processes import ROOT, tail
 pytestmark = pytest.mark.timeout(600)
 
 STEPS = 20
+GAP = "alignment/logprob_diff_max"
 ROWS = ROOT / "tests" / "data" / "gsm8k_rows.jsonl"
 
 
@@ -63,7 +64,8 @@ def test_twenty_steps_on_real_rows_with_strict_and_lenient_scores_logged(demo_mo
     steps = read_jsonl(run_dir / "metrics.jsonl")
     assert [row["step"] for row in steps] == list(range(1, STEPS + 1))
     assert all(row["batch/sequences"] == 16 for row in steps)
-    assert steps[0]["alignment/logprob_diff_max"] < 1e-3  # the server's ids and logprobs: later samples are staler
+    # The server's ids and logprobs. Later samples are staler; a step whose groups have no signal moves nothing.
+    assert next(row[GAP] for row in steps if GAP in row) < 1e-3
     first, last = (sum(row["reward/mean"] for row in rows) / 5 for rows in (steps[:5], steps[-5:]))
     assert last > first + 0.1, (first, last)
 

@@ -21,6 +21,8 @@ from tests.processes import ROOT, running, tail
 
 pytestmark = pytest.mark.timeout(600)
 
+GAP = "alignment/logprob_diff_max"
+
 ENVIRONMENT = '''
 """Two tasksets: sums in one turn, and sums that a tool makes."""
 
@@ -246,7 +248,8 @@ def test_an_environment_of_verifiers_trains(
     rows = read_jsonl(run_dir / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert all(row["batch/sequences"] == 8 and 0 < row["reward/mean"] <= 1.1 for row in rows)
-    assert rows[0]["alignment/logprob_diff_max"] < 1e-3  # the server's ids and logprobs, at its temperature
+    # The server's ids and logprobs, at its temperature. A step whose groups have no signal moves nothing.
+    assert next(row[GAP] for row in rows if GAP in row) < 1e-3
     told = read_jsonl(run_dir / "logs" / "env-verifiers.metrics.jsonl")
     assert any({"verifiers_0/right", "verifiers_0/digits", "verifiers_0/length"} <= row.keys() for row in told)
 

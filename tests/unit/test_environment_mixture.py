@@ -74,10 +74,19 @@ class Numbers(BaseEnv[int]):
         return {}
 
 
-async def serving(env: Numbers, service: Service) -> None:
+class Stuck(Numbers):
+    """Its ninth item never comes, so it asks for the trainer's step once."""
+
+    async def get_next_item(self) -> int:
+        if len(self.taken) == 8:
+            await asyncio.Event().wait()
+        return await super().get_next_item()
+
+
+async def serving(env: Numbers, service: Service, stop: asyncio.Event | None = None) -> None:
     api = RolloutApi(env.config, transport=httpx.ASGITransport(app=build_app(service)))  # type: ignore[arg-type]
     try:
-        await serve(env, api, asyncio.Event())
+        await serve(env, api, stop or asyncio.Event())
     finally:
         await api.close()
 
@@ -149,6 +158,21 @@ def test_a_resumed_run_goes_on_with_the_items_that_were_next(tmp_path: Path) -> 
     assert first.taken + again.taken == [next(order) for _ in range(len(first.taken + again.taken))]
     afresh = asyncio.run(run(0, 2))
     assert afresh.taken == first.taken[: len(afresh.taken)]
+
+
+def test_state_saved_at_the_end_is_of_the_step_that_the_trainer_has_reached_by_then(tmp_path: Path) -> None:
+    async def scene() -> None:
+        service, stop = Service(Settings()), asyncio.Event()
+        await service.register(trainer(tmp_path))
+        await service.next_batch()
+        task = asyncio.create_task(serving(Stuck(), service, stop))
+        await train(service, 1)
+        stop.set()
+        await asyncio.wait_for(task, 20)
+
+    asyncio.run(scene())
+    saved = tmp_path / "environments" / "numbers" / "step-1.json"
+    assert json.loads(saved.read_text()) == {"position": 8}
 
 
 def test_the_state_of_an_earlier_checkpoint_is_that_checkpoints(tmp_path: Path, caplog: Any) -> None:
