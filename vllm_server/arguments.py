@@ -8,6 +8,7 @@ from vllm_server import compat
 from vllm_server.errors import FatalError
 from vllm_server.lora_kernels import KERNELS_VARIABLE
 from vllm_server.protocol import DEFAULT_KEEP_VERSIONS, DEFAULT_LORA_NAME, DEFAULT_PORT
+from vllm_server.worker import LOGITS_VARIABLE
 
 PROGRAM = "grpo serve"
 DEFAULT_HOST = "127.0.0.1"
@@ -72,6 +73,7 @@ def parse(argv: list[str]) -> Namespace:
     args.worker_extension_cls = SHARING_WORKER_EXTENSION if args.shared_weights else WORKER_EXTENSION
     if args.enable_lora and compat.device_type() == "cuda":
         os.environ[KERNELS_VARIABLE] = args.lora_kernels
+    os.environ[LOGITS_VARIABLE] = _logits_dtype(args.logits_dtype)
     if compat.device_type() == "cpu":
         _keep_worker_in_engine(args)
     compat.validate_args(args)
@@ -104,6 +106,13 @@ def _add_policy_options(group: argparse._ArgumentGroup) -> None:
         choices=("grpo", "vllm"),
         default="grpo",
         help="what adds adapters to layers on an NVIDIA GPU: our kernels, made for tokens of many versions, or vLLM's",
+    )
+    group.add_argument(
+        "--logits-dtype",
+        choices=("auto", "float32", "model"),
+        default="auto",
+        help="float32: logits are not rounded to the model's 16 bits, and logprobs are as exact as the trainer's; "
+        "auto: so on a GPU, where it costs nothing; model: as vLLM does",
     )
     group.add_argument(
         "--policy-version",
@@ -152,6 +161,13 @@ def _plan_lora(args: Namespace, plain: dict[str, object]) -> None:
 def _cpu_defaults() -> dict[str, object]:
     """float32 (16 bit is no faster), no compilation, and a cache of a size that any machine has."""
     return {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
+
+
+def _logits_dtype(asked: str) -> str:
+    """A CPU would convert the head's weights at each step."""
+    if asked != "auto":
+        return asked
+    return "float32" if compat.device_type() == "cuda" else "model"
 
 
 def _keep_worker_in_engine(args: Namespace) -> None:

@@ -41,6 +41,11 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", help="Weights and activations; auto: bfloat16 on a GPU, float32 on a CPU."
     )
+    logits_dtype: Literal["auto", "float32", "model"] = option(
+        "auto",
+        help="float32: logits are not rounded to 16 bits, here and in servers that are started here (others have the "
+        "flag, too); auto: so on a GPU; model: as --dtype.",
+    )
     device: str = option("auto", help="cuda, cuda:1, cpu; auto: the first visible GPU, else the CPU.")
     load_in_4bit: bool = option(
         False,

@@ -151,6 +151,8 @@ def server_process(
     argv += ["--host", vllm.host, "--port", str(vllm.port)]
     argv += ["--max-model-len", str(trainer.served_len)]
     argv += ["--dtype", trainer.served_dtype(on_gpu=on_gpu)]
+    if trainer.model.logits_dtype != "auto":
+        argv += ["--logits-dtype", trainer.model.logits_dtype]
     if on_gpu:
         argv += ["--gpu-memory-utilization", str(vllm.gpu_memory_utilization)]
     if vllm.enforce_eager:

@@ -30,7 +30,7 @@ from grpo_trainer.errors import ConfigError, TrainingError
 from grpo_trainer.model import attention
 from grpo_trainer.model.activations import Recomputation, known_layers
 from grpo_trainer.model.compiled import CompiledLayers
-from grpo_trainer.model.head import HeadPlan, head_scores
+from grpo_trainer.model.head import ExactHead, HeadPlan, head_scores
 from grpo_trainer.model.load import pick_dtype
 from grpo_trainer.model.logprobs import TokenScores, token_scores
 
@@ -165,18 +165,30 @@ def build_forward(model: nn.Module, config: TrainConfig) -> Forward:
         ConfigError: `--packing on`, and it can't be.
     """
     device = next(model.parameters()).device
+    exact = config.model.logits_dtype == "float32" or (config.model.logits_dtype == "auto" and device.type == "cuda")
     parts, why = _parts_of(model)
     if parts is None:
         for option, asked in (("packing", config.compute.packing), ("share-prompts", config.compute.share_prompts)):
             if asked == "on":
                 raise ConfigError(f"--{option} on: {why}; leave it out")
-        return Forward(model, None, None, HeadPlan(torch.float32), packed=False)
+        if exact:
+            _keep_logits_exact(model)
+        return Forward(model, None, None, HeadPlan(torch.float32, torch.float32), packed=False)
     own = parts.head.weight.dtype
     dtype = pick_dtype(config.model.dtype, device) if own == torch.float32 else own
-    plan = HeadPlan(dtype, distills=config.loss.distill_coef > 0)
+    plan = HeadPlan(dtype, torch.float32 if exact else dtype, distills=config.loss.distill_coef > 0)
     packed = _packs(parts, config.compute.packing, config.model.seq_len, plan.dtype, device)
     shared = _shares(parts, config.compute.share_prompts, packed)
     return Forward(model, parts.decoder, parts.head, plan, packed=packed, shared=shared)
+
+
+def _keep_logits_exact(model: nn.Module) -> None:
+    """Have a model that does more to its logits begin with those in fp32, as the server does."""
+    whole = model.get_base_model() if isinstance(model, PeftModel) else model
+    head = whole.get_output_embeddings() if isinstance(whole, PreTrainedModel) else None
+    head = getattr(head, "base_layer", head)  # of an adapter
+    if type(head) is nn.Linear and head.weight.dtype in (torch.bfloat16, torch.float16):
+        head.__class__ = ExactHead
 
 
 def _parts_of(model: nn.Module) -> tuple[Parts | None, str]:

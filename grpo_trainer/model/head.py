@@ -1,7 +1,9 @@
 """Scores of tokens from hidden states and the head's weights: the logits of all tokens never exist at once.
 
 Rows of hidden states are taken chunk by chunk; a chunk's logits are dropped once their logprobs, entropies and what the
-backward pass needs are known. Matrix products are in the weights' dtype, everything else in fp32. Two ways back:
+backward pass needs are known. Matrix products are in the weights' dtype, everything else in fp32; on a GPU logits are
+the fp32 sums of their product, not rounded to 16 bits, where a logit of 10 is off by up to 0.03 (so does the server,
+`vllm_server.logits`; MiniMax-M1, arXiv:2506.13585, section 3.2). Two ways back:
 
 * The head's weights are frozen (LoRA). A logprob's gradient is a row of hidden size times a number that only the loss
   knows, so the row, `(onehot - softmax) @ W / temperature`, is computed on the way forward, and nothing is recomputed.
@@ -15,14 +17,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from grpo_trainer.model.logprobs import TokenScores
 
 Statistics = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-Residual = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+Residual = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, torch.dtype], Tensor]
 
 
 def statistics(logits_nV: Tensor, targets_n: Tensor, temperature_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,8 +52,9 @@ def residual(
     entropy_n: Tensor,
     grad_n: Tensor,
     entropy_grad_n: Tensor,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """The gradient of the logits, in their dtype: of `grad_n` x logprob + `entropy_grad_n` x entropy.
+    """The gradient of the logits, in this dtype: of `grad_n` x logprob + `entropy_grad_n` x entropy.
 
     In one expression: a target's `1 - p` taken apart would vanish in 16 bits where p is near 1.
     """
@@ -60,7 +63,7 @@ def residual(
     is_target_nV = torch.arange(logits_nV.shape[-1], device=logits_nV.device)[None] == targets_n[:, None]
     of_logprob_nV = (is_target_nV.float() - p_nV) * grad_n[:, None]
     of_entropy_nV = p_nV * (logprobs_nV + entropy_n[:, None]) * entropy_grad_n[:, None]
-    return ((of_logprob_nV - of_entropy_nV) / temperature_n[:, None]).to(logits_nV.dtype)
+    return ((of_logprob_nV - of_entropy_nV) / temperature_n[:, None]).to(dtype)
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,8 @@ class HeadPlan:
     """How it is computed; nothing of it changes what.
 
     Attributes:
-        dtype: of the matrix products.
+        dtype: of the matrix products' factors, and of the logits' gradients.
+        logits_dtype: of the logits, `dtype` or fp32.
         distills: some tokens have a teacher, whose tokens' logprobs take more memory and are not compiled.
         chunk_bytes: of a chunk's logits.
         kept_bytes: logits of all rows are kept for the backward pass if they take no more than this.
@@ -76,6 +80,7 @@ class HeadPlan:
     """
 
     dtype: torch.dtype
+    logits_dtype: torch.dtype
     distills: bool = False
     chunk_bytes: int = 1 << 26
     kept_bytes: int = 0
@@ -98,24 +103,65 @@ class HeadPlan:
     @property
     def logit_bytes(self) -> int:
         """Of all that there is at one time of a chunk's logit: itself, its gradient, and what lies between them, as
-        measured for 16 bits (in `tests/unit/test_head.py`)."""
-        if self.distills:
-            return self.dtype.itemsize + 29
-        return 2 * self.dtype.itemsize if self.is_compiled else self.dtype.itemsize + 25
+        measured (in `tests/unit/test_head.py`)."""
+        if self.is_compiled and not self.distills:
+            return self.logits_dtype.itemsize + self.dtype.itemsize
+        return self.logits_dtype.itemsize + 25
 
     def rows(self, vocab: int) -> int:
         """Of a chunk: a multiple of 128, which matrix products like."""
-        return max(128, self.chunk_bytes // (vocab * self.dtype.itemsize) // 128 * 128)
+        return max(128, self.chunk_bytes // (vocab * self.logits_dtype.itemsize) // 128 * 128)
+
+    def logits(self, hidden_nH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
+        """Of a chunk."""
+        exact = self.logits_dtype != self.dtype
+        return (product if exact else functional.linear)(hidden_nH, weight_VH, bias_V)
+
+
+def product(hidden_nH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
+    """`hidden @ weight.T + bias` in fp32, of factors in 16 bits: a GPU sums so anyway, a CPU converts them."""
+    if not hidden_nH.is_cuda:
+        return functional.linear(hidden_nH.float(), weight_VH.float(), None if bias_V is None else bias_V.float())
+    logits_nV = torch.mm(hidden_nH, weight_VH.mT, out_dtype=torch.float32)
+    return logits_nV if bias_V is None else logits_nV.add_(bias_V)
+
+
+class ExactHead(nn.Linear):
+    """A head that gives fp32 logits, for models whose own logits are taken: `head.__class__ = ExactHead` makes one."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows_NH = input.flatten(0, -2)
+        return _Product.apply(rows_NH, self.weight, self.bias).unflatten(0, input.shape[:-1])
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
+        ctx.save_for_backward(hidden_NH, weight_VH)
+        return product(hidden_NH, weight_VH, bias_V)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden_NH, weight_VH = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad
+        grad_NV = grad_outputs[0].to(hidden_NH.dtype)
+        return (
+            grad_NV @ weight_VH if needs_hidden else None,
+            grad_NV.mT @ hidden_NH if needs_weight else None,
+            grad_outputs[0].sum(0).to(hidden_NH.dtype) if needs_bias else None,
+        )
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """For any number of rows, but one vocabulary: a division by a length that is not known costs more than the rest."""
     compiled = torch.compile(function)
 
-    def call(*tensors: Tensor) -> Any:
-        for tensor in tensors:
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)  # pyright: ignore[reportPrivateImportUsage]
-        return compiled(*tensors)
+    def call(*arguments: Any) -> Any:
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                torch._dynamo.maybe_mark_dynamic(argument, 0)  # pyright: ignore[reportPrivateImportUsage]
+        return compiled(*arguments)
 
     return call
 
@@ -153,7 +199,7 @@ def head_scores(
     trained = weight_VH.requires_grad or (bias_V is not None and bias_V.requires_grad)
     wanted = Wanted(
         early=learns and not (trained or entropy_gradient or others_NK.numel()),
-        kept=learns and len(hidden_NH) * len(weight_VH) * plan.dtype.itemsize <= plan.kept_bytes,
+        kept=learns and len(hidden_NH) * len(weight_VH) * plan.logits_dtype.itemsize <= plan.kept_bytes,
     )
     logprobs_N, entropy_N, others = _HeadScores.apply(
         hidden_NH.to(plan.dtype), weight_VH, bias_V, targets_N, temperature_N, others_NK, plan, wanted
@@ -180,7 +226,7 @@ class _HeadScores(torch.autograd.Function):
         early_NH = torch.empty_like(hidden_NH) if wanted.early else None
         ctx.kept = []
         for own in _chunks(count, plan.rows(len(weight_VH))):
-            logits_nV = functional.linear(hidden_NH[own], weight_VH, bias_V)
+            logits_nV = plan.logits(hidden_NH[own], weight_VH, bias_V)
             at = targets_N[own], temperature_N[own]
             for row, values in zip(scores_3N, plan.statistics(logits_nV, *at), strict=True):
                 row[own] = values
@@ -190,7 +236,7 @@ class _HeadScores(torch.autograd.Function):
             if early_NH is not None:
                 ones = torch.ones_like(at[1])
                 values = (scores_3N[2, own], scores_3N[1, own], ones, torch.zeros_like(ones))
-                early_NH[own] = plan.residual(logits_nV, *at, *values) @ weight_VH
+                early_NH[own] = plan.residual(logits_nV, *at, *values, plan.dtype) @ weight_VH
             elif wanted.kept:
                 ctx.kept.append(logits_nV)
         ctx.plan = plan
@@ -209,22 +255,24 @@ class _HeadScores(torch.autograd.Function):
         if ctx.is_early:
             (early_NH,) = ctx.saved_tensors
             return ((early_NH * grad_N[:, None]).to(early_NH.dtype), *(None,) * 7)
+        plan: HeadPlan = ctx.plan
         hidden_NH, weight_VH, targets_N, temperature_N, others_NK, scores_3N, *bias = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
         grad_weight_VH = torch.zeros_like(weight_VH) if needs_weight else None
         grad_bias_V = torch.zeros_like(bias[0], dtype=torch.float32) if needs_bias else None
-        chunks = list(_chunks(len(hidden_NH), ctx.plan.rows(len(weight_VH))))
+        chunks = list(_chunks(len(hidden_NH), plan.rows(len(weight_VH))))
         for number, own in enumerate(chunks):
-            logits_nV = ctx.kept[number] if ctx.kept else functional.linear(hidden_NH[own], weight_VH, *bias)
+            logits_nV = ctx.kept[number] if ctx.kept else plan.logits(hidden_NH[own], weight_VH, *(bias or (None,)))
             if ctx.kept:
                 ctx.kept[number] = None
             own_values = targets_N[own], temperature_N[own], scores_3N[2, own], scores_3N[1, own]
             grads = grad_N[own], entropy_grad_N[own]
             if others_NK.numel():
-                grad_nV = _residual_with_others(logits_nV, *own_values, *grads, others_NK[own], others_grad_NK[own])
+                taught = others_NK[own], others_grad_NK[own]
+                grad_nV = _residual_with_others(logits_nV, *own_values, *grads, *taught, plan.dtype)
             else:
-                grad_nV = ctx.plan.residual(logits_nV, *own_values, *grads)
+                grad_nV = plan.residual(logits_nV, *own_values, *grads, plan.dtype)
             del logits_nV
             if grad_hidden_NH is not None:
                 grad_hidden_NH[own] = grad_nV @ weight_VH
@@ -250,11 +298,11 @@ def _residual_with_others(
     entropy_grad_n: Tensor,
     others_nK: Tensor,
     others_grad_nK: Tensor,
+    dtype: torch.dtype,
 ) -> Tensor:
     """As `residual`, with the gradients of others' logprobs: they share the softmax, only their onehots differ."""
     moved_n = others_grad_nK.sum(-1)
-    grad_nV = residual(
-        logits_nV.float(), targets_n, temperature_n, normaliser_n, entropy_n, grad_n + moved_n, entropy_grad_n
-    )
+    of_own = targets_n, temperature_n, normaliser_n, entropy_n, grad_n + moved_n, entropy_grad_n
+    grad_nV = residual(logits_nV, *of_own, torch.float32)
     grad_nV.scatter_add_(1, targets_n[:, None], -(moved_n / temperature_n)[:, None])
-    return grad_nV.scatter_add_(1, others_nK, others_grad_nK / temperature_n[:, None]).to(logits_nV.dtype)
+    return grad_nV.scatter_add_(1, others_nK, others_grad_nK / temperature_n[:, None]).to(dtype)

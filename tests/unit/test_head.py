@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from grpo_trainer.model import head
 from grpo_trainer.model.head import HeadPlan, head_scores
 
 N, H, V, K = 300, 8, 37, 3
-PLAN = HeadPlan(torch.float32, chunk_bytes=0)
+PLAN = HeadPlan(torch.float32, torch.float32, chunk_bytes=0)
 """Chunks of 128 rows: two whole ones and a part of one."""
 
 
@@ -72,7 +73,7 @@ def loss_of(logprobs: Tensor, entropy: Tensor, others: Tensor, entropy_gradient:
 def test_values_and_gradients(trained: set[str], others: bool, entropy_gradient: bool, kept_bytes: int) -> None:
     made = inputs(bias="bias_V" in trained, others=others)
     own = leaves(made, trained)
-    plan = HeadPlan(torch.float32, chunk_bytes=0, kept_bytes=kept_bytes)
+    plan = HeadPlan(torch.float32, torch.float32, chunk_bytes=0, kept_bytes=kept_bytes)
     scores = head_scores(**made, plan=plan, entropy_gradient=entropy_gradient)  # type: ignore[arg-type]
     for got, wanted in zip((scores.logprobs_N, scores.entropy_N, scores.others_NK), plain(made), strict=True):
         torch.testing.assert_close(got.double(), wanted, rtol=1e-6, atol=2e-6)
@@ -85,16 +86,20 @@ def test_values_and_gradients(trained: set[str], others: bool, entropy_gradient:
         torch.testing.assert_close(got, tensor.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("logits_dtype", "error"), [(torch.bfloat16, 2**-8 * 8), (torch.float32, 2e-5)], ids=["rounded", "exact"]
+)
 @pytest.mark.parametrize("trained", [{"hidden_NH"}, {"hidden_NH", "weight_VH"}], ids=len)
-def test_16_bits_compute_the_rest_in_32(trained: set[str]) -> None:
-    """The error is that of bfloat16 logits and gradients, 2^-9 each, not of logprobs in 16 bits; and a token that was
-    nearly certain keeps its gradient, although its probability is 1 in bfloat16."""
+def test_16_bits_compute_the_rest_in_32(trained: set[str], logits_dtype: torch.dtype, error: float) -> None:
+    """The error is that of the logits (up to 8, 2^-9 of them in bfloat16) and of gradients, not of logprobs in 16 bits;
+    and a token that was nearly certain keeps its gradient, although its probability is 1 in bfloat16."""
     made = inputs(bias=False, others=False, dtype=torch.bfloat16)
     own = leaves(made, trained)
-    scores = head_scores(**made, plan=HeadPlan(torch.bfloat16, chunk_bytes=0))  # type: ignore[arg-type]
+    plan = HeadPlan(torch.bfloat16, logits_dtype, chunk_bytes=0)
+    scores = head_scores(**made, plan=plan)  # type: ignore[arg-type]
     assert scores.logprobs_N.dtype == torch.float32 and not scores.entropy_N.requires_grad
     wanted = plain(made)
-    assert (scores.logprobs_N - wanted[0]).abs().max() < 2**-8 * 8  # logits up to 8
+    assert (scores.logprobs_N - wanted[0]).abs().max() < error
     scores.logprobs_N.sum().backward()
     gradients = [tensor.grad for tensor in own]
     for tensor in own:
@@ -110,7 +115,6 @@ def test_16_bits_compute_the_rest_in_32(trained: set[str]) -> None:
     weight_VH.requires_grad_("weight_VH" in trained)
     none = torch.zeros(1, 0, dtype=torch.int64)
     one = torch.ones(1)
-    plan = HeadPlan(torch.bfloat16)
     head_scores(hidden_NH, weight_VH, None, torch.tensor([0]), one, none, plan).logprobs_N.sum().backward()
     assert hidden_NH.grad is not None
     # 1 - sigmoid(8) = 3.354e-4; the nearest to 1 - p that 16 bits have below 1 is 2^-9 = 2e-3
@@ -135,10 +139,13 @@ def test_nothing_to_train_gives_a_zero_that_can_be_backpropagated() -> None:
     assert own[0].grad is not None and not own[0].grad.any()
 
 
-@pytest.mark.parametrize(("vocab", "rows"), [(152_064, 768), (1_000_000, 128)])
-def test_rows_of_a_chunk(vocab: int, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("vocab", "logits_dtype", "rows"),
     # 2^28 bytes of 2 bytes each: 134,217,728 / 152,064 = 882 rows, of which 6 * 128 = 768 are taken
-    plan = HeadPlan(torch.bfloat16, chunk_bytes=1 << 28)
+    [(152_064, torch.bfloat16, 768), (152_064, torch.float32, 384), (1_000_000, torch.bfloat16, 128)],
+)
+def test_rows_of_a_chunk(vocab: int, logits_dtype: torch.dtype, rows: int) -> None:
+    plan = HeadPlan(torch.bfloat16, logits_dtype, chunk_bytes=1 << 28)
     assert plan.rows(vocab) == rows
 
 
@@ -159,24 +166,54 @@ def peak_bytes(run: Callable[[], Any]) -> int:
     return most
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("distills", [False, True])
-def test_the_plan_knows_what_a_chunk_takes(distills: bool) -> None:
+def test_the_plan_knows_what_a_chunk_takes(distills: bool, dtype: torch.dtype) -> None:
     rows, vocab = 64, 20_000
-    logits = (3 * torch.randn(rows, vocab)).bfloat16()
+    logits = (3 * torch.randn(rows, vocab)).to(dtype)
     targets, ones, zeros = torch.randint(vocab, (rows,)), torch.ones(rows), torch.zeros(rows)
     _, entropy, normaliser = head.statistics(logits, targets, ones)
     own = (logits, targets, ones, normaliser, entropy, ones, zeros)
     others = torch.randint(vocab, (rows, 4)), torch.ones(rows, 4)
     took = peak_bytes(
-        lambda: head._residual_with_others(*own, *others) if distills else head.residual(*own)  # logits are there
+        lambda: (
+            head._residual_with_others(*own, *others, torch.bfloat16)
+            if distills
+            else head.residual(*own, torch.bfloat16)
+        )
     )
-    planned = head.HeadPlan(torch.bfloat16, distills=distills).logit_bytes
-    assert 0.9 * planned < took / (rows * vocab) + 2 <= planned + 0.1
-    assert peak_bytes(lambda: head.statistics(logits, targets, ones)) / (rows * vocab) + 2 <= planned
+    planned = HeadPlan(torch.bfloat16, dtype, distills=distills).logit_bytes
+    assert 0.9 * planned < took / (rows * vocab) + dtype.itemsize <= planned + 0.1  # the logits are there
+    assert peak_bytes(lambda: head.statistics(logits, targets, ones)) / (rows * vocab) + dtype.itemsize <= planned
 
 
 def test_chunks_stay_small_where_little_is_compiled() -> None:
-    assert (
-        head.HeadPlan(torch.bfloat16, distills=True).compiled().chunk_bytes == head.HeadPlan(torch.bfloat16).chunk_bytes
-    )
-    assert head.HeadPlan(torch.bfloat16).compiled().logit_bytes == 4
+    plan = HeadPlan(torch.bfloat16, torch.float32)
+    assert HeadPlan(torch.bfloat16, torch.float32, distills=True).compiled().chunk_bytes == plan.chunk_bytes
+    assert plan.compiled().chunk_bytes > plan.chunk_bytes
+    assert plan.compiled().logit_bytes == 6  # itself and its gradient
+
+
+# ---------------------------------------------------------------- models that do more to their logits
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_an_exact_head_is_a_linear_layer_with_logits_in_fp32(bias: bool) -> None:
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(H, V, bias=bias).bfloat16()
+    exact = copy.deepcopy(plain)
+    exact.__class__ = head.ExactHead
+    hidden = torch.randn(2, 5, H).bfloat16()
+    weights = torch.randn(2, 5, V)
+    found = {}
+    for name, layer in (("plain", plain), ("exact", exact)):
+        own = hidden.clone().requires_grad_()
+        logits = layer(own)
+        (logits.float() * weights).sum().backward()
+        found[name] = [own.grad, *(parameter.grad for parameter in layer.parameters())]
+        wanted = functional.linear(hidden.double(), layer.weight.double(), layer.bias.double() if bias else None)
+        assert (logits.double() - wanted).abs().max() < (2e-6 if name == "exact" else 2**-8 * 4)
+    assert logits.dtype == torch.float32 and logits.shape == (2, 5, V)
+    for got, wanted in zip(found["exact"], found["plain"], strict=True):
+        assert got.dtype == wanted.dtype == torch.bfloat16
+        assert (got.float() - wanted.float()).norm() < 0.01 * wanted.float().norm()

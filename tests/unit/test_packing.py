@@ -155,6 +155,20 @@ def test_the_rest_of_the_program_sees_the_model_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
+    ("asked", "wanted"), [("auto", torch.bfloat16), ("model", torch.bfloat16), ("float32", torch.float32)]
+)
+def test_logits_on_a_cpu_are_exact_where_it_is_asked_for(asked: str, wanted: torch.dtype) -> None:
+    config = settings(packing="on")
+    config = config.model_copy(update={"model": config.model.model_copy(update={"logits_dtype": asked})})
+    plan = build_forward(tiny("qwen2").bfloat16(), config).plan
+    assert plan.dtype == torch.bfloat16 and plan.logits_dtype == wanted
+
+    capped = tiny("gemma2", head_dim=8, final_logit_softcapping=30.0).bfloat16()
+    exact = build_forward(capped, config.model_copy(update={"compute": settings().compute}))
+    assert exact.head is None and capped(input_ids=torch.zeros(1, 3, dtype=torch.long)).logits.dtype == wanted
+
+
+@pytest.mark.parametrize(
     ("kind", "changes", "why"),
     [
         ("mistral", {"sliding_window": 8}, "a sliding window of 8 tokens"),

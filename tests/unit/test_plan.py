@@ -54,6 +54,7 @@ def test_what_the_run_says_of_the_server_reaches_the_one_that_the_trainer_starts
     assert option(argv, "--served-model-name") == "demo"  # what environments ask for stays the same
     assert option(argv, "--port") == "9123" and spec.ready_url == "http://127.0.0.1:9123/health"
     assert option(argv, "--dtype") == "float16" and option(argv, "--max-model-len") == "99"
+    assert "--logits-dtype" not in argv  # as its device suggests
     assert option(argv, "--gpu-memory-utilization") == "0.3" and "--enforce-eager" in argv
     assert option(argv, "--seed") == "7" and option(argv, "--x") == "1" and "--max-lora-rank" not in argv
     assert spec.ready_timeout == 50 and spec.env == {"VLLM_API_KEY": "k"} and "k" not in argv
@@ -170,7 +171,7 @@ def test_both_ends_agree_on_ports_lora_and_folders() -> None:
 @pytest.mark.parametrize("on_gpu", [True, False])
 @pytest.mark.parametrize("flags", [{"weight_bridge_mode": "shared_vllm"}, {"single_copy": True}, {"share_base": True}])
 def test_a_server_that_shares_its_weights_tells_the_trainer_where_they_are(flags: dict[str, Any], on_gpu: bool) -> None:
-    base = {"model_name": "demo", "run_dir": "/runs/a"}
+    base = {"model_name": "demo", "run_dir": "/runs/a", "logits_dtype": "model"}
     if "share_base" in flags:
         base["weight_bridge_mode"] = "lora_only"
     made = plan_run(build_run({}, {**base, **flags}), PORTS, python="py", on_gpu=on_gpu)
@@ -183,6 +184,7 @@ def test_a_server_that_shares_its_weights_tells_the_trainer_where_they_are(flags
     assert str(trainer.bridge.config_path).startswith("/runs/a/config/")
     assert ("--max-lora-rank" in server.argv) == ("share_base" in flags)
     assert option(server.argv, "--dtype") == trainer.model.dtype
+    assert option(server.argv, "--logits-dtype") == trainer.model.logits_dtype == "model"
     if on_gpu:
         assert option(server.argv, "--gpu-memory-utilization") == "0.45" and "--enforce-eager" not in server.argv
 

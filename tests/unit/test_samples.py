@@ -128,7 +128,7 @@ class Always(nn.Module):
 
 def test_the_models_logprobs_are_of_the_token_at_the_place() -> None:
     model = Always()
-    forward = Forward(model, None, None, HeadPlan(torch.float32), packed=False)
+    forward = Forward(model, None, None, HeadPlan(torch.float32, torch.float32), packed=False)
     got = policy_logprobs(forward, torch.device("cpu"))(sample(1.0, temperature=0.5), np.array([2, 3]))
     # Position 2 holds token 2 and is predicted from position 1, at temperature 0.5.
     wanted = [torch.log_softmax(model.table[place - 1] / 0.5, -1)[place].item() for place in (2, 3)]

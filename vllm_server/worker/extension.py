@@ -16,9 +16,10 @@ import msgspec
 import torch
 from vllm.platforms import current_platform
 
-from vllm_server.lora_kernels.install import prepare_worker
+from vllm_server.lora_kernels import install
 from vllm_server.protocol import ChannelRequest, CudaIpcChannel, NcclChannel
 from vllm_server.protocol.nccl import NcclError
+from vllm_server.worker import logits
 from vllm_server.worker.packed import PackedAdapter
 from vllm_server.worker.shared_weights import dtype_name, plain_parameters
 from vllm_server.worker.slots import AdapterSlots
@@ -27,7 +28,8 @@ from vllm_server.worker.transports.file import FileReader
 from vllm_server.worker.transports.nccl import NcclReceiver
 
 if current_platform.is_cuda():
-    prepare_worker()
+    install.prepare_worker()
+logits.prepare_worker()
 
 
 class Receiver(Protocol):
