@@ -10,8 +10,8 @@ from pydantic import Field
 from environments.arithmetic import Operation, Problem, ProblemSet, reward
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError
-from environments.inference import Sampling
 from environments.items import Shuffled
+from environments.peers.inference import Sampling
 
 
 class ArithmeticConfig(BaseEnvConfig):

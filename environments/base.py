@@ -32,9 +32,9 @@ from typing_extensions import TypeVar
 
 from environments.api import wire
 from environments.config import BaseEnvConfig, ConfigError, PromptTooLong
-from environments.inference import Completion, Inference, Sampling
 from environments.measures import Measures
-from environments.teacher import Teacher
+from environments.peers.inference import Completion, Inference, Sampling
+from environments.peers.teacher import Teacher
 from environments.threads import Threads
 from environments.trajectory import Message, Trajectory, scored_group
 
@@ -193,7 +193,7 @@ class BaseEnv(ABC, Generic[Item, Config]):
     @classmethod
     def cli(cls, arguments: Sequence[str] | None = None) -> None:
         """Runs the environment as a program (``serve``, ``process`` or ``evaluate``) and exits."""
-        from environments.cli import main  # the command line knows environments, not the other way round
+        from environments.running.cli import main  # the command line knows environments, not the other way round
 
         main(cls, arguments)
 

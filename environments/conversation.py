@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from environments.api import wire
 from environments.config import ConfigError
-from environments.inference import Completion
+from environments.peers.inference import Completion
 from environments.trajectory import Message, Trajectory, TurnReward, ids_of
 
 if TYPE_CHECKING:

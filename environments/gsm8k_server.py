@@ -22,7 +22,6 @@ from pydantic import Field
 
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError
-from environments.inference import Completion, Sampling
 from environments.intervals import wilson
 from environments.items import Shuffled
 from environments.maths.answer_form import AnswerForm, in_the_asked_form
@@ -36,6 +35,7 @@ from environments.maths.gsm8k import (
     too_long,
 )
 from environments.maths.judge import MathJudge, Verdict
+from environments.peers.inference import Completion, Sampling
 from environments.trajectory import Message
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from environments.api import wire
-from environments.http import PeerError
-from environments.inference import Completion
+from environments.peers.http import PeerError
+from environments.peers.inference import Completion
 
 Message = dict[str, Any]
 """One message of a conversation: `role`, `content` and whatever else a chat template knows."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 
-from environments.cli import COMMANDS
 from environments.config import ConfigError
 from environments.from_verifiers.venv import VERSION, become, folder, install
+from environments.running.cli import COMMANDS
 
 MODULE = "environments.verifiers_server"
 HELP = {"-h", "--help"}

@@ -18,8 +18,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from environments.http import PeerError, PeerRefused
-from environments.inference import Completion, Inference, Sampling
+from environments.peers.http import PeerError, PeerRefused
+from environments.peers.inference import Completion, Inference, Sampling
 
 SESSION_HEADER = "x-session-id"
 """verifiers sends the trace's id in it with every turn."""

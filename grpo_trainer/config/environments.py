@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import Field
 
-from environments import settings_check
+from environments.running import settings_check
 from grpo_trainer.config.options import Section, option
 from grpo_trainer.errors import ConfigError
 

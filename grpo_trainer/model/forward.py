@@ -80,6 +80,7 @@ class Forward:
             "shared_prompts": self.shared,
             "whole_logits": self.head is None,
             "compiled": self.plan.is_compiled,
+            "logits_dtype": str(self.plan.logits_dtype).removeprefix("torch."),
             "layers_keep": self._layers_keep(),
             "kept_logits_gb": round(self.plan.kept_bytes / 1e9, 2),
         }

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 from environments.api import wire
 from environments.config import BaseEnvConfig, ServerConfig
 from environments.conversation import Conversation
-from environments.inference import Completion, InferenceClient, Sampling
-from environments.teacher import Teacher
+from environments.peers.inference import Completion, InferenceClient, Sampling
+from environments.peers.teacher import Teacher
 from environments.trajectory import scored_group
 from tests.integration.serving import Serving, shared_server
 

@@ -18,7 +18,7 @@ from transformers import Qwen2Tokenizer
 from environments.arithmetic_server import ArithmeticConfig, ArithmeticEnv
 from environments.config import ConfigError, ServerConfig
 from environments.demo_model import build_tokenizer
-from environments.inference import InferenceClient
+from environments.peers.inference import InferenceClient
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,8 +16,8 @@ from environments.api.validate import pack_checked
 from environments.config import ConfigError, ServerConfig
 from environments.conversation import Conversation
 from environments.demo_model import build_tokenizer
-from environments.inference import Completion, InferenceClient
 from environments.multi_turn import MultiTurnConfig, MultiTurnEnv, ToolCall, tool_calls
+from environments.peers.inference import Completion, InferenceClient
 from environments.trajectory import Message, Trajectory, TurnReward, scored_group, turn_advantages
 
 CHATML = (

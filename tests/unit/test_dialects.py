@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from environments.config import ConfigError, ServerConfig
-from environments.http import PeerError, PeerRefused
-from environments.inference import Completion, InferenceClient, Sampling
+from environments.peers.http import PeerError, PeerRefused
+from environments.peers.inference import Completion, InferenceClient, Sampling
 from environments.trajectory import Trajectory
 
 OURS = {

@@ -9,7 +9,6 @@ from typing import Any
 import httpx
 import pytest
 
-from environments import cli
 from environments.arithmetic_server import ArithmeticConfig
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ServerConfig
@@ -17,9 +16,10 @@ from environments.conversation import Conversation
 from environments.demo_model import build_tokenizer
 from environments.from_verifiers.config import VerifiersConfig
 from environments.gsm8k_server import Gsm8kConfig
-from environments.http import PeerError
-from environments.inference import Completion, InferenceClient
 from environments.multi_turn import MultiTurnConfig
+from environments.peers.http import PeerError
+from environments.peers.inference import Completion, InferenceClient
+from environments.running import cli
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
 

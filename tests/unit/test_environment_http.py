@@ -8,7 +8,7 @@ import httpx
 import msgspec
 import pytest
 
-from environments.http import Peer, PeerGone, PeerRefused
+from environments.peers.http import Peer, PeerGone, PeerRefused
 
 Answer = httpx.Response | Exception
 
@@ -43,7 +43,7 @@ def test_what_may_pass_is_asked_again_and_said(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.INFO):
         response = asyncio.run(peer(iter(answers)).request("GET", "/"))
     assert response.text == "yes"
-    waiting, back = [record.message for record in caplog.records if record.name == "environments.http"]
+    waiting, back = [record.message for record in caplog.records if record.name == "environments.peers.http"]
     assert waiting.startswith("waiting for the oracle at http://oracle") and "refused" in waiting
     assert back.startswith("the oracle is back")
 

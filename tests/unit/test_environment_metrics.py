@@ -8,7 +8,7 @@ import pytest
 
 from environments.api import wire
 from environments.config import BaseEnvConfig
-from environments.metrics import Reporter, Tally, open_wandb
+from environments.running.metrics import Reporter, Tally, open_wandb
 
 
 def group(scores: list[float], trained: int, version: int) -> wire.ScoredData:

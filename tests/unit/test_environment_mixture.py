@@ -13,19 +13,19 @@ import httpx
 import msgspec
 import pytest
 
-from environments import cli
 from environments.api import wire
 from environments.api.app import build_app
 from environments.api.service import Service
 from environments.api.settings import Settings
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig
-from environments.groups_page import groups_page
-from environments.http import PeerError
 from environments.items import Shuffled
-from environments.rollout_api import RolloutApi
-from environments.runner import Registration, groups_to_start, serve
-from environments.state import StateFiles
+from environments.peers.http import PeerError
+from environments.peers.rollout_api import RolloutApi
+from environments.running import cli
+from environments.running.groups_page import groups_page
+from environments.running.runner import Registration, groups_to_start, serve
+from environments.running.state import StateFiles
 
 STEPS = 8
 

@@ -14,8 +14,8 @@ from environments.api.app import build_app
 from environments.api.service import Service
 from environments.api.settings import Settings
 from environments.config import BaseEnvConfig
-from environments.http import PeerError, PeerRefused
-from environments.rollout_api import NotRegistered, RolloutApi
+from environments.peers.http import PeerError, PeerRefused
+from environments.peers.rollout_api import NotRegistered, RolloutApi
 
 CONFIG = BaseEnvConfig(tokenizer_name="model", group_size=2, retry_timeout=5.0)
 TRAINER = wire.Register(

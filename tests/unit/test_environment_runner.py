@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from environments import runner
 from environments.api import wire
 from environments.api.app import build_app
 from environments.api.service import Service
 from environments.api.settings import Settings
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError
-from environments.http import PeerError
-from environments.rollout_api import RolloutApi
-from environments.runner import EnvironmentFailed, Registration, groups_to_start, serve, unfit
+from environments.peers.http import PeerError
+from environments.peers.rollout_api import RolloutApi
+from environments.running import runner
+from environments.running.runner import EnvironmentFailed, Registration, groups_to_start, serve, unfit
 
 TRAINER = wire.Register(
     wandb_group="group",

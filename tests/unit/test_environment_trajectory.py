@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from environments.api import wire
-from environments.inference import Completion
+from environments.peers.inference import Completion
 from environments.trajectory import Trajectory, scored_group
 from grpo_trainer.rollouts.decode import to_group
 

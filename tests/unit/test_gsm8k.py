@@ -19,10 +19,10 @@ from transformers import Qwen2Tokenizer
 from environments.config import ConfigError, ServerConfig
 from environments.demo_model import build_tokenizer
 from environments.gsm8k_server import Gsm8kConfig, Gsm8kEnv
-from environments.inference import InferenceClient
 from environments.intervals import wilson
 from environments.items import Shuffled
 from environments.maths.gsm8k import Question, after_thinking, read_questions, too_long
+from environments.peers.inference import InferenceClient
 
 pytest.importorskip("math_verify", reason="answers are judged by it: pip install math-verify")
 

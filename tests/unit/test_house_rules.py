@@ -38,7 +38,7 @@ def test_the_trainer_never_imports_vllm() -> None:
 
 
 def test_the_trainer_meets_the_server_only_in_its_protocol_and_environments_only_in_the_wire() -> None:
-    allowed = ("vllm_server.protocol", "environments.api.wire", "environments.settings_check")
+    allowed = ("vllm_server.protocol", "environments.api.wire", "environments.running.settings_check")
     offenders = [
         (str(path.relative_to(ROOT)), name)
         for path in sources("grpo_trainer")
@@ -52,7 +52,7 @@ def test_only_who_starts_environments_checks_their_settings() -> None:
     checkers = [
         path.relative_to(ROOT / "grpo_trainer")
         for path in sources("grpo_trainer")
-        if any(inside(name, "environments.settings_check") for name in imports(path))
+        if any(inside(name, "environments.running.settings_check") for name in imports(path))
     ]
     assert all(path.parts[0] in ("config", "launch", "doctor") for path in checkers)
 
@@ -90,30 +90,38 @@ def test_loop_and_trainer_do_not_ask_for_the_mode() -> None:
         assert attributes and "mode" not in attributes
 
 
-ROOMS = (
-    *("errors", "files", "suggestions", "versions", "main_memory", "config", "metrics", "losses", "rollouts", "batch"),
-    *("server_client", "distributed", "optim", "model", "saving", "signals", "launch", "weights", "trainer"),
-    *("follower", "feed", "logs"),
-    *("watchdog", "ending", "loop", "bench", "doctor", "report", "run", "cli"),
-)
-"""Of the trainer, lowest first."""
+ROOMS = {
+    "grpo_trainer": (
+        *("errors", "files", "suggestions", "versions", "main_memory", "config", "metrics", "losses", "rollouts"),
+        *("batch", "server_client", "distributed", "optim", "model", "saving", "signals", "launch", "weights"),
+        *("trainer", "follower", "feed", "logs"),
+        *("watchdog", "ending", "loop", "bench", "doctor", "report", "run", "cli"),
+    ),
+    "environments": (
+        *("config", "measures", "threads", "items", "intervals", "arithmetic"),
+        *("api", "peers", "trajectory", "conversation", "base", "multi_turn", "running", "maths", "from_verifiers"),
+        *("demo_model", "arithmetic_server", "gsm8k_server", "verifiers_server"),
+    ),
+}
+"""Lowest first."""
 
 
 def room_of(module: str) -> str:
     return module.split(".")[1]
 
 
-def test_rooms_of_the_trainer_import_only_those_below_them() -> None:
-    offenders = []
-    for path in sources("grpo_trainer"):
-        own = path.relative_to(ROOT / "grpo_trainer").parts[0].removesuffix(".py")
+@pytest.mark.parametrize("package", ROOMS)
+def test_rooms_import_only_those_below_them(package: str) -> None:
+    rooms, offenders = ROOMS[package], []
+    for path in sources(package):
+        own = path.relative_to(ROOT / package).parts[0].removesuffix(".py")
         if own in ("__init__", "__main__"):
             continue
-        assert own in ROOMS, f"{own}: a new room; say where it stands"
+        assert own in rooms, f"{own}: a new room; say where it stands"
         for node in ast.parse(path.read_text()).body:  # what a function imports when it is called is no arrow
-            if isinstance(node, ast.ImportFrom) and node.module and inside(node.module, "grpo_trainer"):
-                names = [node.module] if "." in node.module else [f"grpo_trainer.{a.name}" for a in node.names]
-                above = [name for name in names if room_of(name) in ROOMS[ROOMS.index(own) + 1 :]]
+            if isinstance(node, ast.ImportFrom) and node.module and inside(node.module, package):
+                names = [node.module] if "." in node.module else [f"{package}.{a.name}" for a in node.names]
+                above = [name for name in names if room_of(name) in rooms[rooms.index(own) + 1 :]]
                 offenders += [(str(path.relative_to(ROOT)), name) for name in above]
     assert not offenders
 

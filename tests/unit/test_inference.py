@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from environments.config import ServerConfig
-from environments.http import PeerError, PeerRefused
-from environments.inference import Completion, InferenceClient, InferenceServers, Sampling, inference
+from environments.peers.http import PeerError, PeerRefused
+from environments.peers.inference import Completion, InferenceClient, InferenceServers, Sampling, inference
 
 ANSWER: dict[str, Any] = {
     "text": ["46", "5"],
@@ -43,7 +43,7 @@ def generate(
 
 
 def test_completions_that_a_stopping_server_cut_short_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("environments.inference.ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr("environments.peers.inference.ASK_AGAIN_S", 0.0)
     answers = iter([{**ANSWER, "finish_reasons": ["stop", "abort"]}, {**ANSWER, "policy_version": 8}])
 
     async def ask() -> list[Completion]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from environments.settings_check import ConfigError, check, check_server, group_size
+from environments.running.settings_check import ConfigError, check, check_server, group_size
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_the_group_size_is_known_where_settings_or_defaults_tell_it() -> None:
 def test_nothing_heavy_is_imported() -> None:
     code = """
 import sys
-from environments.settings_check import check
+from environments.running.settings_check import check
 for name in ("arithmetic", "gsm8k", "verifiers"):
     check(name, {})
 heavy = ("torch", "transformers", "vllm", "numpy", "datasets", "verifiers")

@@ -13,7 +13,7 @@ import pytest
 from environments.api import wire
 from environments.api.validate import pack_checked
 from environments.config import BaseEnvConfig, ConfigError
-from environments.teacher import Teacher
+from environments.peers.teacher import Teacher
 
 GROUP = wire.ScoredData(
     tokens=[[5, 6, 7, 8], [5, 6, 9]],

@@ -11,8 +11,8 @@ import pytest
 
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig
-from environments.inference import Completion
 from environments.multi_turn import MultiTurnConfig, MultiTurnEnv
+from environments.peers.inference import Completion
 from environments.threads import Threads
 
 

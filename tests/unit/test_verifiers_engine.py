@@ -14,7 +14,7 @@ from environments.config import ConfigError, ServerConfig
 from environments.from_verifiers import engine as verifiers_engine
 from environments.from_verifiers import venv as verifiers_venv
 from environments.from_verifiers.engine import Engine
-from environments.inference import InferenceClient
+from environments.peers.inference import InferenceClient
 from environments.verifiers_server import main, normalised
 
 

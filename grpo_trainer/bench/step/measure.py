@@ -81,6 +81,7 @@ def train_config(options: StepOptions, processes: int = 1) -> TrainConfig:
         "batch_size": batch.batch_size,
         "gradient_accumulation_steps": -(-batch.seqs // batch.batch_size),
         "gradient_checkpointing": options.model.gradient_checkpointing,
+        "logits_dtype": options.model.logits_dtype,
         "optimizer": options.optimizer_name,
         "drift_limit": 0,
         **bridge,

@@ -16,6 +16,7 @@ class ModelChoice(Section):
     gradient_checkpointing: bool | None = option(
         None, help="Recompute activations (default: auto, in as few layers as the GPU's free memory allows)."
     )
+    logits_dtype: Literal["auto", "float32", "model"] = option("auto", help="As the trainer's --logits-dtype.")
     attention: Literal["sdpa", "eager"] = option("sdpa", help="Attention where sequences are padded.")
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import httpx
 
 from environments.config import ConfigError, ServerConfig
-from environments.dialects import (
+from environments.peers.dialects import (
     Completion,
     CompletionsServer,
     Dialect,
@@ -20,7 +20,7 @@ from environments.dialects import (
     SglangServer,
     find_dialect,
 )
-from environments.http import Peer
+from environments.peers.http import Peer
 
 __all__ = ["Completion", "Inference", "InferenceClient", "Sampling", "inference"]
 
@@ -77,7 +77,7 @@ class InferenceServers:
 
 
 class InferenceClient:
-    """Client of an inference server of whatever kind (`environments.dialects`)."""
+    """Client of an inference server of whatever kind (`environments.peers.dialects`)."""
 
     def __init__(
         self,

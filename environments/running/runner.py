@@ -14,11 +14,11 @@ import msgspec
 from environments.api import wire
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError, PromptTooLong
-from environments.files import GroupFile
-from environments.http import PeerError, PeerRefused
-from environments.metrics import JsonlSink, Reporter, Sink, open_wandb
-from environments.rollout_api import NotRegistered, RolloutApi
-from environments.state import FOLDER, StateFiles
+from environments.peers.http import PeerError, PeerRefused
+from environments.peers.rollout_api import NotRegistered, RolloutApi
+from environments.running.files import GroupFile
+from environments.running.metrics import JsonlSink, Reporter, Sink, open_wandb
+from environments.running.state import FOLDER, StateFiles
 
 log = logging.getLogger(__name__)
 

@@ -16,12 +16,12 @@ from typing import Any
 from environments.api import wire
 from environments.base import BaseEnv, load_tokenizer
 from environments.config import ConfigError, ProcessSettings, PromptTooLong, Settings, parse_settings, settings_class
-from environments.files import GroupFile
-from environments.groups_page import groups_page
-from environments.http import PeerError
-from environments.inference import inference
-from environments.rollout_api import RolloutApi
-from environments.runner import LOST_IN_A_ROW, PROMPT_TOO_LONG, EnvironmentFailed, serve, unfit
+from environments.peers.http import PeerError
+from environments.peers.inference import inference
+from environments.peers.rollout_api import RolloutApi
+from environments.running.files import GroupFile
+from environments.running.groups_page import groups_page
+from environments.running.runner import LOST_IN_A_ROW, PROMPT_TOO_LONG, EnvironmentFailed, serve, unfit
 
 log = logging.getLogger(__name__)
 

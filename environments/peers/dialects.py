@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from environments.http import Peer, PeerError, PeerRefused
+from environments.peers.http import Peer, PeerError, PeerRefused
 from vllm_server.protocol import GENERATE_ROUTE, GenerateRequest, GenerateResponse, TokenPrompt
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import msgspec
 
 from environments.api import wire
 from environments.config import BaseEnvConfig
-from environments.http import Peer, PeerError, PeerRefused
+from environments.peers.http import Peer, PeerError, PeerRefused
 
 log = logging.getLogger(__name__)
 

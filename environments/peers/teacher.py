@@ -14,7 +14,7 @@ import msgspec
 
 from environments.api import wire
 from environments.config import BaseEnvConfig, ConfigError, ServerConfig
-from environments.inference import InferenceClient
+from environments.peers.inference import InferenceClient
 
 TopK = dict[int, float]
 """Token id to logprob, natural log, at temperature 1."""
