@@ -46,27 +46,8 @@ def fit(forward: Forward, config: TrainConfig, trained: Sequence[Parameter]) -> 
     """Compile and checkpoint the layers of a model as the options say, or as its device has room for."""
     use_few_kernels(forward.model)
     layers = decoder_list(forward)
-    if layers is None:
-        return
-    run = _runner(forward)
-    if _is_compiled(config, forward):
-        all_again = Recomputation(len(layers))
-        planned = (
-            all_again if config.model.gradient_checkpointing and _can_recompute_in_graphs(forward, config) else None
-        )
-        forward.compiled = compile_layers(layers, lambda: run(TRIED), planned)
-    if forward.compiled is not None:
-        forward.plan = forward.plan.compiled()
-        log.info("decoder layers and head are compiled")
-    _forget_gradients(trained)
-    _set_recomputed(forward, layers, config, trained, run)
-    _forget_gradients(trained)
-
-
-def _forget_gradients(trained: Sequence[Parameter]) -> None:
-    """Those of trials."""
-    for parameter in trained:
-        parameter.grad = None
+    if layers is not None:
+        Fitting(forward, layers, config, trained).fit()
 
 
 def decoder_list(forward: Forward) -> nn.ModuleList | None:
@@ -74,159 +55,167 @@ def decoder_list(forward: Forward) -> nn.ModuleList | None:
     return known_layers(forward.decoder)
 
 
-def _runner(forward: Forward) -> Callable[[int], Tensor]:
-    """Forward passes over so many tokens, a multiple of 4: two sequences, as microbatches have several."""
-
-    def run(tokens: int) -> Tensor:
-        assert forward.decoder is not None and forward.head is not None
-        if isinstance(forward.model, FSDPModule):
-            forward.model.unshard()  # a backward pass parts what is in no layer
-        device = forward.head.weight.device
-        halves = torch.arange(tokens, device=device).remainder(len(forward.head.weight)).view(2, -1)
-        if not forward.packed:
-            return forward.decoder(input_ids=halves, use_cache=False).last_hidden_state
-        half, quarter = tokens // 2, tokens // 4
-        packed = sharing_layout([(half, [half + quarter] * 2)], []) if forward.shared else layout([half, half])
-        arguments = attention.arguments(packed.to(device))
-        return forward.decoder(input_ids=halves.view(1, -1), use_cache=False, **arguments).last_hidden_state
-
-    return run
-
-
-def _is_compiled(config: TrainConfig, forward: Forward) -> bool:
-    if config.compute.compile != "auto":
-        return config.compute.compile == "on"
-    if isinstance(forward.model, FSDPModule):
-        return False
-    assert forward.head is not None
-    size = sum(parameter.numel() for parameter in forward.model.parameters())
-    is_large = size >= WORTH_COMPILING and config.training_steps >= LONG_RUN
-    return forward.head.weight.is_cuda and is_large and not config.model.load_in_4bit
-
-
-# ---------------------------------------------------------------- memory
-
-
-def _set_recomputed(
-    forward: Forward,
-    layers: nn.ModuleList,
-    config: TrainConfig,
-    trained: Sequence[Parameter],
-    run: Callable[[int], Tensor],
-) -> None:
-    assert forward.head is not None
-    wanted, offload = config.model.gradient_checkpointing, config.compute.activation_offload
-    device = forward.head.weight.device
-    if wanted is not None or offload or not on_gpu(device):
-        _keep(forward, layers, Recomputation(len(layers) if wanted or offload else 0), config, run)
-        return
-    memory = _measured(forward, layers, run, in_graphs=_recomputing_layers(forward, config) is not None)
-    torch.cuda.empty_cache()
-    free = free_bytes(device)
-    if config.compute.trainer_memory_gb is not None:
-        free = min(free, config.compute.trainer_memory_gb * 1e9 - torch.cuda.memory_allocated(device))
-    tokens = config.largest_pass
-    together = gathered_bytes(layers, forward.plan.dtype) if isinstance(forward.model, FSDPModule) else 0
-    rest = (1 - SPARE) * free - held_later(trained, config) - head_bytes(forward, tokens) - together
-    finer = _measured_between(forward, layers, config, memory, (tokens, rest), run)
-    if not _keep(forward, layers, finer.plan(tokens, rest), config, run):
-        finer = _measured(forward, layers, run, in_graphs=False)
-        kept = _keep(forward, layers, finer.plan(tokens, rest), config, run)
-        assert kept, "checkpoints keep all or the input"
-    plan, needed = forward.recomputation, finer.needed(tokens, forward.recomputation)
-    if plan.count == 0 and plan.more is Kept.ALL:
-        forward.use_spare_memory(rest - needed)
-    log.info(
-        "%s: %.1f GB free for passes of %d tokens, %.0f KB a token and layer, %.1f GB left",
-        *(describe(plan, len(layers)), rest / 1e9, tokens, memory.token_bytes[Kept.ALL] / 1e3, (rest - needed) / 1e9),
-    )
-    if needed > rest:
-        log.warning(
-            "a pass of %d tokens may not fit: %.1f GB wanted, %.1f GB free; lower --max-tokens-per-microbatch",
-            *(tokens, needed / 1e9, rest / 1e9),
-        )
-
-
-def _keep(
-    forward: Forward,
-    layers: nn.ModuleList,
-    plan: Recomputation,
-    config: TrainConfig,
-    run: Callable[[int], Tensor],
-) -> bool:
-    """Have the layers keep so much; whether they can: what lies between all and the input, only compiled ones can."""
-    compiled = _recomputing_layers(forward, config)
-    if compiled is not None:
-        reason = compiled.try_out(plan, lambda: run(TRIED))
-        if reason is not None:
-            log.warning("compiled layers can't recompute: %s", reason)
-            compiled.plan = Recomputation()
-            compiled = None
-    if compiled is None and {plan.of(number) for number in range(len(layers))} - {Kept.ALL, Kept.INPUT}:
-        return False
-    random = _draws_random_numbers(forward.model)
-    offload = config.compute.activation_offload
-    recompute(layers, plan.count if compiled is None else 0, offload=offload, random=random)
-    forward.recomputation = plan
-    return True
-
-
-def _measured_between(
-    forward: Forward,
-    layers: nn.ModuleList,
-    config: TrainConfig,
-    memory: LayerMemory,
-    room: tuple[int, float],
-    run: Callable[[int], Tensor],
-) -> LayerMemory:
-    """With what lies between all and the input, as far as it is needed: each is a minute of compiling.
+class Fitting:
+    """How layers come to be compiled and recomputed, by trial passes over a few tokens.
 
     Args:
-        room: tokens of a pass, and bytes for it.
+        trained: the parameters whose gradients and optimizer states will take memory.
     """
-    compiled = _recomputing_layers(forward, config)
-    if compiled is None or isinstance(forward.model, PeftModel):
-        return memory
-    for kept in (Kept.PRODUCTS, Kept.NARROW):
-        plan = memory.plan(*room)
-        if plan.count == 0 or plan.less < kept:
-            break
-        reason = compiled.try_out(Recomputation(len(layers), kept), lambda: run(TRIED))
-        if reason is not None:
-            log.warning("compiled layers keep all or their input: %s", reason)
-            break
-        token, fixed = (each / len(layers) for each in _measure(forward, run))
-        memory = replace(
-            memory,
-            token_bytes={**memory.token_bytes, kept: token},
-            fixed_bytes={**memory.fixed_bytes, kept: fixed},
+
+    def __init__(
+        self, forward: Forward, layers: nn.ModuleList, config: TrainConfig, trained: Sequence[Parameter]
+    ) -> None:
+        assert forward.decoder is not None and forward.head is not None, "layers are a decoder's"
+        self.forward = forward
+        self.decoder, self.head = forward.decoder, forward.head
+        self.layers = layers
+        self.config = config
+        self.trained = trained
+        self.is_cut = isinstance(forward.model, FSDPModule)
+        self.random = _draws_random_numbers(forward.model)
+        self.recomputes_in_graphs = not (config.compute.activation_offload or self.is_cut or self.random)
+        """Whether layers can do it once they are compiled, rather than checkpoints around them."""
+
+    def fit(self) -> None:
+        if self._is_compiled():
+            again = self.config.model.gradient_checkpointing and self.recomputes_in_graphs
+            planned = Recomputation(len(self.layers)) if again else None
+            self.forward.compiled = compile_layers(self.layers, self.trial, planned)
+        if self.forward.compiled is not None:
+            self.forward.plan = self.forward.plan.compiled()
+            log.info("decoder layers and head are compiled")
+        self._forget_gradients()
+        self._set_recomputed()
+        self._forget_gradients()
+
+    def trial(self) -> Tensor:
+        """The shortest pass."""
+        return self.run(TRIED)
+
+    def run(self, tokens: int) -> Tensor:
+        """A forward pass over so many tokens, a multiple of 4: two sequences, as microbatches have several."""
+        if isinstance(self.forward.model, FSDPModule):
+            self.forward.model.unshard()  # a backward pass parts what is in no layer
+        device = self.head.weight.device
+        halves = torch.arange(tokens, device=device).remainder(len(self.head.weight)).view(2, -1)
+        if not self.forward.packed:
+            return self.decoder(input_ids=halves, use_cache=False).last_hidden_state
+        half, quarter = tokens // 2, tokens // 4
+        shared = self.forward.shared
+        packed = sharing_layout([(half, [half + quarter] * 2)], []) if shared else layout([half, half])
+        arguments = attention.arguments(packed.to(device))
+        return self.decoder(input_ids=halves.view(1, -1), use_cache=False, **arguments).last_hidden_state
+
+    def measure(self) -> tuple[float, float]:
+        """Bytes that a layer keeps: for each token, and whatever their number."""
+        with self.forward.learning():
+            token, fixed = measure(self.forward.model, self.run)
+        return token / len(self.layers), fixed / len(self.layers)
+
+    def _forget_gradients(self) -> None:
+        """Those of trials."""
+        for parameter in self.trained:
+            parameter.grad = None
+
+    def _is_compiled(self) -> bool:
+        config = self.config
+        if config.compute.compile != "auto":
+            return config.compute.compile == "on"
+        if self.is_cut:
+            return False
+        size = sum(parameter.numel() for parameter in self.forward.model.parameters())
+        is_large = size >= WORTH_COMPILING and config.training_steps >= LONG_RUN
+        return self.head.weight.is_cuda and is_large and not config.model.load_in_4bit
+
+    def _set_recomputed(self) -> None:
+        config, count = self.config, len(self.layers)
+        wanted, offload = config.model.gradient_checkpointing, config.compute.activation_offload
+        if wanted is not None or offload or not on_gpu(self.head.weight.device):
+            self._keep(Recomputation(count if wanted or offload else 0))
+            return
+        memory = self._measured(in_graphs=self._recomputing_layers() is not None)
+        tokens, rest = config.largest_pass, self._room()
+        finer = self._measured_between(memory, tokens, rest)
+        if not self._keep(finer.plan(tokens, rest)):
+            finer = self._measured(in_graphs=False)
+            kept = self._keep(finer.plan(tokens, rest))
+            assert kept, "checkpoints keep all or the input"
+        plan, needed = self.forward.recomputation, finer.needed(tokens, self.forward.recomputation)
+        if plan.count == 0 and plan.more is Kept.ALL:
+            self.forward.use_spare_memory(rest - needed)
+        log.info(
+            "%s: %.1f GB free for passes of %d tokens, %.0f KB a token and layer, %.1f GB left",
+            *(describe(plan, count), rest / 1e9, tokens, memory.token_bytes[Kept.ALL] / 1e3, (rest - needed) / 1e9),
         )
-    return memory
+        if needed > rest:
+            log.warning(
+                "a pass of %d tokens may not fit: %.1f GB wanted, %.1f GB free; lower --max-tokens-per-microbatch",
+                *(tokens, needed / 1e9, rest / 1e9),
+            )
+
+    def _room(self) -> float:
+        """Bytes that a pass may take."""
+        device, config = self.head.weight.device, self.config
+        torch.cuda.empty_cache()
+        free = free_bytes(device)
+        if config.compute.trainer_memory_gb is not None:
+            free = min(free, config.compute.trainer_memory_gb * 1e9 - torch.cuda.memory_allocated(device))
+        together = gathered_bytes(self.layers, self.forward.plan.dtype) if self.is_cut else 0
+        later = held_later(self.trained, config) + head_bytes(self.forward, config.largest_pass)
+        return (1 - SPARE) * free - later - together
+
+    def _keep(self, plan: Recomputation) -> bool:
+        """Have the layers keep so much; whether they can: what lies between all and the input, only compiled ones."""
+        count, compiled = len(self.layers), self._recomputing_layers()
+        if compiled is not None:
+            reason = compiled.try_out(plan, self.trial)
+            if reason is not None:
+                log.warning("compiled layers can't recompute: %s", reason)
+                compiled.plan = Recomputation()
+                compiled = None
+        if compiled is None and {plan.of(number) for number in range(count)} - {Kept.ALL, Kept.INPUT}:
+            return False
+        offload = self.config.compute.activation_offload
+        recompute(self.layers, plan.count if compiled is None else 0, offload=offload, random=self.random)
+        self.forward.recomputation = plan
+        return True
+
+    def _measured_between(self, memory: LayerMemory, tokens: int, rest: float) -> LayerMemory:
+        """With what lies between all and the input, as far as it is needed: each is a minute of compiling."""
+        compiled = self._recomputing_layers()
+        if compiled is None or isinstance(self.forward.model, PeftModel):
+            return memory
+        for kept in (Kept.PRODUCTS, Kept.NARROW):
+            plan = memory.plan(tokens, rest)
+            if plan.count == 0 or plan.less < kept:
+                break
+            reason = compiled.try_out(Recomputation(len(self.layers), kept), self.trial)
+            if reason is not None:
+                log.warning("compiled layers keep all or their input: %s", reason)
+                break
+            token, fixed = self.measure()
+            memory = replace(
+                memory,
+                token_bytes={**memory.token_bytes, kept: token},
+                fixed_bytes={**memory.fixed_bytes, kept: fixed},
+            )
+        return memory
+
+    def _recomputing_layers(self) -> CompiledLayers | None:
+        """The compiled layers, if it is they who recompute."""
+        return self.forward.compiled if self.recomputes_in_graphs else None
+
+    def _measured(self, *, in_graphs: bool) -> LayerMemory:
+        """Of layers that keep all, or their inputs alone."""
+        inputs = input_bytes(self.layers, self.run)
+        token, fixed = self.measure()
+        # What is cast outside of graphs is kept until the forward pass ends, even by layers that keep their inputs.
+        casts = 0.0 if in_graphs else fixed
+        kept = {Kept.ALL: token, Kept.INPUT: inputs}
+        return LayerMemory(len(self.layers), kept, {Kept.ALL: fixed, Kept.INPUT: casts})
 
 
-def _recomputing_layers(forward: Forward, config: TrainConfig) -> CompiledLayers | None:
-    """The compiled layers, if it is they who recompute."""
-    return forward.compiled if _can_recompute_in_graphs(forward, config) else None
-
-
-def _can_recompute_in_graphs(forward: Forward, config: TrainConfig) -> bool:
-    """Whether layers can do it once they are compiled, rather than checkpoints around them."""
-    is_cut = isinstance(forward.model, FSDPModule)
-    return not (config.compute.activation_offload or is_cut or _draws_random_numbers(forward.model))
-
-
-def _measured(forward: Forward, layers: nn.ModuleList, run: Callable[[int], Tensor], *, in_graphs: bool) -> LayerMemory:
-    """Of layers that keep all, or their inputs alone."""
-    inputs = input_bytes(layers, run)
-    token, fixed = (each / len(layers) for each in _measure(forward, run))
-    # What is cast outside of graphs is kept until the forward pass ends, even by layers that keep their inputs alone.
-    casts = 0.0 if in_graphs else fixed
-    return LayerMemory(len(layers), {Kept.ALL: token, Kept.INPUT: inputs}, {Kept.ALL: fixed, Kept.INPUT: casts})
-
-
-def _measure(forward: Forward, run: Callable[[int], Tensor]) -> tuple[float, float]:
-    with forward.learning():
-        return measure(forward.model, run)
+# ---------------------------------------------------------------- arithmetic
 
 
 _COMPUTED_AGAIN = {

@@ -100,6 +100,13 @@ class Keeper(nn.Module):
         return twice.exp().sum() + (self.table + 0).square().sum()  # 12 bytes a token; and 400 of the table
 
 
+def fitting_of(forward: Forward) -> fitting.Fitting:
+    """Of a model on the CPU, whose memory is not counted."""
+    layers = fitting.decoder_list(forward)
+    assert layers is not None
+    return fitting.Fitting(forward, layers, settings(packing="on"), [])
+
+
 def test_what_is_kept_is_measured() -> None:
     keeper = Keeper()
     assert measure(keeper, keeper.run) == (48, 400)
@@ -109,7 +116,7 @@ def test_a_models_layers_keep_what_their_shapes_say() -> None:
     """fp32, hidden 32, 4 heads of 8 (2 for keys and values), inner 64."""
     model = tiny_qwen().requires_grad_(True)
     forward = build_forward(model, settings(packing="on"))
-    token_bytes = measure(model, fitting._runner(forward))[0] / 2
+    token_bytes = measure(model, fitting_of(forward).run)[0] / 2
     # A norm keeps its input, its scale and its result (x 2); q, k, v, rotated, and attention's result; gate, its
     # sigmoid, up, product: about 4 x (6 x 32 + 2 x (32 + 2 x 16) + 32 + 4 x 64) = 2432 bytes, give or take copies.
     assert 0.7 * 2432 < token_bytes < 1.5 * 2432
@@ -121,9 +128,8 @@ def test_inputs_of_layers_are_as_wide_as_they_are() -> None:
         model: Any = tiny_qwen()
         model.to(dtype)
         forward = build_forward(model, settings(packing="on"))
-        layers = fitting.decoder_list(forward)
-        assert layers is not None
-        assert fitting.input_bytes(layers, fitting._runner(forward)) == nbytes * forward.head.weight.shape[1]  # type: ignore[union-attr]
+        tried = fitting_of(forward)
+        assert fitting.input_bytes(tried.layers, tried.run) == nbytes * tried.head.weight.shape[1]
 
 
 # ---------------------------------------------------------------- what follows from it
@@ -277,13 +283,13 @@ def test_what_compiled_layers_keep_is_what_they_are_told_to(graphs: Any) -> None
     totals = {kept: [] for kept in Kept}
     for depth in (2, 3):
         forward = build_forward(tiny_qwen(depth=depth).requires_grad_(True), settings(packing="on"))
-        layers, run = fitting.decoder_list(forward), fitting._runner(forward)
-        assert layers is not None
-        forward.compiled = compile_layers(layers, lambda run=run: run(64))
+        tried = fitting_of(forward)
+        forward.compiled = compile_layers(tried.layers, tried.trial)
         assert forward.compiled is not None
         for kept, found in totals.items():
             forward.compiled.plan = Recomputation(depth, kept)
-            found.append(fitting._measure(forward, run)[0])
+            with forward.learning():
+                found.append(measure(forward.model, tried.run)[0])
     a_layer = {kept: more - less for kept, (less, more) in totals.items()}
     # The input (32); q, k, v (32, 16, 16), attention (32, and 4 normalisers), o (32), gate and up (2 x 64): not down's
     # result, nobody's to keep. The MLP's inner ones are wider than the hidden state.
@@ -338,19 +344,19 @@ def test_what_is_cast_in_a_graph_is_not_kept_by_layers_that_compute_it_again(gra
     """Weights in fp32 that compute in bfloat16, as mode `none` has them."""
     model = tiny_qwen(depth=2).requires_grad_(True)
     forward = build_forward(model, settings(packing="on"))
-    layers, run = fitting.decoder_list(forward), fitting._runner(forward)
-    assert layers is not None
+    tried = fitting_of(forward)
 
     def cast(tokens: int) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return run(tokens)
+            return tried.run(tokens)
 
-    forward.compiled = compile_layers(layers, lambda: cast(64))
+    forward.compiled = compile_layers(tried.layers, lambda: cast(64))
     assert forward.compiled is not None
     fixed = {}
     for kept in (Kept.ALL, Kept.PRODUCTS, Kept.INPUT):
         assert forward.compiled.try_out(Recomputation(2, kept), lambda: cast(64)) is None
-        fixed[kept] = fitting._measure(forward, cast)[1]
+        with forward.learning():
+            fixed[kept] = measure(forward.model, cast)[1]
     # q 32 x 32, k and v 32 x 16, o 32 x 32, three of 32 x 64: 9,216 weights of 2 bytes in each of two layers
     assert fixed[Kept.ALL] > 2 * 2 * 9216
     assert fixed[Kept.PRODUCTS] < 0.1 * fixed[Kept.ALL] and fixed[Kept.INPUT] < 0.1 * fixed[Kept.ALL]
