@@ -91,8 +91,9 @@ def test_an_adapter_over_the_servers_base(tmp_path: Path) -> None:
 
 def test_a_restart_is_a_checkpoint_and_a_launch(tmp_path: Path) -> None:
     lengths = ("--step-seqs", "8", "--step-prompt-len", "8", "--step-completion-len", "24")
-    figures = measured(tmp_path, "--bridge", "none", "--repeat", "1", *lengths)
-    assert figures["step"]["sequences"] == 8
+    other = ("--step-optimizer", "adamw_8bit")
+    figures = measured(tmp_path, "--bridge", "none", "--repeat", "1", *lengths, *other)
+    assert figures["step"]["sequences"] == 8 and figures["step"]["optimizer"] == "adamw_8bit"
     assert figures["bridge"] == "none" and figures["attach_ms"] is None and figures["load"] is None
     phases = figures["phases"]
     assert phases["pack_ms"] > 0 and phases["engine_ms"] == figures["stall_ms"] < figures["publish_p50_ms"]

@@ -37,6 +37,7 @@ def train_values(options: SyncOptions, place: Place, mode: str) -> dict[str, Any
         "batch_size": 8,
         "gradient_accumulation_steps": step.step_seqs // 8,
         "max_tokens_per_microbatch": step.step_microbatch_tokens,
+        "optimizer": step.step_optimizer,
         "gradient_checkpointing": True,
         "drift_limit": 0,
     }

@@ -78,6 +78,7 @@ class StepChoice(Section):
     )
     step_prompt_len: int = option(512, help="Tokens of a prompt of it.", ge=1)
     step_completion_len: int = option(1024, help="Tokens of a completion of it.", ge=1)
+    step_optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = option("adamw", help="Its optimizer.")
     step_microbatch_tokens: int = option(4608, help="Tokens of a microbatch of it.", ge=1)
 
 

@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 
-from grpo_trainer.bench.sync.common import OwnServer, check_answers, train_values, weighed
+from grpo_trainer.bench.sync.common import (
+    OwnServer,
+    check_answers,
+    gpu_used_gb,
+    taken_since,
+    train_values,
+    weighed,
+)
 from grpo_trainer.bench.sync.figures import Baseline, Publish
 from grpo_trainer.bench.sync.options import SyncOptions
 from grpo_trainer.bench.sync.server import server_spec
@@ -61,11 +68,14 @@ def opened(options: SyncOptions, place: Place) -> Iterator[RestartSubject]:
     with checkpoint_restart.CheckpointRestart(
         config.bridge, models, launched, config.model.seq_len, NO_LAST_VERSION
     ) as bridge:
-        yield RestartSubject(bridge, Training(model, config, None), client, server, written, weights, config.vllm.url)
+        before = gpu_used_gb(options)
+        bridge.connect(0)
+        training = Training(model, config, taken_since(before, options))
+        yield RestartSubject(bridge, training, client, server, written, weights, config.vllm.url)
 
 
 class RestartSubject(OwnServer):
-    """A trainer that does nothing but publish. While it does, nobody is served."""
+    """A trainer that does nothing but publish, by a bridge that is connected. While it does, nobody is served."""
 
     serves_on = False
 
@@ -86,7 +96,7 @@ class RestartSubject(OwnServer):
         self.url = url
         self.written = written
         self.base_routing: dict[str, Any] = {}
-        self._version = bridge.connect(0)
+        self._version = 0
         self.info = client.wait_until_ready()
         noise = bridge.prove()
         self._proof = None if noise is None else {"noise": float(f"{noise:.3g}")}

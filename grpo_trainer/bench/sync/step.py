@@ -55,6 +55,7 @@ class StepFigures:
     """
 
     sequences: int
+    optimizer: str
     seconds: float
     loss: float
     weights_gb: float | None
@@ -87,6 +88,7 @@ def measure_step(training: Training, choice: StepChoice, vocab: int, gpu_gb: Cal
     parts = None if peak is None or training.server_gb is None else training.server_gb + peak
     return StepFigures(
         sequences=choice.step_seqs,
+        optimizer=choice.step_optimizer,
         seconds=round(seconds, 3),
         loss=loss,
         weights_gb=_rounded(before),
