@@ -1,4 +1,4 @@
-"""Logits in fp32 on a GPU: the server's product and the trainer's head, whole and compiled, at the size of a real vocabulary."""
+"""Logits in fp32 on a GPU: the server's product and the trainer's head, at the size of a real vocabulary."""
 
 from __future__ import annotations
 
