@@ -4,7 +4,7 @@ import argparse
 import os
 from argparse import Namespace
 
-from vllm_server import compat
+from vllm_server import compat, sockets
 from vllm_server.errors import FatalError
 from vllm_server.lora_kernels import KERNELS_VARIABLE
 from vllm_server.protocol import DEFAULT_KEEP_VERSIONS, DEFAULT_LORA_NAME, DEFAULT_PORT
@@ -42,6 +42,7 @@ def set_environment() -> None:
     """What vLLM reads from the environment, unless the user set it. Call before vLLM is imported."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    sockets.prepare()
 
 
 def parse(argv: list[str]) -> Namespace:

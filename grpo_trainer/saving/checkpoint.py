@@ -234,7 +234,8 @@ class Checkpoints:
     def resume(self, say: Callable[[str], None] = log.info) -> Progress:
         """Load what `--resume` names; the start of a new run when there is nothing to resume.
 
-        Of `auto` a damaged checkpoint is put aside, and the newest whole one before it taken.
+        Of `auto` a damaged checkpoint is put aside, and the newest whole one before it taken. `--save-path` is there
+        from now on: environments, told of it as soon as they register, keep their own state in it.
 
         Args:
             say: tells what was resumed, and what was not and why.
@@ -243,6 +244,7 @@ class Checkpoints:
             ConfigError: the named checkpoint is none, damaged or incomplete, was made with other options or in another
                 mode, or newer ones lie in `--save-path`.
         """
+        self._config.save_path.mkdir(parents=True, exist_ok=True)
         if self._config.resume == "never":
             return Progress()
         for kind in (Adapter, AllWeights):

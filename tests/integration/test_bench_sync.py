@@ -27,7 +27,7 @@ def mentioning(text: str) -> list[list[str]]:
 def measured(folder: Path, *words: str) -> dict[str, Any]:
     """The figures, of a measurement that leaves nothing behind."""
     command = [sys.executable, "-m", "grpo_trainer", "bench", "sync", "--shape", "tiny", "--skip-load", "--json"]
-    temporary = folder / "tmp"
+    temporary = folder / "a path that is too long for sockets, which are made elsewhere".replace(" ", "_")
     temporary.mkdir()
     environment = {**os.environ, "TMPDIR": str(temporary)}
     done = subprocess.run(

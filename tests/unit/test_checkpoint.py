@@ -61,6 +61,13 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(weights(straight), weights(second), strict=True))
 
 
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_the_folder_is_there_before_anything_is_saved(tmp_path: Path, resume: str) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    assert checkpoints(trainer_with(), folder, resume=resume).resume() == Progress()
+    assert folder.is_dir() and not list(folder.iterdir())
+
+
 def test_a_resumed_trainer_of_all_weights_goes_on_bit_for_bit_though_the_saved_model_is_rounded(tmp_path: Path) -> None:
     straight = trainer_of_all_weights()
     for step in range(4):

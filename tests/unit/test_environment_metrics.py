@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 
 from environments.api import wire
 from environments.config import BaseEnvConfig
@@ -63,6 +64,7 @@ def test_an_empty_tally_says_so() -> None:
 
 
 def test_wandb_gets_the_trainers_project_and_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb.teardown()  # or what an earlier test has begun keeps its folder
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
