@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# Idle OpenMP threads sleep: spinning ones take the cores from the servers that tests start. Before torch is imported.
+# Before torch is imported. Models of tests are tiny: waking a second thread for an operation takes them longer than the
+# operation, 2.5 times in all where weights are tried one by one. Idle threads sleep: spinning ones take the cores from
+# the servers that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # The machine that runs the tests may be busy with a server beside them: slowness is no failure.
