@@ -113,7 +113,7 @@ def _add_policy_options(group: argparse._ArgumentGroup) -> None:
         choices=("auto", "float32", "model"),
         default="auto",
         help="float32: logits are not rounded to the model's 16 bits, and logprobs are as exact as the trainer's; "
-        "auto: so on a GPU, where it costs nothing; model: as vLLM does",
+        "auto: so on a GPU, which sums in float32 anyway; model: as vLLM does",
     )
     group.add_argument(
         "--policy-version",

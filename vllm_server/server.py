@@ -20,6 +20,7 @@ from vllm_server.policy import Lease, PolicyRegistry, Version
 from vllm_server.protocol import BridgeDebug, BridgeInfo, LoraStatus, VersionStatus, WorkerInfo, machine_id
 from vllm_server.publisher import Publisher
 from vllm_server.shared_engine import SharedEngine
+from vllm_server.worker import logits_are_exact
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,7 @@ class PolicyServer:
             machine=machine_id(),
             workers=list(self.workers),
             bridge_config_path=str(self.bridge_file.path) if self.bridge_file else None,
+            logits_dtype=_logits_dtype(model),
         )
 
     async def bridge_debug(self) -> BridgeDebug:
@@ -193,3 +195,10 @@ class PolicyServer:
             last_stall_seconds=self.fence.last_stall_seconds,
             in_flight={v.name: v.in_flight for v in (self.registry.base, *self.registry.versions)},
         )
+
+
+def _logits_dtype(model_config: Any) -> str | None:
+    """Of the logits that workers give; of a quantized model's head nobody knows before it is loaded."""
+    if model_config.quantization is not None:
+        return None
+    return "float32" if logits_are_exact() else str(model_config.dtype).removeprefix("torch.")

@@ -25,6 +25,13 @@ KEY_VARIABLE = "VLLM_API_KEY"
 SHORT = {"-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-dp": "data_parallel_size"}
 """vLLM's other names of options that we have."""
 DEGREES = tuple(SHORT.values())
+TRAINERS = {
+    "--api-key": "--vllm-api-key",
+    "--model": "--model-name",
+    "--served-model-name": "--model-name",
+    "--logits-dtype": "--logits-dtype",
+}
+"""Arguments of a server that follow from the trainer's options."""
 UNSHARED = ("--quantization", "-q", "--enable-sleep-mode")
 """Arguments of a server whose weights no trainer can use."""
 
@@ -53,8 +60,8 @@ class ServedOptions(Section):
     def flag_of(cls, flag: str) -> str | None:
         """Our option for a flag of vLLM's, if there is one."""
         name = SHORT.get(flag) or flag.removeprefix("--").replace("-", "_")
-        if flag in ("--api-key", "--model", "--served-model-name"):
-            return "--vllm-api-key" if flag == "--api-key" else "--model-name"
+        if flag in TRAINERS:
+            return TRAINERS[flag]
         return cls.flags().get(name) if flag.startswith("-") else None
 
     @classmethod

@@ -36,8 +36,8 @@ from grpo_trainer.model.logprobs import TokenScores, token_scores
 
 log = logging.getLogger(__name__)
 
-LARGE_CHUNKS = 1 << 30
-"""Bytes of logits at one time where memory is plenty: the head's gradient is written once for each chunk."""
+LARGE_CHUNK = 1 << 29
+"""Logits at one time where memory is plenty: the head's gradient is written once for each chunk."""
 
 
 class Forward:
@@ -97,8 +97,9 @@ class Forward:
 
     def use_spare_memory(self, nbytes: float) -> None:
         """Let the head have it: logits of a microbatch are kept for the backward pass if that is enough."""
-        grows = self.plan.is_compiled and not self.plan.distills and nbytes > 8 * LARGE_CHUNKS
-        chunks = LARGE_CHUNKS if grows else self.plan.chunk_bytes
+        large = LARGE_CHUNK * self.plan.logits_dtype.itemsize
+        grows = self.plan.is_compiled and not self.plan.distills and nbytes > 8 * large
+        chunks = large if grows else self.plan.chunk_bytes
         self.plan = replace(self.plan, kept_bytes=max(0, int(0.8 * nbytes - 4 * chunks)), chunk_bytes=chunks)
 
     def scores(self, microbatch: MicroBatch, *, entropy_gradient: bool = False) -> TokenScores:
@@ -167,16 +168,17 @@ def build_forward(model: nn.Module, config: TrainConfig) -> Forward:
     """
     device = next(model.parameters()).device
     exact = config.model.logits_dtype == "float32" or (config.model.logits_dtype == "auto" and device.type == "cuda")
-    parts, why = _parts_of(model)
+    if exact:
+        _keep_logits_exact(model)
+    computes = pick_dtype(config.model.dtype, device)
+    parts, why = _parts_of(model, computes)
     if parts is None:
         for option, asked in (("packing", config.compute.packing), ("share-prompts", config.compute.share_prompts)):
             if asked == "on":
                 raise ConfigError(f"--{option} on: {why}; leave it out")
-        if exact:
-            _keep_logits_exact(model)
         return Forward(model, None, None, HeadPlan(torch.float32, torch.float32), packed=False)
     own = parts.head.weight.dtype
-    dtype = pick_dtype(config.model.dtype, device) if own == torch.float32 else own
+    dtype = computes if own == torch.float32 else own
     plan = HeadPlan(dtype, torch.float32 if exact else dtype, distills=config.loss.distill_coef > 0)
     packed = _packs(parts, config.compute.packing, config.model.seq_len, plan.dtype, device)
     shared = _shares(parts, config.compute.share_prompts, packed)
@@ -184,21 +186,30 @@ def build_forward(model: nn.Module, config: TrainConfig) -> Forward:
 
 
 def _keep_logits_exact(model: nn.Module) -> None:
-    """Have a model that does more to its logits begin with those in fp32, as the server does."""
+    """Have the model's own logits be in fp32, as the server's are: proofs take them, and who does more to them."""
     whole = model.get_base_model() if isinstance(model, PeftModel) else model
-    head = whole.get_output_embeddings() if isinstance(whole, PreTrainedModel) else None
-    head = getattr(head, "base_layer", head)  # of an adapter
-    if type(head) is nn.Linear and head.weight.dtype in (torch.bfloat16, torch.float16):
+    head = _plain_head(whole) if isinstance(whole, PreTrainedModel) else None
+    if head is not None:
         head.__class__ = ExactHead
 
 
-def _parts_of(model: nn.Module) -> tuple[Parts | None, str]:
-    """A model's parts, if its logits are what its head makes of its decoder's hidden states; else why not."""
+def _plain_head(whole: PreTrainedModel) -> nn.Linear | None:
+    """What makes logits of hidden states, if it is a linear layer and nothing else."""
+    head = whole.get_output_embeddings()
+    return head if isinstance(head, nn.Linear) and type(head) in (nn.Linear, ExactHead) else None
+
+
+def _parts_of(model: nn.Module, computes: torch.dtype) -> tuple[Parts | None, str]:
+    """A model's parts, if its logits are what its head makes of its decoder's hidden states; else why not.
+
+    Args:
+        computes: the dtype of its forward pass, if its weights are in fp32.
+    """
     whole = model.get_base_model() if isinstance(model, PeftModel) else model
     if not isinstance(whole, PreTrainedModel):
         return None, f"{type(whole).__name__} is no transformers model"
-    head, decoder = whole.get_output_embeddings(), whole.base_model
-    if type(head) is not nn.Linear or decoder is whole:
+    head, decoder = _plain_head(whole), whole.base_model
+    if head is None or decoder is whole:
         return None, f"{type(whole).__name__} has no plain linear head"
     if getattr(whole.config.get_text_config(), "final_logit_softcapping", None):
         return None, f"{type(whole).__name__} caps its logits"
@@ -207,7 +218,8 @@ def _parts_of(model: nn.Module) -> tuple[Parts | None, str]:
         logits_BTV = whole(input_ids=tokens_BT, use_cache=False).logits
         hidden_BTH = decoder(input_ids=tokens_BT, use_cache=False).last_hidden_state
         ours_BTV = nn.functional.linear(hidden_BTH.to(head.weight.dtype), head.weight, head.bias)
-    if not _distance(ours_BTV, logits_BTV) <= TOLERANCE[logits_BTV.dtype]:
+    rounding = max(TOLERANCE[dtype] for dtype in (logits_BTV.dtype, head.weight.dtype, computes))
+    if not _distance(ours_BTV, logits_BTV) <= rounding:
         return None, f"{type(whole).__name__} does more to its logits than its head does"
     return Parts(whole, decoder, head), ""
 

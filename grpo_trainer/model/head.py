@@ -3,7 +3,7 @@
 Rows of hidden states are taken chunk by chunk; a chunk's logits are dropped once their logprobs, entropies and what the
 backward pass needs are known. Matrix products are in the weights' dtype, everything else in fp32; on a GPU logits are
 the fp32 sums of their product, not rounded to 16 bits, where a logit of 10 is off by up to 0.03 (so does the server,
-`vllm_server.logits`; MiniMax-M1, arXiv:2506.13585, section 3.2). Two ways back:
+`vllm_server.worker.logits`; MiniMax-M1, arXiv:2506.13585, section 3.2). Two ways back:
 
 * The head's weights are frozen (LoRA). A logprob's gradient is a row of hidden size times a number that only the loss
   knows, so the row, `(onehot - softmax) @ W / temperature`, is computed on the way forward, and nothing is recomputed.
@@ -22,6 +22,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from grpo_trainer.model.logprobs import TokenScores
+
+COMPILED_CHUNK = 1 << 27
+"""Logits at one time where both functions are compiled: 768 rows of Qwen's vocabulary."""
 
 Statistics = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 Residual = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, torch.dtype], Tensor]
@@ -68,7 +71,7 @@ def residual(
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """How it is computed; nothing of it changes what.
+    """How it is computed; nothing of it changes what, but for rounding.
 
     Attributes:
         dtype: of the matrix products' factors, and of the logits' gradients.
@@ -91,7 +94,7 @@ class HeadPlan:
         """With both functions compiled, and chunks that suit them."""
         return replace(
             self,
-            chunk_bytes=self.chunk_bytes if self.distills else 1 << 28,
+            chunk_bytes=self.chunk_bytes if self.distills else COMPILED_CHUNK * self.logits_dtype.itemsize,
             statistics=_compiled(statistics),
             residual=_compiled(residual),
         )
@@ -127,11 +130,20 @@ def product(hidden_nH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tens
 
 
 class ExactHead(nn.Linear):
-    """A head that gives fp32 logits, for models whose own logits are taken: `head.__class__ = ExactHead` makes one."""
+    """A head that gives fp32 logits where a model's own are taken: `head.__class__ = ExactHead` makes one of it.
+
+    Its factors are in what autocast says, or in the weights' dtype.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
-        rows_NH = input.flatten(0, -2)
-        return _Product.apply(rows_NH, self.weight, self.bias).unflatten(0, input.shape[:-1])
+        kind = input.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.weight.dtype
+        with torch.autocast(kind, enabled=False):  # it would round what comes out, too
+            if dtype == torch.float32:
+                return super().forward(input.float())
+            bias = None if self.bias is None else self.bias.to(dtype)
+            logits_NV = _Product.apply(input.flatten(0, -2).to(dtype), self.weight.to(dtype), bias)
+        return logits_NV.unflatten(0, input.shape[:-1])
 
 
 class _Product(torch.autograd.Function):

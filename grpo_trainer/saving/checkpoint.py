@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from grpo_trainer.config.train import CheckpointConfig
-from grpo_trainer.errors import ConfigError
+from grpo_trainer.errors import ConfigError, from_os_error
 from grpo_trainer.files import folders_named, remove_remains, whole_folder, write_tensors
 from grpo_trainer.metrics.types import Metrics, Sum
 from grpo_trainer.model.cut_states import Place, cut_states, read_states, whole_parts
@@ -244,7 +244,7 @@ class Checkpoints:
             ConfigError: the named checkpoint is none, damaged or incomplete, was made with other options or in another
                 mode, or newer ones lie in `--save-path`.
         """
-        self._config.save_path.mkdir(parents=True, exist_ok=True)
+        self._make_folder()
         if self._config.resume == "never":
             return Progress()
         for kind in (Adapter, AllWeights):
@@ -264,6 +264,17 @@ class Checkpoints:
         self._weights = (self.safe.policy_version, found.path)
         say(_said_of(found))
         return self.safe
+
+    def _make_folder(self) -> None:
+        folder = self._config.save_path
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            known = from_os_error(error, "make the folder of checkpoints")
+            raise known or ConfigError(
+                f"--save-path {folder}: got a folder that can't be made ({error.strerror}), wanted one to write to; "
+                "choose another"
+            ) from None
 
     def _named(self, path: Path) -> Found:
         self._check_kind(path)

@@ -4,22 +4,50 @@ from __future__ import annotations
 
 import logging
 
+import torch
+from torch import nn
+
+from grpo_trainer.model.forward import evaluating
 from vllm_server.protocol import BridgeInfo
 
 log = logging.getLogger(__name__)
 
 
-def problems_of(info: BridgeInfo, seq_len: int, *, by: str = "start it with") -> list[str]:
+def problems_of(
+    info: BridgeInfo, seq_len: int, *, by: str = "start it with", model: nn.Module | None = None
+) -> list[str]:
     """What must be mended first, each as what the server does; what may be meant is a warning.
 
     Args:
         seq_len: longest sequence of the training.
         by: how its user gives it an argument.
+        model: the trainer's, if the server was started apart from it.
     """
     if info.max_model_len < seq_len:
         log.warning("the server serves at most %d tokens, --seq-len is %d", info.max_model_len, seq_len)
+    if model is not None and info.logits_dtype is not None:
+        _compare_logits(info.logits_dtype, _logits_dtype(model), info.dtype)
     if info.logprobs_mode == "processed_logprobs":
         return []
     return [
         f"returns {info.logprobs_mode}, not the logprobs that it samples from: {by} --logprobs-mode processed_logprobs"
     ]
+
+
+def _compare_logits(servers: str, own: str, served_dtype: str) -> None:
+    """One side that rounds its logits is further from the other than two."""
+    if servers != own and "float32" in (servers, own):
+        flag = "float32" if own == "float32" else "model"
+        log.warning(
+            "the server's logits are %s (it computes in %s), the trainer's %s: their logprobs differ by more than they "
+            "need; start the server with --logits-dtype %s, or give the trainer --logits-dtype %s",
+            *(servers, served_dtype, own, flag, "model" if flag == "float32" else "float32"),
+        )
+
+
+def _logits_dtype(model: nn.Module) -> str:
+    """Of the trainer's logits, as they come."""
+    device = next(model.parameters()).device
+    with torch.no_grad(), evaluating(model):
+        logits_BTV = model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False).logits
+    return str(logits_BTV.dtype).removeprefix("torch.")

@@ -86,7 +86,7 @@ class LoraSwap:
 
     def _check(self, info: BridgeInfo) -> None:
         """Refuse before training what would fail, or lie, during it."""
-        problems = problems_of(info, self._seq_len)
+        problems = problems_of(info, self._seq_len, model=self._model)
         if info.max_lora_rank is None:
             problems.append(f"was started without LoRA: start it with --max-lora-rank {self._config.r}")
         elif info.max_lora_rank < self._config.r:

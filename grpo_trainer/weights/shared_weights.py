@@ -109,7 +109,7 @@ class SharedBridge:
                 f"the inference server was started anew (boot {info.boot_id}) after its weights were attached (boot "
                 f"{attached}); start the trainer again"
             )
-        if problems := problems_of(info, self._seq_len):
+        if problems := problems_of(info, self._seq_len, model=self._policy.model):
             raise BridgeError("the inference server " + "; and ".join(problems))
 
     def prove(self) -> float | None:

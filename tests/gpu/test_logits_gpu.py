@@ -33,7 +33,7 @@ def test_both_sides_give_what_the_product_is_summed_in(dtype: torch.dtype, bias:
     for product in (trainers, servers):
         logits = product(hidden[at], weight, added if bias else None)
         assert logits.dtype == torch.float32 and logits.shape == (64, V)
-        assert (logits - wanted).abs().max() < 1e-4 < 1e-3 < (rounded - wanted).abs().max()
+        assert (logits - wanted).abs().max() < 3e-4 < 1e-3 < (rounded - wanted).abs().max()
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -68,6 +68,12 @@ def test_the_folder_is_there_before_anything_is_saved(tmp_path: Path, resume: st
     assert folder.is_dir() and not list(folder.iterdir())
 
 
+def test_a_folder_that_can_not_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(ConfigError, match=r"--save-path .*/run/checkpoints: got a folder that can't be made"):
+        checkpoints(trainer_with(), tmp_path / "run" / "checkpoints").resume()
+
+
 def test_a_resumed_trainer_of_all_weights_goes_on_bit_for_bit_though_the_saved_model_is_rounded(tmp_path: Path) -> None:
     straight = trainer_of_all_weights()
     for step in range(4):

@@ -227,6 +227,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
             for words in ("--tensor-parallel-size=2", "-tp=2", "--max-model-len=9", "--dtype=float16", "--api-key=k")
         ),
         ({}, {"vllm_extra_args": "--dtype=float16"}, [], "use --vllm-dtype"),
+        ({}, {"vllm_extra_args": "--logits-dtype,model"}, [], "use --logits-dtype"),
         ({}, {"api.extra_args": "--api-key,k"}, [], "a list of processes would show the key; use --rollout-api-key"),
         (
             {},

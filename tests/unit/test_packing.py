@@ -18,6 +18,7 @@ from grpo_trainer.errors import ConfigError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model import attention
 from grpo_trainer.model.forward import build_forward
+from grpo_trainer.model.load import compute_in
 from grpo_trainer.model.lora import add_adapter
 from grpo_trainer.model.reference import FrozenWeights
 from grpo_trainer.trainer import Trainer
@@ -163,9 +164,33 @@ def test_logits_on_a_cpu_are_exact_where_it_is_asked_for(asked: str, wanted: tor
     plan = build_forward(tiny("qwen2").bfloat16(), config).plan
     assert plan.dtype == torch.bfloat16 and plan.logits_dtype == wanted
 
-    capped = tiny("gemma2", head_dim=8, final_logit_softcapping=30.0).bfloat16()
-    exact = build_forward(capped, config.model_copy(update={"compute": settings().compute}))
-    assert exact.head is None and capped(input_ids=torch.zeros(1, 3, dtype=torch.long)).logits.dtype == wanted
+    assert plan.rows(1000) == plan.chunk_bytes // (1000 * wanted.itemsize) // 128 * 128
+
+
+CAPPED = {"head_dim": 8, "final_logit_softcapping": 30.0}
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("qwen2", {}), ("gemma2", CAPPED)])
+@pytest.mark.parametrize("masters", [False, True], ids=["16 bits", "fp32 that computes in 16"])
+def test_a_models_own_logits_are_exact_too(kind: str, changes: dict[str, Any], masters: bool) -> None:
+    """Proofs take them, and models that do more to them."""
+    config = TrainConfig(model=ModelConfig(name="tiny", dtype="bfloat16", logits_dtype="float32"), training_steps=9)
+    plain = tiny(kind, **changes) if masters else tiny(kind, **changes).bfloat16()
+    model = copy.deepcopy(plain)
+    for each in (plain, model):
+        if masters:
+            compute_in(each, config.model)
+    forward = build_forward(model, config)
+    assert (forward.head is None) == bool(changes)  # what does more to its logits is asked for them
+    tokens = torch.randint(0, VOCAB, (2, 9))
+    logits, rounded = model(input_ids=tokens).logits, plain(input_ids=tokens).logits
+    assert logits.dtype == torch.float32 and rounded.dtype == torch.bfloat16
+    assert 0 < (logits - rounded.float()).abs().max() < 2**-7 * logits.abs().max()
+    logits.square().sum().backward()
+    rounded.float().square().sum().backward()
+    for (name, got), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert got.grad is not None and wanted.grad is not None and got.grad.dtype == wanted.grad.dtype == got.dtype
+        assert (got.grad - wanted.grad).float().norm() < 0.05 * wanted.grad.float().norm(), name
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 from vllm_server import compat
 from vllm_server.lora_kernels import KERNELS_VARIABLE
 from vllm_server.lora_kernels.groups import group, slots_of, write
+from vllm_server.worker import is_batch_invariant
 
 logger = logging.getLogger("vllm.grpo.lora_kernels")
 
@@ -20,7 +21,7 @@ def prepare_worker() -> None:
     module.PunicaWrapperGPU.update_metadata = update_metadata
     if os.environ.get(KERNELS_VARIABLE) != "grpo":
         return
-    if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
+    if is_batch_invariant():
         logger.warning("VLLM_BATCH_INVARIANT: adapters are added by vLLM's kernels; ours sum in no fixed order")
         return
     from vllm_server.lora_kernels import operators  # needs Triton

@@ -342,6 +342,7 @@ class BridgeInfo(msgspec.Struct, frozen=True, kw_only=True):
     `boot_id` is new for each server process: versions of another boot mean nothing here. `max_lora_rank` is
     null when the server was started without LoRA, `lora_dtype` too. `last_update_time`: Unix seconds, 0.0 before a
     publish. `machine` is the server's `machine_id()`; `bridge_config_path` is set while weights are shared.
+    `logits_dtype`: of those that logprobs come from; null if it is not known.
     """
 
     enabled: bool
@@ -366,6 +367,7 @@ class BridgeInfo(msgspec.Struct, frozen=True, kw_only=True):
     machine: str
     workers: list[WorkerInfo]
     bridge_config_path: str | None = None
+    logits_dtype: str | None = None
 
 
 class PausedState(msgspec.Struct, frozen=True):

@@ -68,6 +68,8 @@ def opened(options: SyncOptions, place: Place) -> Iterator[RestartSubject]:
     with checkpoint_restart.CheckpointRestart(
         config.bridge, models, launched, config.model.seq_len, NO_LAST_VERSION
     ) as bridge:
+        if place.on_gpu:
+            torch.cuda.empty_cache()  # a launch does: what the loading has left is none of the server's
         before = gpu_used_gb(options)
         bridge.connect(0)
         training = Training(model, config, taken_since(before, options))

@@ -31,7 +31,7 @@ class Training:
     Attributes:
         writing: entered around each write of the weights.
         written: called after it.
-        server_gb: what the server took of the GPU when it alone had started; None: there is none.
+        server_gb: what the server took of the GPU when it had started; None: there is none.
     """
 
     model: nn.Module

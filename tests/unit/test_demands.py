@@ -1,0 +1,38 @@
+"""What is asked of a server that was started apart from the trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from grpo_trainer.model.head import ExactHead
+from grpo_trainer.weights.demands import problems_of
+from tests.unit.test_proof import INFO
+from tests.unit.tiny_lora import tiny_qwen
+
+
+@pytest.mark.parametrize(
+    ("servers", "rounds", "said"),
+    [
+        ("float32", True, "start the server with --logits-dtype model, or give the trainer --logits-dtype float32"),
+        ("bfloat16", False, "start the server with --logits-dtype float32, or give the trainer --logits-dtype model"),
+        ("bfloat16", True, None),
+        ("float32", False, None),
+        (None, True, None),  # a server that does not say
+    ],
+)
+def test_logits_that_one_side_rounds_are_told(
+    servers: str | None, rounds: bool, said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model: Any = tiny_qwen()
+    model.to(torch.bfloat16)
+    if not rounds:
+        model.lm_head.__class__ = ExactHead
+    info = msgspec.structs.replace(INFO, logits_dtype=servers, dtype="bfloat16")
+    assert problems_of(info, INFO.max_model_len, model=model) == []
+    assert (said in caplog.text) if said else not caplog.text
+    caplog.clear()
+    assert problems_of(info, INFO.max_model_len) == [] and not caplog.text  # of a server that the trainer has started
