@@ -3,7 +3,7 @@
 Rows of hidden states are taken chunk by chunk; a chunk's logits are dropped once their logprobs, entropies and what the
 backward pass needs are known. Matrix products are in the weights' dtype, everything else in fp32; on a GPU logits are
 the fp32 sums of their product, not rounded to 16 bits, where a logit of 10 is off by up to 0.03 (so does the server,
-`vllm_server.worker.logits`; MiniMax-M1, arXiv:2506.13585, section 3.2). Two ways back:
+`vllm_server.worker.logits`; MiniMax-M1, arXiv:2506.13585). Two ways back:
 
 * The head's weights are frozen (LoRA). A logprob's gradient is a row of hidden size times a number that only the loss
   knows, so the row, `(onehot - softmax) @ W / temperature`, is computed on the way forward, and nothing is recomputed.

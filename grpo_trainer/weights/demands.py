@@ -26,7 +26,7 @@ def problems_of(
     if info.max_model_len < seq_len:
         log.warning("the server serves at most %d tokens, --seq-len is %d", info.max_model_len, seq_len)
     if model is not None and info.logits_dtype is not None:
-        _compare_logits(info.logits_dtype, _logits_dtype(model), info.dtype)
+        _compare_logits(info, _logits_dtype(model))
     if info.logprobs_mode == "processed_logprobs":
         return []
     return [
@@ -34,14 +34,13 @@ def problems_of(
     ]
 
 
-def _compare_logits(servers: str, own: str, served_dtype: str) -> None:
-    """One side that rounds its logits is further from the other than two."""
-    if servers != own and "float32" in (servers, own):
-        flag = "float32" if own == "float32" else "model"
+def _compare_logits(info: BridgeInfo, own: str) -> None:
+    """One side that rounds its logits is further from the other than two; a server in fp32 has none to round."""
+    if (info.logits_dtype == "float32") != (own == "float32") and info.dtype != "float32":
         log.warning(
-            "the server's logits are %s (it computes in %s), the trainer's %s: their logprobs differ by more than they "
-            "need; start the server with --logits-dtype %s, or give the trainer --logits-dtype %s",
-            *(servers, served_dtype, own, flag, "model" if flag == "float32" else "float32"),
+            "the server's logits are %s, the trainer's %s: their logprobs differ by more than they need; start the "
+            "server with --logits-dtype %s, or give the trainer the other",
+            *(info.logits_dtype, own, "float32" if own == "float32" else "model"),
         )
 
 

@@ -15,23 +15,24 @@ from tests.unit.tiny_lora import tiny_qwen
 
 
 @pytest.mark.parametrize(
-    ("servers", "rounds", "said"),
+    ("dtype", "servers", "rounds", "said"),
     [
-        ("float32", True, "start the server with --logits-dtype model, or give the trainer --logits-dtype float32"),
-        ("bfloat16", False, "start the server with --logits-dtype float32, or give the trainer --logits-dtype model"),
-        ("bfloat16", True, None),
-        ("float32", False, None),
-        (None, True, None),  # a server that does not say
+        ("bfloat16", "float32", True, "start the server with --logits-dtype model"),
+        ("bfloat16", "bfloat16", False, "start the server with --logits-dtype float32"),
+        ("bfloat16", "bfloat16", True, None),
+        ("bfloat16", "float32", False, None),
+        ("float32", "float32", True, None),
+        ("bfloat16", None, True, None),  # a server that does not say
     ],
 )
 def test_logits_that_one_side_rounds_are_told(
-    servers: str | None, rounds: bool, said: str | None, caplog: pytest.LogCaptureFixture
+    dtype: str, servers: str | None, rounds: bool, said: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     model: Any = tiny_qwen()
     model.to(torch.bfloat16)
     if not rounds:
         model.lm_head.__class__ = ExactHead
-    info = msgspec.structs.replace(INFO, logits_dtype=servers, dtype="bfloat16")
+    info = msgspec.structs.replace(INFO, logits_dtype=servers, dtype=dtype)
     assert problems_of(info, INFO.max_model_len, model=model) == []
     assert (said in caplog.text) if said else not caplog.text
     caplog.clear()
