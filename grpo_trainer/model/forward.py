@@ -168,10 +168,11 @@ def build_forward(model: nn.Module, config: TrainConfig) -> Forward:
     """
     device = next(model.parameters()).device
     exact = config.model.logits_dtype == "float32" or (config.model.logits_dtype == "auto" and device.type == "cuda")
-    if exact:
-        _keep_logits_exact(model)
+    whole = model.get_base_model() if isinstance(model, PeftModel) else model
+    if exact and isinstance(whole, PreTrainedModel):
+        _keep_logits_exact(whole)
     computes = pick_dtype(config.model.dtype, device)
-    parts, why = _parts_of(model, computes)
+    parts, why = _parts_of(whole, computes)
     if parts is None:
         for option, asked in (("packing", config.compute.packing), ("share-prompts", config.compute.share_prompts)):
             if asked == "on":
@@ -185,10 +186,9 @@ def build_forward(model: nn.Module, config: TrainConfig) -> Forward:
     return Forward(model, parts.decoder, parts.head, plan, packed=packed, shared=shared)
 
 
-def _keep_logits_exact(model: nn.Module) -> None:
+def _keep_logits_exact(whole: PreTrainedModel) -> None:
     """Have the model's own logits be in fp32, as the server's are: proofs take them, and who does more to them."""
-    whole = model.get_base_model() if isinstance(model, PeftModel) else model
-    head = _plain_head(whole) if isinstance(whole, PreTrainedModel) else None
+    head = _plain_head(whole)
     if head is not None:
         head.__class__ = ExactHead
 
@@ -199,13 +199,12 @@ def _plain_head(whole: PreTrainedModel) -> nn.Linear | None:
     return head if isinstance(head, nn.Linear) and type(head) in (nn.Linear, ExactHead) else None
 
 
-def _parts_of(model: nn.Module, computes: torch.dtype) -> tuple[Parts | None, str]:
+def _parts_of(whole: nn.Module, computes: torch.dtype) -> tuple[Parts | None, str]:
     """A model's parts, if its logits are what its head makes of its decoder's hidden states; else why not.
 
     Args:
         computes: the dtype of its forward pass, if its weights are in fp32.
     """
-    whole = model.get_base_model() if isinstance(model, PeftModel) else model
     if not isinstance(whole, PreTrainedModel):
         return None, f"{type(whole).__name__} is no transformers model"
     head, decoder = _plain_head(whole), whole.base_model

@@ -54,15 +54,13 @@ def test_logits_are_not_rounded(method: Any, monkeypatch: pytest.MonkeyPatch, dt
     assert (exact - wanted).abs().max() < 1e-5 < 1e-3 < (rounded - wanted).abs().max()
 
 
-def test_leading_dimensions_stay(method: Any) -> None:
+def test_leading_dimensions_stay() -> None:
     x = hidden(torch.bfloat16, 2, 3)
     weight_VH = hidden(torch.bfloat16, V)
     assert logits.product(x, weight_VH, None).shape == (2, 3, V)
 
 
-def test_a_model_in_32_bits_is_vllms_own_affair(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(LOGITS_VARIABLE, "float32")
-    logits.prepare_worker()
+def test_a_model_in_32_bits_is_vllms_own_affair() -> None:
     asked: list[Tensor] = []
     apply = logits.exact_in_place_of(lambda _, layer, x, bias: asked.append(x) or x)
     head = SimpleNamespace(weight=hidden(torch.float32, V))

@@ -17,16 +17,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from vllm_server import compat
-from vllm_server.worker import LOGITS_VARIABLE, logits_are_exact
+from vllm_server.worker import LOGITS_VARIABLE, is_batch_invariant
 
 logger = logging.getLogger("vllm.grpo.logits")
 
 
 def prepare_worker() -> None:
     """Before a model is loaded: have heads give fp32 if the server was told to."""
-    if not logits_are_exact():
-        if os.environ.get(LOGITS_VARIABLE) == "float32":
-            logger.warning("VLLM_BATCH_INVARIANT: logits are rounded to the model's dtype; its product gives no other")
+    if os.environ.get(LOGITS_VARIABLE) != "float32":
+        return
+    if is_batch_invariant():
+        logger.warning("VLLM_BATCH_INVARIANT: logits are rounded to the model's dtype; its product gives no other")
         return
     name = "UnquantizedEmbeddingMethod"
     method = getattr(compat.seam(("vllm.model_executor.layers.vocab_parallel_embedding",), name), name)
