@@ -133,6 +133,9 @@ def test_what_a_library_has_read_while_it_was_loaded_comes_too_late() -> None:
     (library,) = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libc.so" in line}
     before = {"OMP_WAIT_POLICY": "passive", "A": "1"}
     assert forking.too_late(before, {**before, "A": "2", "OMP_NUM_THREADS": "1", "LD_PRELOAD": library}) == ""
+    scikit = {"KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE"}  # as its import sets them
+    assert forking.too_late(before, {**before, **scikit}) == ""
+    assert "KMP_AFFINITY was set" in forking.too_late(before, {**before, "KMP_AFFINITY": "none"})
     assert "OMP_WAIT_POLICY was set" in forking.too_late(before, {"A": "1"})
     assert "LD_PRELOAD names /other.so" in forking.too_late(before, {**before, "LD_PRELOAD": f"{library}:/other.so"})
 
