@@ -3,12 +3,13 @@
 A field of a `Section` is an option. Its flag is its name with dashes, or what `option(flags=…)` says; the same name
 (dashes or underscores) is its key in TOML. Sections nest inside a configuration for the code's sake, while flags and
 keys stay flat. A field that is a union of sections is a choice: its members share a discriminator option, and an
-option of a member that was not chosen is refused instead of ignored.
+option of a member that was not chosen is refused instead of ignored; but a flag may choose another than a file does.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from pydantic.fields import FieldInfo
 
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.suggestions import unknown_key
+
+log = logging.getLogger(__name__)
 
 C = TypeVar("C", bound="Section")
 
@@ -144,14 +147,27 @@ def build(root: type[C], given: Mapping[str, Any], *, where: str = "") -> C:
 
 
 def override(root: type[Section], given: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:
-    """Flat values, of which some are given anew, under whichever of an option's names."""
-    first = {flag.removeprefix("--").replace("-", "_"): leaf.key for leaf in leaves(root) for flag in leaf.flags}
+    """Flat values, of which some are given anew, under whichever of an option's names.
 
-    def name(key: str) -> str:
-        return first.get(key.replace("-", "_"), key.replace("-", "_"))
+    If a union's member is chosen anew, options of its other members go, with a warning: they were given for another.
+    """
+    keys = {flag.removeprefix("--").replace("-", "_"): leaf.key for leaf in leaves(root) for flag in leaf.flags}
 
-    anew = {name(key) for key in by}
-    return {**{key: value for key, value in given.items() if name(key) not in anew}, **by}
+    def key_of(written: str) -> str:
+        return keys.get(written.replace("-", "_"), written.replace("-", "_"))
+
+    by = root.normalised(by)
+    anew = {key_of(written): value for written, value in by.items()}
+    kept = {written: value for written, value in given.items() if key_of(written) not in anew}
+    for tag in {leaf.key: leaf for leaf in leaves(root) if _is_tag(leaf)}.values():
+        if (picked := anew.get(tag.key)) is None:
+            continue
+        fitting = {leaf.key for leaf in leaves(root) if leaf.choice is None or _tag_of(leaf.choice) == picked}
+        gone = [written for written in kept if key_of(written) in {*keys.values()} - fitting]
+        if gone:
+            log.warning("%s %s: left out of the file, which is for another: %s", tag.flags[0], picked, ", ".join(gone))
+        kept = {written: value for written, value in kept.items() if written not in gone}
+    return {**kept, **by}
 
 
 def split_arguments(text: str) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from grpo_trainer.doctor.machine import Machine
 from grpo_trainer.doctor.memory import MemoryPlan
 from grpo_trainer.doctor.model_files import ModelFiles, find_folder, read_model
 from grpo_trainer.doctor.model_shape import ModelShape
-from grpo_trainer.launch.preflight import preflight
+from grpo_trainer.launch.preflight import ask
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Probes:
     """
 
     ipc: Callable[..., Finding] = check_cuda_ipc
-    served: Callable[[str], Mapping[str, Any]] = preflight
+    served: Callable[[str], Mapping[str, Any]] = ask
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,72 @@
+"""Flags beside a file: what each of them says stands, and another mode than the file's takes its options along."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_trainer.config.bridge import CheckpointRestart, LoraOnly, SharedVllm
+from grpo_trainer.config.options import build, override
+from grpo_trainer.config.run import build_run, read_toml
+from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.errors import ConfigError
+
+FILE = {"model-name": "m", "weight_bridge_mode": "lora_only", "lora-rank": 8, "lora_alpha": 32.0, "lr": 1e-3}
+
+
+def made(by: dict[str, Any], file: dict[str, Any] = FILE) -> TrainConfig:
+    return build(TrainConfig, override(TrainConfig, file, by))
+
+
+def test_a_flag_wins_by_whichever_of_its_names() -> None:
+    bridge = made({"lora_r": 16, "lr": 1e-4}).bridge
+    assert isinstance(bridge, LoraOnly) and (bridge.r, bridge.alpha) == (16, 32.0)
+
+
+@pytest.mark.parametrize(
+    ("by", "bridge"),
+    [
+        ({"weight_bridge_mode": "none"}, CheckpointRestart),
+        ({"weight_bridge_mode": "shared_vllm"}, SharedVllm),
+        ({"single_copy": True}, SharedVllm),
+    ],
+)
+def test_another_mode_takes_the_files_options_of_its_own_along(
+    by: dict[str, Any], bridge: type, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        config = made(by)
+    assert isinstance(config.bridge, bridge) and config.optimizer.lr == 1e-3
+    assert caplog.messages == [
+        f"--weight-bridge-mode {config.bridge.mode}: left out of the file, which is for another: lora-rank, lora_alpha"
+    ]
+
+
+def test_the_same_mode_keeps_them_and_what_modes_share_stays(caplog: pytest.LogCaptureFixture) -> None:
+    assert made({"weight_bridge_mode": "lora_only"}) == made({})
+    restart = made({"weight_bridge_mode": "lora_restart", "lora_r": 16}, {**FILE, "lora_keep_versions": 4})
+    assert restart.bridge.model_dump(include={"mode", "r", "alpha"}) == {"mode": "lora_restart", "r": 16, "alpha": 32.0}
+    assert [message.rpartition(": ")[2] for message in caplog.messages] == ["lora_keep_versions"]
+
+
+@pytest.mark.parametrize(
+    ("file", "by", "message"),
+    [
+        ({**FILE, "weight_bridge_mode": "none"}, {}, "belongs to --weight-bridge-mode lora_only, lora_restart"),
+        (FILE, {"weight_bridge_mode": "none", "lora_r": 4}, "--lora-r: belongs to"),  # said for this very mode
+        ({**FILE, "lora_rnak": 4}, {"weight_bridge_mode": "none"}, "lora_rnak: unknown"),
+        (FILE, {"weight_bridge_mode": "nine"}, "--weight-bridge-mode nine: wanted one of"),
+    ],
+)
+def test_what_is_wrong_by_itself_stays_an_error(file: dict[str, Any], by: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        made(by, file)
+
+
+@pytest.mark.parametrize("mode", ["none", "shared_vllm", "lora_restart"])
+def test_the_quickstarts_file_serves_every_mode(mode: str) -> None:
+    file = read_toml(Path("configs/quickstart.toml"))
+    assert build_run(file, {"model_name": "m", "weight_bridge_mode": mode}, []).trainer.bridge.mode == mode
