@@ -34,10 +34,10 @@ def run(config: RunConfig, console: Console) -> None:
     ports = claim_ports({"api": config.api.port, **config.server.wanted_ports, **together})
     with console.status("checking the model and vLLM"):
         report = preflight(config.trainer.model.name)
-    on_gpu = report["device"] == "cuda"
+    on_gpu = report.device == "cuda"
     console.print(
-        f"model {config.trainer.model.name} ({', '.join(report['architectures'])}), "
-        f"vLLM {report['vllm_version']} on {report['device']}",
+        f"model {config.trainer.model.name} ({', '.join(report.architectures)}), "
+        f"vLLM {report.vllm_version} on {report.device}",
         highlight=False,
         soft_wrap=True,
     )

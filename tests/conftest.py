@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,10 @@ from hypothesis import settings
 # the servers that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# What `grpo run` keeps from one start to the next is these tests' own.
+_cache = tempfile.TemporaryDirectory(prefix="grpo-cache-")
+os.environ["GRPO_CACHE"] = _cache.name
 
 # The machine that runs the tests may be busy with a server beside them: slowness is no failure.
 settings.register_profile("grpo", deadline=None)

@@ -34,9 +34,10 @@ METHOD_VARIABLE = "VLLM_WORKER_MULTIPROC_METHOD"
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 
 _READ_WHEN_LOADED = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "PROMETHEUS_")
-_TAKEN_OVER = {THREADS_VARIABLE, "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
-"""Of these, what may change: threads are set anew; scikit-learn, which transformers imports where it is installed, sets
-the others, which only Intel's OpenMP reads, and late enough where it is yet to be loaded."""
+_MAY_CHANGE = {THREADS_VARIABLE, "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+"""Threads are set anew. The others are set by scikit-learn, which transformers imports where it is installed: they keep
+Intel's OpenMP from ending a process that loads a second one, and from preparing for a fork. One that is loaded already
+has read neither, as in a server that scikit-learn was imported into after torch."""
 _FOR_SPAWNED = (METHOD_VARIABLE, "VLLM_ENABLE_CUDA_COMPATIBILITY")
 """Set where the user wants another start method, or libraries that are found by an LD_LIBRARY_PATH of vLLM's."""
 
@@ -121,7 +122,7 @@ def _answer(answers: Connection, preload: str) -> None:
 def too_late(started_with: Mapping[str, str], now: Mapping[str, str]) -> str:
     """Which variable a process can't take over once it has loaded its libraries; empty if there is none."""
     changed = {name for name in {*started_with, *now} if started_with.get(name) != now.get(name)}
-    for name in sorted(changed - _TAKEN_OVER):
+    for name in sorted(changed - _MAY_CHANGE):
         if name.startswith(_READ_WHEN_LOADED):
             return f"{name} was set after its libraries had been loaded"
     loaded = Path("/proc/self/maps").read_text()

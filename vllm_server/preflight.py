@@ -36,11 +36,9 @@ def inspect_model(model: str, *, trust_remote_code: bool = False) -> PreflightRe
     if not architectures:
         reason = "got a config.json without `architectures`, wanted a causal language model; save it again"
         return _report(model, [], reason)
-    if not set(architectures) & _text_generators() or config.get("is_encoder_decoder"):
-        reason = _full_check(model, architectures, trust_remote_code)
-        if reason:
-            return _report(model, architectures, reason)
-    return _report(model, architectures, _cpu_head_check(config))
+    by_tables = bool(set(architectures) & _text_generators()) and not config.get("is_encoder_decoder")
+    reason = "" if by_tables else _full_check(model, architectures, trust_remote_code)
+    return _report(model, architectures, reason or _cpu_head_check(config), by_tables=by_tables)
 
 
 def read_config(model: str) -> dict[str, Any]:
@@ -95,11 +93,12 @@ def _cpu_head_check(config: dict[str, Any]) -> str:
     )
 
 
-def _report(model: str, architectures: list[str], reason: str) -> PreflightReport:
+def _report(model: str, architectures: list[str], reason: str, *, by_tables: bool = False) -> PreflightReport:
     return PreflightReport(
         model=model,
         supported=not reason,
         reason=reason,
+        by_tables=by_tables,
         architectures=architectures,
         vllm_version=compat.vllm_version(),
         torch_version=str(importlib.import_module("torch").__version__),

@@ -149,25 +149,35 @@ def build(root: type[C], given: Mapping[str, Any], *, where: str = "") -> C:
 def override(root: type[Section], given: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:
     """Flat values, of which some are given anew, under whichever of an option's names.
 
-    If a union's member is chosen anew, options of its other members go, with a warning: they were given for another.
+    If another member of a union is chosen, options that only the former has go, with a warning.
     """
     keys = {flag.removeprefix("--").replace("-", "_"): leaf.key for leaf in leaves(root) for flag in leaf.flags}
 
     def key_of(written: str) -> str:
         return keys.get(written.replace("-", "_"), written.replace("-", "_"))
 
-    by = root.normalised(by)
-    anew = {key_of(written): value for written, value in by.items()}
-    kept = {written: value for written, value in given.items() if key_of(written) not in anew}
-    for tag in {leaf.key: leaf for leaf in leaves(root) if _is_tag(leaf)}.values():
-        if (picked := anew.get(tag.key)) is None:
-            continue
-        fitting = {leaf.key for leaf in leaves(root) if leaf.choice is None or _tag_of(leaf.choice) == picked}
-        gone = [written for written in kept if key_of(written) in {*keys.values()} - fitting]
+    anew = {key_of(written): value for written, value in root.normalised(by).items()}
+    former = {key_of(written): value for written, value in root.normalised(given).items()}
+    kept = {written: value for written, value in given.items() if key_of(written) not in {*anew, *map(key_of, by)}}
+    for tag in filter(_is_tag, unique_leaves(root)):
+        foreign = _foreign(root, tag, former.get(tag.key), anew.get(tag.key))
+        gone = [written for written in kept if key_of(written) in foreign]
         if gone:
-            log.warning("%s %s: left out of the file, which is for another: %s", tag.flags[0], picked, ", ".join(gone))
+            log.warning("%s %s: the file's %s go with its own mode", tag.flags[0], anew[tag.key], ", ".join(gone))
         kept = {written: value for written, value in kept.items() if written not in gone}
-    return {**kept, **by}
+    return {**kept, **root.normalised(by)}
+
+
+def _foreign(root: type[Section], tag: Leaf, former: Any, picked: Any) -> set[str]:
+    """Keys that the former member of a union has and the newly picked one has not; none if nothing is newly picked."""
+    members: dict[str, set[str]] = {}
+    for leaf in leaves(root):
+        if leaf.choice is not None and leaf.path[:-1] == tag.path[:-1]:
+            members.setdefault(_tag_of(leaf.choice), set()).add(leaf.key)
+    former = next(iter(members)) if former is None else former
+    if former == picked or former not in members or picked not in members:
+        return set()
+    return members[former] - members[picked]
 
 
 def split_arguments(text: str) -> tuple[str, ...]:
@@ -215,6 +225,9 @@ def _chosen(candidates: list[Leaf], given: Mapping[str, Any], by_key: Mapping[st
     for leaf in candidates:
         if leaf.choice is not None and (_is_tag(leaf) or _tag_of(leaf.choice) == picked):
             return leaf
+    known = [_tag_of(leaf.choice) for leaf in by_key[selector.key] if leaf.choice is not None]
+    if picked not in known:
+        raise ConfigError(f"{selector.flags[0]} {picked}: wanted one of {', '.join(map(repr, known))}")
     fitting = ", ".join(_tag_of(leaf.choice) for leaf in candidates if leaf.choice is not None)
     name = f"--{where}{first.flags[0].removeprefix('--')}"
     raise ConfigError(

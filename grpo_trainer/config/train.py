@@ -212,8 +212,10 @@ class TrainConfig(Section):
 
     @classmethod
     def normalised(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """`--single-copy` names a mode."""
+        """`--single-copy` names a mode, `--no-single-copy` none."""
         values = {key.replace("-", "_"): value for key, value in given.items()}
+        if values.get("single_copy") in (False, "false"):
+            return {key: value for key, value in given.items() if key.replace("-", "_") != "single_copy"}
         alone = values.get("single_copy") and "weight_bridge_mode" not in values
         return {**given, "weight_bridge_mode": "shared_vllm"} if alone else dict(given)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.doctor import machine_checks as of_machine
@@ -17,7 +16,13 @@ from grpo_trainer.doctor.machine import Machine
 from grpo_trainer.doctor.memory import MemoryPlan
 from grpo_trainer.doctor.model_files import ModelFiles, find_folder, read_model
 from grpo_trainer.doctor.model_shape import ModelShape
-from grpo_trainer.launch.preflight import ask
+from grpo_trainer.launch.preflight import preflight
+from vllm_server.protocol import PreflightReport
+
+
+def _served_now(model: str) -> PreflightReport:
+    """Whatever was said before."""
+    return preflight(model, again=True)
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class Probes:
     """
 
     ipc: Callable[..., Finding] = check_cuda_ipc
-    served: Callable[[str], Mapping[str, Any]] = ask
+    served: Callable[[str], PreflightReport] = _served_now
 
 
 @dataclass(frozen=True)

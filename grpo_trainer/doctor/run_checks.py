@@ -6,7 +6,6 @@ import importlib.util
 import netrc
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from grpo_trainer.config.bridge import LoraOnly, LoraOptions
 from grpo_trainer.config.run import RunConfig
@@ -30,6 +29,7 @@ from grpo_trainer.errors import GrpoError
 from grpo_trainer.files import refuse_to_mix_runs
 from grpo_trainer.launch.ports import is_free, port_holder
 from grpo_trainer.model.names import ALIKE, EXPERTS
+from vllm_server.protocol import PreflightReport
 
 # where it writes, whom it listens to ------------------------------------------------------------------------
 
@@ -82,7 +82,7 @@ def check_tokenizer(files: ModelFiles) -> Finding:
     return fail("tokenizer", f"none in {files.folder}", "tokenizer.json or tokenizer.model beside the weights", fix)
 
 
-def check_served(model: str, preflight: Callable[[str], Mapping[str, Any]]) -> Finding:
+def check_served(model: str, preflight: Callable[[str], PreflightReport]) -> Finding:
     """vLLM's own word, from a process of its own."""
     try:
         report = preflight(model)
@@ -90,7 +90,7 @@ def check_served(model: str, preflight: Callable[[str], Mapping[str, Any]]) -> F
         return fail(
             "vLLM serves it", str(error), "a decoder-only model that vLLM serves", "choose another --model-name"
         )
-    return ok("vLLM serves it", f"{', '.join(report['architectures'])} on {report['device']}")
+    return ok("vLLM serves it", f"{', '.join(report.architectures)} on {report.device}")
 
 
 def check_shareable(config: TrainConfig, files: ModelFiles) -> Finding:

@@ -1,4 +1,4 @@
-"""Asks vLLM, before anything is started, whether it serves a model; a "yes" is kept for the next start."""
+"""Asks vLLM, before anything is started, whether it serves a model; a lasting "yes" is kept for the next start."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.files import replace_file
+from vllm_server.protocol import PreflightReport
 
 PREFLIGHT_SECONDS = 300
-CACHE = Path("grpo") / "served"
-"""In the user's cache folder: a file for each answer that is kept."""
+CACHE_VARIABLE = "GRPO_CACHE"
+"""A folder instead of `~/.cache/grpo`."""
 
-_BUILDS = {"vllm": "_version.py", "torch": "version.py", "vllm_server": "preflight.py"}
-"""Packages that answer, and a file of each that changes with it."""
-_SAY_WHERE = ("CUDA_VISIBLE_DEVICES", "VLLM_TARGET_DEVICE")
+_VERSIONS = {"vllm": "_version.py", "torch": "version.py"}
+"""Packages that decide, and a file of each that says which build it is."""
+_VARIABLES = ("CUDA_VISIBLE_DEVICES", "VLLM_TARGET_DEVICE", "VLLM_PLUGINS")
+_DEVICES = Path("/dev")
 
 
-def ask(model: str) -> Mapping[str, Any]:
+def ask(model: str) -> PreflightReport:
     """Ask vLLM, in a process of its own, whether it serves a model: some 10 s of imports.
 
     Raises:
@@ -46,60 +50,74 @@ def ask(model: str) -> Mapping[str, Any]:
     if not lines:
         said = "\n".join(done.stderr.strip().splitlines()[-5:])
         raise ModelError(f"vLLM can't be asked whether it serves {model} (exit code {done.returncode}):\n{said}")
-    report = json.loads(lines[-1])
-    if not report["supported"]:
+    report = msgspec.json.decode(lines[-1], type=PreflightReport)
+    if not report.supported:
         missing = "" if Path(model).is_dir() else "no such folder here, and as a name on the hub: "
-        raise ModelError(f"--model-name {model}: {missing}{report['reason']}")
+        raise ModelError(f"--model-name {model}: {missing}{report.reason}")
     return report
 
 
-def preflight(model: str, ask: Callable[[str], Mapping[str, Any]] = ask) -> Mapping[str, Any]:
-    """As `ask`, but a model that was served by the same vLLM on the same devices before is not asked for again.
+def preflight(model: str, ask: Callable[[str], PreflightReport] = ask, *, again: bool = False) -> PreflightReport:
+    """As `ask`, but if the same installation said yes to the same config.json before, that is the answer.
 
-    The server looks once more when it starts. Only a "yes" is kept, and only of a folder whose config.json says all:
-    not of a name on the hub, nor of a model that brings code along.
+    Only what vLLM's tables say is kept, and only of a folder: not of a name on the hub, nor of a model that vLLM had to
+    try out or that brings code along. The server looks once more when it starts.
+
+    Args:
+        again: ask in any case, and keep or forget by what is said.
     """
-    kept = _place_of_answer(model)
-    if kept is not None and (known := _read(kept)) is not None:
-        return {**known, "model": model}
-    report = ask(model)
+    place = _place_of_answer(model)
+    if place is None:
+        return ask(model)
+    kept = None if again else _read(place)
     if kept is not None:
+        return msgspec.structs.replace(kept, model=model)
+    try:
+        report = ask(model)
+    except ModelError:
+        place.unlink(missing_ok=True)
+        raise
+    if report.by_tables:
         try:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(kept, json.dumps(dict(report)).encode())
+            place.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(place, msgspec.json.encode(report))
         except OSError:
             pass  # a home that can't be written: vLLM is asked again next time
     return report
 
 
 def _place_of_answer(model: str) -> Path | None:
-    """Named after all that the answer depends on; None: that can't be told."""
+    """Named after what the answer depends on; None: that can't be told."""
+    path = [str(Path.cwd()), *sys.path]  # as the process that is asked has it
     try:
         config = (Path(model) / "config.json").read_bytes()
-        builds = [_stamp(package, file) for package, file in _BUILDS.items()]
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        versions = [(_package(name, path) / file).read_bytes() for name, file in _VERSIONS.items()]
+        ours = [file.read_bytes() for file in sorted(_package("vllm_server", path).rglob("*.py"))]
+        cache = Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "grpo").absolute()
     except (OSError, RuntimeError):  # no such file; no home
         return None
     if b"auto_map" in config:
         return None
-    devices = sorted(str(path) for path in Path("/dev").glob("nvidia[0-9]*"))
-    told = json.dumps([sys.executable, builds, devices, [os.environ.get(name) for name in _SAY_WHERE]])
-    return home / CACHE / f"{hashlib.sha256(told.encode() + config).hexdigest()[:32]}.json"
+    devices = sorted(file.name for pattern in ("nvidia*", "dxg") for file in _DEVICES.glob(pattern))
+    where = json.dumps([sys.executable, *devices, *map(os.environ.get, _VARIABLES)])
+    told = hashlib.sha256()
+    for part in (config, where.encode(), *versions, *ours):
+        told.update(hashlib.sha256(part).digest())
+    return cache / "served" / f"{told.hexdigest()[:32]}.json"
 
 
-def _stamp(package: str, file: str) -> tuple[str, int]:
-    """Which build of a package is installed, without importing it."""
-    spec = importlib.util.find_spec(package)
+def _package(name: str, path: list[str]) -> Path:
+    """Its folder; it is not imported."""
+    spec = PathFinder.find_spec(name, path)
     if spec is None or spec.origin is None:
-        raise FileNotFoundError(package)
-    path = Path(spec.origin).with_name(file)
-    return str(path), path.stat().st_mtime_ns
+        raise FileNotFoundError(name)
+    return Path(spec.origin).parent
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path) -> PreflightReport | None:
     """None: not there, or not whole."""
     try:
-        report = json.loads(path.read_text())
-    except (OSError, ValueError):
+        report = msgspec.json.decode(path.read_bytes(), type=PreflightReport)
+    except (OSError, msgspec.MsgspecError):
         return None
-    return report if isinstance(report, dict) and report.get("supported") is True else None
+    return report if report.supported else None

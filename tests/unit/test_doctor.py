@@ -36,6 +36,7 @@ from grpo_trainer.doctor.machine import Gpu, Machine, look, read_gpus
 from grpo_trainer.doctor.machine_checks import SUPPORTED
 from grpo_trainer.doctor.model_files import refuse_missing
 from grpo_trainer.errors import ConfigError, ModelError
+from tests.reports import served_by_vllm
 from vllm_server.protocol.flat import encode_header, lay_out
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +63,7 @@ MODULES = {
 }
 PROBES = Probes(
     ipc=lambda **_: ok("CUDA IPC", "tried"),
-    served=lambda model: {"architectures": ["Qwen2ForCausalLM"], "device": "cuda"},
+    served=lambda model: served_by_vllm(model, "cuda"),
 )
 
 

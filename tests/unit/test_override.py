@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +12,12 @@ from grpo_trainer.config.options import build, override
 from grpo_trainer.config.run import build_run, read_toml
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError
+from tests.processes import ROOT
 
 FILE = {"model-name": "m", "weight_bridge_mode": "lora_only", "lora-rank": 8, "lora_alpha": 32.0, "lr": 1e-3}
+
+MIXED = {**FILE, "vllm_restart_interval": 5}
+"""Wrong, whatever a flag says."""
 
 
 def made(by: dict[str, Any], file: dict[str, Any] = FILE) -> TrainConfig:
@@ -41,7 +44,7 @@ def test_another_mode_takes_the_files_options_of_its_own_along(
         config = made(by)
     assert isinstance(config.bridge, bridge) and config.optimizer.lr == 1e-3
     assert caplog.messages == [
-        f"--weight-bridge-mode {config.bridge.mode}: left out of the file, which is for another: lora-rank, lora_alpha"
+        f"--weight-bridge-mode {config.bridge.mode}: the file's lora-rank, lora_alpha go with its own mode"
     ]
 
 
@@ -49,7 +52,20 @@ def test_the_same_mode_keeps_them_and_what_modes_share_stays(caplog: pytest.LogC
     assert made({"weight_bridge_mode": "lora_only"}) == made({})
     restart = made({"weight_bridge_mode": "lora_restart", "lora_r": 16}, {**FILE, "lora_keep_versions": 4})
     assert restart.bridge.model_dump(include={"mode", "r", "alpha"}) == {"mode": "lora_restart", "r": 16, "alpha": 32.0}
-    assert [message.rpartition(": ")[2] for message in caplog.messages] == ["lora_keep_versions"]
+    assert caplog.messages == ["--weight-bridge-mode lora_restart: the file's lora_keep_versions go with its own mode"]
+
+
+@pytest.mark.parametrize("file", [{"single_copy": True}, {"weight-bridge-mode": "shared_vllm", "in_flight": "abort"}])
+def test_single_copy_is_a_mode_in_a_file_too_and_can_be_undone(file: dict[str, Any]) -> None:
+    file = {"model": "m", **file}
+    assert isinstance(made({"weight_bridge_mode": "lora_only"}, file).bridge, LoraOnly)
+    assert isinstance(made({"single_copy": False, "weight_bridge_mode": "none"}, file).bridge, CheckpointRestart)
+    assert isinstance(made({}, file).bridge, SharedVllm)
+
+
+def test_no_single_copy_undoes_the_files() -> None:
+    assert isinstance(made({"single_copy": False}, {"model": "m", "single_copy": True}).bridge, CheckpointRestart)
+    assert isinstance(made({"single_copy": False}).bridge, LoraOnly)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +73,16 @@ def test_the_same_mode_keeps_them_and_what_modes_share_stays(caplog: pytest.LogC
     [
         ({**FILE, "weight_bridge_mode": "none"}, {}, "belongs to --weight-bridge-mode lora_only, lora_restart"),
         (FILE, {"weight_bridge_mode": "none", "lora_r": 4}, "--lora-r: belongs to"),  # said for this very mode
+        (
+            {**FILE, "vllm_restart_interval": 5},
+            {"weight_bridge_mode": "lora_only"},
+            "--vllm-restart-interval: belongs to",
+        ),
+        (
+            {**FILE, "vllm_restart_interval": 5},
+            {"weight_bridge_mode": "shared_vllm"},
+            "--vllm-restart-interval: belongs",
+        ),
         ({**FILE, "lora_rnak": 4}, {"weight_bridge_mode": "none"}, "lora_rnak: unknown"),
         (FILE, {"weight_bridge_mode": "nine"}, "--weight-bridge-mode nine: wanted one of"),
     ],
@@ -66,7 +92,7 @@ def test_what_is_wrong_by_itself_stays_an_error(file: dict[str, Any], by: dict[s
         made(by, file)
 
 
-@pytest.mark.parametrize("mode", ["none", "shared_vllm", "lora_restart"])
+@pytest.mark.parametrize("mode", ["none", "shared_vllm", "lora_restart", "lora_only"])
 def test_the_quickstarts_file_serves_every_mode(mode: str) -> None:
-    file = read_toml(Path("configs/quickstart.toml"))
+    file = read_toml(ROOT / "configs" / "quickstart.toml")
     assert build_run(file, {"model_name": "m", "weight_bridge_mode": mode}, []).trainer.bridge.mode == mode

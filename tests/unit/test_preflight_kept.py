@@ -2,40 +2,44 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import pytest
 
 from grpo_trainer.errors import ModelError
 from grpo_trainer.launch import preflight as module
-from grpo_trainer.launch.preflight import CACHE, preflight
-
-pytestmark = pytest.mark.usefixtures("home")
+from grpo_trainer.launch.preflight import preflight
+from tests.reports import served_by_vllm
+from vllm_server.protocol import PreflightReport
 
 
 class Vllm:
     """Answers, and counts how often it was asked."""
 
-    def __init__(self, *, serves: bool = True) -> None:
-        self.serves = serves
+    def __init__(self, *, by_tables: bool = True) -> None:
+        self.serves = True
+        self.by_tables = by_tables
         self.asked: list[str] = []
 
-    def __call__(self, model: str) -> Mapping[str, Any]:
+    def __call__(self, model: str) -> PreflightReport:
         self.asked.append(model)
         if not self.serves:
             raise ModelError(f"--model-name {model}: not served")
-        return {"model": model, "supported": True, "architectures": ["LlamaForCausalLM"], "device": "cpu"}
+        return msgspec.structs.replace(served_by_vllm(model, "cpu"), by_tables=self.by_tables)
+
+    def was_asked(self) -> bool:
+        """Since this was last looked at."""
+        asked, self.asked = self.asked, []
+        return bool(asked)
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / CACHE
+@pytest.fixture(autouse=True)
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the answers."""
+    monkeypatch.setenv(module.CACHE_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache" / "served"
 
 
 @pytest.fixture
@@ -46,63 +50,100 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder where packages of these names are looked for first."""
+    folder = tmp_path / "installed"
+    for name in ("vllm", "torch", "vllm_server"):
+        (folder / name).mkdir(parents=True)
+        for file in ("__init__.py", "_version.py", "version.py"):
+            (folder / name / file).write_text("first")
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
 def test_a_model_that_is_served_is_asked_for_once_wherever_it_lies(model: Path, tmp_path: Path) -> None:
     vllm = Vllm()
     first = preflight(str(model), vllm)
     copy = shutil.copytree(model, tmp_path / "copy")
-    assert preflight(str(copy), vllm) == {**first, "model": str(copy)}
+    assert preflight(str(copy), vllm) == msgspec.structs.replace(first, model=str(copy))
     assert vllm.asked == [str(model)]
 
 
-def test_another_configuration_vllm_or_device_is_asked_for(
+@pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "VLLM_TARGET_DEVICE", "VLLM_PLUGINS"])
+def test_in_another_environment_it_is_asked_for(model: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    vllm = Vllm()
+    for value in ("", "7"):
+        monkeypatch.setenv(variable, value)
+        assert preflight(str(model), vllm).supported and vllm.was_asked()
+        assert preflight(str(model), vllm).supported and not vllm.was_asked()
+
+
+@pytest.mark.parametrize("changed", ["vllm/_version.py", "torch/version.py", "vllm_server/deep/down.py"])
+def test_of_another_installation_it_is_asked_for(model: Path, installed: Path, changed: str) -> None:
+    vllm = Vllm()
+    preflight(str(model), vllm)
+    file = installed / changed
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("second")
+    vllm.was_asked()
+    preflight(str(model), vllm)
+    assert vllm.was_asked()
+    preflight(str(model), vllm)
+    assert not vllm.was_asked()
+
+
+def test_another_configuration_or_device_is_asked_for(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm = Vllm()
+    monkeypatch.setattr(module, "_DEVICES", tmp_path)
     preflight(str(model), vllm)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    (tmp_path / "nvidia0").touch()
+    vllm.was_asked()
     preflight(str(model), vllm)
-    (model / "config.json").write_text('{"architectures": ["BertForMaskedLM"]}')
+    assert vllm.was_asked()
+    (model / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "head_dim": 7}')
     preflight(str(model), vllm)
-    package = tmp_path / "installed"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "_version.py").touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(module, "_BUILDS", {**module._BUILDS, "installed": "_version.py"})
-    for time in (1, 2, 2):
-        os.utime(package / "_version.py", (time, time))
-        preflight(str(model), vllm)
-    assert len(vllm.asked) == 5
+    assert vllm.was_asked()
 
 
-def test_a_refusal_is_not_kept(model: Path, home: Path) -> None:
+def test_a_refusal_is_not_kept_and_takes_an_older_yes_away(model: Path, kept: Path) -> None:
+    vllm = Vllm()
+    preflight(str(model), vllm)
+    vllm.serves = False
+    assert preflight(str(model), vllm).supported, "it was asked"
     with pytest.raises(ModelError):
-        preflight(str(model), Vllm(serves=False))
-    assert not home.exists()
+        preflight(str(model), vllm, again=True)
+    assert not list(kept.iterdir())
+    with pytest.raises(ModelError):
+        preflight(str(model), vllm)
 
 
-@pytest.mark.parametrize("name", ["org/model", "code"])
+@pytest.mark.parametrize("name", ["org/model", "code", "tried out"])
 def test_neither_is_what_can_change_unseen(name: str, model: Path, tmp_path: Path) -> None:
-    shutil.copytree(model, tmp_path / "code")
-    (tmp_path / "code" / "config.json").write_text('{"auto_map": {"AutoModel": "modeling.Own"}}')
-    vllm, asked = Vllm(), str(tmp_path / name) if name == "code" else name
-    assert preflight(asked, vllm) == preflight(asked, vllm)
-    assert len(vllm.asked) == 2
+    vllm = Vllm(by_tables=name != "tried out")
+    asked = name if name == "org/model" else str(model)
+    if name == "code":
+        (model / "config.json").write_text('{"auto_map": {"AutoModel": "modeling.Own"}}')
+    for _ in range(2):
+        assert preflight(asked, vllm).supported and vllm.was_asked()
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"supported": false}'])
-def test_a_damaged_answer_is_replaced(model: Path, home: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"supported": true}', b"\xff"])
+def test_a_damaged_answer_is_replaced(model: Path, kept: Path, damage: bytes) -> None:
     vllm = Vllm()
-    preflight(str(model), vllm)
-    (kept,) = home.iterdir()
-    kept.write_text(damage)
-    preflight(str(model), vllm)
-    assert len(vllm.asked) == 2 and json.loads(kept.read_text())["supported"] is True
+    whole = preflight(str(model), vllm)
+    (answer,) = kept.iterdir()
+    answer.write_bytes(damage)
+    assert preflight(str(model), vllm) == whole and len(vllm.asked) == 2
+    assert msgspec.json.decode(answer.read_bytes(), type=PreflightReport) == whole
 
 
-def test_where_nothing_can_be_kept_it_is_asked_each_time(model: Path, home: Path) -> None:
-    home.parent.mkdir(parents=True)
-    home.touch()  # a file where the folder would be
+def test_where_nothing_can_be_kept_it_is_asked_each_time(model: Path, kept: Path) -> None:
+    kept.parent.mkdir()
+    kept.touch()  # a file where the folder would be
     vllm = Vllm()
-    assert preflight(str(model), vllm) == preflight(str(model), vllm)
-    assert len(vllm.asked) == 2
+    for _ in range(2):
+        assert preflight(str(model), vllm).supported and vllm.was_asked()

@@ -47,4 +47,5 @@ print(os.environ[sockets.FOLDER_VARIABLE], tempfile.gettempdir(), os.path.dirnam
     assert done.returncode == 0, done.stderr
     variable, files, sockets_folder = done.stdout.split()
     assert (variable, files) == ("/tmp", str(long))
-    assert Path(sockets_folder).parent == Path("/tmp") and not Path(sockets_folder).exists(), "it stays behind"
+    assert Path(sockets_folder).parent == Path("/tmp")
+    assert not Path(sockets_folder).exists(), "it stays behind"
