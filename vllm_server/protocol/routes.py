@@ -1,0 +1,33 @@
+"""Where the server listens: its routes and headers."""
+
+from typing import Final
+
+DEFAULT_PORT: Final = 9001
+
+VERSION_HEADER: Final = "x-policy-version"
+"""Response header of vLLM's own /v1 completion routes: the version that answered."""
+
+VERSION_END_HEADER: Final = "x-policy-version-end"
+"""Beside it if shared weights changed while the request ran (not for streams, whose headers go first): the version at
+its end. What was answered is a mixture."""
+
+GENERATE_ROUTE: Final = "/generate"
+HEALTH_ROUTE: Final = "/health"
+HEALTH_GENERATE_ROUTE: Final = "/health_generate"
+LORA_LOAD_ROUTE: Final = "/lora/load"
+LORA_UNLOAD_ROUTE: Final = "/lora/unload"
+LORA_STATUS_ROUTE: Final = "/lora/status"
+LORA_CHANNEL_ROUTE: Final = "/lora/channel"
+LORA_CHANNEL_CLOSE_ROUTE: Final = "/lora/channel/close"
+BRIDGE_INFO_ROUTE: Final = "/bridge/info"
+BRIDGE_IS_PAUSED_ROUTE: Final = "/bridge/is_paused"
+BRIDGE_PAUSE_ROUTE: Final = "/bridge/pause"
+BRIDGE_RESUME_ROUTE: Final = "/bridge/resume"
+BRIDGE_SLEEP_ROUTE: Final = "/bridge/sleep"
+BRIDGE_WAKE_UP_ROUTE: Final = "/bridge/wake_up"
+BRIDGE_IS_SLEEPING_ROUTE: Final = "/bridge/is_sleeping"
+BRIDGE_STATE_DICT_INFO_ROUTE: Final = "/bridge/state_dict_info"
+BRIDGE_DEBUG_ROUTE: Final = "/bridge/debug"
+BRIDGE_LIST_ENDPOINTS_ROUTE: Final = "/bridge/list_endpoints"
+BRIDGE_UPDATE_BEGIN_ROUTE: Final = "/bridge/update/begin"
+BRIDGE_UPDATE_END_ROUTE: Final = "/bridge/update/end"
