@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -18,8 +20,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # What `grpo run` keeps from one start to the next is these tests' own.
-_cache = tempfile.TemporaryDirectory(prefix="grpo-cache-")
-os.environ["GRPO_CACHE"] = _cache.name
+os.environ["GRPO_CACHE"] = tempfile.mkdtemp(prefix="grpo-cache-")
+atexit.register(shutil.rmtree, os.environ["GRPO_CACHE"], ignore_errors=True)
 
 # The machine that runs the tests may be busy with a server beside them: slowness is no failure.
 settings.register_profile("grpo", deadline=None)
