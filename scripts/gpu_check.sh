@@ -14,7 +14,7 @@ out=$repository/runs/gpu-check-$(date +%Y%m%d-%H%M%S)
 mkdir -p "$out"
 declare -A outcome=()
 
-# part NAME COMMAND…: goes on after a failure, so that one visit tells all.
+# part NAME COMMAND…: goes on after a failure, so that one run tells all.
 part() {
     local name=$1 seconds=$SECONDS
     shift
