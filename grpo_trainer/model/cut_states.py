@@ -2,8 +2,8 @@
 
 Each process writes its part into one folder, and as many as there are then read theirs from it. A state of its
 parameter's shape is cut as the parameter is: `NAME/exp_avg`, or `NAME/exp_avg/flat` if the optimizer has it flat. A
-single number is everybody's, `NAME/step`. What has another shape (scales of quantised blocks, through which another cut
-would go) is of one process among so many, `NAME/exp_avg_scale/0of2`, and can be read by as many alone.
+single number is everybody's, `NAME/step`. What has another shape, scales of blocks in 8 bits, is of one process among
+so many, `NAME/exp_avg_scale/0of2`; other processes, whose blocks may begin elsewhere, make theirs from all of them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ from torch.nn import Parameter
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import honest_file
 from grpo_trainer.model.export import own_rows
+from grpo_trainer.optim import AdamW8bit
+from grpo_trainer.optim.eight_bits import Scaled, recoded
 
 STATES_FOLDER = "optimizer_states"
 FLAT = "flat"
+SCALE = "_scale"
 
 States = dict[int, dict[str, Any]]
 """By a parameter's place in the optimizer, as in its `state_dict`."""
@@ -79,6 +82,17 @@ class Place:
 
     def __str__(self) -> str:
         return f"{self.rank}of{self.count}"
+
+    @classmethod
+    def parsed(cls, text: str) -> Place:
+        """What `str` has made of it."""
+        rank, _, count = text.partition("of")
+        return cls(int(rank), int(count))
+
+    def rows(self, count: int) -> range:
+        """Its own of so many, as FSDP2 cuts them."""
+        each = -(-count // self.count)
+        return range(min(self.rank * each, count), min((self.rank + 1) * each, count))
 
 
 # ---------------------------------------------------------------- writing
@@ -143,7 +157,7 @@ def read_states(path: Path, parts: Sequence[Part], place: Place) -> States:
     A parameter of which none were written has none here: who calls has seen to it that the same are trained.
 
     Raises:
-        ConfigError: some can be read only by as many processes as wrote them, or they can't be read.
+        ConfigError: they can't be read.
     """
     reader = FileSystemReader(path / STATES_FOLDER)
     by_name = {part.name: (number, part) for number, part in enumerate(parts)}
@@ -151,17 +165,36 @@ def read_states(path: Path, parts: Sequence[Part], place: Place) -> States:
     for key, saved in reader.read_metadata().state_dict_metadata.items():
         name, _, *more = key.split("/")
         assert isinstance(saved, TensorStorageMetadata)
-        if name in by_name and (more in ([], [FLAT]) or _is_for(place, more[0], path)):
+        if name in by_name and (more in ([], [FLAT]) or _is_for(place, Place.parsed(more[0]))):
             targets[key] = _target(by_name[name][1], saved)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # just as it is meant
         _load(targets, reader, path)
     states: States = {number: {} for number in range(len(parts))}
+    scales: dict[tuple[int, str], dict[Place, Tensor]] = {}
     for key, value in targets.items():
         name, state, *more = key.split("/")
-        own = _plain(value)
-        states[by_name[name][0]][state] = own.flatten() if more == [FLAT] else own
+        number, own = by_name[name][0], _plain(value)
+        if more in ([], [FLAT]) or Place.parsed(more[0]) == place:
+            states[number][state] = own.flatten() if more else own
+        else:
+            scales.setdefault((number, state.removesuffix(SCALE)), {})[Place.parsed(more[0])] = own
+    for (number, state), written in scales.items():
+        _recut(parts[number], state, states[number], written)
     return {number: state for number, state in states.items() if state}
+
+
+def _recut(part: Part, name: str, state: dict[str, Any], written: Mapping[Place, Tensor]) -> None:
+    """Give a state in 8 bits blocks of this process's part. Each writer's scales are of the rows that it had."""
+    shape, own = part.whole.shape, tuple(part.own.shape)
+    row = shape[1:].numel()
+    known = []
+    for place, scales in written.items():
+        rows = place.rows(shape[0])
+        known.append(Scaled(scales, (len(rows), *shape[1:]), rows.start * row))
+    first = (own_rows(part.whole).start if isinstance(part.whole, DTensor) else 0) * row
+    signed = AdamW8bit.signed[name]
+    state[name], state[name + SCALE] = recoded(state[name], known, own, first, signed=signed)
 
 
 def _load(targets: dict[str, Tensor], reader: FileSystemReader, path: Path) -> None:
@@ -175,30 +208,28 @@ def _load(targets: dict[str, Tensor], reader: FileSystemReader, path: Path) -> N
         ) from None
 
 
-def cut_states(path: Path, states: States, parts: Sequence[Part], place: Place) -> States:
-    """This process's part of what one process has written as a whole.
-
-    Raises:
-        ConfigError: some can't be cut.
-    """
+def cut_states(states: States, parts: Sequence[Part]) -> States:
+    """This process's part of what one process has written as a whole."""
     found: States = {}
     for number, part in enumerate(parts):
-        found[number] = {}
-        for key, value in states.get(part.number, {}).items():
-            if isinstance(value, Tensor) and value.ndim:
-                assert isinstance(part.whole, DTensor)
-                if value.shape != part.whole.shape:
-                    raise _not_recut(path, 1, place.count)
-                value = value[own_rows(part.whole)]
-            found[number][key] = value
+        state = found[number] = dict(states.get(part.number, {}))
+        assert isinstance(part.whole, DTensor)
+        own = own_rows(part.whole)
+        in_blocks = [key.removesuffix(SCALE) for key in state if key.endswith(SCALE)]
+        for key, value in state.items():
+            if key in in_blocks:
+                state[key] = value.view(part.whole.shape)[own].flatten()
+            elif isinstance(value, Tensor) and value.ndim and not key.endswith(SCALE):
+                assert value.shape == part.whole.shape
+                state[key] = value[own]
+        for key in in_blocks:
+            _recut(part, key, state, {Place(): state[key + SCALE]})
     return found
 
 
-def _is_for(place: Place, writer: str, path: Path) -> bool:
-    _, _, count = writer.partition("of")
-    if int(count) != place.count:
-        raise _not_recut(path, int(count), place.count)
-    return writer == str(place)
+def _is_for(place: Place, writer: Place) -> bool:
+    """One's own are enough if there are as many as there were."""
+    return writer.count != place.count or writer == place
 
 
 def _target(part: Part, saved: TensorStorageMetadata) -> Tensor:
@@ -213,10 +244,3 @@ def _plain(value: Tensor) -> Any:
     if isinstance(value, DTensor):
         return value.to_local()
     return int(value) if value.ndim == 0 and value.dtype == torch.int64 else value
-
-
-def _not_recut(path: Path, was: int, now: int) -> ConfigError:
-    return ConfigError(
-        f"--resume {path}: the states of its optimizer are quantised in blocks of what each of {was} trainer processes "
-        f"had, there are {now} now; go on with {was} (--trainer-gpus, --sharding)"
-    )

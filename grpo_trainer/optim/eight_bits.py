@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
 BLOCK = 256
+RECODED = 1 << 23
+"""Values at one time, a multiple of the block."""
 
 
 @cache
@@ -38,3 +43,64 @@ def encoded(values_n: Tensor, midpoints: Tensor) -> tuple[Tensor, Tensor]:
 def decoded(codes_n: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
     """What was `encoded`, in fp32."""
     return levels[codes_n.int()] * scales.repeat_interleave(BLOCK)[: len(codes_n)]
+
+
+# ---------------------------------------------------------------- other blocks
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Scales of the blocks of some rows of a parameter. Matrices of a stack have blocks of their own.
+
+    Attributes:
+        scales: in order.
+        shape: of those rows.
+        first: the flat place of their first value in the whole parameter.
+    """
+
+    scales: Tensor
+    shape: tuple[int, ...]
+    first: int
+
+    @property
+    def end(self) -> int:
+        return self.first + math.prod(self.shape)
+
+    def of(self, start: int, end: int) -> Tensor:
+        """For each value of a stretch of the whole parameter that lies within these rows."""
+        place = torch.arange(start - self.first, end - self.first, device=self.scales.device)
+        matrix = math.prod(self.shape[-2:])
+        return self.scales[place // matrix * -(-matrix // BLOCK) + place % matrix // BLOCK]
+
+
+def recoded(
+    codes_n: Tensor, known: Sequence[Scaled], shape: tuple[int, ...], first: int, *, signed: bool
+) -> tuple[Tensor, Tensor]:
+    """Codes of some rows and the scales of their own blocks, from scales of blocks that may begin elsewhere.
+
+    A block whose values all had one scale keeps it, and its codes: so it is with all where rows have a multiple of 256
+    values. Of the others all values are rounded once more.
+
+    Args:
+        codes_n: flat; on whatever device.
+        known: of rows that cover these.
+        shape, first: as `Scaled` has them.
+        signed: see `levels_of`.
+    """
+    levels, midpoints = levels_of(signed, codes_n.device)
+    matrix = math.prod(shape[-2:])
+    found = [(codes_n[:0], codes_n.new_empty(0, dtype=torch.float32))]
+    for begin in range(0, len(codes_n), matrix or 1):
+        for start in range(begin, begin + matrix, RECODED):
+            end = min(start + RECODED, begin + matrix)
+            parts = [(each, max(first + start, each.first), min(first + end, each.end)) for each in known]
+            scales_n = torch.cat([part.of(low, high) for part, low, high in parts if low < high]).to(codes_n.device)
+            old_n = codes_n[start:end]
+            new_n, new = encoded(levels[old_n.int()] * scales_n, midpoints)
+            padded = torch.cat([scales_n, scales_n[-1:].expand(-len(scales_n) % BLOCK)]).view(-1, BLOCK)
+            old, highest = padded.aminmax(dim=-1)
+            kept = old == highest
+            kept_n = kept.repeat_interleave(BLOCK)[: len(old_n)]
+            found.append((torch.where(kept_n, old_n, new_n), torch.where(kept, old, new)))
+    codes, scales = zip(*found, strict=True)
+    return torch.cat(codes), torch.cat(scales)

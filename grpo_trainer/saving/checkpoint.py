@@ -328,7 +328,7 @@ class Checkpoints:
             return whole
         parts = whole_parts(self._policy.model) if self._shards is None else self._shards.parts
         place = Place() if self._shards is None else self._shards.place
-        states = read_states(path, parts, place) if whole is None else cut_states(path, whole["state"], parts, place)
+        states = read_states(path, parts, place) if whole is None else cut_states(whole["state"], parts)
         return {**self._optimizer.state_dict(), "state": states}
 
     def _check_kind(self, path: Path) -> None:

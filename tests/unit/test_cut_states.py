@@ -46,12 +46,12 @@ def test_states_come_back_under_the_names_of_parameters(tmp_path: Path, name: st
             assert torch.equal(torch.as_tensor(got), torch.as_tensor(value)), key
 
 
-def test_states_in_blocks_are_read_by_as_many_processes_as_wrote_them(tmp_path: Path) -> None:
-    model, optimizer = trained("adamw_8bit")
-    write_states(tmp_path, whole_parts(model), optimizer, Place(0, 2), group=None)
-    assert read_states(tmp_path, whole_parts(model), Place(0, 2))
-    with pytest.raises(ConfigError, match=r"each of 2 trainer processes had, there are 1 now; go on with 2"):
-        read_states(tmp_path, whole_parts(model), Place())
+@pytest.mark.parametrize(("rows", "processes"), [(5, 2), (4, 2), (1, 2), (7, 3), (3, 4), (0, 2)])
+def test_rows_are_cut_as_torch_cuts_them(rows: int, processes: int) -> None:
+    cut = [list(Place(rank, processes).rows(rows)) for rank in range(processes)]
+    chunks = torch.arange(rows).chunk(processes) if rows else ()
+    assert [one for one in cut if one] == [chunk.tolist() for chunk in chunks]
+    assert Place.parsed(str(Place(1, processes))) == Place(1, processes)
 
 
 def test_states_that_can_not_be_written_are_an_error_that_names_the_place(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -41,7 +42,9 @@ from grpo_trainer.distributed import (
 from grpo_trainer.errors import ConfigError, DriftError, GrpoError, TrainingError
 from grpo_trainer.follower import obey
 from grpo_trainer.metrics.types import Max, Mean, Sum
+from grpo_trainer.model import cut_states
 from grpo_trainer.model.cut_states import STATES_FOLDER
+from grpo_trainer.optim.eight_bits import recoded
 from grpo_trainer.saving.manifest import DamagedError, check_files, read_state
 from grpo_trainer.trainer import Trainer
 from tests.integration.serving import save_tiny_model
@@ -246,6 +249,31 @@ def test_two_processes_train_as_one_does(tmp_path: Path, options: tuple[str, ...
             config = json.loads((tmp_path / f"checkpoints{size}" / "step_3" / "config.json").read_text())
             assert config["architectures"] == ["Qwen2ForCausalLM"]
         check_resumed(tmp_path, options, alone, together)
+
+
+def test_states_in_8_bits_are_cut_anew_for_another_number_of_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny_model(tmp_path / "model")
+    eight = ("weight_bridge_mode=none", "optimizer=adamw_8bit", "lr=1e-4", "sharding=full")
+    saved = {size: run(size, tmp_path, *eight) for size in (1, 2)}
+    ends = (tmp_path / str(number) for number in itertools.count())
+
+    def off(size: int, writers: int) -> float:
+        """How far from where the writers themselves came to."""
+        resumed = f"resume={tmp_path}/checkpoints{writers}/step_3"
+        gone_on = run(size, tmp_path, *eight, resumed, f"save_path={next(ends)}")
+        return max_difference(gone_on["weights"], saved[writers]["later"])
+
+    def forgotten(codes: torch.Tensor, *of_it: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, scales = recoded(codes, *of_it, **more)
+        return codes, torch.zeros_like(scales)
+
+    assert off(2, 2) == 0
+    found = off(1, 2), off(2, 1)
+    monkeypatch.setattr(cut_states, "recoded", forgotten)
+    lost = off(1, 2)
+    assert max(found) < 5e-5 < 1e-4 < lost, (found, lost)  # the blocks of steps to come are others, too
 
 
 def check_resumed(folder: Path, options: Sequence[str], alone: dict[str, Any], together: dict[str, Any]) -> None:
