@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
 from environments.arithmetic import ProblemSet
-from grpo_trainer.bench.sync.random_model import EOS, model_config, numbered_tokenizer
+from grpo_trainer.bench.sync.random_model import EOS, numbered_tokenizer, random_model
 from grpo_trainer.bench.sync.shapes import SHAPES
 from grpo_trainer.files import whole_folder
 
@@ -44,7 +44,8 @@ def main(
         sys.exit(f"--shape {shape}: wanted one of {', '.join(SHAPES)}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
-    model = _random_model(shape, device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    model = random_model(SHAPES[shape], dtype, device)
     tokenizer = numbered_tokenizer(SHAPES[shape].vocab)
     problems = ProblemSet.of(10, 49).train
     rows = [tokenizer(problem.prompt + problem.answer + EOS)["input_ids"] for problem in problems]
@@ -55,18 +56,6 @@ def main(
         tokenizer.save_pretrained(writing)
         model.save_pretrained(writing)
     print(out)
-
-
-def _random_model(shape: str, device: torch.device) -> Qwen2ForCausalLM:
-    """In bfloat16 on a GPU, made where it is to stay."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            return Qwen2ForCausalLM(model_config(SHAPES[shape], dtype))
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _learn(model: Qwen2ForCausalLM, tokens_BT: Tensor, prompt: int, max_steps: int) -> bool:

@@ -70,11 +70,16 @@ class Leaf:
     @property
     def key(self) -> str:
         """Its name in TOML and in messages, with underscores."""
-        return self.flags[0].removeprefix("--").replace("-", "_")
+        return key_of(self.flags[0])
 
     @property
     def is_bool(self) -> bool:
         return self.field.annotation in (bool, bool | None)
+
+
+def key_of(flag: str) -> str:
+    """A flag's name in TOML: `lora_r` for `--lora-r`."""
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def leaves(root: type[Section], path: tuple[str, ...] = (), choice: type[Section] | None = None) -> Iterator[Leaf]:
@@ -126,7 +131,7 @@ def build(root: type[C], given: Mapping[str, Any], *, where: str = "") -> C:
         if leaf.choice is None and len(leaf.path) > 1:
             tree.setdefault(leaf.path[0], {})  # so that what a section lacks is reported by its own name
         for flag in leaf.flags:
-            by_key.setdefault(flag.removeprefix("--").replace("-", "_"), []).append(leaf)
+            by_key.setdefault(key_of(flag), []).append(leaf)
     for raw_key, value in given.items():
         candidates = by_key.get(raw_key.replace("-", "_"))
         if candidates is None:
@@ -151,21 +156,23 @@ def override(root: type[Section], given: Mapping[str, Any], by: Mapping[str, Any
 
     If another member of a union is chosen, options that only the former has go, with a warning.
     """
-    keys = {flag.removeprefix("--").replace("-", "_"): leaf.key for leaf in leaves(root) for flag in leaf.flags}
+    keys = {key_of(flag): leaf.key for leaf in leaves(root) for flag in leaf.flags}
 
-    def key_of(written: str) -> str:
-        return keys.get(written.replace("-", "_"), written.replace("-", "_"))
+    def first_name(written: str) -> str:
+        key = written.replace("-", "_")
+        return keys.get(key, key)
 
-    anew = {key_of(written): value for written, value in root.normalised(by).items()}
-    former = {key_of(written): value for written, value in root.normalised(given).items()}
-    kept = {written: value for written, value in given.items() if key_of(written) not in {*anew, *map(key_of, by)}}
+    given_anew = root.normalised(by)
+    anew = {first_name(written): value for written, value in given_anew.items()}
+    former = {first_name(written): value for written, value in root.normalised(given).items()}
+    gone = {*anew, *map(first_name, by)}
     for tag in filter(_is_tag, unique_leaves(root)):
-        foreign = _foreign(root, tag, former.get(tag.key), anew.get(tag.key))
-        gone = [written for written in kept if key_of(written) in foreign]
-        if gone:
-            log.warning("%s %s: the file's %s go with its own mode", tag.flags[0], anew[tag.key], ", ".join(gone))
-        kept = {written: value for written, value in kept.items() if written not in gone}
-    return {**kept, **root.normalised(by)}
+        foreign = _foreign(root, tag, former.get(tag.key, _default_tag([tag])), anew.get(tag.key))
+        left_out = [written for written in given if first_name(written) in foreign - gone]
+        if left_out:
+            log.warning("%s %s: the file's %s go with its own mode", tag.flags[0], anew[tag.key], ", ".join(left_out))
+        gone |= foreign
+    return {**{written: value for written, value in given.items() if first_name(written) not in gone}, **given_anew}
 
 
 def _foreign(root: type[Section], tag: Leaf, former: Any, picked: Any) -> set[str]:
@@ -174,8 +181,7 @@ def _foreign(root: type[Section], tag: Leaf, former: Any, picked: Any) -> set[st
     for leaf in leaves(root):
         if leaf.choice is not None and leaf.path[:-1] == tag.path[:-1]:
             members.setdefault(_tag_of(leaf.choice), set()).add(leaf.key)
-    former = next(iter(members)) if former is None else former
-    if former == picked or former not in members or picked not in members:
+    if former not in members or picked not in members:
         return set()
     return members[former] - members[picked]
 
@@ -309,7 +315,7 @@ def with_options(
         keys: dict[str, tuple[str, bool]] = {}  # by a parameter: the option's, and whether it turns that off
         for leaf in unique_leaves(root):
             for flag in leaf.flags:
-                key = flag.removeprefix("--").replace("-", "_")
+                key = key_of(flag)
                 made = [_parameter(leaf, flag, prefix, root, hidden=key in hidden)]
                 if leaf.is_bool:
                     made.append(_negative(leaf, flag, prefix))

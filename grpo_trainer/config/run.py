@@ -31,7 +31,7 @@ from pydantic import field_validator, model_validator
 
 from grpo_trainer.config.bridge import SharedVllm
 from grpo_trainer.config.environments import EnvironmentProcess, check_environments
-from grpo_trainer.config.options import Section, build, leaves, option, override, split_arguments
+from grpo_trainer.config.options import Section, build, key_of, leaves, option, override, split_arguments
 from grpo_trainer.config.server import SAID_TWICE, ServerProcess, flags_of_one, one_server, why_not_shared
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError
@@ -179,7 +179,7 @@ def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Seque
 def _leave_to_flags(given: dict[str, dict[str, Any]], typed: Mapping[str, Mapping[str, Any]]) -> None:
     """Options of the server have two names: what a flag says by one, the file has said in vain by the other."""
     for name in SAID_TWICE:
-        bare = flags_of_one(name)[1].removeprefix("--").replace("-", "_")
+        bare = key_of(flags_of_one(name)[1])
         for table, key, other, others_key in (("server", name, "trainer", bare), ("trainer", bare, "server", name)):
             if key in typed[table]:
                 given[other] = {k: value for k, value in given[other].items() if k.replace("-", "_") != others_key}

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import field_validator, model_validator
 
-from grpo_trainer.config.options import Section, leaves, option, shown, split_arguments
+from grpo_trainer.config.options import Section, key_of, leaves, option, shown, split_arguments
 from grpo_trainer.errors import ConfigError
 from vllm_server.protocol import DEFAULT_PORT
 
@@ -59,7 +59,7 @@ class ServedOptions(Section):
     @classmethod
     def flag_of(cls, flag: str) -> str | None:
         """Our option for a flag of vLLM's, if there is one."""
-        name = SHORT.get(flag) or flag.removeprefix("--").replace("-", "_")
+        name = SHORT.get(flag) or key_of(flag)
         if flag in TRAINERS:
             return TRAINERS[flag]
         return cls.flags().get(name) if flag.startswith("-") else None
@@ -243,7 +243,7 @@ def flags_of_one(name: str) -> tuple[str, str]:
     return ServerProcess.flags()[name], VllmConfig.flags()[name]
 
 
-SAID_OTHERWISE = tuple(flags_of_one(name)[1].removeprefix("--").replace("-", "_") for name in SAID_TWICE)
+SAID_OTHERWISE = tuple(key_of(flags_of_one(name)[1]) for name in SAID_TWICE)
 """Their keys as the trainer has them, which a run's help leaves out."""
 
 

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -75,15 +76,20 @@ def preflight(model: str, ask: Callable[[str], PreflightReport] = ask, *, again:
     try:
         report = ask(model)
     except ModelError:
-        place.unlink(missing_ok=True)
+        _keep(place, None)
         raise
-    if report.by_tables:
-        try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(place, msgspec.json.encode(report))
-        except OSError:
-            pass  # a home that can't be written: vLLM is asked again next time
+    _keep(place, report if report.by_tables else None)
     return report
+
+
+def _keep(place: Path, report: PreflightReport | None) -> None:
+    """Or forget what was there. Where nothing can be written vLLM is asked each time."""
+    with suppress(OSError):
+        if report is None:
+            place.unlink(missing_ok=True)
+            return
+        place.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(place, msgspec.json.encode(report))
 
 
 def _place_of_answer(model: str) -> Path | None:

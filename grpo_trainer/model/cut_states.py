@@ -31,11 +31,10 @@ from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import honest_file
 from grpo_trainer.model.export import own_rows
 from grpo_trainer.optim import AdamW8bit
-from grpo_trainer.optim.eight_bits import Scaled, recoded
+from grpo_trainer.optim.eight_bits import SCALE, Scaled, recoded
 
 STATES_FOLDER = "optimizer_states"
 FLAT = "flat"
-SCALE = "_scale"
 
 States = dict[int, dict[str, Any]]
 """By a parameter's place in the optimizer, as in its `state_dict`."""

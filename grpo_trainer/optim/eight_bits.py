@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 BLOCK = 256
+SCALE = "_scale"
+"""After a state's name: the scales of its blocks."""
 RECODED = 1 << 23
 """Values at one time, a multiple of the block."""
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from grpo_trainer.optim.eight_bits import BLOCK, decoded, encoded, levels_of
+from grpo_trainer.optim.eight_bits import BLOCK, SCALE, decoded, encoded, levels_of
 from grpo_trainer.optim.landing import Job, LandingOptimizer, Rates, TwoPartOptimizer, land
 
 
@@ -96,14 +96,14 @@ class AdamW8bit(LandingOptimizer):
     arithmetic = staticmethod(adam_8bit)
     block = BLOCK
     signed: ClassVar[Mapping[str, bool]] = MappingProxyType({"exp_avg": True, "exp_avg_sq_root": False})
-    """States in 8 bits, each with its scales beside it (`NAME_scale`), and whether they have signs."""
+    """States in 8 bits, each with its scales beside it (NAME + `SCALE`), and whether they have signs."""
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         blocks = sum(-(-piece.numel() // BLOCK) for piece in self._pieces(parameter))
         state = {}
         for name in self.signed:
             state[name] = torch.zeros(parameter.numel(), dtype=torch.uint8, device=parameter.device)
-            state[f"{name}_scale"] = torch.zeros(blocks, dtype=torch.float32, device=parameter.device)
+            state[name + SCALE] = torch.zeros(blocks, dtype=torch.float32, device=parameter.device)
         return state  # with a scale of 0 every code means 0
 
     def _new_weights(self, job: Job) -> Iterator[Tensor]:
@@ -112,9 +112,7 @@ class AdamW8bit(LandingOptimizer):
         for weight, g in zip(self._pieces(job.source), self._pieces(job.gradient), strict=True):
             codes, scales = slice(start, start + g.numel()), slice(block, block - (-g.numel() // BLOCK))
             start, block = codes.stop, scales.stop
-            kept = [
-                each for name in self.signed for each in (job.state[name][codes], job.state[f"{name}_scale"][scales])
-            ]
+            kept = [each for name in self.signed for each in (job.state[name][codes], job.state[name + SCALE][scales])]
             flat = weight.reshape(-1), g.reshape(-1)
             new, *states = self._arithmetic(*flat, *kept, *tables, job.rates, job.betas, job.eps, job.rounded)
             torch._foreach_copy_(kept, states)  # pyright: ignore[reportPrivateImportUsage]

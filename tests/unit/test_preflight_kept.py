@@ -147,3 +147,6 @@ def test_where_nothing_can_be_kept_it_is_asked_each_time(model: Path, kept: Path
     vllm = Vllm()
     for _ in range(2):
         assert preflight(str(model), vllm).supported and vllm.was_asked()
+    vllm.serves = False
+    with pytest.raises(ModelError):
+        preflight(str(model), vllm)

@@ -38,13 +38,7 @@ def ensure_model(shape: Shape, folder: Path, dtype: torch.dtype) -> None:
         raise ConfigError(f"--model-dir {folder}: holds files, but no model; name an empty or a new folder")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            model = Qwen2ForCausalLM(model_config(shape, dtype))
-    finally:
-        torch.set_default_dtype(before)
+    model = random_model(shape, dtype, torch.device(device))
     with whole_folder(folder) as writing:
         numbered_tokenizer(shape.vocab).save_pretrained(writing)
         model.save_pretrained(writing)
@@ -53,6 +47,17 @@ def ensure_model(shape: Shape, folder: Path, dtype: torch.dtype) -> None:
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()  # the peak that is reported is the trainer's
+
+
+def random_model(shape: Shape, dtype: torch.dtype, device: torch.device) -> Qwen2ForCausalLM:
+    """Made where it is to stay, in the dtype that it is to have."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            return Qwen2ForCausalLM(model_config(shape, dtype))
+    finally:
+        torch.set_default_dtype(before)
 
 
 def model_config(shape: Shape, dtype: torch.dtype) -> Qwen2Config:
