@@ -10,9 +10,11 @@ import errno
 import shutil
 from pathlib import Path
 
+from grpo_common.errors import UserError
 
-class GrpoError(Exception):
-    """Base of every error a user can mend. The command prints the message and exits with `exit_code`.
+
+class GrpoError(UserError):
+    """Base of the trainer's errors. The command prints the message and exits with `exit_code`.
 
     Attributes:
         spoils_weights: what the trainer holds can't be relied on after it, and is not to be saved.
@@ -73,8 +75,8 @@ class DiskFullError(GrpoError, OSError):
 class StoppedError(GrpoError):
     """SIGINT or SIGTERM asked the command to end."""
 
-    def __init__(self, message: str, signal_number: int) -> None:
-        super().__init__(message)
+    def __init__(self, summary: str, signal_number: int) -> None:
+        super().__init__(summary)
         self.signal_number = signal_number
         self.exit_code = 128 + signal_number
 
@@ -89,11 +91,15 @@ def from_os_error(error: OSError, doing: str) -> GrpoError | None:
     where = error.filename or "the run folder"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return DiskFullError(
-            f"disk full: could not {doing} at {where}: {error.strerror}{_free_space(error.filename)}. "
-            "Free space, or put the run elsewhere (--run-dir, --save-path, --log-dir)"
+            f"disk full: could not {doing}",
+            field=str(where),
+            got=f"{error.strerror}{_free_space(error.filename)}",
+            fix="free space, or put the run elsewhere (--run-dir, --save-path, --log-dir)",
         )
     if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
-        return ConfigError(f"{where}: could not {doing}: {error.strerror}. Choose a folder that you may write")
+        return ConfigError(
+            f"could not {doing}", field=str(where), got=error.strerror, fix="choose a folder that you may write"
+        )
     return None
 
 

@@ -23,7 +23,7 @@ from starlette.applications import Starlette
 
 from vllm_server import forking
 from vllm_server.deliveries import Delivery
-from vllm_server.errors import FatalError, ServeError
+from vllm_server.errors import EngineEndedError, IncompatibleError, ServeError
 from vllm_server.protocol import ChannelRequest, WorkerInfo
 from vllm_server.publisher import Installed
 from vllm_server.worker import lifeline
@@ -103,9 +103,9 @@ def seam(modules: tuple[str, ...], *names: str) -> ModuleType:
             continue
         missing = [name for name in names if not hasattr(module, name)]
         if missing:
-            raise FatalError(moved(f"{module_name}.{missing[0]}"), exit_code=1)
+            raise IncompatibleError(moved(f"{module_name}.{missing[0]}"))
         return module
-    raise FatalError(moved(" or ".join(modules)), exit_code=1)
+    raise IncompatibleError(moved(" or ".join(modules)))
 
 
 def moved(symbol: str) -> str:
@@ -151,13 +151,13 @@ def validate_args(args: Namespace) -> None:
 def assert_seams() -> None:
     """Everything below is there, or a FatalError names what is not."""
     if not hasattr(seam(("vllm.renderers.base",), "BaseRenderer").BaseRenderer, "render_cmpl_async"):
-        raise FatalError(moved("BaseRenderer.render_cmpl_async"), exit_code=1)
+        raise IncompatibleError(moved("BaseRenderer.render_cmpl_async"))
     _launcher()
     _engine_process()
     for module in _STARTERS:
         seam((module,), "get_mp_context")
     if not hasattr(uvicorn.Server, "capture_signals"):
-        raise FatalError("uvicorn has no Server.capture_signals: wanted 0.30 or later; upgrade it", exit_code=1)
+        raise IncompatibleError("uvicorn has no Server.capture_signals: wanted 0.30 or later; upgrade it")
     sampling_params_class()
     lora_request_class()
     assert_callable("vllm.v1.engine.async_llm", "AsyncLLM", _ENGINE_SEAMS)
@@ -171,7 +171,7 @@ def assert_callable(module: str, owner: str, methods: dict[str, tuple[str, ...]]
         known = inspect.signature(function).parameters if function else {}
         missing = [name for name in parameters if name not in known]
         if function is None or missing:
-            raise FatalError(moved(f"{owner}.{method}({', '.join(missing)})"), exit_code=1)
+            raise IncompatibleError(moved(f"{owner}.{method}({', '.join(missing)})"))
 
 
 def _launcher() -> ModuleType:
@@ -179,7 +179,7 @@ def _launcher() -> ModuleType:
     # They are replaced in the module, which helps only if the launcher looks them up there when it runs.
     for caller, called in _REPLACED:
         if f"{called}(" not in inspect.getsource(seam(_LAUNCHERS, caller).__dict__[caller]):
-            raise FatalError(moved(f"{module.__name__}.{caller} that calls {called}"), exit_code=1)
+            raise IncompatibleError(moved(f"{module.__name__}.{caller} that calls {called}"))
     return module
 
 
@@ -187,7 +187,7 @@ def _engine_process() -> type:
     engine_core = seam(("vllm.v1.engine.core",), "EngineCoreProc").EngineCoreProc
     manager = seam(("vllm.v1.engine.utils",), "CoreEngineProcManager").CoreEngineProcManager
     if "target=EngineCoreProc.run_engine_core" not in inspect.getsource(manager):
-        raise FatalError(moved("CoreEngineProcManager that starts run_engine_core"), exit_code=1)
+        raise IncompatibleError(moved("CoreEngineProcManager that starts run_engine_core"))
     return engine_core
 
 
@@ -288,7 +288,7 @@ def _told_to_stop() -> Iterator[None]:
     vllms_serve = _replace(uvicorn.Server, "serve", serve)
     yield
     if ended_by_itself:
-        raise FatalError("the engine has ended; what it said last is above", exit_code=1)
+        raise EngineEndedError("the engine has ended; what it said last is above")
 
 
 @contextmanager
@@ -348,7 +348,7 @@ class Adapters:
     def __post_init__(self) -> None:
         for name in ("lora_requests", "lora_id_counter"):
             if not hasattr(self.models, name):
-                raise FatalError(moved(f"OpenAIServingModels.{name}"), exit_code=1)
+                raise IncompatibleError(moved(f"OpenAIServingModels.{name}"))
 
     def next_id(self) -> int:
         """An adapter id that was never used in this process."""

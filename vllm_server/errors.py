@@ -1,5 +1,6 @@
 """Refusals: each names the field, what came, what was wanted, and the fix."""
 
+from grpo_common.errors import UserError
 from vllm_server.protocol import ErrorDetail, ErrorResponse
 
 _TYPES = {
@@ -13,16 +14,12 @@ _TYPES = {
 }
 
 
-class ServeError(ValueError):
+class ServeError(UserError, ValueError):
     """A request that cannot be served, with its HTTP status."""
 
     def __init__(self, status: int, field: str, *, got: object, wanted: str, fix: str) -> None:
         self.status = status
-        self.field = field
-        self.got = str(got)
-        self.wanted = wanted
-        self.fix = fix
-        super().__init__(f"{field}: got {self.got}, wanted {wanted}; {fix}")
+        super().__init__(field=field, got=got, wanted=wanted, fix=fix)
 
     def response(self) -> ErrorResponse:
         """The body that the client gets."""
@@ -44,12 +41,22 @@ def engine_is_dead() -> ServeError:
     return ServeError(503, "engine", got="its process has ended", wanted="a live engine", fix="restart the server")
 
 
-class FatalError(Exception):
-    """The server cannot start or go on; the message is all that the user needs. `exit_code` 2: a wrong command."""
+class FatalError(UserError):
+    """The server cannot start or continue. The message is all that the user needs."""
 
-    def __init__(self, message: str, *, exit_code: int = 2) -> None:
-        self.exit_code = exit_code
-        super().__init__(message)
+    exit_code = 2  # a wrong command
+
+
+class IncompatibleError(FatalError):
+    """The installed vLLM or uvicorn lacks something that this project uses."""
+
+    exit_code = 1
+
+
+class EngineEndedError(FatalError):
+    """The engine's process has ended by itself."""
+
+    exit_code = 1
 
 
 def gist(error: BaseException) -> str:

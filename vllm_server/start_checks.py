@@ -7,14 +7,14 @@ from pathlib import Path
 
 import psutil
 
-from vllm_server.errors import FatalError
+from vllm_server.errors import FatalError, IncompatibleError
 
 
 def check_vllm_installed() -> None:
     """Raise a FatalError that says how to install it if it is not."""
     if find_spec("vllm") is None:
-        raise FatalError(
-            "vLLM is not installed: pip install 'grpo-trainer[gpu]', or without a GPU 'grpo-trainer[cpu]'", exit_code=1
+        raise IncompatibleError(
+            "vLLM is not installed: pip install 'grpo-trainer[gpu]', or without a GPU 'grpo-trainer[cpu]'"
         )
 
 

@@ -126,6 +126,17 @@ def test_rooms_import_only_those_below_them(package: str) -> None:
     assert not offenders
 
 
+def test_the_ground_floor_imports_none_of_the_others() -> None:
+    others = ("grpo_trainer", "vllm_server", "environments", *HEAVY)
+    offenders = [
+        (str(path.relative_to(ROOT)), name)
+        for path in sources("grpo_common")
+        for name in imports(path)
+        if any(inside(name, other) for other in others)
+    ]
+    assert not offenders
+
+
 HEAVY = ("torch", "transformers", "vllm", "peft", "numpy")
 
 

@@ -1,0 +1,80 @@
+"""Errors that a user can fix: what is wrong, as data, and one rendering of it for all packages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        field: what it is about: a flag (`--dtype`), a key of a request, a file, a process; may be empty.
+        got: the value that came, or the state that was found.
+        wanted: what would have been right.
+        fix: what the user can do, as an imperative.
+        summary: what happened, where `got` and `wanted` do not say it.
+    """
+
+    field: str = ""
+    got: str = ""
+    wanted: str = ""
+    fix: str = ""
+    summary: str = ""
+
+    def __str__(self) -> str:
+        """Return `FIELD: SUMMARY; got GOT, wanted WANTED; FIX` without the parts that are empty."""
+        facts = [f"got {self.got}" if self.got else "", f"wanted {self.wanted}" if self.wanted else ""]
+        parts = [self.summary, ", ".join(filter(None, facts)), self.fix]
+        return ": ".join(filter(None, [self.field, "; ".join(filter(None, parts))]))
+
+
+class UserError(Exception):
+    """Base of every error that a user can fix. A command prints its message instead of a traceback.
+
+    Attributes:
+        problems: all that is wrong, at least one. `field`, `got`, `wanted`, `fix` and `summary` are those of the first.
+    """
+
+    problems: tuple[Problem, ...]
+
+    def __init__(
+        self, summary: str = "", *, field: str = "", got: object = "", wanted: str = "", fix: str = ""
+    ) -> None:
+        problem = Problem(field, str(got), wanted, fix, summary)
+        self.problems = (problem,)
+        super().__init__(str(problem))
+
+    @classmethod
+    def of(cls, problems: Sequence[Problem]) -> Self:
+        """Return one error for several problems; its message has a line for each.
+
+        Args:
+            problems: at least one.
+        """
+        error = cls("\n".join(map(str, problems)))
+        error.problems = tuple(problems)
+        return error
+
+    @property
+    def field(self) -> str:
+        return self.problems[0].field
+
+    @property
+    def got(self) -> str:
+        return self.problems[0].got
+
+    @property
+    def wanted(self) -> str:
+        return self.problems[0].wanted
+
+    @property
+    def fix(self) -> str:
+        return self.problems[0].fix
+
+    @property
+    def summary(self) -> str:
+        return self.problems[0].summary
