@@ -42,7 +42,7 @@ class StandInLibrary:
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInLibrary]:
     made = StandInLibrary()
-    monkeypatch.setattr(nccl, "_library", lambda: made)
+    monkeypatch.setattr(nccl, "library", lambda: made)
     yield made
 
 
@@ -51,7 +51,7 @@ def test_without_the_library_the_error_says_what_was_wanted(monkeypatch: pytest.
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    nccl._library.cache_clear()
+    nccl.library.cache_clear()
     with pytest.raises(NcclError, match=r"no NCCL in this process \(libnccl.so.2: .*wanted a CUDA build of torch"):
         unique_id()
     with pytest.raises(NcclError, match="no NCCL in this process"):

@@ -22,7 +22,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
     monkeypatch.setattr(standby, "check_vllm_installed", lambda: did.append("installed"))
     monkeypatch.setattr(forking, "start", lambda: did.append("forkserver"))
-    monkeypatch.setattr(standby, "_import_all", lambda: did.append("imports"))
+    monkeypatch.setattr(standby, "import_all", lambda: did.append("imports"))
     monkeypatch.setattr(standby, "serve", serve)
     monkeypatch.setattr(sys, "argv", ["standby.py"])
     return did

@@ -148,8 +148,8 @@ def test_this_package_is_linked_into_the_virtual_environment(tmp_path: Path, mon
     monkeypatch.setenv(verifiers_venv.FOLDER_VARIABLE, str(tmp_path))
     site = tmp_path / "lib" / "python3" / "site-packages"
     (site / "environments").mkdir(parents=True)  # of an older way to install it
-    verifiers_venv._link(tmp_path)
-    verifiers_venv._link(tmp_path)
+    verifiers_venv.link(tmp_path)
+    verifiers_venv.link(tmp_path)
     assert (site / "environments" / "from_verifiers" / "env.py").is_file() and (
         site / "vllm_server" / "protocol"
     ).is_dir()
