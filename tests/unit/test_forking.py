@@ -102,11 +102,8 @@ def test_what_is_forked_has_the_environment_of_that_moment_before_its_arguments_
     ],
 )
 def test_nothing_is_forked_from_a_process_that_is_not_fit(tmp_path: Path, module: str, then: str, reason: str) -> None:
-    done = run(
-        tmp_path,
-        f"import logging; logging.basicConfig(format='%(name)s %(levelname)s %(message)s')\n{then}\nprint(forking.context())",
-        module,
-    )
+    log = "import logging; logging.basicConfig(format='%(name)s %(levelname)s %(message)s')"
+    done = run(tmp_path, f"{log}\n{then}\nprint(forking.context())", module)
     assert done.stdout.strip() == "None"
     assert f"{forking.logger.name} WARNING " in done.stderr and reason in done.stderr
 

@@ -208,7 +208,7 @@ def test_what_processes_learn_from_their_shares_adds_up() -> None:
 
 
 def test_what_can_not_be_had_is_refused() -> None:
-    with pytest.raises(ConfigError, match="^--share-prompts") as error:
+    with pytest.raises(ConfigError, match=r"^--share-prompts") as error:
         build_forward(tiny("qwen2"), settings(packing="off", share_prompts="on"))
     assert "Qwen2ForCausalLM" not in str(error.value)  # any model would be refused
     assert not build_forward(tiny("qwen2"), settings(packing="off")).shared
