@@ -292,7 +292,7 @@ def _told_to_stop() -> Iterator[None]:
     vllms_serve = _replace(uvicorn.Server, "serve", serve)
     yield
     if ended_by_itself:
-        raise EngineEndedError("has ended", field="the engine", fix="see its last lines above")
+        raise EngineEndedError("the engine has ended", fix="see its last lines above")
 
 
 @contextmanager
