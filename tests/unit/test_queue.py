@@ -165,7 +165,7 @@ def test_a_reservation_that_no_sizes_can_meet_makes_no_batch_impossible():
     offer(queue, 5, env_id=0)
     assert queue.minima() == {0: 0}  # 12 - 5 = 7 and 12 - 10 = 2 are no sums of 4s
     assert batch(queue) == fours
-    assert any("reserves 3 of 12" in warning for warning in Explainer(queue).warnings())
+    assert ["3", "12", "0"] in [re.findall(r"\b\d+", warning)[:3] for warning in Explainer(queue).warnings()]
 
 
 def test_a_silent_environment_loses_its_reservation_and_gets_it_back():
