@@ -51,15 +51,15 @@ class ProblemSet:
             ValueError: The range is empty, or too small to leave a problem in each part.
         """
         if low > high:
-            raise ValueError(f"operand range: got low {low} above high {high}, wanted low <= high; swap them")
+            raise ValueError(f"low {low} is above high {high}")
         operands = range(low, high + 1)
         problems = [Problem(left, right, operation) for left in operands for right in operands]
         random.Random(_SPLIT_SEED).shuffle(problems)
         cut = round(len(problems) * held_out_share)
         if not 0 < cut < len(problems):
             raise ValueError(
-                f"operand range: {low}..{high} gives {len(problems)} problems; a share of {held_out_share} "
-                "of them held out leaves one part empty; widen the range"
+                f"{low} to {high} gives {len(problems)} problems, too few for two parts of which one has the share "
+                f"{held_out_share}"
             )
         return cls(train=tuple(problems[cut:]), held_out=tuple(problems[:cut]))
 

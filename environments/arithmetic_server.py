@@ -40,7 +40,9 @@ class ArithmeticEnv(BaseEnv[Problem, ArithmeticConfig]):
         try:
             self.problems = ProblemSet.of(config.low, config.high, config.operation)
         except ValueError as error:
-            raise ConfigError(f"--env.low, --env.high: {error}") from None
+            raise ConfigError(
+                str(error), field="--env.low, --env.high", got=f"{config.low} and {config.high}"
+            ) from None
         longest = max(len(problem.answer) for part in (self.problems.train, self.problems.held_out) for problem in part)
         # The number, the token that ends it, and one more by which a longer answer shows.
         self.max_tokens = config.max_tokens or longest + 2

@@ -174,8 +174,10 @@ class BaseEnv(ABC, Generic[Item, Config]):
         """
         if len(token_ids) >= self.config.max_token_length:
             raise PromptTooLong(
-                f"--env.max_token_length: got {self.config.max_token_length}, but a prompt has {len(token_ids)} "
-                "tokens; raise it, or shorten the prompts"
+                field="--env.max_token_length",
+                got=self.config.max_token_length,
+                wanted=f"more than the {len(token_ids)} tokens of a prompt",
+                fix="raise it, or shorten the prompts",
             )
 
     def decode(self, completion: Completion) -> str:
@@ -211,4 +213,6 @@ def load_tokenizer(name: str) -> Any:
     except (OSError, ValueError) as error:
         is_path = name.startswith((".", "/", "~"))
         reason = "no such folder" if is_path and not Path(name).is_dir() else str(error).splitlines()[0]
-        raise ConfigError(f"--env.tokenizer_name: no tokenizer at {name!r} ({reason}); name a model's folder") from None
+        raise ConfigError(
+            field="--env.tokenizer_name", got=f"{name} ({reason})", wanted="a tokenizer", fix="name a model's folder"
+        ) from None

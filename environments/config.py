@@ -15,9 +15,11 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, SettingsConfigDict
 
+from grpo_common.errors import Problem, UserError
 
-class ConfigError(ValueError):
-    """The command line or the configuration file is wrong; the message names field, got, wanted and fix."""
+
+class ConfigError(UserError, ValueError):
+    """The command line or the configuration file is wrong."""
 
 
 class PromptTooLong(ConfigError):
@@ -183,17 +185,17 @@ def parse_settings(settings_cls: type[Settings[Any]], prog: str, arguments: Sequ
     for argument in arguments:
         name = argument.removeprefix("--").partition("=")[0]
         if argument.startswith("--") and name not in {*names, "help"}:
-            raise ConfigError(f"--{name}: no such option{_nearest(name, names, '--')}")
+            raise ConfigError("no such option", field=f"--{name}", fix=_nearest(name, names, "--"))
     values: dict[str, Any] = {"env": {}} | _file_values(arguments)
     tables = [name for name in settings_cls.model_fields if name != "config"]
     for name in values:
         if name not in tables:
-            raise ConfigError(f"{name}: no such table{_nearest(name, tables, '')}")
+            raise ConfigError("no such table", field=name, fix=_nearest(name, tables, ""))
     settings_cls.model_config["cli_prog_name"] = prog
     try:
         return CliApp.run(settings_cls, cli_args=list(arguments), **values)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(problem, names) for problem in error.errors())) from None
+        raise ConfigError.of([_explain(wrong, names) for wrong in error.errors()]) from None
 
 
 def check_table(table: str, model: type[BaseModel], values: Mapping[str, object]) -> None:
@@ -206,9 +208,9 @@ def check_table(table: str, model: type[BaseModel], values: Mapping[str, object]
         model.model_validate(values)
     except ValidationError as error:
         names = sorted(_paths(model, f"{table}."))
-        problems = [problem | {"loc": (table, *problem["loc"])} for problem in error.errors()]
-        if wrong := [_explain(problem, names) for problem in problems if problem["type"] != "missing"]:
-            raise ConfigError("\n".join(wrong)) from None
+        found = [wrong | {"loc": (table, *wrong["loc"])} for wrong in error.errors() if wrong["type"] != "missing"]
+        if found:
+            raise ConfigError.of([_explain(wrong, names) for wrong in found]) from None
 
 
 def _file_values(arguments: Sequence[str]) -> dict[str, Any]:
@@ -220,9 +222,11 @@ def _file_values(arguments: Sequence[str]) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).read_text())
     except OSError as error:
-        raise ConfigError(f"--config: cannot read {path}: {error.strerror}; name a TOML file") from None
+        raise ConfigError(
+            "cannot be read", field=f"--config {path}", got=error.strerror, fix="name a TOML file"
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config: {path} is not TOML: {error}") from None
+        raise ConfigError("is not TOML", field=f"--config {path}", got=error, fix="correct the file there") from None
 
 
 def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -243,14 +247,19 @@ def _nearest(name: str, names: Sequence[str], flag: str) -> str:
     near = difflib.get_close_matches(name, names, n=1)
     # A forgotten table is the likeliest slip: --group_size for --env.group_size.
     near = near or [known for known in names if known.rpartition(".")[2] == name.rpartition(".")[2]]
-    return f"; did you mean {flag}{near[0]}?" if near else "; --help lists them"
+    return f"did you mean {flag}{near[0]}?" if near else "--help lists them"
 
 
-def _explain(problem: Any, names: Sequence[str]) -> str:
-    path = ".".join(map(str, problem["loc"]))
-    if problem["type"] == "extra_forbidden":
-        return f"{path}: no such setting{_nearest(path, names, '')}"
-    if problem["type"] == "missing":
-        return f"--{path}: required, but not given"
-    wanted = problem["msg"].removeprefix("Value error, ").replace("Input should be", "wanted")
-    return f"--{path}: got {problem['input']!r}, {wanted}"
+def _explain(wrong: Any, names: Sequence[str]) -> Problem:
+    """One complaint of pydantic's; those of our validators begin with what was wanted, and end with the fix."""
+    path = ".".join(map(str, wrong["loc"]))
+    if wrong["type"] == "extra_forbidden":
+        return Problem(path, summary="no such setting", fix=_nearest(path, names, ""))
+    if wrong["type"] == "missing":
+        return Problem(f"--{path}", summary="required, but not given")
+    got, message = repr(wrong["input"]), wrong["msg"].removeprefix("Value error, ")
+    for begin in ("Input should be ", "wanted "):
+        if message.startswith(begin):
+            wanted, _, fix = message.removeprefix(begin).partition("; ")
+            return Problem(f"--{path}", got, wanted, fix)
+    return Problem(f"--{path}", got, summary=message)

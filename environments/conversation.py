@@ -40,7 +40,11 @@ class Conversation:
             ConfigError: The model has no chat template.
         """
         if not tokenizer.chat_template:
-            raise ConfigError("--env.tokenizer_name: has no chat template, which a conversation needs")
+            raise ConfigError(
+                field="--env.tokenizer_name",
+                got="a tokenizer without chat_template",
+                wanted="one that has it, which a conversation needs",
+            )
         self.messages = list(messages)
         self._tokenizer = tokenizer
         self._tools: list[Any] | None = list(tools) or None
@@ -60,7 +64,7 @@ class Conversation:
             PeerError: The server gave text without token ids.
         """
         if completion.prompt_token_ids != self.tokens:
-            raise ValueError("a completion of another prompt than this conversation's tokens")
+            raise ValueError("prompt_token_ids are not those of this conversation")
         sampled = ids_of(completion)
         self.tokens = self.tokens + sampled
         self.trained += [True] * len(sampled)
@@ -106,7 +110,11 @@ class Conversation:
         said = [*self.messages[:-1], {**self.messages[-1], "content": marker}, *messages]
         _, found, after = self._render(said).rpartition(marker)
         if not found:
-            raise ConfigError("--env.tokenizer_name: its chat template leaves the assistant's turns out")
+            raise ConfigError(
+                field="--env.tokenizer_name",
+                got="a chat template without the assistant's turns",
+                wanted="one that writes them",
+            )
         tokens = cast("list[int]", self._tokenizer.encode(after, add_special_tokens=False))
         return tokens[1:] if tokens and self.tokens[-1] == tokens[0] and self.trained[-1] else tokens
 

@@ -22,6 +22,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from transformers.utils import logging as transformers_logging
 
 from environments.arithmetic import Problem, ProblemSet
+from grpo_common.errors import UserError
 
 MARKER = "demo_model.json"
 """File in the output folder by which a later run knows the folder as its own."""
@@ -36,8 +37,8 @@ OUTPUT_GAIN = 5.0
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-class DemoModelError(RuntimeError):
-    """The demo model cannot be built or written; the message says why and what to do."""
+class DemoModelError(UserError, RuntimeError):
+    """The demo model cannot be built or written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +224,10 @@ def warm_up(
         if accuracy >= recipe.target_accuracy:
             return WarmUp(step, accuracy)
     raise DemoModelError(
-        f"warm-up: got {accuracy:.1%} accuracy after {recipe.max_steps} steps, wanted "
-        f"{recipe.target_accuracy:.1%}; choose another --seed or a smaller operand range"
+        field="warm-up",
+        got=f"{accuracy:.1%} accuracy after {recipe.max_steps} steps",
+        wanted=f"{recipe.target_accuracy:.1%}",
+        fix="choose another --seed or a smaller operand range",
     )
 
 
@@ -238,11 +241,13 @@ def claim(out: Path, force: bool) -> None:
         if force or (out / MARKER).is_file() or not any(out.iterdir()):
             return
         raise DemoModelError(
-            f"OUT: {out} is not empty and holds no {MARKER}, so it is not a demo model's folder; "
-            "choose another folder, or replace it with --force"
+            field="OUT",
+            got=f"{out}, which is not empty and holds no {MARKER}",
+            wanted="an empty folder or a demo model's",
+            fix="choose another folder, or replace it with --force",
         )
     if out.exists():
-        raise DemoModelError(f"OUT: {out} is a file, wanted a folder; choose another path")
+        raise DemoModelError(field="OUT", got=f"{out}, a file", wanted="a folder", fix="choose another path")
 
 
 def finished_before(out: Path, recipe: Recipe) -> str | None:
@@ -286,8 +291,10 @@ def build(out: Path, recipe: Recipe) -> str:
     low, high = ACCURACY_RANGE
     if not low <= accuracy <= high:
         raise DemoModelError(
-            f"sampled accuracy: got {accuracy:.1%} after {result.steps} steps, "
-            f"wanted {low:.0%} to {high:.0%}; choose another --seed"
+            field="sampled accuracy",
+            got=f"{accuracy:.1%} after {result.steps} steps",
+            wanted=f"{low:.0%} to {high:.0%}",
+            fix="choose another --seed",
         )
     summary = (
         f"sampled accuracy {accuracy:.1%} on {len(problems.held_out)} held-out problems after {result.steps} steps"

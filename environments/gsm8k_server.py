@@ -103,8 +103,10 @@ class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
         log.info("%d questions of the %s split%s", len(fitting), split, self._skipped(len(every) - len(fitting)))
         if not fitting:
             raise ConfigError(
-                f"--env.max_token_length: got {self.config.max_token_length}, which leaves no room for an answer "
-                f"to any of the {len(every)} {split} questions; raise it"
+                field="--env.max_token_length",
+                got=self.config.max_token_length,
+                wanted=f"room for an answer to one of the {len(every)} {split} questions at least",
+                fix="raise it",
             )
         return fitting
 

@@ -88,8 +88,11 @@ def ids_of(completion: Completion) -> list[int]:
     """
     if completion.text and not completion.token_ids:
         raise PeerError(
-            "the inference server gives text without token ids, which can be evaluated but not trained on: text "
-            "that is tokenised again gives other tokens; use grpo serve, vLLM or SGLang"
+            "text can be evaluated but not trained on, since tokenising it again gives other tokens",
+            field="the inference server",
+            got="text without token ids",
+            wanted="token_ids",
+            fix="use grpo serve, vLLM or SGLang",
         )
     return completion.token_ids
 

@@ -42,7 +42,7 @@ def _serve(argv: list[str]) -> int:
     sharing.prepare(args)
     report = preflight.inspect_model(args.model, trust_remote_code=args.trust_remote_code)
     if not report.supported:
-        raise FatalError(f"--model {args.model}: {report.reason}")
+        raise FatalError(report.reason, field=f"--model {args.model}")
     app.serve(args)
     return 0
 

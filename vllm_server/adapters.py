@@ -144,8 +144,8 @@ def _read_header(file: Path) -> Header:
     try:
         with file.open("rb") as stream:
             header = decode_header(read_header(stream))
-        if file.stat().st_size < header.size + header.nbytes:
-            raise ValueError("a file that ends early")
+        if (size := file.stat().st_size) < (whole := header.size + header.nbytes):
+            raise ValueError(f"a file that ends early ({size} of {whole} bytes)")
         return header
     except FileNotFoundError:
         raise _missing(file.parent, file.name) from None

@@ -68,8 +68,10 @@ def parse(argv: list[str]) -> Namespace:
     _plan_lora(args, plain)
     if args.worker_extension_cls:
         raise FatalError(
-            f"--worker-extension-cls {args.worker_extension_cls}: got a class of yours, wanted none: "
-            "the place is taken by the policy's own; leave it out"
+            field="--worker-extension-cls",
+            got=args.worker_extension_cls,
+            wanted="none, since the policy's own takes the place",
+            fix="leave it out",
         )
     args.worker_extension_cls = SHARING_WORKER_EXTENSION if args.shared_weights else WORKER_EXTENSION
     if args.enable_lora and compat.device_type() == "cuda":
@@ -145,13 +147,17 @@ def _plan_lora(args: Namespace, plain: dict[str, object]) -> None:
         args.max_loras = args.max_loras or args.lora_keep_versions + SPARE_ADAPTERS
         if args.max_loras <= args.lora_keep_versions:
             raise FatalError(
-                f"--max-loras {args.max_loras}: got no more slots than --lora-keep-versions {args.lora_keep_versions}, "
-                f"wanted {args.lora_keep_versions + 1} or more (one is being loaded); raise it or keep fewer versions"
+                field="--max-loras",
+                got=args.max_loras,
+                wanted=f"{args.lora_keep_versions + 1} or more: --lora-keep-versions, and one that is being loaded",
+                fix="raise it, or lower --lora-keep-versions",
             )
         if args.max_cpu_loras not in (None, args.max_loras):
             raise FatalError(
-                f"--max-cpu-loras {args.max_cpu_loras}: got another number than --max-loras {args.max_loras}, wanted "
-                "the same or none (adapters are kept in their slots only); leave it out"
+                field="--max-cpu-loras",
+                got=args.max_cpu_loras,
+                wanted=f"{args.max_loras} as --max-loras, or none: adapters are kept in their slots only",
+                fix="leave it out",
             )
         args.max_cpu_loras = args.max_loras
     for name, value in plain.items():

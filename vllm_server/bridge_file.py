@@ -45,9 +45,9 @@ class BridgeFile:
         if self.own_folder:
             self._check_owner(folder)
         elif not folder.is_dir():
-            raise self._refused(f"{folder} is no folder", "a folder that is there", "make it")
+            raise self._refused(f"{folder}, which is no folder", "a folder that exists", f"mkdir -p {folder}")
         if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
-            raise self._refused(f"{folder} is read-only", "a folder to write to", "choose another")
+            raise self._refused(f"{folder}, which is read-only", "a folder to write to", "choose another")
         other = self._read()
         if other is not None and _is_alive(other, self.path):
             raise self._refused(
@@ -109,7 +109,7 @@ class BridgeFile:
             )  # fmt: skip
 
     def _refused(self, got: str, wanted: str, fix: str) -> FatalError:
-        return FatalError(f"--bridge-config-path {self.path}: got {got}, wanted {wanted}; {fix}")
+        return FatalError(field=f"--bridge-config-path {self.path}", got=got, wanted=wanted, fix=fix)
 
 
 def _is_alive(config: BridgeConfigFile, path: Path) -> bool:

@@ -103,14 +103,16 @@ def seam(modules: tuple[str, ...], *names: str) -> ModuleType:
             continue
         missing = [name for name in names if not hasattr(module, name)]
         if missing:
-            raise IncompatibleError(moved(f"{module_name}.{missing[0]}"))
+            raise moved(f"{module_name}.{missing[0]}")
         return module
-    raise IncompatibleError(moved(" or ".join(modules)))
+    raise moved(" or ".join(modules))
 
 
-def moved(symbol: str) -> str:
-    """What to say of a symbol that this vLLM does not have."""
-    return f"vLLM {vllm_version()} has no {symbol}: wanted vLLM 0.25 to 0.33; install one of them"
+def moved(symbol: str) -> IncompatibleError:
+    """The error for a symbol that this vLLM does not have."""
+    return IncompatibleError(
+        f"has no {symbol}", field=f"vLLM {vllm_version()}", wanted="vLLM 0.25 to 0.33", fix="install one of them"
+    )
 
 
 def vllm_version() -> str:
@@ -151,13 +153,15 @@ def validate_args(args: Namespace) -> None:
 def assert_seams() -> None:
     """Everything below is there, or a FatalError names what is not."""
     if not hasattr(seam(("vllm.renderers.base",), "BaseRenderer").BaseRenderer, "render_cmpl_async"):
-        raise IncompatibleError(moved("BaseRenderer.render_cmpl_async"))
+        raise moved("BaseRenderer.render_cmpl_async")
     _launcher()
     _engine_process()
     for module in _STARTERS:
         seam((module,), "get_mp_context")
     if not hasattr(uvicorn.Server, "capture_signals"):
-        raise IncompatibleError("uvicorn has no Server.capture_signals: wanted 0.30 or later; upgrade it")
+        raise IncompatibleError(
+            "has no Server.capture_signals", field="uvicorn", wanted="0.30 or later", fix="upgrade it"
+        )
     sampling_params_class()
     lora_request_class()
     assert_callable("vllm.v1.engine.async_llm", "AsyncLLM", _ENGINE_SEAMS)
@@ -171,7 +175,7 @@ def assert_callable(module: str, owner: str, methods: dict[str, tuple[str, ...]]
         known = inspect.signature(function).parameters if function else {}
         missing = [name for name in parameters if name not in known]
         if function is None or missing:
-            raise IncompatibleError(moved(f"{owner}.{method}({', '.join(missing)})"))
+            raise moved(f"{owner}.{method}({', '.join(missing)})")
 
 
 def _launcher() -> ModuleType:
@@ -179,7 +183,7 @@ def _launcher() -> ModuleType:
     # They are replaced in the module, which helps only if the launcher looks them up there when it runs.
     for caller, called in _REPLACED:
         if f"{called}(" not in inspect.getsource(seam(_LAUNCHERS, caller).__dict__[caller]):
-            raise IncompatibleError(moved(f"{module.__name__}.{caller} that calls {called}"))
+            raise moved(f"{module.__name__}.{caller} that calls {called}")
     return module
 
 
@@ -187,7 +191,7 @@ def _engine_process() -> type:
     engine_core = seam(("vllm.v1.engine.core",), "EngineCoreProc").EngineCoreProc
     manager = seam(("vllm.v1.engine.utils",), "CoreEngineProcManager").CoreEngineProcManager
     if "target=EngineCoreProc.run_engine_core" not in inspect.getsource(manager):
-        raise IncompatibleError(moved("CoreEngineProcManager that starts run_engine_core"))
+        raise moved("CoreEngineProcManager that starts run_engine_core")
     return engine_core
 
 
@@ -288,7 +292,7 @@ def _told_to_stop() -> Iterator[None]:
     vllms_serve = _replace(uvicorn.Server, "serve", serve)
     yield
     if ended_by_itself:
-        raise EngineEndedError("the engine has ended; what it said last is above")
+        raise EngineEndedError("the engine has ended", fix="see its last lines above")
 
 
 @contextmanager
@@ -348,7 +352,7 @@ class Adapters:
     def __post_init__(self) -> None:
         for name in ("lora_requests", "lora_id_counter"):
             if not hasattr(self.models, name):
-                raise IncompatibleError(moved(f"OpenAIServingModels.{name}"))
+                raise moved(f"OpenAIServingModels.{name}")
 
     def next_id(self) -> int:
         """An adapter id that was never used in this process."""

@@ -112,8 +112,8 @@ class Channels:
             raise ServeError(
                 404,
                 "channel",
-                got=f"{name}, which is not open (any more)",
-                wanted="a channel of POST /lora/channel",
+                got=name,
+                wanted="an open channel of POST /lora/channel",
                 fix="open it again: the server was restarted, or another trainer has opened one",
             )
         kind: Transport = request.__struct_config__.tag  # type: ignore[assignment]  # "cuda_ipc" or "nccl"

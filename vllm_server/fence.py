@@ -131,7 +131,7 @@ class Fence:
         if asked.boot_id != self.boot_id:
             raise ServeError(
                 409, "boot_id", got=asked.boot_id, wanted=f"{self.boot_id}, this server's",
-                fix="the server was restarted: attach to its weights anew",
+                fix="the server was restarted: attach to its weights again",
             )  # fmt: skip
         if not 0 < asked.timeout_s < float("inf"):
             raise ServeError(422, "timeout_s", got=asked.timeout_s, wanted="more than 0 seconds", fix="raise it")

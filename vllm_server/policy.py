@@ -112,9 +112,9 @@ class PolicyRegistry:
             raise ServeError(
                 409,
                 "adapter_name",
-                got=f"{name}, which this server has had before",
-                wanted="a name that was never used",
-                fix=f"publish version {self._highest + 1} (caches are keyed by name)",
+                got=name,
+                wanted="a name that this server has never had, since caches are keyed by it",
+                fix=f"publish version {self._highest + 1}",
             )
         return name, version
 
@@ -134,7 +134,7 @@ class PolicyRegistry:
                 409,
                 "adapter_path",
                 got=f"{path}, from which {holder.name} is still served",
-                wanted="a folder of its own for each version",
+                wanted="another folder for each version",
                 fix="save this version to a new folder",
             )
         return Version(name, version, adapter_id, path, loaded_at=now, by_name_only=by_name_only)

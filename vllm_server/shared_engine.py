@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from vllm_server import compat
-from vllm_server.errors import FatalError, IncompatibleError
+from vllm_server.errors import FatalError
 from vllm_server.protocol import ParameterInfo
 from vllm_server.worker.shared_weights import Exported
 
@@ -30,10 +30,10 @@ def assert_seams() -> None:
     compat.assert_callable("vllm.v1.engine.core_client", "AsyncMPClient", _CORE_SEAMS)
     request = compat.seam(("vllm.v1.engine",), "EngineCoreRequest").EngineCoreRequest
     if "cache_salt" not in request.__struct_fields__ or request.__struct_config__.frozen:
-        raise IncompatibleError(compat.moved("EngineCoreRequest.cache_salt that can be set"))
+        raise compat.moved("EngineCoreRequest.cache_salt that can be set")
     hashing = compat.seam(("vllm.v1.core.kv_cache_utils",), "generate_block_hash_extra_keys")
     if "cache_salt" not in inspect.getsource(hashing.generate_block_hash_extra_keys):
-        raise IncompatibleError(compat.moved("generate_block_hash_extra_keys that looks at cache_salt"))
+        raise compat.moved("generate_block_hash_extra_keys that reads cache_salt")
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class SharedEngine:
         """
         (answer,) = await self.engine.collective_rpc("grpo_export_weights")
         if "refused" in answer:
-            raise FatalError(f"--shared-weights: {answer['refused']}")
+            raise FatalError(answer["refused"], field="--shared-weights")
         return msgspec.json.decode(answer["exported"], type=Exported)
 
 

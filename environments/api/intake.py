@@ -10,6 +10,7 @@ from environments.api.reading import Buffer, Steps, invalid, read_group, without
 from environments.api.records import UnknownEnvironment
 from environments.api.service import Service
 from environments.api.validate import InvalidGroup, encode_checked
+from grpo_common.errors import Problem
 
 
 def decode(body: bytes, message_type: type[wire.T], content_type: str | None) -> wire.T:
@@ -21,8 +22,7 @@ def decode(body: bytes, message_type: type[wire.T], content_type: str | None) ->
     try:
         return wire.decode(body, message_type, content_type or wire.JSON)
     except msgspec.ValidationError as error:
-        problem = invalid(error)
-        raise ApiError(422, str(problem), problem.field or None) from None
+        raise _unfit(invalid(error)) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise _malformed(error, content_type) from None
 
@@ -42,9 +42,9 @@ def take_one(
         yield
         return service.take(group, key, payload)
     except InvalidGroup as error:
-        raise ApiError(422, str(error), error.field or None) from None
+        raise _unfit(error) from None
     except UnknownEnvironment as error:
-        raise ApiError(422, str(error), "env_id") from None
+        raise ApiError(422, error.problems[0], "env_id") from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise _malformed(error, content_type) from None
 
@@ -65,7 +65,7 @@ def take_list(
         try:
             answer = yield from take_one(service, memoryview(raw), content_type, key and key + b"/%d" % i)
         except ApiError as error:
-            rejected.append(wire.RejectedGroup(group=i, field=error.field or "", detail=error.detail))
+            rejected.append(wire.RejectedGroup(group=i, field=error.key or "", detail=str(error)))
         else:
             if answer.buffer_size is not None:
                 buffered.append(answer.buffer_size)
@@ -94,7 +94,7 @@ def _non_finite(finite: bytes) -> Generator[None, None, InvalidGroup]:
     try:
         yield from read_group(finite)
     except InvalidGroup as error:
-        return InvalidGroup(error.field, f"NaN or Infinity, expected a finite number ({error})")
+        return InvalidGroup(error.field, f"NaN or Infinity, expected a finite number ({error.summary})")
     return InvalidGroup("", "NaN or Infinity, which JSON does not have")
 
 
@@ -105,18 +105,22 @@ def _split(body: bytes, content_type: str | None) -> list[msgspec.Raw]:
             return msgspec.msgpack.decode(body, type=list[msgspec.Raw])
         return msgspec.json.decode(body, type=list[msgspec.Raw])
     except msgspec.ValidationError as error:
-        raise ApiError(422, f"{error}: expected a list of groups") from None
+        raise ApiError(422, Problem("body", wanted="a list of groups", summary=str(error))) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         try:
             if not msgpack and (finite := without_nan(body)) != body:
                 # Split with null in the place of NaN; the groups that have it are refused for the null.
                 return _split(finite, content_type)
         except InvalidGroup as nan:
-            raise ApiError(422, str(nan)) from None
+            raise _unfit(nan) from None
         raise _malformed(error, content_type) from None
 
 
 def _malformed(error: Exception, content_type: str | None) -> ApiError:
     kind = "MessagePack" if wire.is_msgpack(content_type) else "JSON"
     reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-    return ApiError(400, f"the body is not {kind}: {reason}")
+    return ApiError(400, Problem("body", wanted=kind, summary=reason))
+
+
+def _unfit(group: InvalidGroup) -> ApiError:
+    return ApiError(422, group.problems[0], group.key)

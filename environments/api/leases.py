@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from environments.api import wire
 from environments.api.records import Closed, Journal, Lease, LeaseError
+from grpo_common.errors import Problem
 
 REMEMBERED_LEASES = 4096
 """Leases that are over and are remembered, so that a repeated or late acknowledgement is understood."""
@@ -15,7 +16,7 @@ REMEMBERED_LEASES = 4096
 _ENDED: Final[Mapping[wire.LeaseEnd, str]] = {
     "taken over": "was taken over by another trainer: its groups are trained again",
     "expired": "ran out, and its groups were given to another client: they are trained again",
-    "released": "was given back: its groups are trained again",
+    "released": "was released: its groups are trained again",
     "acknowledged": "was acknowledged: it is trained",
 }
 
@@ -76,10 +77,10 @@ class LeaseBook:
             LeaseError: there was none (404).
         """
         if batch_id not in self._over:
-            raise LeaseError(404, f"batch {batch_id} is unknown: GET /batch?lease=SECONDS gives ids")
+            raise LeaseError(404, Problem("batch_id", got=batch_id, wanted="an id that GET /batch?lease=SECONDS gave"))
         return self._over[batch_id]
 
 
 def refusal(batch_id: str, closed: Closed) -> LeaseError:
     """What a client hears that comes too late (409)."""
-    return LeaseError(409, f"batch {batch_id} {_ENDED[closed.how]}", closed.how)
+    return LeaseError(409, Problem(f"batch {batch_id}", summary=_ENDED[closed.how]), closed.how)

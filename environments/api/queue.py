@@ -35,6 +35,7 @@ from environments.api.records import (
     UnknownEnvironment,
 )
 from environments.api.selection import Pool, Reservation, choose, feasible_minima
+from grpo_common.errors import Problem
 
 
 class Grant(Struct, frozen=True):
@@ -125,7 +126,14 @@ class RolloutQueue:
             raise NotRegistered("Trainer not registered. Call /register first.")
         if uuid is not None and uuid != self.run.uuid:
             raise LeaseError(
-                409, f"trainer {uuid} was taken over by {self.run.uuid}: POST /register to take over", "taken over"
+                409,
+                Problem(
+                    "uuid",
+                    got=str(uuid),
+                    wanted=f"{self.run.uuid}, the trainer that has taken over",
+                    fix="POST /register to take over",
+                ),
+                "taken over",
             )
         if not self.run.started:
             self._put_run(replace(self.run, started=True))
@@ -243,7 +251,7 @@ class RolloutQueue:
             UnknownEnvironment: never registered.
         """
         if not 0 <= env_id < len(self.environments):
-            raise UnknownEnvironment(f"env_id {env_id} is unknown: POST /register-env gives ids")
+            raise UnknownEnvironment(f"env_id {env_id} is unknown", fix="POST /register-env gives ids")
         return self.environments[env_id]
 
     def offer(

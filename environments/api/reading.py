@@ -22,7 +22,7 @@ LONG_BODY = 1 << 20
 """Bytes from which a group's rows are read one by one; a shorter body takes some 3 ms."""
 LONGEST_EXPLAINED = 4 << 20
 """Bytes of JSON in which NaN is looked for exactly; longer ones are refused with the place of the first."""
-_PATH = re.compile(r" - at `\$(?:\[\d+\])?\.?(\w*)")
+_COMPLAINT = re.compile(r"(.*) - at `\$\.?(.*)`")
 _NON_FINITE = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\b(?:NaN|Infinity)\b')
 _ROWS = ("tokens", "masks", "advantages", "ref_logprobs", "inference_logprobs")
 _INTS = list[Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]]
@@ -95,14 +95,13 @@ def read_group(body: Buffer, msgpack: bool = False) -> Steps:
         raise invalid(error) from None
 
 
-def invalid(error: msgspec.ValidationError) -> InvalidGroup:
-    """A decoder's complaint as ours; it already names the path."""
+def invalid(error: msgspec.ValidationError, within: str = "") -> InvalidGroup:
+    """A decoder's complaint as ours; the path that it names is that of the place `within` the group."""
     message = str(error)
-    match = _PATH.search(message)
-    field = match[1] if match else ""
-    if not field and (missing := re.search(r"missing required field `(\w+)`", message)):
-        field = missing[1]
-    return InvalidGroup(field, message)
+    if match := _COMPLAINT.fullmatch(message):
+        return InvalidGroup(within + match[2], match[1])
+    missing = re.search(r"missing required field `(\w+)`", message)
+    return InvalidGroup(missing[1] if missing and not within else within, message)
 
 
 def without_nan(body: bytes) -> bytes:
@@ -138,7 +137,7 @@ def _read_lists(unread: _UnreadLists, read: Any) -> Steps:
             yield
         lengths = lengths or got
         if got != lengths and any(got):
-            raise InvalidGroup(field, f"{field}: rows of {got} entries, tokens has {lengths}; expected one per token")
+            raise InvalidGroup(field, f"rows of {got} entries, tokens has {lengths}; expected one per token")
         packed[field] = b"".join(pieces) if any(got) or field == "masks" else None
     yield
     others = {name: getattr(unread, name) for name in _Unread.__struct_fields__}
@@ -171,4 +170,4 @@ def _row(raw: Raw, row_type: Any, field: str, i: int, read: Any) -> list[Any]:
     try:
         return read(raw, type=row_type)
     except msgspec.ValidationError as error:
-        raise InvalidGroup(field, f"{field}[{i}]: {error}") from None
+        raise invalid(error, within=f"{field}[{i}]") from None

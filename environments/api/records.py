@@ -1,31 +1,33 @@
 """What the rollout queue remembers, and the journal it is written down in."""
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Literal, Protocol
 
 from msgspec import Struct
 
 from environments.api import wire
+from grpo_common.errors import Problem, UserError
 
 Place = Literal["buffer", "queue", "leased"]
 
 
-class UnknownEnvironment(LookupError):
+class UnknownEnvironment(UserError, LookupError):
     """An env_id that this API has not given out."""
 
 
-class NotRegistered(Exception):
+class NotRegistered(UserError):
     """A batch was asked for before any trainer registered."""
 
 
-class LeaseError(Exception):
+class LeaseError(UserError):
     """A lease that cannot be had, acknowledged, extended or released.
 
     `status` is the HTTP status for it; `reason` says how the lease ended, where it once was.
     """
 
-    def __init__(self, status: Literal[404, 409], message: str, reason: wire.LeaseEnd | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, status: Literal[404, 409], problem: Problem, reason: wire.LeaseEnd | None = None) -> None:
+        super().__init__(**asdict(problem))
         self.status = status
         self.reason: wire.LeaseEnd | None = reason
 

@@ -95,8 +95,15 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.setblocking(False)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise SettingsError(f"--port {port}: in use by {_holder(port)}; stop it or give another port") from None
-        raise SettingsError(f"--host {host} --port {port}: {error.strerror or error}") from None
+            raise SettingsError(
+                "in use", field=f"--port {port}", got=_holder(port), fix="stop it or give another port"
+            ) from None
+        raise SettingsError(
+            field=f"--host {host} --port {port}",
+            got=error.strerror or error,
+            wanted="an address of this machine",
+            fix="give another",
+        ) from None
     return listener
 
 

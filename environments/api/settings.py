@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_common.errors import UserError
+
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-class SettingsError(ValueError):
-    """Settings that cannot go together; the message names the option and the way out."""
+class SettingsError(UserError, ValueError):
+    """Settings that cannot go together."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +40,16 @@ class Settings:
     def __post_init__(self) -> None:
         if not self.api_key and self.host not in LOOPBACK:
             raise SettingsError(
-                f"--host {self.host}: anyone who reaches it could post groups or reset the run;"
-                f" give --api-key KEY, or --host 127.0.0.1"
+                "anyone who reaches it could post groups or reset the run",
+                field="--host",
+                got=f"{self.host} without a key",
+                fix="give --api-key KEY, or --host 127.0.0.1",
             )
         if self.env_timeout <= 0:
-            raise SettingsError(f"--env-timeout {self.env_timeout}: expected more than 0 seconds")
-        if self.max_body_mb < 1 or self.memory_mb < 0:
-            raise SettingsError(
-                f"--max-body-mb {self.max_body_mb} --memory-mb {self.memory_mb}: expected at least 1 and 0"
-            )
+            raise SettingsError(field="--env-timeout", got=self.env_timeout, wanted="more than 0 seconds")
+        if self.max_body_mb < 1:
+            raise SettingsError(field="--max-body-mb", got=self.max_body_mb, wanted="1 or more")
+        if self.memory_mb < 0:
+            raise SettingsError(field="--memory-mb", got=self.memory_mb, wanted="0 or more")
         if not 0 <= self.port <= 65535:
-            raise SettingsError(f"--port {self.port}: expected 0 to 65535")
+            raise SettingsError(field="--port", got=self.port, wanted="0 to 65535")

@@ -17,6 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from environments.api.records import Closed, Environment, Group, Journal, Lease, Place, Run, Snapshot
+from grpo_common.errors import UserError
 
 REMEMBERED_POSTS_S = 600.0
 """How long the key of a posted group is remembered."""
@@ -36,8 +37,8 @@ Change = tuple[str, Sequence[object]]
 R = TypeVar("R")
 
 
-class StoreError(Exception):
-    """The store cannot be opened, read or written; the message says which and what to do."""
+class StoreError(UserError):
+    """The store cannot be opened, read or written."""
 
 
 class Store(Journal):
@@ -61,11 +62,18 @@ class Store(Journal):
             self._reader = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
             version = self._writer.execute("PRAGMA user_version").fetchone()[0]
             if version not in (0, _FORMAT):
-                raise StoreError(f"--store {path}: format {version}, this version reads {_FORMAT}: use another file")
+                raise StoreError(
+                    field=f"--store {path}",
+                    got=f"format {version}",
+                    wanted=f"format {_FORMAT}, which this version reads",
+                    fix="use another file",
+                )
             self._writer.executescript(_SCHEMA)
             self._writer.execute(f"PRAGMA user_version = {_FORMAT}")
         except sqlite3.Error as error:
-            raise StoreError(f"--store {path}: {error}; give a writable file of this program's own") from error
+            raise StoreError(
+                field=f"--store {path}", got=error, wanted="a writable file of this program's own"
+            ) from error
         self._reading = threading.Lock()
         self._thread = threading.Thread(target=self._write, name="store", daemon=True)
         self._thread.start()
@@ -152,7 +160,7 @@ class Store(Journal):
             StoreError: it could not be written; the store is not usable any more.
         """
         if self._closing:
-            raise StoreError(f"--store {self.path}: closed")
+            raise StoreError(field=f"--store {self.path}", got="a store that is closed")
         done = asyncio.get_running_loop().create_future()
         with self._wake:
             self._hand_over()
@@ -166,7 +174,9 @@ class Store(Journal):
             query = "SELECT body FROM payloads WHERE id = ?"
             found = {each: self._reader.execute(query, (each,)).fetchone() for each in ids}
         if lost := [each for each, row in found.items() if row is None]:
-            raise StoreError(f"--store {self.path}: the bytes of groups {lost} are missing; was the file edited?")
+            raise StoreError(
+                "the bytes of groups are missing", field=f"--store {self.path}", got=lost, fix="was the file edited?"
+            )
         return {each: row[0] for each, row in found.items()}
 
     def close(self) -> None:
@@ -210,7 +220,7 @@ class Store(Journal):
                 self._writer.execute(sql, values)
             self._writer.execute("COMMIT")
         except sqlite3.Error as error:
-            return StoreError(f"--store {self.path}: {error}")
+            return StoreError("cannot be written", field=f"--store {self.path}", got=error)
         return None
 
 
@@ -237,13 +247,15 @@ def _lock(path: Path) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise StoreError(f"--store {path}: {error.strerror}; give a writable place") from error
+        raise StoreError(field=f"--store {path}", got=error.strerror, wanted="a writable place") from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         holder = os.read(handle, 32).decode(errors="replace") or "unknown"
         os.close(handle)
-        raise StoreError(f"--store {path}: in use by process {holder}; stop it or give another file") from None
+        raise StoreError(
+            "in use", field=f"--store {path}", got=f"process {holder}", fix="stop it or give another file"
+        ) from None
     os.truncate(handle, 0)
     os.pwrite(handle, str(os.getpid()).encode(), 0)
     return handle

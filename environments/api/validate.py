@@ -4,6 +4,7 @@ Checks of long groups are generators that pause every `CHUNK` numbers, so that o
 """
 
 import math
+import re
 from array import array
 from bisect import bisect_right
 from collections.abc import Generator, Mapping, Sequence
@@ -14,6 +15,7 @@ import msgspec
 
 from environments.api import wire
 from environments.api.packing import numbers_of
+from grpo_common.errors import UserError
 
 CHUNK = 1 << 16
 """Numbers that are looked at in one go: about half a millisecond."""
@@ -28,12 +30,16 @@ _SWITCHES = ("sft", "set_advantage_to_zero")
 Checking = Generator[None, None, None]
 
 
-class InvalidGroup(ValueError):
-    """A group that cannot be trained on; `field` is the field at fault (empty where none can be named)."""
+class InvalidGroup(UserError, ValueError):
+    """A group that cannot be trained on; `field` is the place at fault, `tokens[1][2]` (empty: none can be named)."""
 
-    def __init__(self, field: str, detail: str) -> None:
-        super().__init__(detail)
-        self.field = field
+    def __init__(self, field: str, summary: str) -> None:
+        super().__init__(summary, field=field)
+
+    @property
+    def key(self) -> str | None:
+        """The group's key in which the place is: `tokens`."""
+        return re.split(r"\W", self.field)[0] or None
 
 
 def pack_checked(group: wire.ScoredData) -> wire.PackedGroup:
@@ -75,26 +81,24 @@ def check_packed(group: wire.PackedGroup) -> Checking:
     lengths = group.lengths
     total = sum(lengths)
     if not lengths:
-        raise InvalidGroup("tokens", "tokens: an empty group, expected at least one sequence")
+        raise InvalidGroup("tokens", "an empty group, expected at least one sequence")
     if 0 in lengths:
-        raise InvalidGroup("tokens", f"tokens[{lengths.index(0)}]: an empty sequence, expected at least one token")
+        raise InvalidGroup(f"tokens[{lengths.index(0)}]", "an empty sequence, expected at least one token")
     for field in ("tokens", "masks"):
         if len(getattr(group, field)) != 4 * total:
             raise InvalidGroup(
-                field, f"{field}: {len(getattr(group, field))} bytes, expected {4 * total} (int32 of {total} tokens)"
+                field, f"{len(getattr(group, field))} bytes, expected {4 * total} (int32 of {total} tokens)"
             )
     _check_token_ids(group.tokens, lengths)
     yield
     for field in _PER_TOKEN:
         data: bytes | None = getattr(group, field)
         if data is not None and len(data) not in (4 * total, 8 * total):
-            raise InvalidGroup(
-                field, f"{field}: {len(data)} bytes, expected {4 * total} (float32) or {8 * total} (float64)"
-            )
+            raise InvalidGroup(field, f"{len(data)} bytes, expected {4 * total} (float32) or {8 * total} (float64)")
         for start in range(0, total if data else 0, CHUNK):
             numbers = numbers_of(data or b"", slice(start, min(start + CHUNK, total)), total, "f")
             if (bad := _first_unfit(numbers)) is not None:
-                raise InvalidGroup(field, f"{field}{_place(start + bad, lengths)}: {_unfit_number(numbers[bad])}")
+                raise InvalidGroup(f"{field}{_place(start + bad, lengths)}", _unfit_number(numbers[bad]))
             yield
     _check_sequences(group, len(lengths))
     yield from _check_messages(group.messages or ())
@@ -112,13 +116,10 @@ def check_teacher_row(i: int, ids: Sequence[Sequence[int]], logprobs: Sequence[S
     for j, (some_ids, some_logprobs) in enumerate(zip(ids, logprobs, strict=True)):
         if len(some_ids) != len(some_logprobs):
             raise InvalidGroup(
-                "distill_logprobs",
-                f"distill_logprobs[{i}][{j}]: {len(some_logprobs)} numbers for {len(some_ids)} token ids",
+                f"distill_logprobs[{i}][{j}]", f"{len(some_logprobs)} numbers for {len(some_ids)} token ids"
             )
         if (bad := _first_unfit(some_logprobs)) is not None:
-            raise InvalidGroup(
-                "distill_logprobs", f"distill_logprobs[{i}][{j}][{bad}]: {_unfit_number(some_logprobs[bad])}"
-            )
+            raise InvalidGroup(f"distill_logprobs[{i}][{j}][{bad}]", _unfit_number(some_logprobs[bad]))
 
 
 def check_teacher_count(ids: Sequence[object] | None, logprobs: Sequence[object] | None, count: int) -> None:
@@ -148,39 +149,38 @@ def _check_token_ids(tokens: bytes, lengths: list[int]) -> None:
     numbers = numbers_of(tokens, slice(0, total), total, "i")
     bad = next(i for i, number in enumerate(numbers) if number < 0)
     raise InvalidGroup(
-        "tokens",
-        f"tokens{_place(bad, lengths)}: {numbers[bad]}, expected a token id of the model, 0 or more; "
-        "mark what is not trained in `masks`",
+        f"tokens{_place(bad, lengths)}",
+        f"{numbers[bad]}, expected a token id of the model, 0 or more; mark what is not trained in `masks`",
     )
 
 
 def _check_sequences(group: wire.PackedGroup, count: int) -> None:
     """What there is one of for each sequence, and what says how they are to be taken."""
     if len(group.scores) != count:
-        raise InvalidGroup("scores", f"scores: {len(group.scores)} for {count} sequences, expected one each")
+        raise InvalidGroup("scores", f"{len(group.scores)} for {count} sequences, expected one each")
     if (bad := _first_unfit(group.scores)) is not None:
-        raise InvalidGroup("scores", f"scores[{bad}]: {_unfit_number(group.scores[bad])}")
+        raise InvalidGroup(f"scores[{bad}]", _unfit_number(group.scores[bad]))
     for field in ("overrides", "policy_versions"):
         if (given := getattr(group, field)) and len(given) != count:
-            raise InvalidGroup(field, f"{field}: {len(given)} for {count} sequences, expected one each")
+            raise InvalidGroup(field, f"{len(given)} for {count} sequences, expected one each")
     for field in ("generation_params", "group_overrides"):
-        _check_options(field, field, getattr(group, field) or {})
+        _check_options(field, getattr(group, field) or {})
     for i, own in enumerate(group.overrides or ()):
-        _check_options("overrides", f"overrides[{i}]", own)
+        _check_options(f"overrides[{i}]", own)
 
 
-def _check_options(field: str, place: str, options: Mapping[str, Any]) -> None:
+def _check_options(place: str, options: Mapping[str, Any]) -> None:
     """Of fields that may hold anything, what the trainer goes by."""
     temperature = options.get("temperature")
     if temperature is not None and not _is_temperature(temperature):
         raise InvalidGroup(
-            field,
-            f"{place}.temperature: {_shown(temperature)}, expected that of sampling, a finite number above 0 "
+            f"{place}.temperature",
+            f"{_shown(temperature)}, expected that of sampling, a finite number above 0 "
             f"({LEAST_TEMPERATURE:g} at least); leave it out for 1",
         )
-    for name in _SWITCHES if field != "generation_params" else ():
+    for name in _SWITCHES if place != "generation_params" else ():
         if (value := options.get(name)) is not None and not isinstance(value, bool) and value not in (0, 1):
-            raise InvalidGroup(field, f"{place}.{name}: {_shown(value)}, expected true or false")
+            raise InvalidGroup(f"{place}.{name}", f"{_shown(value)}, expected true or false")
 
 
 def _is_temperature(value: object) -> bool:
@@ -194,7 +194,7 @@ def _check_messages(conversations: Sequence[Sequence[Mapping[str, Any]]]) -> Che
         for j, message in enumerate(conversation):
             for key in ("role", "content"):
                 if key not in message:
-                    raise InvalidGroup("messages", f"messages[{i}][{j}]: no `{key}`, expected role and content")
+                    raise InvalidGroup(f"messages[{i}][{j}]", f"no `{key}`, expected role and content")
         yield
 
 
@@ -217,12 +217,12 @@ def _check_lengths(field: str, got: list[int], wanted: list[int], rule: str) -> 
 
 def _check_count(field: str, got: int, wanted: int, rule: str) -> None:
     if got != wanted:
-        raise InvalidGroup(field, f"{field}: {got} sequences, tokens has {wanted}; expected {rule}")
+        raise InvalidGroup(field, f"{got} sequences, tokens has {wanted}; expected {rule}")
 
 
 def _check_length(field: str, i: int, got: int, wanted: int, rule: str) -> None:
     if got != wanted:
-        raise InvalidGroup(field, f"{field}[{i}]: {got} entries, tokens[{i}] has {wanted}; expected {rule}")
+        raise InvalidGroup(f"{field}[{i}]", f"{got} entries, tokens[{i}] has {wanted}; expected {rule}")
 
 
 def _first_unfit(numbers: "Sequence[float] | array[float]") -> int | None:

@@ -32,12 +32,13 @@ from environments.from_verifiers.config import VerifiersConfig
 from environments.from_verifiers.engine import MODEL, Engine
 from environments.items import Shuffled
 from environments.trajectory import Message, Trajectory, scored_group
+from grpo_common.errors import UserError
 
 log = logging.getLogger(__name__)
 
 
-class RolloutFailed(RuntimeError):
-    """The environment, its program or its tools failed; the message says how."""
+class RolloutFailed(UserError, RuntimeError):
+    """The environment, its program or its tools failed."""
 
 
 class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
@@ -103,7 +104,9 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
             return resolve_env_config(raw)
         except (ImportError, AttributeError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"--env.env_id {self.config.env_id}: {error}; install its package: grpo env verifiers install PACKAGE"
+                field=f"--env.env_id {self.config.env_id}",
+                got=error,
+                fix="install its package: grpo env verifiers install PACKAGE",
             ) from None
 
     def _tasks(self) -> tuple[Iterator[Any], list[Any]]:
@@ -114,7 +117,9 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
             return stream, list(itertools.islice(stream, count))
         tasks = list(taskset)
         if not tasks:
-            raise ConfigError(f"--env.env_id {self.config.env_id}: its taskset has no tasks")
+            raise ConfigError(
+                field=f"--env.env_id {self.config.env_id}", got="a taskset of 0 tasks", wanted="1 or more"
+            )
         if len(tasks) <= count:
             log.warning("--env.eval_tasks %d: all there are, so evaluations ask what is trained on", len(tasks))
             return Shuffled(tasks, self.config.seed), tasks
@@ -176,7 +181,7 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
             errors = [*episode.errors, *(error for one in episode.traces for error in one.errors)]
             trouble = f"{errors[-1].type}: {errors[-1].message}" if errors else trouble
         self.measures.add("failed", 1.0)
-        raise RolloutFailed(f"a rollout of {self.config.env_id} failed: {trouble}")
+        raise RolloutFailed(field=f"a rollout of {self.config.env_id}", got=trouble)
 
     def _trained(self, episode: Any) -> Any | None:
         """The trace to train on: of the one trainable agent, or of the one that is named."""
@@ -184,7 +189,9 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
         traces = [t for t in episode.traces if t.agent.trainable and wanted in (None, t.agent.name)]
         names = sorted({trace.agent.name for trace in traces})
         if len(names) > 1:
-            raise ConfigError(f"--env.agent: unset, wanted one of {', '.join(names)}, whose turns are trained")
+            raise ConfigError(
+                "is not set", field="--env.agent", wanted=f"one of {', '.join(names)}, whose turns are trained"
+            )
         return traces[-1] if traces else None
 
     def _measure(self, trace: Any) -> None:

@@ -24,7 +24,7 @@ REQUIREMENTS: Final = (
     "msgspec>=0.19",
     "pydantic-settings>=2.9",
 )
-LINKED: Final = ("environments", "vllm_server")
+LINKED: Final = ("environments", "grpo_common", "vllm_server")
 FOLDER_VARIABLE: Final = "GRPO_VERIFIERS_VENV"
 _READY: Final = "grpo-ready"
 
@@ -50,8 +50,12 @@ def install(extra: Sequence[str] = ()) -> Path:
     if wanted:
         done = subprocess.run([str(_python(place)), "-m", "pip", "install", "--quiet", *wanted], check=False)
         if done.returncode:
-            raise ConfigError(f"pip install {' '.join(wanted)}: failed with status {done.returncode}; see above")
-    _link(place)
+            raise ConfigError(
+                field=f"pip install {' '.join(wanted)}",
+                got=f"exit status {done.returncode}",
+                fix="see its output above",
+            )
+    link(place)
     (place / _READY).write_text(VERSION + "\n")
     return place
 
@@ -65,9 +69,11 @@ def become(module: str, arguments: Sequence[str]) -> NoReturn:
     place = folder()
     if not _is_ready(place):
         raise ConfigError(
-            f"verifiers {VERSION} is not installed in {place}; `grpo env verifiers install` does it, once, in a minute"
+            f"is not installed in {place}",
+            field=f"verifiers {VERSION}",
+            fix="run `grpo env verifiers install`, once, which takes a minute",
         )
-    _link(place)  # of this very package, wherever it lies now
+    link(place)  # of this very package, wherever it lies now
     path = os.pathsep.join([str(place / "bin"), os.environ.get("PATH", os.defpath)])
     sys.stdout.flush()
     os.execve(
@@ -85,14 +91,15 @@ def _is_ready(place: Path) -> bool:
     return (place / _READY).is_file() and (place / _READY).read_text().strip() == VERSION
 
 
-def _link(place: Path) -> None:
+def link(place: Path) -> None:
+    """Have the virtual environment find the packages of `LINKED` where they lie now."""
     (site,) = place.glob("lib/python*/site-packages")
     for name in LINKED:
-        link, target = site / name, Path(__file__).parents[2] / name
-        if link.is_symlink() and link.readlink() == target:
+        there, target = site / name, Path(__file__).parents[2] / name
+        if there.is_symlink() and there.readlink() == target:
             continue
-        if link.is_symlink():
-            link.unlink()
-        elif link.exists():
-            shutil.rmtree(link)
-        link.symlink_to(target)
+        if there.is_symlink():
+            there.unlink()
+        elif there.exists():
+            shutil.rmtree(there)
+        there.symlink_to(target)

@@ -58,8 +58,9 @@ def read_questions(path: Path, split: Split) -> list[Question]:
     file = path / f"{split}.jsonl" if path.is_dir() else path
     if not file.is_file() or (split == "test" and file == path):
         raise ConfigError(
-            f"--env.dataset_path: got {path}, wanted a folder with {split}.jsonl, one "
-            '{"question": …, "answer": "… #### 18"} a line'
+            field="--env.dataset_path",
+            got=path,
+            wanted=f'a folder with {split}.jsonl, one {{"question": …, "answer": "… #### 18"}} a line',
         )
     questions = []
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
@@ -69,7 +70,9 @@ def read_questions(path: Path, split: Split) -> list[Question]:
             row = msgspec.json.decode(line, type=_Row)
             questions.append(Question.of(row.question, row.answer))
         except ValueError as error:  # msgspec's errors are among them
-            raise ConfigError(f"--env.dataset_path: {file}, line {number}: {error}") from None
+            raise ConfigError(
+                field=f"--env.dataset_path {file}, line {number}", got=error, wanted="a row of GSM8K"
+            ) from None
     return questions
 
 
@@ -83,16 +86,19 @@ def download_questions(name: str, split: Split) -> list[Question]:
         from datasets import load_dataset
     except ImportError:
         raise ConfigError(
-            "--env.dataset_path: unset, and `datasets`, which asks the hub, is not installed; "
-            "pip install datasets, or name a folder with train.jsonl and test.jsonl"
+            "is not set, and `datasets`, which asks the hub, is not installed",
+            field="--env.dataset_path",
+            fix="pip install datasets, or name a folder with train.jsonl and test.jsonl",
         ) from None
     try:
         rows = load_dataset(name, "main", split=split).to_list()
     except (OSError, ValueError) as error:  # no network, no such data set
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"--env.dataset_name {name}: not to be had ({reason}); "
-            "name a folder with train.jsonl and test.jsonl by --env.dataset_path"
+            "cannot be loaded",
+            field=f"--env.dataset_name {name}",
+            got=reason,
+            fix="name a folder with train.jsonl and test.jsonl by --env.dataset_path",
         ) from None
     return [Question.of(str(row["question"]), str(row["answer"])) for row in rows]
 

@@ -39,21 +39,28 @@ UNJUDGED = Verdict(strict=False, lenient=False, judged=False)
 
 
 class MathJudge:
-    """A few worker processes (`environments.maths.judge_worker`), each with one answer at a time."""
+    """A few worker processes (`environments.maths.judge_worker`), each with one answer at a time.
+
+    Attributes:
+        limit_s: seconds after which a worker is ended and its answer stays unjudged.
+        running: the workers that run.
+    """
 
     def __init__(self, workers: int = 2, limit_s: float = 10.0) -> None:
-        """Starts nothing yet. `limit_s`: after so long the worker is ended and the answer stays unjudged.
+        """Starts nothing yet.
 
         Raises:
             ConfigError: math-verify is not installed.
         """
         if find_spec("math_verify") is None:
-            raise ConfigError("math-verify judges the answers, but is not installed; pip install 'math-verify>=0.8'")
-        self._limit_s = limit_s
+            raise ConfigError(
+                "judges the answers, but is not installed", field="math-verify", fix="pip install 'math-verify>=0.8'"
+            )
+        self.limit_s = limit_s
         self._idle: asyncio.LifoQueue[asyncio.subprocess.Process | None] = asyncio.LifoQueue()
         for _ in range(workers):
             self._idle.put_nowait(None)
-        self._all: set[asyncio.subprocess.Process] = set()
+        self.running: set[asyncio.subprocess.Process] = set()
 
     async def judge(self, gold: str, answer: str, form: AnswerForm) -> Verdict:
         """The verdict on one answer; waits for a free worker, but not for ever for what it says."""
@@ -63,7 +70,7 @@ class MathJudge:
         try:
             worker = worker or await self._start()
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._limit_s):
+                async with asyncio.timeout(self.limit_s):
                     reply = await self._ask(worker, request)
         finally:
             # One that was interrupted would answer the next request with this one's verdict.
@@ -72,7 +79,7 @@ class MathJudge:
 
     async def close(self) -> None:
         """Ends the workers."""
-        for worker in list(self._all):
+        for worker in list(self.running):
             await self._end(worker)
 
     async def _ask(self, worker: asyncio.subprocess.Process, request: dict[str, str]) -> bytes:
@@ -96,7 +103,7 @@ class MathJudge:
             env={**os.environ, "PYTHONPATH": path},
             start_new_session=True,  # a Ctrl-C is for us: we end it
         )
-        self._all.add(worker)
+        self.running.add(worker)
         assert worker.stdout is not None, "started with a pipe"
         async with asyncio.timeout(START_LIMIT_S):
             ready = await worker.stdout.readline()
@@ -108,7 +115,7 @@ class MathJudge:
     async def _end(self, worker: asyncio.subprocess.Process | None) -> None:
         if worker is None:
             return
-        self._all.discard(worker)
+        self.running.discard(worker)
         with suppress(ProcessLookupError):
             worker.kill()
         await worker.wait()

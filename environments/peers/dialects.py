@@ -104,18 +104,20 @@ class GrpoServer:
             answer = msgspec.json.decode(response.content, type=GenerateResponse)
         except msgspec.DecodeError as error:
             raise PeerError(
-                f"the inference server at {peer.url}: /generate answered what grpo's server does not ({error}); "
-                "start it with `grpo serve`, or let --openai.server_type auto find out what it is"
+                field=_route(peer, GENERATE_ROUTE),
+                got=error,
+                wanted="the answer of grpo's server",
+                fix="start it with `grpo serve`, or let --openai.server_type auto find out what it is",
             ) from None
         if answer.logprobs is None or not len(answer.token_ids) == len(answer.logprobs) == n:
             got = "no logprobs" if answer.logprobs is None else f"{len(answer.token_ids)} completions"
-            raise PeerError(f"the inference server's /generate: got {got}, wanted logprobs of {n} completions")
+            raise PeerError(field=_route(peer, GENERATE_ROUTE), got=got, wanted=f"logprobs of {n} completions")
         rows = zip(answer.token_ids, answer.logprobs, answer.text, answer.finish_reasons, strict=True)
         return [
             Completion(
                 prompt_token_ids=answer.prompt_token_ids,
                 token_ids=token_ids,
-                rollout_logprobs=_sampled_logprobs(token_ids, positions),
+                rollout_logprobs=_sampled_logprobs(peer, token_ids, positions),
                 text=text,
                 finish_reason=finish_reason or "unknown",
                 policy_version=answer.policy_version,
@@ -132,14 +134,11 @@ class GrpoServer:
         return msgspec.json.decode(response.content, type=GenerateResponse).prompt_logprobs or []
 
 
-def _sampled_logprobs(token_ids: list[int], positions: list[list[dict[int, float]]]) -> list[float]:
+def _sampled_logprobs(peer: Peer, token_ids: list[int], positions: list[list[dict[int, float]]]) -> list[float]:
     try:
         return [position[0][token_id] for token_id, position in zip(token_ids, positions, strict=True)]
     except (KeyError, IndexError, ValueError):
-        raise PeerError(
-            f"the inference server's /generate: {len(positions)} logprobs do not belong to the "
-            f"{len(token_ids)} sampled tokens"
-        ) from None
+        raise _not_theirs(peer, GENERATE_ROUTE, len(positions), len(token_ids)) from None
 
 
 class _Logprob(msgspec.Struct, frozen=True):
@@ -176,15 +175,15 @@ class CompletionsServer:
         try:
             choices = msgspec.json.decode(response.content, type=_Completions).choices
         except msgspec.DecodeError as error:
-            raise PeerError(f"the inference server at {peer.url}: {COMPLETIONS_ROUTE}: {error}") from None
+            raise PeerError(field=_route(peer, COMPLETIONS_ROUTE), got=error, wanted="OpenAI's completions") from None
         if len(choices) != n:
-            raise PeerError(f"the inference server's {COMPLETIONS_ROUTE}: got {len(choices)} completions, wanted {n}")
+            raise _wrong_number(peer, COMPLETIONS_ROUTE, len(choices), n)
         version = response.headers.get("x-policy-version")
         return [
             Completion(
                 prompt_token_ids=choice.prompt_token_ids or prompt_token_ids,
                 token_ids=choice.token_ids or [],
-                rollout_logprobs=_choice_logprobs(choice),
+                rollout_logprobs=_choice_logprobs(peer, choice),
                 text=choice.text,
                 finish_reason=choice.finish_reason or "unknown",
                 policy_version=int(version) if version else None,
@@ -204,16 +203,13 @@ class CompletionsServer:
         ]
 
 
-def _choice_logprobs(choice: _Choice) -> list[float]:
+def _choice_logprobs(peer: Peer, choice: _Choice) -> list[float]:
     if not choice.token_ids:
         return []
     found = choice.logprobs.token_logprobs if choice.logprobs else None
     logprobs = [value for value in found or [] if value is not None]
     if len(logprobs) != len(choice.token_ids):
-        raise PeerError(
-            f"the inference server's {COMPLETIONS_ROUTE}: {len(logprobs)} logprobs do not belong to the "
-            f"{len(choice.token_ids)} sampled tokens"
-        )
+        raise _not_theirs(peer, COMPLETIONS_ROUTE, len(logprobs), len(choice.token_ids))
     return logprobs
 
 
@@ -245,17 +241,18 @@ class SglangServer:
         try:
             decoded = msgspec.json.decode(response.content, type=_SglangAnswer | list[_SglangAnswer])
         except msgspec.DecodeError as error:
-            raise PeerError(f"the inference server at {peer.url}: SGLang's /generate: {error}") from None
+            raise PeerError(field=_route(peer, GENERATE_ROUTE), got=error, wanted="SGLang's answer") from None
         answers = decoded if isinstance(decoded, list) else [decoded]
         if len(answers) != n:
-            raise PeerError(f"SGLang's /generate: got {len(answers)} completions, wanted {n}")
-        return [_of_sglang(answer, prompt_token_ids, sampling.temperature) for answer in answers]
+            raise _wrong_number(peer, GENERATE_ROUTE, len(answers), n)
+        return [_of_sglang(peer, answer, prompt_token_ids, sampling.temperature) for answer in answers]
 
 
-def _of_sglang(answer: _SglangAnswer, prompt_token_ids: list[int], temperature: float) -> Completion:
+def _of_sglang(peer: Peer, answer: _SglangAnswer, prompt_token_ids: list[int], temperature: float) -> Completion:
     meta = answer.meta_info
     if meta.output_token_logprobs is None or any(logprob is None for logprob, *_ in meta.output_token_logprobs):
-        raise PeerError("SGLang's /generate: got no output_token_logprobs, wanted one for each sampled token")
+        wanted = "output_token_logprobs for each sampled token"
+        raise PeerError(field=_route(peer, GENERATE_ROUTE), got="none for some", wanted=wanted)
     version = meta.weight_version
     return Completion(
         prompt_token_ids=prompt_token_ids,
@@ -304,9 +301,23 @@ async def find_dialect(peer: Peer, model: str | None) -> Found:
         kind = f"vLLM {version}" if known else "an OpenAI-compatible server"
         return Found(CompletionsServer(served), f"{kind} with {served}", raw_logprobs=known)
     raise PeerError(
-        f"--openai.base_url {peer.url}: neither /bridge/info (grpo's server), /model_info (SGLang) nor /v1/models "
-        "(vLLM, OpenAI-compatible) answered as an inference server does; is this the right port?"
+        field=f"--openai.base_url {peer.url}",
+        got="no answer of an inference server",
+        wanted="one at /bridge/info (grpo's server), /model_info (SGLang) or /v1/models (vLLM, OpenAI-compatible)",
+        fix="check the port",
     )
+
+
+def _route(peer: Peer, path: str) -> str:
+    return f"{peer.name} at {peer.url}{path}"
+
+
+def _wrong_number(peer: Peer, path: str, got: int, wanted: int) -> PeerError:
+    return PeerError(field=_route(peer, path), got=f"{got} completions", wanted=f"{wanted}")
+
+
+def _not_theirs(peer: Peer, path: str, logprobs: int, tokens: int) -> PeerError:
+    return PeerError(field=_route(peer, path), got=f"{logprobs} logprobs", wanted=f"those of {tokens} sampled tokens")
 
 
 async def _ask(peer: Peer, path: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from tenacity import (
 )
 
 from environments.api import wire
+from grpo_common.errors import UserError
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +26,8 @@ _MAY_PASS = frozenset({408, 425, 429, 499})
 _SAY_AGAIN_AFTER_S = 30.0
 
 
-class PeerError(RuntimeError):
-    """Another process did not do what it was asked for; the message is all that a user needs."""
+class PeerError(UserError, RuntimeError):
+    """Another process did not do what it was asked for. `field` names it: `the rollout API at http://…`."""
 
 
 class PeerGone(PeerError):
@@ -34,12 +35,12 @@ class PeerGone(PeerError):
 
 
 class PeerRefused(PeerError):
-    """It refused the request (4xx): asking again would not help. `field` is what it found fault with, if it said so."""
+    """It refused the request (4xx): asking again would not help. `key` is what it found fault with, if it said so."""
 
-    def __init__(self, message: str, status: int, field: str | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, summary: str, status: int, *, field: str = "", got: str = "", key: str | None = None) -> None:
+        super().__init__(summary, field=field, got=got)
         self.status = status
-        self.field = field
+        self.key = key
 
 
 class _Trouble(Exception):
@@ -98,16 +99,18 @@ class Peer:
         try:
             response = await retrying(self._attempt, method, path, kwargs)
         except _Trouble as trouble:
-            raise PeerGone(f"{self.name} at {self.url}: {trouble}, for {patience:.0f} s") from None
+            raise PeerGone(f"no answer for {patience:.0f} s", field=f"{self.name} at {self.url}", got=trouble) from None
         if self._away_since is not None:
             log.info("%s is back after %.0f s", self.name, time.monotonic() - self._away_since)
             self._away_since = None
         if response.is_client_error:
             complaint = _complaint(response)
             raise PeerRefused(
-                f"{self.name} at {self.url} refused {method} {path}: {response.status_code}: {complaint.reason}",
+                f"refused {method} {path}",
                 response.status_code,
-                complaint.field,
+                field=f"{self.name} at {self.url}",
+                got=f"{response.status_code}: {complaint.reason}",
+                key=complaint.key,
             )
         return response
 
@@ -139,7 +142,7 @@ class Peer:
 @dataclass(frozen=True, slots=True)
 class _Complaint:
     reason: str
-    field: str | None
+    key: str | None
 
 
 def _complaint(response: httpx.Response) -> _Complaint:

@@ -132,7 +132,12 @@ class InferenceClient:
         """
         dialect = await self._dialect(Sampling(max_tokens=1))
         if not isinstance(dialect, GrpoServer | CompletionsServer):
-            raise ConfigError(f"{self._peer.name} at {self._peer.url}: tells no logprobs of a prompt; use vLLM")
+            raise ConfigError(
+                field=f"{self._peer.name} at {self._peer.url}",
+                got=type(dialect).__name__,
+                wanted="a server that tells the logprobs of a prompt",
+                fix="use vLLM",
+            )
         async with self._slots:
             return await dialect.prompt_logprobs(self._peer, token_ids, top_k)
 
@@ -167,5 +172,9 @@ def _told(config: ServerConfig) -> Found | None:
             return Found(SglangServer(), "SGLang")
         case "openai":
             if config.model_name is None:
-                raise ConfigError("--openai.model_name: required with --openai.server_type openai; or use auto")
+                raise ConfigError(
+                    "required with --openai.server_type openai",
+                    field="--openai.model_name",
+                    fix="name a model, or use --openai.server_type auto",
+                )
             return Found(CompletionsServer(config.model_name), "an OpenAI-compatible server")

@@ -74,7 +74,7 @@ class RolloutApi:
             return await self._ask("GET", "/status-env", wire.StatusEnv, wire.EnvIdentifier(env_id=env_id))
         except PeerRefused as refusal:
             if refusal.status == 404:
-                raise NotRegistered(str(refusal)) from None
+                raise NotRegistered(refusal.summary, field=refusal.field, got=refusal.got) from None
             raise
 
     async def post(self, group: wire.ScoredData) -> None:
@@ -127,6 +127,8 @@ class RolloutApi:
             return wire.decode(response.content, answer_type, content_type)
         except msgspec.DecodeError as error:
             raise PeerError(
-                f"{method} {path} at {self._peer.url}: the answer is not that of a rollout API ({error}); "
-                "check --env.rollout_server_url"
+                field=f"{method} {path} at {self._peer.url}",
+                got=error,
+                wanted="the answer of a rollout API",
+                fix="check --env.rollout_server_url",
             ) from None

@@ -71,7 +71,10 @@ class Teacher:
         positions = await self._server.prompt_logprobs(tokens, top_k)
         if len(positions) != len(tokens):
             raise ConfigError(
-                f"--env.teacher_url: logprobs of {len(positions)} tokens, wanted {len(tokens)}; use grpo serve or vLLM"
+                field="--env.teacher_url",
+                got=f"logprobs of {len(positions)} tokens",
+                wanted=f"logprobs of {len(tokens)} tokens",
+                fix="use grpo serve or vLLM",
             )
         return [
             {} if entry == wire.IGNORED or position is None else _likeliest(position, top_k)

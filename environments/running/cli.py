@@ -72,7 +72,7 @@ def _run(env_cls: type[BaseEnv[Any, Any]], prog: str, arguments: list[str]) -> i
         return 0
     if command not in COMMANDS:
         got = "nothing" if command is None else repr(command)
-        raise ConfigError(f"COMMAND: got {got}, wanted one of {', '.join(COMMANDS)}")
+        raise ConfigError(field="COMMAND", got=got, wanted=f"one of {', '.join(COMMANDS)}")
     settings_cls = settings_class(env_cls.env_config_cls, processes=command == "process")
     settings = parse_settings(settings_cls, f"{prog} {command}", arguments[1:])
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stderr)
@@ -130,7 +130,7 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
     """
     path = env.config.data_path_to_save_groups
     if path is None:
-        raise ConfigError("--env.data_path_to_save_groups: required by process; name a JSONL file")
+        raise ConfigError("required by process", field="--env.data_path_to_save_groups", fix="name a JSONL file")
     await env.setup()
     file, written, dropped, in_a_row = GroupFile.create(path), list[wire.ScoredData](), Counter[str](), 0
     try:
@@ -138,7 +138,9 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
             at_once = min(groups - len(written), env.config.max_concurrent_groups)
             items = [item for _ in range(at_once) if (item := await env.get_next_item()) is not None]
             if not items:
-                raise EnvironmentFailed(f"{env.name}: no more items after {len(written)} of {groups} groups")
+                raise EnvironmentFailed(
+                    "no more items", field=env.name, got=f"{len(written)} groups", wanted=f"{groups} groups"
+                )
             for outcome in await asyncio.gather(*(_collect(env, item) for item in items)):
                 if isinstance(outcome, str):
                     dropped[outcome] += 1
@@ -148,7 +150,9 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
                     written.append(outcome)
                     in_a_row = 0
             if in_a_row >= LOST_IN_A_ROW:
-                raise EnvironmentFailed(f"{env.name}: {in_a_row} groups in a row came to nothing: {dict(dropped)}")
+                raise EnvironmentFailed(
+                    f"{in_a_row} groups in a row came to nothing", field=env.name, got=dict(dropped)
+                )
     finally:
         file.close()
         page = path.with_suffix(".html")

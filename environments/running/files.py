@@ -53,8 +53,13 @@ def _open(path: Path, mode: str) -> IO[bytes]:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open(mode)
     except FileExistsError:
-        raise ConfigError(f"{_OPTION}: {path} exists already; name another file, or remove it") from None
+        raise ConfigError(
+            field=_OPTION, got=f"{path}, which exists", wanted="a new file", fix="name another file, or remove it"
+        ) from None
     except OSError as error:
         raise ConfigError(
-            f"{_OPTION}: cannot write {path}: {error.strerror}; name a file in a folder of yours"
+            "cannot be written",
+            field=f"{_OPTION} {path}",
+            got=error.strerror,
+            fix="name a file in a folder that you may write",
         ) from None

@@ -80,7 +80,9 @@ class JsonlSink:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a")
         except OSError as error:
-            raise ConfigError(f"--env.metrics_path: cannot write {path}: {error.strerror}; name another file") from None
+            raise ConfigError(
+                "cannot be written", field=f"--env.metrics_path {path}", got=error.strerror, fix="name another file"
+            ) from None
 
     def log(self, data: dict[str, Any], step: int) -> None:
         """Writes one line, at once."""
@@ -131,4 +133,4 @@ def open_wandb(config: BaseEnvConfig, name: str, info: wire.WandbInfo) -> Sink:
         settings = config.model_dump(mode="json", exclude={"rollout_api_key"})
         return wandb.init(project=info.project, group=info.group, name=name, config=settings)
     except (ImportError, RuntimeError, OSError) as error:
-        raise ConfigError(f"--env.use_wandb: {error}; log in to W&B, or leave the option out") from None
+        raise ConfigError(field="--env.use_wandb", got=error, fix="log in to W&B, or leave the option out") from None

@@ -157,11 +157,18 @@ class Runner:
             answer = await self.api.register(self.env.name)
         info = await self.api.info()
         if answer.env_id is None or info.batch_size < 1:
-            raise PeerError(f"the rollout API registered us without an env_id or batch size: {answer}, {info}")
+            raise PeerError(
+                field="the rollout API",
+                got=f"{answer}, {info}",
+                wanted="an env_id and a batch size",
+                fix="check --env.rollout_server_url",
+            )
         if self.config.group_size > info.batch_size:
             raise ConfigError(
-                f"--env.group_size: got {self.config.group_size}, wanted at most the trainer's batch of "
-                f"{info.batch_size} sequences; lower it, or raise the trainer's batch"
+                field="--env.group_size",
+                got=self.config.group_size,
+                wanted=f"at most the trainer's batch of {info.batch_size} sequences",
+                fix="lower it, or raise the trainer's batch",
             )
         limits = [limit for limit in (self.config.total_steps, answer.num_steps) if limit is not None and limit >= 0]
         registration = Registration(
@@ -320,7 +327,7 @@ class Runner:
             try:
                 await self.api.post(msgspec.structs.replace(group, env_id=registration.env_id))
             except PeerRefused as refusal:
-                if refusal.field == "env_id":  # the API was started anew: the next status makes us register again
+                if refusal.key == "env_id":  # the API was started anew: the next status makes us register again
                     while self._registration is registration:
                         await asyncio.sleep(POLL_S)
                     continue
@@ -335,7 +342,7 @@ class Runner:
         self.reporter.tally.dropped[reason] += 1
         self._lost += 1
         if self._lost >= LOST_IN_A_ROW:
-            raise EnvironmentFailed(f"{self.env.name}: {self._lost} groups in a row came to nothing: {trouble}")
+            raise EnvironmentFailed(f"{self._lost} groups in a row came to nothing", field=self.env.name, got=trouble)
 
     def _start(self, tasks: set[asyncio.Task[None]], work: Any) -> None:
         tasks.add(asyncio.create_task(work))

@@ -81,7 +81,7 @@ def test_a_turn_that_was_cut_off_is_closed_by_the_template_untrained(tokenizer: 
 
 def test_a_completion_of_something_else_is_refused(tokenizer: Qwen2Tokenizer) -> None:
     made = talk(tokenizer)
-    with pytest.raises(ValueError, match="another prompt"):
+    with pytest.raises(ValueError, match="prompt_token_ids"):
         made.say(completion(tokenizer, [1, 2], "x"), "x")
 
 
@@ -96,8 +96,9 @@ def test_the_version_is_the_oldest_and_unknown_if_one_is(tokenizer: Qwen2Tokeniz
 def test_a_model_without_a_template_is_refused() -> None:
     plain = build_tokenizer()
     plain.chat_template = None
-    with pytest.raises(ConfigError, match="has no chat template"):
+    with pytest.raises(ConfigError) as error:
         Conversation(plain, [{"role": "user", "content": "Hi"}])
+    assert error.value.field == "--env.tokenizer_name" and "chat_template" in error.value.got
 
 
 def trajectory(score: float, *turn_rewards: TurnReward) -> Trajectory:
@@ -139,7 +140,7 @@ def test_calls_are_read(text: str, calls: list[ToolCall]) -> None:
 @pytest.mark.parametrize("body", ["add(1)", "[1]", '{"arguments": {}}', '{"name": "add", "arguments": 3}', ""])
 def test_what_is_no_call_is_told(body: str) -> None:
     (said,) = tool_calls(f"<tool_call>{body}</tool_call>")
-    assert isinstance(said, str) and said.startswith("not a tool call")
+    assert isinstance(said, str) and repr(body) in said
 
 
 def add(a: int, b: int) -> int:

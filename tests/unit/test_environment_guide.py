@@ -75,8 +75,9 @@ def test_the_guides_environment_scores_and_evaluates(
 
     france, japan = asyncio.run(scene())
     assert (france.scores, japan.scores) == ([1.0, 0.0], [0.0, 0.0])
+    assert "France" in env.prompt(("France", "Paris"))
     assert france.messages[0] == [
-        {"role": "user", "content": "The capital of France is "},
+        {"role": "user", "content": env.prompt(("France", "Paris"))},
         {"role": "assistant", "content": "Paris"},
     ]
     assert json.loads(capsys.readouterr().out) == {"env": "capitals", "accuracy": 0.0}  # it says Paris
@@ -101,8 +102,9 @@ def test_process_stops_where_the_items_do(capitals: type[BaseEnv[Any]], tmp_path
         return
 
     env.get_next_item, env.setup = next_or_none, no_setup  # type: ignore[method-assign]
-    with pytest.raises(PeerError, match="capitals: no more items after 3 of 4 groups"):
+    with pytest.raises(PeerError) as error:
         asyncio.run(cli.process(env, 4))
+    assert (error.value.field, error.value.got, error.value.wanted) == ("capitals", "3 groups", "4 groups")
     assert len((tmp_path / "groups.jsonl").read_text().splitlines()) == 3
 
 

@@ -11,6 +11,7 @@ import pytest
 from environments.peers.http import Peer, PeerGone, PeerRefused
 
 Answer = httpx.Response | Exception
+NAME, URL = "the oracle", "http://oracle"
 
 
 def peer(answers: Iterator[Answer], patience: float = 30.0) -> Peer:
@@ -20,7 +21,7 @@ def peer(answers: Iterator[Answer], patience: float = 30.0) -> Peer:
             raise answer
         return answer
 
-    return Peer("the oracle", "http://oracle", patience=patience, transport=httpx.MockTransport(handle))
+    return Peer(NAME, URL, patience=patience, transport=httpx.MockTransport(handle))
 
 
 def forever(make: Callable[[], Answer]) -> Iterator[Answer]:
@@ -43,13 +44,14 @@ def test_what_may_pass_is_asked_again_and_said(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.INFO):
         response = asyncio.run(peer(iter(answers)).request("GET", "/"))
     assert response.text == "yes"
-    waiting, back = [record.message for record in caplog.records if record.name == "environments.peers.http"]
-    assert waiting.startswith("waiting for the oracle at http://oracle") and "refused" in waiting
-    assert back.startswith("the oracle is back")
+    waiting, back = [record for record in caplog.records if record.name == "environments.peers.http"]
+    assert waiting.levelno == logging.WARNING and NAME in waiting.message and URL in waiting.message
+    assert "refused" in waiting.message
+    assert back.levelno == logging.INFO and NAME in back.message
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason", "field"),
+    ("answer", "reason", "key"),
     [
         (httpx.Response(422, json={"detail": "scores: NaN", "field": "scores"}), "scores: NaN", "scores"),
         (
@@ -69,16 +71,18 @@ def test_what_may_pass_is_asked_again_and_said(caplog: pytest.LogCaptureFixture)
         ),
     ],
 )
-def test_a_refusal_is_told_at_once_with_its_reason(answer: httpx.Response, reason: str, field: str | None) -> None:
+def test_a_refusal_is_told_at_once_with_its_reason(answer: httpx.Response, reason: str, key: str | None) -> None:
     answers = iter([answer])  # a second attempt would find none
     with pytest.raises(PeerRefused) as caught:
         asyncio.run(peer(answers).request("POST", "/here"))
-    assert f"the oracle at http://oracle refused POST /here: {answer.status_code}" in str(caught.value)
-    assert reason in str(caught.value)
-    assert (caught.value.status, caught.value.field) == (answer.status_code, field)
+    assert caught.value.field == f"{NAME} at {URL}" and "POST /here" in caught.value.summary
+    assert str(answer.status_code) in caught.value.got and reason in caught.value.got
+    assert (caught.value.status, caught.value.key) == (answer.status_code, key)
 
 
 def test_patience_ends() -> None:
     answers = forever(lambda: httpx.ConnectError("refused"))
-    with pytest.raises(PeerGone, match=r"the oracle at http://oracle: ConnectError refused, for 0 s"):
+    with pytest.raises(PeerGone) as gone:
         asyncio.run(peer(answers, patience=0.01).request("GET", "/"))
+    assert (gone.value.field, gone.value.got) == (f"{NAME} at {URL}", "ConnectError refused")
+    assert "0 s" in gone.value.summary

@@ -95,21 +95,24 @@ def test_rows_are_questions_with_the_number_after_the_hashes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "split", "says"),
+    ("content", "split", "at", "parts"),
     [
-        (None, "train", "wanted a folder with train.jsonl"),
-        ('{"question": "q", "answer": "18"}\n', "train", "line 1: a solution that does not end in '#### NUMBER'"),
-        ('{"question": "q"}\n', "train", "line 1: Object missing required field `answer`"),
-        ('{"question": "q", "answer": "#### 1"}\n', "test", "wanted a folder with test.jsonl"),
+        (None, "train", "", {"got": "rows.jsonl", "wanted": "train.jsonl"}),
+        ('{"question": "q", "answer": "18"}\n', "train", " FILE, line 1", {"got": "'#### NUMBER'"}),
+        ('{"question": "q"}\n', "train", " FILE, line 1", {"got": "`answer`"}),
+        ('{"question": "q", "answer": "#### 1"}\n', "test", "", {"got": "rows.jsonl", "wanted": "test.jsonl"}),
     ],
 )
-def test_what_is_no_data_set_is_named(tmp_path: Path, content: str | None, split: Any, says: str) -> None:
+def test_what_is_no_data_set_is_named(
+    tmp_path: Path, content: str | None, split: Any, at: str, parts: dict[str, str]
+) -> None:
     file = tmp_path / "rows.jsonl"
     if content is not None:
         file.write_text(content)
-    with pytest.raises(ConfigError, match=r"--env.dataset_path: ") as caught:
+    with pytest.raises(ConfigError) as caught:
         read_questions(file, split)
-    assert says in str(caught.value)
+    assert caught.value.field == "--env.dataset_path" + at.replace("FILE", str(file))
+    assert all(part in getattr(caught.value, name) for name, part in parts.items())
 
 
 def test_strict_and_lenient_are_measured_and_one_of_them_is_paid(tokenizer: Qwen2Tokenizer, data: Path) -> None:
@@ -200,8 +203,10 @@ def test_questions_that_leave_no_room_are_skipped_or_refused(tokenizer: Qwen2Tok
 
     fitting = {question.text for question in every if len(tokenizer.encode(question.text)) <= lengths[15]}
     assert asyncio.run(taken(limit)) == fitting
-    with pytest.raises(ConfigError, match=r"--env.max_token_length: got 20, which leaves no room"):
+    with pytest.raises(ConfigError) as error:
         asyncio.run(taken(20))
+    assert (error.value.field, error.value.got) == ("--env.max_token_length", "20")
+    assert "32 train" in error.value.wanted
 
 
 def test_a_resumed_run_goes_on_with_the_questions_that_were_next() -> None:
@@ -245,7 +250,7 @@ def test_it_runs_by_its_path_as_the_original_does(tmp_path: Path) -> None:
         [sys.executable, *command.split()], capture_output=True, text=True, cwd=ROOT, env=offline, check=False
     )
     # Everything was understood: it got as far as the model that there is not.
-    assert done.returncode == 2 and "--env.tokenizer_name: no tokenizer at 'no/model'" in done.stderr, done.stderr
+    assert done.returncode == 2 and "--env.tokenizer_name: got no/model " in done.stderr, done.stderr
 
 
 def test_the_model_that_is_asked_has_the_tokenizer(tmp_path: Path) -> None:
@@ -258,4 +263,4 @@ def test_the_model_that_is_asked_has_the_tokenizer(tmp_path: Path) -> None:
         str(tmp_path / "none"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 2 and f"no tokenizer at '{tmp_path / 'none'}'" in done.stderr, done.stderr
+    assert done.returncode == 2 and f"--env.tokenizer_name: got {tmp_path / 'none'} " in done.stderr, done.stderr

@@ -47,39 +47,42 @@ def bodies(fields: dict[str, Any]) -> list[tuple[bytes, str]]:
 
 
 POISON = [
-    (group(tokens=[[1, 2, 3, 4], [1, 2, -1, 6]]), "tokens", "tokens[1][2]: -1, expected a token id of the model"),
-    (group(generation_params={"temperature": "hot"}), "generation_params", "generation_params.temperature: 'hot'"),
-    (group(overrides=[{}, {"temperature": {"a": 1}}]), "overrides", "overrides[1].temperature: {'a': 1}, expected"),
-    (group(group_overrides={"temperature": -1.0}), "group_overrides", "group_overrides.temperature: -1.0, expected"),
-    (group(overrides=[{"temperature": 0}, {}]), "overrides", "overrides[0].temperature: 0, expected that of sampling"),
-    (group(overrides=[{"temperature": True}, {}]), "overrides", "overrides[0].temperature: True"),
-    (group(overrides=[{"temperature": 1e39}, {}]), "overrides", "overrides[0].temperature: 1e+39"),
-    (group(overrides=[{"temperature": 1e-6}, {}]), "overrides", "overrides[0].temperature: 1e-06"),
-    (group(overrides=[{"sft": "false"}, {}]), "overrides", "overrides[0].sft: 'false', expected true or false"),
-    (group(scores=[0.0, 1e308]), "scores", "scores[1]: 1e+308, expected a finite number (in float32)"),
-    (group(advantages=[[1.0] * 4, [0.0, -1e300, 0.0, 0.0]]), "advantages", "advantages[1][1]: -1e+300, expected"),
-    (group(inference_logprobs=[[1.0] * 4, [1.0, 1.0, -1e39, 0.0]]), "inference_logprobs", "inference_logprobs[1][2]"),
+    (group(tokens=[[1, 2, 3, 4], [1, 2, -1, 6]]), "tokens[1][2]", "-1"),
+    (group(generation_params={"temperature": "hot"}), "generation_params.temperature", "'hot'"),
+    (group(overrides=[{}, {"temperature": {"a": 1}}]), "overrides[1].temperature", "{'a': 1}"),
+    (group(group_overrides={"temperature": -1.0}), "group_overrides.temperature", "-1.0"),
+    (group(overrides=[{"temperature": 0}, {}]), "overrides[0].temperature", "0"),
+    (group(overrides=[{"temperature": True}, {}]), "overrides[0].temperature", "True"),
+    (group(overrides=[{"temperature": 1e39}, {}]), "overrides[0].temperature", "1e+39"),
+    (group(overrides=[{"temperature": 1e-6}, {}]), "overrides[0].temperature", "1e-06"),
+    (group(overrides=[{"sft": "false"}, {}]), "overrides[0].sft", "'false'"),
+    (group(scores=[0.0, 1e308]), "scores[1]", "1e+308"),
+    (group(advantages=[[1.0] * 4, [0.0, -1e300, 0.0, 0.0]]), "advantages[1][1]", "-1e+300"),
+    (group(inference_logprobs=[[1.0] * 4, [1.0, 1.0, -1e39, 0.0]]), "inference_logprobs[1][2]", None),
     (
         group(distill_token_ids=[[[], [1], [1], [1]]] * 2, distill_logprobs=[[[], [-1.0], [-1e39], [-1.0]]] * 2),
-        "distill_logprobs",
-        "distill_logprobs[0][2][0]: -1e+39, expected a finite number (in float32)",
+        "distill_logprobs[0][2][0]",
+        "-1e+39",
     ),
 ]
 
 
-@pytest.mark.parametrize(("bad", "field", "says"), POISON)
-def test_what_no_trainer_could_train_on_is_refused_and_harms_nobody(bad: dict[str, Any], field: str, says: str) -> None:
+@pytest.mark.parametrize(("bad", "place", "got"), POISON)
+def test_what_no_trainer_could_train_on_is_refused_and_harms_nobody(
+    bad: dict[str, Any], place: str, got: str | None
+) -> None:
     service = Service(Settings())
+    key = place.partition("[")[0].partition(".")[0]
     for body, content_type in bodies(bad):
         with pytest.raises(ApiError) as refused:
             finished(intake.take_one(service, body, content_type, None))
-        assert (refused.value.status, refused.value.field) == (422, field)
-        assert says in refused.value.detail
+        assert (refused.value.status, refused.value.key, refused.value.field) == (422, key, place)
+        assert got is None or refused.value.summary.startswith(f"{got}, ")
         assert not service.queue.line.groups
     mixed = msgspec.json.encode([group(), bad, group()])
     answer = finished(intake.take_list(service, mixed, wire.JSON, None))
     assert answer.groups_processed == 2 and answer.rejected is not None
-    assert [(each.group, each.field) for each in answer.rejected] == [(1, field)]
+    assert [(each.group, each.field) for each in answer.rejected] == [(1, key)]
 
 
 @pytest.mark.parametrize(

@@ -69,16 +69,16 @@ def test_a_judge_that_hangs_is_ended_and_the_next_answer_is_judged_rightly(monke
         judge = MathJudge(workers=1, limit_s=30.0)
         try:
             first = await judge.judge("18", "\\boxed{18}", "boxed")
-            (worker,) = judge._all
+            (worker,) = judge.running
             worker.send_signal(19)  # SIGSTOP: as deaf as one in the midst of long arithmetic in C
-            judge._limit_s = 0.2
+            judge.limit_s = 0.2
             stuck = await judge.judge("17", "\\boxed{18}", "boxed")
-            judge._limit_s = 30.0
+            judge.limit_s = 30.0
             after = await judge.judge("18", "\\boxed{18}", "boxed")
-            pids = [worker.pid, *(other.pid for other in judge._all)]
+            pids = [worker.pid, *(other.pid for other in judge.running)]
         finally:
             await judge.close()
-        return [first, stuck, after], pids, judge._all
+        return [first, stuck, after], pids, judge.running
 
     verdicts, pids, left = asyncio.run(scene())
     assert verdicts == [BOTH, UNJUDGED, BOTH]

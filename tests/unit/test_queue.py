@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from msgspec import to_builtins
 
@@ -89,8 +91,7 @@ def test_what_can_never_fit_is_said_with_the_sizes():
     offer(queue, 8)
     assert batch(queue) is None
     (warning,) = Explainer(queue).warnings()
-    assert "batch_size 12" in warning
-    assert "8" in warning
+    assert re.findall(r"\d+", warning) == ["12", "8"]
 
 
 def test_a_lone_size_that_can_never_fit_is_said_beside_those_that_do():
@@ -98,7 +99,7 @@ def test_a_lone_size_that_can_never_fit_is_said_beside_those_that_do():
     offer(queue, 5)
     offer(queue, 4)
     (warning,) = Explainer(queue).warnings()
-    assert "1 groups of 5 can never fit a batch of 8" in warning  # 8 - 5 = 3 is no sum of 4s and 5s
+    assert re.findall(r"\d+", warning) == ["1", "5", "8"]  # 8 - 5 = 3 is no sum of 4s and 5s
 
 
 def test_groups_of_odd_size_wait_for_their_kind():
@@ -164,7 +165,7 @@ def test_a_reservation_that_no_sizes_can_meet_makes_no_batch_impossible():
     offer(queue, 5, env_id=0)
     assert queue.minima() == {0: 0}  # 12 - 5 = 7 and 12 - 10 = 2 are no sums of 4s
     assert batch(queue) == fours
-    assert any("reserves 3 of 12" in warning for warning in Explainer(queue).warnings())
+    assert ["3", "12", "0"] in [re.findall(r"\b\d+", warning)[:3] for warning in Explainer(queue).warnings()]
 
 
 def test_a_silent_environment_loses_its_reservation_and_gets_it_back():
@@ -305,9 +306,9 @@ def test_a_nameless_lease_that_ran_out_goes_to_who_asks_and_that_is_said():
     queue.tick(600.0)
     assert lease(queue, 600.0, 7).groups == held.groups
     for call in (lambda: queue.extend(held.batch_id, 601.0, 600.0), lambda: queue.acknowledge(held.batch_id)):
-        with pytest.raises(LeaseError, match="ran out, and its groups were given to another client") as refused:
+        with pytest.raises(LeaseError) as refused:
             call()
-        assert refused.value.reason == "expired"
+        assert (refused.value.reason, refused.value.field) == ("expired", f"batch {held.batch_id}")
 
 
 def test_what_ran_out_may_be_extended_while_nobody_else_has_it():
@@ -440,7 +441,8 @@ def test_what_is_missing_is_said():
     for _ in range(2):
         offer(queue, 2, env_id=1)
     explain = Explainer(queue)
-    assert explain.waiting_for() == ("4 more sequences (4 of 8 queued); 4 more from env_0 (reserved 4, queued 0)")
+    # 4 more of any environment, with 4 of 8 queued; and 4 more of env_0, with 0 of 4
+    assert re.findall(r"env_\d|\d", explain.waiting_for() or "") == ["4", "4", "8", "4", "env_0", "4", "0"]
     for _ in range(2):
         offer(queue, 2, env_id=0)
     assert explain.waiting_for() is None

@@ -1,6 +1,7 @@
 """The server's contract: names, ranks, and bodies as they go over the wire."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -32,8 +33,10 @@ def test_servable_rank_is_the_next_legal_one(rank: int, served: int) -> None:
 
 @pytest.mark.parametrize("rank", [0, -1, 513])
 def test_unservable_rank_names_the_legal_ones(rank: int) -> None:
-    with pytest.raises(ValueError, match=rf"got {rank}, wanted 1 to 512 .*1, 8, 16"):
+    with pytest.raises(ValueError) as error:
         protocol.servable_rank(rank)
+    numbers = [int(number) for number in re.findall(r"-?\d+", str(error.value))]
+    assert numbers == [rank, 1, 512, *protocol.LEGAL_LORA_RANKS]
 
 
 def test_generate_body_is_flat_and_leaves_unset_routing_out() -> None:
@@ -51,10 +54,10 @@ def test_generate_body_round_trips() -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"n": 1}, "missing required field `prompt`"),
-        ({"prompt": 5}, r"Expected `str \| object`, got `int` - at `\$.prompt`"),
+        ({"n": 1}, "`prompt`"),
+        ({"prompt": 5}, r"`int` .*`\$.prompt`"),
         ({"prompt": {"prompt_tokens": [1]}}, "prompt_token"),
-        ({"prompt": "x", "policy_version": "new"}, r"at `\$.policy_version`"),
+        ({"prompt": "x", "policy_version": "new"}, r"`\$.policy_version`"),
     ],
 )
 def test_a_wrong_routing_key_is_named(body: dict[str, object], message: str) -> None:
@@ -80,7 +83,7 @@ def test_logprobs_on_the_wire_are_keyed_by_text_and_keep_their_order() -> None:
 
 
 def test_a_load_request_with_a_typo_is_refused() -> None:
-    with pytest.raises(msgspec.ValidationError, match="unknown field `adapter_nmae`"):
+    with pytest.raises(msgspec.ValidationError, match="`adapter_nmae`"):
         msgspec.json.decode(b'{"adapter_path": "/a", "adapter_nmae": "x"}', type=LoraLoadRequest)
 
 
@@ -96,4 +99,5 @@ def test_without_vllm_the_command_says_how_to_install_it(
 ) -> None:
     monkeypatch.setattr("vllm_server.start_checks.find_spec", lambda name: None)
     assert main(["--port", "0"]) == 1
-    assert capsys.readouterr().err.startswith("vllm_server: vLLM is not installed: pip install 'grpo-trainer[gpu]'")
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("vllm_server: ") and "'grpo-trainer[gpu]'" in said

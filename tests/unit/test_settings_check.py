@@ -25,25 +25,29 @@ def test_sound_settings_pass(name: str, values: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "values", "says"),
+    ("name", "values", "field", "parts"),
     [
-        ("arithmetic", {"group_sise": 8}, "env.group_sise: no such setting; did you mean env.group_size?"),
-        ("gsm8k", {"reward": "kind"}, "--env.reward: got 'kind', wanted 'strict' or 'lenient'"),
-        ("verifiers", {"harnes": "bash"}, "env.harnes: no such setting; did you mean env.harness?"),
-        ("arithmetic", {"group_size": "0"}, "--env.group_size: got '0', wanted greater than or equal to 1"),
-        ("verifiers", {"env_args": "{taskset"}, "--env.env_args: got '{taskset'"),
+        ("arithmetic", {"group_sise": 8}, "env.group_sise", {"fix": "env.group_size"}),
+        ("gsm8k", {"reward": "kind"}, "--env.reward", {"got": "'kind'", "wanted": "'lenient'"}),
+        ("verifiers", {"harnes": "bash"}, "env.harnes", {"fix": "env.harness"}),
+        ("arithmetic", {"group_size": "0"}, "--env.group_size", {"got": "'0'", "wanted": "1"}),
+        ("verifiers", {"env_args": "{taskset"}, "--env.env_args", {"got": "'{taskset'"}),
     ],
 )
-def test_a_mistake_is_named_with_the_way_out(name: str, values: dict[str, object], says: str) -> None:
+def test_a_mistake_is_named_with_the_way_out(
+    name: str, values: dict[str, object], field: str, parts: dict[str, str]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         check(name, values)
-    assert says in str(caught.value)
+    assert caught.value.field == field
+    assert all(part in getattr(caught.value, key) for key, part in parts.items())
 
 
 def test_the_servers_table_is_checked_too() -> None:
     check_server({"base_url": "http://127.0.0.1:9001/v1"})
-    with pytest.raises(ConfigError, match=r"openai\.model_nam: no such setting; did you mean openai\.model_name\?"):
+    with pytest.raises(ConfigError) as caught:
         check_server({"model_nam": "m"})
+    assert caught.value.field == "openai.model_nam" and "openai.model_name" in caught.value.fix
 
 
 def test_the_group_size_is_known_where_settings_or_defaults_tell_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -76,11 +77,12 @@ def test_a_write_that_fails_leaves_the_old_file_as_it_was(tmp_path: Path, monkey
     file.write(config("boot-1"))
 
     def full(_: int) -> None:
-        raise OSError("no space left on device")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(FatalError, match="no space left"):
+    with pytest.raises(FatalError) as refused:
         file.write(config("boot-2"))
+    assert refused.value.field.endswith(f" {file.path}") and os.strerror(errno.ENOSPC) in refused.value.got
     assert msgspec.json.decode(file.path.read_bytes(), type=BridgeConfigFile).boot_id == "boot-1"
     assert list(tmp_path.iterdir()) == [file.path]
 
@@ -115,23 +117,28 @@ def test_a_folder_that_others_could_have_prepared_is_refused(tmp_path: Path, mon
     file.check()
     folder.chmod(0o755)
     for act in (file.check, lambda: file.write(config())):
-        with pytest.raises(FatalError, match=r"mode drwxr-xr-x, wanted a folder of user \d+ alone"):
+        with pytest.raises(FatalError) as refused:
             act()
+        assert str(folder) in refused.value.got and "drwxr-xr-x" in refused.value.got
+        assert f"user {os.geteuid()} " in refused.value.wanted and "drwx------" in refused.value.wanted
     folder.chmod(0o700)
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(FatalError, match="of user"):
+    with pytest.raises(FatalError) as refused:
         file.check()
+    assert f"user {os.getuid()} " in refused.value.got and f"user {os.getuid() + 1} " in refused.value.wanted
     monkeypatch.undo()
     folder.rmdir()
     (tmp_path / "theirs").mkdir(mode=0o700)
     folder.symlink_to(tmp_path / "theirs")
-    with pytest.raises(FatalError, match="mode lrwxrwxrwx"):
+    with pytest.raises(FatalError) as refused:
         file.check()
+    assert "lrwxrwxrwx" in refused.value.got
 
 
 def test_a_place_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FatalError, match="is no folder, wanted a folder that is there; make it") as refused:
+    with pytest.raises(FatalError) as refused:
         BridgeFile(tmp_path / "nowhere" / FILE_NAME).check()
+    assert str(tmp_path / "nowhere") in refused.value.got and refused.value.fix.startswith("mkdir ")
     assert refused.value.exit_code == 2
 
 
@@ -140,8 +147,9 @@ def test_the_file_of_a_server_that_runs_is_not_taken_from_it(tmp_path: Path) -> 
     other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         file.write(config(pid=other.pid))
-        with pytest.raises(FatalError, match=rf"process id {other.pid} \(http://127.0.0.1:9001\), which runs"):
+        with pytest.raises(FatalError) as refused:
             file.check()
+        assert str(other.pid) in refused.value.got and "http://127.0.0.1:9001" in refused.value.got
         long_ago = time.time() - 3600  # so that the process is younger: it has only the number of the server
         os.utime(file.path, (long_ago, long_ago))
         file.check()
@@ -192,39 +200,40 @@ def test_a_plain_model_on_one_device_can_be_shared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "got", "wanted"),
     [
-        ({"tensor_parallel_size": 2}, "got --tensor-parallel-size 2, wanted 1: each GPU would hold a shard"),
-        ({"pipeline_parallel_size": 2}, "got --pipeline-parallel-size 2, wanted 1: "),
-        ({"data_parallel_size": 2}, "got --data-parallel-size 2, wanted 1: "),
-        ({"enable_sleep_mode": True}, "got --enable-sleep-mode True, wanted False: "),
-        ({"cpu_offload_gb": 4.0}, "got --cpu-offload-gb 4.0, wanted 0: "),
-        ({"kv_transfer_config": {"kv_connector": "x"}}, "got --kv-transfer-config "),
-        ({"port": 0}, "got --port 0, wanted a port's number: "),
-        ({"load_format": "bitsandbytes"}, "got --load-format bitsandbytes, wanted one that loads the weights"),
-        ({"load_format": "gguf"}, "got --load-format gguf, wanted one that loads the weights"),
-        ({"quantization": "fp8"}, "got --quantization fp8, wanted none: "),
-        (
-            {"model": {"quantization_config": {"quant_method": "awq"}}},
-            r"quantization_config \(awq\) in its config.json",
-        ),
-        ({"model": {"text_config": {"quantization_config": {"bits": 4}}}}, r"quantization_config \(\?\)"),
-        ({"model": {"compression_config": {"quant_method": "x"}}}, r"compression_config \(x\)"),
-        ({"model": {"kv_lora_rank": 512}}, "multi-head latent attention"),
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2", "1,"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2", "1,"),
+        ({"data_parallel_size": 2}, "--data-parallel-size 2", "1,"),
+        ({"enable_sleep_mode": True}, "--enable-sleep-mode True", "False,"),
+        ({"cpu_offload_gb": 4.0}, "--cpu-offload-gb 4.0", "0,"),
+        ({"kv_transfer_config": {"kv_connector": "x"}}, "--kv-transfer-config {'kv_connector': 'x'}", "none,"),
+        ({"port": 0}, "--port 0", ""),
+        ({"load_format": "bitsandbytes"}, "--load-format bitsandbytes", ""),
+        ({"load_format": "gguf"}, "--load-format gguf", ""),
+        ({"quantization": "fp8"}, "--quantization fp8", "none,"),
+        ({"model": {"quantization_config": {"quant_method": "awq"}}}, "quantization_config (awq)", ""),
+        ({"model": {"text_config": {"quantization_config": {"bits": 4}}}}, "quantization_config (?)", ""),
+        ({"model": {"compression_config": {"quant_method": "x"}}}, "compression_config (x)", ""),
+        ({"model": {"kv_lora_rank": 512}}, "kv_lora_rank 512", ""),
         (
             {"environment": {"PYTORCH_CUDA_ALLOC_CONF": "a:1, expandable_segments: True"}},
-            "wanted no expandable_segments",
+            "PYTORCH_CUDA_ALLOC_CONF=a:1, expandable_segments: True",
+            "no expandable_segments,",
         ),
-        ({"environment": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}}, "got PYTORCH_ALLOC_CONF="),
-        ({"kernel": "5.15.90.1-microsoft-standard-WSL2"}, r"got WSL \(5.15.90.1-microsoft"),
-        ({"moe_backend": "flashinfer_cutlass"}, "got --moe-backend flashinfer_cutlass, wanted triton"),
+        ({"environment": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}}, "PYTORCH_ALLOC_CONF=", ""),
+        ({"kernel": "5.15.90.1-microsoft-standard-WSL2"}, "WSL (5.15.90.1-microsoft", ""),
+        ({"moe_backend": "flashinfer_cutlass"}, "--moe-backend flashinfer_cutlass", "triton,"),
     ],
 )
-def test_what_cannot_work_is_refused_with_field_got_wanted_and_fix(changes: dict[str, object], message: str) -> None:
-    with pytest.raises(FatalError, match=message) as refused:
+def test_what_cannot_work_is_refused_with_field_got_wanted_and_fix(
+    changes: dict[str, object], got: str, wanted: str
+) -> None:
+    with pytest.raises(FatalError) as refused:
         check(**changes)  # pyright: ignore[reportArgumentType]
-    assert refused.value.exit_code == 2
-    assert str(refused.value).startswith("--shared-weights: got ")
+    assert (refused.value.exit_code, refused.value.field) == (2, "--shared-weights")
+    assert got in refused.value.got and refused.value.wanted.startswith(wanted)
+    assert refused.value.wanted and refused.value.fix
 
 
 def test_what_concerns_cuda_is_no_matter_on_a_cpu() -> None:
@@ -279,7 +288,7 @@ def test_parameters_have_their_plain_names_and_tied_ones_each_of_theirs() -> Non
 def test_a_name_that_would_stand_for_two_parameters_is_refused() -> None:
     model = torch.nn.ModuleDict({"a": Wrapped(torch.nn.Linear(1, 1))})
     model["a"].register_parameter("weight", torch.nn.Parameter(torch.zeros(1)))
-    with pytest.raises(ValueError, match=r"two parameters are called a\.weight"):
+    with pytest.raises(ValueError, match=r"\ba\.weight\b"):
         plain_parameters(model)
 
 
@@ -338,16 +347,16 @@ def test_the_memory_has_no_name_in_any_folder_and_goes_with_its_processes() -> N
 
 
 @pytest.mark.parametrize(
-    ("parameter", "message"),
+    ("parameter", "got"),
     [
-        (torch.zeros(0), "w: got an empty tensor, wanted the weight"),
-        (torch.zeros(2, dtype=torch.int8), "w: got int8, wanted plain 16 or 32 bit floats"),
-        (torch.zeros(2).to(torch.float8_e4m3fn), "w: got float8_e4m3fn, wanted plain 16 or 32 bit floats"),
-        (torch.zeros(2, device="meta"), "w: got a tensor on meta, wanted one on cpu"),
+        (torch.zeros(0), r"\[0\]"),
+        (torch.zeros(2, dtype=torch.int8), "int8"),
+        (torch.zeros(2).to(torch.float8_e4m3fn), "float8_e4m3fn"),
+        (torch.zeros(2, device="meta"), "meta"),
     ],
 )
-def test_parameters_that_a_trainer_could_not_write_to_are_refused(parameter: torch.Tensor, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_parameters_that_a_trainer_could_not_write_to_are_refused(parameter: torch.Tensor, got: str) -> None:
+    with pytest.raises(ValueError, match=f"^w: .*{got}"):
         share({"w": parameter}, torch.device("cpu"))
 
 
@@ -361,8 +370,9 @@ def test_a_request_knows_the_version_that_it_began_with_when_the_base_model_chan
     registry.rebase(3)
     assert (lease.began_with, lease.ended_with) == (0, 3)
     assert registry.resolve(policy_version=3) is registry.base
-    with pytest.raises(ServeError, match="policy_version: got 0"):
+    with pytest.raises(ServeError) as refused:
         registry.resolve(policy_version=0)
+    assert (refused.value.field, refused.value.got) == ("policy_version", "0")
     assert registry.name_for(None, None) == ("policy-v4", 4)
 
 

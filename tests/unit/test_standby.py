@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from vllm_server import forking, standby
-from vllm_server.errors import FatalError
+from vllm_server.errors import IncompatibleError
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
     monkeypatch.setattr(standby, "check_vllm_installed", lambda: did.append("installed"))
     monkeypatch.setattr(forking, "start", lambda: did.append("forkserver"))
-    monkeypatch.setattr(standby, "_import_all", lambda: did.append("imports"))
+    monkeypatch.setattr(standby, "import_all", lambda: did.append("imports"))
     monkeypatch.setattr(standby, "serve", serve)
     monkeypatch.setattr(sys, "argv", ["standby.py"])
     return did
@@ -56,15 +56,15 @@ def test_a_line_that_is_no_list_of_arguments_is_refused(
     assert tell(monkeypatch, line) == 2
     assert done[-1] == "imports"
     said = capsys.readouterr().err
-    assert said.startswith("vllm_server: standard input: got ") and "wanted arguments as a JSON list of strings" in said
+    assert said.startswith("vllm_server: standard input: ") and repr(line.strip()) in said and "JSON" in said
 
 
 def test_what_keeps_any_server_from_starting_is_one_line(
     done: list[object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def missing() -> None:
-        raise FatalError("vLLM is not installed", exit_code=1)
+        raise IncompatibleError("no vLLM")
 
     monkeypatch.setattr(standby, "check_vllm_installed", missing)
     assert tell(monkeypatch, "[]\n") == 1
-    assert done == [] and capsys.readouterr().err == "vllm_server: vLLM is not installed\n"
+    assert done == [] and capsys.readouterr().err == "vllm_server: no vLLM\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 from pathlib import Path
 
@@ -157,8 +158,9 @@ def test_beyond_the_memory_limit_groups_lie_on_disk(tmp_path: Path, durable: boo
 
 def test_a_store_in_use_names_its_holder(tmp_path: Path):
     store = Store(tmp_path / "s")
-    with pytest.raises(StoreError, match="in use by process"):
+    with pytest.raises(StoreError) as error:
         Store(tmp_path / "s")
+    assert (error.value.field, error.value.got) == (f"--store {tmp_path / 's'}", f"process {os.getpid()}")
     store.close()
     Store(tmp_path / "s").close()
 
@@ -166,16 +168,18 @@ def test_a_store_in_use_names_its_holder(tmp_path: Path):
 def test_a_file_that_is_no_store_is_refused(tmp_path: Path):
     path = tmp_path / "s"
     path.write_bytes(b"certainly not SQLite" * 100)
-    with pytest.raises(StoreError, match="not a database"):
+    with pytest.raises(StoreError) as error:
         Store(path)
+    assert error.value.field == f"--store {path}" and isinstance(error.value.__cause__, sqlite3.DatabaseError)
 
 
 def test_a_store_of_another_format_is_refused(tmp_path: Path):
     connection = sqlite3.connect(tmp_path / "s")
     connection.execute("PRAGMA user_version = 99")
     connection.close()
-    with pytest.raises(StoreError, match="format 99"):
+    with pytest.raises(StoreError) as error:
         Store(tmp_path / "s")
+    assert error.value.got == "format 99"
 
 
 def test_a_commit_that_fails_is_told(tmp_path: Path):
@@ -186,8 +190,9 @@ def test_a_commit_that_fails_is_told(tmp_path: Path):
         await store.commit()
         queue.next_group -= 1
         queue.offer(None, 4, 10, 0.5)  # the same id again: SQLite refuses it
-        with pytest.raises(StoreError, match="UNIQUE"):
+        with pytest.raises(StoreError) as error:
             await store.commit()
+        assert "UNIQUE" in error.value.got
         store.close()
 
     asyncio.run(life())

@@ -71,9 +71,9 @@ def test_a_function_that_hangs_is_left_behind_and_gives_up_its_place(caplog: pyt
 
     async def scene() -> str:
         threads = Threads(1)
-        with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s"):
+        with pytest.raises(TimeoutError, match=r"\b0\.05 s"):
             await threads.call(over.wait, timeout=0.05)
-        with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s"):
+        with pytest.raises(TimeoutError, match=r"\b0\.05 s"):
             await threads.call(asyncio.sleep, 60, timeout=0.05)
         return await threads.call(lambda: "next", timeout=20)
 
@@ -81,7 +81,7 @@ def test_a_function_that_hangs_is_left_behind_and_gives_up_its_place(caplog: pyt
         assert asyncio.run(scene()) == "next"
     finally:
         over.set()
-    assert "wait did not return in time; threads left behind so far: 1" in caplog.text
+    assert [(record.levelno, record.args) for record in caplog.records] == [(logging.WARNING, ("wait", 1))]
 
 
 class Judge(BaseEnv[int]):
@@ -152,8 +152,7 @@ def test_the_policy_hears_that_a_tool_took_too_long(caplog: pytest.LogCaptureFix
             heard = asyncio.run(env.call_tools(text))
     finally:
         env.over.set()
-    assert [each["content"] for each in heard] == [
-        "TimeoutError: no answer within 0.05 s",
-        '{"timeout": 3, "function": "f"}',
-    ]
-    assert "hang did not return in time" in caplog.text
+    hung, answered = [each["content"] for each in heard]
+    assert hung.startswith("TimeoutError: ") and "0.05 s" in hung
+    assert answered == '{"timeout": 3, "function": "f"}'
+    assert [record.args for record in caplog.records] == [("hang", 1)]

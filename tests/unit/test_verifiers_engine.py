@@ -17,6 +17,8 @@ from environments.from_verifiers.engine import Engine
 from environments.peers.inference import InferenceClient
 from environments.verifiers_server import main, normalised
 
+COMMAND = "grpo env verifiers"
+
 
 def upstream(asked: list[dict[str, Any]]) -> httpx.MockTransport:
     """A server of ours that answers 46, each time as the next version; it refuses prompts that begin with 9."""
@@ -141,17 +143,19 @@ def test_help_needs_no_installation_and_names_it(
         main(arguments)
     said = capsys.readouterr().out
     assert ended.value.code == status and not (tmp_path / "none").exists()
-    assert "grpo env verifiers install [PACKAGE" in said and f"into {tmp_path}/none" in said and "--env-id ID" in said
+    assert f"{COMMAND} install [PACKAGE" in said and f"into {tmp_path}/none" in said and "--env-id ID" in said
 
 
 def test_this_package_is_linked_into_the_virtual_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(verifiers_venv.FOLDER_VARIABLE, str(tmp_path))
     site = tmp_path / "lib" / "python3" / "site-packages"
     (site / "environments").mkdir(parents=True)  # of an older way to install it
-    verifiers_venv._link(tmp_path)
-    verifiers_venv._link(tmp_path)
+    verifiers_venv.link(tmp_path)
+    verifiers_venv.link(tmp_path)
     assert (site / "environments" / "from_verifiers" / "env.py").is_file() and (
         site / "vllm_server" / "protocol"
     ).is_dir()
-    with pytest.raises(ConfigError, match="`grpo env verifiers install` does it"):
+    assert (site / "grpo_common" / "errors.py").is_file()
+    with pytest.raises(ConfigError) as error:
         verifiers_venv.become("environments.verifiers_server", [])
+    assert error.value.field == f"verifiers {verifiers_venv.VERSION}" and f"`{COMMAND} install`" in error.value.fix

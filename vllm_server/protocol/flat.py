@@ -99,7 +99,7 @@ def decode_header(data: bytes) -> Header:
     """
     size = header_size(data)
     if len(data) < size:
-        raise ValueError("a file that ends in its header")
+        raise ValueError(f"a file that ends in its header ({len(data)} of {size} bytes)")
     try:
         entries = json.loads(data[8:size])
         metadata = entries.pop("__metadata__", {})
@@ -110,7 +110,7 @@ def decode_header(data: bytes) -> Header:
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"a header that is none ({error})") from error
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("metadata that is no object of texts")
+        raise ValueError("__metadata__ that is no object of texts")
     for span in spans:
         _check(span)
     _check_order(spans)

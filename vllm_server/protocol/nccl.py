@@ -12,6 +12,8 @@ import functools
 import time
 from collections.abc import Callable
 
+from grpo_common.errors import UserError
+
 INIT_TIMEOUT_S = 60.0
 BROADCAST_TIMEOUT_S = 20.0
 
@@ -20,8 +22,11 @@ _UINT8 = 1  # ncclDataType_t: ncclUint8
 _POLL_S = 0.0002
 
 
-class NcclError(RuntimeError):
-    """NCCL refused, or a partner did not answer in time; the communicator cannot be used any more."""
+class NcclError(UserError, RuntimeError):
+    """NCCL refused, or a partner did not answer in time; the communicator cannot be used any more.
+
+    `field` is what was tried: `NCCL broadcast`.
+    """
 
 
 class _UniqueId(ctypes.Structure):
@@ -44,25 +49,27 @@ def _non_blocking() -> _Config:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
     """The NCCL of this process.
 
     Raises:
         NcclError: there is none.
     """
     try:
-        library = ctypes.CDLL("libnccl.so.2")  # torch has loaded it: found by its name, wherever it lies
+        found = ctypes.CDLL("libnccl.so.2")  # torch has loaded it: found by its name, wherever it lies
     except OSError as error:
-        raise NcclError(f"no NCCL in this process ({error}): wanted a CUDA build of torch, imported before") from error
-    library.ncclGetErrorString.restype = ctypes.c_char_p
-    library.ncclCommInitRankConfig.argtypes = [
+        raise NcclError(
+            field="NCCL", got=error, wanted="the library of a CUDA build of torch that is imported before"
+        ) from error
+    found.ncclGetErrorString.restype = ctypes.c_char_p
+    found.ncclCommInitRankConfig.argtypes = [
         ctypes.POINTER(ctypes.c_void_p),
         ctypes.c_int,
         _UniqueId,
         ctypes.c_int,
         ctypes.POINTER(_Config),
     ]
-    library.ncclBroadcast.argtypes = [
+    found.ncclBroadcast.argtypes = [
         ctypes.c_void_p,
         ctypes.c_void_p,
         ctypes.c_size_t,
@@ -72,21 +79,21 @@ def _library() -> ctypes.CDLL:
         ctypes.c_void_p,
     ]
     for name in ("ncclCommAbort", "ncclCommDestroy", "ncclCommFinalize"):
-        getattr(library, name).argtypes = [ctypes.c_void_p]
-    library.ncclCommGetAsyncError.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)]
-    return library
+        getattr(found, name).argtypes = [ctypes.c_void_p]
+    found.ncclCommGetAsyncError.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_int)]
+    return found
 
 
 def _check(status: int, doing: str) -> None:
     if status not in (_SUCCESS, _IN_PROGRESS):
-        reason = _library().ncclGetErrorString(status).decode()
-        raise NcclError(f"NCCL could not {doing}: {reason} (NCCL_DEBUG=INFO tells more)")
+        reason = library().ncclGetErrorString(status).decode()
+        raise NcclError(field=f"NCCL {doing}", got=reason, fix="set NCCL_DEBUG=INFO to see more")
 
 
 def unique_id() -> bytes:
     """A new communicator's name; the process that made it must take part, as rank 0."""
     made = _UniqueId()
-    _check(_library().ncclGetUniqueId(ctypes.byref(made)), "make a unique id")
+    _check(library().ncclGetUniqueId(ctypes.byref(made)), "unique id")
     return bytes(made.internal)
 
 
@@ -103,18 +110,18 @@ class Communicator:
     def __init__(self, name: bytes, rank: int, size: int, abandoned: Callable[[], None] = lambda: None) -> None:
         self._handle = ctypes.c_void_p()
         config = _non_blocking()
-        status = _library().ncclCommInitRankConfig(
+        status = library().ncclCommInitRankConfig(
             ctypes.byref(self._handle), size, _UniqueId.from_buffer_copy(name), rank, ctypes.byref(config)
         )
-        _check(status, f"join as rank {rank} of {size}")
-        self._settle(f"join as rank {rank} of {size}", INIT_TIMEOUT_S, abandoned)
+        _check(status, f"rank {rank} of {size}")
+        self._settle(f"rank {rank} of {size}", INIT_TIMEOUT_S, abandoned)
 
     def broadcast(
         self, pointer: int, nbytes: int, *, root: int, stream: int, abandoned: Callable[[], None] = lambda: None
     ) -> None:
         """Enqueue on a CUDA stream: root's bytes come to every rank's memory at `pointer`."""
         self._async_status()  # raises if it is gone
-        status = _library().ncclBroadcast(pointer, pointer, nbytes, _UINT8, root, self._handle, stream)
+        status = library().ncclBroadcast(pointer, pointer, nbytes, _UINT8, root, self._handle, stream)
         _check(status, "broadcast")
         self._settle("broadcast", BROADCAST_TIMEOUT_S, abandoned)
 
@@ -136,7 +143,9 @@ class Communicator:
                 abandoned()
                 _check(self._async_status(), doing)
                 if time.monotonic() > deadline:
-                    raise NcclError(f"NCCL could not {doing}: the others did not answer within {limit_s:.0f} s")
+                    raise NcclError(
+                        "the others did not answer", field=f"NCCL {doing}", wanted=f"an answer within {limit_s:.0f} s"
+                    )
                 time.sleep(_POLL_S)
         except BaseException:
             self.abort()
@@ -144,16 +153,16 @@ class Communicator:
 
     def _async_status(self) -> int:
         if not self._handle:
-            raise NcclError("the NCCL communicator is gone after a failure: open the channel again")
+            raise NcclError("is gone after a failure", field="NCCL communicator", fix="open the channel again")
         status = ctypes.c_int()
-        _check(_library().ncclCommGetAsyncError(self._handle, ctypes.byref(status)), "ask for its state")
+        _check(library().ncclCommGetAsyncError(self._handle, ctypes.byref(status)), "communicator")
         return status.value
 
     def abort(self) -> None:
         """End it without the others: kernels that wait for them return."""
         if self._handle:
             handle, self._handle = self._handle, ctypes.c_void_p()
-            _library().ncclCommAbort(handle)
+            library().ncclCommAbort(handle)
 
     def close(self) -> None:
         """Leave it. Not together with the others, who may be gone: so by aborting what is idle."""

@@ -62,7 +62,7 @@ def check_shareable(parameters: dict[str, Tensor], device: torch.device) -> None
     """
     for name, parameter in parameters.items():
         if parameter.numel() == 0:
-            raise ValueError(f"{name}: got an empty tensor, wanted the weight (vLLM keeps a packed copy of it instead)")
+            raise ValueError(f"{name}: got shape {[*parameter.shape]}, wanted the weight (vLLM packed it elsewhere)")
         if not parameter.is_floating_point() or parameter.dtype.itemsize < 2:
             raise ValueError(f"{name}: got {dtype_name(parameter)}, wanted plain 16 or 32 bit floats (it is quantised)")
         if parameter.device.type != device.type:

@@ -33,8 +33,8 @@ class FileReader:
         with path.open("rb") as stream:
             layout = self._layout_of(read_header(stream), settings)
             target = self._host_E.view(torch.uint8).numpy().data
-            if stream.readinto(target) != len(target):
-                raise ValueError("a file that ends early")
+            if (got := stream.readinto(target)) != len(target):
+                raise ValueError(f"a file that ends early ({got} of {len(target)} bytes)")
         if self._device_E is not self._host_E:
             self._device_E.copy_(self._host_E, non_blocking=True)
         return PackedAdapter(layout, self._device_E, lasting=True)
