@@ -81,7 +81,7 @@ class StepWatch:
             raise HungError(
                 field=self._expired,
                 got=f"more than {self._seconds:.0f} s",
-                wanted="--step-timeout at most",
+                wanted="at most --step-timeout",
                 fix="see the stacks of all threads above",
             )
 

@@ -87,6 +87,11 @@ class OwnedServer:
         """Of the running server."""
         return self._child.process.pid if self._child else None
 
+    @property
+    def waiting_pid(self) -> int | None:
+        """Of the process that is to be the next server."""
+        return self._waiting.process.pid if self._waiting else None
+
     def start(self, model: str, version: int) -> str:
         """Launch it on a folder or a hub's name; `wait_ready` comes next. Returns what the server calls its model."""
         assert self._child is None, "one server at a time"
@@ -118,7 +123,7 @@ class OwnedServer:
             with contextlib.suppress(BrokenPipeError):  # it ended just now
                 waiting.tell(spec, json.dumps(spec.arguments))
                 return waiting
-        log.warning("the server starts from scratch, since the process that was to be it has ended: %s", _why(waiting))
+        log.warning("the server starts from scratch: the process that waited to be it has ended: %s", _why(waiting))
         _end(waiting)
         return None
 

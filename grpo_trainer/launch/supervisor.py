@@ -239,13 +239,15 @@ class Supervisor:
             DiskFullError: a log could not be written.
         """
         for stage in stages:
-            started = [self._start(spec) for spec in stage]
+            started = [self.start(spec) for spec in stage]
             self._wait_ready(started)
         while not any(child.spec.ends_run and child.exit_code == 0 for child in self.children):
             self._check()
             time.sleep(POLL_SECONDS)
 
-    def _start(self, spec: ProcessSpec) -> Child:
+    def start(self, spec: ProcessSpec) -> Child:
+        """Start one process; it is watched, and ended with the others."""
+
         def on_stdout(line: str) -> None:
             if spec.ends_run:
                 self._tell(self._echo, line)

@@ -75,9 +75,7 @@ def test_no_single_copy_undoes_the_files() -> None:
         (
             {**FILE, "weight_bridge_mode": "none"},
             {},
-            "--lora-r",
-            "--weight-bridge-mode none",
-            "lora_only, lora_restart",
+            *("--lora-r", "--weight-bridge-mode none", "--weight-bridge-mode lora_only, lora_restart"),
         ),
         # given for this very mode
         (FILE, {"weight_bridge_mode": "none", "lora_r": 4}, "--lora-r", "--weight-bridge-mode none", "lora_only"),
