@@ -51,6 +51,7 @@ class Checkpoints:
         optimizer: of its parameters.
         norms: of their gradients.
         shards: weights and states are cut over several processes, of which this is one.
+        snapshot: the copy that is written in the background.
 
     Attributes:
         safe: the newest progress that can be resumed; None: there is none yet.
@@ -64,6 +65,7 @@ class Checkpoints:
         optimizer: TwoPartOptimizer,
         norms: NormHistory | None = None,
         shards: Shards | None = None,
+        snapshot: Snapshot | None = None,
     ) -> None:
         self._config = config
         self._policy = policy
@@ -73,7 +75,7 @@ class Checkpoints:
         self._device = next(policy.model.parameters()).device
         self._weights: tuple[int, Path] | None = None  # the version that a folder is known to hold
         self._serving: Path | None = None
-        self._snapshot = Snapshot()
+        self._snapshot = snapshot or Snapshot()
         self._writer = BackgroundWriter()
         self._pruning = threading.Lock()
         self._write_seconds: float | None = None

@@ -21,7 +21,7 @@ from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import whole_folder, write_bytes
 from grpo_trainer.model.cut_states import STATES_FOLDER
 from grpo_trainer.model.export import export_model, stored_tensors
-from grpo_trainer.model.policy import MODEL_CONFIG_FILE
+from grpo_trainer.model.policy import MODEL_CONFIG_FILE, AllWeights
 from grpo_trainer.model.tokenizer import NoTokenizerError, read_tokenizer
 from grpo_trainer.saving.checkpoint import TENSORS_FILE
 from grpo_trainer.saving.finding import saved_checkpoints
@@ -68,7 +68,7 @@ def export_checkpoint(options: ExportOptions) -> Path:
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     is_adapter = (path / CONFIG_FILE).is_file()
     if options.merge and not is_adapter:
-        raise ConfigError(field="--merge", got=f"{path} with all weights", wanted="an adapter", fix="leave it out")
+        raise ConfigError(field="--merge", got=f"{path}, {AllWeights.kind}", wanted="an adapter", fix="leave it out")
     with whole_folder(output) as folder:
         if options.merge:
             _merge(path, options.base, dtype, folder)

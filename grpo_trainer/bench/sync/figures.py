@@ -79,7 +79,7 @@ def percentile(values: Sequence[float], share: float) -> float:
         ValueError: there are none.
     """
     if not values:
-        raise ValueError("percentile of no values")
+        raise ValueError("percentile of 0 values")
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     low = int(place)
