@@ -12,7 +12,7 @@ import inspect
 import logging
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
@@ -20,7 +20,7 @@ import typer
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from grpo_common.errors import Problem, UserError
+from grpo_trainer.config.findings import Place, problems_of
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.suggestions import unknown_key
 
@@ -149,7 +149,7 @@ def build(root: type[C], given: Mapping[str, Any], *, where: str = "") -> C:
     try:
         return root.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError.of(_problems(root, error, where, said)) from None
+        raise ConfigError.of(problems_of(error, _flag_at(root, where, said))) from None
 
 
 def override(root: type[Section], given: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,41 +261,19 @@ def _default_tag(tags: list[Leaf]) -> str:
     return _tag_of(tags[0].choice)
 
 
-def _problems(
-    root: type[Section], error: ValidationError, where: str, said: Mapping[tuple[str, ...], str]
-) -> list[Problem]:
-    """Return pydantic's findings as problems of ours: the option as it was written, what came, what was wanted.
-
-    A validator may raise a `UserError`; it need not know the field and the value.
-    """
+def _flag_at(
+    root: type[Section], where: str, said: Mapping[tuple[str, ...], str]
+) -> Callable[[Place], tuple[str, bool]]:
+    """Return what names a place in the values as the user wrote it, and says whether an option stands there."""
     names = {leaf.path: leaf.flags[0] for leaf in leaves(root)}
     tags = {_tag_of(leaf.choice) for leaf in leaves(root) if leaf.choice is not None}
-    problems: list[Problem] = []
-    for finding in error.errors():
-        path = tuple(str(part) for part in finding["loc"] if str(part) not in tags and not isinstance(part, int))
+
+    def flag_at(place: Place) -> tuple[str, bool]:
+        path = tuple(str(part) for part in place if str(part) not in tags and not isinstance(part, int))
         name = names.get(path) or names.get((*path, TAG)) or ".".join(path) or root.__name__
-        flag = said.get(path) or (f"--{where}{name.removeprefix('--')}" if where else name)
-        context = finding.get("ctx", {})
-        raised = context.get("error")
-        if finding["type"] == "missing":
-            problems.append(Problem(flag, "nothing", "a value: it is required"))
-        elif finding["type"] == "union_tag_invalid":
-            problems.append(Problem(flag, str(context.get("tag")), f"one of {context.get('expected_tags')}"))
-        elif isinstance(raised, UserError):
-            own = {"field": flag, "got": str(finding["input"])} if path in names else {}
-            problems += [
-                replace(each, **{part: value for part, value in own.items() if not getattr(each, part)})
-                for each in raised.problems
-            ]
-        else:
-            problems.append(Problem(flag, str(finding["input"]), _wanted(finding["msg"])))
-    return problems
+        return said.get(path) or (f"--{where}{name.removeprefix('--')}" if where else name), path in names
 
-
-def _wanted(message: str) -> str:
-    """Return what pydantic wants: `greater than 0` for `Input should be greater than 0`."""
-    text = message.removeprefix("Value error, ").removeprefix("Input should be ")
-    return text[0].lower() + text[1:]
+    return flag_at
 
 
 def dump(config: Section, *, only_set: bool = False) -> dict[str, Any]:

@@ -38,9 +38,9 @@ def ask(model: str) -> PreflightReport:
     """
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
+            "not installed",
             field="vLLM",
-            got="no such package",
-            wanted="vLLM installed",
+            got="no module vllm",
             fix="pip install 'grpo-trainer[gpu]', or 'grpo-trainer[cpu]' without a GPU",
         )
     done = subprocess.run(
@@ -63,7 +63,7 @@ def ask(model: str) -> PreflightReport:
     report = msgspec.json.decode(lines[-1], type=PreflightReport)
     if not report.supported:
         missing = "" if Path(model).is_dir() else "no such folder here, and as a name on the hub: "
-        raise ModelError(f"{missing}{report.reason}", field="--model-name", got=model)
+        raise ModelError(f"{missing}{report.reason}", field=f"--model-name {model}")
     return report
 
 

@@ -464,6 +464,7 @@ def test_an_unknown_environment_is_named_as_it_was_written() -> None:
 
 
 def test_an_environment_is_called_as_it_was_asked_for() -> None:
-    done = grpo("env", "arithmetic", "nothing")
-    assert done.returncode == 2 and done.stderr.startswith("grpo env arithmetic: COMMAND: ")
+    called = ("env", "arithmetic")
+    done = grpo(*called, "nothing")
+    assert done.returncode == 2 and done.stderr.startswith(f"grpo {' '.join(called)}: COMMAND: ")
     assert "'nothing'" in done.stderr

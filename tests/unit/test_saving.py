@@ -319,7 +319,8 @@ def test_without_room_for_a_copy_training_waits_and_is_told_so_once(
         checkpoints.maybe_save(Progress(step, step))
         assert checkpoints.safe == Progress(step, step)  # at once
     (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert warning.name == "grpo_trainer.saving.snapshot" and warning.args and warning.args[1] == 1000 / 1e9
+    assert warning.name == "grpo_trainer.saving.snapshot" and isinstance(warning.args, tuple)
+    assert warning.args[1] == 1000 / 1e9, "what there is, in GB"
 
 
 def test_a_copy_has_the_same_values_and_nothing_of_its_original() -> None:
