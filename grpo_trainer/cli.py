@@ -86,7 +86,7 @@ def train(ctx: typer.Context, options: dict[str, Any], config: ConfigFile = None
     if ctx.args:
         flag = ctx.args[0].partition("=")[0]
         known = [name for leaf in unique_leaves(TrainConfig) for name in leaf.flags]
-        raise ConfigError(unknown_key(flag, [*known, "--config"]) if flag.startswith("--") else no_flag(flag))
+        raise unknown_key(flag, [*known, "--config"]) if flag.startswith("--") else no_flag(flag)
     file = read_toml(config) if config else {}
     train_config = build(TrainConfig, override(TrainConfig, file, options))
     if train_config.model.load_in_4bit:
@@ -116,13 +116,13 @@ def doctor(
     from grpo_trainer.doctor.examine import examine
     from grpo_trainer.doctor.machine import look
 
-    run_config: RunConfig | str | None = None
+    run_config: RunConfig | ConfigError | None = None
     if config or options or env or ctx.args:
         try:
             flags = {**options, **({"env": env} if env else {})}
             run_config = build_run(read_toml(config) if config else {}, flags, ctx.args)
         except ConfigError as error:
-            run_config = str(error)
+            run_config = error
     examination = examine(look(), run_config)
     if as_json:
         typer.echo(to_json(examination))
@@ -159,7 +159,7 @@ def env(ctx: typer.Context) -> None:
         )
         raise typer.Exit(0 if ctx.args else 2)
     name = ctx.args[0]
-    _become(environment_module(name, said="grpo env "), ctx.args[1:], called=f"grpo env {name}")
+    _become(environment_module(name, said="grpo env"), ctx.args[1:], called=f"grpo env {name}")
 
 
 @app.command("export")
@@ -179,7 +179,7 @@ def export_checkpoint(
 ) -> None:
     """Write a checkpoint as a folder that plain transformers or PEFT load."""
     if dtype not in (None, "float32", "bfloat16", "float16"):
-        raise ConfigError(f"--dtype {dtype}: wanted float32, bfloat16 or float16")
+        raise ConfigError(field="--dtype", got=dtype, wanted="float32, bfloat16 or float16")
     from grpo_trainer.saving.export import ExportOptions
     from grpo_trainer.saving.export import export_checkpoint as write
 
@@ -250,7 +250,7 @@ def _look_before_the_start(config: TrainConfig) -> None:
     )
     if found.status == "warn":
         logging.getLogger(__name__).warning(
-            "the disk will be full before the last step: %s, wanted %s; %s", found.got, found.wanted, found.fix
+            "the disk will be full before the last step: got %s, wanted %s; %s", found.got, found.wanted, found.fix
         )
 
 

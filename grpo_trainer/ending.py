@@ -61,7 +61,7 @@ class Standing:
 
 
 def conclude(end: Exception, standing: Standing, checkpoints: Checkpoints, feed: BatchFeed, world: World) -> None:
-    """Save what can be relied on, and add to the error's message where the run stands and how it goes on.
+    """Save what can be relied on, and add to the error where the run stands and how it goes on.
 
     Nothing is raised here: what ended the run is what its user must hear of.
     """
@@ -95,15 +95,16 @@ def _unsaved_because(end: Exception, standing: Standing, world: World) -> str | 
 
 
 def _say(end: Exception, progress: Progress, outcome: str) -> None:
-    """Add to the message. An error that is no user's to mend keeps its own, for who reads the traceback."""
+    """Add it to the error. One that no user can mend keeps its message, and the traceback has the note."""
+    stopped = f"stopped at step {progress.step}"
     match end:
         case StoppedError():
-            end.args = (f"{end} at step {progress.step}; {outcome}",)
+            end.add(summary=f" at step {progress.step}", fix=outcome)
         case DriftError():
-            end.args = (f"{end}. Stopped at step {progress.step}, before training on these samples; {outcome}",)
+            end.add(fix=f"{stopped}, before training on these samples; {outcome}")
         case GrpoError():
-            end.args = (f"{end}. Stopped at step {progress.step}; {outcome}",)
+            end.add(fix=f"{stopped}; {outcome}")
         case _:
-            end.add_note(f"Stopped at step {progress.step}; {outcome}")
+            end.add_note(f"{stopped}; {outcome}")
     if not isinstance(end, StoppedError):  # an event of the run, as a report shows it
         log.error("the run ends: %s", " ".join([str(end), *getattr(end, "__notes__", ())]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from grpo_common.errors import UserError
@@ -22,6 +23,13 @@ class GrpoError(UserError):
 
     exit_code = 1
     spoils_weights = False
+
+    def add(self, *, summary: str = "", fix: str = "") -> None:
+        """Say more in the last problem: after its summary, and after its fix."""
+        last = self.problems[-1]
+        fixes = "; ".join(filter(None, [last.fix, fix]))
+        self.problems = (*self.problems[:-1], replace(last, summary=last.summary + summary, fix=fixes))
+        self.args = ("\n".join(map(str, self.problems)),)
 
 
 class ConfigError(GrpoError, ValueError):
@@ -82,7 +90,7 @@ class StoppedError(GrpoError):
 
 
 def from_os_error(error: OSError, doing: str) -> GrpoError | None:
-    """The message for an operating system error that a user can mend, or None when it is none of those.
+    """Return the error for an operating system's error that a user can mend, or None when it is none of those.
 
     Args:
         error: what was raised.

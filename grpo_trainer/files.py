@@ -98,7 +98,11 @@ def refuse_to_mix_runs(folder: Path, resume: str, flag: str) -> None:
     """
     if resume == "never" and (folder / METRICS_FILE).exists():
         raise ConfigError(
-            f"{flag} {folder}: holds a run already; continue it with --resume auto, or choose another folder"
+            "holds a run already",
+            field=flag,
+            got=folder,
+            wanted="a new folder",
+            fix="continue it with --resume auto, or choose another folder",
         )
 
 

@@ -66,8 +66,8 @@ def _supervise(config: RunConfig, plan: RunPlan, console: Console) -> None:
         ):
             supervisor.run(plan.stages)
     except StoppedError as stopped:
-        message = f"{stopped}; all processes have ended. Go on with the same command and --resume auto"
-        raise StoppedError(message, stopped.signal_number) from None
+        stopped.add(summary="; all processes have ended", fix="go on with the same command and --resume auto")
+        raise
     console.print(
         f"done: {config.run_dir}/checkpoints, {config.run_dir}/metrics.jsonl; `grpo report {config.run_dir}` shows it",
         highlight=False,

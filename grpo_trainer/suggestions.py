@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Collection
 from types import MappingProxyType
 
+from grpo_trainer.errors import ConfigError
+
 SAME = MappingProxyType(
     {
         **{"learning_rate": "lr", "model_path": "model_name", "max_steps": "training_steps", "steps": "training_steps"},
@@ -16,11 +18,11 @@ SAME = MappingProxyType(
 )
 """What others call options of ours."""
 FEW = 15
-"""Names, so many, are listed in a message."""
+"""A message lists at most this many names."""
 
 
-def unknown_key(key: str, known: Collection[str], where: str = "") -> str:
-    """The message for a key that nothing knows, with the nearest that something does.
+def unknown_key(key: str, known: Collection[str], where: str = "") -> ConfigError:
+    """Return the error for an unknown key; it suggests the nearest known one.
 
     Args:
         key: as it was written, a flag or a key; what is suggested is written alike.
@@ -34,9 +36,9 @@ def unknown_key(key: str, known: Collection[str], where: str = "") -> str:
         hint = f"did you mean {dashes}{where}{name.replace('_', '-') if dashes else name}?"
     else:
         hint = f"known: {', '.join(sorted(set(known)))}" if len(set(known)) <= FEW else "--help lists them"
-    return f"{dashes}{where}{key.removeprefix('--')}: unknown option; {hint}"
+    return ConfigError("unknown option", field=f"{dashes}{where}{key.removeprefix('--')}", fix=hint)
 
 
-def no_flag(word: str) -> str:
-    """The message for a word that belongs to no flag."""
-    return f"{word}: wanted a flag, --NAME VALUE; --help lists them"
+def no_flag(word: str) -> ConfigError:
+    """Return the error for a word that belongs to no flag."""
+    return ConfigError(field=word, got="a word without a flag", wanted="--NAME VALUE", fix="--help lists the flags")

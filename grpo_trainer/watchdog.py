@@ -79,7 +79,10 @@ class StepWatch:
         """
         if self._expired is not None:
             raise HungError(
-                f"{self._expired} took more than {self._seconds:.0f} s (--step-timeout); where it was is above"
+                field=self._expired,
+                got=f"more than {self._seconds:.0f} s",
+                wanted="at most --step-timeout",
+                fix="see the stacks of all threads above",
             )
 
     def close(self) -> None:
@@ -115,14 +118,14 @@ class StepWatch:
 
     def _ask(self) -> None:
         assert self._what is not None
-        log.error("%s has not come to its end for %.0f s; the stacks of all threads:", self._what, self._seconds)
+        log.error("%s has not ended for %.0f s; the stacks of all threads:", self._what, self._seconds)
         self._dump()
         self._expired = self._what
         self._deadline = time.monotonic() + self._grace
 
     def _finish(self, what: str) -> None:
         log.error(
-            "%s does not end: the process does, without a new checkpoint. --resume auto goes on from the last one, "
+            "%s does not end: this process ends without a new checkpoint. --resume auto goes on from the last one, "
             "with the same batches",
             what,
         )

@@ -31,6 +31,7 @@ import typer
 
 from environments.api import wire
 from grpo_trainer.bench.pollers import poll
+from grpo_trainer.errors import ConfigError, ProcessFailedError, ServerError
 
 Wire = Literal["json", "msgpack"]
 _LEASE_S = 300
@@ -84,9 +85,11 @@ class Figures:
 def main(load: Load, url: str | None = None, store: Path | None = None) -> Figures:
     """Load a server and return the figures; without `url` it is our own, started here (with `store` if given)."""
     if load.groups * load.group_size % load.batch_size:
-        raise ValueError(
-            f"groups {load.groups} x group_size {load.group_size} is no multiple of batch_size {load.batch_size}:"
-            f" the last batch would never come"
+        raise ConfigError(
+            "the last batch would never come",
+            field="--groups x --group-size",
+            got=f"{load.groups} x {load.group_size}",
+            wanted=f"a multiple of --batch-size {load.batch_size}",
         )
     if url is not None:
         return _measure(load, url)
@@ -215,7 +218,7 @@ def _call(connection: http.client.HTTPConnection, method: str, path: str, body: 
     answer = connection.getresponse()
     content = answer.read()
     if answer.status != 200:
-        raise RuntimeError(f"{method} {path}: status {answer.status}: {content[:200]!r}")
+        raise ServerError(f"{content[:200]!r}", field=f"{method} {path}", got=f"status {answer.status}", wanted="200")
     return content
 
 
@@ -336,7 +339,7 @@ def _own_server(store: Path | None) -> Iterator[str]:
         deadline = time.monotonic() + _GIVE_UP_S
         while _listener(port) is None:
             if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the server did not come up (exit code {process.poll()})")
+                raise ProcessFailedError("not ready", field="environments.api", got=f"exit code {process.poll()}")
             time.sleep(0.05)
         yield f"http://127.0.0.1:{port}"
     finally:
@@ -395,7 +398,7 @@ def api(
     load = Load(groups, group_size, tokens, clients, batch_size, wire_format, environments, prefill)
     try:
         figures = asdict(main(load, url, store))
-    except ValueError as error:
+    except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
     if json_line:
         print(json.dumps(figures))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_common.errors import Problem
 from grpo_trainer.errors import ConfigError
 from vllm_server.protocol import LEGAL_LORA_RANKS, servable_rank
 from vllm_server.protocol.adapter_config import refusals
@@ -51,13 +52,20 @@ def read_adapter(path: Path) -> AdapterFile:
         ConfigError: there is none, it is damaged, or vLLM could not serve it; the message names every reason.
     """
     config = _read_config(path)
-    if problems := [str(refusal) for refusal in refusals(config, LEGAL_LORA_RANKS[-1])]:
-        raise ConfigError(f"--lora-adapter {path}: vLLM can't serve it: {'. '.join(problems)}")
+    if refused := refusals(config, LEGAL_LORA_RANKS[-1]):
+        raise ConfigError.of(
+            [
+                Problem(f"--lora-adapter {path}: {each.field}", each.got, each.wanted, each.fix, "vLLM can't serve it")
+                for each in refused
+            ]
+        )
     if config["r"] not in LEGAL_LORA_RANKS:
-        fitting = servable_rank(config["r"])
         raise ConfigError(
-            f"--lora-adapter {path}: r: got {config['r']}, vLLM serves ranks {', '.join(map(str, LEGAL_LORA_RANKS))}; "
-            f"train one of rank {fitting}"
+            "vLLM can't serve it",
+            field=f"--lora-adapter {path}: r",
+            got=config["r"],
+            wanted=f"one of {', '.join(map(str, LEGAL_LORA_RANKS))}",
+            fix=f"train one of rank {servable_rank(config['r'])}",
         )
     modules = tuple(sorted({_module(name) for name in _tensor_names(path)}))
     layers = sorted({number for module in modules if (number := layer_number(module)) is not None})
@@ -84,12 +92,20 @@ def _read_config(path: Path) -> dict[str, Any]:
         config = json.loads((path / CONFIG_FILE).read_text())
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(
-            f"--lora-adapter {path}: no adapter there; wanted a folder with {CONFIG_FILE} and {WEIGHTS_FILE}"
+            "no adapter there",
+            field="--lora-adapter",
+            got=path,
+            wanted=f"a folder with {CONFIG_FILE} and {WEIGHTS_FILE}",
         ) from None
     except ValueError as error:
-        raise ConfigError(f"--lora-adapter {path}: {CONFIG_FILE} is no JSON: {error}; save it again") from None
+        raise _damaged(path / CONFIG_FILE, f"no JSON ({error})") from None
     if not isinstance(config, dict) or not isinstance(config.get("lora_alpha", 0), (int, float)):
-        raise ConfigError(f"--lora-adapter {path}: {CONFIG_FILE} is none of PEFT's; save it by save_pretrained()")
+        raise ConfigError(
+            field=f"--lora-adapter {path}",
+            got=f"another {CONFIG_FILE} than PEFT's",
+            wanted="an adapter of PEFT's",
+            fix="save it by save_pretrained()",
+        )
     return {"lora_alpha": 8, **config}  # PEFT's own default
 
 
@@ -100,18 +116,27 @@ def _tensor_names(path: Path) -> list[str]:
             names = [span.name for span in decode_header(read_header(stream)).spans]
     except FileNotFoundError:
         raise ConfigError(
-            f"--lora-adapter {path}: has no {WEIGHTS_FILE}; save it by save_pretrained(folder, safe_serialization=True)"
+            field=f"--lora-adapter {path}",
+            got=f"no {WEIGHTS_FILE}",
+            wanted=f"{CONFIG_FILE} and {WEIGHTS_FILE}",
+            fix="save it by save_pretrained(folder, safe_serialization=True)",
         ) from None
     except ValueError as error:
-        raise ConfigError(f"--lora-adapter {path}: {WEIGHTS_FILE} is damaged: {error}; save it again") from None
+        raise _damaged(path / WEIGHTS_FILE, f"a damaged file ({error})") from None
     if strange := [name for name in names if not re.search(r"\.lora_[AB]\.weight$", name)]:
         raise ConfigError(
-            f"--lora-adapter {path}: has {strange[0]}; wanted only lora_A and lora_B of linear modules (vLLM serves "
-            "adapters on embeddings for some architectures only)"
+            "vLLM serves adapters on embeddings for some architectures only",
+            field=f"--lora-adapter {path}",
+            got=strange[0],
+            wanted="only lora_A and lora_B of linear modules",
         )
     if not names:
-        raise ConfigError(f"--lora-adapter {path}: {WEIGHTS_FILE} is empty; save it again")
+        raise _damaged(path / WEIGHTS_FILE, "no tensors")
     return names
+
+
+def _damaged(file: Path, got: str) -> ConfigError:
+    return ConfigError(field=f"--lora-adapter {file}", got=got, wanted="a file of PEFT's", fix="save it again")
 
 
 def _module(tensor: str) -> str:

@@ -12,8 +12,10 @@ from pydantic import Field, field_validator
 
 from grpo_trainer.config.options import Section, option
 from grpo_trainer.config.ranges import format_ranges, parse_ranges
+from grpo_trainer.errors import ConfigError
 from vllm_server.protocol import DEFAULT_LORA_NAME, LEGAL_LORA_RANKS, InFlight
 
+SERVED_RANKS = ", ".join(map(str, LEGAL_LORA_RANKS))
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -45,9 +47,8 @@ class LoraOptions(Section):
     @classmethod
     def _served_rank(cls, value: int) -> int:
         if value not in LEGAL_LORA_RANKS:
-            fitting = [rank for rank in LEGAL_LORA_RANKS if rank >= value]
-            use = f"; use {fitting[0] if fitting else LEGAL_LORA_RANKS[-1]}"
-            raise ValueError(f"vLLM serves ranks {', '.join(map(str, LEGAL_LORA_RANKS))}{use}")
+            fitting = next((rank for rank in LEGAL_LORA_RANKS if rank >= value), LEGAL_LORA_RANKS[-1])
+            raise ConfigError(wanted=f"a rank that vLLM serves: {SERVED_RANKS}", fix=f"use {fitting}")
         return value
 
     @field_validator("target_modules", mode="before")
@@ -55,7 +56,7 @@ class LoraOptions(Section):
     def _split(cls, value: Any) -> Any:
         names = value.replace(",", " ").split() if isinstance(value, str) else value
         if not names:
-            raise ValueError("wanted at least one module name, e.g. q_proj,v_proj")
+            raise ConfigError(got="no names", wanted="at least one module name, such as q_proj,v_proj")
         return names
 
     @field_validator("layers")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import MappingProxyType
@@ -12,6 +13,7 @@ from typing import Any
 from pydantic import Field
 
 from environments.running import settings_check
+from grpo_common.errors import UserError
 from grpo_trainer.config.options import Section, option
 from grpo_trainer.errors import ConfigError
 
@@ -34,11 +36,11 @@ class EnvironmentProcess(Section):
     openai: dict[str, Any] = Field(default_factory=dict)
 
 
-def environment_module(name: str, said: str = "--env ") -> str:
+def environment_module(name: str, said: str = "--env") -> str:
     """The module that runs an environment: a built-in by its short name, or the user's, dotted or in plain sight.
 
     Args:
-        said: how the user named it, for the message.
+        said: the flag or command that named it, for the message.
     """
     if name in BUILT_IN_ENVIRONMENTS:
         return BUILT_IN_ENVIRONMENTS[name]
@@ -46,7 +48,11 @@ def environment_module(name: str, said: str = "--env ") -> str:
         return name
     known = ", ".join(BUILT_IN_ENVIRONMENTS)
     raise ConfigError(
-        f"{said}{name}: unknown environment; built in: {known}. Your own: its module, e.g. my_envs.{name}"
+        "unknown environment",
+        field=said,
+        got=name,
+        wanted=f"one of {known}, or the module of your own",
+        fix=f"name your own by its module, such as my_envs.{name}",
     )
 
 
@@ -66,16 +72,25 @@ def check_environments(environments: Sequence[EnvironmentProcess], sequences: in
             settings_check.check(environment.name, environment.env)
             settings_check.check_server(environment.openai)
         except settings_check.ConfigError as error:
-            raise ConfigError(f"--env {environment.name}: {error}") from None
+            raise _of_environment(environment.name, error) from None
     sizes = [settings_check.group_size(environment.name, environment.env) for environment in environments]
     known = [size for size in sizes if size is not None]
     if len(known) == len(sizes) and not _sums_to(sequences, known):
         groups = " and ".join(map(str, dict.fromkeys(known)))
         wanted = f"a multiple of {groups}" if len(known) == 1 else f"a sum of groups of {groups}"
         raise ConfigError(
-            f"--batch-size x --gradient-accumulation-steps: {sequences} sequences a step, of groups of {groups} "
-            f"(--env.group_size); wanted {wanted}, else no batch ever fills; e.g. --batch-size {known[0]}"
+            "no number of groups fills a batch",
+            field="--batch-size x --gradient-accumulation-steps",
+            got=f"{sequences} sequences a step",
+            wanted=f"{wanted} (--env.group_size)",
+            fix=f"for example --batch-size {known[0]}",
         )
+
+
+def _of_environment(name: str, error: ValueError) -> ConfigError:
+    if isinstance(error, UserError):
+        return ConfigError.of([replace(each, field=f"--env {name}: {each.field}") for each in error.problems])
+    return ConfigError(str(error), field=f"--env {name}")
 
 
 def _sums_to(whole: int, parts: Sequence[int]) -> bool:

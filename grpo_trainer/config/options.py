@@ -20,6 +20,7 @@ import typer
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
+from grpo_trainer.config.findings import Place, problems_of
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.suggestions import unknown_key
 
@@ -135,12 +136,12 @@ def build(root: type[C], given: Mapping[str, Any], *, where: str = "") -> C:
     for raw_key, value in given.items():
         candidates = by_key.get(raw_key.replace("-", "_"))
         if candidates is None:
-            raise ConfigError(unknown_key(raw_key, [leaf.key for leaf in leaves(root)], where))
+            raise unknown_key(raw_key, [leaf.key for leaf in leaves(root)], where)
         leaf = _chosen(candidates, given, by_key, where)
         flag = f"--{where}{raw_key.replace('_', '-')}"
         if leaf.path in said and value != _placed(tree, leaf.path):
             former = f"{said[leaf.path]} {_placed(tree, leaf.path)}"
-            raise ConfigError(f"{former} and {flag} {value}: two names of one option; leave one out")
+            raise ConfigError("two names of one option", field=flag, got=f"{value} and {former}", fix="leave one out")
         said[leaf.path] = flag
         _place(tree, leaf.path, value)
         if leaf.choice is not None and not _is_tag(leaf):
@@ -148,7 +149,7 @@ def build(root: type[C], given: Mapping[str, Any], *, where: str = "") -> C:
     try:
         return root.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_explain(root, error, where, said)) from None
+        raise ConfigError.of(problems_of(error, _flag_at(root, where, said))) from None
 
 
 def override(root: type[Section], given: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,7 +171,8 @@ def override(root: type[Section], given: Mapping[str, Any], by: Mapping[str, Any
         foreign = _foreign(root, tag, former.get(tag.key, _default_tag([tag])), anew.get(tag.key))
         left_out = [written for written in given if first_name(written) in foreign - gone]
         if left_out:
-            log.warning("%s %s: the file's %s go with its own mode", tag.flags[0], anew[tag.key], ", ".join(left_out))
+            written = ", ".join(left_out)
+            log.warning("%s %s: left out the file's %s, which belong to its mode", tag.flags[0], anew[tag.key], written)
         gone |= foreign
     return {**{written: value for written, value in given.items() if first_name(written) not in gone}, **given_anew}
 
@@ -233,12 +235,15 @@ def _chosen(candidates: list[Leaf], given: Mapping[str, Any], by_key: Mapping[st
             return leaf
     known = [_tag_of(leaf.choice) for leaf in by_key[selector.key] if leaf.choice is not None]
     if picked not in known:
-        raise ConfigError(f"{selector.flags[0]} {picked}: wanted one of {', '.join(map(repr, known))}")
+        raise ConfigError(field=selector.flags[0], got=picked, wanted=f"one of {', '.join(map(repr, known))}")
     fitting = ", ".join(_tag_of(leaf.choice) for leaf in candidates if leaf.choice is not None)
     name = f"--{where}{first.flags[0].removeprefix('--')}"
     raise ConfigError(
-        f"{name}: belongs to {selector.flags[0]} {fitting}, but the mode is {picked}; "
-        f"leave it out, or choose {selector.flags[0]} {fitting.split(',')[0]}"
+        "belongs to another mode",
+        field=name,
+        got=f"{selector.flags[0]} {picked}",
+        wanted=f"{selector.flags[0]} {fitting}",
+        fix=f"leave it out, or choose {selector.flags[0]} {fitting.split(',')[0]}",
     )
 
 
@@ -256,24 +261,19 @@ def _default_tag(tags: list[Leaf]) -> str:
     return _tag_of(tags[0].choice)
 
 
-def _explain(root: type[Section], error: ValidationError, where: str, said: Mapping[tuple[str, ...], str]) -> str:
-    """Pydantic's findings as lines of ours: option as it was written, what came, what was wanted."""
+def _flag_at(
+    root: type[Section], where: str, said: Mapping[tuple[str, ...], str]
+) -> Callable[[Place], tuple[str, bool]]:
+    """Return what names a place in the values as the user wrote it, and says whether an option stands there."""
     names = {leaf.path: leaf.flags[0] for leaf in leaves(root)}
     tags = {_tag_of(leaf.choice) for leaf in leaves(root) if leaf.choice is not None}
-    lines = []
-    for finding in error.errors():
-        path = tuple(str(part) for part in finding["loc"] if str(part) not in tags and not isinstance(part, int))
+
+    def flag_at(place: Place) -> tuple[str, bool]:
+        path = tuple(str(part) for part in place if str(part) not in tags and not isinstance(part, int))
         name = names.get(path) or names.get((*path, TAG)) or ".".join(path) or root.__name__
-        flag = said.get(path) or (f"--{where}{name.removeprefix('--')}" if where else name)
-        if finding["type"] == "missing":
-            lines.append(f"{flag}: required, but not given")
-        elif finding["type"] == "union_tag_invalid":
-            context = finding.get("ctx", {})
-            lines.append(f"{flag} {context.get('tag')}: wanted one of {context.get('expected_tags')}")
-        else:
-            message = finding["msg"].removeprefix("Value error, ")
-            lines.append(f"{flag} {finding['input']}: {message[0].lower()}{message[1:]}" if path else message)
-    return "\n".join(lines)
+        return said.get(path) or (f"--{where}{name.removeprefix('--')}" if where else name), path in names
+
+    return flag_at
 
 
 def dump(config: Section, *, only_set: bool = False) -> dict[str, Any]:

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from grpo_trainer.errors import ConfigError
+
 
 def parse_ranges(text: str) -> tuple[int, ...]:
     """`"28-29,0"` as `(0, 28, 29)`: ascending, each once.
 
     Raises:
-        ValueError: it is no list of numbers and rising ranges.
+        ConfigError: it is no list of numbers and rising ranges.
     """
     numbers: set[int] = set()
     for part in text.replace(" ", "").split(","):
         first, dash, last = part.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ValueError(f"{part or 'nothing'} is no number or range; wanted e.g. 0-3,28-31")
+            raise ConfigError(got=part or "nothing", wanted="numbers and ranges, such as 0-3,28-31")
         start, end = int(first), int(last) if dash else int(first)
         if not start <= end < 10_000:
-            raise ValueError(f"{part} is no rising range below 10000; wanted e.g. 0-3,28-31")
+            raise ConfigError(got=part, wanted="rising ranges below 10000, such as 0-3,28-31")
         numbers.update(range(start, end + 1))
     return tuple(sorted(numbers))
 

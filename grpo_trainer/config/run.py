@@ -76,7 +76,12 @@ class ApiProcess(Section):
     @classmethod
     def _hold_no_key(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if any(word.partition("=")[0] == "--api-key" for word in value):
-            raise ValueError("a list of processes would show the key; use --rollout-api-key, or ROLLOUT_API_KEY")
+            raise ConfigError(
+                "a list of processes would show the key",
+                got="--api-key",  # and not the key
+                wanted="other arguments than --api-key",
+                fix="use --rollout-api-key, or ROLLOUT_API_KEY",
+            )
         return value
 
 
@@ -101,7 +106,9 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _at_least_one_environment(self) -> RunConfig:
         if not self.environments:
-            raise ValueError('[[environments]]: got none, wanted at least one; add name = "arithmetic"')
+            raise ConfigError(
+                field="[[environments]]", got="none", wanted="at least one", fix='add name = "arithmetic"'
+            )
         return self
 
     @property
@@ -125,11 +132,15 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
     except FileNotFoundError:
-        raise ConfigError(f"--config {path}: no such file") from None
+        raise ConfigError(
+            "no such file", field="--config", got=path, wanted="a TOML file", fix="correct the path"
+        ) from None
     except IsADirectoryError:
-        raise ConfigError(f"--config {path}: is a folder, wanted a TOML file") from None
+        raise ConfigError(field="--config", got=f"{path}, a folder", wanted="a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path}: not valid TOML: {error}") from None
+        raise ConfigError(
+            f"not valid TOML: {error}", field="--config", got=path, wanted="a TOML file", fix="correct it there"
+        ) from None
 
 
 def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Sequence[str] = ()) -> RunConfig:
@@ -147,7 +158,7 @@ def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Seque
     run_keys = [leaf.key for leaf in leaves(RunOptions)]
     for key in file:
         if key not in tables and key.replace("-", "_") not in run_keys:
-            raise ConfigError(unknown_key(key, [*tables, *run_keys]))
+            raise unknown_key(key, [*tables, *run_keys])
     given: dict[str, dict[str, Any]] = {table: _table(file, table) for table in ("trainer", "server", "api")}
     given["run"] = {key: value for key, value in file.items() if key not in tables}
     typed: dict[str, dict[str, Any]] = {table: {} for table in given}
@@ -160,7 +171,7 @@ def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Seque
     given = {table: override(sections[table], given[table], typed[table]) for table in given}
     for key in given["trainer"]:
         if (instead := SET_BY_THE_RUN.get(key.replace("-", "_"))) is not None:
-            raise ConfigError(f"--{key.replace('_', '-')}: set by the run itself; use {instead}")
+            raise ConfigError("set by the run itself", field=f"--{key.replace('_', '-')}", fix=f"use {instead}")
     trainer = build(TrainConfig, given["trainer"])
     server, vllm = one_server(build(ServerProcess, given["server"], where="server."), trainer.vllm)
     if trainer.shares_weights:
@@ -177,7 +188,7 @@ def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Seque
 
 
 def _leave_to_flags(given: dict[str, dict[str, Any]], typed: Mapping[str, Mapping[str, Any]]) -> None:
-    """Options of the server have two names: what a flag says by one, the file has said in vain by the other."""
+    """Options of the server have two names: a flag by one name wins over the file's value by the other."""
     for name in SAID_TWICE:
         bare = key_of(flags_of_one(name)[1])
         for table, key, other, others_key in (("server", name, "trainer", bare), ("trainer", bare, "server", name)):
@@ -193,24 +204,34 @@ def _check_sharing(trainer: TrainConfig, server: ServerProcess) -> None:
     """
     if server.replicas > 1 and isinstance(trainer.bridge, SharedVllm):
         raise ConfigError(
-            f"--server.replicas {server.replicas}: with --weight-bridge-mode shared_vllm the weights are one server's "
-            "memory; wanted 1, or another mode"
+            "with --weight-bridge-mode shared_vllm the weights are one server's memory",
+            field="--server.replicas",
+            got=server.replicas,
+            wanted="1, or another mode",
         )
     if (unfit := why_not_shared(server)) is not None:
+        flag, value = unfit
         raise ConfigError(
-            f"{unfit}: the trainer is to use the server's weights, which must be whole, plain, and stay where they "
-            "are; leave it out, or use --weight-bridge-mode none or lora_only"
+            "the trainer is to use the server's weights, which must be whole, plain, and stay where they are",
+            field=flag,
+            got=value,
+            wanted="a server that shares its weights",
+            fix="leave it out, or use --weight-bridge-mode none or lora_only",
         )
     if server.dtype not in ("auto", trainer.model.dtype):
         raise ConfigError(
-            f"--server.dtype {server.dtype}: there is one copy of the weights; leave it out and use --dtype"
+            "there is one copy of the weights",
+            field="--server.dtype",
+            got=server.dtype,
+            wanted=f"--dtype {trainer.model.dtype}",
+            fix="leave it out and use --dtype",
         )
 
 
 def _table(file: Mapping[str, Any], name: str) -> dict[str, Any]:
     value = file.get(name, {})
     if not isinstance(value, dict):
-        raise ConfigError(f"{name}: got {value!r}, wanted a table: [{name}]")
+        raise ConfigError(field=name, got=repr(value), wanted=f"a table: [{name}]")
     return dict(value)
 
 
@@ -218,12 +239,18 @@ def _environments(tables: Any, name: str | None, args: Sequence[str]) -> tuple[E
     if isinstance(tables, dict):  # [environments] instead of [[environments]]: meant as one
         tables = [tables]
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise ConfigError(f"environments: got {tables!r}, wanted tables: [[environments]]")
+        raise ConfigError(field="environments", got=repr(tables), wanted="tables: [[environments]]")
     options = _env_options(args)
     if not (name or any(options.values())):
         return tuple(_environment(table) for table in tables) or (EnvironmentProcess(),)
     if len(tables) > 1:
-        raise ConfigError(f"--env: the file has {len(tables)} environments, a flag can't tell which; edit the file")
+        raise ConfigError(
+            "a flag can't tell which environment of the file is meant",
+            field="--env",
+            got=f"{len(tables)} environments",
+            wanted="one environment in the file",
+            fix="edit the file",
+        )
     table = tables[0] if tables else {}
     merged = {group: {**table.get(group, {}), **options.get(group, {})} for group in ("env", "openai")}
     return (_environment({"name": "arithmetic", **table, **({"name": name} if name else {}), **merged}),)
@@ -233,10 +260,10 @@ def _environment(table: dict[str, Any]) -> EnvironmentProcess:
     known = list(EnvironmentProcess.model_fields)
     for key in table:
         if key not in known:
-            raise ConfigError(unknown_key(key, known, "environments."))
+            raise unknown_key(key, known, "environments.")
     for group in ("env", "openai"):
         if not isinstance(table.get(group, {}), dict):
-            raise ConfigError(f"environments.{group}: got {table[group]!r}, wanted a table of options")
+            raise ConfigError(field=f"environments.{group}", got=repr(table[group]), wanted="a table of options")
     return EnvironmentProcess(**table)
 
 
@@ -248,17 +275,17 @@ def _env_options(args: Sequence[str]) -> dict[str, dict[str, Any]]:
         flag, equals, value = rest.pop(0).partition("=")
         group, _, key = flag.removeprefix("--").partition(".")
         if not flag.startswith("--") or group not in found or not key:
-            raise ConfigError(_unknown_flag(flag, group, key))
+            raise _unknown_flag(flag, group, key)
         if not equals:
             if not rest:
-                raise ConfigError(f"{flag}: wanted a value after it")
+                raise ConfigError(field=flag, got="nothing", wanted="a value after it")
             value = rest.pop(0)
         found[group][key.replace("-", "_")] = value
     return found
 
 
-def _unknown_flag(flag: str, group: str, key: str) -> str:
-    """The message for what is no flag of a run's: its table's name may be what is wrong with it."""
+def _unknown_flag(flag: str, group: str, key: str) -> ConfigError:
+    """Return the error for what is no flag of a run's; the name of its table may be wrong."""
     if not flag.startswith("--"):
         return no_flag(flag)
     tables = {"server": ServerProcess, "api": ApiProcess}
@@ -266,7 +293,7 @@ def _unknown_flag(flag: str, group: str, key: str) -> str:
         return unknown_key(f"--{key}", [leaf.key for leaf in leaves(tables[group])], f"{group}.")
     near = difflib.get_close_matches(group, ["env", "openai", *tables], n=1) if key else []
     if near:
-        return f"{flag}: unknown option; did you mean --{near[0]}.{key}?"
+        return ConfigError("unknown option", field=flag, fix=f"did you mean --{near[0]}.{key}?")
     sections = (TrainConfig, RunOptions)
     known = [name for section in sections for leaf in leaves(section) for name in leaf.flags]
     return unknown_key(flag, [*known, "--env", "--config"])

@@ -53,7 +53,7 @@ class ServedOptions(Section):
         for word in value:
             flag = word.partition("=")[0]
             if (own := cls.flag_of(flag)) is not None:
-                raise ValueError(f"{flag} has an option of its own, which environments and trainer know of; use {own}")
+                raise ConfigError("environments and trainer must know it, too", got=flag, wanted=own, fix=f"use {own}")
         return value
 
     @classmethod
@@ -141,14 +141,14 @@ class VllmConfig(ServedOptions):
         for address in value:
             host, _, port = address.rpartition(":")
             if not host or "/" in host or not port.isdecimal() or not 1 <= int(port) <= 65535:
-                raise ValueError(f"--vllm-also {address}: wanted HOST:PORT, for example 10.0.0.2:9001")
+                raise ConfigError(got=address, wanted="HOST:PORT, for example 10.0.0.2:9001")
         return value
 
     @model_validator(mode="after")
     def _are_others(self) -> VllmConfig:
         addresses = [f"{self.host}:{self.port}", *self.also]
         if len(set(addresses)) < len(addresses):
-            raise ValueError(f"--vllm-also: got {', '.join(addresses)}, one of them twice; wanted each server once")
+            raise ConfigError(field="--vllm-also", got=f"{', '.join(addresses)}", wanted="each server once")
         if self.gpus is not None:
             check_gpus("--vllm-gpus", self.gpus, len(addresses))
         return self
@@ -184,13 +184,16 @@ def check_gpus(flag: str, gpus: str, servers: int) -> None:
     """Refuse GPUs that are not one set for each server.
 
     Raises:
-        ValueError: with the flag, what it got and what it should be.
+        ConfigError: they are not.
     """
     sets = [part.strip() for part in gpus.split(";")]
     if len(sets) != servers or not all(sets):
         example = ";".join(map(str, range(servers)))
-        raise ValueError(
-            f"{flag} {gpus}: got {len(sets)} sets of GPUs for {servers} servers, wanted as many: {example}"
+        raise ConfigError(
+            f"{len(sets)} sets of GPUs for {servers} servers",
+            field=flag,
+            got=gpus,
+            wanted=f"a set for each server, such as {example}",
         )
 
 
@@ -260,8 +263,11 @@ def one_server(server: ServerProcess, vllm: VllmConfig) -> tuple[ServerProcess, 
         if here and there and one != other:
             first, second = flags_of_one(name)
             raise ConfigError(
-                f"{first} {shown(one)} and {second} {shown(other)}: in `grpo run` two names of one option; leave "
-                f"{second} out"
+                "in `grpo run` two names of one option",
+                field=first,
+                got=f"{shown(one)} and {second} {shown(other)}",
+                wanted="one value",
+                fix=f"leave {second} out",
             )
         if here:
             its[name] = one
@@ -270,12 +276,12 @@ def one_server(server: ServerProcess, vllm: VllmConfig) -> tuple[ServerProcess, 
     return server.model_copy(update=ours), vllm.model_copy(update=its)
 
 
-def why_not_shared(server: ServerProcess) -> str | None:
-    """The first option with which no trainer could use the server's weights, as it was written."""
+def why_not_shared(server: ServerProcess) -> tuple[str, str] | None:
+    """Return flag and value of the first option with which no trainer could use the server's weights."""
     for name in DEGREES:
         if getattr(server, name) > 1:
-            return f"{ServerProcess.flags()[name]} {getattr(server, name)}"
-    return next((f"--server.extra-args {flag}" for flag, _ in arguments(server.extra_args) if flag in UNSHARED), None)
+            return ServerProcess.flags()[name], str(getattr(server, name))
+    return next((("--server.extra-args", flag) for flag, _ in arguments(server.extra_args) if flag in UNSHARED), None)
 
 
 def arguments(words: Sequence[str]) -> Iterator[tuple[str, str]]:

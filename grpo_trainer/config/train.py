@@ -28,6 +28,7 @@ from grpo_trainer.config.loss import LossConfig
 from grpo_trainer.config.options import Section, leaves, option, shown
 from grpo_trainer.config.ranges import format_ranges
 from grpo_trainer.config.server import VllmConfig
+from grpo_trainer.errors import ConfigError
 from vllm_server.protocol import DEFAULT_KEEP_VERSIONS
 
 API_KEY_VARIABLE = "ROLLOUT_API_KEY"
@@ -100,7 +101,7 @@ class RolloutConfig(Section):
     @classmethod
     def _is_http(cls, value: str) -> str:
         if not value.startswith(("http://", "https://")):
-            raise ValueError("wanted an address such as http://localhost:8000")
+            raise ConfigError(wanted="an address such as http://localhost:8000")
         return value.rstrip("/")
 
 
@@ -133,7 +134,11 @@ class OptimizerConfig(Section):
     @classmethod
     def _known_optimizer(cls, value: Any) -> Any:
         if value == "adamw_cpu":
-            raise ValueError("not in this version; use adamw_8bit or adafactor, whose states are small")
+            raise ConfigError(
+                "not in this version",
+                wanted="adamw, adamw_8bit or adafactor",
+                fix="use adamw_8bit or adafactor, whose states are small",
+            )
         return value
 
 
@@ -222,9 +227,11 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _warmup_fits(self) -> TrainConfig:
         if self.optimizer.warmup_steps >= self.training_steps and self.optimizer.warmup_steps:
-            raise ValueError(
-                f"--warmup-steps {self.optimizer.warmup_steps}: wanted fewer than --training-steps "
-                f"{self.training_steps}, else the peak learning rate is never reached"
+            raise ConfigError(
+                "the peak learning rate would never be reached",
+                field="--warmup-steps",
+                got=self.optimizer.warmup_steps,
+                wanted=f"fewer than --training-steps {self.training_steps}",
             )
         return self
 
@@ -232,9 +239,11 @@ class TrainConfig(Section):
     def _sequences_fit(self) -> TrainConfig:
         most = self.compute.max_tokens_per_microbatch
         if most is not None and most < self.model.seq_len:
-            raise ValueError(
-                f"--max-tokens-per-microbatch {most}: wanted at least --seq-len {self.model.seq_len}, which one "
-                "sequence may have"
+            raise ConfigError(
+                "a pass must hold the longest sequence",
+                field="--max-tokens-per-microbatch",
+                got=most,
+                wanted=f"at least --seq-len {self.model.seq_len}",
             )
         return self
 
@@ -242,9 +251,11 @@ class TrainConfig(Section):
     def _staleness_fits(self) -> TrainConfig:
         oldest = self.bridge.vllm_restart_interval - 1 if isinstance(self.bridge, RestartOptions) else 0
         if self.rollouts.max_staleness is not None and self.rollouts.max_staleness < oldest:
-            raise ValueError(
-                f"--max-staleness {self.rollouts.max_staleness}: with --vllm-restart-interval {oldest + 1} the newest "
-                f"samples are up to {oldest} versions old; wanted {oldest} or more, or more restarts"
+            raise ConfigError(
+                f"with --vllm-restart-interval {oldest + 1} the newest samples are up to {oldest} versions old",
+                field="--max-staleness",
+                got=self.rollouts.max_staleness,
+                wanted=f"{oldest} or more, or more restarts",
             )
         return self
 
@@ -277,54 +288,86 @@ class TrainConfig(Section):
     def _sharing_fits(self) -> TrainConfig:
         if not self.shares_weights:
             if isinstance(self.bridge, LoraOnly) and self.bridge.config_path is not None:
-                raise ValueError("--vllm-config-path: belongs to --share-base; leave it out, or add that")
+                raise ConfigError(
+                    field="--vllm-config-path",
+                    got=self.bridge.config_path,
+                    wanted="--share-base with it",
+                    fix="leave it out, or add --share-base",
+                )
             return self
         shared = "--share-base" if isinstance(self.bridge, LoraOnly) else "--weight-bridge-mode shared_vllm"
         if self.model.load_in_4bit:
-            raise ValueError(f"--load-in-4bit: with {shared} the weights are the server's, in 16 or 32 bits")
+            raise ConfigError(
+                "the weights are the server's, in 16 or 32 bits",
+                field="--load-in-4bit",
+                got=f"{shared} with it",
+                wanted="one of them",
+                fix="leave it out, or choose --weight-bridge-mode lora_only without --share-base",
+            )
         dtypes = {self.model.dtype, self.vllm.dtype} - {"auto"}
         if len(dtypes) == 2:
-            raise ValueError(
-                f"--vllm-dtype {self.vllm.dtype}: with {shared} there is one copy of the weights, but --dtype is "
-                f"{self.model.dtype}; leave one of them out"
+            raise ConfigError(
+                f"with {shared} there is one copy of the weights",
+                field="--vllm-dtype",
+                got=self.vllm.dtype,
+                wanted=f"--dtype {self.model.dtype}",
+                fix="leave one of them out",
             )
         if "float16" in dtypes and isinstance(self.bridge, SharedVllm) and not self.bridge.master_weights:
-            raise ValueError(
-                "--dtype float16: small updates would be lost in it; wanted bfloat16 or float32, or --master-weights"
+            raise ConfigError(
+                "small updates would be lost in it",
+                field="--dtype",
+                got="float16",
+                wanted="bfloat16 or float32, or --master-weights",
             )
         return self
 
     @model_validator(mode="after")
     def _servers_fit(self) -> TrainConfig:
         if self.vllm.also and isinstance(self.bridge, SharedVllm):
-            raise ValueError(
-                f"--vllm-also {','.join(self.vllm.also)}: with --weight-bridge-mode shared_vllm the weights are one "
-                "server's memory; leave it out, or choose another mode"
+            raise ConfigError(
+                "with --weight-bridge-mode shared_vllm the weights are one server's memory",
+                field="--vllm-also",
+                got=",".join(self.vllm.also),
+                wanted="one server",
+                fix="leave it out, or choose another mode",
             )
         return self
 
     @model_validator(mode="after")
     def _loss_fits(self) -> TrainConfig:
         if self.loss.updates_per_batch > 1 and isinstance(self.bridge, SharedVllm):
-            raise ValueError(
-                f"--updates-per-batch {self.loss.updates_per_batch}: with --weight-bridge-mode shared_vllm the server "
-                "generates with every update at once, but a version of the policy is one batch's; wanted 1"
+            raise ConfigError(
+                "with --weight-bridge-mode shared_vllm the server generates with every update at once, but a version "
+                "of the policy belongs to one batch",
+                field="--updates-per-batch",
+                got=self.loss.updates_per_batch,
+                wanted="1",
             )
         if self.loss.ref_offload and isinstance(self.bridge, LoraOptions):
-            raise ValueError(
-                "--ref-offload: with LoRA the reference is the model without its adapter, no copy; leave it out"
+            raise ConfigError(
+                "with LoRA the reference is the model without its adapter, no copy",
+                field="--ref-offload",
+                got=f"--weight-bridge-mode {self.bridge.mode}",
+                wanted="a mode that trains all weights",
+                fix="leave it out",
             )
         return self
 
     @model_validator(mode="after")
     def _4_bits_fit(self) -> TrainConfig:
         if self.model.load_in_4bit and not isinstance(self.bridge, LoraOnly):
-            raise ValueError(
-                f"--load-in-4bit: belongs to --weight-bridge-mode lora_only, but the mode is {self.bridge.mode}, which "
-                "writes whole models; leave it out, or choose --weight-bridge-mode lora_only"
+            raise ConfigError(
+                "this mode writes whole models",
+                field="--load-in-4bit",
+                got=f"--weight-bridge-mode {self.bridge.mode}",
+                wanted="--weight-bridge-mode lora_only",
+                fix="leave it out, or choose --weight-bridge-mode lora_only",
             )
         if self.model.load_in_4bit and self.model.dtype == "float16":
-            raise ValueError("--dtype float16: with --load-in-4bit wanted bfloat16, float32 or auto")
+            raise ConfigError(
+                field="--dtype", got="float16 and --load-in-4bit", wanted="bfloat16, float32 or auto with that"
+            )
         return self
 
     @model_validator(mode="before")
@@ -343,9 +386,12 @@ class TrainConfig(Section):
                 given = getattr(self.bridge, name)
                 if (sorted(given) if isinstance(given, tuple) else given) != its:
                     flag = next(leaf.flags[0] for leaf in leaves(LoraOptions) if leaf.path == (name,))
-                    raise ValueError(
-                        f"{flag} {shown(given)}: the adapter at --lora-adapter {self.bridge.adapter} has "
-                        f"{'all' if its is None else shown(its)}; leave {flag} out"
+                    raise ConfigError(
+                        f"not as in the adapter at --lora-adapter {self.bridge.adapter}",
+                        field=flag,
+                        got=shown(given),
+                        wanted="all" if its is None else shown(its),
+                        fix=f"leave {flag} out",
                     )
         return self
 

@@ -57,7 +57,7 @@ def refuse_without_room(config: TrainConfig, folder: Path, flag: str, *, on_gpu:
     """
     finding = check_disk(config, folder, shape_of(config.model.name), on_gpu=on_gpu)
     if finding.status == "fail":
-        raise ConfigError(f"{flag} {folder}: {finding.got}, wanted {finding.wanted}; {finding.fix}")
+        raise ConfigError(f"no room in {folder}", field=flag, got=finding.got, wanted=finding.wanted, fix=finding.fix)
     return finding
 
 

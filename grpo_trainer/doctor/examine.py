@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from grpo_common.errors import Problem
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.doctor import machine_checks as of_machine
 from grpo_trainer.doctor import run_checks as of_run
@@ -16,6 +17,7 @@ from grpo_trainer.doctor.machine import Machine
 from grpo_trainer.doctor.memory import MemoryPlan
 from grpo_trainer.doctor.model_files import ModelFiles, find_folder, read_model
 from grpo_trainer.doctor.model_shape import ModelShape
+from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.launch.preflight import preflight
 from vllm_server.protocol import PreflightReport
 
@@ -50,17 +52,17 @@ class Examination:
         return any(finding.status == "fail" for finding in self.findings)
 
 
-def examine(machine: Machine, config: RunConfig | str | None, probes: Probes | None = None) -> Examination:
+def examine(machine: Machine, config: RunConfig | ConfigError | None, probes: Probes | None = None) -> Examination:
     """Run the checks.
 
     Args:
-        config: the run; or why its configuration is refused; None: look at the machine alone.
+        config: the run; or the error of its configuration; None: look at the machine alone.
     """
     probes = probes or Probes()
     run = config if isinstance(config, RunConfig) else None
     findings = list(_machine(machine, run, probes))
-    if isinstance(config, str):
-        findings.append(_refusal(config))
+    if isinstance(config, ConfigError):
+        findings += map(_refusal, config.problems)
     if run is None:
         return Examination(tuple(findings))
     findings += [
@@ -86,11 +88,8 @@ def examine(machine: Machine, config: RunConfig | str | None, probes: Probes | N
     return Examination(tuple(findings), plan)
 
 
-def _refusal(message: str) -> Finding:
-    """Why a configuration was refused: what was wanted and what to do stand in its own words, at the end."""
-    got, _, fix = message.rpartition("; ")
-    got, _, wanted = got.rpartition(" wanted ")
-    return fail("configuration", message, wanted.rstrip(".,;"), fix if got or wanted else "")
+def _refusal(problem: Problem) -> Finding:
+    return fail("configuration", str(replace(problem, wanted="", fix="")), problem.wanted, problem.fix)
 
 
 def _machine(machine: Machine, run: RunConfig | None, probes: Probes) -> Iterator[Finding]:
@@ -118,8 +117,8 @@ def _model_files(name: str, machine: Machine) -> tuple[ModelFiles | None, Findin
         return None, skip("model", f"{name} is not on this machine yet: it comes from the hub when the run starts")
     try:
         files = read_model(folder)
-    except ValueError as error:
-        return None, fail("model", str(error), "config.json and whole *.safetensors", "save or download it again")
+    except ModelError as error:
+        return None, fail("model", f"{error.field}: {error.got}", error.wanted, error.fix)
     return files, ok("model", f"{folder}: {len(files.shapes)} tensors")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grpo_common.errors import Problem
 from grpo_trainer.config.bridge import AllWeightsOptions, LoraOnly, LoraOptions, RestartOptions, SharedVllm
 from grpo_trainer.config.compute import SPARE
 from grpo_trainer.config.distributed import wants_parts, why_whole
@@ -126,19 +127,15 @@ class MemoryPlan:
         return self.used(self.fullest) > NEARLY_FULL * self.devices.total and not (self.adapts and count < layers)
 
     @property
-    def problems(self) -> tuple[str, ...]:
+    def problems(self) -> tuple[Problem, ...]:
         """Why it would not work; empty where it would."""
         found = []
         if self.used(self.fullest) > self.devices.total:
-            found.append(
-                f"{self.used(self.fullest) / GB:.1f} GB on {device_name(self.devices, self.fullest)}, which has "
-                f"{self.devices.total / GB:.1f} GB"
-            )
+            got, wanted = (f"{size / GB:.1f} GB" for size in (self.used(self.fullest), self.devices.total))
+            found.append(Problem(device_name(self.devices, self.fullest), got, f"at most {wanted}"))
         if self.kv_tokens < self.max_model_len:
-            found.append(
-                f"a key-value cache of {max(self.kv_tokens, 0):,} tokens, less than one sequence of "
-                f"{self.max_model_len:,}"
-            )
+            got, wanted = (f"{tokens:,} tokens" for tokens in (max(self.kv_tokens, 0), self.max_model_len))
+            found.append(Problem("key-value cache", got, f"at least one sequence of {wanted}"))
         return tuple(found)
 
 
@@ -236,7 +233,7 @@ def _trainer_parts(
     if trainers > 1 and wants_parts(config) and why_whole(config) is None:
         parts = _cut(parts, model, item_bytes(config, on_gpu=on_gpu), trainers)
     elif trainers > 1:  # who add up their gradients in a buffer
-        parts["gradients, on their way"] = float(BUCKET)
+        parts["gradient bucket"] = float(BUCKET)
     activations = Activations.of(config, model, on_gpu=on_gpu)
     count = activations.recomputed(config, (1 - SPARE) * (free - sum(parts.values())), on_gpu=on_gpu)
     return count, {**parts, "activations": activations.needed(count)}
@@ -273,7 +270,7 @@ def _cut(held: dict[str, float], model: ModelShape, item: int, trainers: int) ->
     whole = {"weights", "gradients", "optimizer states"}
     parts = {what: size / trainers if what in whole else size for what, size in held.items() if what != "weights, cast"}
     together = model.layer_parameters * (3 * item + 4) + (model.embedding_parameters + model.hidden) * item
-    return {**parts, "weights, brought together": float(together)}
+    return {**parts, "gathered weights": float(together)}
 
 
 def item_bytes(config: TrainConfig, *, on_gpu: bool) -> int:

@@ -13,6 +13,7 @@ from vllm_server.protocol.flat import decode_header, read_header
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
+SAVE_AGAIN = "save or download the model again"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -47,12 +48,12 @@ def refuse_missing(name: str) -> None:
     """
     if Path(name).is_dir() or not (is_path(name) or Path(name).exists()):
         return
-    what = "is a file" if Path(name).exists() else "no such folder"
-    if name.startswith("~"):
-        what += " (a shell replaces ~ by your home only where it stands first and unquoted)"
     raise ModelError(
-        f"--model-name {name}: {what}; wanted the folder of a saved model, or a name on the hub such as "
-        "Qwen/Qwen2.5-0.5B-Instruct"
+        "this is a file" if Path(name).exists() else "no such folder",
+        field="--model-name",
+        got=name,
+        wanted="the folder of a saved model, or a name on the hub such as Qwen/Qwen2.5-0.5B-Instruct",
+        fix="write ~ first and unquoted, so that the shell replaces it" if name.startswith("~") else "correct the path",
     )
 
 
@@ -76,14 +77,14 @@ def read_model(folder: Path) -> ModelFiles:
     """Read configuration and headers.
 
     Raises:
-        ValueError: a file is missing, can't be read, or is cut off; the message names it.
+        ModelError: a file is missing, can't be read, or is cut off; its `field` names the file.
     """
     config = _json(folder / CONFIG_FILE)
     shapes: dict[str, tuple[int, ...]] = {}
     for path in _weight_files(folder):
         shapes |= _shapes(path)
     if not shapes and not list(folder.glob("*.bin")):
-        raise ValueError(f"{folder} has no weights: no *.safetensors")
+        raise ModelError(field=str(folder), got="no *.safetensors", wanted="a model's weights", fix=SAVE_AGAIN)
     return ModelFiles(folder, config, shapes)
 
 
@@ -94,7 +95,13 @@ def _weight_files(folder: Path) -> list[Path]:
     names = sorted(set(_json(folder / INDEX_FILE).get("weight_map", {}).values()))
     missing = [name for name in names if not (folder / name).exists()]
     if missing:
-        raise ValueError(f"{folder} lacks {len(missing)} of {len(names)} weight files: {missing[0]}")
+        raise ModelError(
+            f"{missing[0]} is missing",
+            field=str(folder),
+            got=f"{len(names) - len(missing)} of {len(names)} weight files",
+            wanted="all of them",
+            fix=SAVE_AGAIN,
+        )
     return [folder / name for name in names]
 
 
@@ -103,10 +110,10 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
         with path.open("rb") as file:
             header = decode_header(read_header(file))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} can't be read: {error}") from None
+        raise _unreadable(path, error) from None
     whole = header.size + header.nbytes
     if (size := path.stat().st_size) < whole:
-        raise ValueError(f"{path} is cut off: {size:,} bytes of {whole:,}")
+        raise ModelError(field=str(path), got=f"{size:,} bytes", wanted=f"all {whole:,} bytes", fix=SAVE_AGAIN)
     return {span.name: span.shape for span in header.spans}
 
 
@@ -114,9 +121,13 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except FileNotFoundError:
-        raise ValueError(f"{path.parent} has no {path.name}") from None
+        raise ModelError(field=str(path), got="no such file", wanted="a saved model's file", fix=SAVE_AGAIN) from None
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} can't be read: {error}") from None
+        raise _unreadable(path, error) from None
     if not isinstance(found, dict):
-        raise ValueError(f"{path} is no JSON object")
+        raise ModelError(field=str(path), got=type(found).__name__, wanted="a JSON object", fix=SAVE_AGAIN)
     return found
+
+
+def _unreadable(path: Path, error: Exception) -> ModelError:
+    return ModelError(field=str(path), got=str(error), wanted="a whole file", fix=SAVE_AGAIN)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_trainer.errors import ModelError
+
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -37,7 +39,7 @@ class ModelShape:
         """Read a config.json (of a model with several parts: its text model's).
 
         Raises:
-            ValueError: a size is missing; the message names it.
+            ModelError: a size is missing; its `got` names it.
         """
         text = {**config, **(config.get("text_config") or {})}
         hidden, heads = _first(text, "hidden_size", "n_embd"), _first(text, "num_attention_heads", "n_head")
@@ -113,5 +115,5 @@ def _first(config: Mapping[str, Any], *names: str, default: int | None = None) -
         if isinstance(value := config.get(name), int):
             return value
     if default is None:
-        raise ValueError(f"config.json has no {names[0]}")
+        raise ModelError(field="config.json", got=f"no {names[0]}", wanted="a model's sizes")
     return default

@@ -100,9 +100,11 @@ def check_shareable(config: TrainConfig, files: ModelFiles) -> Finding:
         return skip(name, f"--weight-bridge-mode {config.bridge.mode} needs none")
     for part in (files.config, files.config.get("text_config") or {}):
         if part.get("quantization_config") or part.get("compression_config"):
-            return fail(name, "quantised weights", "plain ones, which can be trained in place", fix)
+            return fail(
+                name, "quantised weights (quantization_config)", "plain ones, which can be trained in place", fix
+            )
         if part.get("kv_lora_rank"):
-            return fail(name, "multi-head latent attention", "attention of plain matrices", fix)
+            return fail(name, "multi-head latent attention (kv_lora_rank)", "attention of plain matrices", fix)
     strange = [
         tensor
         for tensor, shape in sorted(files.shapes.items())
@@ -217,7 +219,7 @@ def check_memory(config: RunConfig, shape: ModelShape, machine: Machine) -> tupl
     fullest = plan.used(plan.fullest)
     got = f"{fullest / GB:.1f} of {devices.total / GB:.1f} GB on {device_name(devices, plan.fullest)}"
     if plan.problems:
-        return fail("memory", "; ".join(plan.problems), "less", advice(config.trainer, plan)), plan
+        return fail("memory", "; ".join(map(str, plan.problems)), "less", advice(config.trainer, plan)), plan
     if plan.is_tight:
         wanted = f"{NEARLY_FULL:.0%} or less: activations are an estimate"
         return warn("memory", got, wanted, advice(config.trainer, plan)), plan

@@ -23,7 +23,7 @@ import httpx
 
 from grpo_trainer.config.server import server_names
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.errors import PortBusyError, ProcessFailedError, from_os_error
+from grpo_trainer.errors import PortBusyError, from_os_error
 from grpo_trainer.launch.plan import ProcessSpec, server_process, waiting_server
 from grpo_trainer.launch.ports import is_free, port_holder
 from grpo_trainer.launch.supervisor import POLL_SECONDS, Child, answers
@@ -87,6 +87,11 @@ class OwnedServer:
         """Of the running server."""
         return self._child.process.pid if self._child else None
 
+    @property
+    def waiting_pid(self) -> int | None:
+        """Of the process that is to be the next server."""
+        return self._waiting.process.pid if self._waiting else None
+
     def start(self, model: str, version: int) -> str:
         """Launch it on a folder or a hub's name; `wait_ready` comes next. Returns what the server calls its model."""
         assert self._child is None, "one server at a time"
@@ -118,7 +123,7 @@ class OwnedServer:
             with contextlib.suppress(BrokenPipeError):  # it ended just now
                 waiting.tell(spec, json.dumps(spec.arguments))
                 return waiting
-        log.warning("the server starts from scratch, since the process that was to be it has ended: %s", _why(waiting))
+        log.warning("the server starts from scratch: the process that waited to be it has ended: %s", _why(waiting))
         _end(waiting)
         return None
 
@@ -143,10 +148,7 @@ class OwnedServer:
                 self.check()
                 waited = time.monotonic() - child.started
                 if waited > child.spec.ready_timeout:
-                    raise ProcessFailedError(
-                        f"{child.name}: not ready after {child.spec.ready_timeout:.0f} s (--vllm-timeout); it was "
-                        f"asked at {child.spec.ready_url}. {child.last_words()}"
-                    )
+                    raise child.not_ready("--vllm-timeout")
                 if waited - said >= PATIENCE_SECONDS:
                     said = waited
                     last = next((line for line in reversed(child.last_lines) if line.strip()), "nothing said yet")
@@ -165,7 +167,7 @@ class OwnedServer:
         if child is None:
             return
         if child.exit_code is not None:
-            raise ProcessFailedError(child.describe_end())
+            raise child.ended()
         if child.log_error is not None:
             raise from_os_error(child.log_error, "write the server's log") or child.log_error
 
@@ -183,7 +185,7 @@ def _why(child: Child) -> str:
     """Why it is no use any more; asked before it is ended, which would be the answer."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.process.wait(1.0)
-    return f"it reads no more. {child.last_words()}" if child.exit_code is None else child.describe_end()
+    return f"it reads no more; {child.last_words()}" if child.exit_code is None else str(child.ended())
 
 
 def _end(child: Child) -> None:
@@ -218,8 +220,11 @@ def _owned_server(config: TrainConfig, name: str, *, on_gpu: bool, check_stop: C
     vllm = config.vllm
     if not is_free(vllm.host, vllm.port):
         raise PortBusyError(
-            f"--vllm-port {vllm.port}: busy, held by {port_holder(vllm.port)}; stop that, or choose another. With "
-            "this --weight-bridge-mode the trainer starts the server itself"
+            "with this --weight-bridge-mode the trainer starts the server itself",
+            field="--vllm-port",
+            got=f"{vllm.port}, held by {port_holder(vllm.port)}",
+            wanted="a free port",
+            fix="stop that, or choose another",
         )
 
     def launch(model: str, version: int) -> ProcessSpec:

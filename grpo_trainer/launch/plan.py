@@ -197,7 +197,11 @@ def _check_device(trainer: TrainConfig, *, on_gpu: bool) -> None:
     if trainer.shares_weights and device != "auto" and device.startswith("cuda") != on_gpu:
         where = "a GPU's memory" if on_gpu else "main memory"
         raise ConfigError(
-            f"--device {device}: the trainer is to use the server's weights, which lie in {where}; use --device auto"
+            "the trainer is to use the server's weights",
+            field="--device",
+            got=device,
+            wanted=f"the device where they are: {where}",
+            fix="use --device auto",
         )
 
 
@@ -205,8 +209,11 @@ def _check_gpus(server: ServerProcess, *, on_gpu: bool) -> None:
     if on_gpu and server.replicas > 1 and server.gpus is None:
         example = ";".join(map(str, range(server.replicas)))
         raise ConfigError(
-            f"--server.replicas {server.replicas}: all would start on the same GPU; say on which each is to be, for "
-            f"example --server.gpus '{example}' (the trainer is on the first that it sees)"
+            "all would start on the same GPU",
+            field="--server.replicas",
+            got=server.replicas,
+            wanted="--server.gpus with it",
+            fix=f"name the GPUs of each server: --server.gpus '{example}' (the trainer is on the first that it sees)",
         )
 
 

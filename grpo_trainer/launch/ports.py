@@ -6,6 +6,7 @@ import socket
 
 import psutil
 
+from grpo_common.errors import Problem
 from grpo_trainer.errors import PortBusyError
 
 
@@ -16,17 +17,23 @@ def claim_ports(wanted: dict[str, int], host: str = "127.0.0.1") -> dict[str, in
         wanted: process name -> port, 0 for any free one.
 
     Raises:
-        PortBusyError: ports are taken; the message names each with its holder.
+        PortBusyError: ports are taken; a problem for each names the holder.
     """
     busy = [
-        f"--{name}.port {port}: busy, held by {port_holder(port)}; stop that, or choose another (0 picks a free one)"
+        Problem(
+            f"--{name}.port",
+            f"{port}, held by {port_holder(port)}",
+            "a free port",
+            "stop that, or choose another (0 picks a free one)",
+        )
         for name, port in wanted.items()
         if port and not is_free(host, port)
     ]
     if len({port for port in wanted.values() if port}) < sum(1 for port in wanted.values() if port):
-        busy.append(f"ports {wanted}: two processes can't share one; choose another (0 picks a free one)")
+        got = ", ".join(f"{name} {port}" for name, port in wanted.items())
+        busy.append(Problem("ports", got, "a port for each process", "choose another (0 picks a free one)"))
     if busy:
-        raise PortBusyError("\n".join(busy))
+        raise PortBusyError.of(busy)
     held = []
     claimed = {}
     for name, port in wanted.items():

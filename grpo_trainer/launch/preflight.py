@@ -38,7 +38,10 @@ def ask(model: str) -> PreflightReport:
     """
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
-            "vLLM is not installed; pip install 'grpo-trainer[gpu]', or 'grpo-trainer[cpu]' without a GPU"
+            "not installed",
+            field="vLLM",
+            got="no module vllm",
+            fix="pip install 'grpo-trainer[gpu]', or 'grpo-trainer[cpu]' without a GPU",
         )
     done = subprocess.run(
         [sys.executable, "-m", "vllm_server.preflight", model],
@@ -49,12 +52,18 @@ def ask(model: str) -> PreflightReport:
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
-        said = "\n".join(done.stderr.strip().splitlines()[-5:])
-        raise ModelError(f"vLLM can't be asked whether it serves {model} (exit code {done.returncode}):\n{said}")
+        last = "\n".join(done.stderr.strip().splitlines()[-5:])
+        raise ModelError(
+            f"vLLM can't be asked whether it serves {model}",
+            field="vllm_server.preflight",
+            got=f"exit code {done.returncode}",
+            wanted="an answer",
+            fix=f"see its last lines:\n{last}",
+        )
     report = msgspec.json.decode(lines[-1], type=PreflightReport)
     if not report.supported:
         missing = "" if Path(model).is_dir() else "no such folder here, and as a name on the hub: "
-        raise ModelError(f"--model-name {model}: {missing}{report.reason}")
+        raise ModelError(f"{missing}{report.reason}", field=f"--model-name {model}")
     return report
 
 

@@ -136,20 +136,35 @@ class Child:
     def exit_code(self) -> int | None:
         return self.process.poll()
 
-    def describe_end(self) -> str:
-        """How it ended, with its last lines."""
+    def ended(self) -> ProcessFailedError:
+        """Return the error for a process that has ended: how it did, with its last lines."""
         for reader in self._readers:
             reader.join(timeout=1.0)
         code = self.process.returncode
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"{self.name} {how}. {self.last_words()}"
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return ProcessFailedError("has ended", field=self.name, got=how, fix=self.last_words())
+
+    def not_ready(self, flag: str = "") -> ProcessFailedError:
+        """Return the error for a process that does not answer in time.
+
+        Args:
+            flag: the option that sets the time.
+        """
+        seconds = f"{self.spec.ready_timeout:.0f} s"
+        return ProcessFailedError(
+            f"not ready after {seconds}{flag and f' ({flag})'}",
+            field=self.name,
+            got=f"no answer at {self.spec.ready_url}",
+            wanted=f"one within {seconds}",
+            fix=self.last_words(),
+        )
 
     def last_words(self) -> str:
-        """Where its log is, the first errors in it, and its last lines."""
+        """Return where its log is, the first errors in it, and its last lines."""
         causes = [cause for cause in self.causes if not any(cause in line for line in self.last_lines)]
         first = "The first errors in it:\n" + "".join(f"  {cause}\n" for cause in causes) if causes else ""
         lines = "\n".join(f"  {line}" for line in self.last_lines if line.strip())
-        return f"Log: {self.log_path}. {first}Its last lines:\n{lines or '  (none)'}"
+        return f"see {self.log_path}. {first}Its last lines:\n{lines or '  (none)'}"
 
     def family(self) -> list[psutil.Process]:
         """The process and all its descendants, also those that left its process group."""
@@ -224,13 +239,15 @@ class Supervisor:
             DiskFullError: a log could not be written.
         """
         for stage in stages:
-            started = [self._start(spec) for spec in stage]
+            started = [self.start(spec) for spec in stage]
             self._wait_ready(started)
         while not any(child.spec.ends_run and child.exit_code == 0 for child in self.children):
             self._check()
             time.sleep(POLL_SECONDS)
 
-    def _start(self, spec: ProcessSpec) -> Child:
+    def start(self, spec: ProcessSpec) -> Child:
+        """Start one process; it is watched, and ended with the others."""
+
         def on_stdout(line: str) -> None:
             if spec.ends_run:
                 self._tell(self._echo, line)
@@ -268,7 +285,7 @@ class Supervisor:
         if ended:
             # A process that was killed is the cause; one that ended with an error in the same moment may be its victim.
             culprit = min(ended, key=lambda child: (child.process.returncode >= 0, child.spec.ends_run))
-            raise ProcessFailedError(culprit.describe_end())
+            raise culprit.ended()
 
     @staticmethod
     def _as_planned(child: Child) -> bool:
@@ -289,10 +306,7 @@ class Supervisor:
                         )
                     elif now - child.started > child.spec.ready_timeout:
                         child.terminate()
-                        raise ProcessFailedError(
-                            f"{child.name}: not ready after {child.spec.ready_timeout:.0f} s; it was asked at "
-                            f"{child.spec.ready_url}. {child.last_words()}"
-                        )
+                        raise child.not_ready()
                 if now - begun - said >= 10.0 and (late := [child for child in started if not child.ready]):
                     said = now - begun
                     for child in late:

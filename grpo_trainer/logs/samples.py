@@ -218,5 +218,11 @@ def _tokenizer(name: str) -> Decode:
     try:
         tokenizer = read_tokenizer(name)
     except NoTokenizerError as error:
-        raise ConfigError(f"--log-samples: {error}; save it beside the model, or give 0") from None
+        raise ConfigError(
+            str(error),
+            field="--log-samples",
+            got="no tokenizer",
+            wanted="the model's own",
+            fix="save it beside the model, or give 0",
+        ) from None
     return lambda tokens: str(tokenizer.decode(tokens))

@@ -116,5 +116,8 @@ def load(tracker: str, module: str | None = None) -> ModuleType:
         return importlib.import_module(module or tracker)
     except ImportError:
         raise ConfigError(
-            f"--log-to {tracker}: {PACKAGES[tracker]} is not installed; pip install {PACKAGES[tracker]}"
+            f"{PACKAGES[tracker]} is not installed",
+            field="--log-to",
+            got=tracker,
+            fix=f"pip install {PACKAGES[tracker]}",
         ) from None

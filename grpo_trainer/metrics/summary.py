@@ -41,7 +41,7 @@ def summarise(run_dir: Path) -> Summary:
     """
     path = run_dir / "metrics.jsonl"
     if not path.exists() or not (lines := path.read_text().splitlines()):
-        raise ConfigError(f"{path}: no step in it; wanted the folder of a run that has trained")
+        raise ConfigError(field=str(path), got="no step", wanted="the file of a run that has trained")
     rows = [json.loads(line) for line in lines]
     rewards = [row["reward/mean"] for row in rows]
     first, last = rewards[:ENDS], rewards[-ENDS:]

@@ -50,6 +50,8 @@ FIGURES = (
     ),
 )
 
+OVER_TIME, TIME_SPLIT = "Reward over time", "Where the time went"
+"""Titles of plots that are made of several metrics."""
 HIDDEN = ("reward/std", "train/seconds", "train/step_time", "publish/version", "publish/served_version")
 MOST_LINES = 8
 EVALUATIONS = "eval/"
@@ -65,7 +67,7 @@ def main_plots(runs: Sequence[Run]) -> list[Plot]:
         if "reward/mean" in run.keys
     ]
     if over_time:
-        plots.insert(1, Plot("Reward over time", over_time, "seconds of training", x_name="s"))
+        plots.insert(1, Plot(OVER_TIME, over_time, "seconds of training", x_name="s"))
     plots += [_plot(runs, figure) for figure in _evaluations(runs)]
     return [*plots, *(time_split(run, len(runs)) for run in runs if run.rows)]
 
@@ -133,7 +135,7 @@ def time_split(run: Run, runs: int) -> Plot:
     parts["other"] = [max(0.0, all_of_it - some) for all_of_it, some in zip(whole, known, strict=True)]
     steps = [float(row["step"]) for row in run.rows]
     lines = [Line(name, steps, values, colour) for colour, (name, values) in enumerate(parts.items())]
-    title = "Where the time went" if runs == 1 else f"Where the time went: {run.name}"
+    title = TIME_SPLIT if runs == 1 else f"{TIME_SPLIT}: {run.name}"
     return Plot(title, lines, "seconds of each step", stacked=True)
 
 

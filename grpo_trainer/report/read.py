@@ -91,7 +91,9 @@ def read_run(folder: Path, *, may_be_empty: bool = False) -> Run:
     """
     path = folder / METRICS_FILE
     if not path.exists() and not (may_be_empty and folder.is_dir()):
-        raise ConfigError(f"{folder}: has no {METRICS_FILE}; wanted a run's folder (--run-dir, or --log-dir)")
+        raise ConfigError(
+            field=str(folder), got=f"no {METRICS_FILE}", wanted="a run's folder (--run-dir, or --log-dir)"
+        )
     rows = read_rows(path) if path.exists() else []
     samples = read_rows(folder / SAMPLES_FILE) if (folder / SAMPLES_FILE).exists() else []
     configs = {file.stem: without_secrets(file.read_text()) for file in sorted((folder / "config").glob("*.toml"))}

@@ -51,6 +51,7 @@ class Checkpoints:
         optimizer: of its parameters.
         norms: of their gradients.
         shards: weights and states are cut over several processes, of which this is one.
+        snapshot: the copy that is written in the background.
 
     Attributes:
         safe: the newest progress that can be resumed; None: there is none yet.
@@ -64,6 +65,7 @@ class Checkpoints:
         optimizer: TwoPartOptimizer,
         norms: NormHistory | None = None,
         shards: Shards | None = None,
+        snapshot: Snapshot | None = None,
     ) -> None:
         self._config = config
         self._policy = policy
@@ -73,7 +75,7 @@ class Checkpoints:
         self._device = next(policy.model.parameters()).device
         self._weights: tuple[int, Path] | None = None  # the version that a folder is known to hold
         self._serving: Path | None = None
-        self._snapshot = Snapshot()
+        self._snapshot = snapshot or Snapshot()
         self._writer = BackgroundWriter()
         self._pruning = threading.Lock()
         self._write_seconds: float | None = None
@@ -272,8 +274,11 @@ class Checkpoints:
         except OSError as error:
             known = from_os_error(error, "make the folder of checkpoints")
             raise known or ConfigError(
-                f"--save-path {folder}: got a folder that can't be made ({error.strerror}), wanted one to write to; "
-                "choose another"
+                f"the folder can't be made: {error.strerror}",
+                field="--save-path",
+                got=folder,
+                wanted="a folder to write to",
+                fix="choose another",
             ) from None
 
     def _named(self, path: Path) -> Found:
@@ -283,14 +288,21 @@ class Checkpoints:
             check_files(path, found.state)
         except DamagedError as damage:
             raise ConfigError(
-                f"--resume {path}: damaged: {damage}; use --resume auto to go on from the newest whole one"
+                "the checkpoint is damaged",
+                field=f"--resume {path / damage.field}",
+                got=damage.got,
+                wanted=damage.wanted,
+                fix="use --resume auto to go on from the newest whole one",
             ) from None
         step = found.state.progress.step
         newer = [one.path.name for one in saved_checkpoints(self._config.save_path) if one.state.progress.step > step]
         if newer:
             raise ConfigError(
-                f"--resume {path}: step {step}, but {self._config.save_path} holds newer checkpoints "
-                f"({', '.join(newer)}), which the run would mix with; move them away, or choose another --save-path"
+                f"the run would mix with newer checkpoints in {self._config.save_path}",
+                field=f"--resume {path}",
+                got=", ".join(newer),
+                wanted=f"none after step {step}",
+                fix="move them away, or choose another --save-path",
             )
         return found
 
@@ -304,8 +316,11 @@ class Checkpoints:
         kind = tensors.get("optimizer_kind", FusedAdamW.kind)
         if kind != self._optimizer.kind:
             raise ConfigError(
-                f"--resume {path}: made with another optimizer: it was {kind}, is {self._optimizer.kind} (--optimizer, "
-                "--master-weights, --dtype); give it as it was"
+                "made with another optimizer",
+                field=f"--resume {path}",
+                got=kind,
+                wanted=self._optimizer.kind,
+                fix="give --optimizer, --master-weights and --dtype as they were",
             )
         self._policy.load(path, tensors.get("weights", {}))
         self._check_trained(path, tensors.get("trained"))
@@ -334,12 +349,15 @@ class Checkpoints:
     def _check_kind(self, path: Path) -> None:
         for file in (STATE_FILE, TENSORS_FILE):
             if not (path / file).is_file():
-                raise ConfigError(f"--resume {path}: no checkpoint there (wanted a folder with {file})")
+                raise ConfigError("no checkpoint there", field="--resume", got=path, wanted=f"a folder with {file}")
         if not (path / self._policy.marker).is_file():
             others = [kind.kind for kind in (Adapter, AllWeights) if (path / kind.marker).is_file()]
             raise ConfigError(
-                f"--resume {path}: holds {' and '.join(others) or 'no weights'}, but this --weight-bridge-mode trains "
-                f"{self._policy.kind}; choose the mode that it was made in, or another --save-path"
+                "this --weight-bridge-mode trains something else",
+                field=f"--resume {path}",
+                got=" and ".join(others) or "no weights",
+                wanted=self._policy.kind,
+                fix="choose the mode that it was made in, or another --save-path",
             )
 
     def _check_trained(self, path: Path, then: list[str] | None) -> None:
@@ -351,11 +369,12 @@ class Checkpoints:
         now = self._trained()
         if then is None or then == now:
             return
-        differ = {"trained only now": sorted({*now} - {*then}), "only then": sorted({*then} - {*now})}
-        said = [f"{what} {len(names)}, as {', '.join(names[:3])}" for what, names in differ.items() if names]
         raise ConfigError(
-            f"--resume {path}: made with other trained parameters: {'; '.join(said) or 'in another order'}; give "
-            "--train-layer-indices as it was"
+            "made with other trained parameters",
+            field=f"--resume {path}",
+            got=_few(set(then) - set(now), "not trained now"),
+            wanted=_few(set(now) - set(then), "trained only now"),
+            fix="give --train-layer-indices as it was",
         )
 
     def _load_optimizer(self, state: dict[str, Any]) -> None:
@@ -376,6 +395,11 @@ class Checkpoints:
                     continue
                 shutil.rmtree(path)
                 log.info("pruned %s", path)
+
+
+def _few(names: set[str], what: str) -> str:
+    """Return `12 not trained now, such as a, b, c`."""
+    return f"{len(names)} {what}" + (f", such as {', '.join(sorted(names)[:3])}" if names else "")
 
 
 def _said_of(found: Found) -> str:

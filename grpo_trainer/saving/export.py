@@ -15,12 +15,13 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from grpo_common.errors import Problem
 from grpo_trainer.config.adapter_file import CONFIG_FILE, WEIGHTS_FILE
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import whole_folder, write_bytes
 from grpo_trainer.model.cut_states import STATES_FOLDER
 from grpo_trainer.model.export import export_model, stored_tensors
-from grpo_trainer.model.policy import MODEL_CONFIG_FILE
+from grpo_trainer.model.policy import MODEL_CONFIG_FILE, AllWeights
 from grpo_trainer.model.tokenizer import NoTokenizerError, read_tokenizer
 from grpo_trainer.saving.checkpoint import TENSORS_FILE
 from grpo_trainer.saving.finding import saved_checkpoints
@@ -61,11 +62,13 @@ def export_checkpoint(options: ExportOptions) -> Path:
     prefix = "merged" if options.merge else "exported"
     output = options.output or path.with_name(f"{prefix}_{path.name}")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(f"--output {output}: is there already; remove it, or choose another")
+        raise ConfigError(
+            "is there already", field="--output", got=output, wanted="a new folder", fix="remove it, or choose another"
+        )
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     is_adapter = (path / CONFIG_FILE).is_file()
     if options.merge and not is_adapter:
-        raise ConfigError(f"--merge: {path} holds all weights, there is no adapter to merge; leave it out")
+        raise ConfigError(field="--merge", got=f"{path}, {AllWeights.kind}", wanted="an adapter", fix="leave it out")
     with whole_folder(output) as folder:
         if options.merge:
             _merge(path, options.base, dtype, folder)
@@ -82,8 +85,9 @@ def _find(path: Path) -> Path:
         found = [one.path for folder in (path, path / "checkpoints") for one in saved_checkpoints(folder)]
         if not found:
             raise ConfigError(
-                f"{path}: no checkpoint there; wanted a folder with {CONFIG_FILE} or {MODEL_CONFIG_FILE}, or one of "
-                "such folders"
+                field=str(path),
+                got="no checkpoint",
+                wanted=f"a folder with {CONFIG_FILE} or {MODEL_CONFIG_FILE}, or a folder of such folders",
             )
         path = found[-1]
         log.info("the newest checkpoint is %s", path)
@@ -91,22 +95,36 @@ def _find(path: Path) -> Path:
         try:
             check_files(path, read_state(path))
         except DamagedError as damage:
-            raise ConfigError(f"{path}: damaged: {damage}; export another checkpoint") from None
+            raise ConfigError(
+                "the checkpoint is damaged",
+                field=str(path / damage.field),
+                got=damage.got,
+                wanted=damage.wanted,
+                fix="export another checkpoint",
+            ) from None
     return path
 
 
 def _merge(path: Path, base: str | None, dtype: torch.dtype | None, folder: Path) -> None:
     """W + scaling * B A in fp32, for each adapted matrix, then rounded."""
     settings = json.loads((path / CONFIG_FILE).read_text())
-    if problems := [str(refusal) for refusal in refusals(settings, max_rank=1 << 20)]:
-        raise ConfigError(f"--merge: {path} is no plain LoRA adapter: {'. '.join(problems)}")
+    if refused := refusals(settings, max_rank=1 << 20):
+        raise ConfigError.of(
+            [
+                Problem(f"--merge {path}: {each.field}", each.got, each.wanted, each.fix, "no plain LoRA adapter")
+                for each in refused
+            ]
+        )
     name = _base_name(path, settings, base)
     found = _base_config(name)
     if (quantised := getattr(found, "quantization_config", None)) is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else type(quantised).__name__
         raise ConfigError(
-            f"--merge: the weights of {name} are quantised ({method}), an adapter can't be merged into them; name "
-            "the model in 16 or 32 bits that they were made of with --model-name, or leave --merge out"
+            f"an adapter can't be merged into the weights of {name}",
+            field="--merge",
+            got=f"weights quantised by {method}",
+            wanted="weights in 16 or 32 bits",
+            fix="name the model that they were made of with --model-name, or leave --merge out",
         )
     model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
     written = dtype or model.dtype
@@ -147,7 +165,9 @@ def _exact_weights(path: Path) -> dict[str, Tensor]:
 def _base_name(path: Path, settings: dict[str, Any], base: str | None) -> str:
     name = base or settings.get("base_model_name_or_path")
     if not name:
-        raise ConfigError(f"--merge: {path / CONFIG_FILE} names no base model; give it with --model-name")
+        raise ConfigError(
+            field="--merge", got=f"no base model in {path / CONFIG_FILE}", wanted="one", fix="give it with --model-name"
+        )
     return str(name)
 
 
@@ -157,7 +177,11 @@ def _base_config(name: str) -> Any:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"--merge: the base model {name} can't be read: {reason}. Name where it is now with --model-name"
+            f"the base model can't be read: {reason}",
+            field="--merge",
+            got=name,
+            wanted="a base model",
+            fix="name where it is now with --model-name",
         ) from None
 
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from grpo_common.errors import UserError
 from grpo_trainer.files import replace_file, sync_folder
 from grpo_trainer.versions import NO_JUMPS, Jump, Numbering
 
@@ -63,8 +64,8 @@ class State:
     files: Mapping[str, tuple[int, str]] | None
 
 
-class DamagedError(Exception):
-    """A checkpoint is not as it was written; the message says what is wrong with it."""
+class DamagedError(UserError):
+    """A checkpoint is not as it was written. `field` is the file in it, `got` and `wanted` are its states."""
 
 
 def seal(folder: Path, progress: Progress) -> None:
@@ -97,7 +98,7 @@ def read_state(folder: Path) -> State:
     try:
         content = json.loads((folder / STATE_FILE).read_text())
         if "files" in content and content.pop("checksum", None) != _checksum_of(content):
-            raise DamagedError(f"{STATE_FILE} does not fit its own checksum")
+            raise DamagedError(field=STATE_FILE, got="another checksum", wanted="its own checksum")
         jumps = tuple(Jump(**jump) for jump in content.get("numbering", {"jumps": ()})["jumps"])
         batches = tuple(content.get("batches", ()))
         progress = Progress(content["step"], content["policy_version"], batches, Numbering(jumps))
@@ -105,7 +106,7 @@ def read_state(folder: Path) -> State:
         files = None if listed is None else {name: (int(size), str(sha)) for name, (size, sha) in listed.items()}
         return State(progress, content.get("saved_at", (folder / STATE_FILE).stat().st_mtime), files)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError(f"{STATE_FILE} can't be read ({type(error).__name__}: {error})") from None
+        raise DamagedError("can't be read", field=STATE_FILE, got=f"{type(error).__name__}: {error}") from None
 
 
 def check_files(folder: Path, state: State) -> None:
@@ -118,14 +119,14 @@ def check_files(folder: Path, state: State) -> None:
     for name, (size, _) in files.items():
         path = folder / name
         if not path.is_file():
-            raise DamagedError(f"{name} is missing")
+            raise DamagedError(field=name, got="no such file", wanted=f"{size} bytes")
         if path.stat().st_size != size:
-            raise DamagedError(f"{name} has {path.stat().st_size} bytes, was written with {size}")
+            raise DamagedError(field=name, got=f"{path.stat().st_size} bytes", wanted=f"{size} bytes")
     with ThreadPoolExecutor(READERS) as readers:
         sums = readers.map(lambda name: _checksum(folder / name), files)
         for (name, (_, wanted)), found in zip(files.items(), sums, strict=True):
             if found != wanted:
-                raise DamagedError(f"{name} does not fit its checksum")
+                raise DamagedError(field=name, got=f"checksum {found}", wanted=f"checksum {wanted}")
 
 
 def _paths(folder: Path) -> list[Path]:

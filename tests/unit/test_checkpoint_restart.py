@@ -216,24 +216,24 @@ def test_a_resumed_run_starts_the_server_on_its_weights_under_its_version(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "pattern"),
     [
-        ("other weights", r"bridge proof failed \(version 1\): the server serves other weights than the trainer's"),
-        ("not restarted", "serves version 0, not 1; and serves .*base, not .*_1"),
-        ("same boot", r"is still the one of before \(boot boot 1\)"),
-        ("wrong version", "serves version 2, not 1"),
+        ("other weights", r"\(version 1\): .*\bother weights\b"),
+        ("not restarted", r"(?s)\b0\b\D*\b1\b.*\bbase\b.*_1\b"),  # the version, the model
+        ("same boot", r"\bboot 1\b"),
+        ("wrong version", r"\b2\b\D*\b1\b"),
     ],
 )
 @MODES
 def test_each_planted_fault_of_a_relaunch_is_caught(
-    tmp_path: Path, mode: str, name: str, fault: str, said: str
+    tmp_path: Path, mode: str, name: str, fault: str, pattern: str
 ) -> None:
     made = Bridge(mode, tmp_path, fault, interval=1)
     with made.bridge as bridge:
         bridge.connect(0)
         bridge.prove()
         made.change(1)
-        with pytest.raises(BridgeError, match=said):
+        with pytest.raises(BridgeError, match=pattern):
             bridge.publish(1)
 
 
@@ -242,8 +242,9 @@ def test_a_server_without_the_adapter_is_told_apart(tmp_path: Path) -> None:
     with made.bridge as bridge:
         bridge.connect(0)
         made.change(1)
-        with pytest.raises(BridgeError, match="answers as the base model does, without the adapter"):
+        with pytest.raises(BridgeError) as error:
             bridge.prove()
+        assert "the adapter" in str(error.value) and "other weights" not in str(error.value)
 
 
 @pytest.mark.parametrize(("keep", "left"), [(0, [3]), (1, [3]), (2, [2, 3])])

@@ -187,8 +187,9 @@ def test_weights_that_are_packed_in_fewer_bits_are_refused(tmp_path: Path) -> No
     model = tiny_qwen()
     layer = model.get_submodule("model.layers.0.mlp.up_proj")
     layer.weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(ModelError, match=r"model\.layers\.0\.mlp\.up_proj\.weight: weights of torch\.uint8"):
+    with pytest.raises(ModelError) as error:
         export_model(model, None, tmp_path, torch.float32)
+    assert "model.layers.0.mlp.up_proj.weight" in str(error.value) and "torch.uint8" in str(error.value)
 
 
 def test_an_adapter_on_one_of_two_tied_modules_is_refused(tmp_path: Path) -> None:
@@ -197,5 +198,6 @@ def test_an_adapter_on_one_of_two_tied_modules_is_refused(tmp_path: Path) -> Non
     second.weight = first.weight
     options = LoraOnly.model_validate({"mode": "lora_only", "r": 8, "layers": "1"})
     adapted = add_adapter(model, options, seed=0)
-    with pytest.raises(ModelError, match="share their weights, merging an adapter into one would part them"):
+    with pytest.raises(ModelError) as error:
         export_model(adapted, None, tmp_path, torch.float32)
+    assert all(f"layers.{number}.mlp.up_proj" in str(error.value) for number in (0, 1))

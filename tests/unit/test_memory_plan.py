@@ -28,6 +28,7 @@ from grpo_trainer.doctor.memory import (
     plan_memory,
 )
 from grpo_trainer.doctor.model_shape import ModelShape
+from grpo_trainer.errors import ModelError
 from grpo_trainer.model.activations import measure
 from grpo_trainer.model.lora_linear import use_few_kernels
 
@@ -72,8 +73,9 @@ def test_a_mixture_of_experts_holds_all_of_them_and_passes_some() -> None:
     )
     assert shape.layer_parameters == 4 * 64 + 3 * 8 * 16 * 4 + 8 * 4 + 16  # heads of 4, keys of their own
     assert shape.active_intermediate == 32
-    with pytest.raises(ValueError, match="no vocab_size"):
+    with pytest.raises(ModelError) as error:
         ModelShape.from_config({"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2})
+    assert error.value.field == "config.json" and "vocab_size" in error.value.got
 
 
 def test_all_weights_in_mode_none() -> None:
@@ -190,8 +192,8 @@ def test_weights_that_are_cut_are_held_in_parts() -> None:
     )  # fmt: skip
     for what in ("weights", "gradients", "optimizer states"):
         assert cut[what] == whole[what] // 4
-    assert "weights, cast" in whole and "weights, cast" not in cut and "gradients, on their way" not in cut
-    assert cut["weights, brought together"] == 10 * SEVEN_B.layer_parameters + 2 * (
+    assert "weights, cast" in whole and "weights, cast" not in cut and "gradient bucket" not in cut
+    assert cut["gathered weights"] == 10 * SEVEN_B.layer_parameters + 2 * (
         SEVEN_B.embedding_parameters + SEVEN_B.hidden
     )
 
@@ -200,7 +202,7 @@ def test_several_trainers_hold_the_same_each() -> None:
     plan = plan_memory(trainer(sharding="none"), HALF_B, Server(0.3, 10), replace(H200, count=4), 4)
     held = [{r.what: r.nbytes for r in plan.rows if (r.device, r.owner) == (at, "trainer")} for at in range(4)]
     assert held[0] == held[3] and held[0]["weights"] == 4 * HALF_B.parameters
-    assert held[0]["gradients, on their way"] == BUCKET == BUCKET_BYTES
+    assert held[0]["gradient bucket"] == BUCKET == BUCKET_BYTES
     assert {row.device for row in plan.rows if row.owner == "server"} == {0} and plan.fullest == 0
 
 
@@ -215,7 +217,7 @@ def test_what_does_not_fit_is_said_with_a_way_out() -> None:
         return plan_memory(config, SEVEN_B, Server(share, 4096), devices)
 
     whole = trainer(seq_len=4096)
-    assert "GB on GPU 0, which has 141.0 GB" in plan(whole).problems[0]
+    assert plan(whole).problems[0].field == "GPU 0" and "141.0 GB" in plan(whole).problems[0].wanted
     assert "shared_vllm" in advice(whole, plan(whole)) and "adamw_8bit" in advice(whole, plan(whole))
     two = advice(whole, plan(whole, devices=replace(H200, count=2)))
     assert "--device cuda:1" in two
@@ -224,8 +226,8 @@ def test_what_does_not_fit_is_said_with_a_way_out() -> None:
     assert "--gradient-checkpointing" in advice(wide, plan(wide))
     assert not plan(trainer("lora_only", seq_len=4096, batch_size=4)).problems
     (problem,) = plan(trainer("lora_only", seq_len=10), share=0.13).problems
-    assert "less than one sequence of 4,096" in problem
-    assert "raise --server.gpu-memory-utilization" in advice(wide, plan(trainer("lora_only", seq_len=10), share=0.13))
+    assert problem.field == "key-value cache" and "4,096 tokens" in problem.wanted
+    assert "--server.gpu-memory-utilization" in advice(wide, plan(trainer("lora_only", seq_len=10), share=0.13))
 
 
 def test_a_process_that_waits_for_the_next_restart_takes_main_memory() -> None:

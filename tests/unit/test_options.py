@@ -65,83 +65,73 @@ def test_every_predecessor_flag_is_in_the_help() -> None:
     assert wanted <= flags
 
 
+LORA = {"weight_bridge_mode": "lora_only"}
+
+
 @pytest.mark.parametrize(
-    ("given_values", "said"),
+    ("given_values", "field", "got", "helps"),
     [
-        ({}, "--model-name: required"),
-        ({"model_name": "m", "lrr": 1}, "lrr: unknown option; did you mean lr?"),
-        ({"model_name": "m", "lr": "fast"}, "--lr fast: input should be a valid number"),
-        ({"model_name": "m", "lr": 0}, "--lr 0: input should be greater than 0"),
+        ({"model_name": None}, "--model-name", "nothing", "required"),
+        ({"lrr": 1}, "lrr", "", "lr?"),
+        ({"lr": "fast"}, "--lr", "fast", "number"),
+        ({"lr": 0}, "--lr", "0", "greater than 0"),
+        ({**LORA, "lora_r": 24}, "--lora-r", "24", "1, 8, 16, 32, 64, 128, 256, 320, 512; use 32"),
+        ({**LORA, "lora_target_modules": ","}, "--lora-target-modules", "no names", "q_proj"),
         (
-            {"model_name": "m", "weight_bridge_mode": "lora_only", "lora_r": 24},
-            "--lora-r 24: vLLM serves ranks 1, 8, 16, 32, 64, 128, 256, 320, 512; use 32",
+            {"weight_bridge_mode": "lora_restart", "max_staleness": 1, "vllm_restart_interval": 4},
+            *("--max-staleness", "1", "3 or more"),
+        ),
+        ({"lora_r": 8}, "--lora-r", "--weight-bridge-mode none", "--weight-bridge-mode lora_only, lora_restart"),
+        ({"weight_bridge_mode": "lora"}, "--weight-bridge-mode", "lora", "'none'"),
+        ({"optimizer": "adamw_cpu"}, "--optimizer", "adamw_cpu", "use adamw_8bit"),
+        (
+            {"single_copy": True, "weight_bridge_mode": "none"},
+            *("--single-copy", "--weight-bridge-mode none", "--weight-bridge-mode shared_vllm"),
         ),
         (
-            {"model_name": "m", "weight_bridge_mode": "lora_restart", "max_staleness": 1, "vllm_restart_interval": 4},
-            "--max-staleness 1: with --vllm-restart-interval 4 the newest samples are up to 3 versions old; wanted 3",
+            {**LORA, "train_layer_indices": "1"},
+            *("--train-layer-indices", "--weight-bridge-mode lora_only", "--weight-bridge-mode none, shared_vllm"),
         ),
-        ({"model_name": "m", "lora_r": 8}, "--lora-r: belongs to --weight-bridge-mode lora_only, lora_restart"),
-        ({"model_name": "m", "weight_bridge_mode": "lora"}, "--weight-bridge-mode lora: wanted one of 'none'"),
-        ({"model_name": "m", "optimizer": "adamw_cpu"}, "--optimizer adamw_cpu: not in this version; use adamw_8bit"),
+        ({"train_layer_indices": "0,3-1"}, "--train-layer-indices", "3-1", "0-3,28-31"),
+        ({**LORA, "vllm_config_path": "x.json"}, "--vllm-config-path", "x.json", "--share-base"),
+        ({**LORA, "share_base": True, "load_in_4bit": True}, "--load-in-4bit", "--share-base with it", "lora_only"),
+        ({**LORA, "load_in_4bit": True, "dtype": "float16"}, "--dtype", "float16 and --load-in-4bit", "bfloat16"),
         (
-            {"model_name": "m", "single_copy": True, "weight_bridge_mode": "none"},
-            "--single-copy: belongs to --weight-bridge-mode shared_vllm, but the mode is none",
+            {"weight_bridge_mode": "shared_vllm", "load_in_4bit": True},
+            *("--load-in-4bit", "--weight-bridge-mode shared_vllm with it", "lora_only"),
         ),
+        ({"load_in_4bit": True}, "--load-in-4bit", "--weight-bridge-mode none", "--weight-bridge-mode lora_only"),
         (
-            {"model_name": "m", "weight_bridge_mode": "lora_only", "train_layer_indices": "1"},
-            "--train-layer-indices: belongs to --weight-bridge-mode none, shared_vllm, but the mode is lora_only",
+            {"single_copy": True, "dtype": "bfloat16", "vllm_dtype": "float32"},
+            *("--vllm-dtype", "float32", "--dtype bfloat16"),
         ),
-        ({"model_name": "m", "train_layer_indices": "3-1"}, "--train-layer-indices 3-1: 3-1 is no rising range"),
+        ({"weight_bridge_mode": "shared_vllm", "dtype": "float16"}, "--dtype", "float16", "--master-weights"),
+        ({"rollout_url": "localhost:8000"}, "--rollout-url", "localhost:8000", "http://localhost:8000"),
+        ({"lerning_rate": 1}, "lerning_rate", "", "lr?"),
         (
-            {"model_name": "m", "weight_bridge_mode": "lora_only", "vllm_config_path": "x.json"},
-            "--vllm-config-path: belongs to --share-base",
+            {"rollout_url": "http://a:1", "atropos-url": "http://a:2"},
+            *("--atropos-url", "http://a:2 and --rollout-url http://a:1", "one"),
         ),
+        ({"warmup_steps": 10}, "--warmup-steps", "10", "--training-steps 10"),
+        ({"loss": "sapo", "dual_clip": 3}, "--dual-clip", "3", "clipped"),
+        ({"is_correction": "mask"}, "--is-correction", "mask", "--ratio-against trainer"),
+        ({"ref_offload": True}, "--ref-offload", "True", "--kl-beta or --log-kl"),
         (
-            {"model_name": "m", "weight_bridge_mode": "lora_only", "share_base": True, "load_in_4bit": True},
-            "--load-in-4bit: with --share-base the weights are the server's, in 16 or 32 bits",
+            {**LORA, "kl_beta": 0.1, "ref_offload": True},
+            *("--ref-offload", "--weight-bridge-mode lora_only", "leave it out"),
         ),
-        (
-            {"model_name": "m", "weight_bridge_mode": "shared_vllm", "load_in_4bit": True},
-            "--load-in-4bit: with --weight-bridge-mode shared_vllm the weights are the server's",
-        ),
-        (
-            {"model_name": "m", "single_copy": True, "dtype": "bfloat16", "vllm_dtype": "float32"},
-            "--vllm-dtype float32: with --weight-bridge-mode shared_vllm there is one copy of the weights",
-        ),
-        (
-            {"model_name": "m", "weight_bridge_mode": "shared_vllm", "dtype": "float16"},
-            "--dtype float16: small updates would be lost in it; wanted bfloat16 or float32, or --master-weights",
-        ),
-        ({"model_name": "m", "rollout_url": "localhost:8000"}, "--rollout-url localhost:8000: wanted an address such"),
-        ({"model_name": "m", "lerning_rate": 1}, "lerning_rate: unknown option; did you mean lr?"),
-        (
-            {"model_name": "m", "rollout_url": "http://a:1", "atropos-url": "http://a:2"},
-            "--rollout-url http://a:1 and --atropos-url http://a:2: two names of one option; leave one out",
-        ),
-        ({"model_name": "m", "warmup_steps": 10}, "--warmup-steps 10: wanted fewer than --training-steps 10"),
-        (
-            {"model_name": "m", "loss": "sapo", "dual_clip": 3},
-            "--dual-clip 3: belongs to the clipped losses, but --loss is sapo",
-        ),
-        (
-            {"model_name": "m", "is_correction": "mask"},
-            "--is-correction mask: the ratio contains that correction already; wanted none, or --ratio-against trainer",
-        ),
-        ({"model_name": "m", "ref_offload": True}, "there is no reference; leave it out, or add --kl-beta or --log-kl"),
-        (
-            {"model_name": "m", "weight_bridge_mode": "lora_only", "kl_beta": 0.1, "ref_offload": True},
-            "--ref-offload: with LoRA the reference is the model without its adapter",
-        ),
-        (
-            {"model_name": "m", "single_copy": True, "updates_per_batch": 2},
-            "--updates-per-batch 2: with --weight-bridge-mode shared_vllm the server generates with every update",
-        ),
+        ({"single_copy": True, "updates_per_batch": 2}, "--updates-per-batch", "2", "1"),
     ],
 )
-def test_messages_name_the_option_what_came_and_what_was_wanted(given_values: dict[str, object], said: str) -> None:
+def test_errors_name_the_option_what_came_and_what_was_wanted(
+    given_values: dict[str, object], field: str, got: str, helps: str
+) -> None:
+    given = {"model_name": "m", **given_values}
     with pytest.raises(ConfigError) as error:
-        build(TrainConfig, given_values)
-    assert said in str(error.value)
+        build(TrainConfig, {key: value for key, value in given.items() if value is not None})
+    assert len(error.value.problems) == 1
+    assert (error.value.field, error.value.got) == (field, got)
+    assert helps in f"{error.value.wanted}; {error.value.fix}"
     assert error.value.exit_code == 2
 
 
@@ -200,89 +190,134 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "flags", "args", "said"),
+    ("file", "flags", "args", "field", "got", "helps"),
     [
-        ({"trainr": {}}, {}, [], "trainr: unknown option; did you mean trainer?"),
-        ({"server": {"prt": 1}}, {}, [], "server.prt: unknown option; did you mean server.port?"),
-        ({}, {"vllm_port": "9"}, [], "--vllm-port: set by the run itself; use --server.port"),
-        ({}, {}, ["--larning-rate", "1"], "--larning-rate: unknown option; did you mean --lr?"),
-        ({"environments": [{"nam": "x"}]}, {}, [], "environments.nam: unknown option; did you mean environments.name?"),
-        ({"environments": [{}, {}]}, {"env": "arithmetic"}, [], "2 environments, a flag can't tell which"),
-        ({"trainer": 3}, {}, [], "trainer: got 3, wanted a table"),
-        ({}, {"server.gpu_memory_utilization": "7"}, [], "--server.gpu-memory-utilization 7: input should be less"),
+        ({"trainr": {}}, {}, [], "trainr", "", "trainer?"),
+        ({"server": {"prt": 1}}, {}, [], "server.prt", "", "server.port?"),
+        ({}, {"vllm_port": "9"}, [], "--vllm-port", "", "--server.port"),
+        ({}, {}, ["--larning-rate", "1"], "--larning-rate", "", "--lr?"),
+        ({}, {}, ["--env.group_size"], "--env.group_size", "nothing", "value"),
+        ({"environments": [{"nam": "x"}]}, {}, [], "environments.nam", "", "environments.name?"),
+        ({"environments": [{}, {}]}, {"env": "arithmetic"}, [], "--env", "2 environments", "file"),
+        ({"environments": 3}, {}, [], "environments", "3", "[[environments]]"),
+        ({"environments": [{"env": 3}]}, {}, [], "environments.env", "3", "table"),
+        ({"trainer": 3}, {}, [], "trainer", "3", "[trainer]"),
+        ({}, {"server.gpu_memory_utilization": "7"}, [], "--server.gpu-memory-utilization", "7", "1"),
         (
             {},
             {"single_copy": True, "server.tensor_parallel_size": "2"},
             [],
-            "--server.tensor-parallel-size 2: the trainer is to use the server's weights",
+            *("--server.tensor-parallel-size", "2", "--weight-bridge-mode none or lora_only"),
         ),
         (
             {},
             {"single_copy": True, "data_parallel_size": "2"},
             [],
-            "--server.data-parallel-size 2: the trainer is to use the server's weights",
+            *("--server.data-parallel-size", "2", "--weight-bridge-mode none or lora_only"),
         ),
         *(
-            ({}, {"server.extra_args": words}, [], f"{words.partition('=')[0]} has an option of its own")
-            for words in ("--tensor-parallel-size=2", "-tp=2", "--max-model-len=9", "--dtype=float16", "--api-key=k")
+            ({}, {"server.extra_args": words}, [], "--server.extra-args", words.partition("=")[0], own)
+            for words, own in (
+                ("--tensor-parallel-size=2", "--server.tensor-parallel-size"),
+                ("-tp=2", "--server.tensor-parallel-size"),
+                ("--max-model-len=9", "--server.max-model-len"),
+                ("--dtype=float16", "--server.dtype"),
+                ("--api-key=k", "--vllm-api-key"),
+            )
         ),
-        ({}, {"vllm_extra_args": "--dtype=float16"}, [], "use --vllm-dtype"),
-        ({}, {"vllm_extra_args": "--logits-dtype,model"}, [], "use --logits-dtype"),
-        ({}, {"api.extra_args": "--api-key,k"}, [], "a list of processes would show the key; use --rollout-api-key"),
+        ({}, {"vllm_extra_args": "--dtype=float16"}, [], "--vllm-extra-args", "--dtype", "--vllm-dtype"),
+        ({}, {"vllm_extra_args": "--logits-dtype,model"}, [], "--vllm-extra-args", "--logits-dtype", "--logits-dtype"),
+        ({}, {"api.extra_args": "--api-key,k"}, [], "--api.extra-args", "--api-key", "--rollout-api-key"),
         (
             {},
             {"vllm_dtype": "float16", "server.dtype": "bfloat16"},
             [],
-            "--server.dtype bfloat16 and --vllm-dtype float16: in `grpo run` two names of one option",
+            *("--server.dtype", "bfloat16 and --vllm-dtype float16", "--vllm-dtype"),
         ),
         (
             {"server": {"max_model_len": 9}, "trainer": {"max_model_len": 8}},
             {},
             [],
-            "--server.max-model-len 9 and --max-model-len 8: ",
+            *("--server.max-model-len", "9 and --max-model-len 8", "--max-model-len"),
         ),
         (
             {},
             {"lora_r": "8", "lora_rank": "16", "weight_bridge_mode": "lora_only"},
             [],
-            "--lora-r 8 and --lora-rank 16: two names of one option",
+            *("--lora-rank", "16 and --lora-r 8", "one"),
         ),
-        ({}, {"batch_size": "3", "gradient_accumulation_steps": "1"}, [], "3 sequences a step, of groups of 8"),
+        (
+            {},
+            {"batch_size": "3", "gradient_accumulation_steps": "1"},
+            [],
+            *("--batch-size x --gradient-accumulation-steps", "3 sequences a step", "multiple of 8"),
+        ),
         (
             {"environments": [{"env": {"group_size": 6}}, {"env": {"group_size": 10}}]},
             {"batch_size": 14, "gradient_accumulation_steps": 1},
             [],
-            "wanted a sum of groups of 6 and 10",
+            *("--batch-size x --gradient-accumulation-steps", "14 sequences a step", "6 and 10"),
         ),
-        ({}, {}, ["--env.group_sise", "8"], "env.group_sise: no such setting; did you mean env.group_size?"),
-        ({}, {}, ["--openai.modl_name", "8"], "openai.modl_name: no such setting; did you mean openai.model_name?"),
-        ({}, {"env": "gsm9k"}, [], "--env gsm9k: unknown environment; built in: arithmetic, gsm8k, verifiers"),
-        ({}, {}, ["--envv.group_size", "8"], "--envv.group_size: unknown option; did you mean --env.group_size?"),
-        ({}, {}, ["--server.prt", "8"], "--server.prt: unknown option; did you mean --server.port?"),
-        ({}, {}, ["--zzzzzz", "8"], "--zzzzzz: unknown option; --help lists them"),
-        ({}, {}, ["sums"], "sums: wanted a flag"),
+        ({}, {"env": "gsm9k"}, [], "--env", "gsm9k", "arithmetic, gsm8k, verifiers"),
+        ({}, {}, ["--envv.group_size", "8"], "--envv.group_size", "", "--env.group_size?"),
+        ({}, {}, ["--server.prt", "8"], "--server.prt", "", "--server.port?"),
+        ({}, {}, ["--zzzzzz", "8"], "--zzzzzz", "", "--help"),
+        ({}, {}, ["sums"], "sums", "a word without a flag", "--NAME VALUE"),
         (
             {},
             {"weight_bridge_mode": "lora_only", "share_base": True, "server.extra_args": "--quantization=fp8"},
             [],
-            "--server.extra-args --quantization: the trainer is to use",
+            *("--server.extra-args", "--quantization", "--weight-bridge-mode none or lora_only"),
         ),
-        ({}, {"single_copy": True, "server.dtype": "float16"}, [], "--server.dtype float16: there is one copy"),
+        ({}, {"single_copy": True, "server.dtype": "float16"}, [], "--server.dtype", "float16", "--dtype"),
     ],
 )
-def test_a_runs_messages(file: dict[str, object], flags: dict[str, object], args: list[str], said: str) -> None:
+def test_a_runs_errors(
+    file: dict[str, object], flags: dict[str, object], args: list[str], field: str, got: str, helps: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         build_run(file, {"model_name": "m", **flags}, args)
-    assert said in str(error.value)
+    assert (error.value.field, error.value.got) == (field, got)
+    assert helps in f"{error.value.wanted}; {error.value.fix}"
+
+
+@pytest.mark.parametrize(
+    ("args", "written", "meant"),
+    [
+        (["--env.group_sise", "8"], "env.group_sise", "env.group_size?"),
+        (["--openai.modl_name", "8"], "openai.modl_name", "openai.model_name?"),
+    ],
+)
+def test_an_environments_settings_are_checked_before_it_runs(args: list[str], written: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build_run({}, {"model_name": "m"}, args)
+    assert error.value.field.startswith("--env arithmetic")
+    assert written in str(error.value) and meant in str(error.value)
+
+
+def test_every_wrong_value_is_a_problem_of_its_own() -> None:
+    with pytest.raises(ConfigError) as error:
+        build(TrainConfig, {"model_name": "m", "lr": 0, "seq_len": 1})
+    assert {(problem.field, problem.got) for problem in error.value.problems} == {("--lr", "0"), ("--seq-len", "1")}
+
+
+def test_an_error_between_options_of_a_section_shows_no_other_value() -> None:
+    """What pydantic was given is the whole section, the key to the server in it."""
+    with pytest.raises(ConfigError) as error:
+        build(TrainConfig, {"model_name": "m", "vllm_also": "127.0.0.1:9001,h:1,h:1", "vllm_api_key": "hidden"})
+    assert error.value.field == "--vllm-also" and error.value.got.endswith("h:1, h:1")
+    assert "hidden" not in str(error.value)
 
 
 def test_a_toml_file_with_an_error_names_the_place(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text("model_name = \n")
     done = grpo("train", "--config", str(path))
-    assert done.returncode == 2 and "not valid TOML" in done.stderr and "line 1" in done.stderr
+    assert done.returncode == 2 and "--config: " in done.stderr and str(path) in done.stderr
+    assert "line 1" in done.stderr
     missing = grpo("train", "--config", str(tmp_path / "none.toml"))
-    assert missing.returncode == 2 and "no such file" in missing.stderr
+    assert missing.returncode == 2 and str(tmp_path / "none.toml") in missing.stderr
+    assert "Traceback" not in missing.stderr
 
 
 def test_help_says_defaults_and_what_is_required() -> None:
@@ -294,7 +329,7 @@ def test_help_says_defaults_and_what_is_required() -> None:
     def train(options: dict[str, object]) -> None: ...
 
     said = " ".join(CliRunner().invoke(command, ["--help"], env={"COLUMNS": "300"}).output.split())
-    assert "Peak learning rate. (default: 1e-05)" in said
+    assert "(default: 1e-05)" in said
     assert "(required)" in said
 
 
@@ -404,17 +439,17 @@ def test_every_bridge_is_explained_in_a_line_and_no_choice_is_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "field", "helps"),
     [
-        (["--lerning-rate", "1"], "grpo: --lerning-rate: unknown option; did you mean --lr?"),
-        (["--lerning-rate=1"], "grpo: --lerning-rate: unknown option; did you mean --lr?"),
-        (["sums"], "grpo: sums: wanted a flag"),
+        (["--lerning-rate", "1"], "--lerning-rate", "--lr?"),
+        (["--lerning-rate=1"], "--lerning-rate", "--lr?"),
+        (["sums"], "sums", "--NAME VALUE"),
     ],
 )
 @pytest.mark.parametrize("command", ["train", "run"])
-def test_every_command_suggests_what_was_meant(command: str, arguments: list[str], said: str) -> None:
+def test_every_command_suggests_what_was_meant(command: str, arguments: list[str], field: str, helps: str) -> None:
     done = grpo(command, "--model", "m", *arguments)
-    assert done.returncode == 2 and done.stderr.startswith(said)
+    assert done.returncode == 2 and done.stderr.startswith(f"grpo: {field}: ") and helps in done.stderr
 
 
 def test_help_begins_with_what_most_people_want() -> None:
@@ -424,9 +459,12 @@ def test_help_begins_with_what_most_people_want() -> None:
 
 def test_an_unknown_environment_is_named_as_it_was_written() -> None:
     done = grpo("env", "nosuch")
-    assert done.returncode == 2 and "grpo env nosuch: unknown environment" in done.stderr
+    assert done.returncode == 2 and done.stderr.startswith("grpo: grpo env: ")
+    assert "nosuch" in done.stderr and "arithmetic, gsm8k, verifiers" in done.stderr
 
 
 def test_an_environment_is_called_as_it_was_asked_for() -> None:
-    done = grpo("env", "arithmetic", "nothing")
-    assert done.returncode == 2 and done.stderr.startswith("grpo env arithmetic: COMMAND: got 'nothing'")
+    called = ("env", "arithmetic")
+    done = grpo(*called, "nothing")
+    assert done.returncode == 2 and done.stderr.startswith(f"grpo {' '.join(called)}: COMMAND: ")
+    assert "'nothing'" in done.stderr

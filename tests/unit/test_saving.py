@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
+import os
 import random
 import threading
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +44,36 @@ def trainer() -> Trainer:
     return Trainer(model, TrainConfig(model=ModelConfig(name="tiny"), training_steps=100))
 
 
-def saver(one: Trainer, folder: Path, **options: object) -> Checkpoints:
+class Weights(AllWeights):
+    """All weights; `before` and `after` are called around each write of them."""
+
+    before: Callable[[], object] = staticmethod(lambda: None)
+    after: Callable[[], object] = staticmethod(lambda: None)
+
+    def write(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.before()
+        super().write(folder, tensors)
+        self.after()
+
+
+def weights_of(one: Trainer) -> Weights:
+    return Weights(one.model, None, torch.bfloat16)  # type: ignore[arg-type]
+
+
+def saver(
+    one: Trainer,
+    folder: Path,
+    *,
+    policy: Weights | None = None,
+    snapshot: Snapshot | None = None,
+    **options: object,
+) -> Checkpoints:
     config = CheckpointConfig.model_validate({"save_path": folder, "resume": "auto", "keep_checkpoints": 0, **options})
-    return Checkpoints(config, AllWeights(one.model, None, torch.bfloat16), one.optimizer)  # type: ignore[arg-type]
+    return Checkpoints(config, policy or weights_of(one), one.optimizer, snapshot=snapshot)
+
+
+def disk_is_full() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "there")
 
 
 def weights(one: Trainer) -> list[torch.Tensor]:
@@ -84,34 +115,42 @@ def test_a_folder_is_sealed_once_the_names_in_all_of_it_are_on_the_disk(
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "file", "got", "wanted"),
     [
-        (lambda path: (path / "weights").write_bytes(b"0123456788"), "weights does not fit its checksum"),
-        (lambda path: (path / "weights").write_bytes(b"012345"), "weights has 6 bytes, was written with 10"),
-        (lambda path: (path / "inner" / "more").unlink(), "inner/more is missing"),
+        (
+            lambda path: (path / "weights").write_bytes(b"0123456788"),
+            "weights",
+            f"checksum {hashlib.sha256(b'0123456788').hexdigest()}",
+            f"checksum {hashlib.sha256(b'0123456789').hexdigest()}",
+        ),
+        (lambda path: (path / "weights").write_bytes(b"012345"), "weights", "6 bytes", "10 bytes"),
+        (lambda path: (path / "inner" / "more").unlink(), "inner/more", "no such file", "3 bytes"),
     ],
 )
-def test_a_damaged_file_is_named(tmp_path: Path, damage: Any, said: str) -> None:
+def test_a_damaged_file_is_named(tmp_path: Path, damage: Any, file: str, got: str, wanted: str) -> None:
     path = sealed(tmp_path / "c")
     damage(path)
-    with pytest.raises(DamagedError, match=said):
+    with pytest.raises(DamagedError) as error:
         check_files(path, read_state(path))
+    assert (error.value.field, error.value.got, error.value.wanted) == (file, got, wanted)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"step": 3}', '{"step": 1, "policy_version": 1, "files": 3}'])
 def test_a_damaged_state_file_is_told(tmp_path: Path, text: str) -> None:
     path = sealed(tmp_path / "c")
     (path / STATE_FILE).write_text(text)
-    with pytest.raises(DamagedError, match=STATE_FILE):
+    with pytest.raises(DamagedError) as error:
         read_state(path)
+    assert error.value.field == STATE_FILE and error.value.got
 
 
 def test_a_digit_of_the_state_that_changed_is_noticed(tmp_path: Path) -> None:
     path = sealed(tmp_path / "c")
     text = (path / STATE_FILE).read_text()
     (path / STATE_FILE).write_text(text.replace('"step": 3', '"step": 5'))
-    with pytest.raises(DamagedError, match="does not fit its own checksum"):
+    with pytest.raises(DamagedError) as error:
         read_state(path)
+    assert error.value.field == STATE_FILE and "checksum" in error.value.got
 
 
 def test_a_checkpoint_from_before_there_were_checksums_can_be_read(tmp_path: Path) -> None:
@@ -147,17 +186,21 @@ def test_auto_takes_the_newest_whole_one_and_puts_damaged_ones_aside(
         assert saver(other, tmp_path).resume() == Progress(2, 2)
     assert all(torch.equal(a, b) for a, b in zip(weights(other), kept[1], strict=True))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged_step_3", "damaged_step_4", "step_1", "step_2"]
-    assert "CHECKPOINT DAMAGED" in caplog.text and "trainer_state.pt does not fit its checksum" in caplog.text
-    assert "model.safetensors is missing" in caplog.text
-    assert "step 2, policy version 2, saved 0 minutes ago" in caplog.text and "checksums right" in caplog.text
+    told = [record.getMessage() for record in caplog.records]
+    damaged = [line for line in told if line.startswith("CHECKPOINT DAMAGED: ")]
+    assert len(damaged) == 2 and "step_4: trainer_state.pt: " in damaged[0] and "damaged_step_4" in damaged[0]
+    assert "step_3: model.safetensors: " in damaged[1] and "damaged_step_3" in damaged[1]
+    assert f"{tmp_path / 'step_2'}: step 2, " in told[-1]
 
 
 def test_a_damaged_checkpoint_that_was_named_is_refused(tmp_path: Path) -> None:
     one = trainer()
     path = saver(one, tmp_path).save(Progress(1, 1))
     flip(path / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"damaged: model\.safetensors does not fit its checksum; use --resume auto"):
+    with pytest.raises(ConfigError) as error:
         saver(trainer(), tmp_path, resume=str(path)).resume()
+    assert error.value.field == f"--resume {path}/model.safetensors" and "--resume auto" in error.value.fix
+    assert error.value.got.startswith("checksum ")
 
 
 def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
@@ -180,20 +223,12 @@ def test_a_folder_that_is_replaced_is_never_missing(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- in the background
 
 
-def test_what_is_saved_is_what_the_weights_were_when_it_was_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_saved_is_what_the_weights_were_when_it_was_asked_for(tmp_path: Path) -> None:
     one = trainer()
     one.step(ROLLOUTS, 0)
-    checkpoints = saver(one, tmp_path, checkpoint_interval=1)
-    go_on = threading.Event()
-    write = AllWeights.write
-
-    def slowly(*arguments: Any) -> None:
-        assert go_on.wait(30)
-        write(*arguments)
-
-    monkeypatch.setattr(AllWeights, "write", slowly)
+    slow, go_on = weights_of(one), threading.Event()
+    slow.before = lambda: go_on.wait(30)
+    checkpoints = saver(one, tmp_path, policy=slow, checkpoint_interval=1)
     kept = weights(one)
     drawn = torch.get_rng_state()
     assert "train/save_time" in checkpoints.maybe_save(Progress(1, 1, ("a",)))
@@ -210,19 +245,23 @@ def test_what_is_saved_is_what_the_weights_were_when_it_was_asked_for(
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
-def test_a_write_that_fails_is_raised_at_the_next_step_and_training_had_gone_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpoints = saver(trainer(), tmp_path, checkpoint_interval=2)
+def test_a_write_that_fails_is_raised_at_a_later_step_and_training_had_gone_on(tmp_path: Path) -> None:
+    one = trainer()
+    policy, training_goes_on = weights_of(one), threading.Event()
 
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device", "there")
+    def fails() -> None:
+        assert training_goes_on.wait(30)
+        disk_is_full()
 
-    monkeypatch.setattr(AllWeights, "write", full)
-    checkpoints.maybe_save(Progress(2, 2))
-    checkpoints._writer._thread.join()  # type: ignore[union-attr]
-    with pytest.raises(OSError, match="No space left"):
-        checkpoints.maybe_save(Progress(3, 3))
+    policy.before = fails
+    checkpoints = saver(one, tmp_path, policy=policy, checkpoint_interval=1000)
+    checkpoints.maybe_save(Progress(1000, 1000))
+    training_goes_on.set()
+    with pytest.raises(OSError) as error:
+        for step in range(1001, 2000):  # none of which is saved
+            checkpoints.maybe_save(Progress(step, step))
+            time.sleep(0.03)
+    assert error.value.errno == errno.ENOSPC
     assert checkpoints.safe is None and not list(tmp_path.iterdir())
 
 
@@ -251,26 +290,22 @@ def sums_of(path: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in path.iterdir()}
 
 
-def test_a_finished_run_that_is_started_again_never_writes_into_its_final_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_finished_run_that_is_started_again_never_writes_into_its_final_checkpoint(tmp_path: Path) -> None:
     path = saver(trainer(), tmp_path).save(Progress(2, 2), final=True)
     written = sums_of(path)
-    resumed = saver(trainer(), tmp_path)
+    again = trainer()
+    policy = weights_of(again)
+    resumed = saver(again, tmp_path, policy=policy)
     assert resumed.resume() == Progress(2, 2)
     torch.rand(3)
-    with monkeypatch.context() as broken:
-        broken.setattr("grpo_trainer.saving.checkpoint.seal", lambda *_: pytest.fail("nothing is to be written"))
-        assert resumed.save(Progress(2, 2), final=True) == path
-
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device", "there")
-
-    with monkeypatch.context() as broken:  # one step more, which was skipped: the weights are those of the folder
-        broken.setattr("grpo_trainer.saving.checkpoint.seal", full)
-        with pytest.raises(OSError, match="No space left"):
-            resumed.save(Progress(3, 2), final=True)
+    policy.before = lambda: pytest.fail("nothing is to be written")
+    assert resumed.save(Progress(2, 2), final=True) == path
+    policy.before, policy.after = lambda: None, disk_is_full
+    with pytest.raises(OSError) as error:
+        resumed.save(Progress(3, 2), final=True)  # one step more, which was skipped: the weights are the folder's
+    assert error.value.errno == errno.ENOSPC
     assert sums_of(path) == written and [one.name for one in tmp_path.iterdir()] == [path.name]
+    policy.after = lambda: None
     assert resumed.save(Progress(3, 2), final=True) == path
     check_files(path, read_state(path))
     assert read_state(path).progress == Progress(3, 2)
@@ -279,12 +314,13 @@ def test_a_finished_run_that_is_started_again_never_writes_into_its_final_checkp
 def test_without_room_for_a_copy_training_waits_and_is_told_so_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    checkpoints = saver(trainer(), tmp_path, checkpoint_interval=1)
-    checkpoints._snapshot = Snapshot(available=lambda: 1000)
+    checkpoints = saver(trainer(), tmp_path, snapshot=Snapshot(available=lambda: 1000), checkpoint_interval=1)
     for step in (1, 2):
         checkpoints.maybe_save(Progress(step, step))
         assert checkpoints.safe == Progress(step, step)  # at once
-    assert caplog.text.count("checkpoints are written while training waits") == 1
+    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning.name == "grpo_trainer.saving.snapshot" and isinstance(warning.args, tuple)
+    assert warning.args[1] == 1000 / 1e9, "what there is, in GB"
 
 
 def test_a_copy_has_the_same_values_and_nothing_of_its_original() -> None:

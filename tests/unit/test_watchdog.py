@@ -27,7 +27,7 @@ class Seen:
         self.dumped.set()
 
     def last_words(self, seconds: float) -> None:
-        self.events.append(f"last words within {seconds}")
+        self.events.append(f"words {seconds}")
 
     def end(self, code: int) -> None:
         self.events.append(f"end {code}")
@@ -40,12 +40,13 @@ class Seen:
 def test_a_slow_step_is_asked_to_end_and_nothing_more_happens_once_it_does() -> None:
     seen = Seen()
     watch = seen.watch(0.01, grace=600.0)
-    with pytest.raises(HungError, match=r"step 7 took more than 0 s \(--step-timeout\)") as error, watch.over("step 7"):
+    with pytest.raises(HungError) as error, watch.over("step 7"):
         assert seen.dumped.wait(60)
         while True:  # as a step that looks for a stop between its microbatches
             watch.check()
             time.sleep(0.001)
-    assert error.value.exit_code == 124
+    assert error.value.exit_code == 124 and error.value.field == "step 7"
+    assert "0 s" in error.value.got and "--step-timeout" in error.value.wanted
     watch.check()  # what saves afterwards is not disturbed
     watch.close()
     assert seen.events == ["dump"]
@@ -56,7 +57,7 @@ def test_a_step_that_never_looks_is_ended_from_outside() -> None:
     watch = seen.watch(0.01, grace=0.02)
     with watch.over("step 7"):
         assert seen.ended.wait(60)
-    assert seen.events == ["dump", "last words within 0.02", "end 124"]
+    assert seen.events == ["dump", "words 0.02", "end 124"]
 
 
 def test_steps_that_end_are_left_alone() -> None:
@@ -72,7 +73,7 @@ def test_steps_that_end_are_left_alone() -> None:
 def test_without_a_limit_nothing_is_watched() -> None:
     watch = StepWatch(0.0)
     with watch.over("step 1"):
-        assert watch._thread is None
+        assert "step watch" not in [thread.name for thread in threading.enumerate()]
     watch.close()
 
 
@@ -90,5 +91,5 @@ def test_a_process_that_hangs_ends_with_its_stacks_in_the_log() -> None:
         [sys.executable, "-c", HANGS], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 124
-    assert "step 3 has not come to its end" in done.stderr and "in hangs_here" in done.stderr
-    assert "--resume auto goes on from the last one" in done.stderr
+    assert done.stderr.count("ERROR:grpo_trainer.watchdog:step 3 ") == 2 and "hangs_here" in done.stderr
+    assert "--resume auto" in done.stderr

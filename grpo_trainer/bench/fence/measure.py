@@ -147,8 +147,11 @@ class Stress:
         )
         if not references.distinct:
             raise BridgeError(
-                f"the patterns can't be told apart: their answers are {references.spread:.3g} nats apart, those of one "
-                f"pattern up to {references.noise:.3g}; choose another --shape"
+                "the answers of the two patterns can't be told apart",
+                field="--shape",
+                got=f"{references.spread:.3g} nats from pattern to pattern",
+                wanted=f"more than the {references.noise:.3g} nats between answers of one",
+                fix="choose another --shape",
             )
         return references
 
@@ -225,7 +228,9 @@ class Stress:
                 process.kill()
         if process.returncode:
             last = (self._place.logs / "judge.log").read_text(errors="replace").strip().splitlines()[-1:]
-            raise ProcessFailedError(f"the judge ended with exit code {process.returncode}: {' '.join(last)}")
+            raise ProcessFailedError(
+                " ".join(last), field="judge", got=f"exit code {process.returncode}", fix="see judge.log"
+            )
 
 
 @torch.no_grad()

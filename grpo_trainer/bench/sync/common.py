@@ -122,8 +122,10 @@ def check_answers(client: ServerClient, version: int, name: str | None = None) -
     answer = client.generate(PROMPT, max_tokens=1, temperature=1.0, ignore_eos=True)
     if (answer.policy_version, name or answer.model) != (version, answer.model):
         raise BridgeError(
-            f"published {name or answer.model} as version {version}, but {answer.model} (version "
-            f"{answer.policy_version}) answers"
+            "another version answers than was published",
+            field="inference server",
+            got=f"{answer.model}, version {answer.policy_version}",
+            wanted=f"{name or answer.model}, version {version}",
         )
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from grpo_trainer.errors import ServerError
+
 
 @dataclass(frozen=True)
 class Publish:
@@ -77,7 +79,7 @@ def percentile(values: Sequence[float], share: float) -> float:
         ValueError: there are none.
     """
     if not values:
-        raise ValueError("percentile of no values")
+        raise ValueError("percentile of 0 values")
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     low = int(place)
@@ -111,10 +113,10 @@ def counter_total(metrics: str, name: str) -> float:
     """The sum of a counter over all its labels, from Prometheus' text format.
 
     Raises:
-        ValueError: it is not there.
+        ServerError: it is not there.
     """
     found = [line for line in metrics.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
     if not found:
-        raise ValueError(f"no counter {name} among the server's metrics")
+        raise ServerError(field="/metrics of the inference server", got="no such counter", wanted=name)
     families = text_string_to_metric_families("\n".join(found) + "\n")
     return sum(sample.value for family in families for sample in family.samples)

@@ -22,7 +22,7 @@ from grpo_trainer.bench.sync.figures import LoadFigures, Publish, counter_total,
 from grpo_trainer.bench.sync.generator import GROUP, Demand
 from grpo_trainer.bench.sync.options import LoadChoice
 from grpo_trainer.bench.sync.subject import Place, Subject
-from grpo_trainer.errors import ConfigError, ProcessFailedError, ServerError
+from grpo_trainer.errors import ConfigError, ServerError
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.supervisor import Child
 
@@ -70,7 +70,12 @@ class Meter:
         deadline = time.monotonic() + DRAIN_SECONDS
         while self.running:
             if time.monotonic() > deadline:
-                raise ServerError(f"requests still run {DRAIN_SECONDS:.0f} s after their clients have gone")
+                raise ServerError(
+                    f"requests still run {DRAIN_SECONDS:.0f} s after their clients have gone",
+                    field="inference server",
+                    got=f"{self.running:.0f} requests",
+                    wanted="none",
+                )
             time.sleep(0.05)
 
     def _metric(self, name: str) -> float:
@@ -81,7 +86,7 @@ class Meter:
 def generating(demand: Demand, log_path: Path, meter: Meter) -> Iterator[Child]:
     """A server that is kept busy, until the block is left."""
     if demand.sequences % GROUP:
-        raise ConfigError(f"--concurrency {demand.sequences}: wanted a multiple of {GROUP}")
+        raise ConfigError(field="--concurrency", got=demand.sequences, wanted=f"a multiple of {GROUP}")
     argv = (sys.executable, "-m", "grpo_trainer.bench.sync.generator", msgspec.json.encode(demand).decode())
     child = Child(ProcessSpec("load", argv), log_path, _silent, _silent)
     try:
@@ -89,7 +94,9 @@ def generating(demand: Demand, log_path: Path, meter: Meter) -> Iterator[Child]:
         while not meter.running:
             check_busy(child)
             if time.monotonic() > deadline:
-                raise ServerError("under load: no request came to run")
+                raise ServerError(
+                    field="inference server", got="no request that runs", wanted=f"one within {DRAIN_SECONDS:.0f} s"
+                )
             time.sleep(0.05)
         yield child
     finally:
@@ -100,7 +107,7 @@ def generating(demand: Demand, log_path: Path, meter: Meter) -> Iterator[Child]:
 def check_busy(generator: Child) -> None:
     """Raise if it has ended by itself."""
     if generator.exit_code is not None:
-        raise ProcessFailedError(f"under load: {generator.describe_end()}")
+        raise generator.ended()
 
 
 @dataclass

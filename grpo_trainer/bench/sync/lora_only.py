@@ -211,7 +211,7 @@ class LoraOnlySubject(OwnServer):
                 asked = {"model": name, "prompt": PROMPT, "max_tokens": 1, "ignore_eos": True}
                 answered = _post(http, "/v1/completions", asked).json()["model"]
                 if answered != name:
-                    raise BridgeError(f"baseline: asked for {name}, answered by {answered}")
+                    raise BridgeError("another adapter answers", field="baseline", got=answered, wanted=name)
                 _post(http, "/v1/unload_lora_adapter", {"lora_name": name})
         return Baseline(median_ms(loads[1:]), median_ms(saves[1:]), repeat)
 
@@ -224,5 +224,7 @@ class LoraOnlySubject(OwnServer):
 def _post(http: httpx.Client, route: str, body: dict[str, Any]) -> httpx.Response:
     answer = http.post(route, json=body)
     if answer.status_code != 200:
-        raise ServerError(f"baseline: POST {route}: {answer.status_code}: {answer.text[:500]}")
+        raise ServerError(
+            answer.text[:500], field=f"baseline: POST {route}", got=f"status {answer.status_code}", wanted="200"
+        )
     return answer

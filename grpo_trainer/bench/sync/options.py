@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import model_validator
 
 from grpo_trainer.config.options import Section, option
+from grpo_trainer.errors import ConfigError
 
 
 class BridgeChoice(Section):
@@ -30,7 +31,9 @@ class BridgeChoice(Section):
     @model_validator(mode="after")
     def _base_is_shared_by_adapters(self) -> BridgeChoice:
         if self.share_base and self.bridge != "lora_only":
-            raise ValueError(f"--share-base: belongs to --bridge lora_only, but the bridge is {self.bridge}")
+            raise ConfigError(
+                field="--share-base", got=f"--bridge {self.bridge}", wanted="--bridge lora_only", fix="leave it out"
+            )
         return self
 
 
@@ -100,9 +103,11 @@ class SyncOptions(Section):
     def _step_fits_the_model(self) -> SyncOptions:
         longest = self.step.step_prompt_len + self.step.step_completion_len
         if self.step.step_seqs and longest > self.server.max_model_len:
-            raise ValueError(
-                f"--step-prompt-len and --step-completion-len: got {longest} tokens together, wanted at most "
-                f"--max-model-len {self.server.max_model_len}; raise that or shorten these"
+            raise ConfigError(
+                field="--step-prompt-len and --step-completion-len",
+                got=f"{longest} tokens together",
+                wanted=f"at most --max-model-len {self.server.max_model_len}",
+                fix="raise that or shorten these",
             )
         return self
 

@@ -31,11 +31,15 @@ def ensure_model(shape: Shape, folder: Path, dtype: torch.dtype) -> None:
         wanted = (shape.hidden, shape.intermediate, shape.layers, shape.vocab)
         if sizes != wanted:
             raise ConfigError(
-                f"--model-dir {folder}: holds a model of {sizes}, --shape is {wanted}; name another folder"
+                "holds a model of another shape",
+                field=f"--model-dir {folder}",
+                got=str(sizes),
+                wanted=f"{wanted}, as --shape",
+                fix="name another folder",
             )
         return
     if folder.is_dir() and any(folder.iterdir()):
-        raise ConfigError(f"--model-dir {folder}: holds files, but no model; name an empty or a new folder")
+        raise ConfigError(field=f"--model-dir {folder}", got="files, but no model", wanted="an empty or a new folder")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     model = random_model(shape, dtype, torch.device(device))
