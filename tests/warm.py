@@ -87,10 +87,10 @@ def _fork_child(
     given = [theirs if theirs != -1 else own for theirs, own in ((p2cread, 0), (c2pwrite, 1), (errwrite, 2))]
     self.pid = _fork(wanted, given, preexec_fn) if _forked else _ask(wanted, given)
     self._child_created = True  # pyright: ignore[reportAttributeAccessIssue]
-    for descriptor in {p2cread, c2pwrite, errwrite} - {-1, getattr(self, "_devnull", -1)}:
+    pipes = {theirs for theirs, ours in ((p2cread, p2cwrite), (c2pwrite, c2pread), (errwrite, errread)) if ours != -1}
+    for descriptor in {*pipes, getattr(self, "_devnull", -1)} - {-1}:
         os.close(descriptor)
-    if (devnull := getattr(self, "_devnull", None)) is not None:
-        os.close(devnull)
+    self._closed_child_pipe_fds = True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _can_be_forked(args: Any, environment: Mapping[str, str], *, shell: bool, other: bool) -> bool:
