@@ -23,7 +23,6 @@ import socket
 import subprocess
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -154,11 +153,10 @@ def _become(wanted: dict[str, Any], given: list[int], preexec_fn: Callable[[], N
     os.environ.clear()
     os.environ.update(wanted["environment"])
     os.chdir(wanted["folder"])
-    sys.stdin = open(0, closefd=False)  # noqa: PTH123, SIM115
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=True)  # pyright: ignore[reportAttributeAccessIssue]
     logging.root.handlers.clear()
-    warnings.resetwarnings()
     atexit._clear()
     subprocess.Popen._execute_child = _fork_child  # pyright: ignore[reportAttributeAccessIssue]
     os.execve = _run_instead
