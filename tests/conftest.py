@@ -6,12 +6,16 @@ import atexit
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests import warm
+from tests.processes import ROOT
 
 # Before torch is imported. Models of tests are tiny: waking a second thread for an operation takes them longer than the
 # operation, 2.5 times in all where weights are tried one by one. Idle threads sleep: spinning ones take the cores from
@@ -24,8 +28,34 @@ os.environ["GRPO_CACHE"] = tempfile.mkdtemp(prefix="grpo-cache-")
 atexit.register(shutil.rmtree, os.environ["GRPO_CACHE"], ignore_errors=True)
 
 # The machine that runs the tests may be busy with a server beside them: slowness is no failure.
-settings.register_profile("grpo", deadline=None)
-settings.load_profile("grpo")
+settings.register_profile("few", deadline=None, max_examples=20)
+settings.register_profile("many", deadline=None, max_examples=200)  # --hypothesis-profile=many, of the complete lane
+settings.load_profile("few")
+
+LANES = {"unit": None, "contract": None, "bridges": None, "integration": "complete", "gpu": "gpu"}
+"""The marker of each folder's tests. Those without one are the default lane; CONTRIBUTING.md says what is where."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        lane = LANES[item.path.relative_to(Path(__file__).parent).parts[0]]
+        if lane:
+            item.add_marker(lane)
+
+
+@pytest.fixture(scope="session")
+def warm_processes() -> None:
+    """What tests start from now on has made its imports."""
+    warm.start()
+
+
+@pytest.fixture(scope="session")
+def demo_model(tmp_path_factory: pytest.TempPathFactory, warm_processes: None) -> Path:
+    """The quickstart's model, built by its own command."""
+    folder = tmp_path_factory.mktemp("models") / "demo"
+    command = [sys.executable, "-m", "grpo_trainer", "demo-model", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300, stdout=subprocess.DEVNULL)
+    return folder
 
 
 @pytest.fixture

@@ -8,71 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 
-from tests.processes import ROOT, alive, family, running, tail, wait_for
+from tests.processes import ROOT, alive, family, tail
+from tests.runs import arguments, finished, member, rows, started, wait_for_step
 
 pytestmark = pytest.mark.timeout(600)
-
-
-def arguments(model: Path, run_dir: Path, **options: object) -> list[str]:
-    settings: dict[str, object] = {
-        "model-name": model,
-        "run-dir": run_dir,
-        "weight-bridge-mode": "lora_only",
-        "training-steps": 3,
-        "batch-size": 32,
-        "gradient-accumulation-steps": 1,
-        "lr": 1e-3,
-        "lora-r": 8,
-        "seq-len": 64,
-        "checkpoint-interval": 1,
-        "server.port": 0,
-        "api.port": 0,
-        **{name.replace("_", "-").replace("--", "."): value for name, value in options.items()},
-    }
-    given = {key: value for key, value in settings.items() if value is not None}
-    return ["-m", "grpo_trainer", "run", *(word for key, value in given.items() for word in (f"--{key}", str(value)))]
-
-
-@contextmanager
-def started(model: Path, run_dir: Path, log: Path, **options: object) -> Iterator[subprocess.Popen[bytes]]:
-    with running(*arguments(model, run_dir, **options), log=log) as process:
-        yield process
-
-
-def rows(run_dir: Path) -> list[dict[str, Any]]:
-    path = run_dir / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    wait_for(
-        f"step {step}",
-        lambda: process.poll() is not None or any(row["step"] >= step for row in rows(run_dir)),
-        log,
-        300,
-    )
-    assert process.poll() is None or rows(run_dir)[-1]["step"] >= step, tail(log)
-
-
-def finished(process: subprocess.Popen[bytes], log: Path, seconds: float = 300) -> int:
-    wait_for("the run is over", lambda: process.poll() is not None, log, seconds)
-    return process.wait()
-
-
-def member(process: subprocess.Popen[bytes], module: str) -> int:
-    """The process of the run that runs a module."""
-    (pid,) = [
-        child.pid for child in psutil.Process(process.pid).children() if f"-m {module}" in " ".join(child.cmdline())
-    ]
-    return pid
 
 
 def test_ctrl_c_leaves_nothing_behind_but_a_run_that_goes_on(demo_model: Path, tmp_path: Path) -> None:

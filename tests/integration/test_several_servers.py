@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_run import finished, rows, started
 from tests.processes import alive, family, tail, wait_for
+from tests.runs import finished, rows, started
 
 pytestmark = pytest.mark.timeout(600)
 

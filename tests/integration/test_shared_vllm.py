@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from grpo_trainer.config.bridge import SharedVllm
 from grpo_trainer.config.options import build
@@ -27,8 +26,8 @@ from grpo_trainer.weights.proof import Probe, probe_of, trainer_logprobs
 from grpo_trainer.weights.shared_weights import SharedBridge
 from tests.bridge_contract import PROMPT
 from tests.integration.serving import Serving, serving
-from tests.integration.test_run import arguments, finished, rows, started, wait_for_step
-from tests.processes import alive, answers, family, free_port, running, tail, wait_for
+from tests.processes import answers, free_port, running, tail, wait_for
+from tests.runs import arguments, finished, of_mode, rows, wait_for_step
 from tests.unit.factories import batch, sample
 from vllm_server.protocol import UpdateBeginRequest
 
@@ -158,44 +157,9 @@ def test_a_server_that_shares_nothing_is_told_how_to(demo_model: Path, tmp_path:
 # ---------------------------------------------------------------- whole runs
 
 
-def options(**others: object) -> dict[str, object]:
-    words = {"weight-bridge-mode": "shared_vllm", "lora-r": None, "lr": 1e-4}
-    return {**words, "server.extra-args": f"--kv-cache-memory-bytes,{64 << 20}", **others}
-
-
-def test_a_run_is_served_each_version_and_goes_on_after_its_end(demo_model: Path, tmp_path: Path) -> None:
-    run_dir, log = tmp_path / "run", tmp_path / "log"
-    before = {file.name: file.read_bytes() for file in demo_model.iterdir()}
-    with started(demo_model, run_dir, log, **options(**{"training-steps": 5})) as process:
-        wait_for_step(run_dir, 1, process, log)
-        members = family(process.pid)
-        assert finished(process, log, 300) == 0, tail(log)
-    assert not alive(list(members)), members
-    assert not (run_dir / "config" / "vllm_bridge_config.json").exists()
-    with started(demo_model, run_dir, log, **options(**{"training-steps": 7, "resume": "auto"})) as process:
-        assert finished(process, log, 300) == 0, tail(log)
-    done = rows(run_dir)
-    assert [row["step"] for row in done] == list(range(1, 8))
-    versions = [row["publish/version"] for row in done]
-    assert versions == sorted(versions) and versions[-1] >= 5  # a step without a spread of rewards is none
-    for row in done:
-        if row["rollout/staleness_max"] == 0:
-            assert row["alignment/logprob_diff_max"] < 1e-3
-        if row["train/skipped"] == 0:
-            assert row["train/changed_fraction"] > 0.5
-            assert row["publish/stall_time"] >= row["publish/write_time"] > 0
-    said = (run_dir / "logs" / "trainer.log").read_text()
-    assert said.count("bridge proved") == 2 and "drift on bridge" not in said
-    assert "Single-copy mode active" in said and "Attached" in said
-    trained = AutoModelForCausalLM.from_pretrained(run_dir / "checkpoints" / "model_final")
-    base = AutoModelForCausalLM.from_pretrained(demo_model)
-    assert not any(torch.equal(a, b) for a, b in zip(trained.parameters(), base.parameters(), strict=True))
-    assert {file.name: file.read_bytes() for file in demo_model.iterdir()} == before
-
-
 def test_an_adapter_is_trained_over_the_servers_own_base(demo_model: Path, tmp_path: Path) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "log"
-    words = arguments(demo_model, run_dir, **options(**{"weight-bridge-mode": "lora_only", "training-steps": 4}))
+    words = arguments(demo_model, run_dir, **of_mode("lora_only", **{"training-steps": 4}))
     with running(*words, "--share-base", log=log) as process:
         assert finished(process, log, 300) == 0, tail(log)
     done = rows(run_dir)

@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.test_run import finished, rows, started, wait_for_step
 from tests.processes import alive, family, tail
+from tests.runs import finished, rows, started, wait_for_step
 
 pytestmark = pytest.mark.timeout(600)
 

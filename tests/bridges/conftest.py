@@ -1,0 +1,10 @@
+"""What the runs of the four bridges share."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _start_warm(warm_processes: None) -> None:
+    """All of them start processes."""

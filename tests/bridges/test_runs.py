@@ -1,0 +1,79 @@
+"""One real run for each weight bridge: `grpo run` with a real vLLM learns from new versions, ends, and is resumed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests import warm
+from tests.processes import alive, family, tail
+from tests.runs import finished, of_mode, rows, started, wait_for_step
+
+pytestmark = pytest.mark.timeout(600)
+
+RELAUNCHED = ("lora_restart", "none")
+SERVED = [0, 2, 2, 4, 4]
+"""Versions that a server which is relaunched every two steps, and at each start of the run, has after each step."""
+
+
+@pytest.mark.parametrize("mode", ["lora_only", "shared_vllm", *RELAUNCHED])
+def test_a_run_learns_ends_and_is_resumed(
+    demo_model: Path, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if mode == "lora_only":
+        monkeypatch.setenv(warm.COLD, "1")  # one of them starts as a user's does
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    before = {file.name: file.read_bytes() for file in demo_model.iterdir()}
+    for steps, more in ((3, {}), (5, {"resume": "auto"})):
+        options = of_mode(mode, **{"training-steps": steps, **more})
+        with started(demo_model, run_dir, log, **options) as process:
+            wait_for_step(run_dir, steps - 2, process, log)
+            members = family(process.pid)
+            assert finished(process, log, 400) == 0, tail(log)
+        assert not alive(list(members)), members
+        assert f"Step {steps}/{steps}" in log.read_text()
+    done = rows(run_dir)
+    assert [row["step"] for row in done] == [1, 2, 3, 4, 5]
+    versions = [row["publish/version"] for row in done]
+    assert versions == sorted(set(versions))
+    fresh = [row for row in done if row["rollout/staleness_max"] == 0]
+    assert fresh and all(row["alignment/logprob_diff_max"] < 1e-3 for row in fresh)  # same weights, same logprobs
+    assert all(row["train/changed_fraction"] > 0 for row in done if not row["train/skipped"])
+    said = (run_dir / "logs" / "trainer.log").read_text()
+    if mode in RELAUNCHED:
+        check_relaunches(run_dir, done, said)
+    else:
+        assert said.count("bridge proved") == 2
+    assert not list((run_dir / "checkpoints").glob(".*")), "remains of a write"
+    assert not (run_dir / "config" / "vllm_bridge_config.json").exists()
+    assert {file.name: file.read_bytes() for file in demo_model.iterdir()} == before
+    check_final(run_dir / "checkpoints", demo_model, mode)
+
+
+def check_relaunches(run_dir: Path, done: list[dict[str, Any]], said: str) -> None:
+    """The server was relaunched on every second version, each time from a process that had made its imports."""
+    assert [row["publish/served_version"] for row in done] == SERVED
+    assert [row["step"] for row in done if "publish/start_time" in row] == [2, 4]
+    assert re.findall(r"bridge proved: the server on version (\d+)", said) == ["0", "2", "3", "4"]
+    # The batch of step 5 was sampled by version 4 less its staleness: by one that a relaunch brought.
+    assert 4 - done[-1]["rollout/staleness_max"] >= 2
+    assert (run_dir / "logs" / "server.log").read_text().count("-m vllm_server.standby") == 2
+    assert "from scratch" not in said
+
+
+def check_final(checkpoints: Path, base: Path, mode: str) -> None:
+    """What a run leaves is what others load, and not what it started from."""
+    if mode.startswith("lora"):
+        state = load_file(checkpoints / "adapter_final" / "adapter_model.safetensors")
+        assert any(tensor.any() for name, tensor in state.items() if "lora_B" in name)
+        return
+    folders = (checkpoints / "model_final", base)
+    trained, started_from = (AutoModelForCausalLM.from_pretrained(folder) for folder in folders)
+    pairs = zip(trained.parameters(), started_from.parameters(), strict=True)
+    assert not any(torch.equal(new, old) for new, old in pairs), "every weight is trained"

@@ -1,0 +1,257 @@
+"""Processes that start warm: forked from one that has made its imports, instead of importing for 10 to 20 seconds.
+
+    warm.start()                                       # once, where many processes of this project are to come
+    subprocess.Popen([sys.executable, "-m", "vllm_server", "--model", …])    # as ever, but forked
+
+The forked process is a child of whoever asked, has the arguments, environment, folder, files and session that were
+asked for, and runs the module as `__main__`. What it starts itself in the same way is forked from it, too. Only what
+happens before a module's first line is not what `exec` would do; a test that means that sets `COLD` in the environment.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import importlib
+import json
+import logging
+import multiprocessing
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import Any, NoReturn
+
+from vllm_server import forking
+
+COLD = "GRPO_TESTS_COLD"
+PACKAGES = ("grpo_trainer", "vllm_server", "environments", "tests")
+ROOT = Path(__file__).parents[1]
+
+_PRELOAD = (
+    # The server's half of vLLM, the engine's, the trainer, an environment. The trainer's commands import the rest.
+    *("vllm_server.app", "vllm_server.compat", "vllm_server.preflight", "vllm_server.sharing"),
+    *("vllm_server.worker.preload", "grpo_trainer.loop", "grpo_trainer.run", "environments.running.cli"),
+    *("environments.multi_turn", "environments.api.server", "transformers.models.qwen2.modeling_qwen2"),
+    *("grpo_trainer.cli", "uvicorn", "uvloop"),
+)
+_PR_SET_CHILD_SUBREAPER = 36
+
+_exec_child = subprocess.Popen._execute_child  # pyright: ignore[reportAttributeAccessIssue]
+_exec = os.execve
+_zygote: socket.socket | None = None
+_forked = False
+
+
+def start() -> None:
+    """Start the process that imports; what is started before it is ready waits for it."""
+    global _zygote
+    if _zygote is None:
+        _zygote, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "tests.warm", str(theirs.fileno())]
+        subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        theirs.close()
+        subprocess.Popen._execute_child = _fork_child  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _fork_child(
+    self: subprocess.Popen[Any], args: Any, executable: Any, preexec_fn: Callable[[], None] | None, close_fds: bool,
+    pass_fds: Sequence[int], cwd: Any, env: Mapping[str, str] | None, startupinfo: Any, creationflags: int,
+    shell: bool, p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int, *rest: Any,
+) -> None:  # fmt: skip
+    """`Popen._execute_child`, for what can be forked."""
+    environment = dict(os.environ if env is None else env)
+    if not _can_be_forked(args, environment, shell=shell, other=bool(executable or pass_fds)) or (
+        preexec_fn and not _forked
+    ):
+        _exec_child(
+            self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+            p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest,
+        )  # fmt: skip
+        return
+    *_, new_session, process_group = rest
+    wanted = {
+        "words": [os.fspath(word) for word in args[2:]],
+        "environment": environment,
+        "folder": os.fspath(cwd or Path.cwd()),
+        "new_session": bool(new_session),
+        "process_group": process_group,
+    }
+    given = [theirs if theirs != -1 else own for theirs, own in ((p2cread, 0), (c2pwrite, 1), (errwrite, 2))]
+    self.pid = _fork(wanted, given, preexec_fn) if _forked else _ask(wanted, given)
+    self._child_created = True  # pyright: ignore[reportAttributeAccessIssue]
+    pipes = {theirs for theirs, ours in ((p2cread, p2cwrite), (c2pwrite, c2pread), (errwrite, errread)) if ours != -1}
+    for descriptor in {*pipes, getattr(self, "_devnull", -1)} - {-1}:
+        os.close(descriptor)
+    self._closed_child_pipe_fds = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _can_be_forked(args: Any, environment: Mapping[str, str], *, shell: bool, other: bool) -> bool:
+    if isinstance(args, str | bytes) or shell or other or COLD in environment:
+        return False
+    words = [os.fspath(word) for word in args]
+    return words[:2] == [sys.executable, "-m"] and words[2].partition(".")[0] in PACKAGES
+
+
+def _ask(wanted: dict[str, Any], given: list[int]) -> int:
+    """Have the zygote fork a child of this process; returns its process id."""
+    assert _zygote is not None
+    libc = ctypes.CDLL(None)
+    message = json.dumps(wanted).encode()
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # for the moment in which the child loses the zygote as its parent
+    try:
+        socket.send_fds(_zygote, [len(message).to_bytes(8)], given)
+        _zygote.sendall(message)
+        answer = _zygote.recv(8)
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+    assert answer, "the process with the imports has ended; its traceback is above"
+    return int.from_bytes(answer)
+
+
+def _fork(wanted: dict[str, Any], given: list[int], preexec_fn: Callable[[], None] | None = None) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        status = _become(wanted, given, preexec_fn)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(status)
+
+
+def _become(wanted: dict[str, Any], given: list[int], preexec_fn: Callable[[], None] | None) -> int:
+    """In the new process: what `exec` and the interpreter's start would have done, and the module."""
+    global _forked
+    _forked = True
+    kept = [os.dup(descriptor) for descriptor in given]
+    for number, descriptor in enumerate(kept):
+        os.dup2(descriptor, number)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX") if os.sysconf("SC_OPEN_MAX") < 65536 else 65536)
+    if wanted["new_session"]:
+        os.setsid()
+    elif wanted["process_group"] is not None and wanted["process_group"] >= 0:
+        os.setpgid(0, wanted["process_group"])
+    if preexec_fn:
+        preexec_fn()
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.set_wakeup_fd(-1)
+    os.environ.clear()
+    os.environ.update(wanted["environment"])
+    os.chdir(wanted["folder"])
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=True)  # pyright: ignore[reportAttributeAccessIssue]
+    logging.root.handlers.clear()
+    atexit._clear()
+    subprocess.Popen._execute_child = _fork_child  # pyright: ignore[reportAttributeAccessIssue]
+    os.execve = _run_instead
+    # An engine is forked from its server, which has its imports, too.
+    forking.start, forking.context = _nothing_to_start, _fork_context  # pyright: ignore[reportAttributeAccessIssue]
+    return _run(wanted["words"])
+
+
+def _nothing_to_start(preload: str = "") -> None:
+    """The engine's imports are there."""
+
+
+def _fork_context() -> BaseContext:
+    return multiprocessing.get_context("fork")
+
+
+def _run_instead(path: Any, argv: Any, env: Mapping[str, str]) -> NoReturn:
+    """`os.execve`, for what can be run here."""
+    if not _can_be_forked(argv, env, shell=False, other=path != sys.executable):
+        _exec(path, argv, env)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.exit(_run(list(argv[2:])))
+
+
+def _run(words: list[str]) -> int:
+    """Run a module as `__main__`; returns its exit status."""
+    import setproctitle
+
+    module, *arguments = words
+    setproctitle.setproctitle(" ".join([sys.executable, "-m", *words]))
+    sys.argv = [module, *arguments]
+    sys.path[0] = str(Path.cwd())
+    sys.modules.pop(module, None)  # it becomes `__main__`, and may be imported by its name besides
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        status = 0
+    except SystemExit as error:
+        status = _status(error)
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        status = 130
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    importlib.import_module("threading")._shutdown()
+    atexit._run_exitfuncs()
+    return status
+
+
+def _status(error: SystemExit) -> int:
+    if error.code is None or isinstance(error.code, int):
+        return int(error.code or 0)
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def _serve(descriptor: int) -> None:
+    """The zygote: import, then fork whatever is asked for, until nobody is there to ask."""
+    from vllm_server import arguments
+
+    arguments.set_environment()
+    for name in _PRELOAD:
+        importlib.import_module(name)
+    preload = sys.modules["vllm_server.worker.preload"]
+    assert not preload.unfit, preload.unfit
+    asking = socket.socket(fileno=descriptor)
+    while True:
+        header, given, _, _ = socket.recv_fds(asking, 8, 3)
+        if not header:
+            return
+        length = int.from_bytes(header)
+        message = b""
+        while len(message) < length:
+            message += asking.recv(length - len(message))
+        asking.send(_fork_for_another(json.loads(message), given).to_bytes(8))
+        for each in given:
+            os.close(each)
+
+
+def _fork_for_another(wanted: dict[str, Any], given: list[int]) -> int:
+    """Fork a child of the process that asked: one whose parent, between, ends at once."""
+    reading, writing = os.pipe()
+    between = os.fork()
+    if not between:
+        os.write(writing, _fork(wanted, given).to_bytes(8))
+        os._exit(0)
+    os.waitpid(between, 0)
+    pid = int.from_bytes(os.read(reading, 8))
+    for each in (reading, writing):
+        os.close(each)
+    return pid
+
+
+if __name__ == "__main__":
+    from tests import warm  # by the name under which the others know it
+
+    warm._serve(int(sys.argv[1]))
