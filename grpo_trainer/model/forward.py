@@ -144,7 +144,10 @@ def check_teacher(ids_NK: Tensor | NDArray[np.int64], vocab: int) -> None:
     largest = int(ids_NK.max()) if len(ids_NK) and ids_NK.shape[1] else -1
     if largest >= vocab:
         raise TrainingError(
-            f"distill_token_ids: got {largest}, the model has {vocab} tokens; the teacher's tokens must be the model's"
+            "the teacher's tokens must be the model's",
+            field="distill_token_ids",
+            got=largest,
+            wanted=f"less than {vocab}",
         )
 
 
@@ -176,7 +179,7 @@ def build_forward(model: nn.Module, config: TrainConfig) -> Forward:
     if parts is None:
         for option, asked in (("packing", config.compute.packing), ("share-prompts", config.compute.share_prompts)):
             if asked == "on":
-                raise ConfigError(f"--{option} on: {why}; leave it out")
+                raise ConfigError(why, field=f"--{option}", got="on", fix="leave it out")
         return Forward(model, None, None, HeadPlan(torch.float32, torch.float32), packed=False)
     own = parts.head.weight.dtype
     dtype = computes if own == torch.float32 else own
@@ -235,7 +238,8 @@ def _packs(parts: Parts, asked: Choice, seq_len: int, dtype: torch.dtype, device
     if why is None:
         return True
     if asked == "on":
-        raise ConfigError(f"--packing on: {type(parts.whole).__name__}: {why}; leave it out")
+        summary = f"{type(parts.whole).__name__}: {why}"
+        raise ConfigError(summary, field="--packing", got="on", fix="leave it out")
     log.warning("microbatches are padded, not packed: %s: %s", type(parts.whole).__name__, why)
     return False
 
@@ -254,7 +258,7 @@ def _shares(parts: Parts, asked: Choice, packed: bool) -> bool:
     if why is None:
         return True
     if asked == "on":
-        raise ConfigError(f"--share-prompts on: {why}; leave it out")
+        raise ConfigError(why, field="--share-prompts", got="on", fix="leave it out")
     log.warning("each sequence has its prompt to itself: %s", why)
     return False
 

@@ -16,6 +16,7 @@ from types import TracebackType
 import torch
 from peft import PeftModel
 
+from grpo_common.errors import Problem
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import Sum
@@ -87,17 +88,20 @@ class LoraSwap:
     def _check(self, info: BridgeInfo) -> None:
         """Refuse before training what would fail, or lie, during it."""
         problems = problems_of(info, self._seq_len, model=self._model)
+        rank, wanted = "--max-lora-rank", f"{self._config.r} or more"
+        fix = f"start it with --max-lora-rank {self._config.r}"
         if info.max_lora_rank is None:
-            problems.append(f"was started without LoRA: start it with --max-lora-rank {self._config.r}")
+            summary = "the inference server was started without LoRA"
+            problems.append(Problem(rank, wanted=wanted, fix=fix, summary=summary))
         elif info.max_lora_rank < self._config.r:
-            problems.append(
-                f"takes adapters up to rank {info.max_lora_rank}, --lora-r is {self._config.r}: start it with "
-                f"--max-lora-rank {self._config.r}"
-            )
+            summary = "the inference server takes smaller adapters than --lora-r"
+            problems.append(Problem(rank, str(info.max_lora_rank), wanted, fix, summary))
         if info.lora_name != self._config.name:
-            problems.append(f"routes {info.lora_name}-vN, --lora-name is {self._config.name}: make them the same")
+            summary = "the inference server has another name for its adapters"
+            fix = "name them alike on both sides"
+            problems.append(Problem("--lora-name", self._config.name, info.lora_name, fix, summary))
         if problems:
-            raise BridgeError("the inference server " + "; and ".join(problems))
+            raise BridgeError.of(problems)
 
     def prove(self) -> float | None:
         if not self._config.proof:
@@ -136,7 +140,10 @@ class LoraSwap:
         answer = sent.answer
         if (answer.adapter_name, answer.policy_version) != (name, version):
             raise BridgeError(
-                f"published {name} as version {version}, but the server serves {answer.adapter_name} as version "
-                f"{answer.policy_version}; is another trainer publishing to it?"
+                "the server does not serve what was published",
+                field="version",
+                got=f"{answer.policy_version} ({answer.adapter_name})",
+                wanted=f"{version} ({name})",
+                fix="end any other trainer that publishes to this server",
             )
         return sent
