@@ -46,7 +46,7 @@ def find_bridge_config(path: Path | None) -> BridgeConfigFile:
     """
     if path is not None:
         return read_bridge_config(path / FILE_NAME if path.is_dir() else path)
-    reasons: list[str] = []
+    refused: list[Problem] = []
     for candidate in known_places():
         if not os.path.lexists(candidate):
             continue
@@ -54,14 +54,14 @@ def find_bridge_config(path: Path | None) -> BridgeConfigFile:
             return read_bridge_config(candidate)
         except BridgeError as error:
             log.warning("passed over: %s", error)
-            reasons.append(str(error))
+            refused += error.problems
     looked = ", ".join(str(candidate.parent) for candidate in known_places())
-    found = f", of which these are refused: {'; '.join(reasons)}" if reasons else ""
-    raise BridgeError(
+    none = Problem(
         field="--vllm-config-path",
-        got=f"no usable {FILE_NAME} in {looked}{found}",
+        got=f"no usable {FILE_NAME} in {looked}",
         fix="start the server with `grpo serve --shared-weights`, or name its file",
     )
+    raise BridgeError.of([none, *refused])
 
 
 def known_places() -> list[Path]:
@@ -216,7 +216,7 @@ def _contradictions(config: BridgeConfigFile) -> Iterator[Problem]:
         elif handle.dtype not in ITEM_BYTES:
             yield Problem(f"{name}: dtype", handle.dtype, ", ".join(ITEM_BYTES), "serve without quantisation")
         elif isinstance(handle, CudaIpcHandle) != (config.kind == "cuda_ipc"):
-            yield damaged(name, "a handle of another kind", config.kind)
+            yield damaged(name, f"a {type(handle).__name__}", f"one of kind {config.kind}")
         elif not _is_place(handle):
             yield damaged(name, f"offset {start_of(handle)}, strides {handle.stride}", f"a place of {handle.shape}")
     yield from _overlaps(config)

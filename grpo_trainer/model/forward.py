@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -222,7 +222,7 @@ def _parts_of(whole: nn.Module, computes: torch.dtype) -> tuple[Parts | None, st
         ours_BTV = nn.functional.linear(hidden_BTH.to(head.weight.dtype), head.weight, head.bias)
     rounding = max(TOLERANCE[dtype] for dtype in (logits_BTV.dtype, head.weight.dtype, computes))
     if not _distance(ours_BTV, logits_BTV) <= rounding:
-        return None, f"{type(whole).__name__} does more to its logits than its head does"
+        return None, f"{type(whole).__name__} {MORE_THAN_HEAD}"
     return Parts(whole, decoder, head), ""
 
 
@@ -254,7 +254,7 @@ def _shares(parts: Parts, asked: Choice, packed: bool) -> bool:
         return False
     why = None if packed else "sequences are not packed"
     if packed and not _lets_prompts_be_shared(parts):
-        why = f"{type(parts.whole).__name__} does not give the same with a prompt that stands there once"
+        why = f"{type(parts.whole).__name__} {NOT_SHARED}"
     if why is None:
         return True
     if asked == "on":
@@ -276,7 +276,7 @@ def _why_not_packed(parts: Parts, seq_len: int, dtype: torch.dtype, device: torc
         return "its attention can't be exchanged"
     if not _keeps_sequences_apart(parts):
         parts.whole.set_attn_implementation(before)
-        return "its layers let one sequence see another"
+        return MIXES
     return None
 
 
@@ -325,6 +325,11 @@ def _agrees(got: Tensor, wanted: Tensor, without: Tensor) -> bool:
     error = _distance(got, wanted)
     return error <= TOLERANCE[torch.float32] or error <= 0.25 * _distance(without, wanted)
 
+
+MORE_THAN_HEAD: Final = "does more to its logits than its head does"
+MIXES: Final = "its layers let one sequence see another"
+NOT_SHARED: Final = "does not give the same when sequences share a prompt"
+"""What a model may fail in when it is tried."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float64: 1e-6}
 """Relative distance that rounding explains."""

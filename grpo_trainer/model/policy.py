@@ -254,14 +254,14 @@ def build_policy(
             return Adapter(lora.add_adapter(load_model(config.model), options, config.model.seed))
         case SharedVllm() as options:
             model, source = attach_to_server(config, options, check_stop)
-            _choose_trained(model, options)
+            choose_trained(model, options)
             return SharedWeights(model, load_tokenizer(config.model), source)
         case CheckpointRestart() as options:
             if world is not None and is_part:
                 model = _load_part(config, options, world)
             else:
                 model = load_all_weights(config.model)
-                _choose_trained(model, options)
+                choose_trained(model, options)
             dtype = getattr(torch, config.served_dtype(on_gpu=torch.cuda.is_available()))
             return AllWeights(model, load_tokenizer(config.model), dtype)
 
@@ -278,7 +278,7 @@ def _load_part(config: TrainConfig, options: AllWeightsOptions, world: World) ->
     dtype = pick_dtype(config.model.dtype, device)
     model = freeze(build_without_weights(found, torch.float32, config.model.attention, device), config.model)
     take_generation_config(model, config.model.name)
-    _choose_trained(model, options)
+    choose_trained(model, options)
     compute_in(model, config.model)
     cut(model, world, device, dtype)
     give_memory(model, device)
@@ -325,7 +325,7 @@ def attach_to_server(
     return attach_model(file, config.model, device), file
 
 
-def _choose_trained(model: PreTrainedModel, options: AllWeightsOptions) -> None:
+def choose_trained(model: PreTrainedModel, options: AllWeightsOptions) -> None:
     """Every parameter, or those of the layers that `--train-layer-indices` names.
 
     Raises:

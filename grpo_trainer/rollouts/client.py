@@ -201,9 +201,13 @@ class RolloutClient:
         except httpx.HTTPError as error:
             log.warning("batch %s was not given back (%s); its lease runs out by itself", batch.batch_id, error)
 
+    def let_leases_run_out(self) -> None:
+        """Extend no lease from now on."""
+        self._closing.set()
+
     def close(self) -> None:
         """Close the connection; leases that are left run out by themselves, or go to who registers next."""
-        self._closing.set()
+        self.let_leases_run_out()
         if self._keeper is not None:
             self._keeper.join()
         self._http.close()

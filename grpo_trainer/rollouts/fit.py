@@ -84,8 +84,8 @@ def _misfit(sample: Sample, vocabulary: int | None) -> Problem | None:
         "inference_logprobs": None if sample.rollout_logprobs_T is None else sample.rollout_logprobs_T[trained_T],
     }
     for name, values in numbers.items():
-        if values is not None and not (np.abs(values) <= np.finfo(np.float32).max).all():
-            return Problem(name, wanted="numbers that are finite in float32")
+        if values is not None and len(wild := values[~(np.abs(values) <= np.finfo(np.float32).max)]):
+            return Problem(name, f"{wild[0]:g}", "numbers that are finite in float32")
     return None
 
 

@@ -321,7 +321,7 @@ def recheck_version(forward: Forward, sequences: Sequence[TrainingSequence], ver
     One sequence at a time, by the passes that train, without what those keep: the GPU may be full of what training
     holds. If it still lacks memory, the cause stays unknown.
     """
-    chosen = _beginnings([s for s in sequences if s.version == version and s.rollout_logprobs is not None])
+    chosen = beginnings([s for s in sequences if s.version == version and s.rollout_logprobs is not None])
     if not chosen:
         return UNKNOWN
     disabled: Any = getattr(forward.model, "disable_adapter", None)
@@ -338,7 +338,7 @@ def recheck_version(forward: Forward, sequences: Sequence[TrainingSequence], ver
     return Recheck(own, base, raw)
 
 
-def _beginnings(sequences: Iterable[TrainingSequence]) -> list[TrainingSequence]:
+def beginnings(sequences: Iterable[TrainingSequence]) -> list[TrainingSequence]:
     """The first few, of `RECHECKED_TOKENS` at most; a token's logprob does not depend on what comes after it."""
     chosen: list[TrainingSequence] = []
     room = RECHECKED_TOKENS

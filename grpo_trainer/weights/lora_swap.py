@@ -49,7 +49,7 @@ class LoraSwap:
         self._root = root
         self._seq_len = seq_len
         self._info: BridgeInfo | None = None
-        self._transport: AdapterTransport | None = None
+        self.transport: AdapterTransport | None = None
         self._published: int | None = None
         self.proved: Proved | None = None
 
@@ -60,8 +60,8 @@ class LoraSwap:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self._transport is not None:
-                self._transport.close()
+            if self.transport is not None:
+                self.transport.close()
         except ServerError as close_error:  # the server is gone, and with it what it held of ours
             log.debug("closing the transport: %s", close_error)
         finally:
@@ -82,7 +82,7 @@ class LoraSwap:
         wanted = None if self._config.transport == "auto" else self._config.transport
         packed = PackedAdapter(self._model, getattr(torch, info.lora_dtype or info.dtype))
         keep_files = info.keep_versions + 1  # files outlive their version by one
-        self._transport = open_transport(wanted, packed, self._server, info, self._root, keep_files)
+        self.transport = open_transport(wanted, packed, self._server, info, self._root, keep_files)
         return policy_version
 
     def _check(self, info: BridgeInfo) -> None:
@@ -135,8 +135,8 @@ class LoraSwap:
 
     def send(self, name: str, version: int, *, activate: bool) -> Sent:
         """Publish the adapter as it is, and check what the server says it did."""
-        assert self._transport is not None, "connect comes first"
-        sent = self._transport.send(name, version, activate=activate)
+        assert self.transport is not None, "connect comes first"
+        sent = self.transport.send(name, version, activate=activate)
         answer = sent.answer
         if (answer.adapter_name, answer.policy_version) != (name, version):
             raise BridgeError(

@@ -16,6 +16,7 @@ from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.proof import (
     BASE_MODEL,
     COMPLETION_TOKENS,
+    FAILED,
     NOISE_LIMIT,
     NOISE_MARGIN,
     OTHER_WEIGHTS,
@@ -101,7 +102,7 @@ class ModelProof:
             )
             if answer.policy_version != version:
                 raise BridgeError(
-                    field="bridge proof failed: version",
+                    field=f"{FAILED}: version",
                     got=answer.policy_version,
                     wanted=f"{version}, which the server was launched as",
                 )
@@ -119,7 +120,7 @@ class ModelProof:
                 what = BASE_MODEL
         return BridgeError(
             f"the server {what}",
-            field=f"bridge proof failed (version {version})",
+            field=f"{FAILED} (version {version})",
             got=f"mean |server - trainer| of {gap:.3g} nats a token{base}",
             wanted=f"at most {allowed:.2g}",
             fix=SAME_MODEL,

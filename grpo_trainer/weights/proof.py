@@ -69,6 +69,9 @@ STALE_CACHE: Final = "answers the long prompt alone with other weights than the 
 OTHER_WEIGHTS: Final = "serves other weights than the trainer's (another base model, a damaged adapter?)"
 """What a server does that fails the proof; `diagnosis.explain` knows more."""
 
+FAILED: Final = "bridge proof failed"
+"""How the fields of errors begin; what was tried follows."""
+
 SAME_MODEL: Final = "use one base model and dtype on both sides; --no-proof trains all the same"
 
 
@@ -197,7 +200,7 @@ class _Proof:
         if presence.wrong:
             raise BridgeError(
                 "the server does not serve the whole adapter",
-                field="bridge proof failed (synthetic adapter)",
+                field=f"{FAILED} (synthetic adapter)",
                 got=" and ".join(f"{100 * served:.0f} % of {module}" for module, served in presence.wrong),
                 wanted="100 %",
                 fix="nothing was trained; --no-proof trains all the same",
@@ -241,7 +244,7 @@ def _measure(model: PeftModel, probes: list[Probe]) -> Gaps:
 def _verdict(stage: str, gaps: Gaps, allowed: float, what: str) -> BridgeError:
     return BridgeError(
         f"the server {what}",
-        field=f"bridge proof failed ({stage} adapter)",
+        field=f"{FAILED} ({stage} adapter)",
         got=f"mean |server - trainer| of {gaps.trainer:.3g} nats a token, |server - base model| {gaps.base:.3g}",
         wanted=f"at most {allowed:.2g}",
         fix=f"nothing was trained: {SAME_MODEL}",
@@ -270,7 +273,7 @@ def _ask(server: ServerClient, prompt: list[int], name: str, completion: int) ->
         prompt, model=name, max_tokens=completion, temperature=1.0, logprobs=0, seed=0, ignore_eos=True
     )
     if answer.model != name:
-        raise BridgeError(field="bridge proof failed: model", got=answer.model, wanted=name)
+        raise BridgeError(field=f"{FAILED}: model", got=answer.model, wanted=name)
     return probe_of(answer)
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.model.lora import decoder_layers
 from grpo_trainer.weights.model_proof import ModelProof
-from grpo_trainer.weights.proof import MIN_MOVE, RELATIVE_SIZES, Probe, Proved, probe_prompts, trainer_logprobs
+from grpo_trainer.weights.proof import FAILED, MIN_MOVE, RELATIVE_SIZES, Probe, Proved, probe_prompts, trainer_logprobs
 from vllm_server.protocol import PROOF_VERSION, BridgeInfo
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class SharedProof:
         if not back <= allowed:
             raise BridgeError(
                 "the server's logprobs are not those of before, a stale cache?",
-                field="bridge proof failed (change undone bit for bit)",
+                field=f"{FAILED} (change undone)",
                 got=f"{back:.3g} nats a token",
                 wanted=f"at most {allowed:.2g}",
                 fix="nothing was trained; --no-proof trains all the same",
@@ -97,7 +97,7 @@ MISPLACED: Final = "computes with other weights than the trainer's (a parameter 
 def _verdict(gap: float, moved: float, allowed: float) -> BridgeError:
     return BridgeError(
         f"the server {UNSEEN if moved <= allowed else MISPLACED}",
-        field="bridge proof failed (synthetic change)",
+        field=f"{FAILED} (synthetic change)",
         got=f"mean |server - trainer| of {gap:.3g} nats a token, |server - unchanged weights| {moved:.3g}",
         wanted=f"at most {allowed:.2g}",
         fix="the old weights are back, nothing was trained: restart the server; --no-proof trains all the same",

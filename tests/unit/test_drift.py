@@ -273,7 +273,7 @@ def test_the_second_look_makes_no_logits_of_all_tokens_and_ends_at_its_limit(mon
     sequences = one.ready(of_version(3, rollouts(other(), 3))).prepared.sequences
     whole = recheck_version(one.forward, sequences, 3)
     monkeypatch.setattr(drift, "RECHECKED_TOKENS", 9)  # of the first sequence 9 tokens, 5 of them trained; no other
-    (first,) = drift._beginnings(sequences)
+    (first,) = drift.beginnings(sequences)
     assert (len(first.tokens_T), first.positions.tolist()) == (9, [4, 5, 6, 7, 8])
     some = recheck_version(one.forward, sequences, 3)
     assert min(whole.own, some.own) > LIMIT and whole.own != some.own

@@ -84,7 +84,7 @@ def obstacle(transport: Transport, where: Layout) -> Problem | None:
         return Problem("server", "a CPU", "a GPU")
     if transport == "cuda_ipc":
         if where.machine != where.info.machine:
-            return Problem("server", "another machine", "the trainer's machine")
+            return Problem("server", f"machine {where.info.machine}", f"{where.machine}, the trainer's")
         if where.expandable_segments:
             summary = "such memory can't be mapped by another process"
             return Problem("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", summary=summary)
@@ -93,7 +93,8 @@ def obstacle(transport: Transport, where: Layout) -> Problem | None:
                 visible = ", ".join(worker.visible_gpus) or "none"
                 return Problem(f"CUDA_VISIBLE_DEVICES of the server's worker {worker.rank}", visible, where.gpu_uuid)
     elif any(worker.gpu_uuid == where.gpu_uuid for worker in workers):
-        return Problem("server", "the trainer's GPU", "another GPU", summary="NCCL takes one rank a GPU")
+        wanted = "another GPU than the trainer's"
+        return Problem("server", f"GPU {where.gpu_uuid}", wanted, summary="NCCL takes one rank a GPU")
     return None
 
 
@@ -116,7 +117,7 @@ def open_transport(
         reason = obstacle(name, where)
         if reason is None:
             try:
-                opened = _OPENERS[name](packed, server, info, root, keep_files)
+                opened = OPENERS[name](packed, server, info, root, keep_files)
             except RuntimeError as error:  # the server's refusal, or CUDA's, or NCCL's: the next one may work
                 reason = error
             else:
@@ -156,7 +157,7 @@ def _disk(packed: PackedAdapter, server: ServerClient, info: BridgeInfo, root: P
     return Disk(packed, server, root, info.lora_name, keep)
 
 
-_OPENERS: dict[Transport, Callable[[PackedAdapter, ServerClient, BridgeInfo, Path, int], AdapterTransport]] = {
+OPENERS: dict[Transport, Callable[[PackedAdapter, ServerClient, BridgeInfo, Path, int], AdapterTransport]] = {
     "cuda_ipc": _cuda_ipc,
     "nccl": _nccl,
     "memory": _memory,
