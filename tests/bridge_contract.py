@@ -137,7 +137,7 @@ class Contract:
         pinned, _ = self.trainer.ask(policy_version=self.first)
         assert pinned.tokens == before.tokens
         refused = self.server.post("/generate", {"prompt": "1", "model": old, "policy_version": self.first + 1})
-        assert refused.status_code == 422 and refused.json()["error"]["param"] == PARAM
+        assert refused.status_code == 422 and refused.json()["error"]["param"] == "policy_version"
 
     def keeps_requests_on_their_version(self) -> None:
         """A request that has begun ends on its version, bit for bit, while newer ones are published."""
