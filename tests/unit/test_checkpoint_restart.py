@@ -26,7 +26,6 @@ from grpo_trainer.weights.checkpoint_restart import (
     MergedModels,
 )
 from grpo_trainer.weights.model_proof import ModelProof
-from grpo_trainer.weights.proof import BASE_MODEL, FAILED
 from tests.unit.test_proof import INFO
 from tests.unit.tiny_lora import fill_b, save_tiny, tiny_lora
 from vllm_server.protocol import BridgeInfo, GenerateResponse
@@ -217,26 +216,25 @@ def test_a_resumed_run_starts_the_server_on_its_weights_under_its_version(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("fault", "fields"),
+    ("fault", "said"),
     [
-        ("other weights", [f"{FAILED} (version 1)"]),
-        ("not restarted", ["policy_version", "model_name"]),
-        ("same boot", ["boot_id"]),
-        ("wrong version", ["policy_version"]),
+        ("other weights", r"bridge proof failed \(version 1\): the server serves other weights than the trainer's"),
+        ("not restarted", "serves version 0, not 1; and serves .*base, not .*_1"),
+        ("same boot", r"is still the one of before \(boot boot 1\)"),
+        ("wrong version", "serves version 2, not 1"),
     ],
 )
 @MODES
 def test_each_planted_fault_of_a_relaunch_is_caught(
-    tmp_path: Path, mode: str, name: str, fault: str, fields: list[str]
+    tmp_path: Path, mode: str, name: str, fault: str, said: str
 ) -> None:
     made = Bridge(mode, tmp_path, fault, interval=1)
     with made.bridge as bridge:
         bridge.connect(0)
         bridge.prove()
         made.change(1)
-        with pytest.raises(BridgeError) as failed:
+        with pytest.raises(BridgeError, match=said):
             bridge.publish(1)
-    assert [problem.field.rpartition(": ")[2] for problem in failed.value.problems] == fields
 
 
 def test_a_server_without_the_adapter_is_told_apart(tmp_path: Path) -> None:
@@ -244,9 +242,8 @@ def test_a_server_without_the_adapter_is_told_apart(tmp_path: Path) -> None:
     with made.bridge as bridge:
         bridge.connect(0)
         made.change(1)
-        with pytest.raises(BridgeError) as failed:
+        with pytest.raises(BridgeError, match="answers as the base model does, without the adapter"):
             bridge.prove()
-    assert failed.value.summary.endswith(BASE_MODEL)
 
 
 @pytest.mark.parametrize(("keep", "left"), [(0, [3]), (1, [3]), (2, [2, 3])])

@@ -94,7 +94,7 @@ class Told:
 
     def next(self, version: int, *, last: bool) -> Any:
         self.meet("next")
-        self.events.append(f"{'last ' if last else ''}batch for {version}")
+        self.events.append(f"{'last ' if last else ''}batch {version}")
         return FedBatch(Leased(f"b{version}", ()), self.ready, {})
 
     ready: Any = None
@@ -150,9 +150,9 @@ def test_a_version_is_a_step_that_landed_and_a_batch_is_settled_when_it_is_on_th
     run(told, 3)
     assert told.events == [
         *("prove", "publish 5", "begin at 0"),
-        *("batch for 5", "begin", "write", "end", "publish 6", "report 1", "save 1/6 b5", "settle "),
-        *("batch for 6", "publish 6", "report 2", "save 2/6 b5,b6", "settle b5"),
-        *("last batch for 6", "begin", "write", "end", "publish 7", "report 3", "save 3/7 b5,b6,b6", "settle b5,b6"),
+        *("batch 5", "begin", "write", "end", "publish 6", "report 1", "save 1/6 b5", "settle "),
+        *("batch 6", "publish 6", "report 2", "save 2/6 b5,b6", "settle b5"),
+        *("last batch 6", "begin", "write", "end", "publish 7", "report 3", "save 3/7 b5,b6,b6", "settle b5,b6"),
         *("final 3/7", "settle b5,b6,b6"),
     ]
     assert told.metrics == [1, 2, 3]
