@@ -254,7 +254,7 @@ def _shares(parts: Parts, asked: Choice, packed: bool) -> bool:
         return False
     why = None if packed else "sequences are not packed"
     if packed and not _lets_prompts_be_shared(parts):
-        why = f"{type(parts.whole).__name__} {NOT_SHARED}"
+        why = f"{type(parts.whole).__name__} does not give the same when sequences share a prompt"
     if why is None:
         return True
     if asked == "on":
@@ -328,7 +328,6 @@ def _agrees(got: Tensor, wanted: Tensor, without: Tensor) -> bool:
 
 MORE_THAN_HEAD: Final = "does more to its logits than its head does"
 MIXES: Final = "its layers let one sequence see another"
-NOT_SHARED: Final = "does not give the same when sequences share a prompt"
 """What a model may fail in when it is tried."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float64: 1e-6}

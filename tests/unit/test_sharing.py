@@ -20,7 +20,7 @@ from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.attention import arguments, packed_attention
-from grpo_trainer.model.forward import NOT_SHARED, build_forward
+from grpo_trainer.model.forward import build_forward
 from grpo_trainer.model.lora import add_adapter
 from grpo_trainer.rollouts.types import RolloutBatch
 from grpo_trainer.trainer import Trainer
@@ -208,9 +208,8 @@ def test_what_processes_learn_from_their_shares_adds_up() -> None:
 
 
 def test_what_can_not_be_had_is_refused() -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=r"--share-prompts on: sequences are not packed; leave it out"):
         build_forward(tiny("qwen2"), settings(packing="off", share_prompts="on"))
-    assert (refused.value.field, refused.value.got) == ("--share-prompts", "on")
     assert not build_forward(tiny("qwen2"), settings(packing="off")).shared
     assert not build_forward(tiny("qwen2"), settings(packing="on", share_prompts="off")).shared
     assert build_forward(tiny("qwen2"), settings(packing="on")).shared
@@ -224,6 +223,5 @@ def test_a_model_that_does_not_see_the_prompt_has_it_to_itself(monkeypatch: pyte
     deaf = {"shared_prompts": attention.NONE_SHARED}
     monkeypatch.setattr(attention, "arguments", lambda packed: {**told(packed), **deaf})
     assert not build_forward(tiny("qwen2"), settings(packing="on")).shared
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=r"Qwen2ForCausalLM does not give the same with a prompt"):
         build_forward(tiny("qwen2"), settings(packing="on", share_prompts="on"))
-    assert refused.value.summary == f"Qwen2ForCausalLM {NOT_SHARED}"
