@@ -122,9 +122,8 @@ def test_a_line_names_everything_and_comes_once_in_a_while(caplog: pytest.LogCap
     alarm = DriftAlarm(LIMIT, "warn", "lora_only")
     for step in range(SAY_EVERY + 1):
         alarm.look(step, [gap(5, 0.6), gap(5, 0.4), gap(4, 0.0)], 5, lambda version: Recheck(0.5, 0.01, None))
-    first, second = (record.args for record in caplog.records if record.levelno == logging.WARNING)
-    assert isinstance(first, tuple) and isinstance(second, tuple)
-    (problem, before), (again, later) = first, second
+    warned: list[Any] = [record.args for record in caplog.records if record.levelno == logging.WARNING]
+    (problem, before), (again, later) = warned
     assert problem == again and before == "" and str(SAY_EVERY - 1) in str(later).split()
     assert "lora_only" in problem.field and (problem.summary, problem.fix) == MEANING[Cause.BASE_MODEL]
     assert re.findall(r"[\d.]+", problem.got) == ["2", "3", "5", "0.5"] and problem.wanted.endswith(" 0.1")

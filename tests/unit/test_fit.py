@@ -108,8 +108,8 @@ def test_the_rest_of_a_batch_is_trained_on_and_one_warning_names_the_environment
     assert reduce(second.metrics)["rollout/dropped_stale_groups"] == 0
     (why,) = api.dropped
     assert "environment sums_0: sequence 1: tokens: " in why
-    (warning,) = [record for record in caplog.records if record.name == fit.__name__]
-    (problem,) = warning.args
+    warned: list[Any] = [record.args for record in caplog.records if record.name == fit.__name__]
+    ((problem,),) = warned
     assert (problem.field, problem.got) == ("environment sums_0: sequence 1: tokens", "2000000000")
     result = Trainer(TinyModel(), CONFIG).step(first.ready, 0)
     assert result.updated

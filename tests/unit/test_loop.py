@@ -99,7 +99,7 @@ class Told:
 
     ready: Any = None
 
-    def step(self, _: Any, step: int, writing: Any) -> StepResult:
+    def step(self, batch: Any, step: int, writing: Any) -> StepResult:
         self.meet("step")
         if self.lands[step]:
             held: AbstractContextManager[None] = writing()

@@ -147,7 +147,7 @@ def connections_of_two_requests() -> int:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *_: object) -> None:
+        def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
             """Print nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Patient) as listening:
