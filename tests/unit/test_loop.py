@@ -160,7 +160,7 @@ def test_a_version_is_a_step_that_landed_and_a_batch_is_settled_when_it_is_on_th
 
 def said_of(end: BaseException) -> set[str]:
     """The words that reach the user."""
-    return set(re.findall(r"[^\s;,.]+", " ".join([str(end), *getattr(end, "__notes__", ())])))
+    return set(re.findall(r"[^\s;,.:]+", " ".join([str(end), *getattr(end, "__notes__", ())])))
 
 
 SAVED = {"checkpoint", "--resume"}
