@@ -214,9 +214,9 @@ class World:
             try:
                 look()
             except DriftError as drift:
-                said = str(drift)
+                said = drift.problems
         if (verdict := self.gather(said)[0]) is not None:
-            raise CommonDriftError(verdict)
+            raise CommonDriftError.of(verdict)
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -248,8 +248,10 @@ class World:
         sums = self.gather([str(value) for value in own_sums.tolist()])  # as text: one nan is another
         if different := [rank for rank, own in enumerate(sums) if own != sums[0]]:
             raise CommonWeightsError(
-                f"rank {', '.join(map(str, different))} of the trainer's processes holds other weights than rank 0 "
-                "after the same step; go on from the last checkpoint with --resume auto"
+                "other weights than rank 0 after the same step",
+                field="trainer processes",
+                got=f"rank {', '.join(map(str, different))}",
+                fix="go on from the last checkpoint with --resume auto",
             )
 
 
@@ -268,7 +270,7 @@ class CommonWeightsError(CommonTrainingError):
 
 
 class CommonDriftError(CommonError, DriftError):
-    """Samples have drifted, as all processes were told."""
+    """Samples have drifted, as all processes know."""
 
 
 class PeerGoneError(TrainingError):
@@ -284,8 +286,10 @@ def peers() -> Iterator[None]:
         raise
     except RuntimeError as gone:
         raise PeerGoneError(
-            f"another of the trainer's processes has ended ({_first_line(gone)}); its log says why. Go on with "
-            "--resume auto"
+            "another one has ended, its log says why",
+            field="trainer processes",
+            got=_first_line(gone),
+            fix="go on with --resume auto",
         ) from None
 
 
@@ -310,7 +314,7 @@ def join(config: DistributedConfig, *, on_gpu: bool) -> World:
     rank = config.trainer_rank if config.trainer_rank is not None else int(os.environ.get("RANK", 0))
     size = config.world_size if config.world_size is not None else int(os.environ.get("WORLD_SIZE", 1))
     if not 0 <= rank < size:
-        raise ConfigError(f"--trainer-rank {rank}: wanted 0 to {size - 1}, as --world-size {size} says")
+        raise ConfigError(field="--trainer-rank", got=rank, wanted=f"0 to {size - 1}, as --world-size {size} says")
     if size == 1:
         return World()
     gpus = torch.cuda.device_count() if on_gpu else 0
@@ -318,8 +322,10 @@ def join(config: DistributedConfig, *, on_gpu: bool) -> World:
     if on_gpu:
         if local >= gpus:
             raise ConfigError(
-                f"rank {rank} of {size}: wanted a GPU of its own (number {local}), this machine has {gpus} visible "
-                "GPUs; start fewer processes"
+                field=f"rank {rank} of {size}",
+                got=f"{gpus} visible GPUs",
+                wanted=f"GPU number {local}, for this process alone",
+                fix="start fewer processes",
             )
         torch.cuda.set_device(local)
     method = config.init_method or _where()
@@ -336,7 +342,7 @@ def join(config: DistributedConfig, *, on_gpu: bool) -> World:
         assert isinstance(control, dist.ProcessGroup)
     except (RuntimeError, ValueError) as error:
         raise TrainingError(
-            f"rank {rank} of {size}: the trainer's processes did not meet at {method}: {_first_line(error)}"
+            f"the trainer's processes did not meet at {method}", field=f"rank {rank} of {size}", got=_first_line(error)
         ) from None
     log.info("rank %d of %d trainer processes", rank, size)
     return World(rank, size, control)
@@ -346,8 +352,10 @@ def _where() -> str:
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
         return "env://"
     raise ConfigError(
-        "--init-method: got nothing, wanted where the trainer's processes meet, e.g. tcp://127.0.0.1:29500; torchrun "
-        "and `grpo run --trainer-gpus` say it by MASTER_ADDR and MASTER_PORT"
+        field="--init-method",
+        got="nothing",
+        wanted="where the trainer's processes meet, e.g. tcp://127.0.0.1:29500",
+        fix="name it, or set MASTER_ADDR and MASTER_PORT, as torchrun and `grpo run --trainer-gpus` do",
     )
 
 

@@ -161,7 +161,8 @@ class BatchFeed:
             unfit = 0 if fetched.leased.groups else unfit + 1
             self._client.drop(fetched.leased, self._why(fetched.leased))
             if unfit == UNFIT_IN_A_ROW:
-                raise TrainingError(f"{unfit} batches in a row can't be trained on: {self._sieve.last_reason}")
+                summary = f"{unfit} batches in a row can't be trained on"
+                raise TrainingError.of([replace(self._sieve.last, summary=summary)])
         again = time.perf_counter()
         ready = fetched.ready
         if ready is None or not same_judgement(judged.groups, fetched.judged.groups):
@@ -202,7 +203,7 @@ class BatchFeed:
     def _why(self, unused: Leased) -> str:
         if unused.groups:
             return f"it was more than {self._config.max_staleness} versions old (--max-staleness)"
-        return f"no group of it can be trained on, the last one for {self._sieve.last_reason}"
+        return f"no group of it can be trained on, the last one for {self._sieve.last}"
 
     def _begin_thread(self) -> None:
         """A thread begins with the first GPU, and would take memory there that it has no use for."""

@@ -39,16 +39,22 @@ def join_others(config: TrainConfig) -> World:
     on_gpu = config.model.device != "cpu" and torch.cuda.is_available()
     world = join(config.distributed, on_gpu=on_gpu)
     if world.alone and config.distributed.sharding == "full":
-        raise ConfigError("--sharding full: there is one trainer process, nothing to cut over; leave it out")
+        raise ConfigError(
+            "there is one trainer process, nothing to cut over", field="--sharding", got="full", fix="leave it out"
+        )
     if not world.alone and ":" in config.model.device:
         raise ConfigError(
-            f"--device {config.model.device}: each of the {world.size} trainer processes has a GPU of its own; "
-            "leave it out"
+            f"each of the {world.size} trainer processes has another GPU",
+            field="--device",
+            got=config.model.device,
+            fix="leave it out",
         )
     if not world.alone and config.shares_weights:
         raise ConfigError(
-            f"--world-size {world.size}: a trainer in the server's memory is one process, on the server's GPU; wanted "
-            "1, or --weight-bridge-mode lora_only without --share-base, lora_restart or none"
+            "a trainer in the server's memory is one process, on the server's GPU",
+            field="--world-size",
+            got=world.size,
+            wanted="1, or --weight-bridge-mode lora_only without --share-base, lora_restart or none",
         )
     return world
 

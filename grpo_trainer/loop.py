@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 
 from rich.console import Console
@@ -32,14 +33,17 @@ from grpo_trainer.weights.drift import drift_alarm
 log = logging.getLogger(__name__)
 
 
-def train(config: TrainConfig) -> None:
+def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_others) -> None:
     """Train as configured; returns when all steps are done and the final checkpoint is written.
+
+    Args:
+        meet: returns the processes of this trainer, once all of them are there.
 
     Raises:
         GrpoError: whatever the user can mend; what was learnt until then is saved first.
     """
     refuse_to_mix_runs(config.log_dir, config.checkpoints.resume, "--log-dir")  # before anybody waits for the others
-    world = join_others(config)
+    world = meet(config)
     seed_generators(config.model.seed)
     if not world.leads:
         follow(config, world)

@@ -70,8 +70,9 @@ class ServerClient:
             waited = time.monotonic() - started
             if waited > self._config.startup_timeout:
                 raise ServerError(
-                    f"no inference server at {self._config.url} after {waited:.0f} s; start one with "
-                    f"`grpo serve --port {self._config.port}`, or name its port with --vllm-port"
+                    f"no inference server at {self._config.url} after {waited:.0f} s",
+                    field="--vllm-timeout",
+                    fix=f"start one with `grpo serve --port {self._config.port}`, or name its port with --vllm-port",
                 )
             if waited - said >= PATIENCE_SECONDS:
                 said = waited
@@ -179,15 +180,18 @@ class ServerClient:
             answer = attempts(self._http.request, method, route, content=content, headers=headers, params=query)
         except httpx.TransportError as error:
             raise ServerError(
-                f"inference server: {method} {self._config.url}{route}: no answer ({type(error).__name__}: {error}); "
-                "is it still running?"
+                "no answer from the inference server, is it still running?",
+                field=f"{method} {self._config.url}{route}",
+                got=f"{type(error).__name__}: {error}",
             ) from error
         if answer.status_code >= 400:
-            raise ServerError(f"inference server: {method} {route}: {answer.status_code}: {_reason(answer)}")
+            raise _refusal(f"{method} {self._config.url}{route}", answer)
         try:
             return msgspec.json.decode(answer.content, type=answer_type)
         except msgspec.DecodeError as error:
-            raise ServerError(f"inference server: {method} {route}: not the answer of `grpo serve`: {error}") from error
+            raise ServerError(
+                "not the answer of `grpo serve`", field=f"{method} {self._config.url}{route}", got=error
+            ) from error
 
     def close(self) -> None:
         """Close the connection."""
@@ -205,8 +209,15 @@ class _Pieces:
         return (bytes(self._body[start : start + PIECE_BYTES]) for start in starts)
 
 
-def _reason(answer: httpx.Response) -> str:
+def _refusal(request: str, answer: httpx.Response) -> ServerError:
+    """The server's error, with its parts where it names the field."""
+    summary = f"the inference server refuses {request} with {answer.status_code}"
     try:
-        return msgspec.json.decode(answer.content, type=protocol.ErrorResponse).error.message
+        detail = msgspec.json.decode(answer.content, type=protocol.ErrorResponse).error
     except msgspec.DecodeError:
-        return answer.text[:500]
+        return ServerError(summary, got=answer.text[:500])
+    if detail.got is None:  # one of vLLM's
+        return ServerError(f"{summary}: {detail.message}", field=detail.param or "")
+    return ServerError(
+        summary, field=detail.param or "", got=detail.got, wanted=detail.wanted or "", fix=detail.fix or ""
+    )

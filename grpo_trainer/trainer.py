@@ -333,9 +333,10 @@ class Trainer:
         if self._bad_steps >= self.config.optimizer.max_bad_steps:
             sound = all(self._world.gather(are_finite(self.parameters)))
             raise (CommonTrainingError if sound else CommonWeightsError)(
-                f"{self._bad_steps} steps in a row had a loss or gradient that {reason} "
-                f"(last: loss {loss}, gradient norm {norm}); lower --lr, or look at the rewards and logprobs "
-                "in metrics.jsonl (--max-bad-steps sets the limit)"
+                f"{self._bad_steps} steps in a row had a loss or gradient that {reason}",
+                field="--max-bad-steps",
+                got=f"loss {loss}, gradient norm {norm}",
+                fix="lower --lr, or look at the rewards and logprobs in metrics.jsonl",
             )
         return True
 
@@ -357,7 +358,9 @@ class Trainer:
         metrics["train/changed_fraction"] = Mean(changed)
         if changed == 0.0 and norm > 0.0:
             raise CommonTrainingError(
-                f"the optimizer step changed no weight (gradient norm {norm:.3g}, learning rate "
-                f"{self.optimizer.param_groups[0]['lr']:.3g}); raise --lr"
+                "the optimizer step changed no weight",
+                field="--lr",
+                got=f"{self.optimizer.param_groups[0]['lr']:.3g}, with a gradient norm of {norm:.3g}",
+                fix="raise --lr",
             )
         return True

@@ -60,8 +60,11 @@ def attach_model(config: BridgeConfigFile, model_config: ModelConfig, device: to
     dtype = served_dtype(config)
     if model_config.dtype != "auto" and getattr(torch, model_config.dtype) != dtype:
         raise ConfigError(
-            f"--dtype {model_config.dtype}: the server's weights are {_name(dtype)}, and there is but one copy; use "
-            f"--dtype auto, or start the server with --dtype {model_config.dtype}"
+            "trainer and server share one copy of the weights",
+            field="--dtype",
+            got=model_config.dtype,
+            wanted=f"{_name(dtype)}, the server's",
+            fix=f"use --dtype auto, or start the server with --dtype {model_config.dtype}",
         )
     model = build_without_weights(found, dtype, model_config.attention, device)
     bindings = bind_names(_shapes(model), _vllm_shapes(config), facts_of(model, config))
@@ -85,15 +88,21 @@ def check_same_model(served: str, own: str) -> Any:
         theirs = check_model(served).to_dict()
     except ModelError:
         raise ModelError(
-            f"--model-name {own}: the server serves {served}, which can't be read from here, so that the two can't be "
-            "compared; name the same model on both sides"
+            "the server's model can't be read from here and so not be compared",
+            field="--model-name",
+            got=own,
+            wanted=f"{served}, the server's",
+            fix="name the same model on both sides",
         ) from None
     ours = found.to_dict()
     for field in sorted((ours.keys() | theirs.keys()) - WITHOUT_EFFECT):
         if ours.get(field) != theirs.get(field):
             raise ModelError(
-                f"--model-name {own}: is another model than the server's {served}: {field}: got {ours.get(field)}, "
-                f"wanted {theirs.get(field)}; name the same model on both sides"
+                f"{own} is another model than the server's {served}",
+                field=f"--model-name: {field}",
+                got=ours.get(field),
+                wanted=str(theirs.get(field)),
+                fix="name the same model on both sides",
             )
     return found
 
@@ -113,19 +122,28 @@ def server_device(config: BridgeConfigFile, wanted: torch.device) -> torch.devic
     """The server's device by this process's number.
 
     Raises:
-        BridgeError: the trainer was told to run on another one, or does not see it.
+        BridgeError: `--device` is another one, or the trainer does not see it.
     """
     if config.kind == "file":
         if wanted.type != "cpu":
-            raise BridgeError(f"--device {wanted}: the server's weights are in main memory; use --device cpu")
+            raise BridgeError(
+                "the server's weights are in main memory", field="--device", got=wanted, fix="use --device cpu"
+            )
         return wanted
     if wanted.type != "cuda":
-        raise BridgeError(f"--device {wanted}: the server's weights are on GPU {config.gpu_uuid}; use --device auto")
+        raise BridgeError(
+            f"the server's weights are on GPU {config.gpu_uuid}", field="--device", got=wanted, fix="use --device auto"
+        )
     visible = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
     check_gpu(config, visible)
     index = visible.index(config.gpu_uuid)
     if wanted.index not in (None, index):
-        raise BridgeError(f"--device {wanted}: the server's weights are on cuda:{index}; use --device cuda:{index}")
+        raise BridgeError(
+            field="--device",
+            got=wanted,
+            wanted=f"cuda:{index}, where the server's weights are",
+            fix=f"use --device cuda:{index}",
+        )
     return torch.device("cuda", index)
 
 
@@ -154,8 +172,10 @@ def open_handles(config: BridgeConfigFile, device: torch.device) -> dict[str, Te
                 storages[place] = _open(handle, sizes[place], device)
         except (OSError, RuntimeError) as error:
             raise BridgeError(
-                f"{name}: the server's memory can't be mapped: {error}. Server and trainer must run on one machine, in "
-                "one container, as one user, and the server must be alive"
+                "the server's memory can't be mapped",
+                field=name,
+                got=error,
+                wanted="a living server and its trainer on one machine, in one container, as one user",
             ) from None
         tensors[name] = _tensor(handle, storages[place], device)
     return tensors
@@ -169,7 +189,7 @@ def _open(handle: Handle, size: int, device: torch.device) -> torch.UntypedStora
         case FileHandle():
             has = Path(handle.path).stat().st_size  # torch would make a shorter or missing file longer
     if has < size:
-        raise RuntimeError(f"it has {has} bytes, the file speaks of {size}")
+        raise RuntimeError(f"{has} bytes, where the server's file says {size}")
     match handle:
         case CudaIpcHandle():
             storage: Any = torch.UntypedStorage._new_shared_cuda(
@@ -223,11 +243,17 @@ def build_without_weights(config: Any, dtype: torch.dtype, attention: str, devic
 def _check_buffer(name: str, buffer: Tensor, wanted: Tensor | None) -> None:
     here = buffer.cpu()
     if wanted is None or (here.shape, here.dtype) != (wanted.shape, wanted.dtype):
-        raise ModelError(f"{name}: this buffer is not in a model built on a CPU; transformers may be too old for it")
+        raise ModelError(
+            "this buffer is not in a model built on a CPU", field=name, fix="use another release of transformers"
+        )
     if not torch.allclose(here.double(), wanted.double(), rtol=BUFFER_TOLERANCE, atol=0.0, equal_nan=False):
         error = (here.double() - wanted.double()).abs().max().item()
         raise ModelError(
-            f"{name}: this buffer differs by up to {error:.3g} from that of a model built on a CPU; use lora_only"
+            "this buffer is not that of a model built on a CPU",
+            field=name,
+            got=f"a difference of {error:.3g}",
+            wanted=f"at most {BUFFER_TOLERANCE:g} of the value",
+            fix="use lora_only",
         )
 
 
@@ -264,8 +290,10 @@ def bind(model: PreTrainedModel, bindings: Iterable[Binding], tensors: Mapping[s
         whole = tensors[binding.vllm_name]
         if whole.dtype != meta[binding.hf_name].dtype:
             raise ModelError(
-                f"{binding.hf_name}: dtype: the server's {binding.vllm_name} is {_name(whole.dtype)}, the model "
-                f"computes with {_name(meta[binding.hf_name].dtype)}; use lora_only or none"
+                field=f"{binding.hf_name}: dtype",
+                got=f"{_name(whole.dtype)} of the server's {binding.vllm_name}",
+                wanted=f"{_name(meta[binding.hf_name].dtype)}, which the model computes with",
+                fix="use lora_only or none",
             )
         view = whole.narrow(0, binding.start, binding.length)
         is_parameter = isinstance(meta[binding.hf_name], nn.Parameter)
@@ -274,7 +302,10 @@ def bind(model: PreTrainedModel, bindings: Iterable[Binding], tensors: Mapping[s
             _put(model, name, bound)
     if left := list(_on_meta(model)):
         raise ModelError(
-            f"{left[0]}: has no memory; its architecture is not known to shared_vllm, use lora_only or none"
+            "shared_vllm does not know this architecture",
+            field=left[0],
+            got="a tensor without memory",
+            fix="use lora_only or none",
         )
 
 

@@ -9,12 +9,15 @@ import os
 import stat
 import tempfile
 from collections.abc import Collection, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import msgspec
 import psutil
 
+from grpo_common.errors import Problem
 from grpo_trainer.errors import BridgeError
 from vllm_server.protocol import machine_id
 from vllm_server.protocol.bridge_config import FILE_NAME, SCHEMA_VERSION, BridgeConfigFile, CudaIpcHandle, Handle
@@ -22,7 +25,7 @@ from vllm_server.protocol.bridge_config import FILE_NAME, SCHEMA_VERSION, Bridge
 log = logging.getLogger(__name__)
 
 SHARED_FOLDER: Final = "atropos_bridge"
-"""In the system temporary folder; where a server writes the file if it was told nothing else."""
+"""In the system temporary folder; where a server writes the file by default."""
 
 CLOCK_SLACK_S: Final = 2.0
 """Process start times are rounded, file times are of another clock."""
@@ -43,7 +46,7 @@ def find_bridge_config(path: Path | None) -> BridgeConfigFile:
     """
     if path is not None:
         return read_bridge_config(path / FILE_NAME if path.is_dir() else path)
-    reasons: list[str] = []
+    refused: list[Problem] = []
     for candidate in known_places():
         if not os.path.lexists(candidate):
             continue
@@ -51,13 +54,14 @@ def find_bridge_config(path: Path | None) -> BridgeConfigFile:
             return read_bridge_config(candidate)
         except BridgeError as error:
             log.warning("passed over: %s", error)
-            reasons.append(str(error))
+            refused += error.problems
     looked = ", ".join(str(candidate.parent) for candidate in known_places())
-    found = f"Found, and refused: {'; '.join(reasons)}. " if reasons else ""
-    raise BridgeError(
-        f"--vllm-config-path: no usable {FILE_NAME} in {looked}. {found}"
-        "Start the server with `grpo serve --shared-weights`, or name its file"
+    none = Problem(
+        field="--vllm-config-path",
+        got=f"no usable {FILE_NAME} in {looked}",
+        fix="start the server with `grpo serve --shared-weights`, or name its file",
     )
+    raise BridgeError.of([none, *refused])
 
 
 def known_places() -> list[Path]:
@@ -79,14 +83,17 @@ def read_bridge_config(path: Path) -> BridgeConfigFile:
         version = msgspec.json.decode(data, type=_Versioned).schema_version
         if version != SCHEMA_VERSION:
             raise BridgeError(
-                f"{path}: schema_version: got {version}, wanted {SCHEMA_VERSION}; the server and the trainer are of "
-                "different releases: install one of both"
+                "server and trainer are of different releases",
+                field=f"{path}: schema_version",
+                got=version,
+                wanted=str(SCHEMA_VERSION),
+                fix="install one release for both",
             )
         config = msgspec.json.decode(data, type=BridgeConfigFile)
     except msgspec.DecodeError as error:
-        raise BridgeError(f"{path}: damaged: {error}; start the server again") from None
+        raise BridgeError("damaged", field=str(path), got=error, fix="start the server again") from None
     for problem in _problems(config, written):
-        raise BridgeError(f"{path}: {problem}")
+        raise BridgeError.of([replace(problem, field=f"{path}: {problem.field}")])
     return config
 
 
@@ -101,8 +108,11 @@ def check_gpu(config: BridgeConfigFile, visible: Collection[str]) -> None:
     """
     if config.kind == "cuda_ipc" and config.gpu_uuid not in visible:
         raise BridgeError(
-            f"gpu_uuid: the server's weights are on GPU {config.gpu_uuid}, the trainer sees "
-            f"{', '.join(visible) or 'none'}; start it with --device auto and a CUDA_VISIBLE_DEVICES that has this GPU"
+            "the trainer does not see the GPU that holds the server's weights",
+            field="gpu_uuid",
+            got=", ".join(visible) or "none",
+            wanted=str(config.gpu_uuid),
+            fix="start the trainer with --device auto and a CUDA_VISIBLE_DEVICES that has this GPU",
         )
 
 
@@ -149,58 +159,66 @@ def _read_private(path: Path) -> tuple[bytes, float]:
             info = os.fstat(file.fileno())
             data = file.read() if stat.S_ISREG(info.st_mode) else b""
     except OSError as error:
-        raise BridgeError(f"--vllm-config-path {path}: {error.strerror}; wanted the server's {FILE_NAME}") from None
+        raise BridgeError(
+            field=f"--vllm-config-path {path}", got=error.strerror, wanted=f"the server's {FILE_NAME}"
+        ) from None
     if not stat.S_ISREG(info.st_mode):
-        raise BridgeError(f"{path}: no regular file; wanted the server's {FILE_NAME}")
+        raise BridgeError("no regular file", field=str(path), wanted=f"the server's {FILE_NAME}")
     if info.st_uid != os.geteuid():
         raise BridgeError(
-            f"{path}: owner: got uid {info.st_uid}, wanted {os.geteuid()}, the trainer's; run both as one user"
+            field=f"{path}: owner",
+            got=f"uid {info.st_uid}",
+            wanted=f"{os.geteuid()}, the trainer's",
+            fix="run both as one user",
         )
     if info.st_mode & 0o077:
         raise BridgeError(
-            f"{path}: mode: got {stat.S_IMODE(info.st_mode):04o}, wanted 0600: who reads it can write the weights; "
-            "chmod 600 it if nobody else could have changed it, or start the server again"
+            "who reads it can write the weights",
+            field=f"{path}: mode",
+            got=f"{stat.S_IMODE(info.st_mode):04o}",
+            wanted="0600",
+            fix="chmod 600 it if nobody else could have changed it, or start the server again",
         )
     return data, info.st_mtime
 
 
-def _problems(config: BridgeConfigFile, written: float) -> Iterator[str]:
+def _problems(config: BridgeConfigFile, written: float) -> Iterator[Problem]:
     """What is wrong with it, the reason that explains most first."""
     if config.machine != machine_id():
-        yield "machine: of another machine, or of this one before it was started anew; start the server here"
+        summary = "of another machine, or of this one before its last start"
+        yield Problem("machine", config.machine, machine_id(), "start the server here", summary)
     if not _alive(config.server_pid, written):
-        yield f"server_pid: process {config.server_pid}, which wrote it, is gone; start the server, or remove the file"
+        fix = "start the server, or remove the file"
+        yield Problem("server_pid", str(config.server_pid), fix=fix, summary="the process that wrote it is gone")
     for field, degree in (("tp_degree", config.tp_degree), ("dp_shard_degree", config.dp_shard_degree)):
         if degree != 1:
-            yield f"{field}: got {degree}, wanted 1: each worker holds a part only; serve on one GPU"
+            yield Problem(field, str(degree), "1", "serve on one GPU", "each worker holds a part only")
     if not (config.shared_weights_enabled and config.single_copy_enabled):
-        yield "shared_weights_enabled: got false; start the server with --shared-weights"
+        yield Problem("shared_weights_enabled", "false", fix="start the server with --shared-weights")
     yield from _contradictions(config)
 
 
-def _contradictions(config: BridgeConfigFile) -> Iterator[str]:
-    """The parts of the file must tell the same story, or memory would be read for what it is not."""
-    damaged = "the file is damaged, start the server again"
+def _contradictions(config: BridgeConfigFile) -> Iterator[Problem]:
+    """The parts of the file must agree, or memory would be read for what it is not."""
+    damaged = partial(Problem, fix="start the server again", summary="the file is damaged")
     names = set(config.param_names)
     if not names or len(names) != len(config.param_names) or config.num_params != len(names):
-        yield f"num_params: got {config.num_params} for {len(names)} names in param_names; {damaged}"
+        yield damaged("num_params", f"{config.num_params} for {len(names)} names in param_names")
     for field, keys in (("param_mappings", set(config.param_mappings)), ("ipc_handles", set(config.ipc_handles))):
         if different := sorted(names ^ keys):
-            yield f"{field}: {different[0]} is in one of it and param_names only; {damaged}"
+            yield damaged(field, f"{different[0]} in one of it and param_names only")
             return
     for name in config.param_names:
         mapping, handle = config.param_mappings[name], config.ipc_handles[name]
         if (mapping.shape, mapping.dtype) != (handle.shape, handle.dtype):
-            yield (
-                f"{name}: {mapping.dtype} {mapping.shape} in param_mappings, {handle.dtype} {handle.shape} in "
-                f"ipc_handles; {damaged}"
-            )
+            own, other = (f"{place.dtype} {place.shape}" for place in (mapping, handle))
+            yield damaged(name, f"{own} in param_mappings, {other} in ipc_handles")
         elif handle.dtype not in ITEM_BYTES:
-            yield f"{name}: dtype: got {handle.dtype}, wanted {', '.join(ITEM_BYTES)}; serve without quantisation"
+            yield Problem(f"{name}: dtype", handle.dtype, ", ".join(ITEM_BYTES), "serve without quantisation")
         elif isinstance(handle, CudaIpcHandle) != (config.kind == "cuda_ipc"):
-            yield f"{name}: its handle is not of kind {config.kind}; {damaged}"
+            yield damaged(name, f"a {type(handle).__name__}", f"one of kind {config.kind}")
         elif not _is_place(handle):
-            yield f"{name}: offset {start_of(handle)}, strides {handle.stride}: no place of {handle.shape}; {damaged}"
+            yield damaged(name, f"offset {start_of(handle)}, strides {handle.stride}", f"a place of {handle.shape}")
     yield from _overlaps(config)
 
 
@@ -212,7 +230,7 @@ def _is_place(handle: Handle) -> bool:
     )
 
 
-def _overlaps(config: BridgeConfigFile) -> Iterator[str]:
+def _overlaps(config: BridgeConfigFile) -> Iterator[Problem]:
     """Two names may stand for one place, but not for places that overlap."""
     regions: dict[tuple[str, int], list[tuple[int, int, str]]] = {}
     ties = tied_names(config)
@@ -223,7 +241,8 @@ def _overlaps(config: BridgeConfigFile) -> Iterator[str]:
         places.sort()
         for (_, end, name), (start, _, other) in itertools.pairwise(places):
             if start < end:
-                yield f"{name} and {other} overlap in memory; serve with the default --load-format and kernels"
+                fix = "serve with the default --load-format and kernels"
+                yield Problem(f"{name} and {other}", fix=fix, summary="overlap in memory")
 
 
 def _alive(pid: int, written: float) -> bool:

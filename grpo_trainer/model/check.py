@@ -24,11 +24,14 @@ def check_model(name: str) -> Any:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(
-            f"--model-name {name}: no model there: {reason}. Wanted a folder with config.json, or a hub name that "
-            "this machine can reach"
+            f"no model there: {reason}",
+            field="--model-name",
+            got=name,
+            wanted="a folder with config.json, or a hub name that this machine can reach",
         ) from None
     if problem := not_trainable(config):
-        raise ModelError(f"--model-name {name}: {problem}; wanted a decoder-only model (Qwen, Llama, Mistral, …)")
+        wanted = "a decoder-only model (Qwen, Llama, Mistral, …)"
+        raise ModelError(problem, field="--model-name", got=name, wanted=wanted)
     return config
 
 

@@ -151,6 +151,6 @@ def compile_layers(
     if reason is None:
         return compiled
     if isinstance(layers[0], FSDPModule):
-        raise ConfigError(f"--compile on: {reason}; leave it out")
+        raise ConfigError(reason, field="--compile", got="on", fix="leave it out")
     log.warning("decoder layers are not compiled: %s", reason)
     return None

@@ -45,7 +45,7 @@ def is_cut(world: World, config: TrainConfig) -> bool:
         return False
     if why := why_whole(config):
         if config.distributed.sharding == "full":
-            raise ConfigError(f"--sharding full: {why}; or use --sharding none")
+            raise ConfigError(why, field="--sharding", got="full", fix="use --sharding none")
         log.warning("weights, gradients and optimizer states are whole on each GPU: --sharding full %s", why)
         return False
     return True
@@ -63,7 +63,12 @@ def cut(model: PreTrainedModel, world: World, device: torch.device, dtype: torch
     """
     layers = known_layers(model.base_model)
     if layers is None:
-        raise ConfigError(f"--sharding full: the layers of {type(model).__name__} are not known; use --sharding none")
+        raise ConfigError(
+            f"the layers of {type(model).__name__} are not known",
+            field="--sharding",
+            got="full",
+            fix="use --sharding none",
+        )
     mesh = init_device_mesh(device.type, (world.size,))
     computes = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     for module in (*layers, model):

@@ -202,8 +202,10 @@ def _load(targets: dict[str, Tensor], reader: FileSystemReader, path: Path) -> N
     except CheckpointException as failed:  # no Exception: it would pass by whoever catches those
         ((error, _),) = failed.failures.values()
         raise ConfigError(
-            f"--resume {path}: the states of its optimizer can't be read: {type(error).__name__}: {error}; go on from "
-            "another checkpoint"
+            "the states of its optimizer can't be read",
+            field=f"--resume {path}",
+            got=f"{type(error).__name__}: {error}",
+            fix="go on from another checkpoint",
         ) from None
 
 

@@ -64,13 +64,17 @@ def stored_tensors(model: PreTrainedModel | PeftModel) -> dict[str, tuple[str, T
         if name is None:
             continue
         if not tensor.is_floating_point():
-            raise ModelError(f"{name}: weights of {tensor.dtype} can't be written for the server; use lora_only")
+            raise ModelError(
+                "can't be written for the server", field=name, got=tensor.dtype, wanted="floats", fix="use lora_only"
+            )
         if (first := names.setdefault(id(tensor), name)) == name:
             found[name] = (own, tensor)
         elif any(".base_layer." in adapted for adapted in (own, found[first][0])):
             raise ModelError(
-                f"--lora-target-modules: {name} and {first} share their weights, merging an adapter into one would "
-                "part them; leave both out"
+                "merging an adapter into one of two modules that share their weights would part them",
+                field="--lora-target-modules",
+                got=f"{name} and {first}",
+                fix="leave both out",
             )
     return found
 

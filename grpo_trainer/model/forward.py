@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -144,7 +144,10 @@ def check_teacher(ids_NK: Tensor | NDArray[np.int64], vocab: int) -> None:
     largest = int(ids_NK.max()) if len(ids_NK) and ids_NK.shape[1] else -1
     if largest >= vocab:
         raise TrainingError(
-            f"distill_token_ids: got {largest}, the model has {vocab} tokens; the teacher's tokens must be the model's"
+            "the teacher's tokens must be the model's",
+            field="distill_token_ids",
+            got=largest,
+            wanted=f"less than {vocab}",
         )
 
 
@@ -176,7 +179,7 @@ def build_forward(model: nn.Module, config: TrainConfig) -> Forward:
     if parts is None:
         for option, asked in (("packing", config.compute.packing), ("share-prompts", config.compute.share_prompts)):
             if asked == "on":
-                raise ConfigError(f"--{option} on: {why}; leave it out")
+                raise ConfigError(why, field=f"--{option}", got="on", fix="leave it out")
         return Forward(model, None, None, HeadPlan(torch.float32, torch.float32), packed=False)
     own = parts.head.weight.dtype
     dtype = computes if own == torch.float32 else own
@@ -219,7 +222,7 @@ def _parts_of(whole: nn.Module, computes: torch.dtype) -> tuple[Parts | None, st
         ours_BTV = nn.functional.linear(hidden_BTH.to(head.weight.dtype), head.weight, head.bias)
     rounding = max(TOLERANCE[dtype] for dtype in (logits_BTV.dtype, head.weight.dtype, computes))
     if not _distance(ours_BTV, logits_BTV) <= rounding:
-        return None, f"{type(whole).__name__} does more to its logits than its head does"
+        return None, f"{type(whole).__name__} {MORE_THAN_HEAD}"
     return Parts(whole, decoder, head), ""
 
 
@@ -235,7 +238,8 @@ def _packs(parts: Parts, asked: Choice, seq_len: int, dtype: torch.dtype, device
     if why is None:
         return True
     if asked == "on":
-        raise ConfigError(f"--packing on: {type(parts.whole).__name__}: {why}; leave it out")
+        summary = f"{type(parts.whole).__name__}: {why}"
+        raise ConfigError(summary, field="--packing", got="on", fix="leave it out")
     log.warning("microbatches are padded, not packed: %s: %s", type(parts.whole).__name__, why)
     return False
 
@@ -250,11 +254,11 @@ def _shares(parts: Parts, asked: Choice, packed: bool) -> bool:
         return False
     why = None if packed else "sequences are not packed"
     if packed and not _lets_prompts_be_shared(parts):
-        why = f"{type(parts.whole).__name__} does not give the same with a prompt that stands there once"
+        why = f"{type(parts.whole).__name__} does not give the same when sequences share a prompt"
     if why is None:
         return True
     if asked == "on":
-        raise ConfigError(f"--share-prompts on: {why}; leave it out")
+        raise ConfigError(why, field="--share-prompts", got="on", fix="leave it out")
     log.warning("each sequence has its prompt to itself: %s", why)
     return False
 
@@ -272,7 +276,7 @@ def _why_not_packed(parts: Parts, seq_len: int, dtype: torch.dtype, device: torc
         return "its attention can't be exchanged"
     if not _keeps_sequences_apart(parts):
         parts.whole.set_attn_implementation(before)
-        return "its layers let one sequence see another"
+        return MIXES
     return None
 
 
@@ -321,6 +325,10 @@ def _agrees(got: Tensor, wanted: Tensor, without: Tensor) -> bool:
     error = _distance(got, wanted)
     return error <= TOLERANCE[torch.float32] or error <= 0.25 * _distance(without, wanted)
 
+
+MORE_THAN_HEAD: Final = "does more to its logits than its head does"
+MIXES: Final = "its layers let one sequence see another"
+"""What a model may fail in when it is tried."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float64: 1e-6}
 """Relative distance that rounding explains."""

@@ -282,7 +282,7 @@ class _HeadScores(torch.autograd.Function):
             grads = grad_N[own], entropy_grad_N[own]
             if others_NK.numel():
                 taught = others_NK[own], others_grad_NK[own]
-                grad_nV = _residual_with_others(logits_nV, *own_values, *grads, *taught, plan.dtype)
+                grad_nV = residual_with_others(logits_nV, *own_values, *grads, *taught, plan.dtype)
             else:
                 grad_nV = plan.residual(logits_nV, *own_values, *grads, plan.dtype)
             del logits_nV
@@ -300,7 +300,7 @@ def _chunks(count: int, rows: int) -> Iterator[slice]:
     return (slice(start, min(start + rows, count)) for start in range(0, count, rows))
 
 
-def _residual_with_others(
+def residual_with_others(
     logits_nV: Tensor,
     targets_n: Tensor,
     temperature_n: Tensor,

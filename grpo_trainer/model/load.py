@@ -28,9 +28,16 @@ def pick_device(wanted: str) -> torch.device:
     try:
         device = torch.device(wanted)
     except RuntimeError:
-        raise ConfigError(f"--device {wanted}: no such kind of device; wanted auto, cpu, cuda or cuda:N") from None
+        raise ConfigError(
+            "no such kind of device", field="--device", got=wanted, wanted="auto, cpu, cuda or cuda:N"
+        ) from None
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"--device {wanted}: this machine has {torch.cuda.device_count()} visible GPUs")
+        raise ConfigError(
+            f"this machine has {torch.cuda.device_count()} visible GPUs",
+            field="--device",
+            got=wanted,
+            fix="use --device auto",
+        )
     return device
 
 
@@ -63,8 +70,10 @@ def check_attention(found: Any, wanted: str) -> None:
     capping = getattr(found, "attn_logit_softcapping", None)
     if capping and wanted == "sdpa":
         raise ConfigError(
-            f"--attention sdpa: does not cap this model's attention scores (attn_logit_softcapping {capping}), as the "
-            "server does; use --attention eager"
+            f"does not cap this model's attention scores (attn_logit_softcapping {capping}), as the server does",
+            field="--attention",
+            got="sdpa",
+            fix="use --attention eager",
         )
 
 
@@ -137,10 +146,14 @@ def _in_4_bits(name: str, found: Any, dtype: torch.dtype) -> BitsAndBytesConfig:
         ModelError: the weights are quantised already.
     """
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError("--load-in-4bit: needs bitsandbytes; pip install 'grpo-trainer[qlora]', or leave it out")
+        raise ConfigError(
+            "needs bitsandbytes", field="--load-in-4bit", fix="pip install 'grpo-trainer[qlora]', or leave it out"
+        )
     if (already := getattr(found, "quantization_config", None)) is not None:
         method = already.get("quant_method") if isinstance(already, dict) else type(already).__name__
-        raise ModelError(f"--model-name {name}: is quantised already ({method}); wanted 16 or 32 bits to quantise")
+        raise ModelError(
+            "is quantised already", field=f"--model-name {name}", got=method, wanted="16 or 32 bits to quantise"
+        )
     return BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
@@ -161,8 +174,11 @@ def _check_kernel(model: PreTrainedModel, device: torch.device) -> None:
         error = (dequantize_4bit(*quantize_4bit(matrix, quant_type="nf4")) - matrix).norm() / matrix.norm()
         if not error < KERNEL_ERROR:
             raise ModelError(
-                f"--load-in-4bit: bitsandbytes on {device.type} garbles weights of width {width} (relative error "
-                f"{error:.2f}, wanted about 0.09); leave it out, use another device, or another version of bitsandbytes"
+                f"bitsandbytes on {device.type} garbles weights of width {width}",
+                field="--load-in-4bit",
+                got=f"a relative error of {error:.2f}",
+                wanted="about 0.09",
+                fix="leave it out, use another device, or another version of bitsandbytes",
             )
 
 

@@ -73,15 +73,17 @@ def decoder_layers(model: PreTrainedModel) -> DecoderLayers:
     for name, module in model.named_modules():  # from the outside in
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return DecoderLayers(name, module)
-    raise ModelError(f"{type(model).__name__} has no list of {count} layers; wanted a decoder-only model")
+    raise ModelError(field=type(model).__name__, got=f"no list of {count} layers", wanted="a decoder-only model")
 
 
 def _check_layers(layers: DecoderLayers, options: LoraOptions) -> None:
     beyond = [number for number in options.layer_indices or () if number >= layers.count]
     if beyond:
         raise ModelError(
-            f"--lora-layer-indices {','.join(map(str, beyond))}: the model has {layers.count} layers, "
-            f"0 to {layers.count - 1}"
+            f"the model has {layers.count} layers",
+            field="--lora-layer-indices",
+            got=",".join(map(str, beyond)),
+            wanted=f"0 to {layers.count - 1}",
         )
 
 
@@ -92,10 +94,12 @@ def _check_modules(model: PreTrainedModel, layers: DecoderLayers, options: LoraO
         return
     kinds = {name.rpartition(".")[2]: type(module).__name__ for name, module in model.named_modules()}
     outside = [f"{name} ({kinds[name]})" for name in missing if name in kinds]
-    why = f" ({', '.join(outside)}: no linear module of its layers, vLLM need not serve it)" if outside else ""
+    why = f"; vLLM need not serve {', '.join(outside)}" if outside else ""
     raise ModelError(
-        f"--lora-target-modules {','.join(missing)}: {type(model).__name__} has no such linear module{why}; "
-        f"it has {', '.join(sorted(layers.linear)) or 'none'}"
+        f"{type(model).__name__} has no such linear module in its layers{why}",
+        field="--lora-target-modules",
+        got=",".join(missing),
+        wanted=", ".join(sorted(layers.linear)) or "none",
     )
 
 
@@ -106,7 +110,10 @@ def _start_from(model: PeftModel, file: AdapterFile) -> None:
     differing = _differences(own, weights)
     if differing:
         raise ModelError(
-            f"--lora-adapter {file.path}: is another model's: {differing}. It was trained on {file.base_model}"
+            "is another model's",
+            field=f"--lora-adapter {file.path}",
+            got=differing,
+            fix=f"name an adapter of this model; it was trained on {file.base_model}",
         )
     set_peft_model_state_dict(model, weights)
     name = getattr(model.config, "name_or_path", None)
@@ -127,7 +134,7 @@ def _differences(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -
     if strange := set(saved) - set(own):
         return f"this model has no {some(strange)}"
     return "; ".join(
-        f"{name} is {list(saved[name].shape)}, wanted {list(own[name].shape)}"
+        f"{name} is {list(saved[name].shape)}, not {list(own[name].shape)}"
         for name in own
         if own[name].shape != saved[name].shape
     )[:300]

@@ -16,9 +16,10 @@ whatever is left over on either side. Read from vLLM 0.25.1 and 0.32 and transfo
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
+from grpo_common.errors import Problem
 from grpo_trainer.errors import ModelError
 
 Shape = tuple[int, ...]
@@ -53,19 +54,20 @@ _SHOWN = 12
 class NamesError(ModelError):
     """Trainer and server do not have the same parameters, or not in a way that is understood.
 
-    Attributes:
-        problems: all of them, one line each.
+    Its first problem is this one, the others say which parameters are concerned.
     """
 
-    def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = tuple(problems)
-        shown = [*self.problems[:_SHOWN], *([f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else [])]
-        super().__init__(
-            f"the trainer's parameters can't be bound to vLLM's ({len(problems)} problems):\n  "
-            + "\n  ".join(shown)
-            + "\nWanted each of both sides exactly once. Serve the model of --model-name; if it is the same, its "
-            "architecture is not known to --weight-bridge-mode shared_vllm: use lora_only or none"
+    @classmethod
+    def about(cls, parameters: Sequence[Problem]) -> NamesError:
+        """Return the error that names the first few of these parameters, and how many there are."""
+        whole = Problem(
+            field="--model-name",
+            got=f"{len(parameters)} problems",
+            wanted="each parameter of both sides exactly once",
+            fix="serve the model of --model-name, or use lora_only or none if shared_vllm does not know it",
+            summary="the trainer's parameters can't be bound to vLLM's",
         )
+        return cls.of([whole, *parameters[:_SHOWN]])
 
 
 @dataclass(frozen=True)
@@ -116,19 +118,19 @@ def bind_names(
     """
     names = _Names(hf_shapes, vllm_shapes, facts or Facts())
     bindings: list[Binding] = []
-    problems: list[str] = []
+    problems: list[Problem] = []
     for name in sorted(hf_shapes):
         if name in names.facts.hf_ties:
             problems += names.check_tie(name)
             continue
         found = names.place(name)
-        if isinstance(found, str):
+        if isinstance(found, Problem):
             problems.append(found)
         else:
             bindings.append(found)
     problems += _check_cover(bindings, vllm_shapes, names.first)
     if problems:
-        raise NamesError(problems)
+        raise NamesError.about(problems)
     return tuple(bindings)
 
 
@@ -138,33 +140,34 @@ class _Names:
     vllm: Mapping[str, Shape]
     facts: Facts
 
-    def place(self, name: str) -> Binding | str:
+    def place(self, name: str) -> Binding | Problem:
         """The parameter's one place, or what is wrong."""
         shown = f"{name} {list(self.hf[name])}"
+        one = "one place in vLLM"
         candidates = {self.first(candidate): candidate for candidate in self._candidates(name)}
         if not candidates:
-            return f"{shown}: has no place in vLLM"
+            return Problem(shown, "none", one)
         if len(candidates) > 1:
-            return f"{shown}: could be any of vLLM's {', '.join(sorted(candidates.values()))}"
+            return Problem(shown, f"{len(candidates)}: {', '.join(sorted(candidates.values()))}", one)
         (target,) = candidates.values()
         path, leaf = _split(name)
         if (layout := self.facts.strange_experts.get(path)) is not None:
-            return f"{shown}: {layout}; wanted [expert, out, in] with gate before up"
+            return Problem(shown, layout, "experts that are [expert, out, in], gate before up")
         if (
             len(self.hf[name]) > 1
             and _module(name) not in ALIKE
             and not (path.endswith(".experts") and leaf in EXPERTS)
         ):
-            return f"{shown}: vLLM's {target} is not known to have its rows in the same order"
+            return Problem(shown, f"vLLM's {target}", "a module whose rows are known to have one order on both sides")
         return self._rows(name, target)
 
-    def check_tie(self, name: str) -> Iterator[str]:
-        """A tied parameter may be missing in vLLM (the layer is used twice), but not be one of its own."""
+    def check_tie(self, name: str) -> Iterator[Problem]:
+        """A tied parameter may be missing in vLLM (the layer is used twice), but not be another one there."""
         owner = self.facts.hf_ties[name]
         if self.hf[name] != self.hf[owner]:
-            yield f"{name} {list(self.hf[name])}: tied to {owner}, which is {list(self.hf[owner])}"
+            yield Problem(name, str(list(self.hf[name])), f"{list(self.hf[owner])}, as {owner}, to which it is tied")
         if name in self.vllm and self.first(name) not in {self.first(place) for place in self._candidates(owner)}:
-            yield f"{name}: tied to {owner} in the trainer, but of its own in vLLM"
+            yield Problem(name, "two parameters in vLLM", f"one with {owner}, to which the trainer ties it")
 
     def first(self, vllm_name: str) -> str:
         return self.facts.vllm_ties.get(vllm_name, vllm_name)
@@ -174,10 +177,10 @@ class _Names:
         paths = {name, *(name.replace(old, new) for old, new in RENAMED)}
         return [place for path in sorted(paths) for place in _possible(path) if place in self.vllm]
 
-    def _rows(self, name: str, target: str) -> Binding | str:
+    def _rows(self, name: str, target: str) -> Binding | Problem:
         """Where in `target` the parameter's rows begin; of a fused matrix all parts must be known."""
         shape, whole = self.hf[name], self.vllm[target]
-        misfit = f"{name} {list(shape)}: does not fit vLLM's {target} {list(whole)}"
+        misfit = Problem(f"{name} {list(shape)}", f"vLLM's {target} {list(whole)}", summary="does not fit")
         if not shape or len(shape) != len(whole) or shape[1:] != whole[1:]:
             return misfit
         parts = FUSED.get(_module(target), ())
@@ -187,10 +190,10 @@ class _Names:
         path, leaf = _split(name)
         siblings = [f"{_split(path)[0]}.{part}.{leaf}" for part in parts]
         if missing := [sibling for sibling in siblings if sibling not in self.hf]:
-            return f"{name} {list(shape)}: vLLM's {target} holds {missing[0]} as well, which the trainer lacks"
+            return replace(misfit, got=f"no {missing[0]}", wanted=f"all parts of vLLM's {target}")
         rows = [self.hf[sibling][0] for sibling in siblings]
         if sum(rows) != whole[0]:
-            return f"{misfit}: {' + '.join(map(str, rows))} rows in {', '.join(parts)}"
+            return replace(misfit, wanted=f"{' + '.join(map(str, rows))} rows, of {', '.join(parts)}")
         return Binding(name, target, sum(rows[: parts.index(_module(name))]), shape[0], shape)
 
 
@@ -224,7 +227,7 @@ def _padded(rows: int) -> int:
 
 def _check_cover(
     bindings: Collection[Binding], vllm: Mapping[str, Shape], first: Callable[[str], str]
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     """All rows of vLLM's parameters belong to exactly one binding, but for the padding of the vocabulary.
 
     Independent of how the bindings were found.
@@ -238,10 +241,15 @@ def _check_cover(
         reached, owner = 0, ""
         for binding in sorted(taken.get(name, ()), key=lambda binding: binding.start):
             if binding.start < reached:
-                yield f"{binding.hf_name} and {owner}: both in rows {binding.start} to {reached} of vLLM's {name}"
+                taken_twice = f"both in rows {binding.start} to {reached} of vLLM's {name}"
+                yield Problem(f"{binding.hf_name} and {owner}", taken_twice)
             if binding.start > reached:
-                yield f"vLLM's {name} {list(shape)}: nobody owns rows {reached} to {binding.start}"
+                yield _unowned(name, shape, f"rows {reached} to {binding.start}")
             reached, owner = max(reached, binding.start + binding.length), binding.hf_name
         rows = shape[0] if shape else 1
         if reached < rows and not (_module(owner) in PADDED and rows == _padded(reached)):
-            yield f"vLLM's {name} {list(shape)}: nobody owns {f'rows {reached} to {rows}' if reached else 'it'}"
+            yield _unowned(name, shape, f"rows {reached} to {rows}")
+
+
+def _unowned(name: str, shape: Shape, rows: str) -> Problem:
+    return Problem(f"vLLM's {name} {list(shape)}", f"no owner of {rows}", "a parameter of the trainer's")

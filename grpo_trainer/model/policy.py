@@ -137,12 +137,18 @@ class Adapter:
         for flag, (was, now) in pairs.items():
             if was != now:
                 raise ConfigError(
-                    f"--resume {path}: made with another adapter: {flag} was {was}, is {now}; give it as it was"
+                    f"--resume {path} was made with another adapter",
+                    field=flag,
+                    got=now,
+                    wanted=str(was),
+                    fix="give it as it was",
                 )
         with safe_open(path / lora.WEIGHTS_FILE, "pt") as weights:
             names = set(weights.keys())
         if names != set(lora.adapter_state(self.model)):
-            raise ConfigError(f"--resume {path}: made with another adapter: its modules are not this model's")
+            raise ConfigError(
+                "the modules of its adapter are not this model's", field="--resume", got=path, fix="give it as it was"
+            )
         set_peft_model_state_dict(self.model, load_file(path / lora.WEIGHTS_FILE))
 
 
@@ -184,7 +190,9 @@ class AllWeights:
     def _check_shapes(self, path: Path, weights: Mapping[str, Tensor]) -> None:
         own = {name: tensor.shape for name, (_, tensor) in stored_tensors(self.model).items()}
         if own != {name: tensor.shape for name, tensor in weights.items()}:
-            raise ConfigError(f"--resume {path}: its weights are not those of this --model-name; give it as it was")
+            raise ConfigError(
+                "its weights are not those of --model-name", field="--resume", got=path, fix="name its model"
+            )
 
 
 class SharedWeights(AllWeights):
@@ -246,14 +254,14 @@ def build_policy(
             return Adapter(lora.add_adapter(load_model(config.model), options, config.model.seed))
         case SharedVllm() as options:
             model, source = attach_to_server(config, options, check_stop)
-            _choose_trained(model, options)
+            choose_trained(model, options)
             return SharedWeights(model, load_tokenizer(config.model), source)
         case CheckpointRestart() as options:
             if world is not None and is_part:
                 model = _load_part(config, options, world)
             else:
                 model = load_all_weights(config.model)
-                _choose_trained(model, options)
+                choose_trained(model, options)
             dtype = getattr(torch, config.served_dtype(on_gpu=torch.cuda.is_available()))
             return AllWeights(model, load_tokenizer(config.model), dtype)
 
@@ -270,7 +278,7 @@ def _load_part(config: TrainConfig, options: AllWeightsOptions, world: World) ->
     dtype = pick_dtype(config.model.dtype, device)
     model = freeze(build_without_weights(found, torch.float32, config.model.attention, device), config.model)
     take_generation_config(model, config.model.name)
-    _choose_trained(model, options)
+    choose_trained(model, options)
     compute_in(model, config.model)
     cut(model, world, device, dtype)
     give_memory(model, device)
@@ -298,21 +306,26 @@ def attach_to_server(
         client.close()
     if info.bridge_config_path is None:
         raise BridgeError(
-            f"the inference server at {config.vllm.url} keeps its weights to itself; start it with --shared-weights"
+            "keeps its weights to itself",
+            field=f"the inference server at {config.vllm.url}",
+            fix="start it with --shared-weights",
         )
     path = options.config_path or Path(info.bridge_config_path)
     file = find_bridge_config(path)
     if file.boot_id != info.boot_id:
         raise BridgeError(
-            f"--vllm-config-path {path}: is of another server (boot {file.boot_id}) than the one at {config.vllm.url} "
-            f"(boot {info.boot_id}); leave it out, or name {info.bridge_config_path}"
+            f"is of another server than the one at {config.vllm.url}",
+            field=f"--vllm-config-path {path}",
+            got=f"boot {file.boot_id}",
+            wanted=f"boot {info.boot_id}",
+            fix=f"leave it out, or name {info.bridge_config_path}",
         )
     auto = torch.device("cpu" if file.kind == "file" else "cuda")
     device = auto if config.model.device == "auto" else pick_device(config.model.device)
     return attach_model(file, config.model, device), file
 
 
-def _choose_trained(model: PreTrainedModel, options: AllWeightsOptions) -> None:
+def choose_trained(model: PreTrainedModel, options: AllWeightsOptions) -> None:
     """Every parameter, or those of the layers that `--train-layer-indices` names.
 
     Raises:
@@ -325,8 +338,10 @@ def _choose_trained(model: PreTrainedModel, options: AllWeightsOptions) -> None:
     found = lora.decoder_layers(model)
     if beyond := [number for number in wanted if number >= found.count]:
         raise ModelError(
-            f"--train-layer-indices {','.join(map(str, beyond))}: the model has {found.count} layers, "
-            f"0 to {found.count - 1}"
+            f"the model has {found.count} layers",
+            field="--train-layer-indices",
+            got=",".join(map(str, beyond)),
+            wanted=f"0 to {found.count - 1}",
         )
     layers = model.get_submodule(found.name)
     for number in wanted:
@@ -344,4 +359,6 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     try:
         return read_tokenizer(config.name)
     except NoTokenizerError as error:
-        raise ModelError(f"--model-name: {error}, which vLLM needs") from None
+        raise ModelError(
+            "vLLM needs a tokenizer", field="--model-name", got=f"none in {error.field} ({error.got})"
+        ) from None

@@ -108,7 +108,7 @@ def build_reference(model: nn.Module, config: TrainConfig) -> Reference | None:
     found = AutoModelForCausalLM.from_pretrained(config.model.name, dtype="auto")
     weights = {name: parameter.detach() for name, parameter in found.named_parameters()}
     if {name: p.shape for name, p in model.named_parameters()} != {name: w.shape for name, w in weights.items()}:
-        raise ModelError(f"--model-name {config.model.name}: its parameters are not the trained model's")
+        raise ModelError("its parameters are not the trained model's", field="--model-name", got=config.model.name)
     size = sum(weight.numel() * weight.itemsize for weight in weights.values())
     device = model.device
     if config.loss.ref_offload:
@@ -136,7 +136,10 @@ def check_room(size: int, free: float) -> None:
     """
     if size > free:
         raise ConfigError(
-            f"--kl-beta, --log-kl: the reference is a copy of the weights, {size / 2**30:.1f} GiB, and the GPU has "
-            f"{free / 2**30:.1f} GiB free; add --ref-offload, train an adapter (its reference needs no copy), or give "
-            "the server less (--gpu-memory-utilization)"
+            "the reference is a copy of the weights",
+            field="--kl-beta, --log-kl",
+            got=f"{free / 2**30:.1f} GiB free on the GPU",
+            wanted=f"{size / 2**30:.1f} GiB",
+            fix="add --ref-offload, train an adapter (its reference needs no copy), or give the server less "
+            "(--gpu-memory-utilization)",
         )

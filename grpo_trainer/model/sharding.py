@@ -278,7 +278,11 @@ def hold(world: World, model: nn.Module, config: TrainConfig, trained: Sequence[
     with with_rest(model):
         forward = build_forward(model, config)
         if forward.decoder is None:
-            name = architecture(model)
-            raise ConfigError(f"--sharding full: {name} does more than its layers and its head; use --sharding none")
+            raise ConfigError(
+                f"{architecture(model)} does more than its layers and its head",
+                field="--sharding",
+                got="full",
+                fix="use --sharding none",
+            )
         fit(forward, config, trained)
     return Shards(world, forward)

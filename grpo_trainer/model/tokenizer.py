@@ -8,7 +8,7 @@ from grpo_trainer.errors import ModelError
 
 
 class NoTokenizerError(ModelError):
-    """There is none; the message is `NAME has no tokenizer (reason)`."""
+    """There is none. `field` is the model's name, `got` the reason."""
 
 
 def read_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -21,4 +21,4 @@ def read_tokenizer(name: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise NoTokenizerError(f"{name} has no tokenizer ({reason})") from None
+        raise NoTokenizerError("no tokenizer", field=name, got=reason) from None

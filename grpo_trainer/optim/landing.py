@@ -142,7 +142,7 @@ class LandingOptimizer(TwoPartOptimizer):
         """Update the states, and put the new weights where the gradients are."""
         assert not self._prepared, "step comes first"
         known: dict[tuple[int, int], Rates] = {}
-        for part in self._parts():
+        for part in self.parts():
             key = (id(part.group), part.step)
             rates = known[key] = known.get(key) or self._rates(part.group, part.step, part.gradients[0].device)
             if len(part.parameters) == 1:
@@ -155,7 +155,7 @@ class LandingOptimizer(TwoPartOptimizer):
         source = state.get("master", parameter)
         rounded = not self._master_weights and parameter.dtype == torch.bfloat16
         news = self._new_weights(Job(source, gradient, state, rates, part.group["betas"], part.group["eps"], rounded))
-        for old, target, new in zip(self._pieces(source), self._pieces(gradient), news, strict=True):
+        for old, target, new in zip(self.pieces(source), self.pieces(gradient), news, strict=True):
             if self._master_weights:
                 old.copy_(new.view(old.shape))
             target.copy_(new.view(target.shape))
@@ -170,7 +170,7 @@ class LandingOptimizer(TwoPartOptimizer):
             _hand_out(state[name], [each[name] for each in part.states])
         _hand_out(gradient, part.gradients)
 
-    def _parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[Part]:
         """All that have a gradient; their states are there, and count this step."""
         small: dict[Any, Part] = {}
         for group, parameter, gradient in self._trained():
@@ -198,7 +198,7 @@ class LandingOptimizer(TwoPartOptimizer):
             part.states.append(state)
         yield from small.values()
 
-    def _pieces(self, tensor: Tensor) -> Iterator[Tensor]:
+    def pieces(self, tensor: Tensor) -> Iterator[Tensor]:
         return pieces(tensor, PIECE * (COMPILED_PIECES if self._is_compiled else 1), self.block)
 
     def _rates(self, group: dict[str, Any], step: int, device: torch.device) -> Rates:
@@ -241,7 +241,7 @@ class LandingOptimizer(TwoPartOptimizer):
 
     @abstractmethod
     def _new_weights(self, job: Job) -> Iterator[Tensor]:
-        """What `land` makes of each of the source's `_pieces`, flat or not; the states are brought up to date.
+        """What `land` makes of each of the source's `pieces`, flat or not; the states are brought up to date.
 
         A piece of the gradient is overwritten once its weights were taken.
         """

@@ -81,7 +81,7 @@ class AdamW(LandingOptimizer):
 
     def _new_weights(self, job: Job) -> Iterator[Tensor]:
         tensors = (job.source, job.gradient, job.state["exp_avg"], job.state["exp_avg_sq"])
-        for weight, g, mean, square in zip(*map(self._pieces, tensors), strict=True):
+        for weight, g, mean, square in zip(*map(self.pieces, tensors), strict=True):
             flat = weight.reshape(-1), g.reshape(-1), mean.view(-1), square.view(-1)
             yield self._arithmetic(*flat, job.rates, job.betas, job.eps, job.rounded)
 
@@ -99,7 +99,7 @@ class AdamW8bit(LandingOptimizer):
     """States in 8 bits, each with its scales beside it (NAME + `SCALE`), and whether they have signs."""
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        blocks = sum(-(-piece.numel() // BLOCK) for piece in self._pieces(parameter))
+        blocks = sum(-(-piece.numel() // BLOCK) for piece in self.pieces(parameter))
         state = {}
         for name in self.signed:
             state[name] = torch.zeros(parameter.numel(), dtype=torch.uint8, device=parameter.device)
@@ -109,7 +109,7 @@ class AdamW8bit(LandingOptimizer):
     def _new_weights(self, job: Job) -> Iterator[Tensor]:
         tables = [each for signed in self.signed.values() for each in levels_of(signed, job.gradient.device)]
         start = block = 0
-        for weight, g in zip(self._pieces(job.source), self._pieces(job.gradient), strict=True):
+        for weight, g in zip(self.pieces(job.source), self.pieces(job.gradient), strict=True):
             codes, scales = slice(start, start + g.numel()), slice(block, block - (-g.numel() // BLOCK))
             start, block = codes.stop, scales.stop
             kept = [each for name in self.signed for each in (job.state[name][codes], job.state[name + SCALE][scales])]
@@ -140,7 +140,7 @@ class Adafactor(LandingOptimizer):
         return {"rows": zeros(*stack, rows), "columns": zeros(*stack, columns)}
 
     def _new_weights(self, job: Job) -> Iterator[Tensor]:
-        for weight, update in zip(self._pieces(job.source), self._updates(job), strict=True):
+        for weight, update in zip(self.pieces(job.source), self._updates(job), strict=True):
             yield self._arithmetic(weight, update, job.rates, job.rounded)
 
     def _updates(self, job: Job) -> Iterator[Tensor]:
@@ -150,7 +150,7 @@ class Adafactor(LandingOptimizer):
         if gradient.ndim < 2:
             square = state["square"].lerp_(gradient.float().square().add_(SQUARE_EPS), 1.0 - decay)
             update = gradient.float() * square.rsqrt()
-            yield from self._pieces(update.div_(update.square().mean().sqrt_().clamp_(min=1.0)))
+            yield from self.pieces(update.div_(update.square().mean().sqrt_().clamp_(min=1.0)))
             return
         means = (state["rows"], state["columns"])
         stacks = [tensor.flatten(0, -2) if tensor.ndim > 1 else tensor[None] for tensor in means]
@@ -161,7 +161,7 @@ class Adafactor(LandingOptimizer):
         """The updates of a matrix's pieces; its row and column means are brought up to date first."""
         row_means = []
         column_sum_C = torch.zeros_like(columns_C)
-        for piece_rC in self._pieces(gradient_RC):
+        for piece_rC in self.pieces(gradient_RC):
             square_rC = piece_rC.float().square().add_(SQUARE_EPS)
             row_means.append(square_rC.mean(-1))
             column_sum_C += square_rC.sum(0)
@@ -169,10 +169,10 @@ class Adafactor(LandingOptimizer):
         columns_C.lerp_(column_sum_C / len(gradient_RC), 1.0 - decay)
         by_row_R1 = (rows_R / rows_R.mean()).rsqrt_()[:, None]
         by_column_C = columns_C.rsqrt()
-        heights = [len(piece) for piece in self._pieces(gradient_RC)]
+        heights = [len(piece) for piece in self.pieces(gradient_RC)]
 
         def scaled() -> Iterator[Tensor]:
-            for piece_rC, by_row_r1 in zip(self._pieces(gradient_RC), by_row_R1.split(heights), strict=True):
+            for piece_rC, by_row_r1 in zip(self.pieces(gradient_RC), by_row_R1.split(heights), strict=True):
                 yield piece_rC.float().mul(by_row_r1).mul_(by_column_C)
 
         total = torch.stack([update.square().sum() for update in scaled()]).sum()

@@ -113,8 +113,10 @@ class RolloutClient:
             return answer
         if not wire.is_msgpack(answer.headers.get("content-type")):
             raise ServerError(
-                f"--rollout-url {self._config.url}: answers /batch in {answer.headers.get('content-type')}, wanted "
-                f"{wire.MSGPACK}; is this `grpo api`?"
+                "is this `grpo api`?",
+                field=f"--rollout-url {self._config.url}: content type of /batch",
+                got=answer.headers.get("content-type"),
+                wanted=wire.MSGPACK,
             )
         batch = wire.decode(answer.content, wire.PackedBatch, wire.MSGPACK)
         if batch.status == "error":
@@ -199,9 +201,13 @@ class RolloutClient:
         except httpx.HTTPError as error:
             log.warning("batch %s was not given back (%s); its lease runs out by itself", batch.batch_id, error)
 
+    def let_leases_run_out(self) -> None:
+        """Extend no lease from now on."""
+        self._closing.set()
+
     def close(self) -> None:
         """Close the connection; leases that are left run out by themselves, or go to who registers next."""
-        self._closing.set()
+        self.let_leases_run_out()
         if self._keeper is not None:
             self._keeper.join()
         self._http.close()
@@ -239,7 +245,8 @@ class RolloutClient:
         log.warning("a batch that was trained on comes again, perhaps: %s", refused.detail)
 
     def _taken_over(self, detail: str) -> TrainingError:
-        return TrainingError(f"another trainer has taken the run over at {self._config.url}: {detail[:500]}")
+        field = f"--rollout-url {self._config.url}"
+        return TrainingError("another trainer has taken the run over", field=field, got=detail[:500])
 
     def _keep_leases(self) -> None:
         """From the first lease on, a thread extends those that would run out."""
@@ -279,7 +286,8 @@ class RolloutClient:
         if answer.status_code == 409:
             raise self._taken_over(answer.text)
         if answer.status_code >= 400:
-            raise ServerError(f"{method} {self._config.url}{path}: refused: {answer.status_code} {answer.text[:500]}")
+            field = f"{method} {self._config.url}{path}"
+            raise ServerError("refused", field=field, got=f"{answer.status_code} {answer.text[:500]}")
         return answer
 
     def _wait_for(self, attempt: Callable[[], T | _Wait], what: str, check_stop: Callable[[], None]) -> T:
@@ -297,8 +305,10 @@ class RolloutClient:
                 log.info("waiting %.0f s for %s: %s", waited, what, self._explanation() or result.reason)
             if 0 < self._config.rollout_timeout < waited:
                 raise TrainingError(
-                    f"waited {waited:.0f} s for {what}: {self._explanation() or result.reason}. Look at the "
-                    f"environments' logs and at {self._config.url}/status (--rollout-timeout sets the limit)"
+                    f"waited {waited:.0f} s for {what}",
+                    field="--rollout-timeout",
+                    got=self._explanation() or result.reason,
+                    fix=f"look at the environments' logs and at {self._config.url}/status, or wait longer",
                 )
             time.sleep(POLL_SECONDS if waited < 5.0 else 10 * POLL_SECONDS)
 

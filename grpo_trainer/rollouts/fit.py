@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from grpo_common.errors import Problem
 from grpo_trainer.rollouts.types import Group, Leased, Sample
 
 log = logging.getLogger(__name__)
@@ -26,11 +27,11 @@ class Sieve:
         name_of: how messages call an environment, by its number.
 
     Attributes:
-        last_reason: why the last group was left out.
+        last: why the last group was left out.
     """
 
     def __init__(self, vocabulary: int | None, name_of: Callable[[int | None], str]) -> None:
-        self.last_reason = ""
+        self.last = Problem()
         self._vocabulary = vocabulary
         self._name_of = name_of
         self._told: set[int | None] = set()
@@ -44,38 +45,38 @@ class Sieve:
         reason = misfit(group, self._vocabulary)
         if reason is None:
             return True
-        self.last_reason = f"{self._name_of(group.environment)}: {reason}"
+        self.last = replace(reason, field=f"{self._name_of(group.environment)}: {reason.field}")
         if group.environment not in self._told:
             self._told.add(group.environment)
             log.warning(
                 "a group can't be trained on and is left out, as others like it will be (rollout/refused_groups counts "
                 "them): %s",
-                self.last_reason,
+                self.last,
             )
         return False
 
 
-def misfit(group: Group, vocabulary: int | None = None) -> str | None:
-    """Why a group can't be trained on, naming field, got and wanted; None if it can.
+def misfit(group: Group, vocabulary: int | None = None) -> Problem | None:
+    """Why a group can't be trained on; None if it can.
 
     Args:
         vocabulary: ids of tokens are below it; None: not known.
     """
     for i, sample in enumerate(group.samples):
         if reason := _misfit(sample, vocabulary):
-            return f"sequence {i}: {reason}"
+            return replace(reason, field=f"sequence {i}: {reason.field}")
     return None
 
 
-def _misfit(sample: Sample, vocabulary: int | None) -> str | None:
+def _misfit(sample: Sample, vocabulary: int | None) -> Problem | None:
     for name, ids in (("tokens", sample.tokens_T), ("distill_token_ids", _taught(sample))):
         lowest, highest = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
         if lowest < 0 or (vocabulary is not None and highest >= vocabulary):
             got = lowest if lowest < 0 else highest
-            wanted = "0 or more" if vocabulary is None else f"below {vocabulary}, which is all that the model knows"
-            return f"{name}: got {got}, wanted ids {wanted}; the environment's tokenizer must be the model's"
+            wanted = "0 or more" if vocabulary is None else f"ids below {vocabulary}, which is all that the model knows"
+            return Problem(name, str(got), wanted, "use the model's tokenizer in the environment")
     if not (math.isfinite(sample.temperature) and sample.temperature > 0.0):
-        return f"temperature: got {sample.temperature:g}, wanted a finite number above 0"
+        return Problem("temperature", f"{sample.temperature:g}", "a finite number above 0")
     trained_T = sample.trained_T
     numbers = {
         "scores": np.asarray([sample.reward], np.float64),
@@ -83,8 +84,8 @@ def _misfit(sample: Sample, vocabulary: int | None) -> str | None:
         "inference_logprobs": None if sample.rollout_logprobs_T is None else sample.rollout_logprobs_T[trained_T],
     }
     for name, values in numbers.items():
-        if values is not None and not (np.abs(values) <= np.finfo(np.float32).max).all():
-            return f"{name}: got a number that is not finite in float32"
+        if values is not None and len(wild := values[~(np.abs(values) <= np.finfo(np.float32).max)]):
+            return Problem(name, f"{wild[0]:g}", "numbers that are finite in float32")
     return None
 
 

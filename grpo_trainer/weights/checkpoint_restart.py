@@ -25,6 +25,7 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedTokenizerBase
 
+from grpo_common.errors import Problem
 from grpo_trainer.config.bridge import RestartOptions
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import BridgeError
@@ -268,16 +269,17 @@ class CheckpointRestart:
 
     def _check(self, info: BridgeInfo, version: int, path: str, before: BridgeInfo | None) -> None:
         """That the one who answers is the one that was started."""
+        started = "the inference server that was started"
         problems = []
         if before is not None and info.boot_id == before.boot_id:
-            problems.append(f"is still the one of before (boot {info.boot_id})")
+            problems.append(Problem(f"{started}: boot_id", f"{info.boot_id}, that of the one before", "another"))
         if info.policy_version != version:
-            problems.append(f"serves version {info.policy_version}, not {version}")
+            problems.append(Problem(f"{started}: policy_version", str(info.policy_version), str(version)))
         if info.model_name != path:
-            problems.append(f"serves {info.model_name}, not {path}")
+            problems.append(Problem(f"{started}: model_name", info.model_name, path))
         problems += problems_of(info, self._seq_len, by="give it --vllm-extra-args")
         if problems:
-            raise BridgeError(f"the inference server that was started {'; and '.join(problems)}")
+            raise BridgeError.of(problems)
 
 
 def build_restart(

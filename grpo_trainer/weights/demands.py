@@ -7,6 +7,7 @@ import logging
 import torch
 from torch import nn
 
+from grpo_common.errors import Problem
 from grpo_trainer.model.forward import evaluating
 from vllm_server.protocol import BridgeInfo
 
@@ -15,8 +16,8 @@ log = logging.getLogger(__name__)
 
 def problems_of(
     info: BridgeInfo, seq_len: int, *, by: str = "start it with", model: nn.Module | None = None
-) -> list[str]:
-    """What must be mended first, each as what the server does; what may be meant is a warning.
+) -> list[Problem]:
+    """What must be mended first; what may be meant is a warning.
 
     Args:
         seq_len: longest sequence of the training.
@@ -29,8 +30,15 @@ def problems_of(
         _compare_logits(info, _logits_dtype(model))
     if info.logprobs_mode == "processed_logprobs":
         return []
+    wanted = "processed_logprobs"
     return [
-        f"returns {info.logprobs_mode}, not the logprobs that it samples from: {by} --logprobs-mode processed_logprobs"
+        Problem(
+            field="--logprobs-mode",
+            got=info.logprobs_mode,
+            wanted=wanted,
+            fix=f"{by} --logprobs-mode {wanted}",
+            summary="the inference server does not return the logprobs that it samples from",
+        )
     ]
 
 

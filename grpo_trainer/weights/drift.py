@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from grpo_common.errors import Problem
 from grpo_trainer.batch.microbatches import MicroBatch, TrainingSequence, split
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import DriftError
@@ -189,8 +190,7 @@ MEANING = {
     ),
     Cause.BASE_MODEL: (
         "they are the base model's logprobs: the server does not apply the adapter",
-        "ask the environment for the served model's name or `policy_version`, not for a name of its own; restart the "
-        "server if it does so",
+        "let the environment ask for the served model's name or `policy_version`; restart the server if it does so",
     ),
     Cause.TEMPERATURE: (
         "they fit at temperature 1: the server's logprobs are raw, or the environment reports a temperature that it "
@@ -254,7 +254,7 @@ class DriftAlarm:
         if finding.cause is Cause.FRESH and self._in_4_bits:
             finding = replace(finding, cause=Cause.QUANTISATION)
         if self._on_drift == "stop" and finding.cause is not Cause.STALE:
-            raise DriftError(self._message(finding, len(gaps)))
+            raise DriftError.of([self._problem(finding, len(gaps))])
         cause = finding.cause
         if cause in self._said and step - self._said[cause] < SAY_EVERY:
             self._kept_back[cause] = self._kept_back.get(cause, 0) + 1
@@ -262,16 +262,19 @@ class DriftAlarm:
         self._said[cause] = step
         before = self._kept_back.pop(cause, 0)
         more = f" (and at {before} steps since it was last said)" if before else ""
-        log.warning("%s%s", self._message(finding, len(gaps)), more)
+        log.warning("%s%s", self._problem(finding, len(gaps)), more)
 
-    def _message(self, finding: Finding, samples: int) -> str:
+    def _problem(self, finding: Finding, samples: int) -> Problem:
         meaning, fix = MEANING[finding.cause]
         limit = max(self.limit, STALE_LIMIT) if finding.cause is Cause.STALE else self.limit
         gap = finding.gap
-        far = "" if math.isnan(gap.mean) else f", are {gap.mean:.3g} nats a token off (limit {limit:.2g})"
-        return (
-            f"drift on bridge {self._bridge}: {gap.samples} of {samples} samples, of version {finding.version}{far}: "
-            f"{meaning}; {fix}"
+        off = "" if math.isnan(gap.mean) else f", {gap.mean:.3g} nats a token off"
+        return Problem(
+            field=f"drift on bridge {self._bridge}",
+            got=f"{gap.samples} of {samples} samples, of version {finding.version}{off}",
+            wanted=f"at most {limit:.2g}" if off else "",
+            fix=fix,
+            summary=meaning,
         )
 
 
@@ -318,7 +321,7 @@ def recheck_version(forward: Forward, sequences: Sequence[TrainingSequence], ver
     One sequence at a time, by the passes that train, without what those keep: the GPU may be full of what training
     holds. If it still lacks memory, the cause stays unknown.
     """
-    chosen = _beginnings([s for s in sequences if s.version == version and s.rollout_logprobs is not None])
+    chosen = beginnings([s for s in sequences if s.version == version and s.rollout_logprobs is not None])
     if not chosen:
         return UNKNOWN
     disabled: Any = getattr(forward.model, "disable_adapter", None)
@@ -335,7 +338,7 @@ def recheck_version(forward: Forward, sequences: Sequence[TrainingSequence], ver
     return Recheck(own, base, raw)
 
 
-def _beginnings(sequences: Iterable[TrainingSequence]) -> list[TrainingSequence]:
+def beginnings(sequences: Iterable[TrainingSequence]) -> list[TrainingSequence]:
     """The first few, of `RECHECKED_TOKENS` at most; a token's logprob does not depend on what comes after it."""
     chosen: list[TrainingSequence] = []
     room = RECHECKED_TOKENS

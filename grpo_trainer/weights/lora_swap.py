@@ -16,6 +16,7 @@ from types import TracebackType
 import torch
 from peft import PeftModel
 
+from grpo_common.errors import Problem
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import Sum
@@ -48,7 +49,7 @@ class LoraSwap:
         self._root = root
         self._seq_len = seq_len
         self._info: BridgeInfo | None = None
-        self._transport: AdapterTransport | None = None
+        self.transport: AdapterTransport | None = None
         self._published: int | None = None
         self.proved: Proved | None = None
 
@@ -59,8 +60,8 @@ class LoraSwap:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self._transport is not None:
-                self._transport.close()
+            if self.transport is not None:
+                self.transport.close()
         except ServerError as close_error:  # the server is gone, and with it what it held of ours
             log.debug("closing the transport: %s", close_error)
         finally:
@@ -81,23 +82,26 @@ class LoraSwap:
         wanted = None if self._config.transport == "auto" else self._config.transport
         packed = PackedAdapter(self._model, getattr(torch, info.lora_dtype or info.dtype))
         keep_files = info.keep_versions + 1  # files outlive their version by one
-        self._transport = open_transport(wanted, packed, self._server, info, self._root, keep_files)
+        self.transport = open_transport(wanted, packed, self._server, info, self._root, keep_files)
         return policy_version
 
     def _check(self, info: BridgeInfo) -> None:
         """Refuse before training what would fail, or lie, during it."""
         problems = problems_of(info, self._seq_len, model=self._model)
+        rank, wanted = "--max-lora-rank", f"{self._config.r} or more"
+        fix = f"start it with --max-lora-rank {self._config.r}"
         if info.max_lora_rank is None:
-            problems.append(f"was started without LoRA: start it with --max-lora-rank {self._config.r}")
+            summary = "the inference server was started without LoRA"
+            problems.append(Problem(rank, wanted=wanted, fix=fix, summary=summary))
         elif info.max_lora_rank < self._config.r:
-            problems.append(
-                f"takes adapters up to rank {info.max_lora_rank}, --lora-r is {self._config.r}: start it with "
-                f"--max-lora-rank {self._config.r}"
-            )
+            summary = "the inference server takes smaller adapters than --lora-r"
+            problems.append(Problem(rank, str(info.max_lora_rank), wanted, fix, summary))
         if info.lora_name != self._config.name:
-            problems.append(f"routes {info.lora_name}-vN, --lora-name is {self._config.name}: make them the same")
+            summary = "the inference server has another name for its adapters"
+            fix = "name them alike on both sides"
+            problems.append(Problem("--lora-name", self._config.name, info.lora_name, fix, summary))
         if problems:
-            raise BridgeError("the inference server " + "; and ".join(problems))
+            raise BridgeError.of(problems)
 
     def prove(self) -> float | None:
         if not self._config.proof:
@@ -131,12 +135,15 @@ class LoraSwap:
 
     def send(self, name: str, version: int, *, activate: bool) -> Sent:
         """Publish the adapter as it is, and check what the server says it did."""
-        assert self._transport is not None, "connect comes first"
-        sent = self._transport.send(name, version, activate=activate)
+        assert self.transport is not None, "connect comes first"
+        sent = self.transport.send(name, version, activate=activate)
         answer = sent.answer
         if (answer.adapter_name, answer.policy_version) != (name, version):
             raise BridgeError(
-                f"published {name} as version {version}, but the server serves {answer.adapter_name} as version "
-                f"{answer.policy_version}; is another trainer publishing to it?"
+                "the server does not serve what was published",
+                field="version",
+                got=f"{answer.policy_version} ({answer.adapter_name})",
+                wanted=f"{version} ({name})",
+                fix="end any other trainer that publishes to this server",
             )
         return sent

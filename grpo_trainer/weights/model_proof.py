@@ -14,9 +14,13 @@ from peft import PeftModel
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.proof import (
+    BASE_MODEL,
     COMPLETION_TOKENS,
+    FAILED,
     NOISE_LIMIT,
     NOISE_MARGIN,
+    OTHER_WEIGHTS,
+    SAME_MODEL,
     TOLERANCE,
     Probe,
     mean_gap,
@@ -69,7 +73,7 @@ class ModelProof:
         gap = self.gap(probes)
         allowed = self.allowed(info)
         if not gap <= allowed:  # also when it is not a number
-            raise BridgeError(self._verdict(version, gap, allowed, probes))
+            raise self._verdict(version, gap, allowed, probes)
         if self._noise is None:
             self._noise = gap
         return gap, allowed
@@ -98,22 +102,26 @@ class ModelProof:
             )
             if answer.policy_version != version:
                 raise BridgeError(
-                    f"bridge proof failed: launched as version {version}, answered by version {answer.policy_version}"
+                    field=f"{FAILED}: version",
+                    got=answer.policy_version,
+                    wanted=f"{version}, which the server was launched as",
                 )
             probes.append(probe_of(answer))
         return probes
 
-    def _verdict(self, version: int, gap: float, allowed: float, probes: list[Probe]) -> str:
-        what = "serves other weights than the trainer's"
+    def _verdict(self, version: int, gap: float, allowed: float, probes: list[Probe]) -> BridgeError:
+        what = OTHER_WEIGHTS
         base = ""
         if isinstance(self._model, PeftModel):
             with self._model.disable_adapter():
                 distance = mean_gap(probes, [trainer_logprobs(self._model, probe) for probe in probes])
             base = f", |server - base model| {distance:.3g}"
             if distance <= allowed:
-                what = "answers as the base model does, without the adapter"
-        return (
-            f"bridge proof failed (version {version}): the server {what}. Mean |server - trainer| is {gap:.3g} nats a "
-            f"token (allowed {allowed:.2g}){base}. Are both on the same base model and dtype? --no-proof trains all "
-            "the same"
+                what = BASE_MODEL
+        return BridgeError(
+            f"the server {what}",
+            field=f"{FAILED} (version {version})",
+            got=f"mean |server - trainer| of {gap:.3g} nats a token{base}",
+            wanted=f"at most {allowed:.2g}",
+            fix=SAME_MODEL,
         )

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 from uuid import uuid4
 
 import torch
@@ -62,6 +62,17 @@ LONG_PROMPT = 280
 COMPLETION_TOKENS = 8
 COMPLETION_TOKENS_4BIT = 48
 """Sampled for each prompt; a large noise takes a longer mean."""
+
+BASE_MODEL: Final = "does not serve the adapter: it answers as the base model does"
+EARLIER: Final = "still serves the adapter that was published before"
+STALE_CACHE: Final = "answers the long prompt alone with other weights than the published ones: a stale prefix cache"
+OTHER_WEIGHTS: Final = "serves other weights than the trainer's (another base model, a damaged adapter?)"
+"""What a server does that fails the proof; `diagnosis.explain` knows more."""
+
+FAILED: Final = "bridge proof failed"
+"""How the fields of errors begin; what was tried follows."""
+
+SAME_MODEL: Final = "use one base model and dtype on both sides; --no-proof trains all the same"
 
 
 @dataclass(frozen=True)
@@ -119,7 +130,7 @@ def prove_lora(model: PeftModel, server: ServerClient, load: Callable[[str], obj
         with _synthetic_adapter(model, proof.prompts, MIN_MOVE / 2 * larger):
             synthetic = proof.probe("synthetic", larger)
             if synthetic.base < 2 * larger:
-                raise BridgeError(_inconclusive(synthetic, larger))
+                raise _inconclusive(synthetic, larger)
             presence = proof.look_for_each_module()
         restored = proof.probe("restored", allowed)
     finally:
@@ -159,7 +170,7 @@ class _Proof:
         gaps = _measure(self._model, probes)
         # not <=: also when it is not a number
         if not gaps.trainer <= allowed or self._still(probes, gaps.trainer, earlier):
-            raise BridgeError(_verdict(stage, gaps, allowed, self._what_is_wrong(probes, gaps, allowed, earlier)))
+            raise _verdict(stage, gaps, allowed, self._what_is_wrong(probes, gaps, allowed, earlier))
         return gaps
 
     def _still(self, probes: list[Probe], least: float, earlier: Mapping[str, Mapping[str, Tensor]]) -> str | None:
@@ -187,10 +198,12 @@ class _Proof:
             self._modules, text.server_logprobs, lambda: trainer_logprobs(self._model, text)
         )
         if presence.wrong:
-            told = " and ".join(f"{100 * served:.0f} % of {module}" for module, served in presence.wrong)
             raise BridgeError(
-                f"bridge proof failed (synthetic adapter): the server does not serve the whole adapter, but {told}. "
-                "Nothing was trained. --no-proof trains all the same"
+                "the server does not serve the whole adapter",
+                field=f"{FAILED} (synthetic adapter)",
+                got=" and ".join(f"{100 * served:.0f} % of {module}" for module, served in presence.wrong),
+                wanted="100 %",
+                fix="nothing was trained; --no-proof trains all the same",
             )
         return presence
 
@@ -198,13 +211,13 @@ class _Proof:
         self, probes: list[Probe], gaps: Gaps, allowed: float, earlier: Mapping[str, Mapping[str, Tensor]]
     ) -> str:
         if gaps.base <= allowed and gaps.base < gaps.trainer:
-            return "does not serve the adapter: it answers as the base model does"
+            return BASE_MODEL
         if stage := self._still(probes, min(gaps.trainer, allowed), earlier):
-            return f"still serves the adapter that was published before ({stage})"
+            return f"{EARLIER} ({stage})"
         if len(probes) > 1 and self._gap(probes[:1]) <= allowed:
-            return "answers the long prompt alone with other weights than the published ones: a stale prefix cache"
+            return STALE_CACHE
         known = explain(self._modules, lambda: self._gap(probes), allowed, _scalings(self._model))
-        return known or "serves other weights than the published ones (another base model, a damaged adapter?)"
+        return known or OTHER_WEIGHTS
 
     def leave(self) -> None:
         """Withdraw what was tried."""
@@ -228,19 +241,23 @@ def _measure(model: PeftModel, probes: list[Probe]) -> Gaps:
         return Gaps(own, mean_gap(probes, [trainer_logprobs(model, probe) for probe in probes]))
 
 
-def _verdict(stage: str, gaps: Gaps, allowed: float, what: str) -> str:
-    return (
-        f"bridge proof failed ({stage} adapter): the server {what}. Mean |server - trainer| is {gaps.trainer:.3g} nats "
-        f"a token (allowed {allowed:.2g}), |server - base model| {gaps.base:.3g}. Nothing was trained. Are both on the "
-        "same base model and dtype? --no-proof trains all the same"
+def _verdict(stage: str, gaps: Gaps, allowed: float, what: str) -> BridgeError:
+    return BridgeError(
+        f"the server {what}",
+        field=f"{FAILED} ({stage} adapter)",
+        got=f"mean |server - trainer| of {gaps.trainer:.3g} nats a token, |server - base model| {gaps.base:.3g}",
+        wanted=f"at most {allowed:.2g}",
+        fix=f"nothing was trained: {SAME_MODEL}",
     )
 
 
-def _inconclusive(gaps: Gaps, allowed: float) -> str:
-    return (
-        f"bridge proof impossible: a synthetic adapter moves this model by {gaps.base:.3g} nats a token only, wanted "
-        f"twice the gap that must be allowed between the two sides ({allowed:.2g}): one that is not served would go "
-        "unseen. Nothing was trained. Leave --load-in-4bit out, use one dtype on both sides, or --no-proof"
+def _inconclusive(gaps: Gaps, allowed: float) -> BridgeError:
+    return BridgeError(
+        "a synthetic adapter moves this model too little: one that is not served would go unseen",
+        field="bridge proof impossible",
+        got=f"{gaps.base:.3g} nats a token",
+        wanted=f"twice the gap that must be allowed between the two sides, {allowed:.2g}",
+        fix="nothing was trained: leave --load-in-4bit out, use one dtype on both sides, or --no-proof",
     )
 
 
@@ -256,7 +273,7 @@ def _ask(server: ServerClient, prompt: list[int], name: str, completion: int) ->
         prompt, model=name, max_tokens=completion, temperature=1.0, logprobs=0, seed=0, ignore_eos=True
     )
     if answer.model != name:
-        raise BridgeError(f"bridge proof failed: asked for {name}, answered by {answer.model}")
+        raise BridgeError(field=f"{FAILED}: model", got=answer.model, wanted=name)
     return probe_of(answer)
 
 

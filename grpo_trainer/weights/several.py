@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from types import TracebackType
 from typing import TypeVar
 
@@ -72,7 +73,7 @@ class SeveralServers:
         published = [self._named(url, future.result) for url, future in sending.items()]
         versions = {url: one.version for url, one in zip(self._bridges, published, strict=True)}
         if len(set(versions.values())) > 1:
-            raise BridgeError(f"published version {version}, but the servers are on {versions}")
+            raise BridgeError("the servers differ", field="version", got=versions, wanted=str(version))
         rows = [reduce(one.metrics) for one in published]
         slowest = {name: Sum(max(row[name] for row in rows if name in row)) for row in rows for name in row}
         return Published(published[0].version, published[0].name, slowest)
@@ -85,4 +86,7 @@ class SeveralServers:
         try:
             return ask()
         except BridgeError as error:
-            raise BridgeError(f"server {url}: {error}") from error
+            named = [
+                replace(one, field=": ".join(filter(None, [f"server {url}", one.field]))) for one in error.problems
+            ]
+            raise BridgeError.of(named) from error

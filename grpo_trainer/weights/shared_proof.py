@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.model.lora import decoder_layers
 from grpo_trainer.weights.model_proof import ModelProof
-from grpo_trainer.weights.proof import MIN_MOVE, RELATIVE_SIZES, Probe, Proved, probe_prompts, trainer_logprobs
+from grpo_trainer.weights.proof import FAILED, MIN_MOVE, RELATIVE_SIZES, Probe, Proved, probe_prompts, trainer_logprobs
 from vllm_server.protocol import PROOF_VERSION, BridgeInfo
 
 log = logging.getLogger(__name__)
@@ -61,19 +62,24 @@ class SharedProof:
                 change.restore()
         moved = self._proof.gap(synthetic)
         if not gap <= larger:
-            raise BridgeError(_verdict(gap, moved, larger))
+            raise _verdict(gap, moved, larger)
         if moved < 2 * larger:
             raise BridgeError(
-                f"bridge proof impossible: a synthetic change moves this model by {moved:.3g} nats a token only, "
-                f"wanted twice the gap that must be allowed ({larger:.2g}). --no-proof trains all the same"
+                "a synthetic change moves this model too little",
+                field="bridge proof impossible",
+                got=f"{moved:.3g} nats a token",
+                wanted=f"twice the gap that must be allowed, {larger:.2g}",
+                fix="--no-proof trains all the same",
             )
         after = self._proof.ask(info, version)
         back = _difference(before, after, self._proof.gap(after))
         if not back <= allowed:
             raise BridgeError(
-                f"bridge proof failed: after a synthetic change was undone bit for bit, the server's logprobs are "
-                f"{back:.3g} nats a token from those of before (allowed {allowed:.2g}): a stale cache? Nothing was "
-                "trained. --no-proof trains all the same"
+                "the server's logprobs are not those of before, a stale cache?",
+                field=f"{FAILED} (change undone)",
+                got=f"{back:.3g} nats a token",
+                wanted=f"at most {allowed:.2g}",
+                fix="nothing was trained; --no-proof trains all the same",
             )
         log.info(
             "bridge proved: the server is within %.2g nats a token of the trainer; a synthetic change of the weights "
@@ -83,15 +89,18 @@ class SharedProof:
         return Proved(noise, moved, gap, back)
 
 
-def _verdict(gap: float, moved: float, allowed: float) -> str:
-    if moved <= allowed:
-        what = "does not see what the trainer writes: it answers as before the change"
-    else:
-        what = "computes with other weights than the trainer's (a parameter bound to another's place?)"
-    return (
-        f"bridge proof failed (synthetic change): the server {what}. Mean |server - trainer| is {gap:.3g} nats a token "
-        f"(allowed {allowed:.2g}), |server - unchanged weights| {moved:.3g}. The old weights are back, nothing was "
-        "trained. Start the server anew; --no-proof trains all the same"
+UNSEEN: Final = "does not see what the trainer writes: it answers as before the change"
+MISPLACED: Final = "computes with other weights than the trainer's (a parameter bound to another's place?)"
+"""What a server does that fails the proof."""
+
+
+def _verdict(gap: float, moved: float, allowed: float) -> BridgeError:
+    return BridgeError(
+        f"the server {UNSEEN if moved <= allowed else MISPLACED}",
+        field=f"{FAILED} (synthetic change)",
+        got=f"mean |server - trainer| of {gap:.3g} nats a token, |server - unchanged weights| {moved:.3g}",
+        wanted=f"at most {allowed:.2g}",
+        fix="the old weights are back, nothing was trained: restart the server; --no-proof trains all the same",
     )
 
 

@@ -89,8 +89,10 @@ class SharedBridge:
             fault = "an earlier trainer ended while it was proving the bridge, and left a synthetic change"
         if fault is not None:
             raise BridgeError(
-                f"the inference server holds no policy's weights: {fault}. Write a checkpoint's into it with --resume "
-                "auto, or start the server anew"
+                "holds no policy's weights",
+                field="the inference server",
+                got=fault,
+                fix="write a checkpoint's weights into it with --resume auto, or restart the server",
             )
         if info.update_count:
             log.warning(
@@ -106,11 +108,14 @@ class SharedBridge:
         attached = self._policy.source.boot_id
         if info.boot_id != attached:
             raise BridgeError(
-                f"the inference server was started anew (boot {info.boot_id}) after its weights were attached (boot "
-                f"{attached}); start the trainer again"
+                "the inference server was restarted after its weights were attached",
+                field="boot_id",
+                got=info.boot_id,
+                wanted=attached,
+                fix="start the trainer again",
             )
         if problems := problems_of(info, self._seq_len, model=self._policy.model):
-            raise BridgeError("the inference server " + "; and ".join(problems))
+            raise BridgeError.of(problems)
 
     def prove(self) -> float | None:
         if not self._config.proof:
@@ -129,7 +134,9 @@ class SharedBridge:
         """Nothing is left to do: the write was all."""
         assert self._info is not None, "connect comes first"
         if version != self._version:
-            raise BridgeError(f"asked to publish version {version}, but the weights are those of {self._version}")
+            raise BridgeError(
+                "the shared weights are of another version", field="version", got=version, wanted=str(self._version)
+            )
         metrics, self._metrics = self._metrics, {}
         quiet: dict[str, Metric] = {"train/sync_time": Sum(0.0), "publish/version": Sum(version)}
         return Published(version, self._info.served_model_name, quiet | metrics)
@@ -153,7 +160,12 @@ class SharedBridge:
         ended = self._server.end_update(UpdateEndRequest(token=begun.token, version=version))
         finished = time.perf_counter()
         if ended.policy_version != version:
-            raise BridgeError(f"wrote version {version}, but the server took it for {ended.policy_version}")
+            raise BridgeError(
+                "the server names what was written otherwise",
+                field="version",
+                got=ended.policy_version,
+                wanted=str(version),
+            )
         self._version = version
         self._metrics = {
             "train/sync_time": Sum(finished - started),

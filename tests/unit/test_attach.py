@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,9 @@ def test_the_attached_model_computes_what_the_saved_one_does(
     assert torch.equal(logprobs(model), logprobs(server.model.train()))
     count = len(list(model.parameters()))
     assert count == len(list(server.model.parameters()))
-    assert f"Attached {count} tensors to vLLM's shared memory" in caplog.text
-    assert "Single-copy mode active" in caplog.text
+    counted, described = (record.args for record in caplog.records if record.name == attach.__name__)
+    assert counted == (count,)
+    assert described == (str(server.folder), "float32", CPU)
 
 
 def test_no_parameter_has_memory_of_its_own(server: StandIn) -> None:
@@ -175,8 +177,10 @@ def test_nothing_is_random_in_training_mode(config: Any) -> None:
 def test_attention_that_would_leave_out_capping_is_refused(tmp_path: Path) -> None:
     server = stand_in("gemma2", tmp_path)
     for make in (attached, lambda server: load_model(options(server))):
-        with pytest.raises(ConfigError, match=r"--attention sdpa: .*attn_logit_softcapping 50\.0.*--attention eager"):
+        with pytest.raises(ConfigError) as refused:
             make(server)
+        assert (refused.value.field, refused.value.got) == ("--attention", "sdpa")
+        assert "attn_logit_softcapping 50.0" in refused.value.summary and "--attention eager" in refused.value.fix
     assert torch.equal(logprobs(attached(server, "gemma2")), logprobs(load_model(options(server, "gemma2"))))
 
 
@@ -223,8 +227,9 @@ def test_rotary_frequencies_are_the_models_own(rope: str) -> None:
 
 def test_a_buffer_that_nothing_initialises_is_refused(qwen: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PreTrainedModel, "initialize_weights", lambda self: None)
-    with pytest.raises(ModelError, match=r"model\.rotary_emb\.inv_freq: this buffer differs by up to nan"):
+    with pytest.raises(ModelError) as refused:
         attached(qwen)
+    assert refused.value.field == "model.rotary_emb.inv_freq" and refused.value.got.endswith(" nan")
 
 
 def test_a_buffer_that_is_not_the_references_is_refused(qwen: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,8 +242,9 @@ def test_a_buffer_that_is_not_the_references_is_refused(qwen: StandIn, monkeypat
             buffer.mul_(1.001)
 
     monkeypatch.setattr(PreTrainedModel, "initialize_weights", wrong)
-    with pytest.raises(ModelError, match=r"model\.rotary_emb\.inv_freq: this buffer differs by up to 0\.001"):
+    with pytest.raises(ModelError) as refused:
         attached(qwen)
+    assert refused.value.field == "model.rotary_emb.inv_freq" and refused.value.got.endswith(" 0.001")
 
 
 # faults ----------------------------------------------------------------------------------------------------
@@ -266,13 +272,17 @@ def test_a_missing_tied_head_is_refused(tmp_path: Path) -> None:
         file.truncate(end + 128 * 128 * 4)
     handles["lm_head.weight"] = msgspec.structs.replace(embedding, offset=end)
     apart = StandIn(tmp_path, server.model, bridge_config(str(tmp_path), handles))
-    with pytest.raises(NamesError, match=r"lm_head\.weight: tied to model\.embed_tokens\.weight in the trainer"):
+    with pytest.raises(NamesError) as refused:
         attached(apart)
+    assert refused.value.problems[1].field == "lm_head.weight"
+    assert "model.embed_tokens.weight" in refused.value.problems[1].wanted
 
 
 def test_another_dtype_than_the_servers_is_refused(qwen: StandIn) -> None:
-    with pytest.raises(ConfigError, match=r"--dtype bfloat16: the server's weights are float32.*--dtype auto"):
+    with pytest.raises(ConfigError) as refused:
         attached(qwen, dtype="bfloat16")
+    assert (refused.value.field, refused.value.got) == ("--dtype", "bfloat16")
+    assert refused.value.wanted.startswith("float32") and "--dtype auto" in refused.value.fix
     attached(qwen, dtype="float32")
 
 
@@ -285,10 +295,10 @@ def test_one_parameter_of_another_dtype_is_refused(qwen: StandIn) -> None:
         param_mappings=dict(qwen.config.param_mappings) | {name: mapping},
         ipc_handles=dict(qwen.config.ipc_handles) | {name: handle},
     )
-    with pytest.raises(
-        ModelError, match=r"model\.norm\.weight: dtype: .* is bfloat16, the model computes with float32"
-    ):
+    with pytest.raises(ModelError) as refused:
         attach_model(config, options(qwen), CPU)
+    assert refused.value.field == "model.norm.weight: dtype"
+    assert refused.value.got.startswith("bfloat16 ") and refused.value.wanted.startswith("float32")
 
 
 @pytest.mark.parametrize(
@@ -300,14 +310,16 @@ def test_another_model_is_refused_by_the_field_that_differs(
     other = random_model("qwen2").config
     setattr(other, field, value)
     other.save_pretrained(tmp_path / "other")
-    with pytest.raises(ModelError, match=rf"{field}: got {value}, wanted .*; name the same model on both sides"):
+    with pytest.raises(ModelError) as refused:
         attach_model(qwen.config, options(qwen, name=str(tmp_path / "other")), CPU)
+    assert (refused.value.field, refused.value.got) == (f"--model-name: {field}", str(value))
 
 
 def test_another_architecture_is_refused(qwen: StandIn, tmp_path: Path) -> None:
     random_model("qwen3").config.save_pretrained(tmp_path / "other")
-    with pytest.raises(ModelError, match="is another model than the server's"):
+    with pytest.raises(ModelError) as refused:
         attach_model(qwen.config, options(qwen, name=str(tmp_path / "other")), CPU)
+    assert refused.value.field.startswith("--model-name: ") and refused.value.got != refused.value.wanted
 
 
 def test_the_same_model_in_another_folder_is_taken(qwen: StandIn, tmp_path: Path) -> None:
@@ -319,8 +331,9 @@ def test_the_same_model_in_another_folder_is_taken(qwen: StandIn, tmp_path: Path
 
 def test_a_server_whose_model_cant_be_read_is_refused(qwen: StandIn) -> None:
     config = msgspec.structs.replace(qwen.config, model="/not/here")
-    with pytest.raises(ModelError, match="the server serves /not/here, which can't be read from here"):
+    with pytest.raises(ModelError) as refused:
         attach_model(config, options(qwen), CPU)
+    assert refused.value.field == "--model-name" and refused.value.wanted.startswith("/not/here")
 
 
 def test_a_model_that_leaves_something_without_memory_is_refused(qwen: StandIn) -> None:
@@ -328,8 +341,9 @@ def test_a_model_that_leaves_something_without_memory_is_refused(qwen: StandIn) 
     built.get_submodule("model.norm").scale = torch.empty(1, device="meta")  # a plain attribute
     tensors = {name: parameter.detach() for name, parameter in qwen.model.named_parameters()}
     places = [Binding(name, name, 0, len(tensor), tuple(tensor.shape)) for name, tensor in tensors.items()]
-    with pytest.raises(ModelError, match=r"model\.norm\.scale: has no memory"):
+    with pytest.raises(ModelError) as refused:
         bind(built, places, tensors)
+    assert refused.value.field == "model.norm.scale" and "lora_only" in refused.value.fix
 
 
 def test_memory_that_is_shorter_than_the_file_says_is_refused_and_left_as_it_is(qwen: StandIn) -> None:
@@ -337,12 +351,14 @@ def test_memory_that_is_shorter_than_the_file_says_is_refused_and_left_as_it_is(
     size = memory.stat().st_size - 4
     with memory.open("r+b") as file:
         file.truncate(size)
-    with pytest.raises(BridgeError, match=rf"can't be mapped: it has {size} bytes, the file speaks of {size + 4}"):
+    with pytest.raises(BridgeError) as short:
         attached(qwen)
+    assert {str(size), str(size + 4)} <= set(short.value.got.split())
     assert memory.stat().st_size == size
     memory.unlink()
-    with pytest.raises(BridgeError, match=r"can't be mapped: .*No such file"):
+    with pytest.raises(BridgeError) as gone:
         attached(qwen)
+    assert str(memory) in gone.value.got and f"[Errno {errno.ENOENT}]" in gone.value.got
     assert not memory.exists()
 
 
@@ -351,8 +367,9 @@ def test_memory_that_is_shorter_than_the_file_says_is_refused_and_left_as_it_is(
 
 def test_memory_of_a_cpu_needs_a_trainer_on_the_cpu(qwen: StandIn) -> None:
     assert server_device(qwen.config, CPU) == CPU
-    with pytest.raises(BridgeError, match="--device cuda: the server's weights are in main memory; use --device cpu"):
+    with pytest.raises(BridgeError) as refused:
         server_device(qwen.config, torch.device("cuda"))
+    assert (refused.value.field, refused.value.got) == ("--device", "cuda") and "--device cpu" in refused.value.fix
 
 
 def test_the_servers_gpu_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,10 +384,11 @@ def test_the_servers_gpu_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(attach.torch.cuda, "get_device_properties", Properties)
     assert server_device(config, torch.device("cuda")) == torch.device("cuda", 1)
     assert server_device(config, torch.device("cuda", 1)) == torch.device("cuda", 1)
-    with pytest.raises(BridgeError, match="--device cuda:0: the server's weights are on cuda:1; use --device cuda:1"):
-        server_device(config, torch.device("cuda", 0))
-    with pytest.raises(BridgeError, match="--device cpu: the server's weights are on GPU GPU-2; use --device auto"):
-        server_device(config, CPU)
+    for device, fix in ((torch.device("cuda", 0), "--device cuda:1"), (CPU, "--device auto")):
+        with pytest.raises(BridgeError) as refused:
+            server_device(config, device)
+        assert (refused.value.field, refused.value.got) == ("--device", str(device)) and fix in refused.value.fix
     uuids[1] = "GPU-9"
-    with pytest.raises(BridgeError, match="on GPU GPU-2, the trainer sees GPU-1, GPU-9, GPU-3"):
+    with pytest.raises(BridgeError) as unseen:
         server_device(config, torch.device("cuda"))
+    assert (unseen.value.got, unseen.value.wanted) == ("GPU-1, GPU-9, GPU-3", "GPU-2")

@@ -210,28 +210,30 @@ def test_a_pass_of_the_model_itself_is_announced_by_its_tokens(monkeypatch: pyte
 
 def test_a_cut_model_that_torch_can_not_compile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Any:
-        raise RuntimeError("no compiler here")
+        raise RuntimeError("uncompilable")
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=broken))
     torch._dynamo.reset()
     model = cut_model(APART)
     draw_weights(model, seed=3)
-    with pytest.raises(ConfigError, match=r"--compile on: .*no compiler here.*leave it out"):
+    with pytest.raises(ConfigError) as refused:
         Trainer(model, config_with(compile="on"))
+    assert refused.value.field == "--compile" and "uncompilable" in refused.value.summary
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "named"),
     [
-        ({"optimizer": "adafactor"}, "over which adafactor takes its means"),
-        ({"kl_beta": 0.1}, "can't hold a reference"),
-        ({"weight_bridge_mode": "lora_only"}, "belongs to --weight-bridge-mode none, but the mode is lora_only"),
+        ({"optimizer": "adafactor"}, "adafactor"),
+        ({"kl_beta": 0.1}, "--kl-beta"),
+        ({"weight_bridge_mode": "lora_only"}, "lora_only"),
     ],
 )
-def test_what_can_not_be_cut_is_refused_or_stays_whole(values: dict[str, object], said: str) -> None:
+def test_what_can_not_be_cut_is_refused_or_stays_whole(values: dict[str, object], named: str) -> None:
     several = World(0, 2)
-    with pytest.raises(ConfigError, match=f"--sharding full: .*{said}"):
+    with pytest.raises(ConfigError) as refused:
         is_cut(several, config_with(sharding="full", **values))
+    assert (refused.value.field, refused.value.got) == ("--sharding", "full") and named in refused.value.summary
     assert not is_cut(several, config_with(**values))
     assert not is_cut(World(), config_with())
     assert is_cut(several, config_with())
@@ -241,5 +243,6 @@ def test_what_can_not_be_cut_is_refused_or_stays_whole(values: dict[str, object]
 def test_a_model_of_unknown_layers_is_refused() -> None:
     model = build_without_weights(APART, torch.float32, "sdpa", CPU)
     model.model.layers = nn.Sequential(*model.model.layers)
-    with pytest.raises(ConfigError, match="--sharding full: the layers of Qwen2ForCausalLM are not known"):
+    with pytest.raises(ConfigError) as refused:
         cut(model, World(), CPU, torch.float32)
+    assert refused.value.field == "--sharding" and "Qwen2ForCausalLM" in refused.value.summary

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def test_rows_are_cut_as_torch_cuts_them(rows: int, processes: int) -> None:
 def test_states_that_can_not_be_written_are_an_error_that_names_the_place(tmp_path: Path) -> None:
     model, optimizer = trained("adamw")
     (tmp_path / STATES_FOLDER).write_text("a file, where a folder is to be")
-    with pytest.raises(FileExistsError, match="trainer process 0: ") as told:
+    with pytest.raises(FileExistsError, match=r"\b0: ") as told:
         write_states(tmp_path, whole_parts(model), optimizer, Place(), group=None)
     assert told.value.filename == str(tmp_path / STATES_FOLDER)
 
@@ -67,15 +68,14 @@ def test_a_full_disk_is_said_as_of_any_other_file(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # torch's own word on it: unexpected pos
     try:
-        with pytest.raises(OSError, match="trainer process 0: File too large") as told:
+        with pytest.raises(OSError, match=rf"\b0: {os.strerror(errno.EFBIG)}") as told:
             write_states(tmp_path, whole_parts(model), optimizer, Place(), group=None)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert told.value.errno == errno.EFBIG
     said = from_os_error(told.value, "write")
     assert isinstance(said, DiskFullError)
-    assert f"disk full: could not write at {tmp_path / STATES_FOLDER}: trainer process 0: " in str(said)
-    assert "Free space" in str(said)
+    assert said.field == str(tmp_path / STATES_FOLDER) and os.strerror(errno.EFBIG) in said.got
 
 
 def test_states_that_can_not_be_read_are_an_error_of_the_house(tmp_path: Path) -> None:
@@ -83,5 +83,6 @@ def test_states_that_can_not_be_read_are_an_error_of_the_house(tmp_path: Path) -
     write_states(tmp_path, whole_parts(model), optimizer, Place(), group=None)
     (file,) = (tmp_path / STATES_FOLDER).glob("*.distcp")
     file.unlink()
-    with pytest.raises(ConfigError, match=r"--resume .*: the states of its optimizer can't be read: FileNotFound"):
+    with pytest.raises(ConfigError) as refused:
         read_states(tmp_path, whole_parts(model), Place())
+    assert refused.value.field == f"--resume {tmp_path}" and refused.value.got.startswith("FileNotFoundError: ")

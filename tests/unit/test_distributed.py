@@ -93,16 +93,21 @@ def test_one_process_is_alone_and_a_rank_must_fit(monkeypatch: pytest.MonkeyPatc
     world.sum_gradients([parameter])
     world.check_agreement([parameter])
     assert parameter.grad is None
-    with pytest.raises(ConfigError, match=r"--trainer-rank 2: wanted 0 to 1, as --world-size 2 says"):
+    with pytest.raises(ConfigError) as beyond:
         join(DistributedConfig(trainer_rank=2, world_size=2), on_gpu=False)
-    with pytest.raises(ConfigError, match="--init-method: got nothing"):
+    assert (beyond.value.field, beyond.value.got) == ("--trainer-rank", "2")
+    assert "0 to 1" in beyond.value.wanted and "--world-size 2" in beyond.value.wanted
+    with pytest.raises(ConfigError) as nowhere:
         join(DistributedConfig(trainer_rank=0, world_size=2), on_gpu=False)
-    with pytest.raises(ConfigError, match="wanted a GPU of its own"):
+    assert nowhere.value.field == "--init-method" and "MASTER_ADDR" in nowhere.value.fix
+    with pytest.raises(ConfigError) as crowded:
         join(DistributedConfig(trainer_rank=999, world_size=1000, init_method="tcp://127.0.0.1:1"), on_gpu=True)
+    assert crowded.value.field == "rank 999 of 1000" and "GPU" in crowded.value.wanted
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(ConfigError, match="--trainer-rank 1"):
+    with pytest.raises(ConfigError) as told:
         join(DistributedConfig(), on_gpu=False)
+    assert (told.value.field, told.value.got) == ("--trainer-rank", "1")
 
 
 def test_a_world_of_one_gives_no_orders() -> None:
@@ -154,8 +159,9 @@ def test_who_ends_well_waits_for_the_threads_of_what_was_said(tmp_path: Path) ->
 def test_what_one_has_met_alone_ends_it(error: GrpoError) -> None:
     trainer = trainer_that_raises(error)
     world = Recording(1, Step(trainer.ready(batch(*two_trainers.ONE)), 0), End())
-    with pytest.raises(type(error), match=str(error)):
+    with pytest.raises(type(error)) as met:
         obey(world, trainer)
+    assert met.value is error
     assert len(world.orders) == 1
     leader = Recording(0)
     with pytest.raises(type(error)), leader, leader.working():
@@ -181,8 +187,9 @@ def test_a_teachers_unknown_token_is_found_before_anybody_has_a_share(has_head: 
     if not has_head:
         trainer.forward.head = None
     unknown = sample([5], [6], 1.0, teacher=[{64: -0.1}]), sample([5], [7], 0.0)
-    with pytest.raises(TrainingError, match="distill_token_ids: got 64, the model has 64 tokens"):
+    with pytest.raises(TrainingError) as refused:
         trainer.step(batch(unknown), 0)
+    assert (refused.value.field, refused.value.got) == ("distill_token_ids", "64")
     assert not world.given
 
 
@@ -293,10 +300,10 @@ def check_resumed(folder: Path, options: Sequence[str], alone: dict[str, Any], t
     for name in (".metadata", "__1_0.distcp"):
         whole = (states / name).read_bytes()
         (states / name).write_bytes(whole[:-1] + b"?")
-        with pytest.raises(DamagedError, match=f"{STATES_FOLDER}/{name} does not fit its checksum"):
+        with pytest.raises(DamagedError, match=f"{STATES_FOLDER}/{name}.*checksum"):
             check_files(states.parent, read_state(states.parent))
         (states / name).unlink()
-        with pytest.raises(DamagedError, match=f"{STATES_FOLDER}/{name} is missing"):
+        with pytest.raises(DamagedError, match=f"{STATES_FOLDER}/{name}.* missing"):
             check_files(states.parent, read_state(states.parent))
         (states / name).write_bytes(whole)
 
@@ -316,7 +323,7 @@ def test_if_the_first_fails_in_what_all_compute_none_waits_for_ever(tmp_path: Pa
         for process in processes:
             process.kill()
             process.wait()
-    assert "MemoryError: a layer has failed" in said[0]
+    assert "MemoryError: " in said[0]
     assert [process.returncode for process in processes] == [1, 1], said[1][-2000:]
 
 

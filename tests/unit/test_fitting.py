@@ -327,7 +327,7 @@ def test_what_torch_cant_compile_is_trained_without(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: Any) -> Any:
-        raise RuntimeError("no compiler here\nand more")
+        raise RuntimeError("uncompilable\nand more")
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=broken))
     torch._dynamo.reset()
@@ -335,7 +335,8 @@ def test_what_torch_cant_compile_is_trained_without(
     wanted = one_step(copy.deepcopy(base), settings())
     with caplog.at_level(logging.WARNING):
         trainer = Trainer(base, settings(compile="on"))
-    assert "decoder layers are not compiled" in caplog.text and "no compiler here" in caplog.text
+    (warned,) = [record for record in caplog.records if "uncompilable" in str(record.args)]
+    assert warned.levelname == "WARNING"
     assert not trainer.forward.plan.is_compiled
     assert_same(wanted, one_step(base, settings()))
 
@@ -379,7 +380,7 @@ def test_what_compiled_layers_cant_recompute_checkpoints_do(
     graphs: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("no such graph")
+        raise RuntimeError("graphless")
 
     monkeypatch.setattr(compiled, "_recomputing", lambda _: broken)
     base = tiny("qwen2", num_hidden_layers=4)
@@ -387,10 +388,8 @@ def test_what_compiled_layers_cant_recompute_checkpoints_do(
     Gpu(monkeypatch, 1e5)
     config = settings(checkpointing=None, packing="on", compile="on")
     forward = fitted(config)
-    assert (
-        "compiled layers keep all or their input: " in caplog.text
-        and "compiled layers can't recompute: " in caplog.text
-    )
+    warned = [record for record in caplog.records if "graphless" in str(record.args)]
+    assert len({record.msg for record in warned}) == 2  # for what lies between all and the input, and for the input
     assert forward.recomputation == Recomputation(4) and flags(forward) == [True] * 4
     assert forward.compiled is not None and forward.compiled.plan == Recomputation()
     assert all(parameter.grad is None for parameter in forward.model.parameters())

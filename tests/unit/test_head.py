@@ -177,7 +177,7 @@ def test_the_plan_knows_what_a_chunk_takes(distills: bool, dtype: torch.dtype) -
     others = torch.randint(vocab, (rows, 4)), torch.ones(rows, 4)
     took = peak_bytes(
         lambda: (
-            head._residual_with_others(*own, *others, torch.bfloat16)
+            head.residual_with_others(*own, *others, torch.bfloat16)
             if distills
             else head.residual(*own, torch.bfloat16)
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -61,28 +62,35 @@ def test_chosen_layers_have_the_adapter_and_no_others() -> None:
 
 
 def test_layers_that_the_model_lacks_are_named_with_their_number() -> None:
-    with pytest.raises(ModelError, match="--lora-layer-indices 2,3: the model has 2 layers, 0 to 1"):
+    with pytest.raises(ModelError) as refused:
         tiny_lora(layers="0-3")
+    assert (refused.value.field, refused.value.got) == ("--lora-layer-indices", "2,3")
+    assert refused.value.wanted == "0 to 1"
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
+    ("target", "kind"),
     [
-        ("lm_head", r"lm_head \(Linear\): no linear module of its layers.*; it has down_proj, gate_proj"),
-        ("embed_tokens", r"embed_tokens \(Embedding\): no linear module of its layers"),
-        ("input_layernorm", r"input_layernorm \(Qwen2RMSNorm\)"),
-        ("score", "has no such linear module; it has"),
+        ("lm_head", "lm_head (Linear)"),
+        ("embed_tokens", "embed_tokens (Embedding)"),
+        ("input_layernorm", "input_layernorm (Qwen2RMSNorm)"),
+        ("score", None),
     ],
 )
-def test_modules_that_vllm_need_not_serve_are_refused(target: str, said: str) -> None:
-    with pytest.raises(ModelError, match=said):
+def test_modules_that_vllm_need_not_serve_are_refused(target: str, kind: str | None) -> None:
+    with pytest.raises(ModelError) as refused:
         tiny_lora(target_modules=("q_proj", target))
+    assert (refused.value.field, refused.value.got) == ("--lora-target-modules", target)
+    assert refused.value.wanted.startswith("down_proj, gate_proj, ")
+    assert kind in refused.value.summary if kind else "(" not in refused.value.summary
 
 
 def test_a_model_without_linear_modules_says_so() -> None:
     model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=10))
-    with pytest.raises(ModelError, match=r"c_attn \(Conv1D\).*; it has none"):
+    with pytest.raises(ModelError) as refused:
         add_adapter(model, LoraOnly(target_modules=("c_attn",)), seed=0)
+    assert (refused.value.got, refused.value.wanted) == ("c_attn", "none")
+    assert "c_attn (Conv1D)" in refused.value.summary
 
 
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True}, {"layers_to_transform": [1]}, {"r": 16}])
@@ -106,21 +114,28 @@ def test_rank_scale_modules_and_layers_come_from_the_adapter_and_survive_a_file(
     assert build(TrainConfig, dump(config, only_set=True)) == config
 
 
+def names(text: str, part: str) -> bool:
+    """Whether the part stands in the text as a word."""
+    return re.search(rf"(?<![\w.]){re.escape(part)}(?!\w)", text) is not None
+
+
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "parts"),
     [
-        ({"lora_r": "16"}, "--lora-r 16: the adapter at --lora-adapter {path} has 8; leave --lora-r out"),
-        ({"lora_alpha": 3}, "--lora-alpha 3.0: the adapter at --lora-adapter {path} has 8.0"),
-        ({"lora_rslora": True}, "--lora-rslora on: the adapter at --lora-adapter {path} has off"),
-        ({"lora_target_modules": "q_proj"}, "--lora-target-modules q_proj: the adapter at {path} has q_proj,up_proj"),
-        ({"lora_layer_indices": "0"}, "--lora-layer-indices 0: the adapter at --lora-adapter {path} has all"),
+        ({"lora_r": "16"}, ("--lora-r", "16", "8")),
+        ({"lora_alpha": 3}, ("--lora-alpha", "3.0", "8.0")),
+        ({"lora_rslora": True}, ("--lora-rslora", "on", "off")),
+        ({"lora_target_modules": "q_proj"}, ("--lora-target-modules", "q_proj", "q_proj,up_proj")),
+        ({"lora_layer_indices": "0"}, ("--lora-layer-indices", "0", "all")),
     ],
 )
-def test_flags_that_contradict_the_adapter_are_refused(tmp_path: Path, options: dict[str, object], said: str) -> None:
+def test_flags_that_contradict_the_adapter_are_refused(
+    tmp_path: Path, options: dict[str, object], parts: tuple[str, ...]
+) -> None:
     path = saved(tmp_path)
     with pytest.raises(ConfigError) as error:
         bridge(lora_adapter=str(path), **options)
-    assert said.replace("{path}", str(path)).replace("at /", "at --lora-adapter /") in str(error.value)
+    assert all(names(str(error.value), part) for part in (*parts, f"--lora-adapter {path}"))
 
 
 def test_flags_that_agree_with_the_adapter_are_fine(tmp_path: Path) -> None:
@@ -129,54 +144,55 @@ def test_flags_that_agree_with_the_adapter_are_fine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "parts"),
     [
-        (
-            {"use_dora": True},
-            "vLLM can't serve it: use_dora: got true, wanted false or null; train with use",
-        ),
-        ({"modules_to_save": ["lm_head"], "bias": "all"}, 'bias: got "all".*modules_to_save: got \\["lm_head"\\]'),
-        ({"peft_type": "IA3"}, 'peft_type: got "IA3"'),
-        ({"init_lora_weights": "pissa"}, "this initialisation changes the base model"),
-        ({"r": 24}, "r: got 24, vLLM serves ranks 1, 8, 16, 32, .*; train one of rank 32"),
-        ({"r": 1024}, "r: got 1024, wanted 1 to 512"),
-        ({"lora_alpha": "much"}, "adapter_config.json is none of PEFT's"),
+        ({"use_dora": True}, ("use_dora", "true", "false")),
+        ({"modules_to_save": ["lm_head"], "bias": "all"}, ("bias", '"all"', "modules_to_save", '["lm_head"]')),
+        ({"peft_type": "IA3"}, ("peft_type", '"IA3"')),
+        ({"init_lora_weights": "pissa"}, ("init_lora_weights", '"pissa"')),
+        ({"r": 24}, ("r", "24", "32")),
+        ({"r": 1024}, ("r", "1024", "512")),
+        ({"lora_alpha": "much"}, ("adapter_config.json",)),
     ],
 )
-def test_an_adapter_that_cannot_be_served_is_refused_at_once(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+def test_an_adapter_that_cannot_be_served_is_refused_at_once(
+    tmp_path: Path, change: dict[str, Any], parts: tuple[str, ...]
+) -> None:
     path = saved(tmp_path)
     config = json.loads((path / "adapter_config.json").read_text())
     (path / "adapter_config.json").write_text(json.dumps({**config, **change}))
-    with pytest.raises(ConfigError, match=f"--lora-adapter {path}: .*{said}"):
+    with pytest.raises(ConfigError) as error:
         bridge(lora_adapter=str(path))
+    assert all(names(str(error.value), part) for part in (*parts, f"--lora-adapter {path}"))
 
 
 def test_a_folder_without_an_adapter_and_a_damaged_one_are_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no adapter there; wanted a folder with adapter_config.json"):
+    with pytest.raises(ConfigError, match=r"adapter_config\.json"):
         read_adapter(tmp_path / "none")
     path = saved(tmp_path / "a")
     (path / "adapter_model.safetensors").write_bytes(b"nonsense")
-    with pytest.raises(ConfigError, match=r"adapter_model.safetensors is damaged"):
+    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors.* damaged"):
         read_adapter(path)
     (path / "adapter_model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"has no adapter_model.safetensors; save it by save_pretrained"):
+    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors.*save_pretrained"):
         read_adapter(path)
 
 
 def test_an_adapter_on_embeddings_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path, target_modules=["q_proj", "embed_tokens"])
-    with pytest.raises(ConfigError, match=r"embed_tokens.*wanted only lora_A and lora_B of linear modules"):
+    with pytest.raises(ConfigError, match=r"embed_tokens.*lora_A and lora_B"):
         read_adapter(path)
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path)
     other = LlamaConfig(vocab_size=64, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-    with pytest.raises(ModelError, match=r"is another model's: .* is \[8, 32\], wanted \[8, 48\]"):
-        add_adapter(LlamaForCausalLM(other), bridge(lora_adapter=str(path)), seed=0)
-    other.num_hidden_layers = 3
-    with pytest.raises(ModelError, match=r"is another model's: it lacks .*layers\.2\."):
-        add_adapter(LlamaForCausalLM(other), bridge(lora_adapter=str(path)), seed=0)
+    for layers, parts in ((2, ("[8, 32]", "[8, 48]")), (3, ("layers.2.",))):
+        other.num_hidden_layers = layers
+        with pytest.raises(ModelError) as refused:
+            add_adapter(LlamaForCausalLM(other), bridge(lora_adapter=str(path)), seed=0)
+        assert refused.value.field == f"--lora-adapter {path}"
+        assert all(part in refused.value.got for part in parts)
 
 
 def test_all_weights_of_the_adapter_are_loaded(tmp_path: Path) -> None:

@@ -39,15 +39,16 @@ def test_a_model_is_loaded_frozen_in_the_wanted_dtype(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "name", "kind"),
     [
-        (BertConfig(architectures=["BertForMaskedLM"]), "BertForMaskedLM is no causal language model"),
-        (BertConfig(), "bert is an encoder"),
-        (T5Config(), "t5 is an encoder-decoder"),
+        (BertConfig(architectures=["BertForMaskedLM"]), "BertForMaskedLM", "masked"),
+        (BertConfig(), "bert", "encoder"),
+        (T5Config(), "t5", "encoder-decoder"),
     ],
 )
-def test_other_kinds_are_named(config: object, said: str) -> None:
-    assert not_trainable(config) == said
+def test_other_kinds_are_named(config: object, name: str, kind: str) -> None:
+    words = (not_trainable(config) or "").split()
+    assert words[0] == name and (kind in words) == (kind != "masked")
 
 
 def test_decoders_are_taken_with_or_without_an_architecture() -> None:
@@ -68,19 +69,22 @@ def test_all_weights_are_trained_in_fp32_whatever_the_forward_pass_computes_in(t
 
 
 def test_a_missing_model_is_told_by_its_name(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=f"--model-name {tmp_path}/none: no model there"):
+    with pytest.raises(ModelError) as refused:
         load_model(ModelConfig(name=f"{tmp_path}/none"))
+    assert (refused.value.field, refused.value.got) == ("--model-name", f"{tmp_path}/none")
 
 
 def test_devices_and_dtypes() -> None:
     assert pick_dtype("auto", torch.device("cpu")) == torch.float32
     assert pick_dtype("auto", torch.device("cuda")) == torch.bfloat16
-    with pytest.raises(ConfigError, match="--device toaster: no such kind of device"):
-        pick_device("toaster")
-    with pytest.raises(ConfigError, match="--device cuda:99: this machine has"):
-        pick_device("cuda:99")
+    for device, wanted in (("toaster", "auto, cpu, cuda or cuda:N"), ("cuda:99", "")):
+        with pytest.raises(ConfigError) as refused:
+            pick_device(device)
+        assert (refused.value.field, refused.value.got, refused.value.wanted) == ("--device", device, wanted)
 
 
 def test_modules_that_the_model_lacks_are_named_with_those_it_has() -> None:
-    with pytest.raises(ModelError, match=r"--lora-target-modules q,w: .* has no such linear module; it has down_proj"):
+    with pytest.raises(ModelError) as refused:
         add_adapter(tiny_qwen(), LoraOnly(target_modules=("q", "w")), seed=0)
+    assert (refused.value.field, refused.value.got) == ("--lora-target-modules", "q,w")
+    assert refused.value.wanted.startswith("down_proj, ")

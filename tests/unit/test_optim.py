@@ -193,7 +193,7 @@ def test_compiled_arithmetic_is_the_same(
     wanted = run(rule([plain], CONFIG, master_weights=False), plain)
     optimizer = rule([compiled], CONFIG, master_weights=False)
     optimizer.compile()
-    assert next(piece.numel() for piece in optimizer._pieces(compiled)) > 250
+    assert next(piece.numel() for piece in optimizer.pieces(compiled)) > 250
     torch.testing.assert_close(run(optimizer, compiled), wanted, rtol=1e-5, atol=1e-6)
     assert counters["stats"]["unique_graphs"] == graphs
 
@@ -290,7 +290,7 @@ def test_fp32_parameters_keep_torchs_adamw_and_need_no_master_weights() -> None:
 
 
 def test_float16_is_refused_without_master_weights() -> None:
-    with pytest.raises(TypeError, match=r"got one of torch.float16, wanted float32, bfloat16, or --master-weights"):
+    with pytest.raises(TypeError, match=r"torch\.float16.*--master-weights"):
         made("adamw", [weight(1.0, torch.float16)])
     made("adamw", [weight(1.0, torch.float16)], master_weights=True)
 
@@ -362,7 +362,7 @@ def test_small_parameters_together_end_as_each_alone(name: str, master_weights: 
 def parts_of(optimizer: LandingOptimizer, parameters: Sequence[Parameter]) -> list[Part]:
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    return list(optimizer._parts())
+    return list(optimizer.parts())
 
 
 def test_parts_are_no_longer_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from grpo_trainer.config.train import ModelConfig, TrainConfig
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError
 from grpo_trainer.model.load import load_model, weights_of
 from grpo_trainer.model.lora import add_adapter
-from grpo_trainer.weights.proof import NOISE_LIMIT_4BIT, prove_lora
+from grpo_trainer.weights.proof import FAILED, NOISE_LIMIT_4BIT, prove_lora
 from tests.unit.test_proof import INFO, FakeServer
 from tests.unit.tiny_lora import fill_b, save_tiny, tiny_qwen
 
@@ -114,8 +114,9 @@ def test_planted_faults_are_caught_above_the_noise_of_4_bits(tmp_path: Path, fau
     if not fresh:
         fill_b(trainer)
     fake = FakeServer(trainer, fault, model=server)
-    with pytest.raises(BridgeError, match="bridge proof failed"):
+    with pytest.raises(BridgeError) as failed:
         prove_lora(trainer, fake, fake.load, INFO)  # type: ignore[arg-type]
+    assert failed.value.field.startswith(FAILED)
 
 
 @needs_bitsandbytes
@@ -123,14 +124,16 @@ def test_a_base_model_that_4_bits_ruin_is_refused(tmp_path: Path) -> None:
     folder = base(tmp_path, layer_scale=2.0)
     trainer, server = loaded(folder, in_4_bits=True), loaded(folder, in_4_bits=False)
     fake = FakeServer(trainer, model=server)
-    with pytest.raises(BridgeError, match="bridge proof failed \\(present adapter\\)"):
+    with pytest.raises(BridgeError) as failed:
         prove_lora(trainer, fake, fake.load, INFO)  # type: ignore[arg-type]
+    assert failed.value.field == f"{FAILED} (present adapter)"
 
 
 def test_without_bitsandbytes_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs bitsandbytes; pip install 'grpo-trainer\[qlora\]'"):
+    with pytest.raises(ConfigError) as refused:
         load_model(ModelConfig(name=str(save_tiny(tmp_path)), device="cpu", load_in_4bit=True))
+    assert refused.value.field == "--load-in-4bit" and "'grpo-trainer[qlora]'" in refused.value.fix
 
 
 @needs_bitsandbytes
@@ -145,8 +148,9 @@ def test_a_width_that_the_kernel_garbles_is_refused(tmp_path: Path, monkeypatch:
         return matrix if matrix.shape[1] == 64 else matrix.roll(1)
 
     monkeypatch.setattr(bitsandbytes.functional, "dequantize_4bit", garbled)
-    with pytest.raises(ModelError, match="bitsandbytes on cpu garbles weights of width 128"):
+    with pytest.raises(ModelError) as refused:
         loaded(folder, in_4_bits=True)
+    assert refused.value.field == "--load-in-4bit" and {"cpu", "128"} <= set(refused.value.summary.split())
 
 
 @needs_bitsandbytes
@@ -154,8 +158,9 @@ def test_a_model_that_is_quantised_already_is_refused(tmp_path: Path) -> None:
     model = tiny_qwen()
     model.config.quantization_config = {"quant_method": "awq", "bits": 4}  # type: ignore[attr-defined]
     model.config.save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=r"is quantised already \(awq\)"):
+    with pytest.raises(ModelError) as refused:
         load_model(ModelConfig(name=str(tmp_path), device="cpu", load_in_4bit=True))
+    assert (refused.value.field, refused.value.got) == (f"--model-name {tmp_path}", "awq")
 
 
 @pytest.mark.parametrize(
@@ -163,12 +168,12 @@ def test_a_model_that_is_quantised_already_is_refused(tmp_path: Path) -> None:
     [
         (
             {"weight_bridge_mode": "none"},
-            "--load-in-4bit: belongs to --weight-bridge-mode lora_only, but",
+            r"--load-in-4bit: .*--weight-bridge-mode lora_only\b",
         ),
-        ({"weight_bridge_mode": "lora_restart"}, "but the mode is lora_restart, which writes whole models"),
+        ({"weight_bridge_mode": "lora_restart"}, r"--load-in-4bit: .*\blora_restart\b"),
         (
             {"weight_bridge_mode": "lora_only", "dtype": "float16"},
-            "--dtype float16: with --load-in-4bit wanted",
+            r"--dtype\b.* float16\b.*--load-in-4bit",
         ),
     ],
 )

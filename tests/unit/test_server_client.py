@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
 import pytest
@@ -15,11 +18,20 @@ from grpo_trainer.config.train import VllmConfig
 from grpo_trainer.errors import ServerError
 from grpo_trainer.server_client import ServerClient
 from vllm_server import protocol
+from vllm_server.errors import ServeError
 
 ANSWER = protocol.LoraLoadResponse(
     adapter_path="memory://1", adapter_name="policy-v1", adapter_id=1, load_count=1, adapter_config={},
     policy_version=1, transport="memory", slot=0, replayed=False, load_seconds=0.1, stall_seconds=0.1, unloaded=[],
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of another status than 200."""
+
+    status: int
+    body: object
 
 
 @contextmanager
@@ -34,8 +46,9 @@ def server(answers: list[object | None]) -> Iterator[tuple[ServerClient, list[by
                 with connection:
                     heard.append(_request(connection))
                     if answer is not None:
-                        body = msgspec.json.encode(answer)
-                        head = f"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+                        status, said = (answer.status, answer.body) if isinstance(answer, Answer) else (200, answer)
+                        body = msgspec.json.encode(said)
+                        head = f"HTTP/1.1 {status} Status\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
                         connection.sendall(head.encode() + body)
 
         thread = threading.Thread(target=serve, daemon=True)
@@ -80,21 +93,68 @@ def test_a_publish_whose_answer_was_lost_is_sent_again_as_the_same(publish: Call
 
 def test_what_can_not_be_done_twice_is_not_sent_twice() -> None:
     begin = protocol.UpdateBeginRequest(boot_id="b", timeout_s=1.0)
-    with server([None]) as (client, heard), pytest.raises(ServerError, match="no answer"):
+    with server([None]) as (client, heard), pytest.raises(ServerError) as unanswered:
         client.begin_update(begin)
     assert len(heard) == 1
+    assert unanswered.value.field.startswith("POST http://") and "ProtocolError" in unanswered.value.got
 
 
 def test_a_question_is_asked_again_but_not_for_ever() -> None:
-    with server([None] * server_client.ATTEMPTS) as (client, heard), pytest.raises(ServerError, match="no answer"):
+    with server([None] * server_client.ATTEMPTS) as (client, heard), pytest.raises(ServerError) as unanswered:
         client.lora_status()
-    assert len(heard) == server_client.ATTEMPTS
+    assert len(heard) == server_client.ATTEMPTS and unanswered.value.field.startswith("GET http://")
 
 
-def test_an_idle_connection_is_let_go_of_before_the_server_closes_it() -> None:
+@pytest.mark.parametrize(
+    ("answer", "parts"),
+    [
+        (Answer(409, ServeError(409, "version", got=3, wanted="4", fix="ask again").response()), ("version", "3", "4")),
+        (Answer(500, {"error": {"message": "broken", "type": "InternalServerError", "code": 500}}), ("", "", "")),
+        (Answer(502, "no JSON of ours"), ("", '"no JSON of ours"', "")),
+    ],
+)
+def test_a_refusal_carries_the_servers_own_parts(answer: Answer, parts: tuple[str, str, str]) -> None:
+    with server([answer]) as (client, _), pytest.raises(ServerError) as refused:
+        client.lora_status()
+    assert (refused.value.field, refused.value.got, refused.value.wanted) == parts
+    assert str(answer.status) in re.findall(r"\w+", refused.value.summary)
+    assert ("broken" in refused.value.summary) == (answer.status == 500)
+
+
+def test_an_idle_connection_is_let_go_of_before_the_server_closes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """uvicorn's `timeout_keep_alive`, which vLLM leaves as it is, is 5 s."""
     import uvicorn
 
-    client = ServerClient(VllmConfig(port=1))
-    pool = client._http._transport._pool  # type: ignore[attr-defined]
-    assert pool._keepalive_expiry <= uvicorn.Config("app").timeout_keep_alive / 2
+    assert uvicorn.Config("app").timeout_keep_alive / 2 >= server_client.KEEPALIVE_SECONDS
+    assert connections_of_two_requests() == 1
+    monkeypatch.setattr(server_client, "KEEPALIVE_SECONDS", -1.0)  # each connection has been idle for longer
+    assert connections_of_two_requests() == 2
+
+
+def connections_of_two_requests() -> int:
+    """To a server that closes none."""
+    seen: set[tuple[str, int]] = set()
+
+    class Patient(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            seen.add(self.client_address)
+            self.rfile.read(int(self.headers["Content-Length"]))
+            body = msgspec.json.encode(ANSWER)
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Patient) as listening:
+        threading.Thread(target=listening.serve_forever, daemon=True).start()
+        client = ServerClient(VllmConfig(port=listening.server_port))
+        by_name(client)
+        by_name(client)
+        client.close()
+        listening.shutdown()
+    return len(seen)

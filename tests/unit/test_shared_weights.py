@@ -16,9 +16,12 @@ from grpo_trainer.config.bridge import SharedVllm
 from grpo_trainer.config.train import CheckpointConfig, ModelConfig, OptimizerConfig, TrainConfig
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError, ServerError
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.model.policy import AllWeights, SharedWeights, _choose_trained
+from grpo_trainer.model.policy import AllWeights, SharedWeights, choose_trained
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.trainer import Trainer
+from grpo_trainer.weights import shared_weights
+from grpo_trainer.weights.proof import FAILED, OTHER_WEIGHTS
+from grpo_trainer.weights.shared_proof import UNSEEN
 from grpo_trainer.weights.shared_weights import SharedBridge
 from tests.unit.factories import batch, sample
 from tests.unit.test_proof import INFO
@@ -129,7 +132,7 @@ class Made:
         self.server = server or SharingServer()
         self.model = self.server.trainers_model()
         self.config = SharedVllm.model_validate({"mode": "shared_vllm", **options})
-        _choose_trained(self.model, self.config)
+        choose_trained(self.model, self.config)
         source: Any = SimpleNamespace(boot_id=self.server.info.boot_id)
         self.policy = SharedWeights(self.model, None, source)
         client: Any = self.server
@@ -186,8 +189,9 @@ def test_a_step_that_is_skipped_is_no_version() -> None:
         result = made.trainer.step(poisoned, 0, bridge.updating)
         assert not result.updated and same(made.weights(), before)
         assert bridge.publish(0 + int(result.updated)).version == 0
-        with pytest.raises(BridgeError, match="asked to publish version 1, but the weights are those of 0"):
+        with pytest.raises(BridgeError) as refused:
             bridge.publish(1)
+        assert (refused.value.field, refused.value.got, refused.value.wanted) == ("version", "1", "0")
     assert made.server.told == ["close"]
 
 
@@ -222,19 +226,20 @@ def test_the_proof_changes_the_weights_and_puts_every_bit_back() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "tried", "what"),
     [
-        ("a copy", "does not see what the trainer writes: it answers as before the change"),
-        ("stale cache", "does not see what the trainer writes: it answers as before the change"),
-        ("other place", "serves other weights than the trainer's"),
+        ("a copy", "(synthetic change)", UNSEEN),
+        ("stale cache", "(synthetic change)", UNSEEN),
+        ("other place", "(version 0)", OTHER_WEIGHTS),
     ],
 )
-def test_each_planted_fault_is_caught_and_the_weights_are_as_before(fault: str, said: str) -> None:
+def test_each_planted_fault_is_caught_and_the_weights_are_as_before(fault: str, tried: str, what: str) -> None:
     made = Made(SharingServer(fault))
     made.bridge.connect(0)
     before = made.weights()
-    with pytest.raises(BridgeError, match=said):
+    with pytest.raises(BridgeError) as failed:
         made.bridge.prove()
+    assert failed.value.field == f"{FAILED} {tried}" and what in failed.value.summary
     assert same(made.weights(), before) and not made.server.held and made.server.info.policy_version == 0
 
 
@@ -251,8 +256,9 @@ def test_a_stale_cache_after_the_change_is_caught(monkeypatch: pytest.MonkeyPatc
         return answer
 
     monkeypatch.setattr(made.server, "end_update", forgetful)
-    with pytest.raises(BridgeError, match=r"undone bit for bit, the server's logprobs are .* from those of before"):
+    with pytest.raises(BridgeError) as failed:
         made.bridge.prove()
+    assert failed.value.field == f"{FAILED} (change undone)"
 
 
 def test_no_proof_changes_nothing() -> None:
@@ -315,7 +321,8 @@ def test_a_checkpoint_of_all_weights_that_another_mode_wrote_is_of_use(tmp_path:
 def test_without_a_checkpoint_training_goes_on_from_what_the_server_has(caplog: pytest.LogCaptureFixture) -> None:
     made = Made(SharingServer(version=17, updates=20))
     assert made.bridge.connect(0) == 17
-    assert "training goes on from its version 17, not from the model's files" in caplog.text
+    (warned,) = [record for record in caplog.records if record.levelname == "WARNING" and record.args == (17,)]
+    assert warned.name == shared_weights.__name__
     made.trainer.step(ROLLOUTS, 0, made.bridge.updating)
     assert made.bridge.publish(18).version == 18
 
@@ -323,17 +330,19 @@ def test_without_a_checkpoint_training_goes_on_from_what_the_server_has(caplog: 
 def test_weights_that_are_no_policys_are_refused_with_the_fix() -> None:
     for server in (SharingServer(version=PROOF_VERSION, updates=1), SharingServer()):
         if server.info.policy_version == 0:
-            server.torn = "an update of the weights is torn"
+            server.torn = "torn"
         made = Made(server)
-        with pytest.raises(BridgeError, match=r"holds no policy's weights: .*--resume auto, or start the server anew"):
+        with pytest.raises(BridgeError) as refused:
             made.bridge.connect(0)
+        assert "--resume auto" in refused.value.fix and (server.torn is None or refused.value.got == server.torn)
 
 
 def test_a_server_that_was_started_anew_is_refused() -> None:
     made = Made()
     made.server.info = msgspec.structs.replace(made.server.info, boot_id="other")
-    with pytest.raises(BridgeError, match=r"started anew .* after its weights were attached"):
+    with pytest.raises(BridgeError) as refused:
         made.bridge.connect(0)
+    assert (refused.value.field, refused.value.got) == ("boot_id", "other")
 
 
 def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -342,8 +351,9 @@ def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
     first.model.config.num_hidden_layers = 1
     first.model.config.layer_types = ["full_attention"]
     first.checkpoints(tmp_path).save(Progress(1, 1))
-    with pytest.raises(ConfigError, match="its weights are not those of this --model-name"):
+    with pytest.raises(ConfigError) as refused:
         Made().checkpoints(tmp_path).resume()
+    assert refused.value.field == "--resume" and "--model-name" in refused.value.summary
 
 
 # ---------------------------------------------------------------- some layers
@@ -360,5 +370,7 @@ def test_only_the_chosen_layers_are_trained() -> None:
 
 
 def test_layers_that_the_model_lacks_are_named() -> None:
-    with pytest.raises(ModelError, match="--train-layer-indices 2,3: the model has 2 layers, 0 to 1"):
+    with pytest.raises(ModelError) as refused:
         Made(train_layers="1-3")
+    assert (refused.value.field, refused.value.got) == ("--train-layer-indices", "2,3")
+    assert refused.value.wanted == "0 to 1"

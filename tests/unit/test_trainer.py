@@ -147,11 +147,11 @@ def test_a_nan_leaves_weights_and_optimizer_untouched_and_too_many_stop_the_run(
     assert not trainer.optimizer.state_dict()["state"]
     assert trainer.step(rollouts(), 1).updated  # a good step in between starts the count anew
     assert not trainer.step(poisoned, 2).updated
-    with pytest.raises(TrainingError, match="2 steps in a row") as sound:
+    with pytest.raises(TrainingError, match=r"--max-bad-steps\b.*\b2\b.*\bnan\b") as sound:
         trainer.step(poisoned, 3)
     with torch.no_grad():
         next(model.parameters()).view(-1)[0] = math.nan  # now it is the weights'
-    with pytest.raises(TrainingError, match="3 steps in a row") as spoilt:
+    with pytest.raises(TrainingError, match=r"--max-bad-steps\b.*\b3\b.*\bnan\b") as spoilt:
         trainer.step(rollouts(), 4)
     assert not sound.value.spoils_weights and spoilt.value.spoils_weights
 
@@ -243,17 +243,17 @@ def test_a_step_counts_as_landed_if_one_of_its_updates_did(monkeypatch: pytest.M
 
 def test_a_teachers_token_that_the_model_lacks_is_named() -> None:
     data = batch([sample([1], [2], 1.0, teacher=[{VOCAB: -0.1}]), sample([1], [3], 0.0)])
-    with pytest.raises(TrainingError, match=f"distill_token_ids: got {VOCAB}, the model has {VOCAB} tokens"):
+    with pytest.raises(TrainingError) as refused:
         Trainer(TinyModel(), config(loss={"distill_coef": 1.0})).step(data, 0)
+    assert (refused.value.field, refused.value.got) == ("distill_token_ids", str(VOCAB))
+    assert str(VOCAB) in refused.value.wanted.split()
 
 
 def test_a_teacher_that_is_not_listened_to_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     trainer = Trainer(TinyModel(), config())
     for step in range(2):
         trainer.step(full_rollouts(), step)
-    assert [r.message for r in caplog.records].count(
-        "samples come with a teacher's logprobs, which are not used: --distill-coef is 0"
-    ) == 1
+    assert ["--distill-coef" in record.message for record in caplog.records].count(True) == 1
 
 
 @pytest.mark.parametrize("kind", ["supervised", "taught"])
@@ -305,7 +305,7 @@ def test_a_step_that_is_skipped_takes_no_fence() -> None:
 
 
 def test_16_bit_weights_without_a_landing_optimizer_are_refused() -> None:
-    with pytest.raises(TypeError, match="float16, wanted float32, bfloat16, or --master-weights"):
+    with pytest.raises(TypeError, match=r"torch\.float16.*--master-weights"):
         Trainer(TinyModel().to(torch.float16), config())
 
 

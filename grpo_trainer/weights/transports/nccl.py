@@ -71,7 +71,7 @@ class Nccl:
             answer = self._server.load_adapter(request)
             self._communicator.wait(self._stream.query)
         except NcclError as error:
-            raise BridgeError(f"--lora-transport nccl: publishing {name}: {error}") from error
+            raise BridgeError(f"publishing {name}: {error}", field="--lora-transport", got="nccl") from error
         except BaseException:
             self._communicator.abort()  # nobody receives: the broadcast would wait for ever
             raise

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from grpo_common.errors import Problem
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.packed import PackedAdapter
@@ -72,25 +73,28 @@ def layout(packed: PackedAdapter, info: BridgeInfo) -> Layout:
     return Layout(uuid, machine_id(), info, "expandable_segments:True" in settings)
 
 
-def obstacle(transport: Transport, where: Layout) -> str | None:
+def obstacle(transport: Transport, where: Layout) -> Problem | None:
     """Why a transport can't work here; None if nothing is known to be in its way."""
     if transport in ("memory", "disk"):
         return None
     if not where.gpu_uuid:
-        return "the trainer runs on a CPU"
+        return Problem("trainer", "a CPU", "a GPU")
     workers = where.info.workers
     if any(not worker.gpu_uuid for worker in workers):
-        return "the server runs on a CPU"
+        return Problem("server", "a CPU", "a GPU")
     if transport == "cuda_ipc":
         if where.machine != where.info.machine:
-            return "the server runs on another machine"
+            return Problem("server", f"machine {where.info.machine}", f"{where.machine}, the trainer's")
         if where.expandable_segments:
-            return "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, whose memory can't be mapped elsewhere"
-        blind = [worker.rank for worker in workers if where.gpu_uuid not in worker.visible_gpus]
-        if blind:
-            return f"worker {blind[0]} of the server does not see the trainer's GPU (its CUDA_VISIBLE_DEVICES)"
+            summary = "such memory can't be mapped by another process"
+            return Problem("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", summary=summary)
+        for worker in workers:
+            if where.gpu_uuid not in worker.visible_gpus:
+                visible = ", ".join(worker.visible_gpus) or "none"
+                return Problem(f"CUDA_VISIBLE_DEVICES of the server's worker {worker.rank}", visible, where.gpu_uuid)
     elif any(worker.gpu_uuid == where.gpu_uuid for worker in workers):
-        return "the server uses the trainer's GPU, and NCCL takes one rank a GPU"
+        wanted = "another GPU than the trainer's"
+        return Problem("server", f"GPU {where.gpu_uuid}", wanted, summary="NCCL takes one rank a GPU")
     return None
 
 
@@ -113,16 +117,19 @@ def open_transport(
         reason = obstacle(name, where)
         if reason is None:
             try:
-                opened = _OPENERS[name](packed, server, info, root, keep_files)
+                opened = OPENERS[name](packed, server, info, root, keep_files)
             except RuntimeError as error:  # the server's refusal, or CUDA's, or NCCL's: the next one may work
-                reason = str(error)
+                reason = error
             else:
                 because = f" ({'; '.join(reasons)})" if reasons else ""
                 log.info("adapters go to the server by %s%s", name, because)
                 return opened
         reasons.append(f"not {name}: {reason}")
     raise BridgeError(
-        f"--lora-transport {wanted or 'auto'}: {'; '.join(reasons)}. --lora-transport auto takes the fastest that works"
+        "; ".join(reasons),
+        field="--lora-transport",
+        got=wanted or "auto",
+        fix="--lora-transport auto takes the fastest that works",
     )
 
 
@@ -150,7 +157,7 @@ def _disk(packed: PackedAdapter, server: ServerClient, info: BridgeInfo, root: P
     return Disk(packed, server, root, info.lora_name, keep)
 
 
-_OPENERS: dict[Transport, Callable[[PackedAdapter, ServerClient, BridgeInfo, Path, int], AdapterTransport]] = {
+OPENERS: dict[Transport, Callable[[PackedAdapter, ServerClient, BridgeInfo, Path, int], AdapterTransport]] = {
     "cuda_ipc": _cuda_ipc,
     "nccl": _nccl,
     "memory": _memory,
