@@ -23,7 +23,15 @@ case ${1:-} in
 esac
 "$PYTHON" -m ruff check .
 "$PYTHON" -m ruff format --check .
-"$PYTHON" -m pyright --pythonpath "$PYTHON"
+# pyright uses one core for minutes, and runs beside the tests.
+types=$(mktemp)
+trap 'rm -f "$types"' EXIT
+"$PYTHON" -m pyright --pythonpath "$PYTHON" >"$types" 2>&1 &
+pyright=$!
+failed=0
 # One process a core for what starts no servers; those who start some use both cores themselves.
-"$PYTHON" -m pytest --numprocesses 2 tests/unit tests/contract "${lane[@]}"
-"$PYTHON" -m pytest tests/bridges tests/integration tests/gpu "${lane[@]}"
+"$PYTHON" -m pytest tests/unit tests/contract --numprocesses 2 --dist loadfile "${lane[@]}" || failed=$?
+"$PYTHON" -m pytest tests/bridges tests/integration tests/gpu "${lane[@]}" || failed=$?
+wait "$pyright" || failed=$?
+cat "$types"
+exit "$failed"

@@ -303,7 +303,11 @@ def test_gzip_both_ways(api: httpx.Client):
     assert "content-encoding" not in api.get("/latest_example", headers={"Accept-Encoding": "identity"}).headers
 
 
-@pytest.mark.parametrize("body", [b"not gzip at all", gzip.compress(b"{}" * 1000)[:-9], gzip.compress(b"{}") + b"rest"])
+@pytest.mark.parametrize(
+    "body",
+    [b"not gzip at all", gzip.compress(b"{}" * 1000)[:-9], gzip.compress(b"{}") + b"rest"],
+    ids=["no gzip", "cut off", "with a rest"],
+)
 def test_broken_gzip_is_refused(api: httpx.Client, body: bytes):
     answer = api.post("/scored_data", content=body, headers={"Content-Encoding": "gzip"})
     assert answer.status_code == 400

@@ -93,6 +93,7 @@ def test_ten_thousand_malformed_bodies(tmp_path: Path):
     assert sizes[-1] - sizes[0] < 50e6, f"memory grew: {sizes}"
 
 
+@pytest.mark.complete
 def test_the_openapi_document_is_true(tmp_path: Path):
     pytest.importorskip("schemathesis", reason="needs schemathesis (extra `dev`)")
     tool = Path(sys.executable).with_name("schemathesis")

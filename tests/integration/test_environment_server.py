@@ -48,7 +48,7 @@ def test_vllms_own_route_gives_the_same_ids_and_logprobs_as_ours(
     greedy = Sampling(max_tokens=12, temperature=0.0)
     with caplog.at_level(logging.INFO):
         ours = generate(server, "12+34=", greedy)
-    assert "grpo's own server, policy version" in caplog.text
+    assert server.url in caplog.text
     theirs = generate(server, "12+34=", greedy, server_type="openai", model_name=str(server.model_folder))
     assert theirs.token_ids == ours.token_ids and len(ours.token_ids) > 1
     assert theirs.prompt_token_ids == ours.prompt_token_ids

@@ -19,6 +19,7 @@ from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.model.load import load_model
 from grpo_trainer.model.lora import add_adapter, save_adapter
 from grpo_trainer.server_client import ServerClient
+from grpo_trainer.weights import proof
 from grpo_trainer.weights.lora_swap import LoraSwap
 from grpo_trainer.weights.proof import NOISE_LIMIT_4BIT, Probe, probe_of, trainer_logprobs
 from tests.integration.serving import KEEP_VERSIONS, RANK, Serving, save_tiny_model, serving, shared_server
@@ -119,7 +120,8 @@ def test_a_4_bit_trainer_and_its_server_are_apart_by_the_noise_that_the_proof_te
         with caplog.at_level(logging.INFO):
             noise = made.swap.prove()
         assert noise is not None and 1e-3 < noise < NOISE_LIMIT_4BIT
-        assert f"the server is within {noise:.2g} nats a token of the trainer" in caplog.text
+        (proved,) = [record.args for record in caplog.records if record.name == proof.__name__]
+        assert isinstance(proved, tuple) and proved[0] == noise
         assert gap(probe, made.model) < 3 * noise
         with made.model.disable_adapter():
             assert gap(probe, made.model) > 3 * noise, "the adapter is lost in the noise: the test shows nothing"

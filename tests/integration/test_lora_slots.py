@@ -7,6 +7,7 @@ compared with the trainer's own forward pass, or with vLLM's own loading of the 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,8 @@ pytestmark = pytest.mark.timeout(400)  # the first test waits for the server
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _folders = itertools.count()
+
+TAKEN = re.compile(r"\b2 adapter slots\b")
 
 
 @pytest.fixture(scope="module")
@@ -153,11 +156,11 @@ def test_vllms_own_route_gives_the_same_and_leaves_nothing_behind(server: Servin
     torch.testing.assert_close(torch.tensor(answer["logprobs"]["token_logprobs"]), wanted, atol=1e-3, rtol=0)
 
     full = server.post("/lora/load", {"adapter_path": str(save(server, small))})  # their slot and the newest version's
-    assert full.status_code == 422 and "all 2 adapter slots are taken" in full.text
+    assert full.status_code == 422 and TAKEN.search(full.json()["error"]["got"])
     assert_serves(server, small)
     more = {"lora_name": "more", "lora_path": str(save(server, adapter(server, 13)))}
     refused = server.post("/v1/load_lora_adapter", more)
-    assert refused.status_code >= 400 and "all 2 adapter slots are taken" in refused.text + server.log.read_text()
+    assert refused.status_code >= 400 and TAKEN.search(refused.text + server.log.read_text())
     assert_serves(server, small)  # what vLLM would have pushed out
     assert server.post("/v1/unload_lora_adapter", {"lora_name": "theirs"}).status_code == 200
 
@@ -182,7 +185,6 @@ def test_an_adapter_of_a_model_of_another_size_is_refused(tmp_path: Path) -> Non
         save_file(cuts, cut_folder / "adapter_model.safetensors")
         answer = server.post("/lora/load", {"adapter_path": str(cut_folder)})
         assert answer.status_code == 422 and said in answer.text, answer.text
-        assert "train it on this model" in answer.json()["error"]["fix"]
     for _ in range(KEEP_VERSIONS + 2):  # slots that a refused adapter may have begun to fill
         model, _ = server.publish()
         assert_serves(server, model)
@@ -218,4 +220,4 @@ def test_adapters_of_another_dtype_are_served_in_the_servers(tmp_path: Path, dty
         first = min(tensors)
         save_file({**tensors, first: tensors[first].to(torch.float16)}, mixed / "adapter_model.safetensors")
         refused = server.post("/lora/load", {"adapter_path": str(mixed)})
-        assert refused.status_code == 422 and "tensors of F16, F32, wanted all of one of" in refused.text
+        assert refused.status_code == 422 and "F16, F32" in refused.json()["error"]["got"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from grpo_trainer.errors import BridgeError, ServerError
+from grpo_trainer.weights.transports import transport as transports
 from tests.bridge_contract import PROMISES, Contract, Trainer, contract
 from tests.integration.serving import serving, shared_server
 from tests.processes import free_port
@@ -34,9 +35,9 @@ def test_a_transport_that_cannot_work_here_is_refused_with_the_reason_and_the_fi
     trainer = Trainer(shared_server(), lora_transport=transport)
     with trainer.swap, pytest.raises(BridgeError) as refused:
         trainer.swap.connect(1)
-    said = str(refused.value)
-    assert said.startswith(f"--lora-transport {transport}: not {transport}: the trainer runs on a CPU")
-    assert "--lora-transport auto takes the fastest that works" in said
+    error = refused.value
+    assert (error.field, error.got) == ("--lora-transport", transport)
+    assert "got a CPU" in error.summary and "--lora-transport auto" in error.fix
 
 
 def test_auto_takes_what_works_and_says_why_not_the_faster_ones(caplog: pytest.LogCaptureFixture) -> None:
@@ -47,7 +48,9 @@ def test_auto_takes_what_works_and_says_why_not_the_faster_ones(caplog: pytest.L
         trainer.swap.publish(first)
         probe, answered = trainer.ask()
         assert answered == first and trainer.gap(probe) < 1e-3
-    assert "adapters go to the server by memory (not cuda_ipc: the trainer runs on a CPU; not nccl: " in caplog.text
+    (chosen,) = [record.args for record in caplog.records if record.name == transports.__name__]
+    assert isinstance(chosen, tuple) and chosen[0] == "memory"
+    assert "cuda_ipc: " in str(chosen) and "nccl: " in str(chosen) and "got a CPU" in str(chosen)
 
 
 @pytest.mark.parametrize("kind", ["cuda_ipc", "nccl"])
@@ -61,13 +64,13 @@ def test_a_server_on_a_cpu_refuses_channels_and_goes_on(kind: str) -> None:
         refused = made.server.post("/lora/channel", there)
         assert refused.status_code == 422, refused.text
         error = refused.json()["error"]
-        assert error["param"] == "channel" and "publish by another transport" in error["fix"]
-        assert ("GPU-of-the-trainer" if kind == "cuda_ipc" else "no NCCL in this process") in error["got"]
+        assert error["param"] == "channel"
+        assert ("GPU-of-the-trainer" if kind == "cuda_ipc" else "libnccl.so.2") in error["got"]
         for field, wrong in (("nbytes", packed.nbytes - 4), ("header", "AAAA")):
             refused = made.server.post("/lora/channel", there | {field: wrong})
             assert (refused.status_code, refused.json()["error"]["param"]) == (422, field)
         unknown = made.server.post("/lora/load", {"channel": "c0ffee", "version": made.first + 1})
-        assert unknown.status_code == 404 and "open it again: the server was restarted" in unknown.text
+        assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "channel")
         assert made.server.post("/lora/channel/close", {"channel": "c0ffee"}).json() == {"status": "closed"}
         made.assert_serves(made.first)
 
@@ -80,13 +83,15 @@ def test_a_server_that_ends_is_an_error_and_one_that_came_back_serves_what_is_pu
         fill_b(trainer.model, seed=1)
         trainer.swap.publish(1)
     with trainer.swap:
-        with pytest.raises(ServerError, match=r"no answer.*is it still running"):
+        with pytest.raises(ServerError) as gone:
             trainer.swap.publish(2)
+        assert gone.value.field.startswith("POST http://") and "ConnectError" in gone.value.got
         with serving(tmp_path, port=port):
             fill_b(trainer.model, seed=3)
             trainer.swap.publish(3)
             assert [v.version for v in trainer.client.lora_status().versions] == [3]
             probe, answered = trainer.ask()
             assert answered == 3 and trainer.gap(probe) < 1e-3
-            with pytest.raises(ServerError, match=r"404: channel: got c0ffee.*open it again: the server was restarted"):
+            with pytest.raises(ServerError) as refused:
                 trainer.client.load_adapter(LoraLoadRequest(channel="c0ffee", version=4))
+            assert "404" in refused.value.summary and refused.value.got.startswith("c0ffee")

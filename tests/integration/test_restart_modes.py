@@ -24,11 +24,9 @@ def server_of(run_dir: Path, trainer: int) -> tuple[int, dict[int, str]]:
     return server, {server: "server", **family(server)}
 
 
-@pytest.mark.parametrize(
-    ("victim", "said"), [("server", "server was killed by SIGKILL"), ("trainer", "trainer was killed by SIGKILL")]
-)
+@pytest.mark.parametrize("victim", ["server", "trainer"])
 def test_a_killed_server_or_trainer_ends_the_run_and_leaves_nothing(
-    demo_model: Path, tmp_path: Path, victim: str, said: str
+    demo_model: Path, tmp_path: Path, victim: str
 ) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "log"
     more = {"training-steps": 500, "vllm-restart-interval": 400}
@@ -40,10 +38,10 @@ def test_a_killed_server_or_trainer_ends_the_run_and_leaves_nothing(
         os.kill(server if victim == "server" else trainer, signal.SIGKILL)
         assert finished(process, log, 60) == 1
     told = log.read_text()
-    assert said in told
+    assert re.search(rf"{victim}: .*SIGKILL", told, re.IGNORECASE)
     if victim == "server":
         assert str(run_dir / "logs" / "server.log") in told
-        assert re.search(r"Stopped at step \d+; saved .*/adapter_step_\d+, go on with --resume auto", told)
+        assert re.search(r"step \d+.*/adapter_step_\d+.*--resume auto", told)
     wait_for("all have ended", lambda: not alive([*members, *servers]), log, 20)
 
 
@@ -67,7 +65,7 @@ def test_a_server_that_does_not_start_ends_the_run_with_its_own_words(demo_model
     with started(demo_model, run_dir, log, **of_mode("none", **more)) as process:
         assert finished(process, log, 200) == 1
     told = log.read_text()
-    assert "server ended with exit code" in told and str(run_dir / "logs" / "server.log") in told
+    assert re.search(r"server: .*exit code 1", told, re.IGNORECASE) and str(run_dir / "logs" / "server.log") in told
     assert "Error: " in told  # the server's own reason
 
 
@@ -80,5 +78,6 @@ def test_train_alone_refuses_a_busy_port_before_it_starts_anything(demo_model: P
         words += ["--vllm-port", str(port), "--save-path", str(tmp_path / "run")]
         done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 2
-    assert f"--vllm-port {port}: busy, held by pid {os.getpid()}" in done.stderr and "Traceback" not in done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"grpo: --vllm-port: got {port}, ") and f"pid {os.getpid()} " in line
     assert not (tmp_path / "run" / "logs").exists()

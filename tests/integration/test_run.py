@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -31,7 +33,7 @@ def test_ctrl_c_leaves_nothing_behind_but_a_run_that_goes_on(demo_model: Path, t
         process.send_signal(signal.SIGINT)
         assert finished(process, log, 30) == 130
     assert not alive(list(members)), members
-    assert "go on with the same command and --resume auto" in log.read_text().replace("\n", " ").lower()
+    assert "--resume auto" in log.read_text()
     stopped_at = max(int(path.name.split("_")[-1]) for path in (run_dir / "checkpoints").glob("adapter_step_*"))
     before = rows(run_dir)
     assert before[-1]["step"] == stopped_at
@@ -53,7 +55,8 @@ def test_ctrl_c_leaves_nothing_behind_but_a_run_that_goes_on(demo_model: Path, t
     refused = subprocess.run(
         [sys.executable, *arguments(demo_model, run_dir)], capture_output=True, text=True, cwd=ROOT, check=False
     )
-    assert refused.returncode == 2 and "holds a run already; continue it with --resume auto" in refused.stderr
+    assert refused.returncode == 2 and refused.stderr.startswith("grpo: --run-dir: ")
+    assert str(run_dir) in refused.stderr and "--resume auto" in refused.stderr
 
 
 @pytest.mark.parametrize(
@@ -67,14 +70,14 @@ def test_a_killed_process_stops_the_run_with_its_name(demo_model: Path, tmp_path
         os.kill(member(process, module), signal.SIGKILL)
         assert finished(process, log, 60) == 1
     said = log.read_text()
-    assert f"{name} was killed by SIGKILL" in said and "Its last lines:" in said and "Traceback" not in said
+    assert re.search(rf"{name}: .*SIGKILL", said, re.IGNORECASE) and "Traceback" not in said
     assert not alive(list(members))
 
 
 def test_a_full_disk_stops_the_run_with_the_place(demo_model: Path, tmp_path: Path, small_disk: Path) -> None:
     run_dir, log = small_disk / "run", tmp_path / "log"
     said = refused(*arguments(demo_model, run_dir, training_steps=500))
-    assert f"--run-dir {run_dir}: " in said and "GB for 2 checkpoints" in said, "what can be known is told at once"
+    assert said.startswith("grpo: --run-dir: ") and str(run_dir) in said, "what can be known is told at once"
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
     with started(demo_model, run_dir, log, training_steps=500) as process:
         wait_for_step(run_dir, 1, process, log)
@@ -85,7 +88,7 @@ def test_a_full_disk_stops_the_run_with_the_place(demo_model: Path, tmp_path: Pa
         assert finished(process, log) == 1, tail(log)
     said = log.read_text()
     # Whoever writes first: the trainer its checkpoint, or the API its queue.
-    assert "disk full" in said or "disk is full" in said
+    assert os.strerror(errno.ENOSPC) in said or "disk is full" in said
     assert str(small_disk) in said
     assert not alive(list(members))
 
@@ -106,13 +109,13 @@ def test_a_busy_port_is_told_with_its_holder_before_anything_starts(tmp_path: Pa
         holder.listen()
         port = holder.getsockname()[1]
         said = refused(*arguments(tmp_path, tmp_path / "run", server__port=port))
-    assert f"--server.port {port}: busy, held by pid {os.getpid()}" in said
+    assert said.startswith(f"grpo: --server.port: got {port}, ") and f"pid {os.getpid()} " in said
     assert not (tmp_path / "run").exists()
 
 
 def test_a_wrong_model_path_is_told_before_anything_starts(tmp_path: Path) -> None:
     said = refused(*arguments(tmp_path / "no-model", tmp_path / "run"))
-    assert f"--model-name {tmp_path / 'no-model'}" in said
+    assert said.startswith("grpo: --model-name: ") and str(tmp_path / "no-model") in said
     assert not (tmp_path / "run" / "logs").exists()
 
 

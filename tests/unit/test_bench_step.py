@@ -92,6 +92,7 @@ def test_a_run() -> None:
     assert len(found["loss"]) == len(found["grad_norm"]) == 2
 
 
+@pytest.mark.complete
 def test_the_loss_is_that_of_one_process_whatever_their_number() -> None:
     def bench(*how: str) -> dict[str, Any]:
         sizes = ["--seqs", "8", "--prompt-len", "6", "--completion-len", "20", "--lognormal"]

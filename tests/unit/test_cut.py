@@ -164,6 +164,7 @@ def test_each_process_reads_and_draws_its_rows_and_has_memory_for_them_alone(tmp
     assert fitting.held_later([whole.get_parameter("lm_head.weight")], config_with()) == 12 * 101 * 32
 
 
+@pytest.mark.complete
 def test_compiled_steps_of_a_cut_model_are_those_of_the_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()

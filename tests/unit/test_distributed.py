@@ -196,6 +196,7 @@ def test_a_teachers_unknown_token_is_found_before_anybody_has_a_share(has_head: 
 # ---------------------------------------------------------------- real processes
 
 UNEVEN = ("batch_size=1", "entropy_coef=0.1")  # so that one process has more passes than the other
+SHARDED = ("weight_bridge_mode=none", "loss=gspo", "updates_per_batch=2", "lr=1e-4", "sharding=full", *UNEVEN)
 
 
 def start(size: int, folder: Path, *options: str) -> list[subprocess.Popen[str]]:
@@ -243,7 +244,7 @@ def assert_alike(one: dict[str, Any], several: dict[str, Any]) -> None:
     [
         ("weight_bridge_mode=lora_only", "lora_r=8", "loss=dapo", "kl_beta=0.1"),
         ("weight_bridge_mode=none", "loss=gspo", "updates_per_batch=2", "lr=1e-4", "sharding=none"),
-        ("weight_bridge_mode=none", "loss=gspo", "updates_per_batch=2", "lr=1e-4", "sharding=full", *UNEVEN),
+        SHARDED,
     ],
     ids=["adapter", "all weights", "a part of all weights"],
 )
@@ -255,9 +256,16 @@ def test_two_processes_train_as_one_does(tmp_path: Path, options: tuple[str, ...
         for size in (1, 2):  # a checkpoint is an ordinary one
             config = json.loads((tmp_path / f"checkpoints{size}" / "step_3" / "config.json").read_text())
             assert config["architectures"] == ["Qwen2ForCausalLM"]
-        check_resumed(tmp_path, options, alone, together)
 
 
+@pytest.mark.complete
+def test_any_number_of_processes_resumes_what_any_number_wrote(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "model")
+    alone, together = run(1, tmp_path, *SHARDED), run(2, tmp_path, *SHARDED)
+    check_resumed(tmp_path, SHARDED, alone, together)
+
+
+@pytest.mark.complete
 def test_states_in_8_bits_are_cut_anew_for_another_number_of_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

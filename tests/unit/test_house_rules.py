@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LANES
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -135,6 +137,15 @@ def test_the_ground_floor_imports_none_of_the_others() -> None:
         if any(inside(name, other) for other in others)
     ]
     assert not offenders
+
+
+def test_every_test_is_in_a_lane() -> None:
+    """By its folder; and markers that no lane knows are errors (`--strict-markers`)."""
+    files = [path.relative_to(ROOT / "tests") for path in sorted((ROOT / "tests").rglob("test_*.py"))]
+    assert files and not [str(path) for path in files if path.parts[0] not in LANES]
+    for lane, marker in LANES.items():
+        assert any(path.parts[0] == lane for path in files), f"{lane} has no test"
+        assert marker in (None, "complete", "gpu")
 
 
 HEAVY = ("torch", "transformers", "vllm", "peft", "numpy")

@@ -1,0 +1,200 @@
+"""Compiled layers, whatever they keep or compute again, make the same step."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.metrics.types import reduce
+from grpo_trainer.model import compiled
+from grpo_trainer.model.activations import Kept, LayerMemory, Recomputation, measure
+from grpo_trainer.model.compiled import compile_layers
+from grpo_trainer.model.forward import build_forward
+from grpo_trainer.model.lora import add_adapter
+from grpo_trainer.trainer import Trainer
+from tests.unit.test_fitting import Gpu, fitted, fitting_of, flags
+from tests.unit.test_packing import gradients, one_step, settings, tiny
+from tests.unit.test_trainer import EVERYTHING, assert_same, full_rollouts
+from tests.unit.tiny_lora import fill_b, tiny_qwen
+
+pytestmark = pytest.mark.complete  # each is compiled several times
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """torch's compiler but for its code generator; counts graphs."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    yield counters["stats"]
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+def test_compiled_steps_are_the_same(checkpointing: bool, graphs: Any) -> None:
+    base = tiny("qwen2", num_hidden_layers=3)
+    packed = {"packing": "on", "max_tokens_per_microbatch": 40, "checkpointing": checkpointing}
+    wanted = one_step(copy.deepcopy(base), settings(**packed))
+    config = settings(**packed, compile="on")
+    model = copy.deepcopy(base)
+    assert_same(wanted, one_step(model, config))
+    # one for all layers and lengths; two of the head; two of adamw's arithmetic are not, weights being fp32
+    assert graphs["unique_graphs"] == 3
+    assert not counters["graph_break"]
+    with torch.no_grad():
+        model(input_ids=torch.ones(1, 5, dtype=torch.int64))
+    assert graphs["unique_graphs"] == 3  # what is no step of training is not compiled
+
+
+LEVELS = [
+    Recomputation(1, Kept.PRODUCTS),
+    Recomputation(2, Kept.INPUT, Kept.NARROW),
+    Recomputation(1, Kept.NARROW, Kept.PRODUCTS),
+]
+
+
+@pytest.mark.parametrize("plan", LEVELS, ids=str)
+def test_whatever_compiled_layers_keep_the_step_is_the_same(
+    plan: Recomputation, graphs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tiny("qwen2", num_hidden_layers=3)
+    packed = {"packing": "on", "max_tokens_per_microbatch": 40, "checkpointing": None}
+    wanted = one_step(copy.deepcopy(base), settings(**packed))
+    Gpu(monkeypatch, 1e9)
+    monkeypatch.setattr(LayerMemory, "plan", lambda *_: plan)
+    trainer = Trainer(copy.deepcopy(base), settings(**packed, compile="on"))
+    assert_same(wanted, (reduce(trainer.step(full_rollouts(), 0).metrics), gradients(trainer)))
+    assert trainer.forward.compiled is not None
+    assert trainer.forward.recomputation == plan == trainer.forward.compiled.plan
+    assert not counters["graph_break"]
+    # of layers: all kept, for the trial; one for each other level, of which those between are measured at the most
+    assert graphs["unique_graphs"] <= 2 + 1 + len({plan.less, plan.more, Kept.PRODUCTS, Kept.NARROW} - {Kept.ALL})
+
+
+def test_what_compiled_layers_keep_is_what_they_are_told_to(graphs: Any) -> None:
+    """fp32, hidden 32, 4 heads of 8 (2 for keys and values), inner 64; 4 bytes of each."""
+    totals = {kept: [] for kept in Kept}
+    for depth in (2, 3):
+        forward = build_forward(tiny_qwen(depth=depth).requires_grad_(True), settings(packing="on"))
+        tried = fitting_of(forward)
+        forward.compiled = compile_layers(tried.layers, tried.trial)
+        assert forward.compiled is not None
+        for kept, found in totals.items():
+            forward.compiled.plan = Recomputation(depth, kept)
+            with forward.learning():
+                found.append(measure(forward.model, tried.run)[0])
+    a_layer = {kept: more - less for kept, (less, more) in totals.items()}
+    # The input (32); q, k, v (32, 16, 16), attention (32, and 4 normalisers), o (32), gate and up (2 x 64): not down's
+    # result, nobody's to keep. The MLP's inner ones are wider than the hidden state.
+    assert a_layer[Kept.PRODUCTS] == 4 * (32 + 64 + 36 + 32 + 128)
+    assert a_layer[Kept.NARROW] == 4 * (32 + 64 + 36 + 32)
+    assert a_layer[Kept.INPUT] == 4 * 32
+    assert a_layer[Kept.ALL] > 1.2 * a_layer[Kept.PRODUCTS]
+
+
+def test_memory_decides_what_compiled_layers_keep(graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = []
+    for free in (1e9, 33e6, 30e6, 27e6, 1e5):
+        Gpu(monkeypatch, free)
+        forward = fitted(settings(checkpointing=None, packing="on", compile="on"))
+        assert forward.compiled is not None and forward.compiled.plan == forward.recomputation
+        assert flags(forward) == [False] * 4
+        plans.append(forward.recomputation)
+    work = [sum(plan.of(layer) for layer in range(4)) for plan in plans]
+    assert work[0] == 0 and work[-1] == 4 * Kept.INPUT and work == sorted(work) and len(set(work)) >= 3
+
+
+def test_compiled_adapters_every_loss_term(graphs: Any) -> None:
+    results = []
+    for choice in ("off", "on"):
+        model = add_adapter(tiny_qwen(), LoraOnly(mode="lora_only", r=8), seed=0)
+        fill_b(model)
+        config = settings(packing="on", loss={"loss": "grpo", **EVERYTHING}, compile=choice, checkpointing=False)
+        results.append(one_step(model, config))
+    assert_same(*results)
+    # layers: the first, whose input has no gradient, the others, and both without gradient and adapter; head: two
+    assert graphs["unique_graphs"] <= 6
+
+
+def test_what_torch_cant_compile_is_trained_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("uncompilable\nand more")
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=broken))
+    torch._dynamo.reset()
+    base = tiny("qwen2")
+    wanted = one_step(copy.deepcopy(base), settings())
+    with caplog.at_level(logging.WARNING):
+        trainer = Trainer(base, settings(compile="on"))
+    (warned,) = [record for record in caplog.records if "uncompilable" in str(record.args)]
+    assert warned.levelname == "WARNING"
+    assert not trainer.forward.plan.is_compiled
+    assert_same(wanted, one_step(base, settings()))
+
+
+def test_what_is_cast_in_a_graph_is_not_kept_by_layers_that_compute_it_again(graphs: Any) -> None:
+    """Weights in fp32 that compute in bfloat16, as mode `none` has them."""
+    model = tiny_qwen(depth=2).requires_grad_(True)
+    forward = build_forward(model, settings(packing="on"))
+    tried = fitting_of(forward)
+
+    def cast(tokens: int) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return tried.run(tokens)
+
+    forward.compiled = compile_layers(tried.layers, lambda: cast(64))
+    assert forward.compiled is not None
+    fixed = {}
+    for kept in (Kept.ALL, Kept.PRODUCTS, Kept.INPUT):
+        assert forward.compiled.try_out(Recomputation(2, kept), lambda: cast(64)) is None
+        with forward.learning():
+            fixed[kept] = measure(forward.model, cast)[1]
+    # q 32 x 32, k and v 32 x 16, o 32 x 32, three of 32 x 64: 9,216 weights of 2 bytes in each of two layers
+    assert fixed[Kept.ALL] > 2 * 2 * 9216
+    assert fixed[Kept.PRODUCTS] < 0.1 * fixed[Kept.ALL] and fixed[Kept.INPUT] < 0.1 * fixed[Kept.ALL]
+
+
+def test_an_adapters_compiled_layers_compute_all_again(graphs: Any) -> None:
+    results = []
+    for choice, checkpointing in (("off", False), ("on", True)):
+        model = add_adapter(tiny_qwen(), LoraOnly(mode="lora_only", r=8), seed=0)
+        fill_b(model)
+        config = settings(packing="on", compile=choice, checkpointing=checkpointing)
+        trainer = Trainer(model, config)
+        results.append((reduce(trainer.step(full_rollouts(), 0).metrics), gradients(trainer)))
+    assert_same(*results)
+    assert trainer.forward.compiled is not None and trainer.forward.compiled.plan == Recomputation(2)
+    assert flags(trainer.forward) == [False, False]
+
+
+def test_what_compiled_layers_cant_recompute_checkpoints_do(
+    graphs: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("graphless")
+
+    monkeypatch.setattr(compiled, "_recomputing", lambda _: broken)
+    base = tiny("qwen2", num_hidden_layers=4)
+    wanted = one_step(copy.deepcopy(base), settings(packing="on"))
+    Gpu(monkeypatch, 1e5)
+    config = settings(checkpointing=None, packing="on", compile="on")
+    forward = fitted(config)
+    warned = [record for record in caplog.records if "Unsupported: " in str(record.args)]  # as Dynamo says
+    assert len({record.msg for record in warned}) == 2  # for what lies between all and the input, and for the input
+    assert forward.recomputation == Recomputation(4) and flags(forward) == [True] * 4
+    assert forward.compiled is not None and forward.compiled.plan == Recomputation()
+    assert all(parameter.grad is None for parameter in forward.model.parameters())
+    assert_same(wanted, one_step(copy.deepcopy(base), config))
+    # And so if it was asked for: the layers stay compiled.
+    asked = fitted(settings(checkpointing=True, packing="on", compile="on"))
+    assert asked.compiled is not None and flags(asked) == [True] * 4
