@@ -50,6 +50,12 @@ def warm_processes() -> None:
 
 
 @pytest.fixture(scope="session")
+def warm_trainers() -> None:
+    """The same for trainers and environments, without vLLM."""
+    warm.start(warm.TRAINERS)
+
+
+@pytest.fixture(scope="session")
 def demo_model(tmp_path_factory: pytest.TempPathFactory, warm_processes: None) -> Path:
     """The quickstart's model, built by its own command."""
     folder = tmp_path_factory.mktemp("models") / "demo"

@@ -34,30 +34,44 @@ COLD = "GRPO_TESTS_COLD"
 PACKAGES = ("grpo_trainer", "vllm_server", "environments", "tests")
 ROOT = Path(__file__).parents[1]
 
-_PRELOAD = (
-    # The server's half of vLLM, the engine's, the trainer, an environment. The trainer's commands import the rest.
-    *("vllm_server.app", "vllm_server.compat", "vllm_server.preflight", "vllm_server.sharing"),
-    *("vllm_server.worker.preload", "grpo_trainer.loop", "grpo_trainer.run", "environments.running.cli"),
-    *("environments.multi_turn", "environments.api.server", "transformers.models.qwen2.modeling_qwen2"),
-    *("grpo_trainer.cli", "uvicorn", "uvloop"),
+TRAINERS = (
+    "grpo_trainer.loop",
+    "grpo_trainer.cli",
+    "environments.running.cli",
+    "transformers.models.qwen2.modeling_qwen2",
 )
+"""What a trainer and an environment import."""
+RUNS = (
+    # The server's half of vLLM and the engine's; and what else `grpo run` starts.
+    *("vllm_server.app", "vllm_server.compat", "vllm_server.preflight", "vllm_server.sharing"),
+    *("vllm_server.worker.preload", *TRAINERS, "grpo_trainer.run", "environments.multi_turn"),
+    *("environments.api.server", "uvicorn", "uvloop"),
+)
+"""What a whole run imports, servers with it."""
+
 _PR_SET_CHILD_SUBREAPER = 36
 
 _exec_child = subprocess.Popen._execute_child  # pyright: ignore[reportAttributeAccessIssue]
 _exec = os.execve
 _zygote: socket.socket | None = None
+_imported: frozenset[str] = frozenset()
 _forked = False
 
 
-def start() -> None:
-    """Start the process that imports; what is started before it is ready waits for it."""
-    global _zygote
-    if _zygote is None:
-        _zygote, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "tests.warm", str(theirs.fileno())]
-        subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        theirs.close()
-        subprocess.Popen._execute_child = _fork_child  # pyright: ignore[reportAttributeAccessIssue]
+def start(modules: Sequence[str] = RUNS) -> None:
+    """Start the process that imports these, unless one that has is there; what is started meanwhile waits for it."""
+    global _zygote, _imported
+    if _imported.issuperset(modules):
+        return
+    if _zygote is not None:
+        _zygote.close()  # which ends it
+    _zygote, theirs = socket.socketpair()
+    _imported = frozenset(modules)
+    command = [sys.executable, "-m", "tests.warm", str(theirs.fileno()), *modules]
+    environment = {**os.environ, COLD: "1"}
+    subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment)
+    theirs.close()
+    subprocess.Popen._execute_child = _fork_child  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _fork_child(
@@ -214,15 +228,15 @@ def _status(error: SystemExit) -> int:
     return 1
 
 
-def _serve(descriptor: int) -> None:
+def _serve(descriptor: int, modules: Sequence[str]) -> None:
     """The zygote: import, then fork whatever is asked for, until nobody is there to ask."""
     from vllm_server import arguments
 
     arguments.set_environment()
-    for name in _PRELOAD:
+    for name in modules:
         importlib.import_module(name)
-    preload = sys.modules["vllm_server.worker.preload"]
-    assert not preload.unfit, preload.unfit
+    preload = sys.modules.get("vllm_server.worker.preload")
+    assert preload is None or not preload.unfit, preload.unfit
     asking = socket.socket(fileno=descriptor)
     while True:
         header, given, _, _ = socket.recv_fds(asking, 8, 3)
@@ -254,4 +268,4 @@ def _fork_for_another(wanted: dict[str, Any], given: list[int]) -> int:
 if __name__ == "__main__":
     from tests import warm  # by the name under which the others know it
 
-    warm._serve(int(sys.argv[1]))
+    warm._serve(int(sys.argv[1]), sys.argv[2:])

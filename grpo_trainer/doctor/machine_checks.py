@@ -15,10 +15,10 @@ GB = 1e9
 
 SUPPORTED = {
     "python": ">=3.11,<3.13",
-    "torch": ">=2.11",
+    "torch": ">=2.11,<3",
     "vllm": ">=0.25,<0.34",
-    "transformers": ">=5",
-    "peft": ">=0.18",
+    "transformers": ">=5,<6",
+    "peft": ">=0.18,<1",
 }
 """What is supported; `tests/unit/test_doctor.py` holds it against pyproject.toml."""
 

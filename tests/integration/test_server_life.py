@@ -39,7 +39,7 @@ def test_the_key_is_asked_for_and_sigterm_ends_the_whole_of_it_with_requests_run
             assert server.get("/lora/status", authorization=key).status_code == 401
             assert server.post("/generate", {"prompt": "1"}, authorization=key).status_code == 401
         assert server.post("/generate", {"prompt": "1", "max_tokens": 1}).status_code == 200
-        assert f"Uvicorn running on {server.url}" in server.log.read_text()
+        assert server.url in server.log.read_text()
         of_base = server.post("/v1/completions", {"prompt": "1", "max_tokens": 1, "model": "policy"})
         assert (of_base.headers["x-policy-version"], of_base.json()["model"]) == ("0", str(server.model_folder))
 

