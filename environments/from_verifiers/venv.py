@@ -38,26 +38,31 @@ def folder() -> Path:
 
 
 def install(extra: Sequence[str] = ()) -> Path:
-    """Makes the virtual environment, or adds to it; `extra` goes to pip: the packages of environments, say.
+    """Make the virtual environment, or add to it; return its folder.
+
+    Args:
+        extra: what is installed besides, as `pip install` takes it: the packages of environments.
 
     Raises:
-        ConfigError: pip could not install it.
+        ConfigError: the packages could not be installed.
     """
     place = folder()
     wanted = [*extra] if _is_ready(place) else [*REQUIREMENTS, *extra]
     if not _python(place).exists():
         venv.create(place, with_pip=True)
+    if not (place / "bin" / "uv").exists():
+        _run(str(_python(place)), "-m", "pip", "install", "--quiet", "uv")
     if wanted:
-        done = subprocess.run([str(_python(place)), "-m", "pip", "install", "--quiet", *wanted], check=False)
-        if done.returncode:
-            raise ConfigError(
-                field=f"pip install {' '.join(wanted)}",
-                got=f"exit status {done.returncode}",
-                fix="see its output above",
-            )
+        _run(str(place / "bin" / "uv"), "pip", "install", "--quiet", "--python", str(_python(place)), *wanted)
     link(place)
     (place / _READY).write_text(VERSION + "\n")
     return place
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, check=False)
+    if done.returncode:
+        raise ConfigError(field=" ".join(command[1:]), got=f"exit status {done.returncode}", fix="see its output above")
 
 
 def become(module: str, arguments: Sequence[str]) -> NoReturn:
