@@ -1,4 +1,4 @@
-"""Tests hang on meaning, not on wording: none outside `test_messages.py` asserts on a sentence."""
+"""Tests hang on meaning, not on wording: none outside `test_messages*.py` asserts on a sentence."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def sentences(source: str) -> Iterator[tuple[int, str]]:
 
 
 def test_only_the_tests_of_messages_assert_on_sentences() -> None:
-    paths = [path for path in sorted(TESTS.rglob("*.py")) if path.name != "test_messages.py"]
+    paths = [path for path in sorted(TESTS.rglob("*.py")) if not path.name.startswith("test_messages")]
     found = [(str(path.relative_to(TESTS)), *one) for path in paths for one in sentences(path.read_text())]
     assert not found
 
