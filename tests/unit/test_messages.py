@@ -158,9 +158,10 @@ def test_a_process_that_has_ended(tmp_path: Path, code: str, text: str) -> None:
 
 def test_a_busy_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.Process.cmdline", lambda self: ["grpo", "serve"])
-    with socket.create_server(("127.0.0.1", 0)) as holder, pytest.raises(PortBusyError) as error:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
-        claim_ports({"server": port})
+        with pytest.raises(PortBusyError) as error:
+            claim_ports({"server": port})
     assert str(error.value) == (
         f"--server.port: got {port}, held by pid {os.getpid()} (grpo serve), wanted a free port; "
         "end that process, or choose another port (0 picks a free one)"
