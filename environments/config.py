@@ -226,7 +226,7 @@ def _file_values(arguments: Sequence[str]) -> dict[str, Any]:
             "cannot be read", field=f"--config {path}", got=error.strerror, fix="name a TOML file"
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError("is not TOML", field=f"--config {path}", got=error, fix="correct the file there") from None
+        raise ConfigError(f"not TOML: {error}", field=f"--config {path}", fix="correct the file there") from None
 
 
 def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -260,6 +260,7 @@ def _explain(wrong: Any, names: Sequence[str]) -> Problem:
     got, message = repr(wrong["input"]), wrong["msg"].removeprefix("Value error, ")
     for begin in ("Input should be ", "wanted "):
         if message.startswith(begin):
-            wanted, _, fix = message.removeprefix(begin).partition("; ")
+            wanted, _, fix = message.removeprefix(begin).partition(", unable to parse")[0].partition("; ")
+            wanted = f"a number {wanted}" if wanted.startswith(("greater", "less")) else wanted
             return Problem(f"--{path}", got, wanted, fix)
     return Problem(f"--{path}", got, summary=message)

@@ -180,9 +180,10 @@ class ServerClient:
             answer = attempts(self._http.request, method, route, content=content, headers=headers, params=query)
         except httpx.TransportError as error:
             raise ServerError(
-                "no answer from the inference server, is it still running?",
+                "no answer from the inference server",
                 field=f"{method} {self._config.url}{route}",
-                got=f"{type(error).__name__}: {error}",
+                got=": ".join(filter(None, [type(error).__name__, str(error)])),
+                fix="see in its log whether it still runs",
             ) from error
         if answer.status_code >= 400:
             raise _refusal(f"{method} {self._config.url}{route}", answer)
@@ -190,7 +191,7 @@ class ServerClient:
             return msgspec.json.decode(answer.content, type=answer_type)
         except msgspec.DecodeError as error:
             raise ServerError(
-                "not the answer of `grpo serve`", field=f"{method} {self._config.url}{route}", got=error
+                f"not the answer of `grpo serve`: {error}", field=f"{method} {self._config.url}{route}"
             ) from error
 
     def close(self) -> None:

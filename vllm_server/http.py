@@ -43,7 +43,7 @@ def parse_body(body: bytes, kind: type[T]) -> T:
         return msgspec.json.decode(body or b"{}", type=kind)
     except msgspec.DecodeError as error:  # a ValidationError is one too
         raise ServeError(
-            422, "body", got=error, wanted="the JSON that docs/server.md describes", fix="correct it"
+            422, "body", got=f"a misfit ({error})", wanted="the JSON that docs/server.md describes", fix="correct it"
         ) from error
 
 

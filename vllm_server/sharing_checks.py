@@ -13,8 +13,8 @@ _REPACKING_FORMATS = ("bitsandbytes", "gguf")
 
 # Flags by the name that argparse gives them: the only value that works (or the one that is off), why, and the fix.
 _ONLY: tuple[tuple[str, Any, str, str], ...] = (
-    ("tensor_parallel_size", 1, "each GPU would hold a shard of its own", "serve on one"),
-    ("pipeline_parallel_size", 1, "each GPU would hold some layers", "serve on one"),
+    ("tensor_parallel_size", 1, "each GPU would hold a part of each weight", "serve on one GPU"),
+    ("pipeline_parallel_size", 1, "each GPU would hold some layers", "serve on one GPU"),
     ("data_parallel_size", 1, "each replica would hold its own weights", "serve on one GPU"),
     ("enable_sleep_mode", False, "the memory could be taken away from under the trainer", "leave it out"),
     ("cpu_offload_gb", 0, "the weights would lie in two places", "leave it out"),
@@ -52,7 +52,7 @@ def _refusals(
         yield Problem(
             got="--port 0",
             wanted="a port's number, since the bridge file tells the trainer where the server is",
-            fix="choose one",
+            fix="choose a port",
         )
     if args.load_format in _REPACKING_FORMATS:
         yield Problem(

@@ -251,7 +251,9 @@ class RolloutQueue:
             UnknownEnvironment: never registered.
         """
         if not 0 <= env_id < len(self.environments):
-            raise UnknownEnvironment(f"env_id {env_id} is unknown", fix="POST /register-env gives ids")
+            raise UnknownEnvironment(
+                "never registered", field="env_id", got=env_id, fix="take the id that POST /register-env answers with"
+            )
         return self.environments[env_id]
 
     def offer(

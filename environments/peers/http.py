@@ -122,9 +122,9 @@ class Peer:
         try:
             response = await self._http.request(method, path, **kwargs)
         except httpx.TransportError as error:
-            raise _Trouble(f"{type(error).__name__} {error}".strip()) from None
+            raise _Trouble(": ".join(filter(None, [type(error).__name__, str(error)]))) from None
         if response.is_server_error or response.status_code in _MAY_PASS:
-            raise _Trouble(f"answers {response.status_code}: {_complaint(response).reason}")
+            raise _Trouble(f"{response.status_code}: {_complaint(response).reason}")
         return response
 
     def _say_waiting(self, state: RetryCallState) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 from pydantic import Field
 
 from environments.running import settings_check
-from grpo_common.errors import UserError
 from grpo_trainer.config.options import Section, option
 from grpo_trainer.errors import ConfigError
 
@@ -72,7 +71,8 @@ def check_environments(environments: Sequence[EnvironmentProcess], sequences: in
             settings_check.check(environment.name, environment.env)
             settings_check.check_server(environment.openai)
         except settings_check.ConfigError as error:
-            raise _of_environment(environment.name, error) from None
+            named = [replace(each, field=f"--env {environment.name}: {each.field}") for each in error.problems]
+            raise ConfigError.of(named) from None
     sizes = [settings_check.group_size(environment.name, environment.env) for environment in environments]
     known = [size for size in sizes if size is not None]
     if len(known) == len(sizes) and not _sums_to(sequences, known):
@@ -85,12 +85,6 @@ def check_environments(environments: Sequence[EnvironmentProcess], sequences: in
             wanted=f"{wanted} (--env.group_size)",
             fix=f"for example --batch-size {known[0]}",
         )
-
-
-def _of_environment(name: str, error: ValueError) -> ConfigError:
-    if isinstance(error, UserError):
-        return ConfigError.of([replace(each, field=f"--env {name}: {each.field}") for each in error.problems])
-    return ConfigError(str(error), field=f"--env {name}")
 
 
 def _sums_to(whole: int, parts: Sequence[int]) -> bool:

@@ -39,6 +39,6 @@ def problems_of(error: ValidationError, flag_at: Callable[[Place], tuple[str, bo
 
 
 def _wanted(message: str) -> str:
-    """Return what pydantic wants: `greater than 0` for `Input should be greater than 0`."""
-    text = message.removeprefix("Value error, ").removeprefix("Input should be ")
-    return text[0].lower() + text[1:]
+    """Return what pydantic wants: `a number greater than 0` for `Input should be greater than 0`."""
+    text = message.removeprefix("Value error, ").removeprefix("Input should be ").partition(", unable to parse")[0]
+    return f"a number {text}" if text.startswith(("greater", "less")) else text[0].lower() + text[1:]

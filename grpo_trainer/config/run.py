@@ -138,9 +138,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except IsADirectoryError:
         raise ConfigError(field="--config", got=f"{path}, a folder", wanted="a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"not valid TOML: {error}", field="--config", got=path, wanted="a TOML file", fix="correct it there"
-        ) from None
+        raise ConfigError(f"not TOML: {error}", field=f"--config {path}", fix="correct the file there") from None
 
 
 def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Sequence[str] = ()) -> RunConfig:

@@ -224,7 +224,7 @@ def _owned_server(config: TrainConfig, name: str, *, on_gpu: bool, check_stop: C
             field="--vllm-port",
             got=f"{vllm.port}, held by {port_holder(vllm.port)}",
             wanted="a free port",
-            fix="stop that, or choose another",
+            fix="end that process, or choose another port",
         )
 
     def launch(model: str, version: int) -> ProcessSpec:

@@ -24,7 +24,7 @@ def claim_ports(wanted: dict[str, int], host: str = "127.0.0.1") -> dict[str, in
             f"--{name}.port",
             f"{port}, held by {port_holder(port)}",
             "a free port",
-            "stop that, or choose another (0 picks a free one)",
+            "end that process, or choose another port (0 picks a free one)",
         )
         for name, port in wanted.items()
         if port and not is_free(host, port)

@@ -67,7 +67,8 @@ def find_bridge_config(path: Path | None) -> BridgeConfigFile:
 def known_places() -> list[Path]:
     """Where the file is looked for, in order."""
     folders = [Path(folder) for folder in [os.environ.get("LOGDIR")] if folder]
-    return [folder / FILE_NAME for folder in [*folders, Path.cwd(), Path(tempfile.gettempdir()) / SHARED_FOLDER]]
+    folders += [Path.cwd(), Path(tempfile.gettempdir()) / SHARED_FOLDER]
+    return [folder / FILE_NAME for folder in dict.fromkeys(folders)]
 
 
 def read_bridge_config(path: Path) -> BridgeConfigFile:

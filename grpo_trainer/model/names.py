@@ -64,7 +64,8 @@ class NamesError(ModelError):
             field="--model-name",
             got=f"{len(parameters)} problems",
             wanted="each parameter of both sides exactly once",
-            fix="serve the model of --model-name, or use lora_only or none if shared_vllm does not know it",
+            fix="serve the model of --model-name; if shared_vllm does not know it, "
+            "use --weight-bridge-mode lora_only or none",
             summary="the trainer's parameters can't be bound to vLLM's",
         )
         return cls.of([whole, *parameters[:_SHOWN]])

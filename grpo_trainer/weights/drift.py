@@ -184,17 +184,17 @@ def _explain(
 
 MEANING = {
     Cause.NOT_FINITE: (
-        "a logprob of theirs is not finite",
-        "look at train/loss and logprobs/ in metrics.jsonl; lower --lr if the trainer's own are, restart the server if "
-        "its are",
+        "logprobs of the samples are not finite",
+        "look at train/loss and logprobs/ in metrics.jsonl; lower --lr if they are the trainer's, restart the server "
+        "if they are the server's",
     ),
     Cause.BASE_MODEL: (
-        "they are the base model's logprobs: the server does not apply the adapter",
-        "let the environment ask for the served model's name or `policy_version`; restart the server if it does so",
+        "the samples have the base model's logprobs: the server does not apply the adapter",
+        "let the environment ask for the served model's name or `policy_version`; if it does, restart the server",
     ),
     Cause.TEMPERATURE: (
-        "they fit at temperature 1: the server's logprobs are raw, or the environment reports a temperature that it "
-        "does not sample with",
+        "the samples fit at temperature 1: the server's logprobs are raw, or the environment reports a temperature "
+        "that it does not sample with",
         "start the server with --logprobs-mode processed_logprobs, and send the temperature that is sampled with",
     ),
     Cause.ONE_VERSION: (

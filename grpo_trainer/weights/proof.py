@@ -247,7 +247,7 @@ def _verdict(stage: str, gaps: Gaps, allowed: float, what: str) -> BridgeError:
         field=f"{FAILED} ({stage} adapter)",
         got=f"mean |server - trainer| of {gaps.trainer:.3g} nats a token, |server - base model| {gaps.base:.3g}",
         wanted=f"at most {allowed:.2g}",
-        fix=f"nothing was trained: {SAME_MODEL}",
+        fix=f"nothing was trained; {SAME_MODEL}",
     )
 
 
@@ -257,7 +257,7 @@ def _inconclusive(gaps: Gaps, allowed: float) -> BridgeError:
         field="bridge proof impossible",
         got=f"{gaps.base:.3g} nats a token",
         wanted=f"twice the gap that must be allowed between the two sides, {allowed:.2g}",
-        fix="nothing was trained: leave --load-in-4bit out, use one dtype on both sides, or --no-proof",
+        fix="nothing was trained; leave --load-in-4bit out, use one dtype on both sides, or --no-proof",
     )
 
 

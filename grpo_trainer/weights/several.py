@@ -71,9 +71,9 @@ class SeveralServers:
         sending = {url: self._senders.submit(bridge.publish, version) for url, bridge in self._bridges.items()}
         wait(sending.values())  # also if one fails: nothing of it goes on afterwards
         published = [self._named(url, future.result) for url, future in sending.items()]
-        versions = {url: one.version for url, one in zip(self._bridges, published, strict=True)}
-        if len(set(versions.values())) > 1:
-            raise BridgeError("the servers differ", field="version", got=versions, wanted=str(version))
+        if len({one.version for one in published}) > 1:
+            served = [f"{one.version} at {url}" for url, one in zip(self._bridges, published, strict=True)]
+            raise BridgeError("the servers differ", field="version", got=", ".join(served), wanted=str(version))
         rows = [reduce(one.metrics) for one in published]
         slowest = {name: Sum(max(row[name] for row in rows if name in row)) for row in rows for name in row}
         return Published(published[0].version, published[0].name, slowest)

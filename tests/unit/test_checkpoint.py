@@ -11,6 +11,7 @@ import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM
 
+from grpo_trainer.config.bridge import LoraOptions
 from grpo_trainer.config.train import CheckpointConfig, ModelConfig, OptimizerConfig, TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import whole_folder
@@ -118,7 +119,8 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     other.model.model.layers = other.model.model.layers[:1]  # type: ignore[union-attr, index]
     with pytest.raises(ConfigError) as error:
         checkpoints(other, tmp_path).resume()
-    assert all(name in str(error.value) for name in ("--resume", str(path), "--model-name"))
+    assert (error.value.field, error.value.got) == ("--resume", str(path))
+    assert "--model-name" in error.value.summary
 
 
 def test_weights_written_for_the_server_are_not_written_again_for_the_checkpoint(tmp_path: Path) -> None:
@@ -183,20 +185,24 @@ def test_auto_takes_the_final_adapter_of_a_run_that_is_to_go_further(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("options", "names"),
+    ("options", "field", "got", "wanted"),
     [
-        ({"r": 16}, ("--lora-r", "8", "16")),
-        ({"alpha": 512}, ("--lora-alpha", "32.0", "512.0")),
-        ({"target_modules": ("v_proj", "up_proj")}, ("--lora-target-modules", "v_proj")),
+        ({"r": 16}, "--lora-r", "16", "8"),
+        ({"alpha": 512}, "--lora-alpha", "512.0", "32.0"),
+        (
+            {"target_modules": ("v_proj", "up_proj")},
+            *("--lora-target-modules", str(["up_proj", "v_proj"]), str(sorted(LoraOptions().target_modules))),
+        ),
     ],
 )
 def test_a_checkpoint_of_another_adapter_is_refused_by_name(
-    tmp_path: Path, options: dict[str, object], names: tuple[str, ...]
+    tmp_path: Path, options: dict[str, object], field: str, got: str, wanted: str
 ) -> None:
     path = checkpoints(trainer_with(), tmp_path).save(Progress(1, 1))
     with pytest.raises(ConfigError) as error:
         checkpoints(trainer_with(**options), tmp_path, resume=str(path)).resume()
-    assert all(name in str(error.value) for name in (f"--resume {path}", *names))
+    assert (error.value.field, error.value.got, error.value.wanted) == (field, got, wanted)
+    assert error.value.summary.startswith(f"--resume {path} ")
 
 
 def test_a_checkpoint_of_other_trained_layers_is_refused_by_their_names(tmp_path: Path) -> None:

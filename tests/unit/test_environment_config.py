@@ -96,7 +96,7 @@ def test_all_mistakes_are_named_at_once() -> None:
         ("[env]\ngroup_siz = 4\n", "env.group_siz", {"fix": "env.group_size"}),
         ("[enf]\ngroup_size = 4\n", "enf", {"fix": "env"}),
         ('[env]\ngroup_size = "many"\n', "--env.group_size", {"got": "'many'", "wanted": "integer"}),
-        ("[env\n", "--config FILE", {"got": "line 1, column 5"}),
+        ("[env\n", "--config FILE", {"summary": "line 1, column 5"}),
     ],
 )
 def test_a_mistake_in_the_file_is_named(tmp_path: Path, text: str, field: str, parts: dict[str, str]) -> None:

@@ -84,5 +84,5 @@ def test_patience_ends() -> None:
     answers = forever(lambda: httpx.ConnectError("refused"))
     with pytest.raises(PeerGone) as gone:
         asyncio.run(peer(answers, patience=0.01).request("GET", "/"))
-    assert (gone.value.field, gone.value.got) == (f"{NAME} at {URL}", "ConnectError refused")
+    assert (gone.value.field, gone.value.got) == (f"{NAME} at {URL}", "ConnectError: refused")
     assert "0 s" in gone.value.summary

@@ -1,11 +1,33 @@
-"""How errors read: the one place where their wording is asserted."""
+"""How errors read: `test_messages*.py` alone assert on their wording. Here: what a problem, a command and a run say."""
 
 from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from grpo_common.errors import Problem, UserError
-from grpo_trainer.errors import PortBusyError
+from grpo_trainer.config.options import build
+from grpo_trainer.config.run import build_run, read_toml
+from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.distributed import World
+from grpo_trainer.ending import Standing, conclude
+from grpo_trainer.errors import ConfigError, HungError, PortBusyError, StoppedError, TrainingError
+from grpo_trainer.launch.ports import claim_ports
+from grpo_trainer.launch.supervisor import Child
+from grpo_trainer.saving.manifest import Progress
+from grpo_trainer.signals import StopSignal
+from tests.unit.test_checkpoint import checkpoints, trainer_with
+from tests.unit.test_doctor import look_at
+from tests.unit.test_supervisor import spec
+
+# what all errors have in common ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -43,3 +65,166 @@ def test_several_problems_are_a_line_each() -> None:
 def test_an_error_of_the_operating_system_takes_its_parts_as_well() -> None:
     error = PortBusyError(field="--port", got=80, fix="choose another")
     assert isinstance(error, OSError) and error.got == "80" and str(error) == "--port: got 80; choose another"
+
+
+# options -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"lr_schedul": "linear"}, "lr_schedul: unknown option; did you mean lr_schedule?"),
+        ({"--lr-schedul": "linear"}, "--lr-schedul: unknown option; did you mean --lr-schedule?"),
+        (
+            {"lora_r": 8},
+            "--lora-r: belongs to another mode; got --weight-bridge-mode none, "
+            "wanted --weight-bridge-mode lora_only, lora_restart; "
+            "leave it out, or choose --weight-bridge-mode lora_only",
+        ),
+        (
+            {"seq_len": "many", "lr": -1},
+            "--seq-len: got many, wanted a valid integer\n--lr: got -1, wanted a number greater than 0",
+        ),
+        ({"model_name": None}, "--model-name: got nothing, wanted a value: it is required"),
+        (
+            {"weight_bridge_mode": "lora_only", "lora_r": 24},
+            "--lora-r: got 24, wanted a rank that vLLM serves: 1, 8, 16, 32, 64, 128, 256, 320, 512; use 32",
+        ),
+    ],
+)
+def test_options(given: Mapping[str, Any], text: str) -> None:
+    values = {"model_name": "m", **given}
+    with pytest.raises(ConfigError) as error:
+        build(TrainConfig, {key: value for key, value in values.items() if value is not None})
+    assert str(error.value) == text
+
+
+def test_an_environments_table_in_a_run() -> None:
+    table = {"name": "arithmetic", "env": {"group_sise": 3, "max_token_length": 1}}
+    with pytest.raises(ConfigError) as error:
+        build_run({"trainer": {"model_name": "m"}, "environments": [table]}, {})
+    assert str(error.value).splitlines() == [
+        "--env arithmetic: --env.max_token_length: got 1, wanted a number greater than or equal to 2",
+        "--env arithmetic: env.group_sise: no such setting; did you mean env.group_size?",
+    ]
+
+
+def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[trainer\n")
+    with pytest.raises(ConfigError) as error:
+        read_toml(file)
+    assert str(error.value) == (
+        f"--config {file}: not TOML: Expected ']' at the end of a table declaration (at line 1, column 9); "
+        "correct the file there"
+    )
+
+
+def test_a_refused_configuration_as_a_finding_of_the_doctor() -> None:
+    with pytest.raises(ConfigError) as error:
+        build(TrainConfig, {"model_name": "m", "lora_r": 8})
+    (finding,) = [each for each in look_at(error.value).findings if each.name == "configuration"]
+    assert (finding.got, finding.wanted, finding.fix) == (
+        "--lora-r: belongs to another mode; got --weight-bridge-mode none",
+        "--weight-bridge-mode lora_only, lora_restart",
+        "leave it out, or choose --weight-bridge-mode lora_only",
+    )
+
+
+# processes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (
+            "print('ValueError: no room'); print('one'); print('two'); raise SystemExit(3)",
+            "server: has ended; got exit code 3; see LOG. The first errors in it:\n"
+            "  ValueError: no room\nIts last lines:\n  one\n  two",
+        ),
+        (
+            "import os; os.kill(os.getpid(), 9)",
+            "server: has ended; got killed by SIGKILL; see LOG. Its last lines:\n  (none)",
+        ),
+    ],
+)
+def test_a_process_that_has_ended(tmp_path: Path, code: str, text: str) -> None:
+    log = tmp_path / "server.log"
+    child = Child(spec("server", code), log, lambda line: None, lambda line: None, last_lines=2)
+    child.process.wait()
+    assert str(child.ended()) == text.replace("LOG", str(log))
+    child.close()
+
+
+def test_a_busy_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.Process.cmdline", lambda self: ["grpo", "serve"])
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        with pytest.raises(PortBusyError) as error:
+            claim_ports({"server": port})
+    assert str(error.value) == (
+        f"--server.port: got {port}, held by pid {os.getpid()} (grpo serve), wanted a free port; "
+        "end that process, or choose another port (0 picks a free one)"
+    )
+
+
+# a run's end and its resumption ------------------------------------------------------------------------------
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(("harm", "got"), [(cut, "SHORTER bytes"), (Path.unlink, "no such file")])
+def test_a_damaged_checkpoint(tmp_path: Path, harm: Callable[[Path], object], got: str) -> None:
+    path = checkpoints(trainer_with(), tmp_path).save(Progress(1, 1))
+    file = path / "adapter_model.safetensors"
+    size = file.stat().st_size
+    harm(file)
+    with pytest.raises(ConfigError) as error:
+        checkpoints(trainer_with(), tmp_path, resume=str(path)).resume()
+    got = got.replace("SHORTER", str(size - 1))
+    assert str(error.value) == (
+        f"--resume {file}: the checkpoint is damaged; got {got}, wanted {size} bytes; "
+        "use --resume auto to go on from the newest whole one"
+    )
+
+
+class Spoilt(TrainingError):
+    """Ends a run whose weights are not to be saved."""
+
+    spoils_weights = True
+
+
+def stopped() -> StoppedError:
+    """What a run raises after SIGTERM."""
+    stop = StopSignal()
+    stop.number = signal.SIGTERM
+    with pytest.raises(StoppedError) as error:
+        stop.check()
+    return error.value
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (stopped, "stopped by SIGTERM at step 12; saved runs/sums/adapter_step_12, go on with --resume auto"),
+        (
+            lambda: HungError("a step takes longer than 60 s", field="--step-timeout", fix="raise it"),
+            "--step-timeout: a step takes longer than 60 s; raise it; stopped at step 12; "
+            "saved runs/sums/adapter_step_12, go on with --resume auto",
+        ),
+        (
+            lambda: Spoilt("the processes' weights differ"),
+            "the processes' weights differ; stopped at step 12; the weights are not saved, since they can't be relied "
+            "on; go on from runs/sums/adapter_step_10 with --resume auto",
+        ),
+    ],
+)
+def test_the_end_of_a_run(error: Callable[[], Exception], text: str) -> None:
+    root = Path("runs/sums")
+    saving: Any = SimpleNamespace(save=lambda _: root / "adapter_step_12", safe_path=root / "adapter_step_10")
+    feed: Any = SimpleNamespace(settle=lambda *_, **__: None)
+    end = error()
+    conclude(end, Standing(Progress(), Progress(12, 12), None), saving, feed, World())
+    assert str(end) == text

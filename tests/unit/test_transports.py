@@ -181,8 +181,10 @@ def test_a_transport_that_was_asked_for_is_taken_or_refused_with_the_reason(open
         with pytest.raises(BridgeError) as refused:
             opened(name)
         assert (refused.value.field, refused.value.got) == ("--lora-transport", name)
-        assert refused.value.summary == f"not {name}: {name} refused"
+        (reason,) = refused.value.problems[1:]
+        assert (reason.field, reason.summary) == (f"not {name}", f"{name} refused")
     with pytest.raises(BridgeError) as none:
         opened(None)
     assert none.value.got == "auto"
-    assert none.value.summary == "; ".join(f"not {name}: {name} refused" for name in ORDER)
+    reasons = [(reason.field, reason.summary) for reason in none.value.problems[1:]]
+    assert reasons == [(f"not {name}", f"{name} refused") for name in ORDER]

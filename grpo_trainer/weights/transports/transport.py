@@ -112,7 +112,7 @@ def open_transport(
         BridgeError: the wanted one can't work here.
     """
     where = layout(packed, info)
-    reasons: list[str] = []
+    reasons: list[Problem] = []
     for name in ORDER if wanted is None else (wanted,):
         reason = obstacle(name, where)
         if reason is None:
@@ -121,15 +121,13 @@ def open_transport(
             except RuntimeError as error:  # the server's refusal, or CUDA's, or NCCL's: the next one may work
                 reason = error
             else:
-                because = f" ({'; '.join(reasons)})" if reasons else ""
+                because = f" ({'; '.join(map(str, reasons))})" if reasons else ""
                 log.info("adapters go to the server by %s%s", name, because)
                 return opened
-        reasons.append(f"not {name}: {reason}")
-    raise BridgeError(
-        "; ".join(reasons),
-        field="--lora-transport",
-        got=wanted or "auto",
-        fix="--lora-transport auto takes the fastest that works",
+        reasons.append(Problem(f"not {name}", summary=str(reason)))
+    fix = "use --lora-transport auto, which takes the fastest that works" if wanted else ""
+    raise BridgeError.of(
+        [Problem("--lora-transport", wanted or "auto", fix=fix, summary="adapters can't go to the server"), *reasons]
     )
 
 

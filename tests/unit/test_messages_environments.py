@@ -1,0 +1,213 @@
+"""How errors of the environments, of the rollout API and of the inference server read."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from environments.api import intake, wire
+from environments.api.http import ApiError
+from environments.config import ConfigError
+from environments.peers.http import PeerGone, PeerRefused
+from environments.running.runner import EnvironmentFailed
+from tests.unit import test_environment_runner as runner
+from tests.unit.test_environment_config import parse
+from tests.unit.test_environment_http import Answer, forever, peer
+from tests.unit.test_nccl import StandInLibrary
+from tests.unit.test_shared_server import check
+from vllm_server import compat
+from vllm_server.errors import FatalError, IncompatibleError, ServeError
+from vllm_server.http import parse_body
+from vllm_server.protocol import LoraLoadRequest, nccl
+
+# settings ----------------------------------------------------------------------------------------------------
+
+
+def test_settings_are_a_line_each(tmp_path: Path) -> None:
+    file = tmp_path / "env.toml"
+    file.write_text("[env]\ngroup_sise = 3\n")
+    with pytest.raises(ConfigError) as error:
+        parse("--config", str(file), "--env.group_size", "0", "--env.seed", "x", "--env.operation", "?")
+    assert str(error.value).splitlines() == [
+        "--env.tokenizer_name: required, but not given",
+        "--env.group_size: got '0', wanted a number greater than or equal to 1",
+        "--env.seed: got 'x', wanted a valid integer",
+        "--env.operation: got '?', wanted '+', '-' or '*'",
+        "env.group_sise: no such setting; did you mean env.group_size?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argument", "text"),
+    [
+        ("--group_size=8", "--group_size: no such option; did you mean --env.group_size?"),
+        ("--nothing=8", "--nothing: no such option; --help lists them"),
+    ],
+)
+def test_an_unknown_flag(argument: str, text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse(argument)
+    assert str(error.value) == text
+
+
+def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
+    file = tmp_path / "env.toml"
+    file.write_text("[env\n")
+    with pytest.raises(ConfigError) as error:
+        parse("--config", str(file))
+    assert str(error.value) == (
+        f"--config {file}: not TOML: Expected ']' at the end of a table declaration (at line 1, column 5); "
+        "correct the file there"
+    )
+
+
+# what peers answer -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (
+            httpx.Response(422, json={"detail": "scores[0]: nan", "field": "scores"}),
+            "the oracle at http://oracle: refused POST /scored_data; got 422: scores[0]: nan",
+        ),
+        (
+            httpx.Response(404, text=""),
+            "the oracle at http://oracle: refused POST /scored_data; got 404: no reason given",
+        ),
+    ],
+)
+def test_a_peer_that_refuses(answer: Answer, text: str) -> None:
+    with pytest.raises(PeerRefused) as error:
+        asyncio.run(peer(iter([answer])).request("POST", "/scored_data"))
+    assert str(error.value) == text
+
+
+@pytest.mark.parametrize(
+    ("answer", "got"),
+    [
+        (lambda: httpx.ConnectError("refused"), "ConnectError: refused"),
+        (lambda: httpx.Response(503, json={"detail": "starting"}), "503: starting"),
+    ],
+)
+def test_a_peer_that_is_gone(answer: Callable[[], Answer], got: str) -> None:
+    with pytest.raises(PeerGone) as error:
+        asyncio.run(peer(forever(answer), patience=0.0).request("GET", "/status"))
+    assert str(error.value) == f"the oracle at http://oracle: no answer for 0 s; got {got}"
+
+
+def test_an_environment_that_failed() -> None:
+    async def scene() -> None:
+        service = await runner.started()
+
+        async def collect(item: int) -> wire.ScoredData:
+            return runner.group((float("nan"), 0.0))
+
+        environment = runner.Sums(runner.config(), collect)
+        await asyncio.wait_for(runner.serving(environment, runner.Weather(service), asyncio.Event()), 20)
+
+    with pytest.raises(EnvironmentFailed) as error:
+        asyncio.run(scene())
+    assert str(error.value) == (
+        "sums: 16 groups in a row came to nothing; got the rollout API at http://127.0.0.1:8000: "
+        "refused POST /scored_data; got 422: scores[0]: nan, expected a finite number"
+    )
+
+
+# what the rollout API answers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"masks": [[-100], [-100, 3]]}, "masks[0]: 1 entries, tokens[0] has 2; expected one entry per token"),
+        (
+            {"tokens": [[1, -2], [1, 3]]},
+            "tokens[0][1]: -2, expected a token id of the model, 0 or more; mark what is not trained in `masks`",
+        ),
+        ({"scores": [1.0]}, "scores: 1 for 2 sequences, expected one each"),
+        ({"scores": [None, 1.0]}, "scores[0]: Expected `float`, got `null`"),
+        ({"env_id": 99}, "env_id: never registered; got 99; take the id that POST /register-env answers with"),
+    ],
+)
+def test_a_group_that_is_refused(fields: dict[str, Any], text: str) -> None:
+    group = {"tokens": [[1, 2], [1, 3]], "masks": [[-100, 2], [-100, 3]], "scores": [0.0, 1.0], **fields}
+    taking = intake.take_one(asyncio.run(runner.started()), msgspec.json.encode(group), wire.JSON, None)
+    with pytest.raises(ApiError) as error:
+        list(taking)
+    assert error.value.response() == wire.ErrorResponse(detail=text, field=next(iter(fields)))
+
+
+def test_a_body_that_is_cut_short() -> None:
+    with pytest.raises(ApiError) as error:
+        next(intake.take_one(asyncio.run(runner.started()), b"{", wire.JSON, None))
+    assert error.value.response().detail == "body: Input data was truncated; wanted JSON"
+
+
+# the inference server ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        (3, "NCCL rank 0 of 2: got status 3; set NCCL_DEBUG=INFO to see more"),
+        (7, "NCCL rank 0 of 2: the others did not answer; wanted an answer within 0 s"),
+    ],
+)
+def test_nccl(monkeypatch: pytest.MonkeyPatch, state: int, text: str) -> None:
+    monkeypatch.setattr(nccl, "library", lambda: StandInLibrary(state))
+    monkeypatch.setattr(nccl, "INIT_TIMEOUT_S", 0.0)
+    with pytest.raises(nccl.NcclError) as error:
+        nccl.Communicator(bytes(128), 0, 2)
+    assert str(error.value) == text
+
+
+@pytest.mark.parametrize(("modules", "symbol"), [(["json"], "json.gone"), (["jsonx", "jsony"], "jsonx or jsony")])
+def test_a_vllm_without_what_is_used(monkeypatch: pytest.MonkeyPatch, modules: list[str], symbol: str) -> None:
+    monkeypatch.setattr(compat, "vllm_version", lambda: "0.40.0")
+    with pytest.raises(IncompatibleError) as error:
+        compat.seam(tuple(modules), "gone")
+    assert str(error.value) == f"vLLM 0.40.0: has no {symbol}; wanted vLLM 0.25 to 0.33; install one of them"
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"tensor_parallel_size": 2},
+            "got --tensor-parallel-size 2, wanted 1, since each GPU would hold a part of each weight; serve on one GPU",
+        ),
+        (
+            {"environment": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}},
+            "got PYTORCH_ALLOC_CONF=expandable_segments:True, wanted no expandable_segments, since their memory cannot "
+            "be shared; unset PYTORCH_ALLOC_CONF",
+        ),
+        (
+            {"model": {"quantization_config": {"quant_method": "awq"}}},
+            "got a model with quantization_config (awq) in its config.json, wanted plain weights, since quantised ones "
+            "cannot be trained in place; use lora_only, or the model before it was quantised",
+        ),
+    ],
+)
+def test_weights_that_cannot_be_shared(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(FatalError) as error:
+        check(**changes)
+    assert str(error.value) == f"--shared-weights: {text}"
+
+
+def test_a_request_that_the_server_refuses() -> None:
+    with pytest.raises(ServeError) as error:
+        parse_body(b'{"version": "newest"}', LoraLoadRequest)
+    answer = error.value.response().error
+    assert answer.message == (
+        "body: got a misfit (Expected `int | null`, got `str` - at `$.version`), "
+        "wanted the JSON that docs/server.md describes; correct it"
+    )
+    assert (answer.code, answer.type, answer.param) == (422, "UnprocessableEntityError", "body")
+    assert answer.message == f"{answer.param}: got {answer.got}, wanted {answer.wanted}; {answer.fix}"
