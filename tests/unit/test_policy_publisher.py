@@ -123,7 +123,9 @@ def test_a_version_leaves_the_engine_with_its_last_request(tmp_path: Path) -> No
             assert answer.unloaded == []
             with publisher.serving() as newer:
                 assert newer.name == "policy-v2"
-        await asyncio.sleep(0)  # the sweep runs as a task of its own
+            await asyncio.sleep(0)  # sweeps run as tasks: this one is the publish's
+            assert events(publisher)[-1] == "add policy-v2"
+        await asyncio.sleep(0)
         assert events(publisher)[-1] == "remove policy-v1"
 
     run(story())

@@ -89,6 +89,36 @@ def test_a_lease_has_all_its_time_again_after_a_restart_whatever_the_clocks_say(
     assert asyncio.run(life(3.0, 5e9, first=False)) == [1, 0]  # the machine was started anew, and its clock was set
 
 
+@pytest.mark.parametrize("how", ["released", "taken over", "expired"])
+def test_groups_of_a_lease_that_has_ended_are_queued_again_after_a_restart(tmp_path: Path, how: str):
+    async def before() -> None:
+        service = Service(Settings(store=tmp_path / "s"), timer=lambda: 0.0)
+        await service.register(trainer(8))
+        for each in range(2):
+            service.take(group(each))
+        grant = await service.next_batch(lease=100.0)
+        assert grant is not None and grant.lease is not None
+        match how:
+            case "released":
+                await service.release(grant.lease.batch_id)
+            case "taken over":
+                await service.register(trainer(8))
+            case _:
+                service.queue.tick(100.0)
+                await service.written()
+        service.close()
+
+    async def after() -> None:
+        service = Service(Settings(store=tmp_path / "s"))
+        again = await service.next_batch(lease=100.0)
+        assert again is not None
+        assert numbers(again.payloads) == [0, 1]
+        service.close()
+
+    asyncio.run(before())
+    asyncio.run(after())
+
+
 def test_a_lease_that_an_earlier_version_wrote_is_read():
     earlier = msgspec.msgpack.encode({"batch_id": "b", "groups": [1, 2], "deadline": 1.7e9, "request": "r"})
     assert msgspec.msgpack.decode(earlier, type=Lease) == Lease("b", (1, 2), 600.0, "r")
