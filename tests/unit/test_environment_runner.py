@@ -59,6 +59,7 @@ def status(step: int = 0, queue: int = 0, own: int | None = None) -> wire.Status
         ({}, status(), -1, 0, 4),  # one batch of 8 sequences is 4 groups of 2
         ({}, status(queue=3), -1, 1, 0),  # 4 - 3 queued - 1 in flight
         ({}, status(queue=9), -1, 0, 0),
+        ({}, status(queue=2, own=0), -1, 1, 1),  # 4 - 2 queued by others - 1 in flight
         ({"max_batches_offpolicy": 3}, status(queue=3), -1, 1, 8),  # 3 * 4 - 3 - 1
         ({"max_batches_offpolicy": 3}, status(step=9, queue=1), 10, 0, 3),  # one step is left: 1 * 4 - 1
         ({"max_batches_offpolicy": 3}, status(step=10), 10, 0, 0),
