@@ -22,6 +22,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import BaseContext
@@ -166,6 +167,7 @@ def _become(wanted: dict[str, Any], given: list[int], preexec_fn: Callable[[], N
     signal.set_wakeup_fd(-1)
     os.environ.clear()
     os.environ.update(wanted["environment"])
+    tempfile.tempdir = None  # TMPDIR may be another
     os.chdir(wanted["folder"])
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):

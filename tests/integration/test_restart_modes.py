@@ -78,6 +78,10 @@ def test_train_alone_refuses_a_busy_port_before_it_starts_anything(demo_model: P
         words += ["--vllm-port", str(port), "--save-path", str(tmp_path / "run")]
         done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"grpo: --vllm-port: got {port}, ") and f"pid {os.getpid()} " in line
+    line = done.stderr.splitlines()[-1]
+    assert (
+        "Traceback" not in done.stderr
+        and line.startswith(f"grpo: --vllm-port: got {port}, ")
+        and f"pid {os.getpid()} " in line
+    )
     assert not (tmp_path / "run" / "logs").exists()

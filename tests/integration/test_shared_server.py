@@ -576,7 +576,7 @@ def test_a_server_told_by_the_environment_leaves_nothing_behind(tmp_path: Path) 
         (
             ["--bridge-config-path", "/nowhere/x.json"],
             False,
-            "--bridge-config-path /nowhere/x.json: got /nowhere is no",
+            "--bridge-config-path /nowhere/x.json: got /nowhere, ",
         ),
         ([], True, "--shared-weights: got a model with quantization_config (awq) in its config.json"),
     ],
