@@ -16,7 +16,7 @@ from vllm_server.errors import ServeError, engine_is_dead
 from vllm_server.http import NDJSON, json_response, parse_body, unless_disconnected
 from vllm_server.policy import Lease, Version
 from vllm_server.protocol import GenerateChunk, GenerateRequest, GenerateResponse, TokenLogprobs, TokenPrompt
-from vllm_server.sampling import build_sampling_params
+from vllm_server.sampling import build_sampling_params, check_integers
 from vllm_server.server import PolicyServer
 
 # JSON has no −∞: a token outside top_p or top_k gets this instead, as in vLLM's own /v1 answers.
@@ -33,6 +33,7 @@ async def generate(request: Request) -> Response:
     """
     server = PolicyServer.of(request)
     body = parse_body(await request.body(), dict[str, Any])
+    check_integers(body)
     try:
         asked = GenerateRequest.from_body(body)
     except msgspec.ValidationError as error:
