@@ -74,8 +74,10 @@ def test_a_second_holder_is_refused_until_the_first_has_ended_however_it_ends(
 
 
 def test_a_child_does_not_hold_the_folder_of_its_parent(tmp_path: Path) -> None:
+    code, pipe = "print(flush=True); input()", subprocess.PIPE
     with held_folder(tmp_path, "--save-path"):
-        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False)
+        child = subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, close_fds=False)
+        assert child.stdout is not None and child.stdout.readline() == b"\n"
     with held_folder(tmp_path, "--save-path"):
         pass
     child.communicate(b"\n")
@@ -106,20 +108,24 @@ def test_a_second_run_in_a_live_folder_touches_nothing(
     (folder / "metrics.jsonl").write_text("{}\n")
     (folder / "queue.sqlite").write_text("the live run's, too")
     report = PreflightReport(
-        model="demo", supported=True, reason="", by_tables=True, architectures=[], vllm_version="0", device="cpu"
+        model="demo",
+        supported=True,
+        reason="",
+        by_tables=True,
+        architectures=[],
+        vllm_version="0",
+        torch_version="0",
+        device="cpu",
     )
     monkeypatch.setattr(run, "preflight", lambda _: report)
     for check in ("refuse_missing", "refuse_without_room"):
         monkeypatch.setattr(run, check, lambda *_, **__: None)
-    flags: dict[str, Any] = {"model_name": "demo", "weight_bridge_mode": "lora_only", "resume": "auto"}
     before = contents(folder)
-    for overwrites in (False, True):
-        more = {"steps": "7"} if overwrites else {}
-        config = build_run({}, {**flags, **more, "run_dir": str(folder)})
-        with pytest.raises(ConfigError) as refused:
-            run.run(config, Console(quiet=True))
-        assert refused.value.field == f"--run-dir {folder}"
-        assert str(holder.pid) in refused.value.got
+    flags: dict[str, Any] = {"model_name": "demo", "weight_bridge_mode": "lora_only", "resume": "auto"}
+    with pytest.raises(ConfigError) as refused:
+        run.run(build_run({}, {**flags, "training_steps": "7", "run_dir": str(folder)}), Console(quiet=True))
+    assert refused.value.field == f"--run-dir {folder}"
+    assert str(holder.pid) in refused.value.got
     assert contents(folder) == before
 
 
