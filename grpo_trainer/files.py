@@ -21,7 +21,7 @@ from grpo_trainer.errors import ConfigError
 METRICS_FILE = "metrics.jsonl"
 """A run's steps, one JSON object each; the folder that has one holds a run."""
 
-LOCK_FILE = ".lock"
+LOCK_FILE = "writer.lock"
 """Held by the process that writes into a folder; its pid is in it."""
 
 log = logging.getLogger(__name__)
