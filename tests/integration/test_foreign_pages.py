@@ -60,7 +60,7 @@ def port() -> Iterator[int]:
             self.end_headers()
             self.wfile.write(PAGE)
 
-        def log_message(self, *_: Any) -> None: ...
+        def log_message(self, format: str, *args: Any) -> None: ...
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -76,7 +76,7 @@ def test_mangled_bodies_are_refused(server: Serving) -> None:
 def test_an_adapters_folder_is_read_without_waiting_and_never_echoed(server: Serving, tmp_path: Path) -> None:
     _, served = server.publish()
     outside = tmp_path / "outside"
-    outside.write_text('{"secret": "of another program"}')
+    outside.write_text('{"secret": "private"}')
     config, weights = "adapter_config.json", "adapter_model.safetensors"
     for number, (name, field) in enumerate(
         ((config, config), (config, "adapter_path"), (weights, weights), (weights, "adapter_path"), (config, config))
@@ -97,8 +97,8 @@ def test_an_adapters_folder_is_read_without_waiting_and_never_echoed(server: Ser
         assert refused(server, "/lora/load", {"adapter_path": served.adapter_path, **more}) == field
     folder = server.adapter_root / "noted"
     shutil.copytree(served.adapter_path, folder)
-    noted = json.loads((folder / config).read_text()) | {"note": "of another program"}
+    noted = json.loads((folder / config).read_text()) | {"note": "private"}
     (folder / config).write_text(json.dumps(noted))
     answer = server.post("/lora/load", {"adapter_path": str(folder)})
-    assert answer.status_code == 200 and "of another program" not in answer.text
+    assert answer.status_code == 200 and "private" not in answer.text
     assert answer.json()["adapter_config"]["r"] == noted["r"]

@@ -144,7 +144,7 @@ def test_links_within_the_root_are_followed(publisher: Publisher, root: Path) ->
 
 
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
-@pytest.mark.parametrize("kind", ["pipe", "folder", "socket", "link to a device"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "socket", "link-to-device"])
 def test_only_regular_files_are_opened_and_nobody_waits(
     publisher: Publisher, root: Path, monkeypatch: pytest.MonkeyPatch, name: str, kind: str
 ) -> None:
@@ -161,7 +161,7 @@ def test_only_regular_files_are_opened_and_nobody_waits(
     else:
         (folder / name).symlink_to("/dev/zero")
     error = refusal(publisher, str(folder))
-    assert error.field == ("adapter_path" if kind == "link to a device" else name)
+    assert error.field == ("adapter_path" if kind == "link-to-device" else name)
     assert asyncio.run(load(publisher, save_adapter(root / "good"))).load_count == 1
 
 
@@ -196,7 +196,7 @@ def test_fields_that_hold_something_else_are_shown_in_short(field: str, value: o
 
 
 def test_an_answer_holds_only_what_was_understood(publisher: Publisher, root: Path) -> None:
-    folder = save_adapter(root / "a", secret="of another program", use_rslora=True, note=[[[["deep"]]]])
+    folder = save_adapter(root / "a", secret="private", use_rslora=True, note=[[[["deep"]]]])
     answer = asyncio.run(load(publisher, folder))
     assert answer.adapter_config == {
         "peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"], "use_rslora": True,
