@@ -48,7 +48,7 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
     if not world.leads:
         follow(config, world)
         return
-    with StopSignal() as stop, world, held_folder(config.checkpoints.save_path, "--save-path"):
+    with StopSignal() as stop, held_folder(config.checkpoints.save_path, "--save-path"), world:
         with world.working():
             policy = build_policy(config, stop.check, world)
             trainer = Trainer(policy.model, config, stop.check, world=world)
