@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import io
+import logging
 import os
 import re
 import shutil
@@ -13,10 +15,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from grpo_common.locks import HeldError, hold
 from grpo_trainer.errors import ConfigError
 
 METRICS_FILE = "metrics.jsonl"
 """A run's steps, one JSON object each; the folder that has one holds a run."""
+
+LOCK_FILE = "writer.lock"
+"""Held by the process that writes into a folder; its pid is in it."""
+
+log = logging.getLogger(__name__)
 
 
 def write_bytes(path: Path, data: bytes | memoryview) -> None:
@@ -104,6 +112,36 @@ def refuse_to_mix_runs(folder: Path, resume: str, flag: str) -> None:
             wanted="a new folder",
             fix="continue it with --resume auto, or choose another folder",
         )
+
+
+@contextmanager
+def held_folder(folder: Path, flag: str) -> Iterator[None]:
+    """Keep other processes from writing a run, or its checkpoints, into a folder.
+
+    Raises:
+        ConfigError: another process does so now; it is named.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = None
+    try:
+        handle = hold(folder / LOCK_FILE)
+    except HeldError as held:
+        raise ConfigError(
+            "in use",
+            field=f"{flag} {folder}",
+            got=f"process {held.holder}, which writes into it",
+            wanted="a folder that no other process uses",
+            fix=f"end process {held.holder}, or choose another folder",
+        ) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise
+        log.warning("%s: its file system has no locks: nothing keeps a second run from writing there", folder)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.distributed import Restore, World
 from grpo_trainer.ending import Standing, Writes, conclude
 from grpo_trainer.feed import BatchFeed
-from grpo_trainer.files import METRICS_FILE, refuse_to_mix_runs
+from grpo_trainer.files import METRICS_FILE, held_folder, refuse_to_mix_runs
 from grpo_trainer.follower import follow, join_others
 from grpo_trainer.logs.samples import SampleLog, build_sample_log
 from grpo_trainer.logs.sinks import MetricLog, build_metric_log
@@ -48,7 +48,7 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
     if not world.leads:
         follow(config, world)
         return
-    with StopSignal() as stop, world:
+    with StopSignal() as stop, held_folder(config.checkpoints.save_path, "--save-path"), world:
         with world.working():
             policy = build_policy(config, stop.check, world)
             trainer = Trainer(policy.model, config, stop.check, world=world)

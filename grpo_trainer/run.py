@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
+import os
 import sys
 from pathlib import Path
 
 import tomli_w
 from rich.console import Console
 
+from grpo_common.locks import HeldError, hold
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.doctor.disk import refuse_without_room
 from grpo_trainer.doctor.model_files import refuse_missing
 from grpo_trainer.errors import StoppedError, from_os_error
-from grpo_trainer.files import refuse_to_mix_runs, replace_file
+from grpo_trainer.files import held_folder, refuse_to_mix_runs, replace_file
 from grpo_trainer.launch.plan import RunPlan, plan_run
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.launch.preflight import preflight
@@ -44,9 +45,10 @@ def run(config: RunConfig, console: Console) -> None:
     refuse_without_room(config.trainer, config.run_dir, "--run-dir", on_gpu=on_gpu)  # its trainer warns of less
     plan = plan_run(config, ports, python=sys.executable, on_gpu=on_gpu)
     try:
-        empty_old_queue(config)
-        write_configs(plan)
-        _supervise(config, plan, console)
+        with held_folder(config.run_dir, "--run-dir"):
+            empty_old_queue(config)
+            write_configs(plan)
+            _supervise(config, plan, console)
     except OSError as error:
         raise from_os_error(error, "write into the run folder") or error from error
 
@@ -87,13 +89,13 @@ def empty_old_queue(config: RunConfig) -> None:
     )
     if config.api.store is not None or store is None or goes_on or not store.exists():
         return
-    with Path(f"{store}.lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return
-        for end in ("-wal", "-shm", ""):
-            Path(f"{store}{end}").unlink(missing_ok=True)
+    try:
+        lock = hold(Path(f"{store}.lock"))
+    except HeldError:
+        return
+    for end in ("-wal", "-shm", ""):
+        Path(f"{store}{end}").unlink(missing_ok=True)
+    os.close(lock)
 
 
 def write_configs(plan: RunPlan) -> None:

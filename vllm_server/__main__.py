@@ -5,7 +5,7 @@ import traceback
 
 from vllm_server import arguments, forking
 from vllm_server.errors import FatalError, gist
-from vllm_server.start_checks import check_model_path, check_port_free, check_vllm_installed
+from vllm_server.start_checks import check_key, check_model_path, check_port_free, check_vllm_installed, keys_of
 
 
 def main(argv: list[str]) -> int:
@@ -14,6 +14,8 @@ def main(argv: list[str]) -> int:
         # What can be told at once is told before vLLM is imported (seconds) and the model loaded (more).
         early = arguments.early_arguments(argv)
         if early.uds is None:
+            if early.config is None:  # which may hold any of these; `_serve` looks again
+                check_key(early.host, keys_of(early.api_key))
             check_port_free(early.host, early.port)
         if early.model is not None:
             check_model_path(early.model)
@@ -38,6 +40,8 @@ def _serve(argv: list[str]) -> int:
     from vllm_server import app, compat, preflight, sharing
 
     args = arguments.parse(argv)
+    if args.uds is None:
+        check_key(args.host, keys_of(args.api_key))
     compat.assert_seams()
     sharing.prepare(args)
     report = preflight.inspect_model(args.model, trust_remote_code=args.trust_remote_code)

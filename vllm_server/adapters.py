@@ -5,12 +5,16 @@ The engine would refuse most of these cases too, but by a stack trace, and some 
 """
 
 import json
-from math import isfinite
+import os
+import reprlib
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from vllm_server.errors import ServeError
-from vllm_server.protocol.adapter_config import refusals
+from vllm_server.protocol.adapter_config import SERVABLE, refusals
 from vllm_server.protocol.flat import Header, decode_header, read_header
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -18,22 +22,28 @@ _CONFIG = "adapter_config.json"
 CONFIG_KEY = "adapter_config"  # where a body of safetensors holds the configuration: in its metadata
 
 
+_CONFIG_LIMIT = 1 << 20  # bytes of adapter_config.json
+_SHOWN = 200  # characters of a value that a refusal shows
+_LARGEST_ALPHA = 3.4e38  # of float32
+_UNDERSTOOD = (*SERVABLE, "r", "lora_alpha", "target_modules", "use_rslora")
+
+
 def allowed_path(adapter_path: str, roots: tuple[Path, ...]) -> Path:
     """The adapter's real folder: once symbolic links are followed, it lies under one of `roots` (real paths).
 
     Raises:
-        ServeError: 403 outside the roots, 404 no such folder.
+        ServeError: 403 outside the roots, 404 no such folder, 422 no path at all.
     """
-    path = Path(adapter_path).expanduser().resolve()
-    if not any(path.is_relative_to(root) for root in roots):
+    try:
+        path = Path(adapter_path).expanduser().resolve()
+        is_there = path.is_dir()
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a zero byte, no such user, links in a circle
         raise ServeError(
-            403,
-            "adapter_path",
-            got=path,
-            wanted=f"a folder under {' or '.join(map(str, roots))}",
-            fix=f"save it there, or start the server with --lora-root {path.parent}",
-        )
-    if not path.is_dir():
+            422, "adapter_path", got=f"{adapter_path[:_SHOWN]!r} ({_reason(error)})", wanted="a folder's path",
+            fix="correct it",
+        ) from error  # fmt: skip
+    _check_inside(path, roots)
+    if not is_there:
         raise ServeError(
             404,
             "adapter_path",
@@ -44,16 +54,69 @@ def allowed_path(adapter_path: str, roots: tuple[Path, ...]) -> Path:
     return path
 
 
-def check_folder(path: Path, *, max_rank: int) -> dict[str, Any]:
-    """The configuration of the adapter in a folder, if the engine can serve it.
+def _check_inside(path: Path, roots: tuple[Path, ...]) -> None:
+    if not any(path.is_relative_to(root) for root in roots):
+        raise ServeError(
+            403,
+            "adapter_path",
+            got=path,
+            wanted=f"a place under {' or '.join(map(str, roots))}",
+            fix=f"save it there, or start the server with --lora-root {path.parent}",
+        )
+
+
+def check_folder(path: Path, roots: tuple[Path, ...], *, max_rank: int) -> tuple[dict[str, Any], Path]:
+    """The configuration and the weights' real file of the adapter in a folder, if the engine can serve it.
 
     Raises:
-        ServeError: 404 a file is missing, 422 it is damaged or not servable.
+        ServeError: 403 a file lies outside the roots, 404 one is missing, 422 one is damaged or not servable.
     """
-    config = _read_config(path)
+    with _opened(path / _CONFIG, roots) as stream:
+        config = _read_config(stream)
     check_config(config, max_rank=max_rank)
-    check_header(_read_header(path / WEIGHTS_FILE), config["r"])
-    return config
+    with _opened(path / WEIGHTS_FILE, roots) as stream:
+        check_header(_read_header(stream), config["r"])
+        return config, _real_path(stream)
+
+
+@contextmanager
+def _opened(path: Path, roots: tuple[Path, ...]) -> Iterator[BinaryIO]:
+    """A file of an adapter's folder: a regular one under `roots`, opened without waiting for anybody.
+
+    A link is followed as long as it stays under the roots, which is looked at once the file is open: what the path says
+    may change meanwhile.
+    """
+    try:
+        real = path.resolve(strict=True)
+        _check_inside(real, roots)
+        descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise _missing(path.parent, path.name) from None
+    except (OSError, RuntimeError) as error:
+        raise _no_file(path.name, _reason(error)) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _no_file(path.name, "no regular file")
+    with os.fdopen(descriptor, "rb") as stream:
+        _check_inside(_real_path(stream), roots)
+        yield stream
+
+
+def _real_path(stream: BinaryIO) -> Path:
+    return Path(f"/proc/self/fd/{stream.fileno()}").readlink()
+
+
+def _no_file(name: str, got: str) -> ServeError:
+    return ServeError(422, name, got=got, wanted="a regular file that this server can read", fix="save it again")
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error).partition(":")[0][:_SHOWN]
+
+
+def understood(config: dict[str, Any]) -> dict[str, Any]:
+    """What of an adapter's configuration this server has looked at."""
+    return {key: config[key] for key in _UNDERSTOOD if key in config}
 
 
 def check_file(file: Path, *, max_rank: int) -> dict[str, Any]:
@@ -62,10 +125,11 @@ def check_file(file: Path, *, max_rank: int) -> dict[str, Any]:
     Raises:
         ServeError: 422, it is damaged or not servable.
     """
-    header = _read_header(file)
+    with file.open("rb") as stream:
+        header = _read_header(stream)
     try:
         config = json.loads(header.metadata[CONFIG_KEY])
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, RecursionError) as error:
         raise ServeError(
             422, CONFIG_KEY, got=f"{error!r}", wanted="adapter_config.json in the metadata", fix="put it there"
         ) from error
@@ -78,19 +142,19 @@ def check_file(file: Path, *, max_rank: int) -> dict[str, Any]:
 def check_config(config: dict[str, Any], *, max_rank: int) -> None:
     """Raise a ServeError, 422, if the engine cannot serve an adapter with this adapter_config.json."""
     for refusal in refusals(config, max_rank):
-        raise ServeError(422, refusal.field, got=refusal.got, wanted=refusal.wanted, fix=refusal.fix)
+        raise ServeError(422, refusal.field, got=refusal.got[:_SHOWN], wanted=refusal.wanted, fix=refusal.fix)
     # vLLM reads these two without a default, where PEFT has one.
-    alpha = config.get("lora_alpha")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not isfinite(alpha):
-        raise ServeError(422, "lora_alpha", got=alpha, wanted="a number", fix="save the adapter by save_pretrained()")
-    if not isinstance(config.get("target_modules"), str | list):
-        raise ServeError(
-            422,
-            "target_modules",
-            got=config.get("target_modules"),
-            wanted="names of modules",
-            fix="save the adapter by save_pretrained()",
-        )
+    alpha, modules = config.get("lora_alpha"), config.get("target_modules")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= _LARGEST_ALPHA:
+        raise _no_field("lora_alpha", alpha, "a number")
+    if not (isinstance(modules, str) or (isinstance(modules, list) and all(isinstance(m, str) for m in modules))):
+        raise _no_field("target_modules", modules, "names of modules")
+    if not isinstance(config.get("use_rslora"), bool | None):
+        raise _no_field("use_rslora", config["use_rslora"], "true or false")
+
+
+def _no_field(key: str, value: object, wanted: str) -> ServeError:
+    return ServeError(422, key, got=reprlib.repr(value), wanted=wanted, fix="save the adapter by save_pretrained()")
 
 
 def _check_is_object(config: object, where: str) -> None:
@@ -98,12 +162,13 @@ def _check_is_object(config: object, where: str) -> None:
         raise ServeError(422, where, got=type(config).__name__, wanted="an object", fix="save it again")
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_config(stream: BinaryIO) -> dict[str, Any]:
+    text = stream.read(_CONFIG_LIMIT + 1)
     try:
-        config = json.loads((path / _CONFIG).read_text())
-    except FileNotFoundError:
-        raise _missing(path, _CONFIG) from None
-    except ValueError as error:
+        if len(text) > _CONFIG_LIMIT:
+            raise ValueError(f"more than {_CONFIG_LIMIT} bytes")
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ServeError(422, _CONFIG, got=error, wanted="JSON", fix="save the adapter again") from error
     _check_is_object(config, _CONFIG)
     return config
@@ -140,15 +205,12 @@ def check_header(header: Header, rank: int) -> None:
         )
 
 
-def _read_header(file: Path) -> Header:
+def _read_header(stream: BinaryIO) -> Header:
     try:
-        with file.open("rb") as stream:
-            header = decode_header(read_header(stream))
-        if (size := file.stat().st_size) < (whole := header.size + header.nbytes):
+        header = decode_header(read_header(stream))
+        if (size := os.fstat(stream.fileno()).st_size) < (whole := header.size + header.nbytes):
             raise ValueError(f"a file that ends early ({size} of {whole} bytes)")
         return header
-    except FileNotFoundError:
-        raise _missing(file.parent, file.name) from None
     except ValueError as error:
         raise ServeError(
             422, WEIGHTS_FILE, got=f"{error}", wanted="a whole safetensors file", fix="save the adapter again"

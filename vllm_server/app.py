@@ -1,45 +1,58 @@
 """Our routes on vLLM's app."""
 
 import asyncio
-import os
 from argparse import Namespace
 
 from starlette.applications import Starlette
+from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Scope
 
+from grpo_common.gate import Gate, Refusal
 from vllm_server import compat, protocol
-from vllm_server.http import guarded
+from vllm_server.errors import ServeError
+from vllm_server.http import error_response, guarded
 from vllm_server.routes import bridge, generate, lora
 from vllm_server.routes.openai import RouteToNewest
 from vllm_server.server import PolicyServer
+from vllm_server.start_checks import keys_of
 
 
 def extend(app: Starlette, args: Namespace) -> None:
-    """Put our routes before vLLM's, whose /health knows nothing of publishes."""
-    keys = tuple(key for key in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if key)
+    """Put our routes before vLLM's, whose /health knows nothing of publishes, and the gate before all of them."""
     ours = [
-        Route(protocol.HEALTH_ROUTE, guarded(bridge.health)),  # open even with --api-key: probes carry no key
-        Route(protocol.HEALTH_GENERATE_ROUTE, guarded(generate.health_generate, keys)),
-        Route(protocol.GENERATE_ROUTE, guarded(generate.generate, keys), methods=["POST"]),
-        Route(protocol.LORA_LOAD_ROUTE, guarded(lora.load, keys), methods=["POST"]),
-        Route(protocol.LORA_UNLOAD_ROUTE, guarded(lora.unload, keys), methods=["POST"]),
-        Route(protocol.LORA_CHANNEL_ROUTE, guarded(lora.open_channel, keys), methods=["POST"]),
-        Route(protocol.LORA_CHANNEL_CLOSE_ROUTE, guarded(lora.close_channel, keys), methods=["POST"]),
-        Route(protocol.LORA_STATUS_ROUTE, guarded(lora.status, keys)),
-        Route(protocol.BRIDGE_INFO_ROUTE, guarded(bridge.info, keys)),
-        Route(protocol.BRIDGE_IS_PAUSED_ROUTE, guarded(bridge.is_paused, keys)),
-        Route(protocol.BRIDGE_PAUSE_ROUTE, guarded(bridge.pause, keys), methods=["POST"]),
-        Route(protocol.BRIDGE_RESUME_ROUTE, guarded(bridge.resume, keys), methods=["POST"]),
-        Route(protocol.BRIDGE_UPDATE_BEGIN_ROUTE, guarded(bridge.begin_update, keys), methods=["POST"]),
-        Route(protocol.BRIDGE_UPDATE_END_ROUTE, guarded(bridge.end_update, keys), methods=["POST"]),
-        Route(protocol.BRIDGE_SLEEP_ROUTE, guarded(bridge.sleep, keys), methods=["POST"]),
-        Route(protocol.BRIDGE_WAKE_UP_ROUTE, guarded(bridge.wake_up, keys), methods=["POST"]),
-        Route(protocol.BRIDGE_IS_SLEEPING_ROUTE, guarded(bridge.is_sleeping, keys)),
-        Route(protocol.BRIDGE_STATE_DICT_INFO_ROUTE, guarded(bridge.state_dict_info, keys)),
-        Route(protocol.BRIDGE_DEBUG_ROUTE, guarded(bridge.debug, keys)),
-        Route(protocol.BRIDGE_LIST_ENDPOINTS_ROUTE, guarded(bridge.list_endpoints, keys)),
+        Route(protocol.HEALTH_ROUTE, guarded(bridge.health)),
+        Route(protocol.HEALTH_GENERATE_ROUTE, guarded(generate.health_generate)),
+        Route(protocol.GENERATE_ROUTE, guarded(generate.generate), methods=["POST"]),
+        Route(protocol.LORA_LOAD_ROUTE, guarded(lora.load), methods=["POST"]),
+        Route(protocol.LORA_UNLOAD_ROUTE, guarded(lora.unload), methods=["POST"]),
+        Route(protocol.LORA_CHANNEL_ROUTE, guarded(lora.open_channel), methods=["POST"]),
+        Route(protocol.LORA_CHANNEL_CLOSE_ROUTE, guarded(lora.close_channel), methods=["POST"]),
+        Route(protocol.LORA_STATUS_ROUTE, guarded(lora.status)),
+        Route(protocol.BRIDGE_INFO_ROUTE, guarded(bridge.info)),
+        Route(protocol.BRIDGE_IS_PAUSED_ROUTE, guarded(bridge.is_paused)),
+        Route(protocol.BRIDGE_PAUSE_ROUTE, guarded(bridge.pause), methods=["POST"]),
+        Route(protocol.BRIDGE_RESUME_ROUTE, guarded(bridge.resume), methods=["POST"]),
+        Route(protocol.BRIDGE_UPDATE_BEGIN_ROUTE, guarded(bridge.begin_update), methods=["POST"]),
+        Route(protocol.BRIDGE_UPDATE_END_ROUTE, guarded(bridge.end_update), methods=["POST"]),
+        Route(protocol.BRIDGE_SLEEP_ROUTE, guarded(bridge.sleep), methods=["POST"]),
+        Route(protocol.BRIDGE_WAKE_UP_ROUTE, guarded(bridge.wake_up), methods=["POST"]),
+        Route(protocol.BRIDGE_IS_SLEEPING_ROUTE, guarded(bridge.is_sleeping)),
+        Route(protocol.BRIDGE_STATE_DICT_INFO_ROUTE, guarded(bridge.state_dict_info)),
+        Route(protocol.BRIDGE_DEBUG_ROUTE, guarded(bridge.debug)),
+        Route(protocol.BRIDGE_LIST_ENDPOINTS_ROUTE, guarded(bridge.list_endpoints)),
     ]
     app.router.routes[:0] = ours
+    # Not by `add_middleware`: vLLM may have built the stack already, and the gate stands before whatever is in it.
+    stack = app.middleware_stack or app.build_middleware_stack()
+    keys, origins = keys_of(args.api_key), args.allowed_origins
+    app.middleware_stack = Gate(stack, host=args.host, keys=keys, origins=origins, answer=_refuse)
+
+
+def _refuse(_: Scope, refusal: Refusal) -> Response:
+    problem = refusal.problem
+    error = ServeError(refusal.status, problem.field, got=problem.got, wanted=problem.wanted, fix=problem.fix)
+    return error_response(error)
 
 
 def serve(args: Namespace) -> None:

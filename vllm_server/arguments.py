@@ -7,7 +7,7 @@ from argparse import Namespace
 from vllm_server import compat, sockets
 from vllm_server.errors import FatalError
 from vllm_server.lora_kernels import KERNELS_VARIABLE
-from vllm_server.protocol import DEFAULT_KEEP_VERSIONS, DEFAULT_LORA_NAME, DEFAULT_PORT
+from vllm_server.protocol import DEFAULT_KEEP_VERSIONS, DEFAULT_LORA_NAME, DEFAULT_PORT, HIGHEST_VERSION
 from vllm_server.worker import LOGITS_VARIABLE
 
 PROGRAM = "grpo serve"
@@ -29,12 +29,14 @@ _ENVIRONMENT = {
 
 
 def early_arguments(argv: list[str]) -> Namespace:
-    """Host, port and model, read without importing vLLM; the rest is left for `parse`."""
+    """Host, port, keys and model, read without importing vLLM; the rest is left for `parse`."""
     parser = argparse.ArgumentParser(PROGRAM, add_help=False, allow_abbrev=False)
     parser.add_argument("--host", default=DEFAULT_HOST)
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)
     parser.add_argument("--uds")
     parser.add_argument("--model")
+    parser.add_argument("--config")
+    parser.add_argument("--api-key", "--api_key", nargs="*")
     return parser.parse_known_args(argv)[0]
 
 
@@ -119,7 +121,7 @@ def _add_policy_options(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--policy-version",
-        type=_not_negative,
+        type=_version,
         default=0,
         metavar="N",
         help="version of the model in --model: what it counts as in answers",
@@ -197,8 +199,8 @@ def _positive(text: str) -> int:
     return value
 
 
-def _not_negative(text: str) -> int:
+def _version(text: str) -> int:
     value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"got {text}, wanted 0 or more")
+    if not 0 <= value <= HIGHEST_VERSION:
+        raise argparse.ArgumentTypeError(f"got {text}, wanted 0 to {HIGHEST_VERSION}")
     return value

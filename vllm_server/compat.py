@@ -338,6 +338,11 @@ def engine_dead_error() -> type[Exception]:
     return seam(("vllm.v1.engine.exceptions",), "EngineDeadError").EngineDeadError
 
 
+def engine_generate_error() -> type[Exception]:
+    """What the engine raises for any other failure of one request, which is its cause."""
+    return seam(("vllm.v1.engine.exceptions",), "EngineGenerateError").EngineGenerateError
+
+
 @dataclass(frozen=True)
 class Adapters:
     """The engine's adapters, and the table by which vLLM's own /v1 routes find them by name.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
 
-from vllm_server.adapters import WEIGHTS_FILE, allowed_path, check_config, check_file, check_folder, check_header
+from vllm_server.adapters import allowed_path, check_config, check_file, check_folder, check_header
 from vllm_server.errors import ServeError
 from vllm_server.protocol import ChannelRequest, LoraLoadRequest, Transport
 from vllm_server.protocol.flat import decode_header
@@ -45,9 +45,13 @@ class ChannelEngine(Protocol):
 
 async def from_folder(adapter_path: str, roots: tuple[Path, ...], max_rank: int) -> Delivery:
     """Raises ServeError: 403, 404 or 422; see `adapters`."""
-    path = allowed_path(adapter_path, roots)
-    config = await asyncio.to_thread(check_folder, path, max_rank=max_rank)
-    return Delivery("disk", str(path), config, file=str(path / WEIGHTS_FILE))
+
+    def check() -> Delivery:
+        path = allowed_path(adapter_path, roots)
+        config, weights = check_folder(path, roots, max_rank=max_rank)
+        return Delivery("disk", str(path), config, file=str(weights))
+
+    return await asyncio.to_thread(check)  # a disk may be slow
 
 
 def from_body(file: str, max_rank: int) -> Delivery:

@@ -9,6 +9,7 @@ _TYPES = {
     403: "ForbiddenError",
     404: "NotFoundError",
     409: "ConflictError",
+    415: "UnsupportedMediaTypeError",
     422: "UnprocessableEntityError",
     503: "ServiceUnavailableError",
 }
@@ -19,7 +20,8 @@ class ServeError(UserError, ValueError):
 
     def __init__(self, status: int, field: str, *, got: object, wanted: str, fix: str) -> None:
         self.status = status
-        super().__init__(field=field, got=got, wanted=wanted, fix=fix)
+        # JSON holds no half of a character: a path that is no UTF-8 has them.
+        super().__init__(field=field, got=str(got).encode(errors="replace").decode(), wanted=wanted, fix=fix)
 
     def response(self) -> ErrorResponse:
         """The body that the client gets."""

@@ -16,6 +16,7 @@ from typing import Protocol
 from uuid import uuid4
 
 from vllm_server.errors import ServeError
+from vllm_server.policy import check_version
 from vllm_server.protocol import (
     PROOF_VERSION,
     InFlight,
@@ -164,8 +165,8 @@ class Fence:
                 409, "token", got=asked.token, wanted="the token of the update that is under way",
                 fix=f"begin another ({self.fault})" if self.fault else "begin an update first",
             )  # fmt: skip
-        if asked.version < PROOF_VERSION:
-            raise ServeError(422, "version", got=asked.version, wanted="0 or more", fix="count versions from 1")
+        if asked.version != PROOF_VERSION:
+            check_version(asked.version)
         self._stop_clock(update)
         if asked.torn:
             await self._tear(update, "its trainer says that it did not come to its end")

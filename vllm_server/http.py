@@ -1,7 +1,6 @@
-"""What all routes share: bodies in and out, the key check, and giving up when the client has."""
+"""What all routes share: bodies in and out, refusals, and giving up when the client has."""
 
 import asyncio
-import secrets
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import wraps
 from typing import Any, TypeVar
@@ -16,6 +15,9 @@ T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
 
 NDJSON = "application/x-ndjson"
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding JSON raises; a ValidationError is a DecodeError."""
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -41,38 +43,30 @@ def parse_body(body: bytes, kind: type[T]) -> T:
     """See `read_body`."""
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
-    except msgspec.DecodeError as error:  # a ValidationError is one too
+    except UNREADABLE as error:
         raise ServeError(
             422, "body", got=f"a misfit ({error})", wanted="the JSON that docs/server.md describes", fix="correct it"
         ) from error
 
 
-def guarded(handler: Handler, keys: tuple[str, ...] = ()) -> Handler:
-    """`handler` for clients that show one of `keys` as bearer token (no keys: for all).
-
-    What it raises as ServeError is answered here, because vLLM's app is closed to further exception handlers.
-    """
-
-    def check_key(request: Request) -> None:
-        token = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-        if keys and not any(secrets.compare_digest(token, key.encode()) for key in keys):
-            raise ServeError(
-                401,
-                "authorization",
-                got="no valid key",
-                wanted="Authorization: Bearer <the server's --api-key>",
-                fix="send the key",
-            )
+def guarded(handler: Handler) -> Handler:
+    """`handler`, its refusals answered here, because vLLM's app is closed to further exception handlers."""
 
     @wraps(handler)
     async def handle(request: Request) -> Response:
         try:
-            check_key(request)
             return await handler(request)
         except ServeError as error:
             return error_response(error)
+        except RecursionError:  # of what reads or writes the values of a body, however deep they are
+            return error_response(_TOO_DEEP)
 
     return handle
+
+
+_TOO_DEEP = ServeError(
+    422, "body", got="values nested too deeply", wanted="the JSON that docs/server.md describes", fix="correct it"
+)
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:

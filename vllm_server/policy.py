@@ -12,7 +12,7 @@ is never handed out by `removable`.
 from dataclasses import dataclass
 
 from vllm_server.errors import ServeError
-from vllm_server.protocol import parse_version, version_name
+from vllm_server.protocol import HIGHEST_VERSION, LONGEST_NAME, parse_version, version_name
 
 
 @dataclass(eq=False)
@@ -42,6 +42,23 @@ class Lease:
     def ended_with(self) -> int | None:
         """The number now, if it is another than at the beginning."""
         return None if self.version.version == self.began_with else self.version.version
+
+
+def check_version(version: int) -> None:
+    """Raise a ServeError, 422, if this is no policy's number."""
+    if not 0 <= version <= HIGHEST_VERSION:
+        raise ServeError(422, "version", got=version, wanted=f"0 to {HIGHEST_VERSION}", fix="count versions from 1")
+
+
+def _check_name(name: str) -> None:
+    if len(name) > LONGEST_NAME or not name.isprintable():
+        raise ServeError(
+            422,
+            "adapter_name",
+            got=f"{name[:40]!r} ({len(name)} characters)",
+            wanted=f"up to {LONGEST_NAME} characters that can be printed",
+            fix="choose another name",
+        )
 
 
 class PolicyRegistry:
@@ -94,12 +111,12 @@ class PolicyRegistry:
         """The name and number of the next version, from what the publisher said of them.
 
         Raises:
-            ServeError: the number is negative, contradicts the name, or the name cannot be used (again).
+            ServeError: the number is negative or too large, contradicts the name, or the name cannot be used (again).
         """
         if name in self._newest_aliases:
             name = None  # "policy" asks for the next version of it
-        if version is not None and version < 0:
-            raise ServeError(422, "version", got=version, wanted="0 or more", fix="count versions from 1")
+        if name is not None:
+            _check_name(name)
         named = parse_version(name, self.lora_name) if name is not None else None
         if version is None:
             version = self._highest + 1 if named is None else named
@@ -107,6 +124,7 @@ class PolicyRegistry:
             raise ServeError(
                 422, "version", got=version, wanted=f"{named}, as {name} says", fix="leave one of them out"
             )
+        check_version(version)
         name = name or version_name(self.lora_name, version)
         if name in self._used_names:
             raise ServeError(

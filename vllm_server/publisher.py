@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from vllm_server.adapters import understood
 from vllm_server.bodies import Bodies
 from vllm_server.deliveries import ChannelEngine, Channels, Delivery, delivered_by, from_body, from_folder
 from vllm_server.errors import ServeError
@@ -161,7 +162,7 @@ class Publisher:
             adapter_name=version.name,
             adapter_id=version.adapter_id,
             load_count=self.registry.load_count,
-            adapter_config=delivery.config,
+            adapter_config=understood(delivery.config),
             policy_version=version.version,
             transport=delivery.transport,
             slot=installed.slot,

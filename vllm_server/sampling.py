@@ -24,6 +24,23 @@ def known_keys() -> frozenset[str]:
     return frozenset(name for name in fields if not name.startswith("_")) - _NOT_FOR_REQUESTS
 
 
+def check_integers(body: dict[str, Any]) -> None:
+    """Raise a ServeError, 422, if a number is too large for the engine, whose messages and tensors have 64 bits."""
+    for key, value in body.items():
+        if _too_large(value):
+            raise ServeError(
+                422, key, got="an integer beyond 64 bits", wanted="-2**63 to 2**63 - 1", fix="choose a smaller one"
+            )
+
+
+def _too_large(value: object) -> bool:
+    if isinstance(value, int):
+        return not -(2**63) <= value < 2**63
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, list) and any(map(_too_large, value))
+
+
 def build_sampling_params(sampling: dict[str, Any], *, stream: bool) -> Any:
     """vLLM's SamplingParams with these values and vLLM's defaults for the rest.
 

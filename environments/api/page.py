@@ -172,7 +172,12 @@ const add = (parent, tag, text, cls) => {
 };
 const name = schema => schema.$ref ? schema.$ref.split("/").pop() : schema.anyOf ? schema.anyOf.map(name).join(" or ")
   : schema.type === "array" ? "[" + name(schema.items || {}) + "]" : schema.type || "any";
-fetch("openapi.json").then(answer => answer.json()).then(api => {
+const key = sessionStorage.getItem("key");
+fetch("openapi.json", {headers: key ? {Authorization: "Bearer " + key} : {}}).then(answer => {
+  if (answer.ok) return answer.json();
+  add(document.getElementById("reference"), "p", "Give the API key on the status page first.", "bad");
+  throw new Error("status " + answer.status);
+}).then(api => {
   const box = document.getElementById("reference");
   add(box, "pre", api.info.description);
   for (const [path, methods] of Object.entries(api.paths)) for (const [method, o] of Object.entries(methods)) {

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_common.errors import UserError
-
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
+from grpo_common.gate import is_loopback
 
 
 class SettingsError(UserError, ValueError):
@@ -38,7 +37,7 @@ class Settings:
     cors_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.api_key and self.host not in LOOPBACK:
+        if not self.api_key and not is_loopback(self.host):
             raise SettingsError(
                 "anyone who reaches it could post groups or reset the run",
                 field="--host",

@@ -6,7 +6,6 @@ transaction: the more clients wait, the more a commit carries. Answers are sent 
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import sqlite3
 import threading
@@ -18,6 +17,7 @@ import msgspec
 
 from environments.api.records import Closed, Environment, Group, Journal, Lease, Place, Run, Snapshot
 from grpo_common.errors import UserError
+from grpo_common.locks import HeldError, hold
 
 REMEMBERED_POSTS_S = 600.0
 """How long the key of a posted group is remembered."""
@@ -245,20 +245,13 @@ def _lock(path: Path) -> int:
     """Hold the store for this process; the kernel lets go when it ends, however it ends."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        return hold(Path(f"{path}.lock"))
+    except HeldError as held:
+        raise StoreError(
+            "in use", field=f"--store {path}", got=f"process {held.holder}", fix="stop it or give another file"
+        ) from None
     except OSError as error:
         raise StoreError(field=f"--store {path}", got=error.strerror, wanted="a writable place") from error
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        holder = os.read(handle, 32).decode(errors="replace") or "unknown"
-        os.close(handle)
-        raise StoreError(
-            "in use", field=f"--store {path}", got=f"process {holder}", fix="stop it or give another file"
-        ) from None
-    os.truncate(handle, 0)
-    os.pwrite(handle, str(os.getpid()).encode(), 0)
-    return handle
 
 
 def _encode(record: msgspec.Struct) -> bytes:

@@ -246,7 +246,7 @@ class RolloutClient:
 
     def _taken_over(self, detail: str) -> TrainingError:
         field = f"--rollout-url {self._config.url}"
-        return TrainingError("another trainer has taken the run over", field=field, got=detail[:500])
+        return TrainingError("another trainer has taken the run over", field=field, got=detail)
 
     def _keep_leases(self) -> None:
         """From the first lease on, a thread extends those that would run out."""
@@ -284,10 +284,10 @@ class RolloutClient:
         if frank and answer.status_code in (404, 409):
             return answer
         if answer.status_code == 409:
-            raise self._taken_over(answer.text)
+            raise self._taken_over(_said(answer))
         if answer.status_code >= 400:
             field = f"{method} {self._config.url}{path}"
-            raise ServerError("refused", field=field, got=f"{answer.status_code} {answer.text[:500]}")
+            raise ServerError("refused", field=field, got=f"{answer.status_code} {_said(answer)}")
         return answer
 
     def _wait_for(self, attempt: Callable[[], T | _Wait], what: str, check_stop: Callable[[], None]) -> T:
@@ -332,3 +332,12 @@ class RolloutClient:
             return wire.decode(self._http.get("/status", headers={"Accept": wire.JSON}).content, wire.Status)
         except (httpx.HTTPError, msgspec.DecodeError):
             return None
+
+
+def _said(answer: httpx.Response) -> str:
+    """A refusal in words: the API's own, or what something before it answers in its place."""
+    content_type = answer.headers.get("content-type", "")
+    try:
+        return wire.decode(answer.content, wire.ErrorResponse, content_type).detail[:500]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return f"{len(answer.content)} bytes of {content_type}" if wire.is_msgpack(content_type) else answer.text[:500]

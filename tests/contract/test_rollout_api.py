@@ -45,7 +45,7 @@ def server() -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def api(server: ServerProcess) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as client:
+    with httpx.Client(base_url=server.url, timeout=30, headers={"Content-Type": wire.JSON}) as client:
         client.get("/reset_data")
         yield client
 
@@ -380,7 +380,6 @@ def test_metrics_and_reference(api: httpx.Client):
 
 def test_an_api_key_is_asked_for():
     with running_server("--api-key", "secret") as server, httpx.Client(base_url=server.url) as client:
-        assert client.get("/").status_code == 200
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
             refused = client.get("/status", headers=headers)
             assert refused.status_code == 401

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,36 @@ def test_a_trainer_that_was_taken_over_ends_with_that_word(api: Api) -> None:
         with pytest.raises(TrainingError) as ended:
             call()
         assert ended.value.field == f"--rollout-url {api.url}"
+        assert ended.value.got.isprintable() and ended.value.got.isascii(), "the API's words, and no MessagePack"
+        assert not ended.value.got.startswith(("{", "b'"))
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type", "got"),
+    [
+        (wire.encode(wire.ErrorResponse(detail="why"), wire.MSGPACK), wire.MSGPACK, "422 why"),
+        (b'{"detail": "why"}', wire.JSON, "422 why"),
+        (b"\x81\xa1x\x01", wire.MSGPACK, f"422 4 bytes of {wire.MSGPACK}"),
+        (b"<html>", "text/html", "422 <html>"),
+    ],
+)
+def test_refusals_come_in_words(tmp_path: Path, body: bytes, content_type: str, got: str) -> None:
+    class Refuses(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(422)
+            self.send_header("Content-Type", content_type)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    server = HTTPServer(("127.0.0.1", 0), Refuses)
+    with server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        rollouts = RolloutClient(RolloutConfig(url=url, rollout_timeout=5), registration(), lambda: None)
+        with pytest.raises(ServerError) as refused:
+            rollouts.register()
+    assert refused.value.got == got
 
 
 def test_a_trained_batch_stays_leased_until_it_is_settled_and_moves_the_step_before(api: Api) -> None:

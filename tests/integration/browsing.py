@@ -24,6 +24,8 @@ NEEDS_BROWSER = pytest.mark.skipif(
     reason="needs a headless browser: apt-get install chromium",
 )
 PHONE_WIDTH = 390
+FOREIGN_NAME = "page.example"
+"""Resolves to 127.0.0.1 in the browser, as any web page can make its own name do."""
 
 
 class Page:
@@ -67,6 +69,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         [
             *(BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
             *(f"--remote-debugging-port={port}", f"--user-data-dir={profile}", f"--window-size={PHONE_WIDTH},844"),
+            f"--host-resolver-rules=MAP {FOREIGN_NAME} 127.0.0.1",
             "about:blank",
         ],
         stderr=subprocess.DEVNULL,

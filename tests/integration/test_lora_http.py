@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
 import torch
 
-from grpo_trainer.errors import ServerError
 from grpo_trainer.weights.packed import HostCopy, PackedAdapter
 from tests.bridge_contract import Trainer, contract
-from tests.integration.serving import Serving, serving, shared_server
+from tests.integration.serving import Serving, shared_server
 from tests.processes import wait_for
 from tests.unit.tiny_lora import fill_b
 from vllm_server.protocol import SAFETENSORS_MEDIA_TYPE
@@ -66,12 +64,12 @@ def test_what_is_wrong_with_a_body_or_a_query_is_said(body: bytes) -> None:
         ("?version=900", b"{}" + body, SAFETENSORS_MEDIA_TYPE, "adapter_model.safetensors", "a header of"),
         ("?versoin=900", body, SAFETENSORS_MEDIA_TYPE, "query", "unknown field `versoin`"),
         ("?version=nine", body, SAFETENSORS_MEDIA_TYPE, "query", "$.version"),
-        ("?version=-1", body, SAFETENSORS_MEDIA_TYPE, "version", "wanted 0 or more"),
+        ("?version=-1", body, SAFETENSORS_MEDIA_TYPE, "version", "wanted 0 to"),
         ("?activate=perhaps", body, SAFETENSORS_MEDIA_TYPE, "query", "$.activate"),
         ("?adapter_path=/tmp", body, SAFETENSORS_MEDIA_TYPE, "adapter_path", "body and folder"),
         ("?channel=c0ffee", body, SAFETENSORS_MEDIA_TYPE, "adapter_path", "body and channel"),
         ("", body, "application/octet-stream", "content-type", f"wanted application/json or {SAFETENSORS_MEDIA_TYPE}"),
-        ("", body, "multipart/form-data; boundary=x", "content-type", "got multipart/form-data"),
+        ("", body, "application/x-tar; version=1", "content-type", "got application/x-tar"),
         ("", body, "application/json", "body", "JSON"),
         ("", b"{}", "application/json", "adapter_path", "got no adapter"),
         ("", b"[]", "application/json", "body", "object"),
@@ -105,22 +103,6 @@ def test_content_types_are_read_as_http_writes_them(body: bytes) -> None:
         assert answer.status_code == 200, answer.text
         assert answer.json()["transport"] == "memory"
     _, served = server.publish()
-    again = json.dumps({"adapter_path": served.adapter_path}).encode()  # as curl -d says it
-    answer = server.post("/lora/load", again, **{"content-type": "application/x-www-form-urlencoded"})
+    again = json.dumps({"adapter_path": served.adapter_path}).encode()
+    answer = server.post("/lora/load", again, **{"content-type": "application/octet-stream"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (409, "adapter_path")
-
-
-def test_whoever_publishes_shows_the_key(tmp_path: Path) -> None:
-    with serving(tmp_path, key="secret") as server:
-        body = adapter_bytes(server, seed=1)
-        for key in ("", "Bearer secre", "secret2"):
-            headers = {"authorization": key, "content-type": SAFETENSORS_MEDIA_TYPE}
-            for route in ("/lora/load", "/lora/channel", "/lora/channel/close", "/lora/unload"):
-                assert server.post(route, body, **headers).status_code == 401
-        assert server.get("/lora/status").json()["load_count"] == 0
-        trainer = Trainer(server, vllm_api_key=None)
-        with trainer.swap, pytest.raises(ServerError, match="401"):
-            trainer.swap.connect(1)
-        with contract(server, "memory") as made:
-            made.publish(made.first)
-            made.assert_serves(made.first)

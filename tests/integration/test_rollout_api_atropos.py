@@ -90,7 +90,8 @@ def test_the_original_client_delivers_and_ends_by_itself(tmp_path: Path):
             starting_step=0,
             num_steps=STEPS,
         )
-        assert api.post("/register", content=wire.encode(trainer)).status_code == 200
+        headers = {"Content-Type": wire.JSON}
+        assert api.post("/register", content=wire.encode(trainer), headers=headers).status_code == 200
         command = [sys.executable, "-m", "tests.integration.test_rollout_api_atropos", server.url]
         with (tmp_path / "env.log").open("wb") as log:
             environment = subprocess.Popen(

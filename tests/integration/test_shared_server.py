@@ -267,7 +267,8 @@ class Stream:
         sampling = {"n": 8, "max_tokens": MANY, "logprobs": 0, "seed": 3, "ignore_eos": True}
         request = GenerateRequest(prompt=TokenPrompt(self.prompt), stream=True, sampling=sampling)
         body = msgspec.json.encode(request.to_body())
-        with httpx.stream("POST", f"{self.server.url}/generate", content=body, timeout=120, trust_env=False) as lines:
+        url, headers = f"{self.server.url}/generate", {"content-type": "application/json"}
+        with httpx.stream("POST", url, content=body, headers=headers, timeout=120, trust_env=False) as lines:
             for line in lines.iter_lines():
                 self._lines.append(line)
                 self._running.set()

@@ -34,7 +34,7 @@ from grpo_trainer.errors import (
     TrainingError,
 )
 from grpo_trainer.feed import FedBatch
-from grpo_trainer.files import METRICS_FILE
+from grpo_trainer.files import METRICS_FILE, held_folder
 from grpo_trainer.loop import run_steps
 from grpo_trainer.rollouts.types import Leased
 from grpo_trainer.saving.checkpoint import Progress
@@ -332,8 +332,11 @@ def out_of_memory(*_: Any) -> None:
 def test_a_first_process_that_fails_in_building_leaves_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others may be within what takes all processes, where they hear no order."""
     leader, measuring = Leader(), Leader()
-    config = build(TrainConfig, {"model": str(tmp_path / "none"), "log_dir": str(tmp_path), "device": "cpu"})
+    folders = {"log_dir": str(tmp_path), "save_path": str(tmp_path / "checkpoints")}
+    config = build(TrainConfig, {"model": str(tmp_path / "none"), "device": "cpu", **folders})
     with pytest.raises(ModelError):
+        loop.train(config, lambda _: leader)
+    with held_folder(tmp_path / "checkpoints", "--save-path"), pytest.raises(ConfigError):
         loop.train(config, lambda _: leader)
     monkeypatch.setattr(measure, "join", lambda *_, **__: measuring)
     monkeypatch.setattr(measure, "build_trainer", out_of_memory)

@@ -8,6 +8,12 @@ DEFAULT_KEEP_VERSIONS: Final = 4
 LEGAL_LORA_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes as `--max-lora-rank`; an adapter of any rank up to it can be loaded."""
 
+HIGHEST_VERSION: Final = 2**53
+"""Up to here every reader of JSON has the number exactly."""
+
+LONGEST_NAME: Final = 256
+"""Characters of an adapter's name."""
+
 PROOF_VERSION: Final = -1
 """What shared weights count as while a trainer proves that the server sees its writes: they are no policy's."""
 

@@ -1,8 +1,10 @@
 """`/bridge/…` and `/health`: who this server is, whether it is well, and holding generation still."""
 
+from collections.abc import Iterator, Sequence
+
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route, WebSocketRoute
 
 from vllm_server import shared_engine
 from vllm_server.compat import engine_dead_error
@@ -132,6 +134,19 @@ async def debug(request: Request) -> Response:
 
 async def list_endpoints(request: Request) -> Response:
     """Every route of the server, vLLM's own among them, as `EndpointList`."""
-    routes = [route for route in request.app.routes if isinstance(route, Route)]
-    found = {f"{method} {route.path}" for route in routes for method in (route.methods or {"GET"}) if method != "HEAD"}
+    found = set(_endpoints(request.app.routes))
     return json_response(EndpointList(sorted(found, key=lambda line: line.partition(" ")[::-1])))
+
+
+def _endpoints(routes: Sequence[BaseRoute], prefix: str = "") -> Iterator[str]:
+    """ "METHOD /path" of each route; a mounted application without routes that can be seen counts as one."""
+    for route in routes:
+        path = prefix + getattr(route, "path", "")
+        if isinstance(route, WebSocketRoute):
+            yield f"WEBSOCKET {path}"
+        elif isinstance(route, Route):
+            yield from (f"{method} {path}" for method in (route.methods or {"GET"}) if method != "HEAD")
+        elif below := list(getattr(route, "routes", None) or []):
+            yield from _endpoints(below, path)
+        else:
+            yield f"GET {path}"

@@ -11,18 +11,21 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from vllm_server.compat import engine_dead_error, request_errors
+from vllm_server.compat import engine_dead_error, engine_generate_error, request_errors
 from vllm_server.errors import ServeError, engine_is_dead
 from vllm_server.http import NDJSON, json_response, parse_body, unless_disconnected
 from vllm_server.policy import Lease, Version
 from vllm_server.protocol import GenerateChunk, GenerateRequest, GenerateResponse, TokenLogprobs, TokenPrompt
-from vllm_server.sampling import build_sampling_params
+from vllm_server.sampling import build_sampling_params, check_integers
 from vllm_server.server import PolicyServer
 
 # JSON has no −∞: a token outside top_p or top_k gets this instead, as in vLLM's own /v1 answers.
 _FLOOR = -9999.0
 
 _HEALTH_LIMIT_S = 30.0
+
+_UNCHECKED = (AttributeError, KeyError, OverflowError)
+"""What vLLM runs into where it reads parts of a request that it does not check: `extra_args`, say."""
 
 
 async def generate(request: Request) -> Response:
@@ -33,6 +36,7 @@ async def generate(request: Request) -> Response:
     """
     server = PolicyServer.of(request)
     body = parse_body(await request.body(), dict[str, Any])
+    check_integers(body)
     try:
         asked = GenerateRequest.from_body(body)
     except msgspec.ValidationError as error:
@@ -82,8 +86,11 @@ async def _outputs(
         raise
     except engine_dead_error() as error:
         raise engine_is_dead() from error
-    except request_errors() as error:
-        raise ServeError(422, "request", got=str(error), wanted="what this model takes", fix="correct it") from error
+    except (*request_errors(), *_UNCHECKED, engine_generate_error()) as error:
+        cause = error.__cause__ if isinstance(error, engine_generate_error()) else error
+        if not isinstance(cause, (*request_errors(), *_UNCHECKED)):
+            raise
+        raise ServeError(422, "request", got=str(cause), wanted="what this model takes", fix="correct it") from error
 
 
 async def _next(outputs: AsyncIterator[Any]) -> Any:

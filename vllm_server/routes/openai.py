@@ -9,7 +9,7 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_server.errors import ServeError
-from vllm_server.http import error_response
+from vllm_server.http import UNREADABLE, error_response
 from vllm_server.policy import Lease
 from vllm_server.protocol import VERSION_END_HEADER, VERSION_HEADER
 from vllm_server.server import PolicyServer
@@ -33,7 +33,7 @@ class RouteToNewest:
         body = await _read(receive)
         try:
             asked = msgspec.json.decode(body, type=_Model).model
-        except msgspec.DecodeError:
+        except UNREADABLE:
             asked = None  # vLLM says what is wrong with it
         app: Starlette = scope["app"]
         server: PolicyServer = app.state.policy_server
@@ -59,7 +59,7 @@ async def _read(receive: Receive) -> bytes:
 def _with_model(body: bytes, model: str) -> bytes:
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return body
     return msgspec.json.encode(fields | {"model": msgspec.Raw(msgspec.json.encode(model))})
 

@@ -1,0 +1,37 @@
+"""Files that one process holds at a time. The kernel lets go of one when its holder ends, however it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+
+class HeldError(Exception):
+    """Another process holds the file; `holder` is its pid as text, or `unknown`."""
+
+    def __init__(self, holder: str) -> None:
+        super().__init__(holder)
+        self.holder = holder
+
+
+def hold(path: Path) -> int:
+    """Hold a file, made if need be, for this process. Return its descriptor: who closes it lets go.
+
+    Raises:
+        HeldError: another process holds it.
+        OSError: the file cannot be made, or its file system knows no locks.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.truncate(handle, 0)
+        os.pwrite(handle, str(os.getpid()).encode(), 0)
+    except BlockingIOError:
+        holder = os.read(handle, 32).decode(errors="replace") or "unknown"
+        os.close(handle)
+        raise HeldError(holder) from None
+    except OSError:
+        os.close(handle)
+        raise
+    return handle

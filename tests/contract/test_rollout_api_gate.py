@@ -1,0 +1,163 @@
+"""Every route of the rollout API stands behind the gate."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from environments.api.app import build_app
+from environments.api.service import Service
+from environments.api.settings import Settings, SettingsError
+from environments.api.testing import running_server
+from tests.routes import FOREIGN, OPEN, SIMPLE_TYPES, endpoints, foreign, innermost
+
+PORT = 8000
+BATCH = {"wandb_group": "g", "wandb_project": "p", "batch_size": 2, "max_token_len": 8, "num_steps": 9}
+TRAINER = {**BATCH, "checkpoint_dir": "", "save_checkpoint_interval": 1, "starting_step": 0}
+PAGE = {"origin": "https://dashboard.example", "sec-fetch-site": "cross-site"}
+
+
+class Knocking:
+    """The application in this process, called as uvicorn would call it."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.service = Service(Settings(**settings))
+        self.app = build_app(self.service)
+        self.endpoints = sorted(set(endpoints(innermost(self.app).routes)))
+
+    def __call__(self, method: str, path: str, **sent: Any) -> httpx.Response:
+        async def ask() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app)
+            async with httpx.AsyncClient(transport=transport, base_url=f"http://127.0.0.1:{PORT}") as client:
+                return await client.request(method, path, **sent)
+
+        return asyncio.run(ask())
+
+
+@pytest.fixture
+def api() -> Iterator[Knocking]:
+    knocking = Knocking()
+    yield knocking
+    knocking.service.close()
+
+
+def test_the_list_of_routes_is_the_applications_own(api: Knocking) -> None:
+    assert {("GET", "/reset_data"), ("POST", "/register"), ("POST", "/batch/1/ack"), ("GET", "/metrics")} <= set(
+        api.endpoints
+    )
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_no_route_answers_a_foreign_page(api: Knocking, name: str) -> None:
+    assert api("POST", "/register", json=TRAINER).status_code == 200
+    for method, path in [*api.endpoints, ("GET", "/no/such/route"), ("OPTIONS", "/register"), ("PUT", "/batch")]:
+        answer = api(method, path, headers=foreign(name, PORT))
+        assert answer.status_code == 403, (method, path, answer.text)
+    assert api.service.queue.run is not None, "nothing was reset"
+
+
+@pytest.mark.parametrize("kind", [*SIMPLE_TYPES, "", None])
+def test_no_write_has_a_content_type_that_any_page_can_send(api: Knocking, kind: str | None) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    for method, path in api.endpoints:
+        if method not in ("GET", "HEAD"):
+            assert api(method, path, content=b"{}", headers=headers).status_code == 415, path
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost:8000", "LocalHost:8000", "[::1]:8000"])
+def test_programs_call_it_by_any_name_of_loopback(api: Knocking, host: str) -> None:
+    assert api("GET", "/info", headers={"host": host}).status_code == 200
+    assert api("POST", "/register", json=TRAINER, headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("hosts", [[], ["127.0.0.1:8000", "evil.example"], ["127.0.0.1"], [""], ["127.0.0.1:8000x"]])
+def test_the_host_is_said_once_with_its_port(api: Knocking, hosts: list[str]) -> None:
+    async def status() -> int:
+        statuses: list[int] = []
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+
+        headers = [(b"host", host.encode()) for host in hosts]
+        scope = {"type": "http", "method": "GET", "path": "/info", "query_string": b"", "headers": headers}
+        await api.app({**scope, "server": ("127.0.0.1", PORT)}, lambda: asyncio.sleep(0), send)  # type: ignore[arg-type]
+        return statuses[0]
+
+    assert asyncio.run(status()) == 403
+
+
+def test_reset_by_get_is_for_programs_alone(api: Knocking) -> None:
+    own_page = {"origin": f"http://127.0.0.1:{PORT}", "sec-fetch-site": "same-origin"}
+    for headers in (own_page, {"sec-fetch-site": "none"}, {"sec-fetch-mode": "navigate"}):
+        assert api("POST", "/register", json=TRAINER).status_code == 200
+        assert api("GET", "/reset_data", headers=headers).status_code == 403
+        assert api.service.queue.run is not None
+        assert api("POST", "/reset_data", headers=headers).text == "Reset successful"
+        assert api.service.queue.run is None
+    assert api("POST", "/register", json=TRAINER).status_code == 200
+    assert api("GET", "/reset_data").text == "Reset successful"
+    assert api.service.queue.run is None
+
+
+def test_origins_that_the_user_named_may_call() -> None:
+    knocking = Knocking(cors_origins=("https://dashboard.example",))
+    preflight = {**PAGE, "access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+    assert knocking("OPTIONS", "/register", headers=preflight).status_code == 200
+    answer = knocking("POST", "/register", json=TRAINER, headers=PAGE)
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == "https://dashboard.example"
+    assert knocking("GET", "/status", headers=PAGE | {"host": "evil.example"}).status_code == 403
+    assert knocking("GET", "/status", headers=PAGE | {"origin": "https://other.example"}).status_code == 403
+    knocking.service.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_with_a_key_every_route_asks_for_it(host: str) -> None:
+    knocking = Knocking(host=host, api_key="secret", cors_origins=("https://dashboard.example",))
+    for method, path in [*knocking.endpoints, ("GET", "/no/such/route"), ("OPTIONS", "/register")]:
+        assert path not in OPEN
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
+            answer = knocking(method, path, headers=headers)
+            assert answer.status_code == 401, (method, path)
+            assert answer.headers["www-authenticate"] == "Bearer"
+    shown = {"authorization": "Bearer secret", "host": "trainer.example"}
+    assert knocking("GET", "/status", headers=shown).status_code == 200
+    assert knocking("GET", "/status", headers=shown | {"sec-fetch-site": "cross-site"}).status_code == 403
+    preflight = {**PAGE, "access-control-request-method": "POST"}
+    assert knocking("OPTIONS", "/register", headers=preflight).status_code == 200
+    assert knocking("OPTIONS", "/register", headers=preflight | {"origin": "http://127.0.0.1:8000"}).status_code == 403
+    assert knocking("POST", "/register", json=TRAINER, headers=shown | PAGE).status_code == 200
+    for probe in OPEN:
+        assert knocking("GET", probe).status_code == 404, "let in, and there is no such route"
+    knocking.service.close()
+
+
+def test_a_browser_without_the_key_gets_the_page_that_asks_for_it() -> None:
+    knocking = Knocking(api_key="secret")
+    for path in ("/", "/docs"):
+        answer = knocking("GET", path, headers={"accept": "text/html"})
+        assert (answer.status_code, answer.text.startswith("<!doctype html>")) == (401, True)
+    assert knocking("GET", "/status", headers={"accept": "text/html"}).json()["detail"]
+    knocking.service.close()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.168.1.5", "machine.example"])
+def test_beyond_loopback_there_are_no_settings_without_a_key(host: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        Settings(host=host)
+    assert refused.value.field == "--host"
+    assert Settings(host=host, api_key="secret").host == host
+
+
+def test_the_running_server_refuses_the_commands_of_the_trial() -> None:
+    with running_server() as server:
+        for headers in ({"host": "evil.example"}, {"host": f"evil.example:{server.port}"}):
+            for path in ("/reset_data", "/batch", "/overview", "/latest_example"):
+                assert httpx.get(server.url + path, headers=headers).status_code == 403
+        assert httpx.get(f"{server.url}/reset_data").text == "Reset successful"
+        assert httpx.get(f"http://localhost:{server.port}/reset_data").text == "Reset successful"

@@ -1,0 +1,58 @@
+"""What tests of the gate knock with, and where: on every route that an application really has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from starlette.routing import BaseRoute, Mount, Route
+
+FOREIGN: dict[str, Mapping[str, str]] = {
+    "rebound name": {"host": "evil.example"},
+    "rebound name with the port": {"host": "evil.example:{port}"},
+    "other port": {"host": "127.0.0.1:1"},
+    "cross-site": {"sec-fetch-site": "cross-site"},
+    "same-site": {"sec-fetch-site": "same-site"},
+    "origin": {"origin": "http://evil.example"},
+    "opaque origin": {"origin": "null"},
+    "page of a rebound name": {
+        "host": "evil.example:{port}",
+        "origin": "http://evil.example:{port}",
+        "sec-fetch-site": "same-origin",
+    },
+}
+"""Headers of requests that a web page can make a browser send; `{port}` is the server's."""
+
+SIMPLE_TYPES = ("text/plain", "text/plain;charset=UTF-8", "application/x-www-form-urlencoded", "multipart/form-data")
+OPEN = frozenset({"/health", "/ping"})
+
+
+def foreign(name: str, port: int) -> dict[str, str]:
+    return {header: value.format(port=port) for header, value in FOREIGN[name].items()}
+
+
+def endpoints(routes: list[BaseRoute], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Method and path of each route, those of mounted applications included."""
+    for route in routes:
+        if isinstance(route, Route):
+            yield from ((method, prefix + filled(route.path)) for method in route.methods or {"GET"})
+        elif isinstance(route, Mount):
+            yield "GET", prefix + route.path + "/"
+            yield from endpoints(list(route.routes), prefix + route.path)
+
+
+def filled(path: str) -> str:
+    """A path with something in the place of its parameters."""
+    return "/".join("1" if part.startswith("{") else part for part in path.split("/"))
+
+
+def innermost(app: Any) -> Any:
+    """The application behind middleware that keeps what is behind it as `app`, or in a closure of that name."""
+    while not hasattr(app, "routes"):
+        app = app.app if hasattr(app, "app") else closed_over(app)["app"]
+    return app
+
+
+def closed_over(function: Any) -> dict[str, Any]:
+    names, cells = function.__code__.co_freevars, function.__closure__
+    return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
