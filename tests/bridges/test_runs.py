@@ -26,11 +26,13 @@ SERVED = [0, 2, 2, 4, 4]
 def test_a_run_learns_ends_and_is_resumed(
     demo_model: Path, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if mode == "lora_only":
-        monkeypatch.setenv(warm.COLD, "1")  # one of them starts as a user's does
     run_dir, log = tmp_path / "run", tmp_path / "log"
     before = {file.name: file.read_bytes() for file in demo_model.iterdir()}
     for steps, more in ((3, {}), (5, {"resume": "auto"})):
+        if mode == "lora_only" and not more:
+            monkeypatch.setenv(warm.COLD, "1")  # one of them starts as a user's does
+        else:
+            monkeypatch.delenv(warm.COLD, raising=False)
         options = of_mode(mode, **{"training-steps": steps, **more})
         with started(demo_model, run_dir, log, **options) as process:
             wait_for_step(run_dir, steps - 2, process, log)
