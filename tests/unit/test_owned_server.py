@@ -268,7 +268,7 @@ def test_one_that_fails_when_it_is_told_fails_as_any_start_does(tmp_path: Path) 
         with pytest.raises(ProcessFailedError) as error:
             owned.wait_ready()
     assert (error.value.field, error.value.got) == ("server", "exit code 1") and CAUSE in error.value.fix
-    assert not alive(pids)
+    wait_for("all have ended", lambda: not alive(pids), tmp_path / "logs" / "server.log", 10)
 
 
 def test_without_a_standby_nothing_is_prepared(tmp_path: Path) -> None:
