@@ -1,11 +1,11 @@
-"""One gate before all routes of a server, whoever added them: who may come in, and from where.
+"""One gate before all routes of a server, also those of libraries: who may come in, and from where.
 
 Without a key a server listens on loopback only. Programs of this machine may call it; web pages may not, although any
 page can make a browser send requests to loopback:
 
 * The Host names this server. A page whose own name is made to resolve to 127.0.0.1 sends that name instead.
 * The request comes from no page of another origin. A browser says so in Origin or Sec-Fetch-Site.
-* A write has a content type that a browser sends across origins only after the server has agreed.
+* A write with a body has a content type that a browser sends across origins only after the server has agreed.
 
 With a key every request carries it, but for probes of health.
 """
@@ -110,7 +110,7 @@ class Gate:
         return Refusal(415, problem) if problem else None
 
     def _wrong_host(self, scope: Scope, hosts: list[bytes]) -> Problem | None:
-        port = (scope.get("server") or (None, None))[1]  # None: a socket of the file system
+        port = (scope.get("server") or (None, None))[1]  # None: a Unix domain socket
         host = hosts[0].decode("latin-1").lower() if len(hosts) == 1 else ""
         name, colon, given = host.rpartition(":") if not host.endswith("]") else (host, "", "")
         if not colon:

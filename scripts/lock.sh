@@ -33,7 +33,7 @@ for python in 3.11 3.12; do
         options=(--extra "$build" --python-version "$python" --python-platform x86_64-manylinux_2_28)
         [ "$build" = gpu ] || options+=(--excludes locks/cpu-excludes.txt --overrides "$overrides")
         (
-            [ "$build" = cpu ] || unset UV_FIND_LINKS # a folder with torch's CPU build is not for this one
+            [ "$build" = cpu ] || unset UV_FIND_LINKS UV_INDEX UV_INDEX_STRATEGY # places of torch's CPU build are not for this one
             "$UV" pip compile pyproject.toml "${options[@]}" "${extras[@]}" "$@" --output-file "$file" \
                 --quiet --no-header --no-annotate
         )

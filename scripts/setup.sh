@@ -33,13 +33,21 @@ check_memory() { # in GB, wanted
     [ "$available" -ge "$1" ] || fail "needs $1 GB of free memory, $available GB are free: close other programs"
 }
 
-# get_uv VENV: sets $UV, empty where there is none, and has uv look for packages where pip does.
+make_venv() { # FOLDER
+    local python
+    [ ! -x "$1/bin/python" ] || return 0
+    python=$(find_python) || exit 1
+    "$python" -m venv "$1" || fail "could not make a virtual environment in $1"
+}
+
+# get_uv VENV: sets $UV, empty where there is none, and gives it pip's own registry and folders of packages.
 get_uv() {
     local venv=$1 folders registry
     UV=$(command -v "$venv/bin/uv" || command -v uv || true)
+    [ -z "$UV" ] || "$UV" pip install --help 2>/dev/null | grep -q -e --excludes || UV= # too old
     if [ -z "$UV" ]; then
-        [ -x "$venv/bin/python" ] || "$(find_python)" -m venv "$venv" || fail "could not make a virtual environment in $venv"
-        ! pip_install "$venv/bin/python" uv || UV=$venv/bin/uv
+        make_venv "$venv"
+        ! pip_install "$venv/bin/python" --upgrade uv || UV=$venv/bin/uv
     fi
     folders=$(pip_setting find-links)
     registry=$(pip_setting index-url)
@@ -65,8 +73,11 @@ install() { # BUILD EXTRAS
     local build=$1 extras=$2 lock options=()
     lock=$repository/locks/$build-py$("$PYTHON" -c 'import sys; print("%d%d" % sys.version_info[:2])').txt
     if [ -n "$UV" ]; then
-        [ -n "${GRPO_LATEST:-}" ] || options+=(--constraints "$lock")
-        [ "$build" = gpu ] || options+=(--excludes "$repository/locks/cpu-excludes.txt")
+        if [ -n "${GRPO_LATEST:-}" ]; then options+=(--upgrade); else options+=(--constraints "$lock"); fi
+        # places of torch's CPU build are not for the other one
+        if [ "$build" = gpu ]; then unset UV_FIND_LINKS UV_INDEX UV_INDEX_STRATEGY; else
+            options+=(--excludes "$repository/locks/cpu-excludes.txt")
+        fi
         "$UV" pip install --quiet --python "$PYTHON" "${options[@]}" --editable "${repository}[$build,$extras]"
     else
         [ -z "${GRPO_LATEST:-}" ] || fail "GRPO_LATEST needs uv: pip install uv"
@@ -96,8 +107,9 @@ prepare() {
     fi
     for extra in ${extras//,/ }; do [[ $have == *",$extra,"* ]] || have=$have$extra,; done
     echo "installing into $venv ($build build of vLLM; a minute or two)"
-    [ -x "$PYTHON" ] || "$(find_python)" -m venv "$venv" || fail "could not make a virtual environment in $venv"
+    make_venv "$venv"
     get_uv "$venv"
+    rm -f "$venv/.grpo-installed" # an installation that breaks off is none
     extras=${have#,}
     install "$build" "${extras%,}" ||
         fail "could not install: is a package registry reachable (pip config list)? An interpreter that has everything" \

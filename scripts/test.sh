@@ -12,7 +12,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 check_memory 6
 prepare envs,dev,qlora
 cd "$repository"
-export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive} HF_HUB_OFFLINE=1 WANDB_MODE=offline
 lane=(-m "not complete and not gpu")
 case ${1:-} in
     '') ;;
@@ -25,13 +24,14 @@ esac
 "$PYTHON" -m ruff format --check .
 # pyright uses one core for minutes, and runs beside the tests.
 types=$(mktemp)
-trap 'rm -f "$types"' EXIT
+trap 'rm -f "$types"; kill "${pyright:-}" 2>/dev/null || true' EXIT
 "$PYTHON" -m pyright --pythonpath "$PYTHON" >"$types" 2>&1 &
 pyright=$!
 failed=0
-# Three processes on two cores: those that start servers wait for half of their time. The longest files come first.
+# Three processes on two cores: those that start servers wait for half of their time. The folders with the longest files
+# come first; xdist would begin with the files that have the most tests.
 "$PYTHON" -m pytest tests/bridges tests/integration tests/gpu tests/contract tests/unit \
-    --numprocesses 3 --dist loadfile "${lane[@]}" || failed=$?
+    --numprocesses 3 --dist loadfile --no-loadscope-reorder "${lane[@]}" || failed=$?
 wait "$pyright" || failed=$?
 cat "$types"
 exit "$failed"

@@ -22,6 +22,8 @@ from tests.processes import ROOT
 # the servers that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
 
 # What `grpo run` keeps from one start to the next is these tests' own.
 os.environ["GRPO_CACHE"] = tempfile.mkdtemp(prefix="grpo-cache-")

@@ -3,9 +3,9 @@
     warm.start()                                       # once, where many processes of this project are to come
     subprocess.Popen([sys.executable, "-m", "vllm_server", "--model", …])    # as ever, but forked
 
-The forked process is a child of whoever asked, has the arguments, environment, folder, files and session that were
-asked for, and runs the module as `__main__`. What it starts itself in the same way is forked from it, too. Only what
-happens before a module's first line is not what `exec` would do; a test that means that sets `COLD` in the environment.
+The forked process is a child of the process that asked for it. It has the arguments, environment, folder, files and
+session that were asked for, and runs the module as `__main__`. What it starts itself in the same way is forked from it,
+too. Variables that a library reads while it is imported have no effect; a test that needs them sets `COLD`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.context import BaseContext
@@ -57,6 +58,7 @@ _exec = os.execve
 _zygote: socket.socket | None = None
 _imported: frozenset[str] = frozenset()
 _forked = False
+_asking = threading.Lock()
 
 
 def start(modules: Sequence[str] = RUNS) -> None:
@@ -117,13 +119,18 @@ def _can_be_forked(args: Any, environment: Mapping[str, str], *, shell: bool, ot
 def _ask(wanted: dict[str, Any], given: list[int]) -> int:
     """Have the zygote fork a child of this process; returns its process id."""
     assert _zygote is not None
+    with _asking:
+        return _ask_alone(_zygote, wanted, given)
+
+
+def _ask_alone(zygote: socket.socket, wanted: dict[str, Any], given: list[int]) -> int:
     libc = ctypes.CDLL(None)
     message = json.dumps(wanted).encode()
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # for the moment in which the child loses the zygote as its parent
     try:
-        socket.send_fds(_zygote, [len(message).to_bytes(8)], given)
-        _zygote.sendall(message)
-        answer = _zygote.recv(8)
+        socket.send_fds(zygote, [len(message).to_bytes(8)], given)
+        zygote.sendall(message)
+        answer = zygote.recv(8)
     finally:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
     assert answer, "the process with the imports has ended; its traceback is above"
@@ -214,11 +221,13 @@ def _run(words: list[str]) -> int:
         status = _status(error)
     except KeyboardInterrupt:
         traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)  # as the interpreter ends
         status = 130
     except BaseException:
         traceback.print_exc()
         status = 1
-    importlib.import_module("threading")._shutdown()
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
     atexit._run_exitfuncs()
     return status
 
@@ -258,8 +267,10 @@ def _fork_for_another(wanted: dict[str, Any], given: list[int]) -> int:
     reading, writing = os.pipe()
     between = os.fork()
     if not between:
-        os.write(writing, _fork(wanted, given).to_bytes(8))
-        os._exit(0)
+        try:
+            os.write(writing, _fork(wanted, given).to_bytes(8))
+        finally:
+            os._exit(0)
     os.waitpid(between, 0)
     pid = int.from_bytes(os.read(reading, 8))
     for each in (reading, writing):
