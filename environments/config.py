@@ -15,7 +15,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, CliApp, PydanticBaseSettingsSource, SettingsConfigDict
 
-from grpo_common.errors import Problem, UserError
+from grpo_common.errors import Problem, UserError, wanted_by_pydantic
 
 
 class ConfigError(UserError, ValueError):
@@ -260,7 +260,6 @@ def _explain(wrong: Any, names: Sequence[str]) -> Problem:
     got, message = repr(wrong["input"]), wrong["msg"].removeprefix("Value error, ")
     for begin in ("Input should be ", "wanted "):
         if message.startswith(begin):
-            wanted, _, fix = message.removeprefix(begin).partition(", unable to parse")[0].partition("; ")
-            wanted = f"a number {wanted}" if wanted.startswith(("greater", "less")) else wanted
+            wanted, _, fix = wanted_by_pydantic(message.removeprefix(begin)).partition("; ")
             return Problem(f"--{path}", got, wanted, fix)
     return Problem(f"--{path}", got, summary=message)

@@ -32,6 +32,12 @@ class Problem:
         return ": ".join(filter(None, [self.field, "; ".join(filter(None, parts))]))
 
 
+def wanted_by_pydantic(message: str) -> str:
+    """Return what a message of pydantic's wants: `a number greater than 0` for `Input should be greater than 0`."""
+    text = message.removeprefix("Value error, ").removeprefix("Input should be ").partition(", unable to parse")[0]
+    return f"a number {text}" if text.startswith(("greater", "less")) else text
+
+
 class UserError(Exception):
     """Base of every error that a user can fix. A command prints its message instead of a traceback.
 

@@ -93,9 +93,11 @@ def empty_old_queue(config: RunConfig) -> None:
         lock = hold(Path(f"{store}.lock"))
     except HeldError:
         return
-    for end in ("-wal", "-shm", ""):
-        Path(f"{store}{end}").unlink(missing_ok=True)
-    os.close(lock)
+    try:
+        for end in ("-wal", "-shm", ""):
+            Path(f"{store}{end}").unlink(missing_ok=True)
+    finally:
+        os.close(lock)
 
 
 def write_configs(plan: RunPlan) -> None:

@@ -83,8 +83,7 @@ def check_folder(path: Path, roots: tuple[Path, ...], *, max_rank: int) -> tuple
 def _opened(path: Path, roots: tuple[Path, ...]) -> Iterator[BinaryIO]:
     """A file of an adapter's folder: a regular one under `roots`, opened without waiting for anybody.
 
-    A link is followed as long as it stays under the roots, which is looked at once the file is open: what the path says
-    may change meanwhile.
+    A link is followed while it stays under the roots. The open file is checked: the path may change meanwhile.
     """
     try:
         real = path.resolve(strict=True)
@@ -115,7 +114,7 @@ def _reason(error: Exception) -> str:
 
 
 def understood(config: dict[str, Any]) -> dict[str, Any]:
-    """What of an adapter's configuration this server has looked at."""
+    """What of an adapter's configuration this server has checked."""
     return {key: config[key] for key in _UNDERSTOOD if key in config}
 
 

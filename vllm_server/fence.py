@@ -126,7 +126,7 @@ class Fence:
         """
         if not self.shared:
             raise ServeError(
-                409, "update", got="a server that keeps its weights to itself", wanted="one that shares them",
+                409, "update", got="a server that does not share its weights", wanted="one that shares them",
                 fix="start it with --shared-weights",
             )  # fmt: skip
         if asked.boot_id != self.boot_id:

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class NotRegistered(PeerError):
-    """The API does not know this environment (any more): it was started anew, and we must register again."""
+    """The API does not know this environment (any more): it was restarted, and we must register again."""
 
 
 class RolloutApi:

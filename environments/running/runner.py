@@ -248,7 +248,7 @@ class Runner:
         try:
             return await self.api.status(self._registration.env_id)
         except NotRegistered:
-            log.warning("the rollout API was started anew: registering again")
+            log.warning("the rollout API was restarted: registering again")
             self._registration = await self._register()
             return None
 
@@ -327,7 +327,7 @@ class Runner:
             try:
                 await self.api.post(msgspec.structs.replace(group, env_id=registration.env_id))
             except PeerRefused as refusal:
-                if refusal.key == "env_id":  # the API was started anew: the next status makes us register again
+                if refusal.key == "env_id":  # the API was restarted: the next status makes us register again
                     while self._registration is registration:
                         await asyncio.sleep(POLL_S)
                     continue

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pydantic import ValidationError
 
-from grpo_common.errors import Problem, UserError
+from grpo_common.errors import Problem, UserError, wanted_by_pydantic
 
 Place = tuple[str | int, ...]
 
@@ -34,11 +34,6 @@ def problems_of(error: ValidationError, flag_at: Callable[[Place], tuple[str, bo
             got = str(finding["input"]) if is_option else ""
             problems += [replace(each, field=each.field or flag, got=each.got or got) for each in raised.problems]
         else:
-            problems.append(Problem(flag, str(finding["input"]) if is_option else "", _wanted(finding["msg"])))
+            wanted = wanted_by_pydantic(finding["msg"])
+            problems.append(Problem(flag, str(finding["input"]) if is_option else "", wanted[0].lower() + wanted[1:]))
     return problems
-
-
-def _wanted(message: str) -> str:
-    """Return what pydantic wants: `a number greater than 0` for `Input should be greater than 0`."""
-    text = message.removeprefix("Value error, ").removeprefix("Input should be ").partition(", unable to parse")[0]
-    return f"a number {text}" if text.startswith(("greater", "less")) else text[0].lower() + text[1:]

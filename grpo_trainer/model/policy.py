@@ -306,7 +306,7 @@ def attach_to_server(
         client.close()
     if info.bridge_config_path is None:
         raise BridgeError(
-            "keeps its weights to itself",
+            "does not share its weights",
             field=f"the inference server at {config.vllm.url}",
             fix="start it with --shared-weights",
         )
