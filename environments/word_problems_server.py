@@ -1,0 +1,127 @@
+"""Word problems: ``grpo env word_problems serve --env.tokenizer_name MODEL``.
+
+Needs no data set, and its reward is certain: 1 if an answer came to its end and its last number is the right one.
+`--env.level auto` draws problems of the level at which the policy is right between 20 and 80 % of the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from pydantic import Field
+
+from environments.base import BaseEnv
+from environments.config import BaseEnvConfig, ConfigError
+from environments.intervals import wilson
+from environments.peers.inference import Completion, Sampling
+from environments.trajectory import Message
+from environments.word_problems import LEVELS, Ladder, WordProblem, held_out_problems, is_right, levels_of, make_problem
+
+ASKED = "End with the number."
+
+
+class WordProblemsConfig(BaseEnvConfig):
+    """Settings of the word problems."""
+
+    level: str = Field(
+        default="auto",
+        description=f"1 to {len(LEVELS)}, a range such as 1-2, or auto: where answers are right now and then",
+    )
+    max_tokens: int = Field(default=64, ge=1, description="longest answer in tokens")
+    temperature: float = Field(default=1.0, gt=0.0, description="sampling temperature of training groups")
+    eval_questions: int = Field(default=200, ge=1, le=10_000, description="held-out problems of an evaluation")
+    eval_temperature: float = Field(default=0.0, ge=0.0, description="of an evaluation; 0: the likeliest token")
+
+
+class WordProblemsEnv(BaseEnv[WordProblem, WordProblemsConfig]):
+    """Word problems of one to three steps, whose answer is a whole number."""
+
+    name = "word_problems"
+    env_config_cls = WordProblemsConfig
+    score_in_thread = False
+
+    async def setup(self) -> None:
+        """Finds the levels."""
+        try:
+            levels = levels_of(self.config.level)
+        except ValueError:
+            raise ConfigError(
+                field="--env.level",
+                got=self.config.level,
+                wanted=f"auto, 1 to {len(LEVELS)}, or a range such as 1-2",
+                fix="choose one of these",
+            ) from None
+        self.levels = levels
+        self.ladder = Ladder(levels)
+        self.position = 0
+
+    async def get_next_item(self) -> WordProblem:
+        """The next problem: made up from the seed and its number, so that a resumed run goes on with others."""
+        self.position += 1
+        rng = random.Random(f"{self.config.seed}/{self.position}")
+        level = self.ladder.draw(rng) if self.config.level == "auto" else rng.choice(self.levels)
+        return make_problem(level, "train", rng)
+
+    def state(self) -> dict[str, Any]:
+        """How many problems were made, and how well each level goes."""
+        return {"position": self.position, "means": {str(level): mean for level, mean in self.ladder.means.items()}}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on after them."""
+        self.position = state["position"]
+        self.ladder = Ladder(self.levels, {int(level): mean for level, mean in state["means"].items()})
+
+    def prompt(self, item: WordProblem) -> str | list[Message]:
+        """A chat where the model has a template for one, else plain text."""
+        question = f"{item.text} {ASKED}"
+        return [{"role": "user", "content": question}] if self.tokenizer.chat_template else f"{question}\nAnswer:"
+
+    def sampling(self, room: int) -> Sampling:
+        """`max_tokens` at the configured temperature."""
+        return Sampling(max_tokens=min(room, self.config.max_tokens), temperature=self.config.temperature)
+
+    async def score_group(self, item: WordProblem, completions: Sequence[Completion]) -> list[float]:
+        """1 for each answer that ended with the right number, else 0."""
+        scores = [self._score(item, completion) for completion in completions]
+        mean = fmean(scores)
+        self.ladder.note(item.level, mean)
+        self.measures.add("level", item.level)
+        self.measures.add(f"accuracy_level_{item.level}", mean)
+        return scores
+
+    def _score(self, item: WordProblem, completion: Completion) -> float:
+        return float(completion.finish_reason != "length" and is_right(item, self.decode(completion)))
+
+    async def evaluate(self) -> dict[str, float]:
+        """Share of right answers to held-out problems of every level, with its 95 % confidence interval."""
+        problems = held_out_problems(self.levels, self.config.eval_questions)
+        scores = await asyncio.gather(*(self._examine(problem) for problem in problems))
+        share = fmean(scores)
+        sure = wilson(share, len(problems))
+        by_level = {
+            f"accuracy_level_{level}": fmean(found)
+            for level in self.levels
+            if (found := [score for problem, score in zip(problems, scores, strict=True) if problem.level == level])
+        }
+        return {
+            "accuracy": share,
+            "accuracy_low": sure.low,
+            "accuracy_high": sure.high,
+            **by_level,
+            "questions": len(problems),
+        }
+
+    async def _examine(self, problem: WordProblem) -> float:
+        prompt = self.encode(self.prompt(problem))
+        room = min(self.config.max_token_length - len(prompt), self.config.max_tokens)
+        sampling = Sampling(max_tokens=room, temperature=self.config.eval_temperature)
+        (completion,) = await self.server.generate(prompt, 1, sampling)
+        return self._score(problem, completion)
+
+
+if __name__ == "__main__":
+    WordProblemsEnv.cli()
