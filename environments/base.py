@@ -25,6 +25,7 @@ An environment that needs more than one question and one answer writes `collect_
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, cast
 
@@ -35,8 +36,10 @@ from environments.config import BaseEnvConfig, ConfigError, PromptTooLong
 from environments.measures import Measures
 from environments.peers.inference import Completion, Inference, Sampling
 from environments.peers.teacher import Teacher
+from environments.scoring import Scoring
 from environments.threads import Threads
 from environments.trajectory import Message, Trajectory, scored_group
+from grpo_common.trace import stage
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,6 +61,7 @@ class BaseEnv(ABC, Generic[Item, Config]):
         curr_step: The trainer's step, as last heard; 0 without a trainer.
         measures: Figures to be told with each step: `self.measures.add("strict", 1.0)`.
         threads: Calls functions that take their time: `await self.threads.call(function, argument)`.
+        scoring: Gives up a group that scores for too long: `await self.scoring.within(item, coroutine)`.
     """
 
     name: ClassVar[str]
@@ -73,7 +77,9 @@ class BaseEnv(ABC, Generic[Item, Config]):
         self.curr_step = 0
         self.measures = Measures()
         self.threads = Threads(config.max_threads)
+        self.scoring = Scoring(config.score_timeout)
         self.teacher = Teacher.of(config)
+        self._text = lru_cache(maxsize=1024)(self._decode)  # each answer is wanted twice: to score and to show it
 
     async def setup(self) -> None:
         """Loads what is needed, once, before anything else is called."""
@@ -124,7 +130,8 @@ class BaseEnv(ABC, Generic[Item, Config]):
         """One scored group for the item, or None if it came to nothing (which the runner counts)."""
         prompt = self.prompt(item)
         completions = await self.complete(prompt, self.config.group_size)
-        scores = await self.score_group(item, completions)
+        with stage("score"):
+            scores = await self.scoring.within(item, self.score_group(item, completions))
         pairs = zip(completions, scores, strict=True)
         return scored_group([self.trajectory(prompt, completion, score) for completion, score in pairs])
 
@@ -190,7 +197,10 @@ class BaseEnv(ABC, Generic[Item, Config]):
             return completion.text
         if token_ids[-1] == self.tokenizer.eos_token_id:
             token_ids = token_ids[:-1]
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
+        return self._text(tuple(token_ids))
+
+    def _decode(self, token_ids: tuple[int, ...]) -> str:
+        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     @classmethod
     def cli(cls, arguments: Sequence[str] | None = None) -> None:

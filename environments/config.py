@@ -61,11 +61,16 @@ class BaseEnvConfig(BaseModel):
         validation_alias=AliasChoices("max_concurrent_groups", "max_num_workers"),
         description="groups generated at the same time, at most",
     )
-    max_batches_offpolicy: int = Field(
-        default=1, ge=1, description="batches that may be generated ahead of the trainer: its policy lag, about"
+    max_batches_offpolicy: int | None = Field(
+        default=None,
+        ge=1,
+        description="batches that may wait and be generated, at most; unset: as many as keep the server busy",
     )
     max_threads: int = Field(
         default=16, ge=1, description="threads in which `score` and tools run that are no coroutines, at most"
+    )
+    score_timeout: float = Field(
+        default=120.0, gt=0.0, description="seconds that scoring a group may take before the group is given up"
     )
     inference_weight: float = Field(default=1.0, ge=0.0, description="this environment's weight among several")
     min_batch_allocation: float | None = Field(

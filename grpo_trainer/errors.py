@@ -7,6 +7,7 @@ Each message names the field, what came, what was wanted and the fix. `exit_code
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -80,6 +81,10 @@ class DiskFullError(GrpoError, OSError):
     """No space is left where the run writes."""
 
 
+class FolderGoneError(GrpoError, OSError):
+    """A folder that a run writes into was deleted under it, or replaced by another one."""
+
+
 class StoppedError(GrpoError):
     """SIGINT or SIGTERM asked the command to end."""
 
@@ -104,6 +109,8 @@ def from_os_error(error: OSError, doing: str) -> GrpoError | None:
             got=f"{error.strerror}{_free_space(error.filename)}",
             fix="free space, or put the run elsewhere (--run-dir, --save-path, --log-dir)",
         )
+    if error.errno == errno.ENOENT and error.filename and not Path(os.fsdecode(error.filename)).parent.is_dir():
+        return FolderGoneError(f"could not {doing}", field=str(where), got="no folder there", wanted="the run's folder")
     if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
         return ConfigError(
             f"could not {doing}", field=str(where), got=error.strerror, fix="choose a folder that you may write"

@@ -16,6 +16,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from grpo_common.trace import stage
 from grpo_trainer.batch.batching import ReadyBatch
 from grpo_trainer.batch.microbatches import MicroBatch
 from grpo_trainer.config.train import RolloutConfig
@@ -72,6 +73,7 @@ class BatchFeed:
         check_stop: called while waiting; raises to end the wait.
         device: for a GPU, tensors go into page-locked memory, from where copies to it need not be waited for.
         vocabulary: ids of tokens are below it; groups with others are left out. None: not known.
+        longest: tokens of a sequence that are trained on; None: all.
     """
 
     def __init__(
@@ -82,9 +84,10 @@ class BatchFeed:
         check_stop: Callable[[], None],
         device: torch.device | None = None,
         vocabulary: int | None = None,
+        longest: int | None = None,
     ) -> None:
         self._client = client
-        self._sieve = Sieve(vocabulary, lambda environment: client.environment_name(environment))
+        self._sieve = Sieve(vocabulary, lambda environment: client.environment_name(environment), longest)
         self._config = config
         self._make_ready = make_ready
         self._check_stop = check_stop
@@ -194,10 +197,12 @@ class BatchFeed:
 
     def _fetch(self, version: int) -> _Fetched:
         started = time.perf_counter()
-        leased = self._sieve.sift(self._client.lease(self._check_wanted))
+        with stage("fetch", version=version):
+            leased = self._sieve.sift(self._client.lease(self._check_wanted))
         came = time.perf_counter()
-        judged = self._judge(leased, version)
-        ready = self._ready(leased, judged, version) if judged.groups else None
+        with stage("prepare", batch=leased.batch_id, version=version):
+            judged = self._judge(leased, version)
+            ready = self._ready(leased, judged, version) if judged.groups else None
         return _Fetched(leased, judged, ready, came - started, time.perf_counter() - came)
 
     def _why(self, unused: Leased) -> str:

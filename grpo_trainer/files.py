@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from grpo_common.locks import HeldError, hold
-from grpo_trainer.errors import ConfigError
+from grpo_trainer.errors import ConfigError, FolderGoneError
 
 METRICS_FILE = "metrics.jsonl"
 """A run's steps, one JSON object each; the folder that has one holds a run."""
@@ -114,8 +114,37 @@ def refuse_to_mix_runs(folder: Path, resume: str, flag: str) -> None:
         )
 
 
+class HeldFolder:
+    """A folder that this process writes into."""
+
+    def __init__(self, path: Path, flag: str) -> None:
+        self._path, self._flag = path, flag
+        self._handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # no other folder gets its number
+
+    def check(self) -> None:
+        """Raise if the folder is not there any more. Costs two system calls.
+
+        Raises:
+            FolderGoneError: it was deleted, moved or replaced.
+        """
+        try:
+            found = self._path.stat()
+        except OSError as error:
+            got = str(error.strerror)
+        else:
+            if os.path.samestat(found, os.fstat(self._handle)):
+                return
+            got = "another folder"
+        raise FolderGoneError(
+            "deleted while a run writes into it", field=f"{self._flag} {self._path}", got=got, wanted="the run's folder"
+        )
+
+    def close(self) -> None:
+        os.close(self._handle)
+
+
 @contextmanager
-def held_folder(folder: Path, flag: str) -> Iterator[None]:
+def held_folder(folder: Path, flag: str) -> Iterator[HeldFolder]:
     """Keep other processes from writing a run, or its checkpoints, into a folder.
 
     Raises:
@@ -137,9 +166,11 @@ def held_folder(folder: Path, flag: str) -> Iterator[None]:
         if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK):
             raise
         log.warning("%s: its file system has no locks: nothing keeps a second run from writing there", folder)
+    held = HeldFolder(folder, flag)
     try:
-        yield
+        yield held
     finally:
+        held.close()
         if handle is not None:
             os.close(handle)
 

@@ -6,10 +6,12 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from rich.console import Console
 
 from environments.api import wire
+from grpo_common.trace import stage
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.distributed import Restore, World
 from grpo_trainer.ending import Standing, Writes, conclude
@@ -21,9 +23,11 @@ from grpo_trainer.logs.sinks import MetricLog, build_metric_log
 from grpo_trainer.logs.times import print_time_split
 from grpo_trainer.metrics.types import Metrics
 from grpo_trainer.model.policy import build_policy
+from grpo_trainer.phases import FIRST_STEP, START, report_start
 from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.saving.generators import seed_generators
+from grpo_trainer.server_client import wait_for_servers
 from grpo_trainer.signals import StopSignal
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.watchdog import StepWatch
@@ -48,10 +52,15 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
     if not world.leads:
         follow(config, world)
         return
-    with StopSignal() as stop, held_folder(config.checkpoints.save_path, "--save-path"), world:
+    with StopSignal() as stop, held_folder(config.checkpoints.save_path, "--save-path") as folder, world:
         with world.working():
+            START.enter("model")
             policy = build_policy(config, stop.check, world)
-            trainer = Trainer(policy.model, config, stop.check, world=world)
+            START.enter("compile")
+            trainer = Trainer(
+                policy.model, config, stop.check, world=world, before_measuring=_servers_there(config, world, stop)
+            )
+        START.enter("resume")
         checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms, trainer.shards)
         progress = checkpoints.resume(_say)
         if checkpoints.safe_path is not None:
@@ -60,9 +69,18 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
         metrics = build_metric_log(config, Console(file=sys.stdout), progress.step)
         samples = build_sample_log(config, trainer.forward, trainer.device, progress.step)
         rollouts = RolloutClient(config.rollouts, registration(config, progress), stop.check)
-        feed = BatchFeed(rollouts, config.rollouts, trainer.ready, stop.check, trainer.device, trainer.vocabulary)
+        feed = BatchFeed(
+            rollouts,
+            config.rollouts,
+            trainer.ready,
+            stop.check,
+            trainer.device,
+            trainer.vocabulary,
+            config.model.seq_len,
+        )
         watch = StepWatch(config.step_timeout, checkpoints.close)
         stop.watch(watch.check)
+        stop.watch(folder.check)
         try:
             with bridge, feed:
                 run_steps(config, progress, trainer, bridge, feed, checkpoints, metrics, samples, watch, world)
@@ -89,16 +107,23 @@ def run_steps(
 ) -> None:
     """From the progress that was resumed to the last step; an end before that is a saved one wherever it can be."""
     watch = watch or StepWatch(0.0)
+    START.enter("connect")
     progress = start = progress.going_on_as(bridge.connect(progress.policy_version))
     writes: Writes | None = None
     saved: Metrics = {}
     try:
+        START.enter("proof")
+        trainer.check_finite()
         trainer.alarm = drift_alarm(config, bridge.prove(), trainer.model)
+        START.enter("publish")
         bridge.publish(progress.policy_version)
+        START.enter("rollouts")
         feed.begin(progress)
         progress = replace(progress, batches=())
         while progress.step < config.training_steps:
-            batch = feed.next(progress.policy_version, last=progress.step + 1 == config.training_steps)
+            with stage("wait", step=progress.step + 1):
+                batch = feed.next(progress.policy_version, last=progress.step + 1 == config.training_steps)
+            START.enter(FIRST_STEP)
             if samples is not None:
                 samples.take(progress.step + 1, batch.leased.groups)
             with watch.over(f"step {progress.step + 1}"):
@@ -112,9 +137,11 @@ def run_steps(
                         feed.release(batch)
                     raise
                 progress = progress.after_step(feed.trained(batch), updated=result.updated)
-                published = bridge.publish(progress.policy_version)
+                with stage("publish", version=progress.policy_version):
+                    published = bridge.publish(progress.policy_version)
                 evaluated = feed.report(progress.step)
                 metrics.log(progress.step, batch.metrics, result.metrics, published.metrics, saved, evaluated)
+                report_start(config.log_dir, _say)
                 saved = checkpoints.maybe_save(progress)  # after the row: what is resumed has all of its rows
                 feed.settle(checkpoints.settled(progress))
     except Exception as end:
@@ -125,6 +152,17 @@ def run_steps(
     log.info("trained %d steps; the final weights are %s", progress.step, final)
 
 
+def _servers_there(config: TrainConfig, world: World, stop: StopSignal) -> Callable[[], None]:
+    """What waits until servers that start at the same time have taken their memory, before the trainer counts its own.
+
+    A server that the trainer starts itself comes later, and that of shared weights is there already. Several trainer
+    processes are started when the servers are there, and would wait for one another.
+    """
+    if config.owns_server or config.shares_weights or not world.alone:
+        return lambda: None
+    return partial(wait_for_servers, config.vllm, stop.check)
+
+
 def _say(line: str) -> None:
     """To the log, and to the console: of `grpo run`, too, which shows what its trainer prints."""
     log.info("%s", line)
@@ -133,14 +171,16 @@ def _say(line: str) -> None:
 
 def registration(config: TrainConfig, progress: Progress) -> wire.Register:
     """What the rollout API is told of this run."""
+    staleness = config.rollouts.max_staleness
     return wire.Register(
         wandb_group=config.logging.wandb_group or "",
         wandb_project=config.logging.wandb_project or "",
         batch_size=config.sequences_per_step,
         max_token_len=config.model.seq_len,
         checkpoint_dir=str(config.checkpoints.save_path.absolute()),
-        save_checkpoint_interval=config.checkpoints.checkpoint_interval,
+        save_checkpoint_interval=config.checkpoints.environment_interval,
         starting_step=progress.step,
         num_steps=config.training_steps,
         eval_every=config.rollouts.eval_every or None,
+        max_staleness=None if staleness is None else staleness - config.versions_behind,
     )

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import tomli_w
 from rich.console import Console
 
 from grpo_common.locks import HeldError, hold
+from grpo_common.trace import begin_file, end_file
+from grpo_trainer.cache import compile_caches
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.doctor.disk import refuse_without_room
-from grpo_trainer.doctor.model_files import refuse_missing
-from grpo_trainer.errors import StoppedError, from_os_error
-from grpo_trainer.files import held_folder, refuse_to_mix_runs, replace_file
+from grpo_trainer.doctor.machine import look
+from grpo_trainer.doctor.model_files import CONFIG_FILE, find_folder, refuse_missing
+from grpo_trainer.doctor.planned_cache import planned_cache
+from grpo_trainer.errors import FolderGoneError, ProcessFailedError, StoppedError, from_os_error
+from grpo_trainer.files import HeldFolder, held_folder, refuse_to_mix_runs, replace_file
 from grpo_trainer.launch.plan import RunPlan, plan_run
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.launch.preflight import preflight
+from grpo_trainer.launch.start import StartWatch, kept_at
 from grpo_trainer.launch.supervisor import Supervisor
+from grpo_trainer.phases import COMMAND_VARIABLE, REPORT_FILE, process_start
 from grpo_trainer.saving.manifest import STATE_FILE
 
 
@@ -43,17 +51,37 @@ def run(config: RunConfig, console: Console) -> None:
         soft_wrap=True,
     )
     refuse_without_room(config.trainer, config.run_dir, "--run-dir", on_gpu=on_gpu)  # its trainer warns of less
-    plan = plan_run(config, ports, python=sys.executable, on_gpu=on_gpu)
+    gpus = look() if on_gpu else None
+    plan = plan_run(
+        config,
+        ports,
+        python=sys.executable,
+        on_gpu=on_gpu,
+        cache_bytes=planned_cache(config, gpus) if gpus else None,
+        env={**compile_caches(os.environ), COMMAND_VARIABLE: str(process_start())},
+    )
+    kept = kept_at(config, gpus.gpus[0].name if gpus and gpus.gpus else report.device, _model_config(config))
     try:
-        with held_folder(config.run_dir, "--run-dir"):
+        with held_folder(config.run_dir, "--run-dir") as folder:
             empty_old_queue(config)
             write_configs(plan)
-            _supervise(config, plan, console)
+            watch = StartWatch(config.run_dir / REPORT_FILE, kept)
+            with recorded(config.trace_file):
+                _supervise(config, plan, console, folder, watch)
     except OSError as error:
         raise from_os_error(error, "write into the run folder") or error from error
 
 
-def _supervise(config: RunConfig, plan: RunPlan, console: Console) -> None:
+def _model_config(config: RunConfig) -> bytes | None:
+    """The model's config.json, if it is on this machine."""
+    folder = find_folder(config.trainer.model.name)
+    try:
+        return None if folder is None else (folder / CONFIG_FILE).read_bytes()
+    except OSError:
+        return None  # whoever loads the model says what is wrong with it
+
+
+def _supervise(config: RunConfig, plan: RunPlan, console: Console, folder: HeldFolder, watch: StartWatch) -> None:
     spoken_to = ("api", *config.server.names)
     addresses = ", ".join(f"{name} http://127.0.0.1:{port}" for name, port in plan.ports.items() if name in spoken_to)
     console.print(f"run folder {config.run_dir}; {addresses}", highlight=False, soft_wrap=True)
@@ -64,17 +92,28 @@ def _supervise(config: RunConfig, plan: RunPlan, console: Console) -> None:
                 config.run_dir / "logs",
                 say=lambda line: console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True),
                 echo=lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True),
+                watch=watch,
+                check=folder.check,
             ) as supervisor,
         ):
             supervisor.run(plan.stages)
     except StoppedError as stopped:
         stopped.add(summary="; all processes have ended", fix="go on with the same command and --resume auto")
         raise
+    except (FolderGoneError, ProcessFailedError) as failed:
+        goes_on = "--resume auto goes on with it" if _saved(config) else "nothing was saved"
+        failed.add(summary=f"; the run is over, {goes_on}")
+        raise
     console.print(
         f"done: {config.run_dir}/checkpoints, {config.run_dir}/metrics.jsonl; `grpo report {config.run_dir}` shows it",
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _saved(config: RunConfig) -> bool:
+    """Whether there is a checkpoint to go on from."""
+    return any(config.run_dir.glob(f"checkpoints/*/{STATE_FILE}"))
 
 
 def empty_old_queue(config: RunConfig) -> None:
@@ -84,9 +123,7 @@ def empty_old_queue(config: RunConfig) -> None:
     API says so.
     """
     store = config.store
-    goes_on = config.trainer.checkpoints.resume != "never" and any(
-        config.run_dir.glob(f"checkpoints/*/{STATE_FILE}"),
-    )
+    goes_on = config.trainer.checkpoints.resume != "never" and _saved(config)
     if config.api.store is not None or store is None or goes_on or not store.exists():
         return
     try:
@@ -98,6 +135,19 @@ def empty_old_queue(config: RunConfig) -> None:
             Path(f"{store}{end}").unlink(missing_ok=True)
     finally:
         os.close(lock)
+
+
+@contextmanager
+def recorded(trace_file: Path | None) -> Iterator[None]:
+    """Begin the run's timeline anew and close it at the end, if there is to be one."""
+    if trace_file is None:
+        yield
+        return
+    begin_file(trace_file)
+    try:
+        yield
+    finally:
+        end_file(trace_file)
 
 
 def write_configs(plan: RunPlan) -> None:

@@ -12,8 +12,10 @@ import httpx
 import msgspec
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
+from grpo_common.http import CLIENT_IDLE_S, CONNECT_S, complaint
 from grpo_trainer.config.train import VllmConfig
 from grpo_trainer.errors import ServerError
+from grpo_trainer.phases import SERVER, START
 from vllm_server import protocol
 
 log = logging.getLogger(__name__)
@@ -22,9 +24,6 @@ T = TypeVar("T")
 POLL_SECONDS = 0.25
 PATIENCE_SECONDS = 15.0
 PIECE_BYTES = 1 << 20  # of a large body, handed to the socket one after the other
-
-KEEPALIVE_SECONDS = 2.0
-"""An idle connection is not used again after this: the server closes it after 5 s, maybe as a request is sent."""
 
 ATTEMPTS = 3
 FIRST_WAIT_SECONDS = 0.2
@@ -45,8 +44,13 @@ class ServerClient:
 
     def __init__(self, config: VllmConfig, check_stop: Callable[[], None] = lambda: None) -> None:
         headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
-        limits = httpx.Limits(keepalive_expiry=KEEPALIVE_SECONDS)
-        self._http = httpx.Client(base_url=config.url, timeout=120.0, headers=headers, limits=limits, trust_env=False)
+        self._http = httpx.Client(
+            base_url=config.url,
+            timeout=httpx.Timeout(120.0, connect=CONNECT_S),
+            headers=headers,
+            limits=httpx.Limits(keepalive_expiry=CLIENT_IDLE_S),
+            trust_env=False,
+        )
         self._config = config
         self._check_stop = check_stop
 
@@ -62,6 +66,7 @@ class ServerClient:
         """Likewise, but it may refuse to generate: see `wait_until_settled`."""
         return self._wait_for(protocol.BRIDGE_INFO_ROUTE)
 
+    @START.of(SERVER)
     def _wait_for(self, route: str) -> protocol.BridgeInfo:
         started = time.monotonic()
         said = 0.0
@@ -82,7 +87,7 @@ class ServerClient:
 
     def _answers(self, route: str) -> bool:
         try:
-            return self._http.get(route, timeout=5.0).status_code == 200
+            return self._http.get(route, timeout=5.0).status_code in (200, 401, 403)  # refusals are for `_ask` to name
         except httpx.TransportError:
             return False  # not there yet: that is what is being waited for
 
@@ -199,6 +204,20 @@ class ServerClient:
         self._http.close()
 
 
+def wait_for_servers(config: VllmConfig, check_stop: Callable[[], None]) -> None:
+    """Wait until all inference servers are there, each with the memory that it needs.
+
+    Raises:
+        ServerError: one was not there within `--vllm-timeout`.
+    """
+    for each in config.each:
+        client = ServerClient(each, check_stop)
+        try:
+            client.wait_until_there()
+        finally:
+            client.close()
+
+
 class _Pieces:
     """A large body, piece by piece, as often as it is sent."""
 
@@ -212,13 +231,11 @@ class _Pieces:
 
 def _refusal(request: str, answer: httpx.Response) -> ServerError:
     """The server's error, with its parts where it names the field."""
-    summary = f"the inference server refuses {request} with {answer.status_code}"
-    try:
-        detail = msgspec.json.decode(answer.content, type=protocol.ErrorResponse).error
-    except msgspec.DecodeError:
-        return ServerError(summary, got=answer.text[:500])
-    if detail.got is None:  # one of vLLM's
-        return ServerError(f"{summary}: {detail.message}", field=detail.param or "")
+    said = complaint(answer.content, answer.headers.get("content-type"))
     return ServerError(
-        summary, field=detail.param or "", got=detail.got, wanted=detail.wanted or "", fix=detail.fix or ""
+        f"the inference server refuses {request} with {answer.status_code}",
+        field=said.key or "",
+        got=said.reason if said.got is None else said.got,
+        wanted=said.wanted,
+        fix=said.fix,
     )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from grpo_common.trace import since, stage
 from grpo_trainer.batch.batching import PreparedBatch, ReadyBatch, ready
 from grpo_trainer.batch.microbatches import MicroBatch, TrainingSequence, idle_microbatch
 from grpo_trainer.config.train import TrainConfig
@@ -25,7 +26,7 @@ from grpo_trainer.model.logprobs import TokenScores
 from grpo_trainer.model.reference import Reference, build_reference
 from grpo_trainer.model.sharding import Shards, hold
 from grpo_trainer.optim import build_optimizer
-from grpo_trainer.optim.landed import are_finite, changed_fraction, sampled
+from grpo_trainer.optim.landed import changed_fraction, first_not_finite, not_finite, sampled
 from grpo_trainer.optim.schedules import learning_rate
 from grpo_trainer.optim.spikes import NormHistory
 from grpo_trainer.rollouts.types import RolloutBatch
@@ -104,6 +105,8 @@ class Trainer:
         check_stop: called between microbatches; raises to abandon the step, weights untouched. Not where there are
             other processes, which would wait for this one.
         world: the processes that train together, each of which has one of these.
+        before_measuring: called before the free memory of a GPU is read; returns when the other processes there have
+            what they need.
 
     Attributes:
         forward: how scores of tokens are computed.
@@ -119,6 +122,7 @@ class Trainer:
         check_stop: Callable[[], None] = lambda: None,
         reference: Reference | None = None,
         world: World | None = None,
+        before_measuring: Callable[[], None] = lambda: None,
     ) -> None:
         self.model = model
         self.config = config
@@ -130,7 +134,7 @@ class Trainer:
         self._world = world or World()
         self._check_stop = check_stop if self._world.alone else lambda: None
         self._reference = build_reference(model, config) if reference is None else reference
-        self.holding = hold(self._world, model, config, self.parameters)
+        self.holding = hold(self._world, model, config, self.parameters, before_measuring)
         self.parameters, self.forward = self.holding.parameters, self.holding.forward
         self.optimizer = build_optimizer(self.parameters, config.optimizer, master_weights=config.master_weights)
         if self.forward.plan.is_compiled:
@@ -178,7 +182,8 @@ class Trainer:
             writing: entered around each write of the weights and nothing else; not at all for one that is skipped.
 
         Raises:
-            TrainingError: the loss or the gradient was not finite for `--max-bad-steps` steps in a row.
+            TrainingError: the loss or the gradient was not finite for `--max-bad-steps` steps in a row; or the new
+                weights are not.
             DriftError: the samples are not of the trainer's policy, and `--on-drift` is stop; weights untouched.
         """
         started = time.perf_counter()
@@ -202,7 +207,8 @@ class Trainer:
         updates: list[StepResult] = []
         for _ in range(self.config.loss.updates_per_batch if prepared.largest_weight else 0):
             untouched = not any(update.updated for update in updates)
-            updates.append(self._learn(passes, prepared, look if not updates else None, writing, untouched))
+            looking = look if not updates else None
+            updates.append(self._learn(step, passes, prepared, looking, writing, untouched))
         metrics = merge([prepared.metrics, *(update.metrics for update in updates)])
         if not updates:  # no group had a spread of rewards: nothing to learn from
             metrics |= {"train/loss": Sum(0.0), "train/skipped": Sum(1)}
@@ -211,6 +217,7 @@ class Trainer:
 
     def _learn(
         self,
+        step: int,
         passes: Sequence[Pass],
         prepared: PreparedBatch,
         look: Callable[[Sequence[Tensor]], Metrics] | None,
@@ -223,7 +230,7 @@ class Trainer:
             look: takes what there is to see of drift before the weights change.
             untouched: the weights are still the policy's that was published: the step may be abandoned.
         """
-        started = time.perf_counter()
+        started = time.monotonic()
         self.optimizer.zero_grad(set_to_none=True)
         scale = loss_scale(prepared.largest_weight)
         parts: list[Metrics] = []
@@ -246,12 +253,14 @@ class Trainer:
         metrics: dict[str, Metric] = {key: Mean(each.total) if isinstance(each, Sum) else each for key, each in sums}
         if look is not None:
             metrics |= look(rows)
-        backward_seconds = time.perf_counter() - started
-        updated = self.optimizer_step(metrics, writing)
+        backward_seconds = time.monotonic() - started
+        since("forward_backward", started, passes=len(passes))
+        with stage("optimizer"):
+            updated = self.optimizer_step(step, metrics, writing)
         metrics |= {
             "train/skipped": Sum(int(not updated)),
             "train/forward_backward_time": Sum(backward_seconds),
-            "train/optimizer_time": Sum(time.perf_counter() - started - backward_seconds),
+            "train/optimizer_time": Sum(time.monotonic() - started - backward_seconds),
         }
         return StepResult(updated, metrics)
 
@@ -331,7 +340,7 @@ class Trainer:
         self._bad_steps += 1
         log.warning("step skipped, weights untouched: loss %s, gradient norm %s, which %s", loss, norm, reason)
         if self._bad_steps >= self.config.optimizer.max_bad_steps:
-            sound = all(self._world.gather(are_finite(self.parameters)))
+            sound = not any(self._world.gather(self._first_not_finite(self.parameters)))
             raise (CommonTrainingError if sound else CommonWeightsError)(
                 f"{self._bad_steps} steps in a row had a loss or gradient that {reason}",
                 field="--max-bad-steps",
@@ -340,8 +349,34 @@ class Trainer:
             )
         return True
 
-    def optimizer_step(self, metrics: dict[str, Metric], writing: Callable[[], AbstractContextManager[None]]) -> bool:
-        """Clip and step, unless loss or gradient is not finite, or the gradient explodes."""
+    def check_finite(self) -> None:
+        """Before anything is published: what this process has of the trained weights is finite.
+
+        Raises:
+            CommonWeightsError: names the first tensor that is not.
+        """
+        if (name := self._first_not_finite(self.parameters)) is not None:
+            raise not_finite(name, "before the first step")
+
+    def _check_landing(self, step: int, values: Sequence[Tensor]) -> None:
+        """Likewise of what a step makes of them, in all processes."""
+        for name in self._world.gather(self._first_not_finite(values)):
+            if name is not None:
+                raise not_finite(name, f"after step {step + 1}")
+
+    def _first_not_finite(self, values: Sequence[Tensor]) -> str | None:
+        """The name of the first parameter whose value is not finite; there is one for each."""
+        index = first_not_finite(values, self.parameters)
+        return None if index is None else self.holding.names[index]
+
+    def optimizer_step(
+        self, step: int, metrics: dict[str, Metric], writing: Callable[[], AbstractContextManager[None]]
+    ) -> bool:
+        """Clip and step, unless loss or gradient is not finite, or the gradient explodes.
+
+        Raises:
+            CommonWeightsError: the new weights are not finite. A bridge that is writing them is told by it.
+        """
         limit = self.config.optimizer.max_grad_norm or float("inf")
         norm = self.holding.clip(limit)
         loss = metrics["train/loss"].value()
@@ -349,9 +384,14 @@ class Trainer:
         if self._is_bad(loss, norm):
             return False
         before = sampled(self.parameters)
+        self.optimizer.wait_for_copy()
         self.optimizer.prepare()
+        if self.optimizer.prepares:  # what is refused here is never written
+            self._check_landing(step, [each if each.grad is None else each.grad for each in self.parameters])
         with writing():
             self.optimizer.step()
+            if not self.optimizer.prepares:
+                self._check_landing(step, self.parameters)
         after = sampled(self.parameters)
         self.holding.check(after)
         changed = self.holding.mean(changed_fraction(before, after), sum(map(len, after)))

@@ -4,6 +4,8 @@ Needs `pip install --no-deps trl==1.16.0` and what TRL needs (accelerate, datase
 same model with random weights, the same rollouts in place of generation; everything else is TRL's own: rewards,
 advantages, scoring, its head that makes no whole logits, checkpointing, fused AdamW in the weights' dtype. It takes the
 options of `grpo bench step`, of which the trainer's own (microbatch budget, packing, …) mean nothing to it.
+
+`--loop` races the whole loop instead: see `trl_loop.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import json
 import math
 import os
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -202,4 +205,10 @@ def main(
 
 
 if __name__ == "__main__":
+    if "--loop" in sys.argv:
+        import trl_loop
+
+        loop = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        loop.command()(trl_loop.main)
+        run_command(loop, "bench_trl.py")
     run_command(app, "bench_trl.py")

@@ -93,7 +93,6 @@ def text(example: Example, fits: str) -> str:
         **({"optimizer": '"adamw_8bit"'} if whole and example.size in ("3B", "7B") else {}),
         **({"vllm_restart_interval": "5"} if example.kind in ("legacy", "restart") else {}),
         **({} if whole else {"lora_r": "16", "lora_alpha": "32"}),
-        "checkpoint_interval": "20",
         "keep_checkpoints": "2",
         "log_samples": "4                          # for `grpo report`",
     }

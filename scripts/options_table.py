@@ -23,7 +23,8 @@ def tables() -> str:
         parts += _tables(section, prefix)
     parts.append(
         "\n| option | default | |\n|---|---|---|\n"
-        "| `--env` | `arithmetic` | The environment: `arithmetic`, `gsm8k`, `verifiers`, or a module of yours. |\n"
+        "| `--env` | `arithmetic` | The environment: `arithmetic`, `gsm8k`, `verifiers`, `word_problems`, "
+        "or a module of yours. |\n"
         "| `--env.KEY`, `--openai.KEY` | | Options of the environment: `grpo env arithmetic serve --help`. |\n"
     )
     return "".join(parts)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Legacy: all weights are trained; the trainer starts the server itself, and anew on each checkpoint.
+# Legacy: all weights are trained; the trainer starts the server itself, and anew on them every few steps.
 #
 #   scripts/train_legacy.sh
 #   MODEL=Qwen/Qwen2.5-1.5B-Instruct ENVIRONMENT=gsm8k SEQ_LEN=1024 LR=1e-6 scripts/train_legacy.sh \

@@ -29,6 +29,9 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ["GRPO_CACHE"] = tempfile.mkdtemp(prefix="grpo-cache-")
 atexit.register(shutil.rmtree, os.environ["GRPO_CACHE"], ignore_errors=True)
 
+# But for what vLLM keeps of model classes, which each test session would find out anew: 10 s for the first server.
+os.environ.setdefault("VLLM_CACHE_ROOT", str(Path("~/.cache/vllm").expanduser()))
+
 # The machine that runs the tests may be busy with a server beside them: slowness is no failure.
 settings.register_profile("few", deadline=None, max_examples=20)
 settings.register_profile("many", deadline=None, max_examples=200)  # --hypothesis-profile=many, of the complete lane

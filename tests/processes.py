@@ -72,6 +72,12 @@ def tail(log: Path, lines: int = 60) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) if log.exists() else "(no log)"
 
 
+def mentioning(text: str) -> list[list[str]]:
+    """Command lines of the processes that have this in theirs."""
+    lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    return [line for line in lines if any(text in part for part in line)]
+
+
 def alive(pids: list[int]) -> list[int]:
     """Those that still do something."""
     living = []

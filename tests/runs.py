@@ -44,7 +44,11 @@ def arguments(model: Path, run_dir: Path, **options: object) -> list[str]:
         **{name.replace("_", "-").replace("--", "."): value for name, value in options.items()},
     }
     given = {key: value for key, value in settings.items() if value is not None}
-    return ["-m", "grpo_trainer", "run", *(word for key, value in given.items() for word in (f"--{key}", str(value)))]
+    return ["-m", "grpo_trainer", "run", *(word for key, value in given.items() for word in _words(key, value))]
+
+
+def _words(key: str, value: object) -> tuple[str, ...]:
+    return (f"--{key}",) if value is True else (f"--{key}", str(value))
 
 
 @contextmanager

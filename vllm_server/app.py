@@ -15,11 +15,12 @@ from vllm_server.http import error_response, guarded
 from vllm_server.routes import bridge, generate, lora
 from vllm_server.routes.openai import RouteToNewest
 from vllm_server.server import PolicyServer
+from vllm_server.shares import ShareOfRequest
 from vllm_server.start_checks import keys_of
 
 
 def extend(app: Starlette, args: Namespace) -> None:
-    """Put our routes before vLLM's, whose /health knows nothing of publishes, and the gate before all of them."""
+    """Put our routes before vLLM's, whose /health knows nothing of publishes; gate and shares before all of them."""
     ours = [
         Route(protocol.HEALTH_ROUTE, guarded(bridge.health)),
         Route(protocol.HEALTH_GENERATE_ROUTE, guarded(generate.health_generate)),
@@ -46,7 +47,7 @@ def extend(app: Starlette, args: Namespace) -> None:
     # Not by `add_middleware`: vLLM may have built the stack already, and the gate stands before whatever is in it.
     stack = app.middleware_stack or app.build_middleware_stack()
     keys, origins = keys_of(args.api_key), args.allowed_origins
-    app.middleware_stack = Gate(stack, host=args.host, keys=keys, origins=origins, answer=_refuse)
+    app.middleware_stack = Gate(ShareOfRequest(stack), host=args.host, keys=keys, origins=origins, answer=_refuse)
 
 
 def _refuse(_: Scope, refusal: Refusal) -> Response:

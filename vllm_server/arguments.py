@@ -4,6 +4,7 @@ import argparse
 import os
 from argparse import Namespace
 
+from grpo_common.connections import SERVER_IDLE_S
 from vllm_server import compat, sockets
 from vllm_server.errors import FatalError
 from vllm_server.lora_kernels import KERNELS_VARIABLE
@@ -22,10 +23,13 @@ CPU_CACHE_BYTES = 512 << 20  # vLLM's own default, a share of all memory, is tou
 
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(SERVER_IDLE_S),
     # On a CPU several processes share few cores: bind none, and let idle OpenMP threads sleep, not spin.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_WAIT_POLICY": "passive",
 }
+
+_COUNT_NANS = "VLLM_COMPUTE_NANS_IN_LOGITS"  # `soundness` refuses what has some: nobody may turn it off
 
 
 def early_arguments(argv: list[str]) -> Namespace:
@@ -44,6 +48,7 @@ def set_environment() -> None:
     """What vLLM reads from the environment, unless the user set it. Call before vLLM is imported."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    os.environ[_COUNT_NANS] = "1"
     sockets.prepare()
 
 

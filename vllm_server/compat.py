@@ -8,6 +8,7 @@ name, instead of serving without it.
 import asyncio
 import importlib
 import inspect
+import logging
 import signal
 import socket
 from argparse import ArgumentParser, Namespace
@@ -21,9 +22,10 @@ import msgspec
 import uvicorn
 from starlette.applications import Starlette
 
+from grpo_common.connections import Connections, raise_descriptor_limit
 from vllm_server import forking
 from vllm_server.deliveries import Delivery
-from vllm_server.errors import EngineEndedError, IncompatibleError, ServeError
+from vllm_server.errors import EngineEndedError, IncompatibleError, ServeError, not_finite
 from vllm_server.protocol import ChannelRequest, WorkerInfo
 from vllm_server.publisher import Installed
 from vllm_server.worker import lifeline
@@ -66,6 +68,7 @@ class Engine(Protocol):
     vllm_config: Any
     renderer: Any
     engine_core: Any
+    output_processor: Any
 
     def generate(
         self,
@@ -215,7 +218,13 @@ def run(
         _fork_engines()
     seam(("vllm.entrypoints.serve.utils.api_utils",), "cli_env_setup").cli_env_setup()
     # vLLM stops the engine first and then waits, by default for ever, for requests that it will never answer.
-    serving = launcher.run_server(args, timeout_graceful_shutdown=_LAST_WORDS_S)
+    connections = Connections(raise_descriptor_limit(), logging.getLogger("vllm.grpo.connections"))
+    serving = launcher.run_server(
+        args,
+        timeout_graceful_shutdown=_LAST_WORDS_S,
+        http=connections.protocol(),
+        backlog=connections.backlog,
+    )
     with _told_to_stop():
         importlib.import_module("uvloop").run(serving)
 
@@ -367,6 +376,7 @@ class Adapters:
         """Write it into a slot of every worker now; then make it known to /v1.
 
         Raises:
+            ServeError: 422, it is not finite.
             Exception: whatever the engine says; the adapter may be there or not (`remove` it).
         """
         config = msgspec.json.encode(delivery.config).decode()
@@ -407,8 +417,13 @@ class Adapters:
         answers = await self.engine.collective_rpc(method, args=args, kwargs=kwargs)
         for answer in answers:
             if "refused" in answer:
-                raise RuntimeError(answer["refused"])
+                raise self._refusal(**answer)
         return answers
+
+    @staticmethod
+    def _refusal(refused: str, field: str | None = None) -> Exception:
+        """A worker's refusal, as it says it; with a field it is about values that are not finite."""
+        return RuntimeError(refused) if field is None else not_finite(field, refused)
 
     async def remove(self, name: str, adapter_id: int) -> None:
         """Free its slot and its place in the engine's cache. No request may be running on it."""

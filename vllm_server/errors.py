@@ -43,6 +43,15 @@ def engine_is_dead() -> ServeError:
     return ServeError(503, "engine", got="its process has ended", wanted="a live engine", fix="restart the server")
 
 
+def not_finite(field: str, got: str) -> ServeError:
+    """The refusal of an adapter with values that are not finite, or are not once they are scaled."""
+    return ServeError(
+        422, field, got=got,
+        wanted="an adapter that is finite in the dtype in which it is served, multiplied by its scale as well",
+        fix="publish one of an earlier step; train with a lower learning rate or lora_alpha",
+    )  # fmt: skip
+
+
 class FatalError(UserError):
     """The server cannot start or continue. The message is all that the user needs."""
 

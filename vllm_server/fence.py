@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 from uuid import uuid4
 
+from grpo_common.trace import since
 from vllm_server.errors import ServeError
 from vllm_server.policy import check_version
 from vllm_server.protocol import (
@@ -137,7 +138,7 @@ class Fence:
         if not 0 < asked.timeout_s < float("inf"):
             raise ServeError(422, "timeout_s", got=asked.timeout_s, wanted="more than 0 seconds", fix="raise it")
         self.check_idle()
-        update = Update(uuid4().hex, asked.in_flight, asked.timeout_s, time.perf_counter())
+        update = Update(uuid4().hex, asked.in_flight, asked.timeout_s, time.monotonic())
         self._update = update  # at once: whoever comes while we wait for the engine is refused
         self._settled.clear()
         try:
@@ -151,7 +152,7 @@ class Fence:
             raise
         update.held = True
         update.timer = asyncio.get_running_loop().call_later(asked.timeout_s, self._time_is_up, update)
-        return UpdateBeginResponse(token=update.token, pause_seconds=time.perf_counter() - update.started)
+        return UpdateBeginResponse(token=update.token, pause_seconds=time.monotonic() - update.started)
 
     async def end(self, asked: UpdateEndRequest) -> UpdateEndResponse:
         """Let generation go on with the weights as they are now; or, if they are torn, refuse it from now on.
@@ -172,7 +173,8 @@ class Fence:
             await self._tear(update, "its trainer says that it did not come to its end")
         else:
             await self._finish(update, asked.version)
-        stall = self.last_stall_seconds = time.perf_counter() - update.started
+        stall = self.last_stall_seconds = time.monotonic() - update.started
+        since("fence", update.started, version=asked.version, torn=asked.torn)
         return UpdateEndResponse(policy_version=asked.version, stall_seconds=stall)
 
     async def _finish(self, update: Update, version: int) -> None:
@@ -191,7 +193,7 @@ class Fence:
             self._settle()
         logger.info(
             "Weights updated in-place: version %d, generation held %.2f ms",
-            *(version, (time.perf_counter() - update.started) * 1e3),
+            *(version, (time.monotonic() - update.started) * 1e3),
         )
 
     def _time_is_up(self, update: Update) -> None:
@@ -220,8 +222,8 @@ class Fence:
         self._settled.set()
 
     def _busy(self, update: Update) -> ServeError:
-        since = time.perf_counter() - update.started
+        seconds = time.monotonic() - update.started
         return ServeError(
-            409, "update", got=f"an update that began {since:.1f} s ago and has not ended", wanted="none under way",
+            409, "update", got=f"an update that began {seconds:.1f} s ago and has not ended", wanted="none under way",
             fix=f"end it, or wait: after {update.timeout_s:g} s it counts as torn",
         )  # fmt: skip

@@ -1,12 +1,11 @@
-"""What all routes share: bodies in and out, refusals, and giving up when the client has."""
+"""What all routes share: bodies in and out, and refusals."""
 
-import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from functools import wraps
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from vllm_server.errors import ServeError
@@ -50,7 +49,7 @@ def parse_body(body: bytes, kind: type[T]) -> T:
 
 
 def guarded(handler: Handler) -> Handler:
-    """`handler`, its refusals answered here, because vLLM's app is closed to further exception handlers."""
+    """Return `handler` that answers its refusals itself, because vLLM's app is closed to further exception handlers."""
 
     @wraps(handler)
     async def handle(request: Request) -> Response:
@@ -58,6 +57,8 @@ def guarded(handler: Handler) -> Handler:
             return await handler(request)
         except ServeError as error:
             return error_response(error)
+        except ClientDisconnect:  # in the middle of its body
+            return Response(status_code=499)  # nobody reads it
         except RecursionError:  # of what reads or writes the values of a body, however deep they are
             return error_response(_TOO_DEEP)
 
@@ -67,23 +68,3 @@ def guarded(handler: Handler) -> Handler:
 _TOO_DEEP = ServeError(
     422, "body", got="values nested too deeply", wanted="the JSON that docs/server.md describes", fix="correct it"
 )
-
-
-async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`; it is cancelled, and None returned, when the client goes away before.
-
-    Only after the body was read: until then the channel carries the body.
-    """
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)

@@ -17,7 +17,10 @@ from vllm_server.protocol import HIGHEST_VERSION, LONGEST_NAME, parse_version, v
 
 @dataclass(eq=False)
 class Version:
-    """One version in the engine. `adapter_id` is the engine's key; the base model has id 0 and no path."""
+    """One version in the engine. `adapter_id` is the engine's key; the base model has id 0 and no path.
+
+    `unhealthy` says what its weights do that no request may get (None: nothing is known of them).
+    """
 
     name: str
     version: int
@@ -29,6 +32,15 @@ class Version:
     served: int = 0
     retired: bool = False
     by_name_only: bool = False  # for those who ask for it; never what "the newest" means
+    unhealthy: str | None = None
+
+    def check_healthy(self) -> None:
+        """Raise a ServeError, 503, if its weights are unhealthy."""
+        if self.unhealthy is not None:
+            raise ServeError(
+                503, "policy_version", got=f"{self.version} ({self.name}): {self.unhealthy}",
+                wanted="a version whose logits are finite", fix="publish a good version",
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -175,8 +187,17 @@ class PolicyRegistry:
 
     def rebase(self, version: int) -> None:
         """The base model's weights were changed in place: they count as `version` from now on."""
-        self.base.version = version
+        self.base.version, self.base.unhealthy = version, None
         self._highest = max(self._highest, version)
+
+    def condemn(self, name: str | None, why: str) -> bool:
+        """A version (None: the base model) is unhealthy: no request gets it any more. False: that was known, or it is
+        none of ours."""
+        version = self.base if name is None else self._live.get(name)
+        if version is None or version.unhealthy is not None:
+            return False
+        version.unhealthy = why
+        return True
 
     def make_room(self) -> bool:
         """Retire idle versions, oldest first, until one more adapter fits once `removable` ones are gone.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from grpo_common.trace import stage
 from vllm_server.adapters import understood
 from vllm_server.bodies import Bodies
 from vllm_server.deliveries import ChannelEngine, Channels, Delivery, delivered_by, from_body, from_folder
@@ -79,10 +80,11 @@ class Publisher:
         """The version that answers a request, held in the engine until the block is left.
 
         Raises:
-            ServeError: 404 no such version, 503 a publish failed half-way.
+            ServeError: 404 no such version, 503 a publish failed half-way, or the version is unhealthy.
         """
         self.check_healthy()
         version = self.registry.resolve(model, policy_version)
+        version.check_healthy()
         self.registry.begin(version)
         try:
             yield version
@@ -143,7 +145,8 @@ class Publisher:
         )
         await self._make_room()
         start = time.perf_counter()
-        installed = await self._load_into_engine(version, delivery)
+        with stage("load adapter", version=version.version, transport=delivery.transport):
+            installed = await self._load_into_engine(version, delivery)
         seconds = time.perf_counter() - start
         version.slot = installed.slot
         self.registry.activate(version)
@@ -226,6 +229,8 @@ class Publisher:
                 self.fault = f"loading {version.name} failed ({error}) and so did taking it out ({second})"
                 logger.exception("Publish failed half-way: %s", self.fault)
                 self.check_healthy()
+            if isinstance(error, ServeError):
+                raise
             raise ServeError(
                 422,
                 delivery.said_by,

@@ -74,4 +74,7 @@ def build_sampling_params(sampling: dict[str, Any], *, stream: bool) -> Any:
             fix="ask for prompt_logprobs without stream",
         )
     params.output_kind = compat.output_kind(stream=stream)
+    # One list for all positions instead of objects for each: less time, and less for the garbage collector.
+    # Not for streams: vLLM up to 0.25 fails on empty slices. Not for prompts: the leading None is lost.
+    params.flat_logprobs = not stream and params.prompt_logprobs is None
     return params

@@ -1,5 +1,6 @@
 """One running server: the engine, the versions in it, and what it says of itself."""
 
+import logging
 import os
 import time
 from argparse import Namespace
@@ -15,12 +16,17 @@ from starlette.requests import Request
 
 from vllm_server import compat, sharing
 from vllm_server.bridge_file import BridgeFile
+from vllm_server.errors import ServeError
 from vllm_server.fence import Fence
 from vllm_server.policy import Lease, PolicyRegistry, Version
 from vllm_server.protocol import BridgeDebug, BridgeInfo, LoraStatus, VersionStatus, WorkerInfo, machine_id
 from vllm_server.publisher import Publisher
 from vllm_server.shared_engine import SharedEngine
+from vllm_server.shares import Shares
+from vllm_server.soundness import NOT_FINITE, OutputWatch
 from vllm_server.worker import logits_are_exact
+
+logger = logging.getLogger("vllm.grpo.server")  # below "vllm": vLLM's handler and format
 
 
 @dataclass(frozen=True)
@@ -64,11 +70,19 @@ class PolicyServer:
         workers = await compat.describe_workers(engine)
         boot_id = str(uuid4())
         shared = SharedEngine(engine)
-        fence = Fence(boot_id, shared, on_version=registry.rebase, shared=args.shared_weights)
+        watch = OutputWatch(engine.output_processor, lambda name: _condemn(registry, name))
+
+        def changed(version: int) -> None:
+            registry.rebase(version)
+            watch.weights_changed()
+
+        fence = Fence(boot_id, shared, on_version=changed, shared=args.shared_weights)
+        watch.start()
         file = None
         if fence.shared:
             shared.salt_caches(lambda: fence.salt)
             file = await sharing.export(shared, args, boot_id, workers[0].gpu_uuid)
+        Shares.install(engine, fence.passage)
         server = cls(engine, adapters, publisher, fence, args, boot_id, workers, file, started=time.monotonic())
         app.state.policy_server = server
         return server
@@ -92,16 +106,18 @@ class PolicyServer:
         """The version that answers a request, held until the block is left; waits while weights are written.
 
         Raises:
-            ServeError: 404 no such version, 503 a publish or an update of shared weights failed half-way.
+            ServeError: 404 no such version, 503 a publish or an update of shared weights failed half-way, or the
+                version is unhealthy.
         """
         await self.fence.passage()
         with self.publisher.serving(model, policy_version) as version:
             yield Lease(version, version.version)
 
     def check_healthy(self) -> None:
-        """Raise a ServeError, 503, while weights or adapters are in no known state."""
+        """Raise a ServeError, 503, while weights or adapters are in no known state, or the newest are unhealthy."""
         self.publisher.check_healthy()
         self.fence.check_healthy()
+        self.registry.newest.check_healthy()
 
     async def generate(
         self, prompt: str | list[int], params: Any, request_id: str, version: Version
@@ -118,6 +134,9 @@ class PolicyServer:
             async for output in outputs:
                 if any(part.finish_reason == "abort" for part in output.outputs):
                     self.fence.check_healthy()  # ended because weights are torn
+                if any(part.finish_reason == "error" for part in output.outputs):
+                    version.check_healthy()
+                    raise _ended(by_weights=any(part.stop_reason == NOT_FINITE for part in output.outputs))
                 yield output
 
     def decode(self, token_ids: list[int]) -> str:
@@ -149,6 +168,7 @@ class PolicyServer:
                     age_seconds=now - v.loaded_at,
                     active=v is newest,
                     draining=v.retired,
+                    unhealthy=v.unhealthy,
                 )
                 for v in registry.versions
             ],
@@ -182,6 +202,7 @@ class PolicyServer:
             workers=list(self.workers),
             bridge_config_path=str(self.bridge_file.path) if self.bridge_file else None,
             logits_dtype=_logits_dtype(model),
+            max_num_seqs=config.scheduler_config.max_num_seqs,
         )
 
     async def bridge_debug(self) -> BridgeDebug:
@@ -191,10 +212,26 @@ class PolicyServer:
             uptime_seconds=time.monotonic() - self.started,
             paused=await self.engine.is_paused(),
             updating=self.fence.updating,
-            fault=self.fence.fault or self.publisher.fault,
+            fault=self.fence.fault or self.publisher.fault or self.registry.newest.unhealthy,
             last_stall_seconds=self.fence.last_stall_seconds,
             in_flight={v.name: v.in_flight for v in (self.registry.base, *self.registry.versions)},
         )
+
+
+def _ended(*, by_weights: bool) -> ServeError:
+    """The refusal of a request that the engine ended: by weights that are gone meanwhile, or by the request itself."""
+    if by_weights:
+        return ServeError(503, "request", got=NOT_FINITE, wanted="a whole completion", fix="send it again")
+    return ServeError(
+        422, "request", got="an end by an error of the engine", wanted="a request that it can complete",
+        fix="leave out structured outputs that no token fits",
+    )  # fmt: skip
+
+
+def _condemn(registry: PolicyRegistry, name: str | None) -> None:
+    if registry.condemn(name, NOT_FINITE):
+        said = name or f"{registry.base.version} ({registry.base.name})"
+        logger.error("Version %s is unhealthy, requests for it are refused: %s", said, NOT_FINITE)
 
 
 def _logits_dtype(model_config: Any) -> str | None:

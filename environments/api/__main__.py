@@ -28,7 +28,13 @@ def parse(arguments: list[str] | None = None) -> Settings:
         "processes shows)",
     )
     add("--max-body-mb", type=int, default=default.max_body_mb, help="largest body, also when decompressed (MiB)")
-    add("--memory-mb", type=int, default=default.memory_mb, help="groups beyond this are left on disk (MiB)")
+    add("--memory-mb", type=int, default=default.memory_mb, help="MiB of groups in memory; more are left on disk")
+    add(
+        "--max-queued-mb",
+        type=int,
+        default=default.max_queued_mb,
+        help="refuse posts (429) while this many MiB of groups are queued, in memory and on disk together",
+    )
     add("--cors-origin", action="append", default=[], help="web origin whose pages may call the API")
     given = parser.parse_args(arguments)
     try:
@@ -41,6 +47,7 @@ def parse(arguments: list[str] | None = None) -> Settings:
             api_key=given.api_key,
             max_body_mb=given.max_body_mb,
             memory_mb=given.memory_mb,
+            max_queued_mb=given.max_queued_mb,
             cors_origins=tuple(given.cors_origin),
         )
     except SettingsError as error:

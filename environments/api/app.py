@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from functools import partial
 from typing import TypeVar
 
 from starlette.applications import Starlette
@@ -23,9 +24,12 @@ from environments.api.metrics import Metrics
 from environments.api.openapi import openapi
 from environments.api.page import DOCS_HTML, PAGE_HEADERS, STATUS_HTML
 from environments.api.polling import StatusEnvShortcut
-from environments.api.records import LeaseError, NotRegistered, UnknownEnvironment
+from environments.api.queue import RolloutQueue
+from environments.api.records import LeaseError, NotRegistered, Run, UnknownEnvironment
+from environments.api.room import RETRY_AFTER_S, QueueFull
 from environments.api.service import Served, Service
 from environments.api.store import StoreError
+from environments.api.waiting import LONGEST_WAIT_S, while_there
 from grpo_common.errors import Problem
 from grpo_common.gate import Gate, Refusal, from_browser
 
@@ -127,8 +131,14 @@ class Api:
             env_id = _number(given, "env_id", 0, 2**53, whole=True)
         else:
             env_id = (await self._message(request, wire.EnvIdentifier)).env_id
+        waits, seen = "wait" in request.query_params, request.query_params.get("seen")
         try:
-            return respond(request, self.service.status_env(int(env_id)))
+            status = self.service.status_env(int(env_id), waits=waits)
+            if waits and status.seen == seen:
+                news = self.service.room.until(lambda: self.service.seen != seen, self._wait(request))
+                await while_there(request, news)
+                status = self.service.status_env(int(env_id), waits=waits)
+            return respond(request, status)
         except UnknownEnvironment as error:
             raise ApiError(404, error.problems[0], "env_id") from None
 
@@ -154,7 +164,7 @@ class Api:
         lease = _number(query["lease"], "lease", 0.1, MAX_LEASE_S) if "lease" in query else None
         uuid = _number(query["uuid"], "uuid", 0, 2**53, whole=True) if "uuid" in query else None
         try:
-            served = await self.service.next_batch(lease, query.get("request"), None if uuid is None else int(uuid))
+            served = await self._next_batch(request, lease, None if uuid is None else int(uuid))
         except NotRegistered as error:
             return respond(request, {"status": "error", "message": str(error), "batch": []})
         except LeaseError as error:
@@ -205,6 +215,23 @@ class Api:
     async def docs(self, request: Request) -> Response:
         return HTMLResponse(DOCS_HTML, headers=PAGE_HEADERS)
 
+    async def _next_batch(self, request: Request, lease: float | None, uuid: int | None) -> Served | None:
+        """The next batch, or None where none comes within `?wait=`."""
+        service, queue, key = self.service, self.service.queue, request.query_params.get("request")
+        until = service.timer() + self._wait(request)
+        while True:
+            run = queue.run
+            served = await service.next_batch(lease, key, uuid)
+            left = until - service.timer()
+            if served is not None or left <= 0 or service.groups.ended:
+                return served
+            await while_there(request, service.groups.until(partial(_may_answer, queue, run), left))
+
+    def _wait(self, request: Request) -> float:
+        """How long a request may be held: an environment must be heard of several times within its time-out."""
+        seconds = _number(request.query_params.get("wait", "0"), "wait", 0.0, LONGEST_WAIT_S)
+        return min(seconds, self.service.settings.env_timeout / 3)
+
     async def _message(self, request: Request, message_type: type[wire.T]) -> wire.T:
         async with self.bodies.read(request) as body:
             return intake.decode(body, message_type, request.headers.get("content-type"))
@@ -216,7 +243,9 @@ class Api:
         nobody waits for more than one of them.
         """
         content_type, key = request.headers.get("content-type"), _post_key(request)
+        self.service.capacity.check()  # first without the body: who is refused comes again, and many do
         async with self.bodies.read(request) as body, self.parsing:
+            self.service.capacity.check()
             steps = take(self.service, body, content_type, key)
             answer = await in_turns(steps)
         await self.service.written()
@@ -265,6 +294,7 @@ def build_app(service: Service) -> ASGIApp:
             ApiError: _api_error,
             HTTPException: _http_error,
             ClientDisconnect: _gone,
+            QueueFull: _queue_full,
             StoreError: _store_error,
         },
         lifespan=lifespan,
@@ -277,6 +307,11 @@ def build_app(service: Service) -> ASGIApp:
         origins=cors,
         answer=_refuse,
     )
+
+
+def _may_answer(queue: RolloutQueue, run: Run | None) -> bool:
+    """Whether GET /batch has an answer, or a trainer has registered since the run was `run`."""
+    return queue.batch_ready or queue.run is not run
 
 
 def _parts(served: Served) -> tuple[list[bytes], dict[str, object]]:
@@ -316,9 +351,14 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return answer
 
 
+async def _queue_full(request: Request, error: Exception) -> Response:
+    answer = respond(request, wire.ErrorResponse(detail=str(error)), 429)
+    answer.headers["Retry-After"] = str(RETRY_AFTER_S)
+    return answer
+
+
 async def _store_error(request: Request, error: Exception) -> Response:
-    log.critical("%s", error)
-    return respond(request, wire.ErrorResponse(detail=str(error)), 503)
+    return respond(request, wire.ErrorResponse(detail=str(error)), 503)  # the server is about to end, and says why
 
 
 async def _gone(request: Request, error: Exception) -> Response:

@@ -6,6 +6,8 @@ from environments.api.selection import can_make
 
 MIN_ENV_WEIGHT = 0.01
 """No environment is told a smaller weight, so that none starves."""
+SILENT_S = 30.0
+"""Seconds without a group after which an environment is named as one that the next batch waits for."""
 
 
 class Explainer:
@@ -19,11 +21,13 @@ class Explainer:
         self._reserved = 0.0
         self._available: dict[int | None, int] = {}
         self._all_available = 0
+        self._untrained = 0
 
-    def status_env(self, env_id: int) -> wire.StatusEnv:
+    def status_env(self, env_id: int, seen: str | None = None) -> wire.StatusEnv:
         """How much is queued, counted as the asking environment does: in groups of its own size.
 
-        Other environments' groups count beyond what is reserved for them, rounded up to the largest group.
+        Other environments' groups count beyond what is reserved for them, rounded up to the largest group. Leases are
+        counted for who waits for news, and has `seen` what there is.
 
         Raises:
             UnknownEnvironment: never registered.
@@ -42,6 +46,8 @@ class Explainer:
             self_queue_size=own // group_size,
             max_group_size=queue.line.largest,
             env_weight=max(MIN_ENV_WEIGHT, weight / self._weights if self._weights else 0.0),
+            leased=None if seen is None else self._untrained // group_size,
+            seen=seen,
         )
 
     def _refresh(self) -> None:
@@ -62,6 +68,7 @@ class Explainer:
             packed = -(-sequences // largest) * largest
             self._available[env_id] = max(0, packed - int(batch_size * share))
         self._all_available = sum(self._available.values())
+        self._untrained = queue.untrained
 
     def status(self, now: float, durable: bool = False) -> wire.Status:
         """Everything that tells why the next batch comes or does not."""
@@ -78,7 +85,7 @@ class Explainer:
             buffered_groups=sum(len(buffer) for buffer in queue.buffers.values()),
             leased_groups=len(queue.leased),
             batch_ready=queue.batch_ready,
-            waiting_for=self.waiting_for(),
+            waiting_for=self.waiting_for(now),
             warnings=self.warnings(),
             groups_by_size={str(size): line.groups_by_size[size] for size in sorted(line.groups_by_size)},
             environments=self._environments(now),
@@ -92,7 +99,7 @@ class Explainer:
             durable=durable,
         )
 
-    def waiting_for(self) -> str | None:
+    def waiting_for(self, now: float) -> str | None:
         """What is missing for the next batch, or None where one can be made."""
         queue, line = self.queue, self.queue.line
         if queue.run is None:
@@ -107,8 +114,24 @@ class Explainer:
             if (have := line.sequences_by_env[env_id]) < minimum:
                 name = queue.environments[env_id].name
                 reasons.append(f"{minimum - have} more from {name} (reserved {minimum}, queued {have})")
-        sizes = ", ".join(str(size) for size in sorted(line.groups_by_size))
-        return "; ".join(reasons) or f"groups of {sizes} that make exactly {target} sequences"
+        if not reasons:
+            sizes = ", ".join(str(size) for size in sorted(line.groups_by_size))
+            reasons.append(f"groups of {sizes} that make exactly {target} sequences")
+        return "; ".join([*reasons, *self._silent(now)])
+
+    def _silent(self, now: float) -> list[str]:
+        """Environments that have posted nothing since the last batch, for `SILENT_S` or more; or that none is there."""
+        queue, found = self.queue, []
+        for env_id in sorted(queue.alive):
+            name, heard = queue.environments[env_id].name, now - queue.last_heard[env_id]
+            if heard >= SILENT_S:
+                found.append(f"{name} has not asked for anything for {heard:.0f} s")
+            elif (silent := now - max(queue.last_posted[env_id], queue.last_granted)) >= SILENT_S:
+                found.append(f"{name} has posted nothing for {silent:.0f} s")
+        if queue.alive:
+            return found
+        last = queue.environments[-1:]
+        return [f"no environment is there{f', the last one was {last[0].name}' if last else ''}"]
 
     def warnings(self) -> list[str]:
         """What can never be served as things are, naming the sizes and the way out."""
@@ -160,6 +183,7 @@ class Explainer:
                 connected=each.connected,
                 alive=each.id in queue.alive,
                 idle_s=max(0.0, now - queue.last_heard[each.id]),
+                posted_s=max(0.0, now - queue.last_posted[each.id]),
                 weight=each.request.weight,
                 reserved=minima.get(each.id, 0),
                 queued_groups=line.groups_by_env[each.id],

@@ -43,14 +43,15 @@ class LeaseBook:
         self.deadlines[lease.batch_id] = now + lease.seconds
         self._journal.put_lease(lease)
 
-    def extend(self, batch_id: str, seconds: float, now: float) -> Lease:
-        """A lease that is held lasts so long from now on."""
+    def extend(self, batch_id: str, seconds: float, now: float, *, trained: bool = False) -> Lease:
+        """A lease that is held lasts so long from now on; `trained`: its trainer keeps it for a checkpoint only."""
         lease = self.held[batch_id]
         self.deadlines[batch_id] = now + seconds
-        if lease.seconds != seconds:
-            lease = self.held[batch_id] = replace(lease, seconds=seconds)
-            self._journal.put_lease(lease)
-        return lease
+        extended = replace(lease, seconds=seconds, trained=lease.trained or trained)
+        if extended != lease:
+            self.held[batch_id] = extended
+            self._journal.put_lease(extended)
+        return extended
 
     def end(self, batch_id: str, closed: Closed) -> None:
         """A lease is over."""

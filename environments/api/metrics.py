@@ -42,7 +42,7 @@ class Metrics:
         return self._requests.labels(route, "200").inc
 
     def around(self, app: ASGIApp) -> ASGIApp:
-        """`app`, its requests counted and timed. Routes, not paths, are labels: their number is bounded."""
+        """`app`, its requests counted and those that do not wait timed; by route, as their number is bounded."""
 
         async def measured(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":
@@ -61,7 +61,8 @@ class Metrics:
             finally:
                 route = getattr(scope.get("route"), "path", "unknown")
                 self._requests.labels(route, str(status)).inc()
-                self._seconds.labels(route).observe(time.perf_counter() - start)
+                if b"wait=" not in scope["query_string"]:  # which says how long it wants to wait
+                    self._seconds.labels(route).observe(time.perf_counter() - start)
 
         return measured
 

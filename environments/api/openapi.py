@@ -9,6 +9,7 @@ import msgspec
 
 from environments.api import wire
 from environments.api.history import Overview
+from environments.api.waiting import LONGEST_WAIT_S
 
 _NUMBER = {"type": "number"}
 _WHOLE = {"type": "integer", "minimum": 0, "maximum": 2**53}
@@ -30,8 +31,10 @@ class Operation:
 
 _REFUSED = {400: wire.ErrorResponse, 408: wire.ErrorResponse, 413: wire.ErrorResponse, 415: wire.ErrorResponse}
 _READ = _REFUSED | {422: wire.ErrorResponse}
+_FULL = {429: wire.ErrorResponse}
 _LEASE = {200: wire.LeaseResponse, 404: wire.ErrorResponse, 409: wire.ErrorResponse}
 _SECONDS = {"type": "number", "minimum": 0.1, "maximum": 86400}
+_WAIT = {"type": "number", "minimum": 0, "maximum": LONGEST_WAIT_S}
 
 OPERATIONS = (
     Operation("get", "/", "A greeting; to a browser the status page.", {200: wire.Message}),
@@ -58,25 +61,28 @@ OPERATIONS = (
     Operation(
         "get",
         "/status-env",
-        "What an environment paces itself by. Also takes the id as a JSON body.",
+        "What an environment paces itself by; with `wait` once there is news. Also takes the id as a JSON body.",
         {200: wire.StatusEnv, 404: wire.ErrorResponse} | _READ,
-        query={"env_id": _WHOLE},
+        query={"env_id": _WHOLE, "wait": _WAIT, "seen": {"type": "string"}},
         required_query=frozenset({"env_id"}),
     ),
-    Operation("post", "/scored_data", "Post a group.", {200: wire.ScoredDataResponse} | _READ, wire.ScoredData),
+    Operation("post", "/scored_data", "Post a group.", {200: wire.ScoredDataResponse} | _READ | _FULL, wire.ScoredData),
     Operation(
         "post",
         "/scored_data_list",
         "Post groups; those that are wrong are named, the others are received.",
-        {200: wire.ScoredDataListResponse} | _REFUSED | {422: (wire.ScoredDataListResponse, wire.ErrorResponse)},
+        {200: wire.ScoredDataListResponse}
+        | _REFUSED
+        | _FULL
+        | {422: (wire.ScoredDataListResponse, wire.ErrorResponse)},
         list[wire.ScoredData],
     ),
     Operation(
         "get",
         "/batch",
-        "The next batch.",
+        "The next batch; with `wait` as soon as there is one.",
         {200: wire.Batch, 409: wire.ErrorResponse, 422: wire.ErrorResponse},
-        query={"lease": _SECONDS, "request": {"type": "string"}, "uuid": _WHOLE},
+        query={"lease": _SECONDS, "request": {"type": "string"}, "uuid": _WHOLE, "wait": _WAIT},
     ),
     Operation("post", "/batch/{batch_id}/ack", "The batch is trained.", _LEASE | _READ, wire.Ack, body_optional=True),
     Operation(
@@ -186,4 +192,5 @@ _STATUS = {
     413: "The body is too large",
     415: "A content type that any web page can send, or an encoding other than gzip",
     422: "A field is wrong; it is named",
+    429: "The queue is full; Retry-After says when to post again",
 }

@@ -43,13 +43,21 @@ class Payloads:
 
     async def get(self, ids: Sequence[int]) -> list[bytes]:
         """The bytes of these groups, in this order."""
-        from_disk = [each for each in ids if each not in self._bodies]
-        found: dict[int, bytes] = {}
-        if from_disk:
+        found = {each: self._bodies[each] for each in ids if each in self._bodies}
+        if from_disk := [each for each in ids if each not in found]:
             disk = self._disk
             await disk.commit()
-            found = await asyncio.to_thread(disk.read_payloads, from_disk)
-        return [self._bodies[each] if each in self._bodies else found[each] for each in ids]
+            found |= await asyncio.to_thread(disk.read_payloads, from_disk)
+        return [found[each] for each in ids]
+
+    def leave(self, ids: Iterable[int]) -> None:
+        """Keep these groups in the store alone: a trainer has them, and they come again only if it is killed."""
+        if self.store is None:
+            return
+        for each in ids:
+            if (body := self._bodies.pop(each, None)) is not None:
+                self.in_memory -= len(body)
+                self._on_disk.add(each)
 
     def drop(self, ids: Iterable[int]) -> None:
         """Forget these groups; the store drops its rows by its own journal."""

@@ -62,6 +62,7 @@ class RolloutQueue:
         self._new_uuid = new_uuid
         self.next_group = 0
         self.changes = 0
+        self.room = 0
         self._clear()
 
     def _clear(self) -> None:
@@ -69,13 +70,17 @@ class RolloutQueue:
         self.environments: list[Environment] = []
         self.names: Counter[str | None] = Counter()
         self.last_heard: dict[int, float] = {}
+        self.last_posted: dict[int, float] = {}
+        self.last_granted = 0.0
         self.alive: set[int] = set()
         self.received: Counter[int] = Counter()
         self.line = Line()
         self.buffers: dict[int, list[Group]] = {}
+        self._buffered_bytes = 0
         self.leased: dict[int, Group] = {}
         self.leases = LeaseBook(self.journal)
         self.changes += 1  # never back to an earlier number: answers are kept by it
+        self.room += 1
         self._chosen: tuple[int, list[int] | None] = (-1, None)
         self.given_back: list[tuple[int, ...]] = []
 
@@ -89,7 +94,7 @@ class RolloutQueue:
         for environment in snapshot.environments:
             queue.environments.append(environment)
             queue.names[environment.request.desired_name] += 1
-            queue.last_heard[environment.id] = now
+            queue.last_heard[environment.id] = queue.last_posted[environment.id] = now
             if environment.connected:
                 queue.alive.add(environment.id)
         for group, place in snapshot.groups:
@@ -97,6 +102,7 @@ class RolloutQueue:
                 queue.leased[group.id] = group
             elif place == "buffer" and group.env_id is not None:
                 queue.buffers.setdefault(group.env_id, []).append(group)
+                queue._buffered_bytes += group.nbytes
             else:
                 queue.line.add(group, queue._reserves(group.env_id))
         return queue
@@ -145,6 +151,7 @@ class RolloutQueue:
             return None
         groups = self._take(ids)
         self.changes += 1
+        self.last_granted = now
         granted = Lease(self._new_id(), tuple(ids), lease, request, uuid)
         self._hold(granted, groups, now)
         return Grant(granted, groups)
@@ -189,7 +196,7 @@ class RolloutQueue:
         if step is not None:
             assert self.run is not None, "a lease without a run"
             self._put_run(replace(self.run, current_step=step))
-        return self.leases.extend(batch_id, lease, now)
+        return self.leases.extend(batch_id, lease, now, trained=step is not None)
 
     def release(self, batch_id: str) -> None:
         """Put a batch back at once, as a trainer does that stops.
@@ -217,6 +224,7 @@ class RolloutQueue:
         environment = Environment(len(self.environments), name, request)
         self.environments.append(environment)
         self.journal.put_environment(environment)
+        self.last_posted[environment.id] = now
         self.hear(environment.id, now)
         return environment
 
@@ -242,6 +250,7 @@ class RolloutQueue:
         if environment.connected and env_id not in self.alive:
             self.alive.add(env_id)
             self.changes += 1
+            self.room += 1
         return environment
 
     def environment(self, env_id: int) -> Environment:
@@ -274,6 +283,8 @@ class RolloutQueue:
             UnknownEnvironment: `env_id` was never registered.
         """
         environment = None if env_id is None else self.hear(env_id, now)
+        if environment is not None:
+            self.last_posted[environment.id] = now
         span = list(versions)
         group = Group(
             self.next_group,
@@ -285,6 +296,8 @@ class RolloutQueue:
             max(span, default=None),
         )
         self.next_group += 1
+        if environment is not None and {size, *self.line.sizes(environment.id)} != {environment.request.group_size}:
+            self.room += 1  # in groups of its usual size, the queue may not have grown by one
         if environment is None or size >= environment.request.group_size or env_id not in self.alive:
             self._enqueue(group)
             self.journal.put_group(group, "queue")
@@ -294,6 +307,7 @@ class RolloutQueue:
         self.received[environment.id] += 1
         buffer = self.buffers.setdefault(environment.id, [])
         buffer.append(group)
+        self._buffered_bytes += group.nbytes
         self.journal.put_group(group, "buffer")
         ids = choose(environment.request.group_size, [Pool([(each.id, each.size) for each in buffer])])
         if ids is not None:
@@ -336,6 +350,17 @@ class RolloutQueue:
         return feasible_minima(batch_size, reservations, frozenset(others))
 
     @property
+    def waiting_bytes(self) -> int:
+        """Bytes of the groups that no trainer has: queued and buffered ones."""
+        return self.line.nbytes + self._buffered_bytes
+
+    @property
+    def untrained(self) -> int:
+        """Sequences that a trainer holds and has not said to have trained on."""
+        held = (each for lease in self.leases.held.values() if not lease.trained for each in lease.groups)
+        return sum(self.leased[each].size for each in held)
+
+    @property
     def batch_ready(self) -> bool:
         """Whether the next GET /batch is answered with a batch."""
         return self.run is not None and self._choice() is not None
@@ -359,6 +384,7 @@ class RolloutQueue:
         taken = self.line.remove(ids)
         out = {group.id for group in taken}
         self.given_back = [each for each in self.given_back if out.isdisjoint(each)]
+        self.room += 1
         return taken
 
     def _reserves(self, env_id: int | None) -> bool:
@@ -377,6 +403,7 @@ class RolloutQueue:
         for group in buffer:
             if group.id in ids:
                 self._enqueue(group)
+                self._buffered_bytes -= group.nbytes
         self.journal.move(ids, "queue")
         if rest := [group for group in buffer if group.id not in ids]:
             self.buffers[env_id] = rest
@@ -385,6 +412,7 @@ class RolloutQueue:
         """An environment is gone: no batch waits for it, and what it left in its buffer may be trained."""
         self.alive.discard(env_id)
         self.changes += 1
+        self.room += 1
         if env_id in self.buffers:
             self._unbuffer(env_id, {group.id for group in self.buffers[env_id]})
 
@@ -418,4 +446,5 @@ class RolloutQueue:
     def _put_run(self, run: Run) -> None:
         self.run = run
         self.changes += 1
+        self.room += 1
         self.journal.put_run(run)

@@ -78,6 +78,7 @@ class Lease(Struct, frozen=True):
             another process, or of this one before it was set, says nothing of now.
         request: the client's key for asking again after a lost answer.
         holder: the uuid of the trainer that holds it; None: it did not say who it is, and the lease may run out.
+        trained: the trainer has said that it trained on the batch, which it keeps until a checkpoint holds it.
     """
 
     batch_id: str
@@ -85,6 +86,7 @@ class Lease(Struct, frozen=True):
     seconds: float = 600.0
     request: str | None = None
     holder: int | None = None
+    trained: bool = False
 
 
 class Closed(Struct, frozen=True):

@@ -16,16 +16,16 @@ from environments.api.app import build_app
 from environments.api.service import Service
 from environments.api.settings import Settings, SettingsError
 from environments.api.store import StoreError
+from grpo_common.connections import SERVER_IDLE_S, Connections, raise_descriptor_limit
 
 log = logging.getLogger("rollout-api")
-
-_BACKLOG = 2048
 
 
 def serve(settings: Settings) -> int:
     """Serve until SIGTERM or SIGINT; the exit code: 0, 1 (the store failed), 2 (it could not start)."""
+    connections = Connections(raise_descriptor_limit(), log)
     try:
-        listener = _listen(settings.host, settings.port)
+        listener = _listen(settings.host, settings.port, connections.backlog)
         service = Service(settings)
     except (SettingsError, StoreError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -37,8 +37,9 @@ def serve(settings: Settings) -> int:
         server_header=False,
         proxy_headers=False,
         timeout_graceful_shutdown=1,
-        timeout_keep_alive=75,
-        backlog=_BACKLOG,
+        timeout_keep_alive=SERVER_IDLE_S,
+        http=connections.protocol(),
+        backlog=connections.backlog,
     )
     host, port = listener.getsockname()[:2]
     log.info("serving http://%s:%d", f"[{host}]" if ":" in host else host, port)
@@ -46,12 +47,12 @@ def serve(settings: Settings) -> int:
         log.info("no --store: groups are kept in memory and end with this process")
     try:
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
-            return runner.run(_run(_Server(config), service, listener))
+            return runner.run(_run(Server(config, service), service, listener))
     finally:
         service.close()
 
 
-async def _run(server: "_Server", service: Service, listener: socket.socket) -> int:
+async def _run(server: "Server", service: Service, listener: socket.socket) -> int:
     loop = asyncio.get_running_loop()
     for each in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(each, server.stop)
@@ -61,14 +62,18 @@ async def _run(server: "_Server", service: Service, listener: socket.socket) -> 
     return 1 if service.failed.is_set() else 0
 
 
-async def _stop_on_failure(server: "_Server", service: Service) -> None:
+async def _stop_on_failure(server: "Server", service: Service) -> None:
     await service.failed.wait()
-    log.critical("the store failed: stopping, so that nothing is answered that is not written")
+    log.critical("stopping, so that nothing is answered that is not written: %s", service.failure)
     server.stop()
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """uvicorn, except that a signal ends it with exit code 0 and not by raising the signal again."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -76,11 +81,12 @@ class _Server(uvicorn.Server):
 
     def stop(self) -> None:
         """End after the requests in flight, at once when asked twice."""
+        self._service.end_waits()
         self.force_exit = self.should_exit
         self.should_exit = True
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int, backlog: int) -> socket.socket:
     """A bound socket.
 
     Raises:
@@ -91,7 +97,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(_BACKLOG)
+        listener.listen(backlog)
         listener.setblocking(False)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:

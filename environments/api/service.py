@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import logging
+import secrets
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
@@ -17,9 +18,12 @@ from environments.api.leases import REMEMBERED_LEASES
 from environments.api.payloads import Payloads
 from environments.api.queue import RolloutQueue
 from environments.api.records import Lease
+from environments.api.room import Room
 from environments.api.settings import Settings
 from environments.api.store import REMEMBERED_POSTS_S, Store, StoreError
+from environments.api.timeline import Timeline
 from environments.api.validate import encode_checked
+from environments.api.waiting import Waiters
 
 log = logging.getLogger("rollout-api")
 
@@ -70,7 +74,11 @@ class Service:
         self.latest: bytes | None = None
         self.evaluations: deque[wire.NumberedEvaluation] = deque(maxlen=KEPT_EVALUATIONS)
         self.failed = asyncio.Event()
+        self.failure: StoreError | None = None
+        self.groups, self.room = Waiters(), Waiters()  # for a batch, and for room for groups
+        self._process = secrets.token_hex(4)
         self.started_at = timer()
+        self.timeline = Timeline()
         self._posts: OrderedDict[bytes, float] = OrderedDict()
         self._unanswered: set[bytes] = set()
         self._warned: set[str] = set()
@@ -89,6 +97,7 @@ class Service:
                 snapshot.run.current_step if snapshot.run else "none",
             )
         self.explain = Explainer(self.queue)
+        self.capacity = Room(self.queue, settings.max_queued_mb << 20)
 
     # The trainer
 
@@ -113,9 +122,16 @@ class Service:
             if not started:
                 await self._commit()
             return None
-        payloads = await self.payloads.get(grant.lease.groups)
+        self.timeline.leased(grant.lease.batch_id, grant.groups, self.timer())
+        try:
+            payloads = await self.payloads.get(grant.lease.groups)
+        except StoreError as error:
+            self._fail(error)
+            raise
         if lease is None:
             self._acknowledge(grant.lease.batch_id, None)
+        else:
+            self.payloads.leave(grant.lease.groups)
         await self._commit()
         return Served(payloads, None if lease is None else grant.lease, grant.lease.seconds, self.step)
 
@@ -134,6 +150,7 @@ class Service:
     async def release(self, batch_id: str) -> wire.LeaseResponse:
         """Put a batch back at once (raises as `RolloutQueue.release`)."""
         self.queue.release(batch_id)
+        self.timeline.ended(batch_id)
         await self._commit()
         return wire.LeaseResponse(status="released", current_step=self.step)
 
@@ -156,6 +173,7 @@ class Service:
             checkpoint_interval=trainer.save_checkpoint_interval,
             num_steps=trainer.num_steps,
             eval_every=trainer.eval_every,
+            max_staleness=trainer.max_staleness,
         )
 
     async def disconnect(self, env_id: int) -> None:
@@ -164,10 +182,24 @@ class Service:
         log.info("environment %d disconnected", env_id)
         await self._commit()
 
-    def status_env(self, env_id: int) -> wire.StatusEnv:
-        """What the environment paces itself by; also its sign of life (raises UnknownEnvironment)."""
+    def status_env(self, env_id: int, *, waits: bool = False) -> wire.StatusEnv:
+        """What the environment paces itself by; also its sign of life (raises UnknownEnvironment).
+
+        Args:
+            waits: the request said `wait`; its answer has `leased` and `seen` as well.
+        """
         self.queue.hear(env_id, self.timer())
-        return self.explain.status_env(env_id)
+        return self.explain.status_env(env_id, self.seen if waits else None)
+
+    @property
+    def seen(self) -> str:
+        """Another text whenever environments may have more room: by a step, a batch that left, a new neighbour."""
+        return f"{self._process}.{self.queue.room}"
+
+    def end_waits(self) -> None:
+        """Have requests that wait answered now, and none wait from now on."""
+        self.groups.end()
+        self.room.end()
 
     def take(
         self, group: wire.PackedGroup, key: bytes | None = None, payload: bytes | None = None
@@ -205,6 +237,7 @@ class Service:
             group.policy_versions or (),
             self.timer(),
         )
+        self.timeline.taken(taken.id, self.timer())
         self.payloads.put(taken.id, payload)
         self.latest = payload
         self.history.add(taken, group, now)
@@ -239,7 +272,7 @@ class Service:
 
     def status(self) -> wire.Status:
         """The queue explained."""
-        return self.explain.status(self.timer(), durable=self.store is not None)
+        return self.capacity.shown_in(self.explain.status(self.timer(), durable=self.store is not None))
 
     def overview(self) -> Overview:
         """What the status page shows."""
@@ -257,6 +290,7 @@ class Service:
         self.queue.reset()
         self.payloads.clear()
         self.history = History()
+        self.timeline = Timeline()
         self.latest = None
         self.evaluations.clear()
         self._posts.clear()
@@ -274,6 +308,7 @@ class Service:
                 if warning not in self._warned:
                     log.warning("%s", warning)
             self._warned = set(warnings)
+            self.capacity.report()
             while self._posts and next(iter(self._posts.values())) < date - REMEMBERED_POSTS_S:
                 self._posts.popitem(last=False)
             if self._unanswered and now > self.started_at + RETRY_WINDOW_S:
@@ -292,6 +327,7 @@ class Service:
 
     def _acknowledge(self, batch_id: str, step: int | None) -> None:
         self.payloads.drop(self.queue.acknowledge(batch_id, step))
+        self.timeline.ended(batch_id)
 
     def _adopt_posts(self, posts: list[tuple[bytes, float]]) -> None:
         """Posts of the earlier process; the last ones may be repeated by clients that got no answer."""
@@ -305,6 +341,12 @@ class Service:
                 await self.store.commit()
             else:
                 await self.payloads.flush()
-        except StoreError:
-            self.failed.set()  # memory is now ahead of the disk: stop, and go on from what was written
+        except StoreError as error:
+            self._fail(error)  # memory is now ahead of the disk: stop, and go on from what was written
             raise
+        self.groups.tell(self.queue.changes)
+        self.room.tell(self.queue.room)
+
+    def _fail(self, error: StoreError) -> None:
+        self.failure = self.failure or error
+        self.failed.set()

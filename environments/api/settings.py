@@ -23,6 +23,7 @@ class Settings:
         api_key: required as `Authorization: Bearer ...`; needed to listen beyond loopback.
         max_body_mb: largest request body (MiB), before and after decompression.
         memory_mb: groups beyond this (MiB) are left on disk.
+        max_queued_mb: refuse posts while this many MiB of groups are queued, in memory and on disk together.
         cors_origins: web origins whose pages may call the API.
     """
 
@@ -34,6 +35,7 @@ class Settings:
     api_key: str | None = None
     max_body_mb: int = 64
     memory_mb: int = 1024
+    max_queued_mb: int = 4096
     cors_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -50,5 +52,7 @@ class Settings:
             raise SettingsError(field="--max-body-mb", got=self.max_body_mb, wanted="1 or more")
         if self.memory_mb < 0:
             raise SettingsError(field="--memory-mb", got=self.memory_mb, wanted="0 or more")
+        if self.max_queued_mb < 1:
+            raise SettingsError(field="--max-queued-mb", got=self.max_queued_mb, wanted="1 or more")
         if not 0 <= self.port <= 65535:
             raise SettingsError(field="--port", got=self.port, wanted="0 to 65535")

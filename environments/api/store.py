@@ -70,6 +70,7 @@ class Store(Journal):
                 )
             self._writer.executescript(_SCHEMA)
             self._writer.execute(f"PRAGMA user_version = {_FORMAT}")
+            self._file = _identity(path)
         except sqlite3.Error as error:
             raise StoreError(
                 field=f"--store {path}", got=error, wanted="a writable file of this program's own"
@@ -212,6 +213,14 @@ class Store(Journal):
                 return
 
     def _transact(self, changes: list[Change]) -> StoreError | None:
+        if _identity(self.path) != self._file:  # SQLite would go on writing into a file that nobody finds again
+            return StoreError(
+                "deleted, or replaced, while in use",
+                field=f"--store {self.path}",
+                got="another file" if self.path.exists() else "no such file",
+                wanted="the file that was opened",
+                fix="start the rollout API again; the groups that were queued are lost",
+            )
         if not changes:
             return None
         try:
@@ -222,6 +231,15 @@ class Store(Journal):
         except sqlite3.Error as error:
             return StoreError("cannot be written", field=f"--store {self.path}", got=error)
         return None
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Which file a path names now; None: there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _settle(done: "asyncio.Future[None]", problem: StoreError | None) -> None:

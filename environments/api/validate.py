@@ -136,7 +136,9 @@ def encode_checked(group: wire.PackedGroup) -> bytes:
         InvalidGroup: a whole number beyond 64 bits, or nesting without end.
     """
     try:
-        return wire.encode(group, wire.MSGPACK)
+        # msgspec allocates a buffer half as long again and shrinks it in place. The freed tails are too short to be
+        # used again, so memory would grow by another half. A copy takes only its own bytes.
+        return bytes(memoryview(wire.encode(group, wire.MSGPACK)))
     except (OverflowError, RecursionError, UnicodeEncodeError) as error:
         raise InvalidGroup("", f"a field of this group cannot be kept: {error}") from None
 

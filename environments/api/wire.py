@@ -21,10 +21,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from environments.api.packing import pack_floats, pack_ints, unpack_floats, unpack_ints
+from grpo_common.http import MSGPACK_TYPES, is_msgpack
 
 JSON = "application/json"
 MSGPACK = "application/msgpack"
-MSGPACK_TYPES = frozenset({MSGPACK, "application/x-msgpack", "application/vnd.msgpack"})
 
 IGNORED = -100
 """A mask entry of this value says that the token is not trained; any other says that it is."""
@@ -56,7 +56,8 @@ class Register(Struct, frozen=True, kw_only=True):
 
     Queued groups are kept, the former trainer's leases return to the queue. `batch_size` counts sequences.
     With the `uuid` of an earlier answer the trainer keeps that identity; without it a new one is given. Environments
-    are asked to evaluate every `eval_every` steps.
+    are asked to evaluate every `eval_every` steps, and start no group that could lag more than `max_staleness` versions
+    when it is trained on.
     """
 
     wandb_group: _Name
@@ -69,6 +70,7 @@ class Register(Struct, frozen=True, kw_only=True):
     num_steps: _Int
     uuid: _Id | None = None
     eval_every: _Count | None = None
+    max_staleness: _Id | None = None
 
 
 class RegisterResponse(Struct, frozen=True, kw_only=True):
@@ -98,6 +100,7 @@ class RegisterEnvResponse(Struct, frozen=True, kw_only=True, omit_defaults=True)
     checkpoint_interval: int | None = None
     num_steps: int | None = None
     eval_every: int | None = None
+    max_staleness: int | None = None
 
 
 class EnvIdentifier(Struct, frozen=True, kw_only=True):
@@ -127,8 +130,12 @@ class Info(Struct, frozen=True, kw_only=True):
     max_token_len: int
 
 
-class StatusEnv(Struct, frozen=True, kw_only=True):
-    """Answer to GET /status-env. Queue sizes are in groups of the asking environment's size."""
+class StatusEnv(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Answer to GET /status-env. Queue sizes are in groups of the asking environment's size.
+
+    With `?wait=SECONDS` also: `leased`, the groups that the trainer holds and has not trained on; and `seen`, which the
+    next request sends back so that it is answered when something has changed.
+    """
 
     current_step: int
     queue_size: int
@@ -136,10 +143,13 @@ class StatusEnv(Struct, frozen=True, kw_only=True):
     self_queue_size: int
     max_group_size: int
     env_weight: float
+    leased: int | None = None
+    seen: str | None = None
 
 
 class EnvStatus(Struct, frozen=True, kw_only=True):
-    """One environment in `Status`: `reserved` in sequences per batch, `idle_s` since it was heard of."""
+    """One environment in `Status`: `reserved` in sequences per batch, `idle_s` since it was heard of, `posted_s` since
+    it posted a group."""
 
     env_id: int
     name: str
@@ -153,6 +163,7 @@ class EnvStatus(Struct, frozen=True, kw_only=True):
     queued_sequences: int
     buffered_sequences: int
     received_groups: int
+    posted_s: float = 0.0
 
 
 class LeaseStatus(Struct, frozen=True, kw_only=True):
@@ -182,6 +193,7 @@ class Status(Struct, frozen=True, kw_only=True):
     num_steps: int = -1
     queued_sequences: int = 0
     queued_bytes: int = 0
+    max_queued_bytes: int = 0
     buffered_groups: int = 0
     leased_groups: int = 0
     batch_ready: bool = False
@@ -418,11 +430,6 @@ def decode_batch(body: bytes, content_type: str = MSGPACK) -> Batch:
     fields = msgspec.structs.asdict(packed)
     fields["batch"] = None if packed.batch is None else [unpack(group) for group in packed.batch]
     return Batch(**fields)
-
-
-def is_msgpack(content_type: str | None) -> bool:
-    """Whether a `Content-Type` (parameters and case aside) is MessagePack; all else is read as JSON."""
-    return content_type is not None and content_type.partition(";")[0].strip().lower() in MSGPACK_TYPES
 
 
 def prefers_msgpack(accept: str | None) -> bool:

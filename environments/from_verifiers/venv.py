@@ -21,6 +21,7 @@ VERSION: Final = "0.4.0"
 REQUIREMENTS: Final = (
     f"verifiers=={VERSION}",
     "uv",  # verifiers prepares the programs of its harnesses with it
+    "aiohttp>=3.12,<4",
     "msgspec>=0.19",
     "pydantic-settings>=2.9",
 )

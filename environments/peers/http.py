@@ -1,29 +1,24 @@
 """HTTP to the other processes of a run: they may be away for a while, and that is no error yet."""
 
+import asyncio
+import itertools
 import logging
+import random
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import httpx
+import aiohttp
 import msgspec
-from tenacity import (
-    AsyncRetrying,
-    RetryCallState,
-    retry_if_exception_type,
-    stop_after_delay,
-    wait_exponential,
-    wait_random,
-)
 
-from environments.api import wire
 from grpo_common.errors import UserError
+from grpo_common.http import CLIENT_IDLE_S, CONNECT_S, complaint, may_pass
 
 log = logging.getLogger(__name__)
 
-_MAY_PASS = frozenset({408, 425, 429, 499})
-"""4xx that say nothing of the request itself; 499 is a server that ends and takes its clients for gone."""
 _SAY_AGAIN_AFTER_S = 30.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SPREAD_S = 0.1, 5.0, 0.1
+_JSON = {"Content-Type": "application/json"}
 
 
 class PeerError(UserError, RuntimeError):
@@ -47,6 +42,15 @@ class _Trouble(Exception):
     """A failure that may pass."""
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer that is all there. Names of headers may be asked for in upper or lower case."""
+
+    status: int
+    headers: Mapping[str, str]
+    content: bytes
+
+
 class Peer:
     """One HTTP server, asked with patience.
 
@@ -63,100 +67,114 @@ class Peer:
         timeout: float = 60.0,
         api_key: str | None = None,
         connections: int = 100,
-        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`name` is how messages call it; `timeout` (seconds) bounds one attempt."""
+        """Connect to nothing yet.
+
+        Args:
+            name: how messages call the server.
+            timeout: seconds that the server may be silent in one attempt.
+            connections: the most at a time; a request beyond them waits for one.
+        """
         self.name = name
         self.url = url
         self.patience = patience
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=timeout)
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._connections = connections
+        self._http: aiohttp.ClientSession | None = None
         self._away_since: float | None = None
         self._said_at = 0.0
-        self._http = httpx.AsyncClient(
-            base_url=url,
-            timeout=httpx.Timeout(timeout, connect=10.0, pool=None),
-            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
-            transport=transport,
-            # Peers are named by URL; a proxy from the shell's variables would see loopback addresses.
-            trust_env=False,
-        )
 
-    async def request(self, method: str, path: str, *, patience: float | None = None, **kwargs: Any) -> httpx.Response:
-        """The answer, once there is one; `kwargs` go to httpx.
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        json: object = None,
+        content: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        patience: float | None = None,
+    ) -> Answer:
+        """Return the answer, once there is one. The body is `json`, encoded, or `content` as it is.
 
         Raises:
             PeerGone: No answer within the patience.
-            PeerRefused: The answer was a 4xx.
+            PeerRefused: The answer was an error that will not pass.
         """
-        patience = self.patience if patience is None else patience
-        retrying = AsyncRetrying(
-            retry=retry_if_exception_type(_Trouble),
-            stop=stop_after_delay(patience),
-            wait=wait_exponential(multiplier=0.1, max=5.0) + wait_random(0.0, 0.1),
-            before_sleep=self._say_waiting,
-            reraise=True,
-        )
-        try:
-            response = await retrying(self._attempt, method, path, kwargs)
-        except _Trouble as trouble:
-            raise PeerGone(f"no answer for {patience:.0f} s", field=f"{self.name} at {self.url}", got=trouble) from None
+        if json is not None:
+            content, headers = msgspec.json.encode(json), {**_JSON, **(headers or {})}
+        answer = await self._patient(method, path, content, headers, self.patience if patience is None else patience)
         if self._away_since is not None:
             log.info("%s is back after %.0f s", self.name, time.monotonic() - self._away_since)
             self._away_since = None
-        if response.is_client_error:
-            complaint = _complaint(response)
+        if answer.status >= 400:
+            said = complaint(answer.content, answer.headers.get("content-type"))
             raise PeerRefused(
                 f"refused {method} {path}",
-                response.status_code,
+                answer.status,
                 field=f"{self.name} at {self.url}",
-                got=f"{response.status_code}: {complaint.reason}",
-                key=complaint.key,
+                got=f"{answer.status}: {said.reason}",
+                key=said.key,
             )
-        return response
+        return answer
 
     async def close(self) -> None:
-        """Closes the connections."""
-        await self._http.aclose()
+        """Close the connections."""
+        http, self._http = self._http, None
+        if http is not None:
+            await http.close()
 
-    async def _attempt(self, method: str, path: str, kwargs: dict[str, Any]) -> httpx.Response:
+    async def _patient(
+        self, method: str, path: str, content: bytes | None, headers: Mapping[str, str] | None, patience: float
+    ) -> Answer:
+        started = time.monotonic()
+        for attempt in itertools.count():
+            try:
+                return await self._attempt(method, path, content, headers)
+            except _Trouble as trouble:
+                if time.monotonic() - started >= patience:
+                    raise PeerGone(
+                        f"not done within {patience:.0f} s", field=f"{self.name} at {self.url}", got=trouble
+                    ) from None
+                self._say_waiting(trouble)
+            pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempt, 10))
+            await asyncio.sleep(pause + random.uniform(0.0, _SPREAD_S))
+        raise AssertionError("attempts are counted without end")
+
+    async def _attempt(
+        self, method: str, path: str, content: bytes | None, headers: Mapping[str, str] | None
+    ) -> Answer:
         try:
-            response = await self._http.request(method, path, **kwargs)
-        except httpx.TransportError as error:
+            async with self._session().request(
+                method, f"{self.url}{path}", data=content, headers=headers, allow_redirects=False
+            ) as response:
+                answer = Answer(response.status, response.headers, await response.read())
+        except (aiohttp.ClientError, TimeoutError) as error:
             raise _Trouble(": ".join(filter(None, [type(error).__name__, str(error)]))) from None
-        if response.is_server_error or response.status_code in _MAY_PASS:
-            raise _Trouble(f"{response.status_code}: {_complaint(response).reason}")
-        return response
+        if may_pass(answer.status):
+            said = complaint(answer.content, answer.headers.get("content-type"))
+            raise _Trouble(f"{answer.status}: {said.reason}")
+        return answer
 
-    def _say_waiting(self, state: RetryCallState) -> None:
+    def _session(self) -> aiohttp.ClientSession:
+        """Return the session; it belongs to the event loop of the first request, so it is made there."""
+        if self._http is None:
+            self._http = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self._connections, keepalive_timeout=CLIENT_IDLE_S),
+                timeout=self._timeout,
+                headers=self._headers,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                # Peers are named by URL; a proxy from the shell's variables would see loopback addresses.
+                trust_env=False,
+            )
+        return self._http
+
+    def _say_waiting(self, trouble: _Trouble) -> None:
         now = time.monotonic()
         if self._away_since is None:
             self._away_since, self._said_at = now, float("-inf")
         if now - self._said_at >= _SAY_AGAIN_AFTER_S:
             self._said_at = now
-            trouble = state.outcome.exception() if state.outcome else None
             log.warning(
                 "waiting for %s at %s (%.0f s so far): %s", self.name, self.url, now - self._away_since, trouble
             )
-
-
-@dataclass(frozen=True, slots=True)
-class _Complaint:
-    reason: str
-    key: str | None
-
-
-def _complaint(response: httpx.Response) -> _Complaint:
-    """What an error answer says: `detail` and `field` (rollout API), `error` (inference server), or its text."""
-    try:
-        if wire.is_msgpack(response.headers.get("content-type")):
-            body = msgspec.msgpack.decode(response.content)
-        else:
-            body = msgspec.json.decode(response.content)
-    except msgspec.DecodeError:
-        return _Complaint(response.text[:200] or "no reason given", None)
-    if not isinstance(body, dict):
-        return _Complaint(str(body)[:500], None)
-    error = body.get("error")
-    if isinstance(error, dict):
-        return _Complaint(str(error.get("message", error)), error.get("param"))
-    return _Complaint(str(body.get("detail", body))[:500], body.get("field"))

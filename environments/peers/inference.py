@@ -7,8 +7,6 @@ import logging
 from collections.abc import Sequence
 from typing import Protocol
 
-import httpx
-
 from environments.config import ConfigError, ServerConfig
 from environments.peers.dialects import (
     Completion,
@@ -21,6 +19,7 @@ from environments.peers.dialects import (
     find_dialect,
 )
 from environments.peers.http import Peer
+from grpo_common.trace import stage
 
 __all__ = ["Completion", "Inference", "InferenceClient", "Sampling", "inference"]
 
@@ -84,7 +83,6 @@ class InferenceClient:
         config: ServerConfig,
         *,
         patience: float,
-        transport: httpx.AsyncBaseTransport | None = None,
         name: str = "the inference server",
     ) -> None:
         """`patience`: seconds that the server may be away. `base_url` may end in ``/v1``, as OpenAI clients have it.
@@ -103,7 +101,6 @@ class InferenceClient:
             timeout=config.timeout,
             api_key=config.api_key,
             connections=config.num_max_requests_at_once,
-            transport=transport,
         )
 
     async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
@@ -116,11 +113,14 @@ class InferenceClient:
         """
         dialect = await self._dialect(sampling)
         async with self._slots:
-            completions = await dialect.generate(self._peer, prompt_token_ids, n, sampling)
-            # Cut short by a server that is being stopped: no sample of a policy.
-            while any(completion.finish_reason == "abort" for completion in completions):
-                await asyncio.sleep(ASK_AGAIN_S)
+            with stage("generate", completions=n) as found:
                 completions = await dialect.generate(self._peer, prompt_token_ids, n, sampling)
+                # Cut short by a server that is being stopped: no sample of a policy.
+                while any(completion.finish_reason == "abort" for completion in completions):
+                    await asyncio.sleep(ASK_AGAIN_S)
+                    completions = await dialect.generate(self._peer, prompt_token_ids, n, sampling)
+                tokens = sum(len(completion.token_ids) for completion in completions)
+                found |= {"version": completions[0].policy_version, "tokens": tokens}
         return completions
 
     async def prompt_logprobs(self, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:

@@ -6,7 +6,6 @@ import math
 import uuid
 from typing import TypeVar
 
-import httpx
 import msgspec
 
 from environments.api import wire
@@ -32,7 +31,7 @@ class RolloutApi:
     answers in JSON all the same, and gets JSON.
     """
 
-    def __init__(self, config: BaseEnvConfig, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
+    def __init__(self, config: BaseEnvConfig) -> None:
         """Connects to nothing yet."""
         self._config = config
         self._body_type = wire.JSON
@@ -41,7 +40,6 @@ class RolloutApi:
             config.rollout_server_url,
             patience=config.retry_timeout,
             api_key=config.rollout_api_key,
-            transport=transport,
         )
 
     async def register(self, name: str) -> wire.RegisterEnvResponse:
@@ -64,14 +62,19 @@ class RolloutApi:
         """The trainer's W&B project and group."""
         return await self._ask("GET", "/wandb_info", wire.WandbInfo)
 
-    async def status(self, env_id: int) -> wire.StatusEnv:
+    async def status(self, env_id: int, *, wait: float = 0.0, seen: str = "") -> wire.StatusEnv:
         """The trainer's step and what is queued.
+
+        Args:
+            wait: seconds to wait for news, if what is known is that of the answer with this `seen`. An API of the
+                original protocol answers at once, and its answers have no `seen`.
 
         Raises:
             NotRegistered: The API does not know `env_id`.
         """
+        path = f"/status-env?wait={wait:g}&seen={seen}"
         try:
-            return await self._ask("GET", "/status-env", wire.StatusEnv, wire.EnvIdentifier(env_id=env_id))
+            return await self._ask("GET", path, wire.StatusEnv, wire.EnvIdentifier(env_id=env_id))
         except PeerRefused as refusal:
             if refusal.status == 404:
                 raise NotRegistered(refusal.summary, field=refusal.field, got=refusal.got) from None

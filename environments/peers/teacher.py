@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import httpx
 import msgspec
 
 from environments.api import wire
@@ -29,16 +28,14 @@ class Teacher:
         self._top_k = top_k
 
     @classmethod
-    def of(cls, config: BaseEnvConfig, transport: httpx.AsyncBaseTransport | None = None) -> Teacher | None:
+    def of(cls, config: BaseEnvConfig) -> Teacher | None:
         """The teacher that the settings name, if they name one."""
         if config.teacher_url is None:
             return None
         server = ServerConfig(
             base_url=config.teacher_url, model_name=config.teacher_model_name, api_key=config.teacher_api_key
         )
-        client = InferenceClient(
-            server, patience=config.retry_timeout, transport=transport, name="the teacher's server"
-        )
+        client = InferenceClient(server, patience=config.retry_timeout, name="the teacher's server")
         return cls(client, config.teacher_top_k)
 
     async def annotate(self, group: wire.ScoredData) -> wire.ScoredData:

@@ -7,10 +7,12 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from environments.api import wire
@@ -21,7 +23,8 @@ from environments.peers.inference import inference
 from environments.peers.rollout_api import RolloutApi
 from environments.running.files import GroupFile
 from environments.running.groups_page import groups_page
-from environments.running.runner import LOST_IN_A_ROW, PROMPT_TOO_LONG, EnvironmentFailed, serve, unfit
+from environments.running.runner import LOSSES, LOST_IN_A_ROW, EnvironmentFailed, serve, unfit
+from environments.scoring import ScoreTimeout, allow_interrupts
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +33,9 @@ COMMANDS = {
     "process": "write scored groups to a JSONL file and a page to read; needs no trainer and no rollout API",
     "evaluate": "print the policy's metrics as one line of JSON",
 }
+
+BLOCKED_S = 1.0
+"""Seconds after which a signal interrupts code that blocks the event loop."""
 
 CALLED_AS = "GRPO_CALLED_AS"
 """The command that became this one, if another did: `grpo env NAME`; messages call it so, too."""
@@ -87,8 +93,8 @@ async def _command(command: str, env_cls: type[BaseEnv[Any, Any]], settings: Set
     server = inference(settings.openai, patience=settings.env.retry_timeout)
     env = env_cls(settings.env, server, tokenizer)
     stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    allow_interrupts()
+    _stop_on_signals(stop, status=0 if command == "serve" else 1)
     try:
         if command == "serve":
             api = RolloutApi(settings.env)
@@ -105,6 +111,26 @@ async def _command(command: str, env_cls: type[BaseEnv[Any, Any]], settings: Set
         await server.close()
         if env.teacher is not None:
             await env.teacher.close()
+
+
+def _stop_on_signals(stop: asyncio.Event, status: int) -> None:
+    """Have SIGINT and SIGTERM set `stop`; if the event loop is blocked, end the program with an exit status."""
+    loop = asyncio.get_running_loop()
+    heard: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            return
+        if heard or loop.is_closed():  # the loop has not set `stop`: it is blocked by the code that this interrupts
+            raise SystemExit(status)
+        heard.append(number)
+        loop.call_soon_threadsafe(stop.set)
+        again = threading.Timer(BLOCKED_S, signal.pthread_kill, (threading.main_thread().ident, number))
+        again.daemon = True
+        again.start()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
 
 
 async def _until(stop: asyncio.Event, work: Any) -> None:
@@ -166,9 +192,9 @@ async def _collect(env: BaseEnv[Any, Any], item: Any) -> wire.ScoredData | str:
     """A group for the item, with the teacher's word if there is one; else why there is none."""
     try:
         group = await env.scored(item)
-    except PromptTooLong as error:
+    except (PromptTooLong, ScoreTimeout) as error:
         log.warning("%s", error)
-        return PROMPT_TOO_LONG
+        return LOSSES[type(error)]
     except (PeerError, ConfigError):
         raise
     except Exception as error:  # the environment's own code: one bad item must not lose the rest

@@ -2,10 +2,9 @@
 
 import asyncio
 import logging
-import math
 import time
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,71 +17,34 @@ from environments.peers.http import PeerError, PeerRefused
 from environments.peers.rollout_api import NotRegistered, RolloutApi
 from environments.running.files import GroupFile
 from environments.running.metrics import JsonlSink, Reporter, Sink, open_wandb
+from environments.running.pace import InFlight, Registration, groups_to_start
 from environments.running.state import FOLDER, StateFiles
+from environments.scoring import ScoreTimeout
+from grpo_common.trace import lane, stage
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-REGISTER_AGAIN_S = 1.0
+"""Between two questions to an API that does not say when there is something new."""
+WAIT_S = 20.0
+"""How long one that does holds a request."""
+REGISTER_AGAIN_S = 0.25
 SAY_WAITING_EVERY_S = 60.0
 GOODBYE_S = 0.8
 """On the way out: how long groups already scored may take to be posted, and then the leave-taking."""
 LOST_IN_A_ROW = 16
 """So many groups that came to nothing one after another mean that the environment does not work."""
 
+LOSSES = {PeerRefused: "refused by the server", PromptTooLong: "prompt too long", ScoreTimeout: "scored for too long"}
+"""Errors that cost one group, and what the group is counted as."""
+ALL_EQUAL = "all scores equal"
 
-PROMPT_TOO_LONG = "prompt too long"
+Tasks = dict[asyncio.Task[None], int]
+"""Tasks, each with the trainer's step when its group was started."""
 
 
 class EnvironmentFailed(PeerError):
     """The environment's own code fails for group after group."""
-
-
-@dataclass(frozen=True, slots=True)
-class Registration:
-    """What the API told us when it took us in.
-
-    Attributes:
-        env_id: Our number there.
-        name: Our name there.
-        batch_size: Sequences in the trainer's batch.
-        max_token_len: The trainer's longest sequence, or -1.
-        last_step: The step at which there is nothing left to do, or -1 if the trainer names none.
-        first_step: The trainer's step when we came.
-        checkpoint_dir: Where the trainer saves, if it said so.
-        checkpoint_interval: After how many steps it saves; 0: only at its end.
-        eval_every: After how many steps the trainer wants an evaluation; 0: it does not ask.
-    """
-
-    env_id: int
-    name: str
-    batch_size: int
-    max_token_len: int
-    last_step: int
-    first_step: int = 0
-    checkpoint_dir: str | None = None
-    checkpoint_interval: int = 0
-    eval_every: int = 0
-
-
-def groups_to_start(status: wire.StatusEnv, registration: Registration, config: BaseEnvConfig, in_flight: int) -> int:
-    """How many groups to start now, with `in_flight` counted *before* `status` was asked for.
-
-    Groups that wait in the API and groups in flight together stay within `max_batches_offpolicy` batches, and within
-    what the remaining steps need. Among several environments each stays within its weight's share of that, so that
-    batches are mixed as the weights say, however fast each of them is. A share reserved by `min_batch_allocation` is
-    filled however full the queue is with other environments' groups: the trainer would wait for it.
-    """
-    per_batch = registration.batch_size / config.group_size
-    batches = float(config.max_batches_offpolicy)
-    if registration.last_step >= 0:
-        batches = min(batches, registration.last_step - status.current_step)
-    share = math.ceil(batches * per_batch * min(1.0, status.env_weight)) - status.self_queue_size
-    room = min(math.ceil(batches * per_batch) - status.queue_size, share) - in_flight
-    if config.min_batch_allocation is not None:
-        reserved = math.ceil(batches * per_batch * config.min_batch_allocation)
-        room = max(room, reserved - status.self_queue_size - in_flight)
-    return max(0, min(room, config.max_concurrent_groups - in_flight))
 
 
 def unfit(group: wire.ScoredData, config: BaseEnvConfig, max_token_len: int) -> str | None:
@@ -90,8 +52,10 @@ def unfit(group: wire.ScoredData, config: BaseEnvConfig, max_token_len: int) -> 
     expected = (group.group_overrides or {}).get("group_size", config.group_size)
     if len(group.tokens) != expected:
         return f"{len(group.tokens)} sequences for {expected}"
+    if all(entry == wire.IGNORED for mask in group.masks for entry in mask):
+        return "no token to train on: all completions are empty"
     if config.ensure_scores_are_not_same and len(set(group.scores)) == 1:
-        return "all scores equal"
+        return ALL_EQUAL
     if max_token_len > 0 and max(map(len, group.tokens)) > max_token_len:
         return f"longer than the trainer's {max_token_len} tokens"
     return None
@@ -106,15 +70,17 @@ async def serve(env: BaseEnv[Any, Any], api: RolloutApi, stop: asyncio.Event) ->
     """
     work = asyncio.create_task(Runner(env, api).run())
     stopped = asyncio.create_task(stop.wait())
-    await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if not work.done():
-        log.info("asked to stop")
-        work.cancel()
-        with suppress(asyncio.CancelledError):
-            await work
-        return
-    work.result()
+    try:
+        await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    finally:  # also where the program is interrupted: the environment leaves before its connections are closed
+        stopped.cancel()
+        if not work.done():
+            log.info("asked to stop")
+            if not work.cancelling():
+                work.cancel()
+            await asyncio.wait({work})
+    if not work.cancelled():
+        work.result()
 
 
 class Runner:
@@ -127,11 +93,16 @@ class Runner:
         self.api = api
         self.reporter = Reporter(env.name)
         self._registration: Registration | None = None
-        self._generating: set[asyncio.Task[None]] = set()
-        self._posting: set[asyncio.Task[None]] = set()
+        self._generating: Tasks = {}
+        self._posting: Tasks = {}
         self._evaluation: asyncio.Task[None] | None = None
         self._file = GroupFile.append(self.config.data_path_to_save_groups)
         self._lost = 0
+        self._started = 0
+        self._failure: Exception | None = None
+        self._items_left = True
+        self._woken = asyncio.Event()
+        self._news: asyncio.Task[wire.StatusEnv] | None = None
         self._seen: wire.StatusEnv | None = None
         self._moved_at = time.monotonic()
 
@@ -181,6 +152,7 @@ class Runner:
             checkpoint_dir=answer.checkpoint_dir or None,
             checkpoint_interval=max(0, answer.checkpoint_interval or 0),
             eval_every=answer.eval_every or 0,
+            max_staleness=answer.max_staleness,
         )
         log.info(
             "registered as %s: batches of %d sequences in groups of %d, step %s of %s",
@@ -217,30 +189,57 @@ class Runner:
             files.save(step, state)
 
     async def _work(self) -> None:
-        items_left = True
-        while True:
-            in_flight = len(self._generating) + len(self._posting)
-            status = await self._status()
-            registration = self._registration
-            if status is None or registration is None:
-                continue
-            self._notice(status)
-            if 0 <= registration.last_step <= status.current_step:
-                log.info("the trainer has done its %d steps", registration.last_step)
-                return
-            wanted = groups_to_start(status, registration, self.config, in_flight)
-            while items_left and wanted > 0:
-                item = await self.env.get_next_item()
-                if item is None:
-                    items_left = False
-                else:
-                    self._start(self._generating, self._collect(item))
-                    wanted -= 1
-            if not items_left and not self._generating and not self._posting:
-                log.info("no more items")
-                return
-            await asyncio.sleep(POLL_S)
+        while not await self._advance():
+            await self._until_news()
             self._reap()
+
+    async def _advance(self) -> bool:
+        """Start the groups that there is room for; return whether there is nothing left to do."""
+        self._woken.clear()
+        in_flight = self._in_flight()
+        status = await self._status()
+        registration = self._registration
+        if status is None or registration is None:
+            self._woken.set()
+            return False
+        self._notice(status)
+        if 0 <= registration.last_step <= status.current_step:
+            log.info("the trainer has done its %d steps", registration.last_step)
+            return True
+        for _ in range(groups_to_start(status, registration, self.config, in_flight) if self._items_left else 0):
+            item = await self.env.get_next_item()
+            if item is None:
+                self._items_left = False
+                break
+            self._start(self._generating, status.current_step, self._collect_in_lane, item, status.current_step)
+        if not self._items_left and not self._generating and not self._posting:
+            log.info("no more items")
+            return True
+        if self._items_left and groups_to_start(status, registration, self.config, self._in_flight()):
+            self._woken.set()  # groups that were posted meanwhile may have been counted twice
+        return False
+
+    async def _until_news(self) -> None:
+        """Return when asking again may make a difference: by what the API says, or by what became of a group here."""
+        if self._woken.is_set() or self._seen is None or self._registration is None:
+            return
+        if self._seen.seen is None:  # an API that answers at once
+            await asyncio.sleep(POLL_S)
+            return
+        if self._news is None:
+            asked = self.api.status(self._registration.env_id, wait=WAIT_S, seen=self._seen.seen)
+            self._news = asyncio.create_task(asked)
+        woken = asyncio.create_task(self._woken.wait())
+        await asyncio.wait({self._news, woken}, return_when=asyncio.FIRST_COMPLETED)
+        woken.cancel()
+        if self._news.done():
+            news, self._news = self._news, None
+            with suppress(NotRegistered):  # the next question registers again
+                news.result()
+
+    def _in_flight(self) -> InFlight:
+        steps = [*self._generating.values(), *self._posting.values()]
+        return InFlight(len(steps), min(steps, default=None))
 
     async def _status(self) -> wire.StatusEnv | None:
         """The API's status, or None where we had to register again first."""
@@ -260,11 +259,12 @@ class Runner:
         elif now - self._moved_at >= SAY_WAITING_EVERY_S:
             self._moved_at = now
             log.warning(
-                "nothing has moved for %.0f s: the trainer is at step %d, %d groups are queued, %d in flight",
+                "nothing has moved for %.0f s: the trainer is at step %d, %d groups are queued, %d in flight; %s",
                 SAY_WAITING_EVERY_S,
                 status.current_step,
                 status.queue_size,
                 len(self._generating) + len(self._posting),
+                self.reporter.tally.line(),
             )
         self._seen = status
         if before is None or status.current_step == before.current_step:
@@ -293,82 +293,103 @@ class Runner:
         if self._registration is not None:
             await self.api.post_evaluation(self._registration.env_id, step, metrics)
 
-    async def _collect(self, item: object) -> None:
+    async def _collect_in_lane(self, item: object, step: int) -> None:
+        self._started += 1
+        with lane(f"group {self._started}"):
+            await self._collect(item, step)
+
+    async def _collect(self, item: object, step: int) -> None:
         try:
             group = await self.env.scored(item)
-        except PeerRefused as refusal:
-            log.error("%s", refusal)
-            self._lose("refused by the server", str(refusal))
-            return
-        except PromptTooLong as error:
-            if not self.reporter.tally.dropped[PROMPT_TOO_LONG]:  # each one would be a line; once a step says enough
-                log.warning("%s", error)
-            self._lose(PROMPT_TOO_LONG, str(error))
+        except tuple(LOSSES) as error:
+            self._lose(next(said for kind, said in LOSSES.items() if isinstance(error, kind)), error)
             return
         except (PeerError, ConfigError):
             raise
         except Exception as error:  # the environment's own code: one bad item must not end a long run
-            log.exception("%s failed for %r", self.env.name, item)
-            self._lose("failed", repr(error))
+            log.exception("%s failed for %.200r", self.env.name, item)
+            self._lose("failed", repr(error), said=True)
             return
         assert self._registration is not None, "groups are collected after the registration"
         if group is None:
-            self.reporter.tally.dropped["came to nothing"] += 1
-        elif reason := unfit(group, self.config, self._registration.max_token_len):
-            self.reporter.tally.dropped[reason] += 1
+            self._drop("came to nothing")
+        elif (reason := unfit(group, self.config, self._registration.max_token_len)) == ALL_EQUAL:
+            self._drop(reason)  # the task may be too easy or too hard, but it works
+        elif reason is not None:
+            self._lose(reason, f"a group of {self.env.name} is not sent: {reason}")
         else:
             self._file.write(group)
-            self._start(self._posting, self._post(group))
+            self._start(self._posting, step, self._post, group)
 
     async def _post(self, group: wire.ScoredData) -> None:
         while True:
             registration = self._registration
             assert registration is not None, "groups are posted after the registration"
             try:
-                await self.api.post(msgspec.structs.replace(group, env_id=registration.env_id))
+                with stage("post", versions=group.policy_versions):
+                    await self.api.post(msgspec.structs.replace(group, env_id=registration.env_id))
             except PeerRefused as refusal:
                 if refusal.key == "env_id":  # the API was restarted: the next status makes us register again
+                    self._woken.set()
                     while self._registration is registration:
                         await asyncio.sleep(POLL_S)
                     continue
-                log.error("%s", refusal)
-                self._lose("refused by the rollout API", str(refusal))
+                self._lose("refused by the rollout API", refusal)
                 return
             self._lost = 0
             self.reporter.tally.add(group)
+            self._woken.set()  # one fewer is in flight, so another may be started
             return
 
-    def _lose(self, reason: str, trouble: str) -> None:
-        self.reporter.tally.dropped[reason] += 1
+    def _lose(self, reason: str, trouble: object, *, said: bool = False) -> None:
+        if not said and not self.reporter.tally.dropped[reason]:  # each one would be a line; once a step says enough
+            log.warning("%s", trouble)
+        self._drop(reason)
         self._lost += 1
         if self._lost >= LOST_IN_A_ROW:
             raise EnvironmentFailed(f"{self._lost} groups in a row came to nothing", field=self.env.name, got=trouble)
 
-    def _start(self, tasks: set[asyncio.Task[None]], work: Any) -> None:
-        tasks.add(asyncio.create_task(work))
+    def _drop(self, reason: str) -> None:
+        """Count a group that is not sent; another may be started in its place."""
+        self.reporter.tally.dropped[reason] += 1
+        self._woken.set()
+
+    def _start(self, tasks: Tasks, step: int, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
+        """Have a task do some work. It is among `tasks` to its very end: they are counted."""
+
+        async def run() -> None:
+            try:
+                await work(*arguments)
+            except Exception as error:
+                self._failure = self._failure or error
+            finally:
+                del tasks[task]
+                if self._failure is not None or not self._items_left:
+                    self._woken.set()
+
+        task = asyncio.create_task(run())
+        tasks[task] = step
 
     def _reap(self) -> None:
-        """Takes out finished tasks; what one of them raised ends the run."""
-        for tasks in (self._generating, self._posting):
-            for task in [task for task in tasks if task.done()]:
-                tasks.discard(task)
-                task.result()
+        """Raise what a task raised: it ends the run."""
+        if self._failure is not None:
+            raise self._failure
         if self._evaluation is not None and self._evaluation.done():
             finished, self._evaluation = self._evaluation, None
             finished.result()
 
     async def _leave(self) -> None:
         """Ends generation, posts what is scored, disconnects; within about two seconds."""
-        evaluation = {self._evaluation} if self._evaluation else set()
-        for task in self._generating | evaluation:
+        ended = [*self._generating, *filter(None, [self._evaluation, self._news])]
+        for task in ended:
             task.cancel()
-        await asyncio.gather(*self._generating, *evaluation, return_exceptions=True)
+        await asyncio.gather(*ended, return_exceptions=True)
         if self._posting:
             await asyncio.wait(self._posting, timeout=GOODBYE_S)
-        unsent = [task for task in self._posting if not task.done()]
+        unsent = list(self._posting)
         for task in unsent:
             task.cancel()
-        await asyncio.gather(*self._posting, return_exceptions=True)
+        await asyncio.gather(*unsent, return_exceptions=True)
         if unsent:
             log.warning("%d scored groups could not be handed over", len(unsent))
         if self._registration is not None:

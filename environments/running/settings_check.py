@@ -19,6 +19,7 @@ _SETTINGS: Final = MappingProxyType(
         "arithmetic": ("environments.arithmetic_server", "ArithmeticConfig"),
         "gsm8k": ("environments.gsm8k_server", "Gsm8kConfig"),
         "verifiers": ("environments.from_verifiers.config", "VerifiersConfig"),
+        "word_problems": ("environments.word_problems_server", "WordProblemsConfig"),
     }
 )
 """By short name: where the class of an environment's settings stands, in modules that import nothing heavy."""

@@ -21,6 +21,7 @@ BUILT_IN_ENVIRONMENTS = MappingProxyType(
         "arithmetic": "environments.arithmetic_server",
         "gsm8k": "environments.gsm8k_server",
         "verifiers": "environments.verifiers_server",
+        "word_problems": "environments.word_problems_server",
     }
 )
 
@@ -29,7 +30,9 @@ class EnvironmentProcess(Section):
     """Environment."""
 
     name: str = option(
-        "arithmetic", help="arithmetic, gsm8k, verifiers, or the module of your own environment.", flags=("--env",)
+        "arithmetic",
+        help=f"{', '.join(BUILT_IN_ENVIRONMENTS)}, or the module of your own environment.",
+        flags=("--env",),
     )
     env: dict[str, Any] = Field(default_factory=dict)
     openai: dict[str, Any] = Field(default_factory=dict)

@@ -400,8 +400,10 @@ def choices(leaf: Leaf, root: type[Section]) -> tuple[str, ...]:
 
 def described(leaf: Leaf, root: type[Section]) -> dict[str, str]:
     """What each value of a discriminator means: `Section.means` of each member."""
+    if not _is_tag(leaf):  # as nearly all: the tree is not looked through for each of hundreds of options
+        return {}
     members = [other.choice for other in leaves(root) if other.choice and other.key == leaf.key and _is_tag(other)]
-    return {_tag_of(member): member.means for member in members if member.means} if _is_tag(leaf) else {}
+    return {_tag_of(member): member.means for member in members if member.means}
 
 
 def _metavar(annotation: Any) -> str:

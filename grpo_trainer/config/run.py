@@ -55,6 +55,8 @@ SET_BY_THE_RUN = {
 
 QUEUE_FILE = "queue.sqlite"
 """In a run's folder."""
+TRACE_FILE = "trace.json"
+"""In a run's folder, with `--trace`."""
 
 
 class ApiProcess(Section):
@@ -89,6 +91,9 @@ class RunOptions(Section):
     """Run."""
 
     run_dir: Path = option(Path("runs/latest"), help="Folder of logs, metrics, checkpoints and process configurations.")
+    trace: bool = option(
+        False, help=f"Record a timeline of all processes in {TRACE_FILE} of --run-dir, for https://ui.perfetto.dev."
+    )
     trainer_gpus: int = option(
         1, help="GPUs of the trainer: a process each, with a share of every batch; the server is on the first.", ge=1
     )
@@ -121,6 +126,11 @@ class RunConfig(Section):
         if self.api.store is None:
             return self.run_dir / QUEUE_FILE
         return None if str(self.api.store) == "none" else self.api.store
+
+    @property
+    def trace_file(self) -> Path | None:
+        """Where processes record what they do; None: nowhere."""
+        return (self.run_dir / TRACE_FILE).absolute() if self.options.trace else None
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Every option of the trainer and of a run, once: see `options.py` for how flags and TOML come of it.
 
 `TrainConfig` is what `grpo train` takes; names and defaults of the options that the Atropos example trainer had are
-its own. `RunConfig` (in `run_config.py`) adds the processes around it. Nothing here imports torch.
+its own, except the interval of checkpoints. `RunConfig` (in `config/run.py`) adds the processes around it. Nothing here
+imports torch.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from grpo_trainer.config.bridge import (
     RestartOptions,
     SharedVllm,
 )
+from grpo_trainer.config.checkpoints import CheckpointConfig
 from grpo_trainer.config.compute import ComputeConfig
 from grpo_trainer.config.distributed import DistributedConfig
 from grpo_trainer.config.loss import LossConfig
@@ -154,20 +156,6 @@ class DriftConfig(Section):
     on_drift: Literal["warn", "stop"] = option("warn", help="When they have more: say so, or save and stop.")
 
 
-class CheckpointConfig(Section):
-    """Checkpoints."""
-
-    save_path: Path = option(Path("trained_model_checkpoints"), help="Folder of the checkpoints.")
-    checkpoint_interval: int = option(3, help="Save every N steps; 0: only the final one.", ge=0)
-    keep_checkpoints: int = option(2, help="Keep only the newest N besides the final one; 0: all.", ge=0)
-    resume: str = option(
-        "never", help="auto: go on from the newest whole checkpoint in --save-path; never; or a checkpoint's path."
-    )
-    background_writes: bool = option(
-        True, help="Copy a checkpoint into main memory, where there is room, and write it while training goes on."
-    )
-
-
 class LogConfig(Section):
     """Logging."""
 
@@ -249,7 +237,7 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _staleness_fits(self) -> TrainConfig:
-        oldest = self.bridge.vllm_restart_interval - 1 if isinstance(self.bridge, RestartOptions) else 0
+        oldest = self.versions_behind
         if self.rollouts.max_staleness is not None and self.rollouts.max_staleness < oldest:
             raise ConfigError(
                 f"with --vllm-restart-interval {oldest + 1} the newest samples are up to {oldest} versions old",
@@ -258,6 +246,11 @@ class TrainConfig(Section):
                 wanted=f"{oldest} or more, or more restarts",
             )
         return self
+
+    @property
+    def versions_behind(self) -> int:
+        """Versions that the newest samples may lag: a server that is restarted has new weights only then."""
+        return self.bridge.vllm_restart_interval - 1 if isinstance(self.bridge, RestartOptions) else 0
 
     def trainer_dtype(self, *, on_gpu: bool) -> str:
         """What `--dtype auto` comes to, decided in one place so that trainer and server can't differ."""

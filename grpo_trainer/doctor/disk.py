@@ -39,7 +39,7 @@ def check_disk(config: TrainConfig, folder: Path, shape: ModelShape | None, *, o
     if free + held < least or free < each:
         return fail("disk", got, f"{least / GB:.1f} GB for {min(most, 2)} {of_them}", MOVE)
     if free + held < whole:
-        fix = f"a larger --checkpoint-interval; or {MOVE}"
+        fix = f"a larger --checkpoint-interval, in steps; or {MOVE}"
         if config.checkpoints.keep_checkpoints != 2:
             fix = f"--keep-checkpoints 2; or {fix}"
         return warn("disk", got, f"{whole / GB:.1f} GB for {most} {of_them} and logs", fix)
@@ -94,8 +94,11 @@ def served_bytes(config: TrainConfig, shape: ModelShape, *, on_gpu: bool) -> int
 
 
 def most_checkpoints(config: TrainConfig) -> int:
-    """How many lie there at one time: those that stay, and a new one or the final one."""
-    interval, keep = config.checkpoints.checkpoint_interval, config.checkpoints.keep_checkpoints
+    """At most how many lie there at one time: those that stay, and a new one or the final one.
+
+    Of checkpoints by time, any step may have one.
+    """
+    interval, keep = config.checkpoints.environment_interval, config.checkpoints.keep_checkpoints
     made = config.training_steps // interval if interval else 0
     return 1 + (min(keep, made) if keep else made)
 

@@ -30,6 +30,7 @@ HEAD_CHUNK = 64 << 20
 """Bytes of the logits that exist at one time (`model.head.HeadPlan`); their fp32 copies are a few times that."""
 BUCKET = 256 << 20
 """Bytes of the buffer in which several trainers add up gradients (`distributed.BUCKET_BYTES`)."""
+CACHE = "key-value cache"
 NEARLY_FULL = 0.93
 """Of a device's memory."""
 NF4_BYTES = 0.52
@@ -135,7 +136,7 @@ class MemoryPlan:
             found.append(Problem(device_name(self.devices, self.fullest), got, f"at most {wanted}"))
         if self.kv_tokens < self.max_model_len:
             got, wanted = (f"{tokens:,} tokens" for tokens in (max(self.kv_tokens, 0), self.max_model_len))
-            found.append(Problem("key-value cache", got, f"at least one sequence of {wanted}"))
+            found.append(Problem(CACHE, got, f"at least one sequence of {wanted}"))
         return tuple(found)
 
 
@@ -192,7 +193,7 @@ def _server_rows(
         rows = [
             ("weights", model.parameters * item * server.replicas),
             ("adapter slots", slots * server.workers),
-            ("key-value cache", CPU_CACHE * server.workers),
+            (CACHE, CPU_CACHE * server.workers),
             ("process", CPU_PROCESS * server.workers),
             ("process that waits", CPU_STANDBY * server.replicas if _has_standby(config) else 0),
         ]
@@ -200,7 +201,7 @@ def _server_rows(
     share = int(server.gpu_share * devices.total)
     cache = share - weights - slots - SERVER_WORKSPACE
     parts = [("weights", weights), ("adapter slots", slots), ("workspace", SERVER_WORKSPACE), ("context", CONTEXT)]
-    parts.append(("key-value cache", max(cache, 0)))
+    parts.append((CACHE, max(cache, 0)))
     rows = [MemoryRow(device, "server", what, size) for device in server.devices for what, size in parts if size]
     return rows, server.replicas * (cache // token)
 

@@ -24,9 +24,11 @@ import httpx
 from grpo_trainer.config.server import server_names
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import PortBusyError, from_os_error
+from grpo_trainer.launch.child import Child
 from grpo_trainer.launch.plan import ProcessSpec, server_process, waiting_server
 from grpo_trainer.launch.ports import is_free, port_holder
-from grpo_trainer.launch.supervisor import POLL_SECONDS, Child, answers
+from grpo_trainer.launch.supervisor import POLL_SECONDS, answers
+from grpo_trainer.phases import SERVER, START
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +135,7 @@ class OwnedServer:
         self._link.symlink_to(folder.absolute(), target_is_directory=True)
         return str(self._link.absolute())
 
+    @START.of(SERVER)
     def wait_ready(self) -> float:
         """Wait until it answers; returns the seconds since its launch.
 

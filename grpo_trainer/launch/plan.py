@@ -12,16 +12,20 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from grpo_common.trace import FILE_VARIABLE, NAME_VARIABLE
 from grpo_trainer.config.bridge import AllWeightsOptions, LoraOnly
 from grpo_trainer.config.environments import EnvironmentProcess, environment_module
-from grpo_trainer.config.options import dump
+from grpo_trainer.config.options import dump, key_of
 from grpo_trainer.config.run import RunConfig
-from grpo_trainer.config.server import DEGREES, KEY_VARIABLE, ServerProcess, VllmConfig
+from grpo_trainer.config.server import DEGREES, KEY_VARIABLE, ServerProcess, VllmConfig, arguments
 from grpo_trainer.config.train import API_KEY_VARIABLE, TrainConfig
 from grpo_trainer.errors import ConfigError
 from vllm_server.protocol.bridge_config import FILE_NAME
 
 LOOPBACK = "127.0.0.1"
+CACHE_FLAG = "--kv-cache-memory-bytes"
+"""Of vLLM: the size of its key-value cache; without it, vLLM measures what is free."""
+NO_ENV: Mapping[str, str] = MappingProxyType({})
 STOP_SECONDS_ALL_WEIGHTS = 120.0
 """A trainer of all weights may take so long to save them with their optimizer when it is asked to stop."""
 
@@ -60,7 +64,10 @@ class ProcessSpec:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run starts, stage by stage: a stage starts when all processes of the one before are ready."""
+    """What a run starts, stage by stage: a stage starts when all processes of the one before are ready.
+
+    Most runs have one stage: whoever needs another process waits for it, when it has done what it can do without.
+    """
 
     stages: tuple[tuple[ProcessSpec, ...], ...]
     config_files: Mapping[Path, Mapping[str, Any]]
@@ -71,7 +78,15 @@ class RunPlan:
         return tuple(process for stage in self.stages for process in stage)
 
 
-def plan_run(config: RunConfig, ports: Mapping[str, int], *, python: str, on_gpu: bool) -> RunPlan:
+def plan_run(
+    config: RunConfig,
+    ports: Mapping[str, int],
+    *,
+    python: str,
+    on_gpu: bool,
+    cache_bytes: int | None = None,
+    env: Mapping[str, str] = NO_ENV,
+) -> RunPlan:
     """Plan the processes of `grpo run`.
 
     Args:
@@ -79,6 +94,8 @@ def plan_run(config: RunConfig, ports: Mapping[str, int], *, python: str, on_gpu
         ports: resolved (never 0) ports of "api" and of each server.
         python: the interpreter of every process.
         on_gpu: whether server and trainer run on a GPU; on a CPU all processes share its cores.
+        cache_bytes: size of the server's key-value cache on each of its GPUs; None: it measures what is free.
+        env: added to the environment of every process.
 
     Raises:
         ConfigError: the trainer is to use the server's weights, but from another device.
@@ -94,15 +111,37 @@ def plan_run(config: RunConfig, ports: Mapping[str, int], *, python: str, on_gpu
         environments.append(_environment_process(name, environment, folder / f"{name}.toml", python))
     servers = [_api_process(config, ports, python)]
     if not config.trainer.owns_server:
-        servers += _server_processes(config, ports, python, on_gpu)
-    stages = (tuple(servers), (*_trainer_processes(config, folder / "trainer.toml", ports, python), *environments))
+        servers += _server_processes(config, ports, python, on_gpu, cache_bytes)
+    trainers = _trainer_processes(config, folder / "trainer.toml", ports, python)
+    overlaps = not on_gpu or _may_overlap(config, cache_bytes)
+    stages = ((*servers, *trainers, *environments),) if overlaps else ((*servers, *environments), trainers)
     shared = {} if on_gpu else SHARED_CORES
-    stages = tuple(tuple(_with_env(process, shared) for process in stage) for stage in stages)
-    return RunPlan(stages=stages, config_files=files, ports=dict(ports))
+    planned = tuple(
+        tuple(_with_env(process, {**shared, **env, **_traced(config, process)}) for process in stage)
+        for stage in stages
+    )
+    return RunPlan(stages=planned, config_files=files, ports=dict(ports))
+
+
+def _may_overlap(config: RunConfig, cache_bytes: int | None) -> bool:
+    """Whether the trainer may use a GPU while the server starts there.
+
+    A server that measures how much memory is free for its cache would count the trainer's, and vLLM ends with an error
+    when memory is given back meanwhile. Several trainer processes measure together, when all servers are there.
+    """
+    if config.trainer.owns_server:
+        return True
+    is_fixed = cache_bytes is not None or says_cache_size(config.trainer.vllm.extra_args)
+    return is_fixed and config.options.trainer_gpus == 1
 
 
 SHARED_CORES = MappingProxyType({"OMP_WAIT_POLICY": "passive"})
 """On a CPU: idle OpenMP threads sleep instead of spinning on cores that another process needs."""
+
+
+def _traced(config: RunConfig, process: ProcessSpec) -> dict[str, str]:
+    file = config.trace_file
+    return {} if file is None else {FILE_VARIABLE: str(file), NAME_VARIABLE: process.name}
 
 
 def _with_env(process: ProcessSpec, env: Mapping[str, str]) -> ProcessSpec:
@@ -171,15 +210,22 @@ def server_process(
     )
 
 
+def says_cache_size(extra_args: tuple[str, ...]) -> bool:
+    """Whether the user has fixed the size of the server's key-value cache."""
+    return any(key_of(flag) == key_of(CACHE_FLAG) for flag, _ in arguments(extra_args))
+
+
 def waiting_server(server: ProcessSpec) -> ProcessSpec:
     """A process that makes a server's imports, in this one's environment, and serves once it is told the arguments."""
     python = server.argv[0]
     return replace(server, argv=(python, "-m", "vllm_server.standby"), ready_url=None, told=True)
 
 
-def _server_processes(config: RunConfig, ports: Mapping[str, int], python: str, on_gpu: bool) -> Iterator[ProcessSpec]:
+def _server_processes(
+    config: RunConfig, ports: Mapping[str, int], python: str, on_gpu: bool, cache_bytes: int | None
+) -> Iterator[ProcessSpec]:
     bridge = config.trainer.bridge
-    flags: list[str] = []
+    flags = [] if cache_bytes is None else [CACHE_FLAG, str(cache_bytes)]
     if isinstance(bridge, LoraOnly):
         flags += ["--max-lora-rank", str(bridge.r), "--lora-name", bridge.name]
         flags += ["--lora-keep-versions", str(config.trainer.keep_versions)]

@@ -15,13 +15,12 @@ from pathlib import Path
 
 import msgspec
 
+from grpo_trainer.cache import cache_folder
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.files import replace_file
 from vllm_server.protocol import PreflightReport
 
 PREFLIGHT_SECONDS = 300
-CACHE_VARIABLE = "GRPO_CACHE"
-"""A folder instead of `~/.cache/grpo`."""
 
 _VERSIONS = {"vllm": "_version.py", "torch": "version.py"}
 """Packages that decide, and a file of each that says which build it is."""
@@ -103,15 +102,15 @@ def _keep(place: Path, report: PreflightReport | None) -> None:
 
 def _place_of_answer(model: str) -> Path | None:
     """Named after what the answer depends on; None: that can't be told."""
+    cache = cache_folder()
     path = [str(Path.cwd()), *sys.path]  # as the process that is asked has it
     try:
         config = (Path(model) / "config.json").read_bytes()
         versions = [(_package(name, path) / file).read_bytes() for name, file in _VERSIONS.items()]
         ours = [file.read_bytes() for file in sorted(_package("vllm_server", path).rglob("*.py"))]
-        cache = Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "grpo").absolute()
-    except (OSError, RuntimeError):  # no such file; no home
+    except OSError:  # no such file
         return None
-    if b"auto_map" in config:
+    if cache is None or b"auto_map" in config:
         return None
     devices = sorted(file.name for pattern in ("nvidia*", "dxg") for file in _DEVICES.glob(pattern))
     where = json.dumps([sys.executable, *devices, *map(os.environ.get, _VARIABLES)])

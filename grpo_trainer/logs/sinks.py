@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, TextIO
@@ -14,6 +15,7 @@ from rich.console import Console
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.files import METRICS_FILE
 from grpo_trainer.logs.trackers import SINKS
+from grpo_trainer.metrics.remaining import RECENT, duration, seconds_left
 from grpo_trainer.metrics.rows import keep_steps
 from grpo_trainer.metrics.types import Metrics, merge, reduce
 
@@ -84,9 +86,14 @@ class ConsoleSink:
         self._console = console
         self._total = total_steps
         self._explained = False
+        self._recent: deque[float] = deque(maxlen=RECENT)
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
-        self._console.print(step_line(step, self._total, numbers), markup=False, highlight=False, soft_wrap=True)
+        if "train/seconds" in numbers:
+            self._recent.append(numbers["train/seconds"])
+        left = seconds_left(self._total - step, self._recent)
+        line = step_line(step, self._total, numbers, left)
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
         learnt = "grpo/mean_ratio" in numbers
         if not self._explained and learnt and abs(numbers.get("train/loss", 1.0)) < 1e-3:
             self._explained = True
@@ -100,10 +107,13 @@ class ConsoleSink:
         pass
 
 
-def step_line(step: int, total: int, numbers: dict[str, float]) -> str:
-    """A step in one line: reward, loss, ratio, staleness, groups without a spread, tokens/s, seconds.
+def step_line(step: int, total: int, numbers: dict[str, float], left: float | None = None) -> str:
+    """A step in one line: reward, loss, ratio, staleness, groups without a spread, tokens/s, seconds, time left.
 
     What there is no number of is left out; a step that taught nothing says so in the place of loss and ratio.
+
+    Args:
+        left: seconds that the run still takes, if they are known.
     """
     served = "publish/served_version" if "publish/served_version" in numbers else "publish/version"
 
@@ -125,6 +135,7 @@ def step_line(step: int, total: int, numbers: dict[str, float]) -> str:
         part("{:,.0f} tok/s", "train/tokens_per_second"),
         " ".join(filter(None, seconds)),
         part("v{:.0f}", served),  # older than what was published, where restarts are far between
+        f"{duration(left)} left" if left else "",
     ]
     return "  ".join(filter(None, parts))
 

@@ -22,7 +22,7 @@ from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError
 from grpo_trainer.model.bridge_file import check_gpu, end_of, start_of, storage_of, tied_names
 from grpo_trainer.model.check import check_model
-from grpo_trainer.model.load import check_attention, freeze
+from grpo_trainer.model.load import check_attention, freeze, pick_device, pick_dtype
 from grpo_trainer.model.names import Binding, Facts, bind_names
 from vllm_server.protocol.bridge_config import BridgeConfigFile, CudaIpcHandle, FileHandle, Handle
 
@@ -43,11 +43,26 @@ BUFFER_TOLERANCE: Final = 1e-5
 """Relative; a GPU's powers and cosines differ from a CPU's in the last bits."""
 
 
-def attach_model(config: BridgeConfigFile, model_config: ModelConfig, device: torch.device) -> PreTrainedModel:
+def build_skeleton(model_config: ModelConfig) -> PreTrainedModel:
+    """Return the model without weights, as far as the trainer's own options say how it is: no server is asked.
+
+    Raises:
+        ConfigError, ModelError: see `attach_model`.
+    """
+    found = check_model(model_config.name)
+    check_attention(found, model_config.attention)
+    device = pick_device(model_config.device)
+    return build_without_weights(found, pick_dtype(model_config.dtype, device), model_config.attention, device)
+
+
+def attach_model(
+    config: BridgeConfigFile, model_config: ModelConfig, device: torch.device, skeleton: PreTrainedModel | None = None
+) -> PreTrainedModel:
     """The model of `--model-name`, its parameters being the server's, in training mode but with nothing to train yet.
 
     Args:
         device: where the trainer runs; `cuda` without a number means the server's GPU.
+        skeleton: the model without weights, which is taken if the server has it in this dtype and on this device.
 
     Raises:
         BridgeError: the memory can't be opened from here.
@@ -66,7 +81,9 @@ def attach_model(config: BridgeConfigFile, model_config: ModelConfig, device: to
             wanted=f"{_name(dtype)}, the server's",
             fix=f"use --dtype auto, or start the server with --dtype {model_config.dtype}",
         )
-    model = build_without_weights(found, dtype, model_config.attention, device)
+    fits = skeleton is not None and skeleton.dtype == dtype and all(b.device == device for b in skeleton.buffers())
+    model = skeleton if fits else build_without_weights(found, dtype, model_config.attention, device)
+    assert model is not None
     bindings = bind_names(_shapes(model), _vllm_shapes(config), facts_of(model, config))
     bind(model, bindings, open_handles(config, device))
     take_generation_config(model, model_config.name)

@@ -25,6 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from grpo_trainer.errors import ModelError
 from grpo_trainer.files import write_bytes
+from grpo_trainer.optim.landed import first_not_finite
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -123,7 +124,7 @@ def export_model(
             it has now.
 
     Raises:
-        ModelError: see `stored_tensors`.
+        ModelError: see `stored_tensors`; or a tensor is not finite in `dtype`, merged or not.
         OSError: with `filename`.
     """
     stored = stored_tensors(model) if tensors is None else {name: (name, each) for name, each in tensors.items()}
@@ -154,9 +155,18 @@ def _converted(
     plain = plain_model(model)
     for name, own, tensor in chosen:
         with torch.no_grad():
-            value = _merged(model, own, tensor).to(device="cpu", dtype=dtype)
-        for final, part in revert_weight_conversion(plain, {name: value}).items():
+            value = _merged(model, own, tensor).to(dtype)
+        _check_finite(name, value)
+        for final, part in revert_weight_conversion(plain, {name: value.cpu()}).items():
             yield final, part.contiguous()
+
+
+def _check_finite(name: str, value: Tensor) -> None:
+    if first_not_finite([value], [value]) is not None:
+        raise ModelError(
+            "can't be written for the server", field=name, got="values that are not finite",
+            wanted=f"finite ones in {str(value.dtype).removeprefix('torch.')}", fix="take an earlier checkpoint",
+        )  # fmt: skip
 
 
 def _merged(model: PreTrainedModel | PeftModel, own: str, tensor: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from grpo_trainer.model.activations import (
 )
 from grpo_trainer.model.compiled import CompiledLayers, compile_layers
 from grpo_trainer.model.forward import Forward
+from grpo_trainer.model.head import head_scores
 from grpo_trainer.model.lora_linear import use_few_kernels
 from grpo_trainer.model.reference import free_bytes
 
@@ -42,12 +43,22 @@ TRIED = 64
 """Tokens of a trial."""
 
 
-def fit(forward: Forward, config: TrainConfig, trained: Sequence[Parameter]) -> None:
-    """Compile and checkpoint the layers of a model as the options say, or as its device has room for."""
+def fit(
+    forward: Forward,
+    config: TrainConfig,
+    trained: Sequence[Parameter],
+    before_measuring: Callable[[], None] = lambda: None,
+) -> None:
+    """Compile and checkpoint the layers of a model as the options say, or as its device has room for.
+
+    Args:
+        before_measuring: called before the free memory of the device is read; returns when the other processes there
+            have what they need.
+    """
     use_few_kernels(forward.model)
     layers = decoder_list(forward)
     if layers is not None:
-        Fitting(forward, layers, config, trained).fit()
+        Fitting(forward, layers, config, trained, before_measuring).fit()
 
 
 def decoder_list(forward: Forward) -> nn.ModuleList | None:
@@ -60,10 +71,16 @@ class Fitting:
 
     Args:
         trained: the parameters whose gradients and optimizer states will take memory.
+        before_measuring: see `fit`.
     """
 
     def __init__(
-        self, forward: Forward, layers: nn.ModuleList, config: TrainConfig, trained: Sequence[Parameter]
+        self,
+        forward: Forward,
+        layers: nn.ModuleList,
+        config: TrainConfig,
+        trained: Sequence[Parameter],
+        before_measuring: Callable[[], None] = lambda: None,
     ) -> None:
         assert forward.decoder is not None and forward.head is not None, "layers are a decoder's"
         self.forward = forward
@@ -71,22 +88,31 @@ class Fitting:
         self.layers = layers
         self.config = config
         self.trained = trained
+        self.before_measuring = before_measuring
         self.is_cut = isinstance(forward.model, FSDPModule)
         self.random = _draws_random_numbers(forward.model)
         self.recomputes_in_graphs = not (config.compute.activation_offload or self.is_cut or self.random)
         """Whether layers can do it once they are compiled, rather than checkpoints around them."""
 
     def fit(self) -> None:
-        if self._is_compiled():
-            again = self.config.model.gradient_checkpointing and self.recomputes_in_graphs
-            planned = Recomputation(len(self.layers)) if again else None
-            self.forward.compiled = compile_layers(self.layers, self.trial, planned)
-        if self.forward.compiled is not None:
-            self.forward.plan = self.forward.plan.compiled()
-            log.info("decoder layers and head are compiled")
+        if is_compiled(self.config, self.forward.model, on_gpu=self.head.weight.is_cuda):
+            self.compile()
         self._forget_gradients()
         self._set_recomputed()
         self._forget_gradients()
+
+    def compile(self, *, head: bool = True) -> None:
+        """Compile the layers by a trial, and the head; nothing is compiled where torch can't."""
+        again = self.config.model.gradient_checkpointing and self.recomputes_in_graphs
+        planned = Recomputation(len(self.layers)) if again else None
+        self.forward.compiled = compile_layers(self.layers, self.trial, planned)
+        if self.forward.compiled is None:
+            return
+        self.forward.plan = self.forward.plan.compiled()
+        with_head = head and not self.is_cut
+        if with_head:
+            self._compile_head()
+        log.info("decoder layers%s are compiled", " and head" if with_head else "")
 
     def trial(self) -> Tensor:
         """The shortest pass."""
@@ -112,20 +138,28 @@ class Fitting:
             token, fixed = measure(self.forward.model, self.run)
         return token / len(self.layers), fixed / len(self.layers)
 
+    def _compile_head(self) -> None:
+        """Call the functions of the head as a step does, which compiles them; the first step does not wait for it."""
+        weight = self.head.weight
+        hidden_NH = torch.zeros(TRIED, weight.shape[1], device=weight.device, requires_grad=True)
+        targets_N = torch.zeros(TRIED, dtype=torch.int64, device=weight.device)
+        scores = head_scores(
+            hidden_NH,
+            weight,
+            self.head.bias,
+            targets_N,
+            torch.ones(TRIED, device=weight.device),
+            targets_N.new_zeros(TRIED, 0),
+            self.forward.plan,
+            entropy_gradient=self.config.loss.entropy_coef > 0,
+        )
+        # Gradients as of a loss: that of a sum has other strides, for which torch would compile once more.
+        scores.logprobs_N.backward(torch.ones_like(scores.logprobs_N))
+
     def _forget_gradients(self) -> None:
         """Those of trials."""
         for parameter in self.trained:
             parameter.grad = None
-
-    def _is_compiled(self) -> bool:
-        config = self.config
-        if config.compute.compile != "auto":
-            return config.compute.compile == "on"
-        if self.is_cut:
-            return False
-        size = sum(parameter.numel() for parameter in self.forward.model.parameters())
-        is_large = size >= WORTH_COMPILING and config.training_steps >= LONG_RUN
-        return self.head.weight.is_cuda and is_large and not config.model.load_in_4bit
 
     def _set_recomputed(self) -> None:
         config, count = self.config, len(self.layers)
@@ -134,6 +168,7 @@ class Fitting:
             self._keep(Recomputation(count if wanted or offload else 0))
             return
         memory = self._measured(in_graphs=self._recomputing_layers() is not None)
+        self.before_measuring()
         tokens, rest = config.largest_pass, self._room()
         finer = self._measured_between(memory, tokens, rest)
         if not self._keep(finer.plan(tokens, rest)):
@@ -213,6 +248,16 @@ class Fitting:
         casts = 0.0 if in_graphs else fixed
         kept = {Kept.ALL: token, Kept.INPUT: inputs}
         return LayerMemory(len(self.layers), kept, {Kept.ALL: fixed, Kept.INPUT: casts})
+
+
+def is_compiled(config: TrainConfig, model: nn.Module, *, on_gpu: bool) -> bool:
+    """Whether the layers of a model are to be compiled: as the options say, or where it is worth the time."""
+    if config.compute.compile != "auto":
+        return config.compute.compile == "on"
+    if isinstance(model, FSDPModule) or config.model.load_in_4bit or not on_gpu:
+        return False
+    size = sum(parameter.numel() for parameter in model.parameters())
+    return size >= WORTH_COMPILING and config.training_steps >= LONG_RUN
 
 
 # ---------------------------------------------------------------- arithmetic

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -36,7 +37,8 @@ from grpo_trainer.config.train import ModelConfig, TrainConfig
 from grpo_trainer.distributed import World
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError
 from grpo_trainer.model import lora
-from grpo_trainer.model.attach import attach_model, build_without_weights, take_generation_config
+from grpo_trainer.model.ahead import compile_ahead
+from grpo_trainer.model.attach import attach_model, build_skeleton, build_without_weights, take_generation_config
 from grpo_trainer.model.bridge_file import find_bridge_config
 from grpo_trainer.model.check import check_model
 from grpo_trainer.model.cut import cut, give_memory, is_cut, read_weights
@@ -51,6 +53,8 @@ from grpo_trainer.model.load import (
     pick_dtype,
 )
 from grpo_trainer.model.tokenizer import NoTokenizerError, read_tokenizer
+from grpo_trainer.optim.landed import first_not_finite
+from grpo_trainer.phases import COMMAND_VARIABLE
 from grpo_trainer.server_client import ServerClient
 from vllm_server.protocol.bridge_config import BridgeConfigFile
 
@@ -221,7 +225,18 @@ class SharedWeights(AllWeights):
         model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
         loaded = {name: tensor.detach() for name, (_, tensor) in stored_tensors(model).items()} | dict(exact)
         self._check_shapes(path, loaded)
+        self._check_finite(path, loaded)
         self.loaded = loaded
+
+    def _check_finite(self, path: Path, weights: Mapping[str, Tensor]) -> None:
+        values = list(weights.values())
+        if (first := first_not_finite(values, values)) is not None:
+            raise ConfigError(
+                "weights of the checkpoint are not finite",
+                field="--resume",
+                got=f"{[*weights][first]} in {path}",
+                fix="resume from an earlier checkpoint",
+            )
 
     @torch.no_grad()
     def write_loaded(self) -> None:
@@ -299,6 +314,10 @@ def attach_to_server(
         BridgeError: the server does not share its weights, or the file is another server's.
         BridgeError, ConfigError, ModelError: see `attach_model`.
     """
+    skeleton = None
+    if COMMAND_VARIABLE in os.environ:  # `grpo run`: the server that starts now does not measure what is free
+        skeleton = build_skeleton(config.model)
+        compile_ahead(config, skeleton)
     client = ServerClient(config.vllm, check_stop)
     try:
         info = client.wait_until_there()
@@ -322,7 +341,7 @@ def attach_to_server(
         )
     auto = torch.device("cpu" if file.kind == "file" else "cuda")
     device = auto if config.model.device == "auto" else pick_device(config.model.device)
-    return attach_model(file, config.model, device), file
+    return attach_model(file, config.model, device, skeleton), file
 
 
 def choose_trained(model: PreTrainedModel, options: AllWeightsOptions) -> None:

@@ -42,12 +42,14 @@ class Holding(Protocol):
 
     Attributes:
         parameters: what its optimizer updates.
+        names: of each of them, the model's.
         loss_factor: the loss is multiplied by this before the backward pass.
         forward: scores of tokens.
         whole: this process can compute without the others.
     """
 
     parameters: list[Parameter]
+    names: list[str]
     loss_factor: float
     forward: Forward
     whole: bool
@@ -85,6 +87,8 @@ class Replicas:
 
     def __init__(self, world: World, forward: Forward, parameters: Sequence[Parameter]) -> None:
         self.parameters = list(parameters)
+        known = {id(parameter): name for name, parameter in forward.model.named_parameters()}
+        self.names = [known[id(parameter)] for parameter in self.parameters]
         self.forward = forward
         self._world = world
 
@@ -137,6 +141,7 @@ class Shards:
         parts = [Part(name, number, _local(whole), whole) for number, (name, whole) in enumerate(trained)]
         self.parts = [part for part in parts if part.own.numel()]
         self.parameters = [part.own for part in self.parts]
+        self.names = [part.name for part in self.parts]
 
     # ------------------------------------------------------------------------------------------ steps
 
@@ -261,18 +266,25 @@ def _local(parameter: Parameter) -> Parameter:
     return Parameter(data.to_local())
 
 
-def hold(world: World, model: nn.Module, config: TrainConfig, trained: Sequence[Parameter]) -> Holding:
+def hold(
+    world: World,
+    model: nn.Module,
+    config: TrainConfig,
+    trained: Sequence[Parameter],
+    before_measuring: Callable[[], None] = lambda: None,
+) -> Holding:
     """What this process holds of a model, whose forward pass is made ready for steps.
 
     Args:
         model: whole, or cut already (`model/cut.py`).
+        before_measuring: see `fit`.
 
     Raises:
         ConfigError: it is cut, and its layers can't be called by themselves.
     """
     if not isinstance(model, FSDPModule):
         forward = build_forward(model, config)
-        fit(forward, config, trained)
+        fit(forward, config, trained, before_measuring)
         return Replicas(world, forward, trained)
     assert isinstance(model, nn.Module)
     with with_rest(model):
@@ -284,5 +296,5 @@ def hold(world: World, model: nn.Module, config: TrainConfig, trained: Sequence[
                 got="full",
                 fix="use --sharding none",
             )
-        fit(forward, config, trained)
+        fit(forward, config, trained, before_measuring)
     return Shards(world, forward)

@@ -1,12 +1,15 @@
-"""Whether a step has landed: how much of the weights it has changed."""
+"""Whether a step has landed: how much of the weights it has changed, and whether they are numbers still."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+from grpo_trainer.distributed import CommonWeightsError
 
 SAMPLED_ENTRIES = 1 << 16
 
@@ -36,6 +39,25 @@ def changed_fraction(before: Sequence[Tensor], after: Sequence[Tensor]) -> float
 
 
 @torch.no_grad()
-def are_finite(parameters: Sequence[Parameter]) -> bool:
-    """Whether no entry is infinite or no number; one parameter's worth of booleans at a time."""
-    return all(bool(parameter.detach().isfinite().all()) for parameter in parameters)
+def first_not_finite(values: Sequence[Tensor], targets: Sequence[Tensor]) -> int | None:
+    """The index of the first tensor of values with one that is not finite in its target's dtype; None: there is none.
+
+    All are reduced on their device, which is asked once.
+    """
+    if not values:
+        return None
+    norms = torch._foreach_norm([each.detach() for each in values], math.inf)  # pyright: ignore
+    largest = torch.stack(list(norms)).tolist()  # NaN of a tensor that has some
+    fits = [size <= torch.finfo(target.dtype).max for size, target in zip(largest, targets, strict=True)]
+    return None if all(fits) else fits.index(False)
+
+
+def not_finite(name: str, when: str) -> CommonWeightsError:
+    """The end of a run whose weights must not be published."""
+    return CommonWeightsError(
+        "trained weights are not finite: they are not published",
+        field=name,
+        got=f"nan or inf {when}",
+        wanted="finite weights",
+        fix="lower --lr, and look at train/grad_norm in metrics.jsonl",
+    )

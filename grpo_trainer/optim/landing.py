@@ -30,9 +30,19 @@ class TwoPartOptimizer(torch.optim.Optimizer, ABC):
 
     Attributes:
         kind: its states are of no use to an optimizer of another kind.
+        prepares: between `prepare` and `step` the new weights lie where the gradients were.
     """
 
     kind: str
+    prepares: ClassVar[bool] = False
+    hold: Callable[[], None] | None = None
+    """Set while weights and states are being copied: makes what the GPU does next wait for the copy."""
+
+    def wait_for_copy(self) -> None:
+        """Let nothing that follows change weights or states before a copy of them is whole; the host does not wait."""
+        hold, self.hold = self.hold, None
+        if hold is not None:
+            hold()
 
     def prepare(self) -> None:
         """The part of the step that leaves the parameters alone, as far as there is one."""
@@ -106,6 +116,7 @@ class LandingOptimizer(TwoPartOptimizer):
     """
 
     name: ClassVar[str]
+    prepares = True
     arithmetic: ClassVar[Callable[..., Any]]
     """What is worth compiling; to be called as `_arithmetic`, which is that or compiled."""
     elementwise: ClassVar[bool] = True

@@ -57,7 +57,7 @@ summary { cursor: pointer; overflow-wrap: anywhere } .u { color: var(--dim); fon
 """
     + "".join(
         f"polyline.c{n} {{ stroke: var(--c{n}) }} polygon.a{n} {{ fill: var(--c{n}) }} "
-        f"i.c{n}, i.a{n} {{ background: var(--c{n}) }}\n"
+        f"rect.a{n} {{ fill: var(--c{n}); opacity: .55 }} i.c{n}, i.a{n} {{ background: var(--c{n}) }}\n"
         for n in range(8)
     )
     + "".join(
@@ -117,6 +117,8 @@ def page(runs: Sequence[Run], *, made: datetime, refresh_seconds: int = 0) -> st
         body.append(f"<details><summary>{len(others)} more metrics</summary>{_figures(others, len(plots))}</details>")
     for run in runs:
         of_it = "" if alone else f" of {parts.text(run.name)}"
+        if alone or run.timeline:
+            body.append(f"<h2>Timeline{of_it}</h2>{parts.timeline(run)}")
         if alone or run.samples:
             body.append(f"<h2>Samples{of_it}</h2>{parts.samples(run.samples)}")
         body.append(f"<h2>Events{of_it}</h2>{parts.events(run)}")

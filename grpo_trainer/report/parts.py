@@ -9,8 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from grpo_trainer.metrics.remaining import duration
 from grpo_trainer.report.plots import Line, Plot, svg, thinned
 from grpo_trainer.report.read import Run
+from grpo_trainer.report.timeline import lanes, last_steps, sentence
 
 ENDS = 5
 """The reward at start and at end is the mean of this many steps, as in `metrics.summary`."""
@@ -47,13 +49,6 @@ def _tile(name: str, value: str, note: str) -> str:
     """`note` may be empty; its line is there all the same, so that tiles are of one height."""
     below = text(note) or "&nbsp;"
     return f'<div class="tile"><small>{text(name)}</small><b>{text(value)}</b><small>{below}</small></div>'
-
-
-def duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes = seconds / 60
-    return f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
 
 
 def figure(plot: Plot, number: int) -> str:
@@ -148,6 +143,14 @@ def comparison(runs: Sequence[Run]) -> str:
         mark = f'<i class="c{number % 8}"></i>{text(run.name)}'
         rows.append([mark, *map(text, cells)])
     return table(["run", "steps", "reward, first 5", "last 5", "best", "tokens/s", "training"], rows)
+
+
+def timeline(run: Run) -> str:
+    """What the run waits for most, and the last steps stage by stage."""
+    window = last_steps(run.timeline)
+    if window is None:
+        return '<p class="dim">None was recorded: <code>--trace</code> does.</p>'
+    return f"<p>{text(sentence(run.timeline))} The last steps:</p>{lanes(run.timeline, window)}"
 
 
 def differences(runs: Sequence[Run]) -> str:

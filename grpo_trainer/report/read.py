@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_common.trace import read_events
+from grpo_trainer.config.run import TRACE_FILE
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import METRICS_FILE
 from grpo_trainer.logs.samples import SAMPLES_FILE
 from grpo_trainer.metrics.rows import read_rows
+from grpo_trainer.report.timeline import Interval, intervals
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, read_state
 
 SECRET = re.compile(r"(?m)^(\s*\S*(?:api_key|token|secret|password)\S*\s*=\s*)(.+)$")
@@ -43,6 +46,7 @@ class Run:
         total_steps: what it set out to do; None: not known.
         checkpoints: names of the folders.
         final_step: the step of what the run left at its end; None: there is none.
+        timeline: the stages that `--trace` recorded.
     """
 
     name: str
@@ -54,6 +58,7 @@ class Run:
     total_steps: int | None
     checkpoints: Sequence[str]
     final_step: int | None = None
+    timeline: Sequence[Interval] = ()
 
     @property
     def steps(self) -> int:
@@ -108,7 +113,15 @@ def read_run(folder: Path, *, may_be_empty: bool = False) -> Run:
         total_steps=int(steps) if steps is not None else None,
         checkpoints=_checkpoints(folder / "checkpoints"),
         final_step=_final_step(folder / "checkpoints"),
+        timeline=_timeline(folder / TRACE_FILE),
     )
+
+
+def _timeline(path: Path) -> list[Interval]:
+    try:
+        return intervals(read_events(path)) if path.exists() else []
+    except ValueError as error:
+        raise ConfigError(field=str(path), got=str(error), wanted="a timeline that --trace wrote") from None
 
 
 def without_secrets(toml: str) -> str:

@@ -19,6 +19,7 @@ import httpx
 import msgspec
 
 from environments.api import wire
+from grpo_common.http import CONNECT_S, complaint, may_pass
 from grpo_trainer.config.train import RolloutConfig
 from grpo_trainer.errors import ServerError, TrainingError
 from grpo_trainer.rollouts.decode import to_group
@@ -30,8 +31,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 POLL_SECONDS = 0.02
-TROUBLE = frozenset({500, 502, 503, 504})
-"""What a server answers, or a proxy before it, that may work a little later."""
+"""At least so long from one attempt to the next, where the API does not wait itself."""
+
+WAIT_SECONDS = 0.5
+"""How long the API holds a request for a batch that is not there yet: a stop is seen this much later at most."""
 
 PATIENCE_SECONDS = 15.0
 """After this long without a batch, and each time again, the log says what is being waited for."""
@@ -59,7 +62,8 @@ class RolloutClient:
         headers = {"Accept": wire.MSGPACK}
         if config.api_key:
             headers["Authorization"] = f"Bearer {config.api_key}"
-        self._http = httpx.Client(base_url=config.url, timeout=30.0, headers=headers, trust_env=False)
+        timeout = httpx.Timeout(30.0, connect=CONNECT_S)
+        self._http = httpx.Client(base_url=config.url, timeout=timeout, headers=headers, trust_env=False)
         self._config = config
         self._registration = registration
         self._registering = threading.Lock()
@@ -108,7 +112,7 @@ class RolloutClient:
 
     def _try_lease(self, request: str) -> wire.PackedBatch | _Wait:
         lease = f"lease={self._config.lease_seconds:g}&request={request}&uuid={self._registration.uuid}"
-        answer = self._send("GET", f"/batch?{lease}")
+        answer = self._send("GET", f"/batch?{lease}&wait={WAIT_SECONDS:g}")
         if isinstance(answer, _Wait):
             return answer
         if not wire.is_msgpack(answer.headers.get("content-type")):
@@ -262,7 +266,7 @@ class RolloutClient:
                     answer = self._http.post(f"/batch/{batch_id}/extend?lease={seconds:g}", timeout=2.0)
                 except httpx.HTTPError as error:  # the next round tries again; what trains says so if it is for good
                     log.debug("batch %s was not extended: %s", batch_id, error)
-                    continue
+                    break  # with hundreds of them, each in vain for seconds, nobody could close this
                 if answer.status_code < 300:
                     self._leases.hold(batch_id)
 
@@ -279,7 +283,7 @@ class RolloutClient:
             answer = self._http.request(method, path, content=body, headers=headers)
         except httpx.TransportError as error:
             return _Wait(f"{self._config.url} to answer ({type(error).__name__}: {error})")
-        if answer.status_code in TROUBLE:
+        if may_pass(answer.status_code):
             return _Wait(f"{self._config.url} to recover (status {answer.status_code})")
         if frank and answer.status_code in (404, 409):
             return answer
@@ -295,6 +299,7 @@ class RolloutClient:
         started = time.monotonic()
         said = 0.0
         while True:
+            began = time.monotonic()
             result = attempt()  # before the check: a stop must not keep a trained batch from being acknowledged
             if not isinstance(result, _Wait):
                 return result
@@ -310,7 +315,8 @@ class RolloutClient:
                     got=self._explanation() or result.reason,
                     fix=f"look at the environments' logs and at {self._config.url}/status, or wait longer",
                 )
-            time.sleep(POLL_SECONDS if waited < 5.0 else 10 * POLL_SECONDS)
+            pause = POLL_SECONDS if waited < 5.0 else 10 * POLL_SECONDS
+            time.sleep(max(0.0, pause - (time.monotonic() - began)))
 
     def environment_name(self, env_id: int | None) -> str:
         """How messages call an environment."""
@@ -336,8 +342,4 @@ class RolloutClient:
 
 def _said(answer: httpx.Response) -> str:
     """A refusal in words: the API's own, or what something before it answers in its place."""
-    content_type = answer.headers.get("content-type", "")
-    try:
-        return wire.decode(answer.content, wire.ErrorResponse, content_type).detail[:500]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return f"{len(answer.content)} bytes of {content_type}" if wire.is_msgpack(content_type) else answer.text[:500]
+    return complaint(answer.content, answer.headers.get("content-type")).reason

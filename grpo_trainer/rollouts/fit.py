@@ -25,16 +25,21 @@ class Sieve:
     Args:
         vocabulary: ids of tokens are below it; None: not known.
         name_of: how messages call an environment, by its number.
+        longest: tokens of a sequence that are trained on, its prompt included; None: all.
 
     Attributes:
         last: why the last group was left out.
     """
 
-    def __init__(self, vocabulary: int | None, name_of: Callable[[int | None], str]) -> None:
+    def __init__(
+        self, vocabulary: int | None, name_of: Callable[[int | None], str], longest: int | None = None
+    ) -> None:
         self.last = Problem()
         self._vocabulary = vocabulary
         self._name_of = name_of
+        self._longest = longest
         self._told: set[int | None] = set()
+        self._told_cut: set[int | None] = set()
 
     def sift(self, leased: Leased) -> Leased:
         """The batch without groups that can't be trained on; `refused` counts them."""
@@ -42,8 +47,9 @@ class Sieve:
         return replace(leased, groups=kept, refused=len(leased.groups) - len(kept))
 
     def _fits(self, group: Group) -> bool:
-        reason = misfit(group, self._vocabulary)
+        reason = misfit(group, self._vocabulary, self._longest)
         if reason is None:
+            self._note_cut(group)
             return True
         self.last = replace(reason, field=f"{self._name_of(group.environment)}: {reason.field}")
         if group.environment not in self._told:
@@ -55,13 +61,30 @@ class Sieve:
             )
         return False
 
+    def _note_cut(self, group: Group) -> None:
+        """Say once of each environment that its sequences are too long; `batch/truncated` counts them."""
+        length = max(len(sample.tokens_T) for sample in group.samples)
+        if self._longest is None or length <= self._longest or group.environment in self._told_cut:
+            return
+        self._told_cut.add(group.environment)
+        log.warning(
+            "%s: sequences are longer than --seq-len (batch/truncated counts them): got %d tokens, wanted %d at most",
+            self._name_of(group.environment),
+            length,
+            self._longest,
+        )
 
-def misfit(group: Group, vocabulary: int | None = None) -> Problem | None:
+
+def misfit(group: Group, vocabulary: int | None = None, longest: int | None = None) -> Problem | None:
     """Why a group can't be trained on; None if it can.
 
     Args:
         vocabulary: ids of tokens are below it; None: not known.
+        longest: tokens of a sequence that are trained on; None: all.
     """
+    if not any(sample.trained_T[1:longest].any() for sample in group.samples):  # nothing predicts the first token
+        got = f"no trained token among the first {longest or max(len(sample.tokens_T) for sample in group.samples)}"
+        return Problem("masks", got, "1 or more in a group", "look for empty completions and for prompts without end")
     for i, sample in enumerate(group.samples):
         if reason := _misfit(sample, vocabulary):
             return replace(reason, field=f"sequence {i}: {reason.field}")

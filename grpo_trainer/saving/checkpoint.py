@@ -6,23 +6,24 @@ step_12/                      named by what is trained, see `model/policy.py`
     optimizer_states/         instead of the optimizer's in it, where weights are cut over several processes
     state.json                step, policy version, checksums; written last: a folder without it is no checkpoint
 
-While training goes on they are written from a copy in main memory, by a thread (`saving/`).
+While training goes on, a thread writes them from a copy in main memory (`snapshot.py`); `schedule.py` says when.
+One that is due while another is being written is put off until that is whole: training never waits for the disk.
 """
 
 from __future__ import annotations
 
 import logging
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from grpo_common.trace import stage
 from grpo_trainer.config.train import CheckpointConfig
 from grpo_trainer.errors import ConfigError, from_os_error
 from grpo_trainer.files import folders_named, remove_remains, whole_folder, write_tensors
@@ -32,9 +33,10 @@ from grpo_trainer.model.policy import Adapter, AllWeights, Policy
 from grpo_trainer.model.sharding import Shards
 from grpo_trainer.optim import FusedAdamW, TwoPartOptimizer
 from grpo_trainer.optim.spikes import NormHistory
-from grpo_trainer.saving.finding import Found, newest_whole, saved_checkpoints
+from grpo_trainer.saving.finding import Found, newest_whole, said_of, saved_checkpoints
 from grpo_trainer.saving.generators import generator_states, restore_generators
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, Progress, check_files, read_state, seal
+from grpo_trainer.saving.schedule import Schedule
 from grpo_trainer.saving.snapshot import Snapshot
 from grpo_trainer.saving.writer import BackgroundWriter
 
@@ -52,6 +54,7 @@ class Checkpoints:
         norms: of their gradients.
         shards: weights and states are cut over several processes, of which this is one.
         snapshot: the copy that is written in the background.
+        clock: in seconds, for checkpoints by time.
 
     Attributes:
         safe: the newest progress that can be resumed; None: there is none yet.
@@ -66,6 +69,7 @@ class Checkpoints:
         norms: NormHistory | None = None,
         shards: Shards | None = None,
         snapshot: Snapshot | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
         self._policy = policy
@@ -77,7 +81,7 @@ class Checkpoints:
         self._serving: Path | None = None
         self._snapshot = snapshot or Snapshot()
         self._writer = BackgroundWriter()
-        self._pruning = threading.Lock()
+        self._schedule = Schedule(config.interval_steps, config.interval_seconds, clock)
         self._write_seconds: float | None = None
         self.safe: Progress | None = None
         self.safe_path: Path | None = None
@@ -85,17 +89,17 @@ class Checkpoints:
     # Saving
 
     def maybe_save(self, progress: Progress) -> Metrics:
-        """Save if `--checkpoint-interval` says so, in the background if there is room for a copy.
+        """Begin a checkpoint if one is due and none is being written, in the background if there is room for a copy.
 
         Returns:
-            How long training stood still for it, and how long one took to write since this was asked last.
+            For how long training waited for it, and how long one took to write since this was asked last.
 
         Raises:
             OSError: the one before could not be written.
         """
         self._writer.check()
-        interval = self._config.checkpoint_interval
-        due = interval and progress.step % interval == 0
+        self._forget_deleted()
+        due = not self._writer.is_busy and self._schedule.is_due(progress.step)
         return {**self._start(progress), **self._took()} if due else self._took()
 
     def _took(self) -> Metrics:
@@ -104,16 +108,26 @@ class Checkpoints:
 
     def _start(self, progress: Progress) -> Metrics:
         started = time.perf_counter()
-        self._writer.wait()
         path = self._path(progress)
         tree = self._tree()
         in_background = self._config.background_writes and self._shards is None
+        if in_background and self._snapshot.wants_room(tree):
+            self._writer.start(lambda: self._make_room(tree))
+            return {}  # put off
         copy = self._snapshot.take(tree) if in_background else None
         if copy is None:
             self._write(path, progress, tree)
         else:
-            self._writer.start(lambda: self._write(path, progress, copy))
-        return {"train/save_time": Sum(time.perf_counter() - started)}
+            self._optimizer.hold = copy.precede
+            self._writer.start(lambda: self._write(path, progress, copy.whole()))
+        waited = time.perf_counter() - started
+        self._schedule.begun(progress.step, waited)
+        return {"train/save_time": Sum(waited)}
+
+    def _make_room(self, tree: dict[str, Any]) -> None:
+        """In a thread, which begins with the first GPU and would take memory there."""
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            self._snapshot.make_room(tree)
 
     def save(self, progress: Progress, *, final: bool = False) -> Path:
         """Write a checkpoint, then prune older ones to `--keep-checkpoints`; it is on the disk when this returns.
@@ -122,11 +136,20 @@ class Checkpoints:
             OSError: this one or the one before could not be written.
         """
         self._writer.wait()
+        self._forget_deleted()
         path = self._config.save_path / self._policy.final_name if final else self._path(progress)
         if self.safe_path is not None and self._is_safe(progress) and (not final or self.safe_path == path):
             return self.safe_path  # a whole checkpoint is not touched again
         self._write(path, progress, self._tree())
         return path
+
+    def _forget_deleted(self) -> None:
+        """Forget the newest checkpoint if somebody has deleted it; another one is due then."""
+        if self.safe_path is None or (self.safe_path / STATE_FILE).exists():
+            return
+        log.warning("%s, the newest checkpoint, was deleted: another one is written", self.safe_path)
+        self.safe = self.safe_path = None
+        self._schedule.demand()
 
     def _is_safe(self, progress: Progress) -> bool:
         safe = self.safe
@@ -148,7 +171,7 @@ class Checkpoints:
             self._snapshot.close()
 
     def _tree(self) -> dict[str, Any]:
-        """All that is saved, as it lies in memory; training must stand still while this is read."""
+        """All that is saved, as it lies in memory: the tensors are those that the next update changes."""
         return {
             "optimizer": self._optimizer.state_dict() if self._shards is None else None,
             "optimizer_kind": self._optimizer.kind,
@@ -168,7 +191,7 @@ class Checkpoints:
     def _write(self, path: Path, progress: Progress, tree: dict[str, Any]) -> None:
         started = time.perf_counter()
         weights: dict[str, Tensor] = tree["weights"]
-        with self._with_weights(progress.policy_version, path, weights) as folder:
+        with stage("save", step=progress.step), self._with_weights(progress.policy_version, path, weights) as folder:
             write_tensors(folder / TENSORS_FILE, {**tree, "weights": self._policy.exact(weights)})
             if self._shards is not None:
                 self._shards.save_states(folder, self._optimizer)
@@ -181,7 +204,7 @@ class Checkpoints:
     @contextmanager
     def _with_weights(self, version: int, path: Path, weights: Mapping[str, Tensor]) -> Iterator[Path]:
         """A folder with the weights in it, to be added to. One that is sealed is replaced, and never written into."""
-        if self._weights == (version, path) and not (path / STATE_FILE).exists():  # written for the server
+        if self._weights == (version, path) and path.is_dir() and not (path / STATE_FILE).exists():  # for the server
             yield path
         else:
             with whole_folder(path) as folder:
@@ -202,7 +225,7 @@ class Checkpoints:
         Versions are steps, but for steps that were skipped: a checkpoint of that step is never overwritten.
         """
         self._writer.wait()
-        if self._weights is None or self._weights[0] != version:
+        if self._weights is None or self._weights[0] != version or not self._weights[1].is_dir():
             path = self._config.save_path / self._name(version)
             if (path / STATE_FILE).exists():
                 path = path.with_name(f"version_{version}")
@@ -216,8 +239,9 @@ class Checkpoints:
         self._writer.wait()
         before, self._serving = self._serving, path
         if before is not None and self._config.keep_checkpoints and not (before / STATE_FILE).exists():
-            shutil.rmtree(before)
-            log.info("pruned %s", before)
+            with suppress(FileNotFoundError):  # somebody was faster
+                shutil.rmtree(before)
+                log.info("pruned %s", before)
         self._prune(path)
 
     def _remove_exports(self) -> None:
@@ -263,8 +287,9 @@ class Checkpoints:
         self._check_kind(found.path)
         self.load(found.path)
         self.safe, self.safe_path = found.state.progress, found.path
+        self._schedule.begun(self.safe.step)
         self._weights = (self.safe.policy_version, found.path)
-        say(_said_of(found))
+        say(said_of(found))
         return self.safe
 
     def _make_folder(self) -> None:
@@ -388,11 +413,11 @@ class Checkpoints:
 
     def _prune(self, newest: Path) -> None:
         keep = self._config.keep_checkpoints
-        with self._pruning:
-            paths = [found.path for found in saved_checkpoints(self._config.save_path)] if keep else []
-            for path in [path for path in paths if path.name != self._policy.final_name][:-keep]:
-                if path in (newest, self._serving):
-                    continue
+        paths = [found.path for found in saved_checkpoints(self._config.save_path)] if keep else []
+        for path in [path for path in paths if path.name != self._policy.final_name][:-keep]:
+            if path in (newest, self._serving):
+                continue
+            with suppress(FileNotFoundError):  # somebody was faster
                 shutil.rmtree(path)
                 log.info("pruned %s", path)
 
@@ -400,16 +425,3 @@ class Checkpoints:
 def _few(names: set[str], what: str) -> str:
     """Return `12 not trained now, such as a, b, c`."""
     return f"{len(names)} {what}" + (f", such as {', '.join(sorted(names)[:3])}" if names else "")
-
-
-def _said_of(found: Found) -> str:
-    """What was resumed, in one line."""
-    progress, files = found.state.progress, found.state.files
-    minutes = max(0.0, time.time() - found.state.saved_at) / 60
-    age = f"{minutes:.0f} minutes" if minutes < 120 else f"{minutes / 60:.1f} hours"
-    size = sum(size for size, _ in (files or {}).values()) / 1e6
-    verified = "no checksums in it" if files is None else f"{len(files)} files, {size:.1f} MB, checksums right"
-    return (
-        f"resumed {found.path}: step {progress.step}, policy version {progress.policy_version}, saved {age} ago, "
-        f"{verified}"
-    )

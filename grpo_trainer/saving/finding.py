@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from grpo_trainer.metrics.remaining import duration
 from grpo_trainer.model.policy import Adapter, AllWeights
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, State, check_files, read_state
 
@@ -66,4 +68,16 @@ def _put_aside(path: Path, damage: DamagedError) -> str:
     return (
         f"CHECKPOINT DAMAGED: {path}: {damage}. It is now {aside.name}, and the newest whole one before it is taken. "
         "Batches that were acknowledged since then do not come again: others do"
+    )
+
+
+def said_of(found: Found) -> str:
+    """Return in one line what is resumed."""
+    progress, files = found.state.progress, found.state.files
+    age = duration(max(0.0, time.time() - found.state.saved_at))
+    size = sum(size for size, _ in (files or {}).values()) / 1e6
+    verified = "no checksums in it" if files is None else f"{len(files)} files, {size:.1f} MB, checksums right"
+    return (
+        f"resumed {found.path}: step {progress.step}, policy version {progress.policy_version}, saved {age} ago, "
+        f"{verified}"
     )

@@ -1,9 +1,17 @@
-"""A copy of the tensors of a checkpoint in main memory, made while training stands still, written while it goes on."""
+"""A copy of a checkpoint's tensors in main memory. Training goes on while it is made, and while it is written.
+
+On a GPU the copies go through a stream of their own, beside the next step's forward and backward passes:
+
+    training   … update ─┬─ forward, backward of the next step ─┬─ next update …
+                         │                                      │ waits, on the GPU, for the copy to be whole
+    copies               └─ weights and states ─────────────────┘
+    writer                  waits for the copy to be whole ─▶ writes
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,35 +27,73 @@ ALIGNMENT = 64
 ROOM = 0.8
 """A copy may take this share of the main memory that is available; beyond it there is none."""
 
+AT_ONCE = 1 << 30
+"""Bytes for which memory is made while training waits; to touch and lock more takes a second and longer."""
+
+
+class Copy:
+    """A copy that may still be under way.
+
+    Args:
+        tree: what it will be.
+        originals: kept until it is whole, lest their memory gets other contents.
+        ends: by device, what its stream reaches after the last of the copies.
+    """
+
+    def __init__(self, tree: Any, originals: Any, ends: Mapping[torch.device, Any]) -> None:
+        self._tree = tree
+        self._originals = originals
+        self._ends = ends
+
+    def precede(self) -> None:
+        """Make the GPU begin what is queued from now on only when the copy is whole. The caller does not wait."""
+        for device, end in self._ends.items():
+            torch.cuda.current_stream(device).wait_event(end)
+
+    def whole(self) -> Any:
+        """Wait for the copy, and return it."""
+        for device, end in self._ends.items():
+            with torch.cuda.device(device):  # a thread begins with the first GPU, and would take memory there
+                end.synchronize()
+        self._originals = None
+        return self._tree
+
 
 class Snapshot:
     """One piece of main memory that copies go into, used again by each: so much it takes, and never more.
 
-    On a machine with a GPU it is page-locked, which makes the copies several times faster.
+    On a machine with a GPU it is page-locked: only then do copies and computing go on at the same time.
 
     Args:
         available: bytes of main memory that may be taken; None: what the machine or its container has left.
+        at_once: bytes up to which `wants_room` asks for nothing.
     """
 
-    def __init__(self, available: Callable[[], int] | None = None) -> None:
+    def __init__(self, available: Callable[[], int] | None = None, at_once: int = AT_ONCE) -> None:
         self._available = available or (lambda: main_memory().available)
         self._memory: NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._at_once = at_once
         self._locked = False
-        self._said = False
+        self._refused = 0  # bytes for which there was no room
 
-    def take(self, tree: Any) -> Any | None:
-        """Copy every tensor of nested dictionaries, lists and tuples; the rest goes along as it is.
+    def wants_room(self, tree: Any) -> bool:
+        """Return whether `make_room` should be called first, in a thread: `take` would keep training waiting."""
+        size = _size(tree)
+        return size > max(self._at_once, len(self._memory)) and size != self._refused
 
-        The copies of the call before are overwritten.
+    def take(self, tree: Any) -> Copy | None:
+        """Copy every tensor of nested dictionaries, lists and tuples as it is now; the rest goes along as it is.
+
+        The copy before is overwritten. Tensors on a GPU must not change until `Copy.precede` was called.
 
         Returns:
-            The same with tensors in main memory; None: there is no room for them.
+            None: there is no room for it.
         """
-        size = sum(_aligned(tensor) for tensor in _tensors(tree))
-        if not self._make_room(size):
+        if not self.make_room(tree):
             return None
         start = 0
-        devices: set[torch.device] = set()
+        begun: dict[torch.device, torch.cuda.Stream] = {}
 
         def copied(tensor: Tensor) -> Tensor:
             nonlocal start
@@ -55,14 +101,23 @@ class Snapshot:
                 return tensor.detach().to("cpu", copy=True)
             own = torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=start)
             start += _aligned(tensor)
-            if tensor.device.type == "cuda":
-                devices.add(tensor.device)
-            return own.view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
+            if tensor.device.type != "cuda":
+                return own.view(tensor.shape).copy_(tensor.detach())
+            if tensor.device not in begun:
+                begun[tensor.device] = self.stream(tensor.device)
+                begun[tensor.device].wait_stream(torch.cuda.current_stream(tensor.device))
+            with torch.cuda.stream(begun[tensor.device]):
+                return own.view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
 
         copy = _mapped(tree, copied)
-        for device in devices:
-            torch.cuda.synchronize(device)
-        return copy
+        ends = {device: stream.record_event(torch.cuda.Event(blocking=True)) for device, stream in begun.items()}
+        return Copy(copy, tree, ends)
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream that copies from a GPU go through."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
 
     def close(self) -> None:
         """Give the memory back; no copy may be in use any more."""
@@ -71,23 +126,27 @@ class Snapshot:
             self._locked = False
         self._memory = np.empty(0, np.uint8)
 
-    def _make_room(self, size: int) -> bool:
+    def make_room(self, tree: Any) -> bool:
+        """Get memory for copies of such a tree, if there is not enough yet; return whether there is now."""
+        size = _size(tree)
         if size <= len(self._memory):
             return True
         self.close()
         available = self._available()
         if size > ROOM * available:
-            if not self._said:
-                self._said = True
+            if size != self._refused:
                 log.warning(
                     "checkpoints are written while training waits: a copy takes %.1f GB of main memory, and %.1f GB "
                     "are available",
                     *(size / 1e9, available / 1e9),
                 )
+            self._refused = size
             return False
-        self._memory = np.empty(size, np.uint8)
+        memory = np.empty(size, np.uint8)
+        memory.fill(0)  # touched before it is locked: that takes long, and CUDA must not be kept from working by it
         if torch.cuda.is_available():
-            self._locked = int(_runtime().cudaHostRegister(self._memory.ctypes.data, size, 0)) == 0
+            self._locked = int(_runtime().cudaHostRegister(memory.ctypes.data, size, 0)) == 0
+        self._memory = memory
         log.info(
             "checkpoints are written in the background, from a copy in main memory: %.1f MB%s",
             *(size / 1e6, ", page-locked" if self._locked else ""),
@@ -103,10 +162,11 @@ def _aligned(tensor: Tensor) -> int:
     return -(-tensor.numel() * tensor.itemsize // ALIGNMENT) * ALIGNMENT
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    _mapped(tree, lambda tensor: found.append(tensor) or tensor)
-    return found
+def _size(tree: Any) -> int:
+    """Bytes of a copy."""
+    sizes: list[int] = []
+    _mapped(tree, lambda tensor: sizes.append(_aligned(tensor)) or tensor)
+    return sum(sizes)
 
 
 def _mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:

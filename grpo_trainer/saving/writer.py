@@ -23,13 +23,18 @@ class BackgroundWriter:
         self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint writer")
         self._thread.start()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job runs."""
+        return self._thread is not None and self._thread.is_alive()
+
     def check(self) -> None:
         """Raise what a job raised; does not wait for one that runs.
 
         Raises:
             BaseException: that; once.
         """
-        if self._thread is not None and not self._thread.is_alive():
+        if not self.is_busy:
             self.wait()
 
     def wait(self, seconds: float | None = None) -> bool:

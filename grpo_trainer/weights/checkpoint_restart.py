@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -131,8 +131,9 @@ class MergedModels:
     def serving(self, model: str) -> None:
         for old in [path for path in self._written[: -self._keep] if str(path) != model]:
             self._written.remove(old)
-            shutil.rmtree(old)
-            log.info("pruned %s", old)
+            with suppress(FileNotFoundError):  # somebody was faster
+                shutil.rmtree(old)
+                log.info("pruned %s", old)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class LoraSwap:
             self._server.close()
 
     def connect(self, policy_version: int) -> int:
-        info = self._info = self._server.wait_until_ready()
+        info = self._info = self._server.wait_until_there()  # an unhealthy version is no reason to wait: we publish one
         self._check(info)
         status = self._server.lora_status()
         if status.load_count:  # a server that outlived an earlier trainer: its names are used up

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from grpo_trainer.report.timeline import STAGES, intervals, lanes, last_steps
 from tests import warm
 from tests.processes import alive, family, tail
 from tests.runs import finished, of_mode, rows, started, wait_for_step
+from tests.trace_format import check_format
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -28,8 +31,8 @@ def test_a_run_learns_ends_and_is_resumed(
 ) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "log"
     before = {file.name: file.read_bytes() for file in demo_model.iterdir()}
-    for steps, more, seen in ((3, {}, 1), (5, {"resume": "auto"}, 4)):
-        if mode == "lora_only" and not more:
+    for steps, more, seen in ((3, {"trace": True}, 1), (5, {"resume": "auto"}, 4)):
+        if mode == "lora_only" and "trace" in more:
             monkeypatch.setenv(warm.COLD, "1")  # the first run starts as a user's does
         else:
             monkeypatch.delenv(warm.COLD, raising=False)
@@ -57,6 +60,28 @@ def test_a_run_learns_ends_and_is_resumed(
     assert not (run_dir / "config" / "vllm_bridge_config.json").exists()
     assert {file.name: file.read_bytes() for file in demo_model.iterdir()} == before
     check_final(run_dir / "checkpoints", demo_model, mode)
+    check_timeline(run_dir / "trace.json", mode)
+
+
+def check_timeline(trace: Path, mode: str) -> None:
+    """Every process of the first three steps told what it did; Perfetto can read it, and the report, too."""
+    events = json.loads(trace.read_text())
+    check_format(events)
+    processes = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"}
+    seen = {(processes[each["pid"]], each["name"]) for each in events if each["ph"] in "Xb"}
+    server = {"lora_only": {("server", "load adapter")}, "shared_vllm": {("server", "fence")}}.get(mode, set())
+    assert seen >= server | {
+        *(("env-arithmetic", stage) for stage in ("generate", "score", "post")),
+        *(("api", stage) for stage in ("queue", "lease")),
+        *(("trainer", stage) for stage in ("wait", "fetch", "prepare", "forward_backward", "optimizer")),
+        *(("trainer", stage) for stage in ("publish", "save")),
+    }
+    generated = [each for each in events if each["name"] == "generate" and each["ph"] == "b"]
+    assert {each["args"].get("version") for each in generated} > {0} or mode in RELAUNCHED
+    found = intervals(events)
+    assert {each.stage for each in found} <= set(STAGES)
+    window = last_steps(found)
+    assert window is not None and "<rect" in lanes(found, window)
 
 
 def check_relaunches(run_dir: Path, done: list[dict[str, Any]], said: str) -> None:

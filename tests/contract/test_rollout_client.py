@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +19,9 @@ from grpo_trainer.batch.batching import ready
 from grpo_trainer.config.train import ModelConfig, RolloutConfig, TrainConfig
 from grpo_trainer.errors import ServerError, StoppedError, TrainingError
 from grpo_trainer.feed import BatchFeed, FedBatch
+from grpo_trainer.launch.supervisor import NOTICE, WAITS
 from grpo_trainer.metrics.types import reduce
+from grpo_trainer.rollouts import client as client_module
 from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.rollouts.decode import to_group
 from grpo_trainer.rollouts.types import Sample
@@ -140,6 +143,16 @@ def test_an_acknowledged_batch_never_comes_again_a_released_one_does(api: Api) -
     finish(rollouts, again, 1)
     assert first_tokens(rollouts.next(0)) == [14, 16]
     assert status(api)["current_step"] == 1
+
+
+def test_the_supervisor_knows_what_a_trainer_says_that_waits(
+    api: Api, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(client_module, "PATIENCE_SECONDS", 0.05)
+    with caplog.at_level(logging.INFO), pytest.raises(TrainingError):
+        feed(api, rollout_timeout=0.3).next(0)
+    said = [record.getMessage() for record in caplog.records if record.name == client_module.__name__]
+    assert said and all(WAITS.search(line) and NOTICE.search(line) for line in said)
 
 
 def test_stale_groups_are_dropped_and_counted(api: Api) -> None:
@@ -450,3 +463,60 @@ def test_a_row_of_placeholders_is_no_logprob() -> None:
     rows = {"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [0.0]}
     filled = wire.ScoredData(**rows, inference_logprobs=[[1.0, 1.0]])  # type: ignore[arg-type]
     assert to_group(wire.pack(filled)).samples[0].rollout_logprobs_T is None
+
+
+@pytest.mark.complete
+def test_hundreds_of_batches_wait_for_a_checkpoint_and_come_again_in_their_order(api: Api) -> None:
+    """As many as steps may lie between two checkpoints; a trainer that is killed before the second gets them again."""
+    count = 600
+    groups = [
+        {
+            "tokens": [[1, value % 50, value // 50], [1, value % 50, 60]],
+            "masks": [[-100, -100, value // 50], [-100, -100, 60]],
+            "scores": [1.0, 0.0],
+            "inference_logprobs": [[1.0, 1.0, -0.5], [1.0, 1.0, -0.5]],
+            "policy_versions": [0, 0],
+        }
+        for value in range(2 * count)
+    ]
+    httpx.post(api.url + "/scored_data_list", json=groups, trust_env=False, timeout=60).raise_for_status()
+
+    def take_all(rollouts: BatchFeed) -> list[list[list[int]]]:
+        taken = []
+        for step in range(1, count + 1):
+            batch = rollouts.next(0, last=True)
+            taken.append([group.samples[0].tokens_T.tolist() for group in batch.leased.groups])
+            rollouts.trained(batch)
+            rollouts.report(step)
+        return taken
+
+    taken = take_all(feed(api))
+    assert len(status(api)["leases"]) == count
+    api.process.kill()
+    api.process.wait()
+    api.start()
+    rollouts, client = feed_and_client(api)
+    assert (
+        take_all(rollouts)
+        == taken
+        == [[[1, value % 50, value // 50] for value in (2 * step, 2 * step + 1)] for step in range(count)]
+    )
+    rollouts.settle(client.unsettled)
+    assert (status(api)["leases"], status(api)["queue_size"], client.unsettled) == ([], 0, ())
+
+
+def test_an_api_that_is_away_is_asked_once_a_round_to_extend_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many leases there are: each question may take seconds."""
+    client = RolloutClient(RolloutConfig(url="http://localhost:1", lease_seconds=0.01), registration(), do_nothing)
+    asked: list[str] = []
+
+    def away(path: str, **_: object) -> httpx.Response:
+        asked.append(path)
+        client.let_leases_run_out()
+        raise httpx.ReadTimeout("no answer")
+
+    monkeypatch.setattr(client._http, "post", away)
+    for number in range(3):
+        client._leases.hold(f"b{number}")
+    client._keep()
+    assert len(asked) == 1

@@ -29,8 +29,11 @@ CONFIG = TrainConfig(model=ModelConfig(name="tiny", device="cuda", dtype="float3
 def test_a_copy_is_page_locked_and_does_not_change_with_the_gpu() -> None:
     snapshot = Snapshot()
     on_gpu = torch.arange(1 << 20, dtype=torch.float32, device="cuda")
-    copy: Any = snapshot.take({"a": on_gpu, "b": on_gpu.to(torch.bfloat16)})
+    taken = snapshot.take({"a": on_gpu, "b": on_gpu.to(torch.bfloat16)})
+    assert taken is not None
+    taken.precede()
     on_gpu.zero_()
+    copy = taken.whole()
     assert copy["a"].is_pinned() and copy["a"].device.type == "cpu"
     assert torch.equal(copy["a"], torch.arange(1 << 20, dtype=torch.float32))
     assert copy["b"].dtype == torch.bfloat16
@@ -59,6 +62,41 @@ def test_a_background_checkpoint_resumes_weights_optimizer_and_the_gpus_generato
     assert saver(other).resume() == Progress(1, 1)
     assert all(torch.equal(a, b) for a, b in zip(other.parameters, kept, strict=True))
     assert torch.equal(torch.rand(3, device="cuda"), drawn)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_copied_while_the_next_step_runs_is_that_of_its_own_step(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """The copy begins so late that only a wait on the GPU keeps the next update from being in it."""
+
+    def trainer() -> Trainer:
+        model = tiny_qwen().to("cuda", dtype)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        model.requires_grad_(True)
+        return Trainer(model, CONFIG)
+
+    def state(one: Trainer) -> list[torch.Tensor]:
+        states = one.optimizer.state_dict()["state"].values()
+        tensors = [value for each in states for value in each.values() if isinstance(value, torch.Tensor)]
+        return [tensor.detach().clone() for tensor in [*one.parameters, *tensors]]
+
+    one, snapshot = trainer(), Snapshot()
+    for step in range(2):  # whatever the first steps compile and allocate
+        one.step(batch(GROUP), step)
+    config = CheckpointConfig(save_path=tmp_path, resume="auto", checkpoint_interval=1)
+    checkpoints = Checkpoints(config, AllWeights(one.model, None), one.optimizer, snapshot=snapshot)  # type: ignore[arg-type]
+    kept = state(one)
+    stream = snapshot.stream(one.device)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(2 * 10**9)  # about a second
+    assert "train/save_time" in checkpoints.maybe_save(Progress(2, 2))
+    assert not stream.query(), "training has waited for the copy"
+    one.step(batch(GROUP), 2)
+    assert not all(torch.equal(a, b) for a, b in zip(state(one), kept, strict=True))
+    checkpoints.close()
+    other = trainer()
+    assert Checkpoints(config, AllWeights(other.model, None), other.optimizer).resume() == Progress(2, 2)  # type: ignore[arg-type]
+    assert all(torch.equal(a, b) for a, b in zip(state(other), kept, strict=True))
 
 
 class OneBatch:

@@ -9,19 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from grpo_trainer.bench.sync.shapes import SHAPES
-from tests.processes import ROOT
+from tests.processes import ROOT, mentioning
 
 pytestmark = pytest.mark.timeout(400)  # a server starts
-
-
-def mentioning(text: str) -> list[list[str]]:
-    """Command lines of the processes that have this in theirs."""
-    lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
-    return [line for line in lines if any(text in part for part in line)]
 
 
 def measured(folder: Path, *words: str) -> dict[str, Any]:

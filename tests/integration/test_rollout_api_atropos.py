@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -124,6 +126,25 @@ def test_the_original_client_delivers_and_ends_by_itself(tmp_path: Path):
     assert status["current_step"] == STEPS
     assert status["environments"][0]["name"] == "numbers_0"
     assert not refused
+
+
+def test_the_original_client_survives_a_full_queue() -> None:
+    original = pytest.importorskip("atroposlib.envs.base", reason="needs the original's client").BaseEnv
+    row = list(range(8192))
+    with running_server("--max-queued-mb", "1") as server, httpx.Client(base_url=server.url) as api:
+        client: Any = SimpleNamespace(config=SimpleNamespace(rollout_server_url=server.url), env_id=None)
+        client._post_json_with_compression = functools.partial(original._post_json_with_compression, client)
+
+        def queued_after_sending() -> int:
+            group = {"tokens": [row, row], "masks": [row, row], "scores": [0.0, 1.0]}
+            asyncio.run(original._send_scored_data_to_api(client, group))
+            asyncio.run(original._send_scored_data_to_api(client, [group]))
+            return api.get("/status").json()["queue_size"]
+
+        sizes = [queued_after_sending() for _ in range(6)]
+        assert sizes == [2, 4, 6, 8, 8, 8]  # of 128 KiB each and a little: the eighth fills the queue
+        api.post("/reset_data", headers={"Content-Type": wire.JSON})
+        assert queued_after_sending() == 2
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ import pytest
 from transformers import Qwen2Tokenizer
 
 from environments.arithmetic_server import ArithmeticConfig, ArithmeticEnv
-from environments.config import ConfigError, PromptTooLong, ServerConfig
+from environments.config import ConfigError, PromptTooLong
 from environments.demo_model import build_tokenizer
-from environments.peers.inference import InferenceClient
+from tests.stand_ins import Scripted
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,33 +30,9 @@ def tokenizer() -> Qwen2Tokenizer:
     return build_tokenizer()
 
 
-def answering(tokenizer: Qwen2Tokenizer, texts: list[str]) -> httpx.MockTransport:
-    """A server that gives these texts, over and over, as its completions."""
-
-    def handle(request: httpx.Request) -> httpx.Response:
-        body = json.loads(request.content)
-        token_ids = [tokenizer.encode(texts[i % len(texts)]) for i in range(body["n"])]
-        answer = {
-            "text": [tokenizer.decode(ids, skip_special_tokens=True) for ids in token_ids],
-            "prompt": None,
-            "finish_reasons": ["stop"] * body["n"],
-            "policy_version": 4,
-            "model": "policy-v4",
-            "prompt_token_ids": body["prompt"]["prompt_token_ids"],
-            "token_ids": token_ids,
-            "logprobs": [[[{str(token): -0.25}] for token in ids] for ids in token_ids],
-        }
-        return httpx.Response(200, json=answer)
-
-    return httpx.MockTransport(handle)
-
-
 def environment(tokenizer: Qwen2Tokenizer, texts: list[str], **changes: Any) -> ArithmeticEnv:
     config = ArithmeticConfig(**({"tokenizer_name": "demo", "group_size": 2} | changes))
-    transport = answering(tokenizer, texts)
-    return ArithmeticEnv(
-        config, InferenceClient(ServerConfig(server_type="vllm"), patience=1.0, transport=transport), tokenizer
-    )
+    return ArithmeticEnv(config, Scripted(tokenizer, lambda _: texts), tokenizer)
 
 
 def test_a_group_has_the_servers_tokens_and_the_environments_scores(tokenizer: Qwen2Tokenizer) -> None:

@@ -24,7 +24,14 @@ from transformers import (
 from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError
 from grpo_trainer.model import attach
-from grpo_trainer.model.attach import attach_model, bind, build_without_weights, open_handles, server_device
+from grpo_trainer.model.attach import (
+    attach_model,
+    bind,
+    build_skeleton,
+    build_without_weights,
+    open_handles,
+    server_device,
+)
 from grpo_trainer.model.export import export_model
 from grpo_trainer.model.load import freeze, load_model
 from grpo_trainer.model.names import Binding, NamesError
@@ -392,3 +399,10 @@ def test_the_servers_gpu_is_found_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(BridgeError) as unseen:
         server_device(config, torch.device("cuda"))
     assert (unseen.value.got, unseen.value.wanted) == ("GPU-1, GPU-9, GPU-3", "GPU-2")
+
+
+def test_a_model_that_was_built_before_is_taken_if_it_is_as_the_server_has_it(server: StandIn) -> None:
+    early = build_skeleton(options(server))
+    assert attach_model(server.config, options(server), CPU, early) is early
+    other = build_skeleton(options(server, dtype="bfloat16"))
+    assert attach_model(server.config, options(server), CPU, other) is not other

@@ -267,7 +267,8 @@ def test_a_path_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_old_checkpoints_are_pruned_and_the_final_one_stays(tmp_path: Path) -> None:
-    saver = checkpoints(trainer_with(), tmp_path, keep_checkpoints=2, checkpoint_interval=2)
+    options = {"keep_checkpoints": 2, "checkpoint_interval": 2, "background_writes": False}
+    saver = checkpoints(trainer_with(), tmp_path, **options)
     for step in range(1, 9):
         saver.maybe_save(Progress(step, step))
     saver.save(Progress(8, 8), final=True)

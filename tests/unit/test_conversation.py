@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import pytest
 from transformers import Qwen2Tokenizer
 
 from environments.api import wire
 from environments.api.validate import pack_checked
-from environments.config import ConfigError, ServerConfig
+from environments.config import ConfigError
 from environments.conversation import Conversation
 from environments.demo_model import build_tokenizer
 from environments.multi_turn import MultiTurnConfig, MultiTurnEnv, ToolCall, tool_calls
-from environments.peers.inference import Completion, InferenceClient
+from environments.peers.inference import Completion
 from environments.trajectory import Message, Trajectory, TurnReward, scored_group, turn_advantages
+from tests.stand_ins import Scripted
 
 CHATML = (
     "{% if tools %}TOOLS {{ tools | tojson }}\n{% endif %}"
@@ -178,26 +177,12 @@ def sums(tokenizer: Qwen2Tokenizer, turns: list[str], **changes: Any) -> tuple[S
     """The environment before a policy that says these in turn, and the prompts that it saw."""
     prompts: list[str] = []
 
-    def handle(request: httpx.Request) -> httpx.Response:
-        body = json.loads(request.content)
-        prompt = body["prompt"]["prompt_token_ids"]
+    def say(prompt: list[int]) -> list[str]:
         prompts.append(str(tokenizer.decode(prompt)))
-        row = tokenizer.encode(turns[prompts[-1].count("<|im_start|>assistant") - 1])
-        answer = {
-            "text": [""],
-            "prompt": None,
-            "finish_reasons": ["stop"],
-            "policy_version": 3,
-            "model": "m",
-            "prompt_token_ids": prompt,
-            "token_ids": [row],
-            "logprobs": [[[{str(token): -0.5}] for token in row]],
-        }
-        return httpx.Response(200, json=answer)
+        return [turns[prompts[-1].count("<|im_start|>assistant") - 1]]
 
     config = MultiTurnConfig(**({"tokenizer_name": "demo", "group_size": 1, "max_token_length": 4096} | changes))
-    client = InferenceClient(ServerConfig(server_type="vllm"), patience=1.0, transport=httpx.MockTransport(handle))
-    return Sums(config, client, tokenizer), prompts
+    return Sums(config, Scripted(tokenizer, say), tokenizer), prompts
 
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>' + END
@@ -206,7 +191,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>' +
 def test_the_policy_hears_what_its_tools_gave(tokenizer: Qwen2Tokenizer) -> None:
     env, prompts = sums(tokenizer, [CALL, "It is 5." + END])
     group = asyncio.run(env.collect_trajectories(5))
-    assert group is not None and group.scores == [1.0] and group.policy_versions == [3]
+    assert group is not None and group.scores == [1.0] and group.policy_versions == [4]
     assert '"name": "add"' in prompts[0].partition("<|im_start|>")[0]  # the schema, by the template
     assert prompts[1].endswith("<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n")
     assert group.messages is not None and [message["role"] for message in group.messages[0]] == [

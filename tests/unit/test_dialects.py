@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from typing import Any
 
-import httpx
 import pytest
 
 from environments.config import ConfigError, ServerConfig
 from environments.peers.http import PeerError, PeerRefused
 from environments.peers.inference import Completion, InferenceClient, Sampling
 from environments.trajectory import Trajectory
+from tests.stand_ins import Asked, Reply, answering
 
 OURS = {
     "text": ["46"],
@@ -67,13 +66,13 @@ def ask(
     """The completions of a server that has these routes, and what it was asked."""
     asked: list[tuple[str, Any]] = []
 
-    def handle(request: httpx.Request) -> httpx.Response:
-        asked.append((request.url.path, json.loads(request.content) if request.content else None))
-        answer = routes.get(request.url.path)
-        return httpx.Response(404) if answer is None else httpx.Response(200, json=answer)
+    def handle(request: Asked) -> Reply:
+        asked.append((request.path, request.json() if request.content else None))
+        answer = routes.get(request.path)
+        return Reply(404) if answer is None else Reply(json=answer)
 
-    async def scene() -> list[Completion]:
-        client = InferenceClient(ServerConfig(**settings), patience=1.0, transport=httpx.MockTransport(handle))
+    async def scene(url: str) -> list[Completion]:
+        client = InferenceClient(ServerConfig(base_url=url, **settings), patience=1.0)
         try:
             for _ in range(times - 1):
                 await client.generate([3, 4], 1, sampling or Sampling(max_tokens=5))
@@ -81,7 +80,8 @@ def ask(
         finally:
             await client.close()
 
-    return asyncio.run(scene()), asked
+    with answering(handle) as url:
+        return asyncio.run(scene(url)), asked
 
 
 @pytest.mark.parametrize("kind", SERVERS)
@@ -172,10 +172,14 @@ def test_what_is_no_inference_server_is_told_with_all_that_was_asked() -> None:
 
 
 def test_a_wrong_key_is_told_as_such() -> None:
-    async def scene() -> None:
-        transport = httpx.MockTransport(lambda _: httpx.Response(401, json={"error": {"message": "Unauthorized"}}))
-        await InferenceClient(ServerConfig(), patience=1.0, transport=transport).generate([1], 1, Sampling(1))
+    async def scene(url: str) -> None:
+        client = InferenceClient(ServerConfig(base_url=url), patience=1.0)
+        try:
+            await client.generate([1], 1, Sampling(1))
+        finally:
+            await client.close()
 
-    with pytest.raises(PeerRefused) as error:
-        asyncio.run(scene())
+    refusal = Reply(401, {"error": {"message": "Unauthorized"}})
+    with answering(lambda _: refusal) as url, pytest.raises(PeerRefused) as error:
+        asyncio.run(scene(url))
     assert error.value.status == 401 and "Unauthorized" in error.value.got

@@ -154,7 +154,8 @@ def test_room_for_checkpoints_counts_what_lies_there_at_one_time(model: Path) ->
         return most_checkpoints(config_of(model, training_steps=10, **flags))
 
     assert most() == 3, "by default: the newest two, and the one that is written or the final one"
-    assert most(keep_checkpoints=0) == 4, "after steps 3, 6 and 9, and the final one"
+    assert most(keep_checkpoints=0, checkpoint_interval=3) == 4, "after steps 3, 6 and 9, and the final one"
+    assert most(keep_checkpoints=0) == 11, "by time: one of each step, if a step takes that long"
     assert most(checkpoint_interval=0) == 1
     assert most(checkpoint_interval=6) == 2
 
@@ -169,6 +170,7 @@ def test_models_to_serve_need_room_beside_checkpoints(model: Path) -> None:
         ("lora_restart", 3): 3 * one,  # --keep-checkpoints 2, and the next
         ("none", 3): 0,  # a checkpoint is what is served
         ("none", 5): 2 * one,
+        ("none", "10m"): 2 * one,
     }
     for (mode, interval), wanted in sizes.items():
         config = config_of(model, weight_bridge_mode=mode, checkpoint_interval=interval)

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from environments.arithmetic_server import ArithmeticConfig
@@ -18,8 +17,9 @@ from environments.from_verifiers.config import VerifiersConfig
 from environments.gsm8k_server import Gsm8kConfig
 from environments.multi_turn import MultiTurnConfig
 from environments.peers.http import PeerError
-from environments.peers.inference import Completion, InferenceClient
+from environments.peers.inference import Completion
 from environments.running import cli
+from tests.stand_ins import Scripted
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
 
@@ -41,23 +41,7 @@ def capitals() -> type[BaseEnv[Any]]:
 def build(env_cls: type[BaseEnv[Any]], **changes: Any) -> BaseEnv[Any]:
     """The environment before a server that answers Paris and Rome, in turns."""
     tokenizer = build_tokenizer()
-
-    def handle(request: httpx.Request) -> httpx.Response:
-        body = json.loads(request.content)
-        rows = [tokenizer.encode(("Paris", "Rome")[i % 2] + "<|endoftext|>") for i in range(body["n"])]
-        answer = {
-            "text": [""] * len(rows),
-            "prompt": None,
-            "finish_reasons": ["stop"] * len(rows),
-            "policy_version": 1,
-            "model": "policy-v1",
-            "prompt_token_ids": body["prompt"]["prompt_token_ids"],
-            "token_ids": rows,
-            "logprobs": [[[{str(token): -1.0}] for token in row] for row in rows],
-        }
-        return httpx.Response(200, json=answer)
-
-    server = InferenceClient(ServerConfig(server_type="vllm"), patience=1.0, transport=httpx.MockTransport(handle))
+    server = Scripted(tokenizer, lambda _: ["Paris<|endoftext|>", "Rome<|endoftext|>"])
     return env_cls(BaseEnvConfig(**({"tokenizer_name": "demo", "group_size": 2} | changes)), server, tokenizer)
 
 

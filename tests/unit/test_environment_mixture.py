@@ -10,12 +10,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 
 from environments.api import wire
-from environments.api.app import build_app
 from environments.api.service import Service
 from environments.api.settings import Settings
 from environments.base import BaseEnv
@@ -24,8 +22,10 @@ from environments.items import Shuffled
 from environments.peers.rollout_api import RolloutApi
 from environments.running import cli
 from environments.running.groups_page import groups_page
-from environments.running.runner import EnvironmentFailed, Registration, groups_to_start, serve
+from environments.running.pace import InFlight, Registration, groups_to_start
+from environments.running.runner import EnvironmentFailed, serve
 from environments.running.state import StateFiles
+from tests.stand_ins import LocalApi, local_api
 
 STEPS = 8
 
@@ -83,10 +83,13 @@ class Stuck(Numbers):
         return await super().get_next_item()
 
 
-async def serving(env: Numbers, service: Service, stop: asyncio.Event | None = None) -> None:
-    api = RolloutApi(env.config, transport=httpx.ASGITransport(app=build_app(service)))  # type: ignore[arg-type]
+async def serving(env: Numbers, served: Service | LocalApi, stop: asyncio.Event | None = None) -> None:
+    if isinstance(served, Service):
+        async with local_api(served) as local:
+            return await serving(env, local, stop)
+    api = RolloutApi(env.config.model_copy(update={"rollout_server_url": served.url}))
     try:
-        await serve(env, api, stop or asyncio.Event())
+        return await serve(env, api, stop or asyncio.Event())
     finally:
         await api.close()
 
@@ -110,9 +113,10 @@ def test_batches_are_mixed_by_weight_however_fast_each_environment_is(tmp_path: 
         await service.register(trainer(tmp_path))
         await service.next_batch()
         slow, fast = Numbers(1, seconds=0.05, inference_weight=3.0), Numbers(2, inference_weight=1.0)
-        tasks = [asyncio.create_task(serving(env, service)) for env in (slow, fast)]
-        mixtures = await train(service, STEPS)
-        await asyncio.wait_for(asyncio.gather(*tasks), 20)
+        async with local_api(service) as api:
+            tasks = [asyncio.create_task(serving(env, api)) for env in (slow, fast)]
+            mixtures = await train(service, STEPS)
+            await asyncio.wait_for(asyncio.gather(*tasks), 20)
         return mixtures
 
     mixtures = asyncio.run(scene())
@@ -135,7 +139,7 @@ def test_a_weight_bounds_what_an_environment_has_in_the_queue(
         max_group_size=2,
         env_weight=weight,
     )
-    assert groups_to_start(seen, registration, Numbers().config, in_flight=0) == wanted
+    assert groups_to_start(seen, registration, Numbers().config, InFlight()) == wanted
 
 
 def test_a_resumed_run_goes_on_with_the_items_that_were_next(tmp_path: Path) -> None:

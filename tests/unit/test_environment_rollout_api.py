@@ -5,9 +5,11 @@ import gzip
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
 from environments.api import wire
 from environments.api.app import build_app
@@ -16,6 +18,7 @@ from environments.api.settings import Settings
 from environments.config import BaseEnvConfig
 from environments.peers.http import PeerError, PeerRefused
 from environments.peers.rollout_api import NotRegistered, RolloutApi
+from tests.stand_ins import Asked, Reply, answering, local_api
 
 WAIT = "wait for trainer to start"  # as the original protocol has it
 CONFIG = BaseEnvConfig(tokenizer_name="model", group_size=2, retry_timeout=5.0)
@@ -38,43 +41,60 @@ GROUP = wire.ScoredData(
 )
 
 
-class Tapped(httpx.AsyncBaseTransport):
-    """The real API, or a handler, with every request kept for inspection; `losing` answers are lost on the way."""
+class Tapped:
+    """The real API with every request kept for inspection; `losing` answers to posts are lost on the way."""
 
-    def __init__(self, inner: httpx.AsyncBaseTransport, losing: int = 0) -> None:
-        self.inner = inner
+    def __init__(self, service: Service, losing: int = 0) -> None:
+        self.service = service
+        self.inner = build_app(service)
         self.losing = losing
-        self.requests: list[httpx.Request] = []
+        self.requests: list[Request] = []
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        await request.aread()
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.inner(scope, receive, send)
+        request = Request(scope, receive)
+        body = await request.body()
         self.requests.append(request)
-        response = await self.inner.handle_async_request(request)
-        if request.url.path == "/scored_data" and self.losing:
-            self.losing -= 1
-            raise httpx.ReadError("the answer was lost")
-        return response
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def again() -> Message:
+            return messages.pop() if messages else await receive()
+
+        if request.url.path != "/scored_data" or not self.losing:
+            return await self.inner(scope, again, send)
+        self.losing -= 1
+
+        async def lose(_: Message) -> None:
+            return
+
+        await self.inner(scope, again, lose)
+        return await Response(status_code=502)(scope, again, send)
 
 
-def real_api() -> tuple[Service, httpx.ASGITransport]:
-    service = Service(Settings())
-    return service, httpx.ASGITransport(app=build_app(service))  # type: ignore[arg-type]
-
-
-def with_api(transport: httpx.AsyncBaseTransport, work: Callable[[RolloutApi], Awaitable[Any]]) -> Any:
+def with_server(url: str, work: Callable[[RolloutApi], Awaitable[Any]]) -> Any:
     async def run() -> Any:
-        api = RolloutApi(CONFIG, transport=transport)
+        api = RolloutApi(CONFIG.model_copy(update={"rollout_server_url": url}))
         try:
             return await work(api)
         finally:
             await api.close()
 
+    return run()
+
+
+def with_api(work: Callable[[RolloutApi], Awaitable[Any]], tapped: Tapped | None = None) -> Any:
+    async def run() -> Any:
+        tap = tapped or Tapped(Service(Settings()))
+        async with local_api(tap.service, tap) as local:
+            return await with_server(local.url, work)
+
     return asyncio.run(run())
 
 
 def test_our_api_gets_message_pack_and_the_group_arrives_whole() -> None:
-    service, transport = real_api()
-    tapped = Tapped(transport)
+    service = Service(Settings())
+    tapped = Tapped(service)
 
     async def work(api: RolloutApi) -> None:
         assert (await api.register("sums")).status == WAIT
@@ -90,39 +110,42 @@ def test_our_api_gets_message_pack_and_the_group_arrives_whole() -> None:
         await api.disconnect(0, patience=1.0)
         assert not service.status().environments[0].connected
 
-    with_api(tapped, work)
+    with_api(work, tapped)
     (post,) = [request for request in tapped.requests if request.url.path == "/scored_data"]
     assert post.headers["content-type"] == wire.MSGPACK
-    assert wire.decode_group(post.content) == msgspec.structs.replace(GROUP, env_id=0)
+    assert wire.decode_group(asyncio.run(post.body())) == msgspec.structs.replace(GROUP, env_id=0)
 
 
 def test_a_post_whose_answer_is_lost_counts_once() -> None:
-    service, transport = real_api()
-    tapped = Tapped(transport, losing=2)
+    service = Service(Settings())
+    tapped = Tapped(service, losing=2)
 
     async def work(api: RolloutApi) -> None:
         await api.post(GROUP)
 
-    with_api(tapped, work)
+    with_api(work, tapped)
     assert len({request.headers["idempotency-key"] for request in tapped.requests}) == 1
     assert (len(tapped.requests), service.status().queue_size) == (3, 1)
 
 
 @pytest.mark.parametrize(("repeats", "compressed"), [(1, False), (200, True)])
 def test_an_api_of_the_original_protocol_gets_json_gzipped_where_long(repeats: int, compressed: bool) -> None:
-    def original(request: httpx.Request) -> httpx.Response:
-        answers = {"/register-env": {"status": WAIT}, "/scored_data": {"status": "received"}}
-        return httpx.Response(200, json=answers[request.url.path])
+    asked: list[Asked] = []
+    answers = {"/register-env": {"status": WAIT}, "/scored_data": {"status": "received"}}
 
-    tapped = Tapped(httpx.MockTransport(original))
+    def original(request: Asked) -> Reply:
+        asked.append(request)
+        return Reply(json=answers[request.path])
+
     group = msgspec.structs.replace(GROUP, messages=[[{"role": "user", "content": "1+1=" * repeats}]] * 2)
 
     async def work(api: RolloutApi) -> None:
         await api.register("sums")
         await api.post(group)
 
-    with_api(tapped, work)
-    post = tapped.requests[-1]
+    with answering(original) as url:
+        asyncio.run(with_server(url, work))
+    post = asked[-1]
     assert post.headers["content-type"] == wire.JSON
     assert (post.headers.get("content-encoding") == "gzip") == compressed
     body = gzip.decompress(post.content) if compressed else post.content
@@ -130,8 +153,6 @@ def test_an_api_of_the_original_protocol_gets_json_gzipped_where_long(repeats: i
 
 
 def test_an_unknown_environment_is_told_apart_from_other_refusals() -> None:
-    _, transport = real_api()
-
     async def ask_status(api: RolloutApi) -> None:
         await api.status(3)
 
@@ -142,21 +163,48 @@ def test_an_unknown_environment_is_told_apart_from_other_refusals() -> None:
         await api.post(msgspec.structs.replace(GROUP, env_id=3))
 
     with pytest.raises(NotRegistered):
-        with_api(transport, ask_status)
+        with_api(ask_status)
     with pytest.raises(PeerRefused) as nan:
-        with_api(transport, post_nan)
+        with_api(post_nan)
     assert nan.value.key == "scores"
     with pytest.raises(PeerRefused) as unknown:
-        with_api(transport, post_for_another)
+        with_api(post_for_another)
     assert unknown.value.key == "env_id"
 
 
 def test_another_kind_of_server_is_named() -> None:
-    transport = httpx.MockTransport(lambda request: httpx.Response(200, text="<html>welcome</html>"))
-
     async def work(api: RolloutApi) -> None:
         await api.register("sums")
 
-    with pytest.raises(PeerError) as error:
-        with_api(transport, work)
+    page = Reply(content=b"<html>welcome</html>")
+    with answering(lambda _: page) as url, pytest.raises(PeerError) as error:
+        asyncio.run(with_server(url, work))
     assert "/register-env" in error.value.field and "--env.rollout_server_url" in error.value.fix
+
+
+def test_news_are_told_when_there_are_some_and_an_original_api_is_not_waited_for() -> None:
+    service = Service(Settings())
+
+    async def work(api: RolloutApi) -> tuple[wire.StatusEnv, wire.StatusEnv]:
+        await service.register(TRAINER)
+        await service.next_batch()
+        await api.register("sums")
+        known = await api.status(0)
+        assert (known.leased, known.seen is None) == (0, False)
+        news = asyncio.create_task(api.status(0, wait=20.0, seen=known.seen or ""))
+        await api.post(msgspec.structs.replace(GROUP, env_id=0))
+        await api.post(msgspec.structs.replace(GROUP, env_id=0))  # these leave no more room than there was
+        assert not news.done()
+        assert await service.next_batch(lease=60.0) is not None
+        return known, await news
+
+    before, after = with_api(work, Tapped(service))
+    assert (before.queue_size, after.queue_size, after.leased) == (0, 0, 2) and before.seen != after.seen
+    six = msgspec.to_builtins(after)
+    del six["leased"], six["seen"]
+
+    async def ask(api: RolloutApi) -> wire.StatusEnv:
+        return await api.status(0, wait=20.0)
+
+    with answering(lambda _: Reply(json=six)) as url:
+        assert asyncio.run(with_server(url, ask)).seen is None

@@ -6,21 +6,19 @@ import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from environments.api import wire
-from environments.api.app import build_app
 from environments.api.service import Service
 from environments.api.settings import Settings
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError, PromptTooLong
 from environments.peers.rollout_api import RolloutApi
 from environments.running import runner
-from environments.running.runner import EnvironmentFailed, Registration, groups_to_start, serve, unfit
+from environments.running.runner import EnvironmentFailed, serve, unfit
+from environments.scoring import ScoreTimeout
+from tests.stand_ins import LocalApi, local_api
 
 TRAINER = wire.Register(
     wandb_group="group",
@@ -35,61 +33,16 @@ TRAINER = wire.Register(
 
 
 def config(**changes: Any) -> BaseEnvConfig:
-    return BaseEnvConfig(**({"tokenizer_name": "model", "group_size": 2, "retry_timeout": 5.0} | changes))
+    given = {"tokenizer_name": "model", "group_size": 2, "retry_timeout": 5.0, "max_batches_offpolicy": 1}
+    return BaseEnvConfig(**(given | changes))
 
 
-def registration(batch_size: int = 8, last_step: int = -1) -> Registration:
-    return Registration(env_id=0, name="sums_0", batch_size=batch_size, max_token_len=-1, last_step=last_step)
-
-
-def status(step: int = 0, queue: int = 0, own: int | None = None) -> wire.StatusEnv:
-    return wire.StatusEnv(
-        current_step=step,
-        queue_size=queue,
-        unallocated_fraction=1.0,
-        self_queue_size=queue if own is None else own,
-        max_group_size=2,
-        env_weight=1.0,
-    )
-
-
-@pytest.mark.parametrize(
-    ("changes", "seen", "last_step", "in_flight", "wanted"),
-    [
-        ({}, status(), -1, 0, 4),  # one batch of 8 sequences is 4 groups of 2
-        ({}, status(queue=3), -1, 1, 0),  # 4 - 3 queued - 1 in flight
-        ({}, status(queue=9), -1, 0, 0),
-        ({}, status(queue=2, own=0), -1, 1, 1),  # 4 - 2 queued by others - 1 in flight
-        ({"max_batches_offpolicy": 3}, status(queue=3), -1, 1, 8),  # 3 * 4 - 3 - 1
-        ({"max_batches_offpolicy": 3}, status(step=9, queue=1), 10, 0, 3),  # one step is left: 1 * 4 - 1
-        ({"max_batches_offpolicy": 3}, status(step=10), 10, 0, 0),
-        ({"max_concurrent_groups": 3}, status(), -1, 1, 2),
-        ({"min_batch_allocation": 0.5}, status(queue=9, own=0), -1, 1, 1),  # half of 4 is reserved for us: 2 - 0 - 1
-        ({"group_size": 3}, status(), -1, 0, 3),  # 8 / 3 groups, rounded up
-    ],
-)
-def test_groups_to_start(
-    changes: dict[str, Any], seen: wire.StatusEnv, last_step: int, in_flight: int, wanted: int
-) -> None:
-    assert groups_to_start(seen, registration(last_step=last_step), config(**changes), in_flight) == wanted
-
-
-@given(st.integers(1, 4), st.integers(1, 64), st.integers(0, 50), st.integers(0, 50), st.integers(1, 100))
-def test_what_waits_and_what_is_made_stay_within_the_bound(
-    batches: int, at_once: int, queued: int, in_flight: int, groups_per_batch: int
-) -> None:
-    settings = config(max_batches_offpolicy=batches, max_concurrent_groups=at_once)
-    started = groups_to_start(status(queue=queued), registration(groups_per_batch * 2), settings, in_flight)
-    assert started >= 0
-    if started:
-        assert queued + in_flight + started <= batches * groups_per_batch
-        assert in_flight + started <= at_once
-
-
-def group(scores: tuple[float, ...] = (1.0, 0.0), length: int = 3, version: int = 0) -> wire.ScoredData:
+def group(
+    scores: tuple[float, ...] = (1.0, 0.0), length: int = 3, version: int = 0, *, trained: bool = True
+) -> wire.ScoredData:
     return wire.ScoredData(
         tokens=[list(range(length)) for _ in scores],
-        masks=[[-100, *range(1, length)] for _ in scores],
+        masks=[[-100, *(range(1, length) if trained else [-100] * (length - 1))] for _ in scores],
         scores=list(scores),
         inference_logprobs=[[1.0] + [-0.5] * (length - 1) for _ in scores],
         policy_versions=[version] * len(scores),
@@ -105,6 +58,7 @@ def group(scores: tuple[float, ...] = (1.0, 0.0), length: int = 3, version: int 
         (group((1.0, 0.0, 1.0)), {}, "3 sequences for 2"),
         (group(length=16), {}, None),
         (group(length=17), {}, "longer than the trainer's 16 tokens"),
+        (group(trained=False), {}, "no token to train on: all completions are empty"),
     ],
 )
 def test_unfit_groups_are_named(one: wire.ScoredData, changes: dict[str, Any], reason: str | None) -> None:
@@ -139,22 +93,6 @@ async def plain(item: int) -> wire.ScoredData:
     return group(version=item)
 
 
-class Weather(httpx.AsyncBaseTransport):
-    """The API behind a line that can be cut, and an API that can be exchanged for a new one."""
-
-    def __init__(self, service: Service) -> None:
-        self.cut = False
-        self.exchange(service)
-
-    def exchange(self, service: Service) -> None:
-        self.inner = httpx.ASGITransport(app=build_app(service))  # type: ignore[arg-type]
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        if self.cut:
-            raise httpx.ConnectError("the line is cut")
-        return await self.inner.handle_async_request(request)
-
-
 async def started(trainer: wire.Register = TRAINER) -> Service:
     """An API whose trainer has asked for its first batch."""
     service = Service(Settings())
@@ -163,10 +101,13 @@ async def started(trainer: wire.Register = TRAINER) -> Service:
     return service
 
 
-async def serving(env: Sums, transport: httpx.AsyncBaseTransport, stop: asyncio.Event) -> None:
-    api = RolloutApi(env.config, transport=transport)
+async def serving(env: Sums, served: Service | LocalApi, stop: asyncio.Event) -> None:
+    if isinstance(served, Service):
+        async with local_api(served) as local:
+            return await serving(env, local, stop)
+    api = RolloutApi(env.config.model_copy(update={"rollout_server_url": served.url}))
     try:
-        await serve(env, api, stop)
+        return await serve(env, api, stop)
     finally:
         await api.close()
 
@@ -193,7 +134,7 @@ async def train(service: Service, steps: int) -> list[list[int]]:
 def test_it_delivers_until_the_trainer_has_done_its_steps(caplog: pytest.LogCaptureFixture) -> None:
     async def scene() -> list[list[int]]:
         service = Service(Settings())
-        task = asyncio.create_task(serving(Sums(config(), plain), Weather(service), asyncio.Event()))
+        task = asyncio.create_task(serving(Sums(config(), plain), service, asyncio.Event()))
         await asyncio.sleep(0.05)  # the environment is there first, and waits
         await service.register(TRAINER)
         taken = await train(service, steps=3)
@@ -213,7 +154,7 @@ def test_it_waits_for_the_trainer_within_the_bound() -> None:
     async def scene() -> tuple[int, int]:
         service, stop = await started(), asyncio.Event()
         env = Sums(config(), plain)
-        task = asyncio.create_task(serving(env, Weather(service), stop))
+        task = asyncio.create_task(serving(env, service, stop))
         await until(lambda: service.status().queue_size == 4)
         await asyncio.sleep(5 * runner.POLL_S)
         stop.set()
@@ -223,21 +164,44 @@ def test_it_waits_for_the_trainer_within_the_bound() -> None:
     assert asyncio.run(scene()) == (4, 4)
 
 
-def test_no_scored_group_is_lost_while_the_api_is_away(caplog: pytest.LogCaptureFixture) -> None:
-    async def scene() -> list[list[int]]:
-        service = await started()
-        weather = Weather(service)
+def test_a_slow_group_does_not_keep_others_from_starting() -> None:
+    """A place comes free with each group that is posted, and not only when the trainer takes the batch."""
 
-        async def cutting(item: int) -> wire.ScoredData:
-            weather.cut = weather.cut or item == 2
+    async def scene() -> None:
+        service, stop, goes_on = await started(), asyncio.Event(), asyncio.Event()
+
+        async def slow(item: int) -> wire.ScoredData:
+            if item == 4:
+                await goes_on.wait()
             return group(version=item)
 
-        task = asyncio.create_task(serving(Sums(config(), cutting), weather, asyncio.Event()))
-        await until(lambda: weather.cut)
-        await asyncio.sleep(0.3)
-        weather.cut = False
-        taken = await train(service, steps=3)
-        await asyncio.wait_for(task, 10)
+        env = Sums(config(max_batches_offpolicy=None), slow)
+        task = asyncio.create_task(serving(env, service, stop))
+        await until(lambda: env.items >= 5)
+        goes_on.set()
+        stop.set()
+        await task
+
+    asyncio.run(scene())
+
+
+def test_no_scored_group_is_lost_while_the_api_is_away(caplog: pytest.LogCaptureFixture) -> None:
+    async def scene() -> list[list[int]]:
+        service, cut = await started(), asyncio.Event()
+
+        async def cutting(item: int) -> wire.ScoredData:
+            if item == 2:
+                cut.set()
+            return group(version=item)
+
+        async with local_api(service) as api:
+            task = asyncio.create_task(serving(Sums(config(), cutting), api, asyncio.Event()))
+            await cut.wait()
+            await api.stop()
+            await asyncio.sleep(0.3)
+            await api.start()
+            taken = await train(service, steps=3)
+            await asyncio.wait_for(task, 10)
         return taken
 
     with caplog.at_level(logging.INFO):
@@ -250,15 +214,14 @@ def test_no_scored_group_is_lost_while_the_api_is_away(caplog: pytest.LogCapture
 
 def test_an_api_that_was_started_anew_is_registered_with_again() -> None:
     async def scene() -> tuple[int, list[list[int]]]:
-        old = await started()
-        weather = Weather(old)
-        task = asyncio.create_task(serving(Sums(config(), plain), weather, asyncio.Event()))
-        await until(lambda: old.status().queue_size == 4)
-        new = Service(Settings())
-        weather.exchange(new)
-        await new.register(TRAINER)
-        taken = await train(new, steps=3)
-        await asyncio.wait_for(task, 10)
+        old, new = await started(), Service(Settings())
+        async with local_api(old) as api:
+            task = asyncio.create_task(serving(Sums(config(), plain), api, asyncio.Event()))
+            await until(lambda: old.status().queue_size == 4)
+            await api.exchange(new)
+            await new.register(TRAINER)
+            taken = await train(new, steps=3)
+            await asyncio.wait_for(task, 10)
         return len(new.status().environments), taken
 
     environments, taken = asyncio.run(scene())
@@ -275,7 +238,7 @@ def test_asked_to_stop_it_hands_over_what_is_scored_and_leaves(caplog: pytest.Lo
                 await asyncio.Event().wait()  # generates for ever
             return group()
 
-        task = asyncio.create_task(serving(Sums(config(), one_in_two), Weather(service), stop))
+        task = asyncio.create_task(serving(Sums(config(), one_in_two), service, stop))
         await until(lambda: service.status().queue_size == 2)
         stop.set()
         await asyncio.wait_for(task, 10)
@@ -290,12 +253,12 @@ def test_asked_to_stop_it_hands_over_what_is_scored_and_leaves(caplog: pytest.Lo
 def test_it_stops_where_nobody_answers_any_more() -> None:
     async def scene() -> None:
         service, stop = await started(), asyncio.Event()
-        weather = Weather(service)
-        task = asyncio.create_task(serving(Sums(config(), plain), weather, stop))
-        await until(lambda: service.status().queue_size == 4)
-        weather.cut = True
-        stop.set()
-        await asyncio.wait_for(task, 10)
+        async with local_api(service) as api:
+            task = asyncio.create_task(serving(Sums(config(), plain), api, stop))
+            await until(lambda: service.status().queue_size == 4)
+            await api.stop()
+            stop.set()
+            await asyncio.wait_for(task, 10)
 
     asyncio.run(scene())
 
@@ -305,7 +268,7 @@ def test_it_ends_with_its_items() -> None:
         service = await started()
         env = Sums(config(), plain)
         env.limit = 3
-        await asyncio.wait_for(serving(env, Weather(service), asyncio.Event()), 10)
+        await asyncio.wait_for(serving(env, service, asyncio.Event()), 10)
         return service.status().queue_size
 
     assert asyncio.run(scene()) == 3
@@ -321,13 +284,13 @@ def test_a_prompt_that_is_too_long_costs_its_item_and_no_more(caplog: pytest.Log
     async def scene() -> None:
         service = await started()
         env.collect = collect
-        task = asyncio.create_task(serving(env, Weather(service), asyncio.Event()))
+        task = asyncio.create_task(serving(env, service, asyncio.Event()))
         await train(service, steps=3)
         await asyncio.wait_for(task, 10)
 
     with caplog.at_level(logging.INFO):
         asyncio.run(scene())
-    assert f"2 dropped ({runner.PROMPT_TOO_LONG})" in caplog.text
+    assert f"2 dropped ({runner.LOSSES[PromptTooLong]})" in caplog.text
     said = [record.args[0] for record in caplog.records if record.args and isinstance(record.args, tuple)]
     (error,) = [each for each in said if isinstance(each, PromptTooLong)]  # once, for both
     assert (error.field, error.got) == ("--env.max_token_length", "4") and "9 tokens" in error.wanted
@@ -343,7 +306,7 @@ def test_prompts_that_are_all_too_long_end_it_with_what_to_do() -> None:
             return group()
 
         env.collect = collect
-        await asyncio.wait_for(serving(env, Weather(service), asyncio.Event()), 20)
+        await asyncio.wait_for(serving(env, service, asyncio.Event()), 20)
 
     with pytest.raises(EnvironmentFailed) as error:
         asyncio.run(scene())
@@ -362,7 +325,7 @@ def test_an_evaluation_that_fails_ends_no_run(caplog: pytest.LogCaptureFixture) 
                     raise ValueError("a bug of the environment")
                 return {"accuracy": 0.5}
 
-        task = asyncio.create_task(serving(Failing(config(steps_per_eval=1), plain), Weather(service), asyncio.Event()))
+        task = asyncio.create_task(serving(Failing(config(steps_per_eval=1), plain), service, asyncio.Event()))
         for count in range(1, 3):
             await train(service, steps=1)
             await until(lambda count=count: len(asked) == count)
@@ -386,7 +349,7 @@ def test_what_is_not_sent_is_counted(caplog: pytest.LogCaptureFixture) -> None:
         async def collect(item: int) -> wire.ScoredData | None:
             return {1: None, 2: same, 3: long}.get(item, group(version=item))
 
-        task = asyncio.create_task(serving(Sums(settings, collect), Weather(service), asyncio.Event()))
+        task = asyncio.create_task(serving(Sums(settings, collect), service, asyncio.Event()))
         await train(service, steps=3)
         await asyncio.wait_for(task, 10)
 
@@ -407,7 +370,7 @@ def test_one_bad_item_is_survived_and_a_broken_environment_is_not(caplog: pytest
                 raise ZeroDivisionError("no reward")
             return group()
 
-        task = asyncio.create_task(serving(Sums(config(), collect), Weather(service), asyncio.Event()))
+        task = asyncio.create_task(serving(Sums(config(), collect), service, asyncio.Event()))
         trainer = asyncio.create_task(train(service, steps=3))
         try:
             await asyncio.wait_for(task, 10)
@@ -423,6 +386,71 @@ def test_one_bad_item_is_survived_and_a_broken_environment_is_not(caplog: pytest
     assert "16 " in error.value.summary
 
 
+def test_scoring_that_never_ends_costs_its_group_and_in_the_end_the_environment(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scene(hangs: Callable[[int], bool]) -> None:
+        service = await started()
+        env = Sums(config(score_timeout=0.05), plain)
+
+        async def score(item: int) -> wire.ScoredData:
+            if hangs(item):
+                await asyncio.Event().wait()
+            return group(version=item)
+
+        async def collect(item: int) -> wire.ScoredData:
+            return await env.scoring.within(item, score(item))
+
+        env.collect = collect
+        task = asyncio.create_task(serving(env, service, asyncio.Event()))
+        trainer = asyncio.create_task(train(service, steps=3))
+        try:
+            await asyncio.wait_for(task, 20)
+        finally:
+            trainer.cancel()
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(scene(lambda item: item == 2))
+    assert f"1 dropped ({runner.LOSSES[ScoreTimeout]})" in caplog.text
+    with pytest.raises(EnvironmentFailed) as error:
+        asyncio.run(scene(lambda item: True))
+    assert error.value.field == "sums" and "16 " in error.value.summary
+    assert error.value.got.startswith("--env.score_timeout: ")
+
+
+@pytest.mark.parametrize(
+    ("one", "reason"),
+    [
+        (group(trained=False), "no token"),
+        (group(length=100_000), "the trainer's 16 tokens"),
+        (group((1.0, 0.0, 1.0)), "3 sequences"),
+    ],
+)
+def test_groups_that_teach_nothing_are_told_of_once_and_end_the_environment(
+    one: wire.ScoredData, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene(bad: Callable[[int], bool]) -> None:
+        service = await started()
+
+        async def collect(item: int) -> wire.ScoredData:
+            return one if bad(item) else group(version=item)
+
+        task = asyncio.create_task(serving(Sums(config(), collect), service, asyncio.Event()))
+        trainer = asyncio.create_task(train(service, steps=3))
+        try:
+            await asyncio.wait_for(task, 20)
+        finally:
+            trainer.cancel()
+
+    asyncio.run(scene(lambda item: item in (2, 3)))
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and reason in record.getMessage()
+    with pytest.raises(EnvironmentFailed) as error:
+        asyncio.run(scene(lambda item: True))
+    assert error.value.field == "sums" and reason in error.value.got
+    assert len(caplog.records) == 2
+
+
 def test_groups_that_the_api_refuses_end_the_run_with_its_reason() -> None:
     async def scene() -> None:
         service = await started()
@@ -430,7 +458,7 @@ def test_groups_that_the_api_refuses_end_the_run_with_its_reason() -> None:
         async def nan(item: int) -> wire.ScoredData:
             return group((float("nan"), 0.0))
 
-        await asyncio.wait_for(serving(Sums(config(), nan), Weather(service), asyncio.Event()), 20)
+        await asyncio.wait_for(serving(Sums(config(), nan), service, asyncio.Event()), 20)
 
     with pytest.raises(EnvironmentFailed) as error:
         asyncio.run(scene())
@@ -439,7 +467,7 @@ def test_groups_that_the_api_refuses_end_the_run_with_its_reason() -> None:
 
 def test_a_group_larger_than_the_batch_is_refused() -> None:
     async def scene() -> None:
-        await serving(Sums(config(group_size=16), plain), Weather(await started()), asyncio.Event())
+        await serving(Sums(config(group_size=16), plain), await started(), asyncio.Event())
 
     with pytest.raises(ConfigError) as error:
         asyncio.run(scene())
@@ -452,7 +480,7 @@ def test_evaluation_is_told_every_so_many_steps(asked_by: str, caplog: pytest.Lo
         own = asked_by == "the environment"
         service = await started(TRAINER if own else msgspec.structs.replace(TRAINER, eval_every=2))
         settings = config(steps_per_eval=2 if own else 0)
-        task = asyncio.create_task(serving(Sums(settings, plain), Weather(service), asyncio.Event()))
+        task = asyncio.create_task(serving(Sums(settings, plain), service, asyncio.Event()))
         for _ in range(3):
             step = service.status().current_step
             await train(service, steps=1)

@@ -201,3 +201,14 @@ def test_an_adapter_on_one_of_two_tied_modules_is_refused(tmp_path: Path) -> Non
     with pytest.raises(ModelError) as error:
         export_model(adapted, None, tmp_path, torch.float32)
     assert all(f"layers.{number}.mlp.up_proj" in str(error.value) for number in (0, 1))
+
+
+def test_what_is_not_finite_in_the_dtype_of_the_file_is_not_written(tmp_path: Path) -> None:
+    model = tiny_qwen()
+    name = "model.norm.weight"
+    for value, dtype in ((70_000.0, torch.float16), (float("nan"), torch.float32)):  # float16 ends at 65,504
+        with torch.no_grad():
+            model.get_parameter(name).fill_(value)
+        with pytest.raises(ModelError) as refused:
+            export_model(model, None, tmp_path, dtype)
+        assert refused.value.field == name and not list(tmp_path.iterdir())

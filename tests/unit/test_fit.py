@@ -91,8 +91,8 @@ class Api:
 
 
 def feed(api: Any) -> BatchFeed:
-    config = RolloutConfig(prefetch=False)
-    return BatchFeed(api, config, lambda one: ready(one, CONFIG), lambda: None, vocabulary=VOCAB)
+    config, longest = RolloutConfig(prefetch=False), CONFIG.model.seq_len
+    return BatchFeed(api, config, lambda one: ready(one, CONFIG), lambda: None, vocabulary=VOCAB, longest=longest)
 
 
 def test_the_rest_of_a_batch_is_trained_on_and_one_warning_names_the_environment(
@@ -113,6 +113,28 @@ def test_the_rest_of_a_batch_is_trained_on_and_one_warning_names_the_environment
     assert (problem.field, problem.got) == ("environment sums_0: sequence 1: tokens", "2000000000")
     result = Trainer(TinyModel(), CONFIG).step(first.ready, 0)
     assert result.updated
+
+
+def test_a_group_without_a_trained_token_is_left_out_wherever_the_others_are() -> None:
+    empty = Group((sample([1, 2], [], 0.0), sample([1, 2], [], 1.0)), environment=0)
+    half = Group((sample([1, 2], [], 0.0), sample([1, 2], [3], 1.0)), environment=0)
+    only_first = Group((sample([], [3], 0.0),), environment=0)  # which nothing predicts
+    beyond = Group((sample([1] * 12, [3], 0.0),), environment=0)
+    for unfit in (empty, only_first):
+        problem = misfit(unfit, VOCAB)
+        assert problem is not None and problem.field == "masks"
+    assert misfit(half, VOCAB) is None and misfit(beyond, VOCAB) is None
+    problem = misfit(beyond, VOCAB, 10)
+    assert problem is not None and problem.field == "masks" and "10" in problem.got
+
+
+def test_sequences_that_are_cut_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    long = Group((sample([1], [2] * 100_000, 0.0), sample([1], [3], 1.0)), environment=0)
+    with caplog.at_level(logging.WARNING), feed(Api(iter([(long,), (long, GOOD)]))) as batches:
+        found = [batches.next(version) for version in range(2)]
+    assert [reduce(each.ready.prepared.metrics)["batch/truncated"] for each in found] == [1, 1]
+    (warned,) = [record.args for record in caplog.records if record.name == fit.__name__]
+    assert warned == ("environment sums_0", 100_001, 10)
 
 
 def test_an_environment_of_another_vocabulary_altogether_ends_the_run_by_name() -> None:

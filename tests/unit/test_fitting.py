@@ -213,3 +213,18 @@ def test_dropout_of_an_adapter_is_the_same_when_recomputed() -> None:
         torch.manual_seed(5)
         results.append(one_step(model, settings(packing="on", checkpointing=checkpointing)))
     assert_same(*results)
+
+
+def test_memory_is_counted_when_others_have_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    Gpu(monkeypatch, 1e9)
+
+    def free_bytes(_: torch.device) -> float:
+        events.append("count")
+        return 1e9
+
+    monkeypatch.setattr(fitting, "free_bytes", free_bytes)
+    forward = build_forward(tiny_qwen(depth=2).requires_grad_(True), settings(checkpointing=None))
+    trained = list(forward.model.parameters())
+    fitting.fit(forward, settings(checkpointing=None), trained, lambda: events.append("wait"))
+    assert events[0] == "wait" and "count" in events

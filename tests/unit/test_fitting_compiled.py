@@ -13,9 +13,12 @@ import torch
 from torch._dynamo.utils import counters
 
 from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model import compiled
 from grpo_trainer.model.activations import Kept, LayerMemory, Recomputation, measure
+from grpo_trainer.model.ahead import compile_ahead
+from grpo_trainer.model.attach import build_without_weights
 from grpo_trainer.model.compiled import compile_layers
 from grpo_trainer.model.forward import build_forward
 from grpo_trainer.model.lora import add_adapter
@@ -198,3 +201,38 @@ def test_what_compiled_layers_cant_recompute_checkpoints_do(
     # And so if it was asked for: the layers stay compiled.
     asked = fitted(settings(checkpointing=True, packing="on", compile="on"))
     assert asked.compiled is not None and flags(asked) == [True] * 4
+
+
+def test_all_is_compiled_before_the_first_step(graphs: Any) -> None:
+    packed = {"packing": "on", "max_tokens_per_microbatch": 40, "checkpointing": False}
+    trainer = Trainer(tiny("qwen2", num_hidden_layers=3), settings(**packed, compile="on"))
+    compiled_before = graphs["unique_graphs"]
+    assert compiled_before == 3  # a layer, and two of the head
+    assert all(parameter.grad is None for parameter in trainer.parameters)
+    trainer.step(full_rollouts(), 0)
+    assert graphs["unique_graphs"] == compiled_before
+
+
+@pytest.mark.parametrize("mode", ["shared_vllm", "lora_only"])
+def test_what_is_compiled_before_there_are_weights_serves_the_model(mode: str, graphs: Any) -> None:
+    packed = {"packing": "on", "max_tokens_per_microbatch": 40, "checkpointing": False}
+    options = {"mode": mode, **({"r": 8, "share_base": True} if mode == "lora_only" else {})}
+    config = TrainConfig.model_validate({**settings(**packed, compile="on").model_dump(), "bridge": options})
+    base = tiny("qwen2", num_hidden_layers=3)
+    before = torch.get_rng_state()
+    compile_ahead(config, build_without_weights(base.config, torch.float32, "sdpa", torch.device("cpu")))
+    assert torch.equal(before, torch.get_rng_state())
+    layers = graphs["unique_graphs"]
+    assert layers == (2 if mode == "lora_only" else 1)  # the first one's input has no gradient under an adapter
+    lora = LoraOnly.model_validate(options) if mode == "lora_only" else None
+    model = base if lora is None else add_adapter(base.requires_grad_(False), lora, seed=0)
+    Trainer(model, config).step(full_rollouts(), 0)
+    assert graphs["unique_graphs"] == layers + 2  # and the head
+
+
+def test_nothing_is_compiled_ahead_where_nothing_is_to_be(graphs: Any) -> None:
+    base = tiny("qwen2")
+    skeleton = build_without_weights(base.config, torch.float32, "sdpa", torch.device("cpu"))
+    compile_ahead(settings(packing="on", compile="off"), skeleton)
+    compile_ahead(settings(packing="on", compile="auto"), skeleton)  # it is small, and on a CPU
+    assert graphs["unique_graphs"] == 0

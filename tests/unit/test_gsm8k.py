@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import subprocess
 import sys
@@ -12,17 +11,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from transformers import Qwen2Tokenizer
 
-from environments.config import ConfigError, ServerConfig
+from environments.config import ConfigError
 from environments.demo_model import build_tokenizer
 from environments.gsm8k_server import Gsm8kConfig, Gsm8kEnv
 from environments.intervals import wilson
 from environments.items import Shuffled
 from environments.maths.gsm8k import Question, after_thinking, read_questions, too_long
-from environments.peers.inference import InferenceClient
+from tests.stand_ins import Scripted
 
 pytest.importorskip("math_verify", reason="answers are judged by it: pip install math-verify")
 
@@ -44,36 +42,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def answering(tokenizer: Qwen2Tokenizer, answers: Sequence[str], asked: list[dict[str, Any]]) -> httpx.MockTransport:
-    """A server whose completions are these texts in turn; those without an end token are cut off."""
-
-    def handle(request: httpx.Request) -> httpx.Response:
-        body = json.loads(request.content)
-        asked.append(body)
-        texts = [answers[index % len(answers)] for index in range(body["n"])]
-        rows = [tokenizer.encode(text) for text in texts]
-        reply = {
-            "text": texts,
-            "prompt": None,
-            "finish_reasons": ["stop" if text.endswith(END) else "length" for text in texts],
-            "policy_version": 4,
-            "model": "policy-v4",
-            "prompt_token_ids": body["prompt"]["prompt_token_ids"],
-            "token_ids": rows,
-            "logprobs": [[[{str(token): -0.25}] for token in row] for row in rows],
-        }
-        return httpx.Response(200, json=reply)
-
-    return httpx.MockTransport(handle)
-
-
-def environment(
-    tokenizer: Qwen2Tokenizer, answers: Sequence[str], asked: list[dict[str, Any]] | None = None, **changes: Any
-) -> Gsm8kEnv:
+def environment(tokenizer: Qwen2Tokenizer, answers: Sequence[str], **changes: Any) -> Gsm8kEnv:
     config = Gsm8kConfig(**({"tokenizer_name": "demo", "group_size": len(answers), "judge_workers": 1} | changes))
-    transport = answering(tokenizer, answers, [] if asked is None else asked)
-    client = InferenceClient(ServerConfig(server_type="vllm"), patience=1.0, transport=transport)
-    return Gsm8kEnv(config, client, tokenizer)
+    return Gsm8kEnv(config, Scripted(tokenizer, lambda _: answers), tokenizer)
 
 
 def collect(env: Gsm8kEnv, item: Question) -> Any:
@@ -171,8 +142,7 @@ def test_the_prompt_is_a_chat_where_there_is_a_template_and_text_elsewhere(
 def test_an_evaluation_asks_the_test_questions_greedily_and_says_how_sure_it_is(
     tokenizer: Qwen2Tokenizer, data: Path
 ) -> None:
-    asked: list[dict[str, Any]] = []
-    env = environment(tokenizer, ["\\boxed{18}" + END], asked, dataset_path=data, eval_questions=8, max_tokens=20)
+    env = environment(tokenizer, ["\\boxed{18}" + END], dataset_path=data, eval_questions=8, max_tokens=20)
 
     async def scene() -> dict[str, float]:
         try:
@@ -188,7 +158,8 @@ def test_an_evaluation_asks_the_test_questions_greedily_and_says_how_sure_it_is(
     sure = wilson(share, 8)
     assert metrics["accuracy"] == metrics["lenient"] == share and metrics["questions"] == 8
     assert (metrics["accuracy_low"], metrics["accuracy_high"]) == (sure.low, sure.high)
-    assert {(body["temperature"], body["max_tokens"], body["n"]) for body in asked} == {(0.0, 20, 1)}
+    assert isinstance(env.server, Scripted)
+    assert {(how.temperature, how.max_tokens, n) for _, n, how in env.server.asked} == {(0.0, 20, 1)}
 
 
 def test_questions_that_leave_no_room_are_skipped_or_refused(tokenizer: Qwen2Tokenizer, data: Path) -> None:

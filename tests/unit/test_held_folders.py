@@ -18,7 +18,7 @@ from grpo_trainer.config.options import build
 from grpo_trainer.config.run import build_run
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.distributed import World
-from grpo_trainer.errors import ConfigError
+from grpo_trainer.errors import ConfigError, FolderGoneError, from_os_error
 from grpo_trainer.files import held_folder
 from vllm_server.protocol.preflight import PreflightReport
 
@@ -81,6 +81,35 @@ def test_a_child_does_not_hold_the_folder_of_its_parent(tmp_path: Path) -> None:
     with held_folder(tmp_path, "--save-path"):
         pass
     child.communicate(b"\n")
+
+
+def test_a_folder_that_is_gone_is_noticed_and_one_that_came_back_is_another(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with held_folder(folder, "--run-dir") as held:
+        held.check()
+        (folder / files.LOCK_FILE).unlink()  # nobody is disturbed by that
+        held.check()
+        folder.rename(tmp_path / "moved")
+        for there in (False, True):
+            if there:
+                folder.mkdir()
+            with pytest.raises(FolderGoneError) as gone:
+                held.check()
+            assert gone.value.field == f"--run-dir {folder}"
+            assert gone.value.got == ("another folder" if there else os.strerror(errno.ENOENT))
+        folder.rmdir()
+        (tmp_path / "moved").rename(folder)
+        held.check()
+
+
+def test_a_write_into_a_folder_that_is_gone_names_it(tmp_path: Path) -> None:
+    with pytest.raises(OSError) as raised:
+        files.write_bytes(tmp_path / "gone" / "file", b"")
+    error = from_os_error(raised.value, "write")
+    assert isinstance(error, FolderGoneError) and error.field == str(tmp_path / "gone" / "file")
+    with pytest.raises(OSError) as raised:
+        (tmp_path / "file").read_bytes()
+    assert from_os_error(raised.value, "write") is None  # a file that is missed in a folder is no such thing
 
 
 def test_a_file_system_without_locks_is_no_reason_to_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,15 +94,17 @@ def test_loop_and_trainer_do_not_ask_for_the_mode() -> None:
 
 ROOMS = {
     "grpo_trainer": (
-        *("errors", "files", "suggestions", "versions", "main_memory", "config", "metrics", "losses", "rollouts"),
+        *("errors", "files", "cache", "phases", "suggestions", "versions", "main_memory", "config", "metrics"),
+        *("losses", "rollouts"),
         *("batch", "server_client", "distributed", "optim", "model", "saving", "signals", "launch", "weights"),
         *("trainer", "follower", "feed", "logs"),
         *("watchdog", "ending", "loop", "bench", "doctor", "report", "run", "cli"),
     ),
     "environments": (
-        *("config", "measures", "threads", "items", "intervals", "arithmetic"),
-        *("api", "peers", "trajectory", "conversation", "base", "multi_turn", "running", "maths", "from_verifiers"),
-        *("demo_model", "arithmetic_server", "gsm8k_server", "verifiers_server"),
+        *("config", "measures", "threads", "stacks", "scoring", "items", "intervals", "arithmetic"),
+        *("api", "peers", "trajectory", "conversation", "base", "multi_turn", "running", "maths", "word_problems"),
+        *("from_verifiers", "released_model", "demo_model", "arithmetic_server", "gsm8k_server", "verifiers_server"),
+        *("word_problems_server", "synthetic_server"),
     ),
 }
 """Lowest first."""

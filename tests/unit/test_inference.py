@@ -1,16 +1,16 @@
 """The client of the inference server's `/generate`."""
 
 import asyncio
-import json
+from collections.abc import Sequence
 from typing import Any
 
-import httpx
 import pytest
 from pydantic import ValidationError
 
 from environments.config import ServerConfig
 from environments.peers.http import PeerError, PeerRefused
 from environments.peers.inference import Completion, InferenceClient, InferenceServers, Sampling, inference
+from tests.stand_ins import Asked, Reply, answering
 
 ANSWER: dict[str, Any] = {
     "text": ["46", "5"],
@@ -24,50 +24,43 @@ ANSWER: dict[str, Any] = {
 }
 
 
-def generate(
-    answer: dict[str, Any], config: ServerConfig, sampling: Sampling
-) -> tuple[list[Completion], httpx.Request]:
-    asked: list[httpx.Request] = []
+def generate(answers: Sequence[dict[str, Any]], sampling: Sampling, **settings: Any) -> tuple[list[Completion], Asked]:
+    """The completions of a server of ours that gives these answers one after another, and its first request."""
+    asked: list[Asked] = []
 
-    def handle(request: httpx.Request) -> httpx.Response:
+    def handle(request: Asked) -> Reply:
         asked.append(request)
-        return httpx.Response(200, json=answer)
+        return Reply(json=answers[len(asked) - 1])
 
-    async def ask() -> list[Completion]:
-        client = InferenceClient(config, patience=1.0, transport=httpx.MockTransport(handle))
+    async def ask(url: str) -> list[Completion]:
+        config = ServerConfig(server_type="vllm", base_url=f"{url}/v1", **settings)
+        client = InferenceClient(config, patience=1.0)
         try:
             return await client.generate([3, 4], 2, sampling)
         finally:
             await client.close()
 
-    return asyncio.run(ask()), asked[0]
+    with answering(handle) as url:
+        return asyncio.run(ask(url)), asked[0]
 
 
 def test_completions_that_a_stopping_server_cut_short_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("environments.peers.inference.ASK_AGAIN_S", 0.0)
-    answers = iter([{**ANSWER, "finish_reasons": ["stop", "abort"]}, {**ANSWER, "policy_version": 8}])
-
-    async def ask() -> list[Completion]:
-        transport = httpx.MockTransport(lambda _: httpx.Response(200, json=next(answers)))
-        client = InferenceClient(ServerConfig(server_type="vllm"), patience=1.0, transport=transport)
-        try:
-            return await client.generate([3, 4], 2, Sampling(max_tokens=5))
-        finally:
-            await client.close()
-
-    assert [completion.policy_version for completion in asyncio.run(ask())] == [8, 8]
+    answers = [{**ANSWER, "finish_reasons": ["stop", "abort"]}, {**ANSWER, "policy_version": 8}]
+    completions, _ = generate(answers, Sampling(max_tokens=5))
+    assert [completion.policy_version for completion in completions] == [8, 8]
 
 
 def test_the_request_names_the_distribution_and_the_completions_are_the_servers() -> None:
-    config = ServerConfig(server_type="vllm", base_url="http://server:9001/v1", model_name="policy", api_key="key")
-    completions, request = generate(ANSWER, config, Sampling(max_tokens=5, temperature=0.7, stop=("\n",)))
-    assert str(request.url) == "http://server:9001/generate"
-    assert request.headers["authorization"] == "Bearer key"
-    assert json.loads(request.content) == {
+    sampling = Sampling(max_tokens=5, temperature=0.7, stop=("\n",))
+    completions, request = generate([ANSWER], sampling, model_name="policy", api_key="key")
+    assert request.path == "/generate" and request.headers["authorization"] == "Bearer key"
+    assert request.json() == {
         "prompt": {"prompt_token_ids": [3, 4]},
         "model": "policy",
         "n": 2,
         "logprobs": 0,
+        "detokenize": True,
         "max_tokens": 5,
         "temperature": 0.7,
         "top_p": 1.0,
@@ -81,8 +74,8 @@ def test_the_request_names_the_distribution_and_the_completions_are_the_servers(
 
 
 def test_nothing_that_was_not_set_is_sent() -> None:
-    _, request = generate(ANSWER, ServerConfig(server_type="vllm", base_url="http://server"), Sampling(max_tokens=1))
-    assert not {"model", "stop", "stream"} & json.loads(request.content).keys()
+    _, request = generate([ANSWER], Sampling(max_tokens=1))
+    assert not {"model", "stop", "stream"} & request.json().keys()
 
 
 @pytest.mark.parametrize(
@@ -100,8 +93,8 @@ def test_nothing_that_was_not_set_is_sent() -> None:
 )
 def test_an_answer_that_is_not_sound_is_refused(change: dict[str, Any], parts: dict[str, str]) -> None:
     with pytest.raises(PeerError) as caught:
-        generate(ANSWER | change, ServerConfig(server_type="vllm", base_url="http://server"), Sampling(max_tokens=1))
-    assert caught.value.field.endswith("http://server/generate")
+        generate([ANSWER | change], Sampling(max_tokens=1))
+    assert caught.value.field.endswith("/generate")
     assert all(part in getattr(caught.value, name) for name, part in parts.items())
 
 

@@ -78,6 +78,9 @@ class Told:
         self.events.append("prove")
         return None
 
+    def check_finite(self) -> None:
+        self.meet("check_finite")
+
     @contextmanager
     def updating(self) -> Iterator[None]:
         self.events.append("begin")
@@ -350,3 +353,10 @@ def test_a_folder_that_holds_a_run_is_refused_before_the_others_are_met(tmp_path
     config = build(TrainConfig, {"model": "x", "log_dir": str(tmp_path)})
     with pytest.raises(ConfigError, match=rf"--log-dir\b.* {tmp_path}\b.*--resume auto"):
         loop.train(config, lambda _: pytest.fail("it has met them"))
+
+
+@pytest.mark.parametrize(("interval", "told"), [("10m", 1), (20, 20), (0, 0)])
+def test_environments_are_told_an_interval_in_steps(interval: str | int, told: int) -> None:
+    """By time a checkpoint may be of any step, so they save their state at each."""
+    config = build(TrainConfig, {"model": "x", "checkpoint_interval": interval})
+    assert loop.registration(config, Progress()).save_checkpoint_interval == told

@@ -19,8 +19,8 @@ from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.distributed import World
 from grpo_trainer.ending import Standing, conclude
 from grpo_trainer.errors import ConfigError, HungError, PortBusyError, StoppedError, TrainingError
+from grpo_trainer.launch.child import Child
 from grpo_trainer.launch.ports import claim_ports
-from grpo_trainer.launch.supervisor import Child
 from grpo_trainer.saving.manifest import Progress
 from grpo_trainer.signals import StopSignal
 from tests.unit.test_checkpoint import checkpoints, trainer_with

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import re
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 
@@ -16,9 +15,10 @@ from environments.api.http import ApiError
 from environments.config import ConfigError
 from environments.peers.http import PeerGone, PeerRefused
 from environments.running.runner import EnvironmentFailed
+from tests.stand_ins import Reply, answering
 from tests.unit import test_environment_runner as runner
 from tests.unit.test_environment_config import parse
-from tests.unit.test_environment_http import Answer, forever, peer
+from tests.unit.test_environment_http import ask
 from tests.unit.test_nccl import StandInLibrary
 from tests.unit.test_shared_server import check
 from vllm_server import compat
@@ -71,35 +71,22 @@ def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "text"),
+    ("reply", "said"),
     [
-        (
-            httpx.Response(422, json={"detail": "scores[0]: nan", "field": "scores"}),
-            "the oracle at http://oracle: refused POST /scored_data; got 422: scores[0]: nan",
-        ),
-        (
-            httpx.Response(404, text=""),
-            "the oracle at http://oracle: refused POST /scored_data; got 404: no reason given",
-        ),
+        (Reply(422, {"detail": "scores[0]: nan", "field": "scores"}), "got 422: scores[0]: nan"),
+        (Reply(404), "got 404: no reason given"),
     ],
 )
-def test_a_peer_that_refuses(answer: Answer, text: str) -> None:
-    with pytest.raises(PeerRefused) as error:
-        asyncio.run(peer(iter([answer])).request("POST", "/scored_data"))
-    assert str(error.value) == text
+def test_a_peer_that_refuses(reply: Reply, said: str) -> None:
+    with answering(lambda _: reply) as url, pytest.raises(PeerRefused) as error:
+        ask(url, "POST", "/scored_data")
+    assert str(error.value) == f"the oracle at {url}: refused POST /scored_data; {said}"
 
 
-@pytest.mark.parametrize(
-    ("answer", "got"),
-    [
-        (lambda: httpx.ConnectError("refused"), "ConnectError: refused"),
-        (lambda: httpx.Response(503, json={"detail": "starting"}), "503: starting"),
-    ],
-)
-def test_a_peer_that_is_gone(answer: Callable[[], Answer], got: str) -> None:
-    with pytest.raises(PeerGone) as error:
-        asyncio.run(peer(forever(answer), patience=0.0).request("GET", "/status"))
-    assert str(error.value) == f"the oracle at http://oracle: no answer for 0 s; got {got}"
+def test_a_peer_that_is_gone() -> None:
+    with answering(lambda _: Reply(503, {"detail": "starting"})) as url, pytest.raises(PeerGone) as error:
+        ask(url, patience=0.0)
+    assert str(error.value) == f"the oracle at {url}: not done within 0 s; got 503: starting"
 
 
 def test_an_environment_that_failed() -> None:
@@ -110,12 +97,13 @@ def test_an_environment_that_failed() -> None:
             return runner.group((float("nan"), 0.0))
 
         environment = runner.Sums(runner.config(), collect)
-        await asyncio.wait_for(runner.serving(environment, runner.Weather(service), asyncio.Event()), 20)
+        await asyncio.wait_for(runner.serving(environment, service, asyncio.Event()), 20)
 
     with pytest.raises(EnvironmentFailed) as error:
         asyncio.run(scene())
-    assert str(error.value) == (
-        "sums: 16 groups in a row came to nothing; got the rollout API at http://127.0.0.1:8000: "
+    said = re.sub(r"http://127.0.0.1:\d+", "URL", str(error.value))
+    assert said == (
+        "sums: 16 groups in a row came to nothing; got the rollout API at URL: "
         "refused POST /scored_data; got 422: scores[0]: nan, expected a finite number"
     )
 

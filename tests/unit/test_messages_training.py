@@ -129,7 +129,7 @@ def test_a_proof_that_failed(fault: str, what: str) -> None:
         ),
         (
             Answer(500, {"error": {"message": "broken", "type": "InternalServerError", "code": 500}}),
-            "the inference server refuses GET URL with 500: broken",
+            "the inference server refuses GET URL with 500; got broken",
         ),
         (Answer(502, "bad gateway"), 'the inference server refuses GET URL with 502; got "bad gateway"'),
         (

@@ -6,12 +6,14 @@ import json
 import math
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from grpo_trainer.logs.sinks import ConsoleSink, JsonlSink, MetricLog, step_line
+from grpo_trainer.metrics.remaining import duration, seconds_left
 from grpo_trainer.metrics.types import Max, Mean, Sum, merge, reduce
 
 
@@ -91,3 +93,40 @@ def test_a_step_without_anything_to_learn_from_says_so_and_shows_no_number_that_
     numbers = {"reward/mean": 1.0, "train/loss": 0.0, "train/skipped": 1.0, "batch/zero_variance_share": 1.0}
     line = "Step 1/1  reward 1.000  nothing to learn: no group has a spread of rewards  zero-var 100%"
     assert step_line(1, 1, numbers) == line
+
+
+@pytest.mark.parametrize(
+    ("steps", "recent", "seconds"),
+    [
+        (9, [], None),
+        (9, [5.0], None),  # the first step has the start in it
+        (8, [100.0, 5.0], 40.0),  # 100 counts as 5: 8 x (5 + 5) / 2
+        (9, [4.0, 6.0, 5.0], 42.0),  # 6 counts as 5: 9 x (4 + 5 + 5) / 3
+        (10, [1.0, 1.0, 11.0, 1.0, 1.0, 11.0], 260.0 / 6),  # a restart every three steps: 10 x (4 + 22) / 6
+        (0, [4.0, 4.0], 0.0),
+    ],
+)
+def test_time_left_is_steps_left_times_the_mean_of_recent_steps(
+    steps: int, recent: list[float], seconds: float | None
+) -> None:
+    assert seconds_left(steps, recent) == (None if seconds is None else pytest.approx(seconds))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.4, "0 s"), (119.4, "119 s"), (120.0, "2 min"), (7190.0, "120 min"), (12_240.0, "3.4 h")],
+)
+def test_a_duration_in_words(seconds: float, words: str) -> None:
+    assert duration(seconds) == words
+
+
+def test_the_console_says_how_long_the_run_still_takes(tmp_path: Path) -> None:
+    console = Console(file=(tmp_path / "out").open("w"), width=200)
+    sink = ConsoleSink(console, 100)
+    for step, seconds in ((1, 90.0), (2, 10.0), (3, 20.0), (100, 10.0)):
+        sink.write(step, {"reward/mean": 0.5, "train/seconds": seconds})
+    console.file.flush()
+    ends = [line.rpartition("  ")[2] for line in (tmp_path / "out").read_text().splitlines()]
+    # after two: 98 x (10 + 10) / 2 = 980 s; after three: 97 x (10 + 20 + 20) / 3 = 1616.7 s; after the last nothing
+    assert ends[1:3] == ["16 min left", "27 min left"]
+    assert not ends[0].endswith("left") and not ends[3].endswith("left")

@@ -39,7 +39,6 @@ PREDECESSOR_DEFAULTS = {
     "optimizer": "adamw",
     "seq_len": 2048,
     "save_path": "trained_model_checkpoints",
-    "checkpoint_interval": 3,
     "vllm_restart_interval": 3,
     "clip_eps": 0.2,
     "atropos_url": "http://localhost:8000",
@@ -49,7 +48,9 @@ PREDECESSOR_DEFAULTS = {
 
 
 def test_names_and_defaults_are_the_predecessors() -> None:
+    """All but one: checkpoints by steps cost the more, the shorter a step."""
     values = dump(build(TrainConfig, {"model_name": "m"}))
+    assert values["checkpoint_interval"] == "10m"
     assert {key: values[key] for key in PREDECESSOR_DEFAULTS} == PREDECESSOR_DEFAULTS
     lora = dump(build(TrainConfig, {"model_name": "m", "weight_bridge_mode": "lora_only"}))
     assert (lora["lora_r"], lora["lora_alpha"]) == (16, 32.0)
@@ -84,6 +85,7 @@ LORA = {"weight_bridge_mode": "lora_only"}
         ({"lora_r": 8}, "--lora-r", "--weight-bridge-mode none", "--weight-bridge-mode lora_only, lora_restart"),
         ({"weight_bridge_mode": "lora"}, "--weight-bridge-mode", "lora", "'none'"),
         ({"optimizer": "adamw_cpu"}, "--optimizer", "adamw_cpu", "use adamw_8bit"),
+        ({"checkpoint_interval": "10 minutes"}, "--checkpoint-interval", "10 minutes", "10m"),
         (
             {"single_copy": True, "weight_bridge_mode": "none"},
             *("--single-copy", "--weight-bridge-mode none", "--weight-bridge-mode shared_vllm"),
@@ -258,7 +260,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
             [],
             *("--batch-size x --gradient-accumulation-steps", "14 sequences a step", "6 and 10"),
         ),
-        ({}, {"env": "gsm9k"}, [], "--env", "gsm9k", "arithmetic, gsm8k, verifiers"),
+        ({}, {"env": "gsm9k"}, [], "--env", "gsm9k", "arithmetic, gsm8k, verifiers, word_problems"),
         ({}, {}, ["--envv.group_size", "8"], "--envv.group_size", "", "--env.group_size?"),
         ({}, {}, ["--server.prt", "8"], "--server.prt", "", "--server.port?"),
         ({}, {}, ["--zzzzzz", "8"], "--zzzzzz", "", "--help"),
@@ -460,7 +462,7 @@ def test_help_begins_with_what_most_people_want() -> None:
 def test_an_unknown_environment_is_named_as_it_was_written() -> None:
     done = grpo("env", "nosuch")
     assert done.returncode == 2 and done.stderr.startswith("grpo: grpo env: ")
-    assert "nosuch" in done.stderr and "arithmetic, gsm8k, verifiers" in done.stderr
+    assert "nosuch" in done.stderr and "arithmetic, gsm8k, verifiers, word_problems" in done.stderr
 
 
 def test_an_environment_is_called_as_it_was_asked_for() -> None:

@@ -20,9 +20,9 @@ import pytest
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import PortBusyError, ProcessFailedError, StoppedError
+from grpo_trainer.launch.child import Child
 from grpo_trainer.launch.owned_server import OwnedServer, owned_servers
 from grpo_trainer.launch.plan import ProcessSpec, server_process, waiting_server
-from grpo_trainer.launch.supervisor import Child
 from tests.processes import ROOT, alive, free_port, wait_for
 
 SERVER = """

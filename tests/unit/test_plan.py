@@ -21,26 +21,58 @@ from grpo_trainer.run import empty_old_queue
 PORTS = {"api": 8123, "server": 9123}
 
 
-def plan(flags: dict[str, Any] | None = None, *, on_gpu: bool = False, file: dict[str, Any] | None = None) -> RunPlan:
+def plan(
+    flags: dict[str, Any] | None = None,
+    *,
+    on_gpu: bool = False,
+    file: dict[str, Any] | None = None,
+    cache_bytes: int | None = None,
+) -> RunPlan:
     base = {"model_name": "demo", "weight_bridge_mode": "lora_only", "run_dir": "/runs/a"}
     config: RunConfig = build_run(file or {}, {**base, **(flags or {})})
-    return plan_run(config, PORTS, python="py", on_gpu=on_gpu)
+    return plan_run(config, PORTS, python="py", on_gpu=on_gpu, cache_bytes=cache_bytes)
 
 
 def option(argv: tuple[str, ...], flag: str) -> str:
     return argv[argv.index(flag) + 1]
 
 
-def test_servers_first_then_those_who_use_them() -> None:
-    names = [[process.name for process in stage] for stage in plan().stages]
-    assert names == [["api", "server"], ["trainer", "env-arithmetic"]]
+def names_of(made: RunPlan) -> list[list[str]]:
+    return [[process.name for process in stage] for stage in made.stages]
+
+
+def test_all_start_together_where_nobody_measures_a_gpu() -> None:
+    together = [["api", "server", "trainer", "env-arithmetic"]]
+    assert names_of(plan()) == together
+    assert names_of(plan(on_gpu=True, cache_bytes=1000)) == together
+    assert names_of(plan({"server.extra_args": "--kv-cache-memory-bytes=1000"}, on_gpu=True)) == together
+
+
+def test_a_trainer_comes_later_where_the_server_measures_the_gpu_or_several_would() -> None:
+    assert names_of(plan(on_gpu=True)) == [["api", "server", "env-arithmetic"], ["trainer"]]
+    config = build_run({}, {"model_name": "demo", "weight_bridge_mode": "lora_only", "trainer_gpus": "2"})
+    made = plan_run(config, {**PORTS, "trainers": 7000}, python="py", on_gpu=True, cache_bytes=1000)
+    assert names_of(made) == [["api", "server", "env-arithmetic"], ["trainer", "trainer-1"]]
+
+
+def test_the_servers_cache_is_as_large_as_was_planned() -> None:
+    server = plan(on_gpu=True, cache_bytes=1000).processes[1]
+    assert option(server.argv, "--kv-cache-memory-bytes") == "1000"
+    assert not any("kv-cache" in word for word in plan(on_gpu=True).processes[1].argv)
+
+
+def test_every_process_has_the_environment_of_the_run() -> None:
+    config = build_run({}, {"model_name": "demo", "weight_bridge_mode": "lora_only", "rollout_api_key": "k"})
+    made = plan_run(config, PORTS, python="py", on_gpu=True, env={"SAID": "to all"})
+    assert all(process.env["SAID"] == "to all" for process in made.processes)
+    assert made.processes[0].env["ROLLOUT_API_KEY"] == "k"
 
 
 @pytest.mark.parametrize("mode", ["none", "lora_restart"])
-def test_a_server_that_the_trainer_starts_is_no_process_of_the_run(mode: str) -> None:
-    made = plan({"weight_bridge_mode": mode})
-    names = [[process.name for process in stage] for stage in made.stages]
-    assert names == [["api"], ["trainer", "env-arithmetic"]]
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_server_that_the_trainer_starts_is_no_process_of_the_run(mode: str, on_gpu: bool) -> None:
+    made = plan({"weight_bridge_mode": mode}, on_gpu=on_gpu)
+    assert names_of(made) == [["api", "trainer", "env-arithmetic"]]
 
 
 def test_what_the_run_says_of_the_server_reaches_the_one_that_the_trainer_starts() -> None:
@@ -70,7 +102,8 @@ def test_both_keys_reach_all_who_need_them_and_no_command_line(mode: str) -> Non
     assert (trainer.vllm.api_key, trainer.rollouts.api_key) == ("door-1", "door-2")
     environment = made.config_files[Path("/runs/a/config/env-arithmetic.toml")]
     assert (environment["openai"]["api_key"], environment["env"]["rollout_api_key"]) == ("door-1", "door-2")
-    api, *servers = made.stages[0]
+    api = made.processes[0]
+    servers = [process for process in made.processes if process.name == "server"]
     assert api.env["ROLLOUT_API_KEY"] == "door-2"
     assert all(server.env["VLLM_API_KEY"] == "door-1" for server in servers)
     assert not any("door-" in word for process in made.processes for word in process.argv)
@@ -99,15 +132,15 @@ def test_a_server_is_spread_as_the_options_say(mode: str, prefix: str) -> None:
     made = plan({"weight_bridge_mode": mode, **{prefix + name: value for name, value in degrees.items()}}, on_gpu=True)
     trainer = build(TrainConfig, made.config_files[Path("/runs/a/config/trainer.toml")])
     own = server_process(trainer, python="py", on_gpu=True, model="m")
-    argv = own.argv if mode != "lora_only" else made.stages[0][1].argv
+    argv = own.argv if mode != "lora_only" else made.processes[1].argv
     for name, value in degrees.items():
         assert option(argv, f"--{name.replace('_', '-')}") == value
-    assert not any("parallel" in word for word in plan(on_gpu=True).stages[0][1].argv)
+    assert not any("parallel" in word for word in plan(on_gpu=True).processes[1].argv)
 
 
 def test_the_queue_lies_in_the_runs_folder_unless_it_is_told_otherwise() -> None:
     def stores(**flags: str) -> list[str]:
-        argv = plan({f"api.{name}": value for name, value in flags.items()}).stages[0][0].argv
+        argv = plan({f"api.{name}": value for name, value in flags.items()}).processes[0].argv
         return [after for word, after in pairwise(argv) if word == "--store"]
 
     assert stores() == ["/runs/a/queue.sqlite"]
@@ -175,8 +208,8 @@ def test_a_server_that_shares_its_weights_tells_the_trainer_where_they_are(flags
     if "share_base" in flags:
         base["weight_bridge_mode"] = "lora_only"
     made = plan_run(build_run({}, {**base, **flags}), PORTS, python="py", on_gpu=on_gpu)
-    assert [process.name for process in made.stages[0]] == ["api", "server"]
-    server = made.stages[0][1]
+    assert [process.name for process in made.processes[:2]] == ["api", "server"]
+    server = made.processes[1]
     assert "--shared-weights" in server.argv
     trainer = build(TrainConfig, made.config_files[Path("/runs/a/config/trainer.toml")])
     assert isinstance(trainer.bridge, SharedServer) and trainer.shares_weights
@@ -245,7 +278,7 @@ def test_two_environments_of_a_kind_have_names_and_files_of_their_own() -> None:
     made = plan(
         file={"environments": [{"name": "arithmetic"}, {"name": "arithmetic"}, {"name": "my.envs.maze_server"}]}
     )
-    assert [process.name for process in made.stages[1][1:]] == ["env-arithmetic", "env-arithmetic-2", "env-maze"]
+    assert [process.name for process in made.processes[3:]] == ["env-arithmetic", "env-arithmetic-2", "env-maze"]
     assert len({name for name in made.config_files if name.name.startswith("env")}) == 3
 
 
@@ -255,7 +288,7 @@ def test_an_unknown_environment_is_named_with_those_that_are_known(
     with pytest.raises(ConfigError) as error:
         environment_module("chess")
     assert (error.value.field, error.value.got) == ("--env", "chess")
-    assert "arithmetic, gsm8k, verifiers" in error.value.wanted and "my_envs.chess" in error.value.fix
+    assert "arithmetic, gsm8k, verifiers, word_problems" in error.value.wanted and "my_envs.chess" in error.value.fix
     assert environment_module("my.chess") == "my.chess"
     monkeypatch.chdir(tmp_path)
     (tmp_path / "chess.py").touch()
@@ -298,7 +331,7 @@ def plan_of_three(**flags: Any) -> RunPlan:
 
 def test_several_servers_are_processes_on_gpus_of_their_own_and_everybody_knows_all() -> None:
     made = plan_of_three()
-    servers = made.stages[0][1:]
+    servers = made.processes[1:4]
     assert [server.name for server in servers] == ["server", "server-2", "server-3"]
     assert [option(server.argv, "--port") for server in servers] == ["9123", "9124", "9125"]
     assert [server.env["CUDA_VISIBLE_DEVICES"] for server in servers] == ["0", "1,2", "3"]
@@ -310,14 +343,14 @@ def test_several_servers_are_processes_on_gpus_of_their_own_and_everybody_knows_
 
 def test_several_servers_of_a_trainer_that_starts_them_itself() -> None:
     made = plan_of_three(weight_bridge_mode="none", **{"server.gpus": "0;1;2"})
-    assert [process.name for process in made.stages[0]] == ["api"]
+    assert names_of(made) == [["api", "trainer", "env-arithmetic"]]
     trainer = build(TrainConfig, made.config_files[Path("/runs/a/config/trainer.toml")])
     assert [(vllm.port, vllm.gpus) for vllm in trainer.vllm.each] == [(9123, "0"), (9124, "1"), (9125, "2")]
 
 
 def test_of_several_servers_the_first_shares_its_base_with_the_trainer() -> None:
     made = plan_of_three(share_base=True)
-    assert ["--shared-weights" in server.argv for server in made.stages[0][1:]] == [True, False, False]
+    assert ["--shared-weights" in server.argv for server in made.processes[1:4]] == [True, False, False]
 
 
 def test_ports_of_several_servers_follow_one_another_or_are_any_that_are_free() -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from vllm_server.deliveries import Delivery
-from vllm_server.errors import ServeError
+from vllm_server.errors import ServeError, not_finite
 from vllm_server.policy import PolicyRegistry
 from vllm_server.protocol import ChannelRequest, LoraLoadRequest, LoraUnloadRequest
 from vllm_server.publisher import Installed, Publisher
@@ -250,6 +250,48 @@ def test_a_publish_that_fails_half_way_stops_generation_until_one_succeeds(tmp_p
         await load(publisher, save_adapter(tmp_path / "2"), version=2)
         with publisher.serving() as version:
             assert version.name == "policy-v2"
+
+    run(story())
+
+
+def test_an_adapter_that_is_not_finite_is_refused_in_the_engines_words_and_changes_nothing(tmp_path: Path) -> None:
+    publisher = make_publisher(tmp_path)
+
+    class Strict(StandInEngine):
+        async def add(self, name: str, adapter_id: int, delivery: Delivery) -> Installed:
+            if delivery.origin.endswith("2"):
+                raise not_finite("q.lora_B.weight", "nan")
+            return await super().add(name, adapter_id, delivery)
+
+    publisher.engine = Strict()
+
+    async def story() -> None:
+        await load(publisher, save_adapter(tmp_path / "1"))
+        with pytest.raises(ServeError) as refused:
+            await load(publisher, save_adapter(tmp_path / "2"))
+        assert (refused.value.status, refused.value.field, refused.value.got) == (422, "q.lora_B.weight", "nan")
+        assert publisher.registry.newest.name == "policy-v1" and publisher.fault is None
+        assert (await load(publisher, save_adapter(tmp_path / "3"))).policy_version == 2
+
+    run(story())
+    assert [version.name for version in publisher.registry.versions] == ["policy-v1", "policy-v2"]
+
+
+def test_a_version_that_turned_out_unhealthy_is_refused_until_another_is_published(tmp_path: Path) -> None:
+    publisher = make_publisher(tmp_path)
+
+    async def story() -> None:
+        for number in (1, 2):
+            await load(publisher, save_adapter(tmp_path / f"{number}"))
+        publisher.registry.condemn("policy-v2", "nan")
+        with pytest.raises(ServeError) as refused, publisher.serving():
+            pass
+        assert (refused.value.status, refused.value.field) == (503, "policy_version")
+        with publisher.serving("policy-v1") as version:
+            assert version.version == 1
+        await load(publisher, save_adapter(tmp_path / "3"))
+        with publisher.serving() as version:
+            assert version.version == 3
 
     run(story())
 

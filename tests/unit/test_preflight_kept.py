@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from grpo_trainer.cache import CACHE_VARIABLE
 from grpo_trainer.errors import ModelError
 from grpo_trainer.launch import preflight as module
 from grpo_trainer.launch.preflight import preflight
@@ -38,7 +39,7 @@ class Vllm:
 @pytest.fixture(autouse=True)
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the answers."""
-    monkeypatch.setenv(module.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache" / "served"
 
 

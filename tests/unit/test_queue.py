@@ -442,11 +442,43 @@ def test_what_is_missing_is_said():
         offer(queue, 2, env_id=1)
     explain = Explainer(queue)
     # 4 more of any environment, with 4 of 8 queued; and 4 more of env_0, with 0 of 4
-    assert re.findall(r"env_\d|\d", explain.waiting_for() or "") == ["4", "4", "8", "4", "env_0", "4", "0"]
+    assert re.findall(r"env_\d|\d", explain.waiting_for(0.0) or "") == ["4", "4", "8", "4", "env_0", "4", "0"]
     for _ in range(2):
         offer(queue, 2, env_id=0)
-    assert explain.waiting_for() is None
+    assert explain.waiting_for(0.0) is None
     assert explain.status(0.0).batch_ready
+
+
+def silent(queue: RolloutQueue, now: float) -> list[tuple[str, str]]:
+    """Environments that the next batch waits for, each with its seconds."""
+    return re.findall(r"(env_\d)\b.*?\b(\d+) s\b", Explainer(queue).waiting_for(now) or "")
+
+
+def test_environments_that_post_nothing_are_named_after_half_a_minute():
+    queue = started(8)
+    for _ in range(2):
+        queue.register_environment(env(4), 0.0)
+    queue.hear(0, 29.0)
+    queue.offer(1, 4, 100, 0.5, now=20.0)
+    assert silent(queue, 29.0) == []
+    assert silent(queue, 31.0) == [("env_0", "31")]  # env_1 posted 11 s ago
+    queue.hear(1, 50.0)
+    assert silent(queue, 65.0) == [("env_0", "36"), ("env_1", "45")]  # not heard of for 65 - 29; posted at 20
+    assert [round(each.posted_s) for each in Explainer(queue).status(65.0).environments] == [65, 45]
+    queue.offer(1, 4, 100, 0.5, now=66.0)
+    assert queue.next_batch(100.0, 60.0) is not None
+    queue.hear(0, 120.0)
+    queue.hear(1, 120.0)
+    assert silent(queue, 129.0) == []  # of the next batch nothing was wanted before 100
+    assert silent(queue, 131.0) == [("env_0", "31"), ("env_1", "31")]
+
+
+def test_that_no_environment_is_there_is_said_with_the_last_one():
+    queue = started(8)
+    assert "env_0" not in (waiting := Explainer(queue).waiting_for(0.0) or "") and ";" in waiting
+    queue.register_environment(env(4), 0.0)
+    queue.disconnect(0)
+    assert "env_0" in (Explainer(queue).waiting_for(1.0) or "")
 
 
 def test_staleness_is_the_step_less_the_oldest_version():
@@ -476,3 +508,26 @@ def test_a_run_of_unknown_length_is_never_finished():
     queue = started(4)
     queue.register(wire.Register(**{**to_builtins(trainer(4, step=100)), "num_steps": -1}))
     assert queue.register_environment(env(4), 0.0) is not None
+
+
+def test_room_is_made_by_what_leaves_and_not_by_what_comes():
+    queue = started(4)
+    environment = queue.register_environment(env(2), 0.0)
+    assert environment is not None
+    at = queue.room
+    for _ in range(4):
+        offer(queue, 2, environment.id)
+    assert queue.room == at and queue.untrained == 0
+    grant = queue.next_batch(0.0, 60.0)
+    assert grant is not None and queue.room > at and queue.untrained == 4
+    at = queue.room
+    queue.extend(grant.lease.batch_id, 0.0, 60.0, step=1)
+    assert queue.room > at and queue.untrained == 0 and queue.leased  # a checkpoint is to hold it yet
+    queue.extend(grant.lease.batch_id, 0.0, 60.0)
+    assert queue.untrained == 0
+    at = queue.room
+    offer(queue, 1, environment.id)  # it waits for others of its kind: its place is free again
+    assert queue.room > at
+    at = queue.room
+    queue.disconnect(environment.id)
+    assert queue.room > at

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import logging
 import os
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -28,7 +30,7 @@ from grpo_trainer.saving import manifest
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.saving.generators import generator_states, restore_generators, seed_generators
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, check_files, read_state, seal
-from grpo_trainer.saving.snapshot import Snapshot
+from grpo_trainer.saving.snapshot import Copy, Snapshot
 from grpo_trainer.saving.writer import BackgroundWriter
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.versions import Numbering
@@ -265,15 +267,24 @@ def test_a_write_that_fails_is_raised_at_a_later_step_and_training_had_gone_on(t
     assert checkpoints.safe is None and not list(tmp_path.iterdir())
 
 
-def test_the_next_save_and_the_final_one_wait_for_the_one_before(tmp_path: Path) -> None:
+def test_a_save_is_put_off_while_another_is_written_and_then_due_at_once(tmp_path: Path) -> None:
     one = trainer()
-    checkpoints = saver(one, tmp_path, checkpoint_interval=1)
-    for step in (1, 2):
+    slow, go_on = weights_of(one), threading.Event()
+    slow.before = lambda: go_on.wait(30)
+    checkpoints = saver(one, tmp_path, policy=slow, checkpoint_interval=2)
+    begun = []
+    for step in range(1, 8):
         one.step(ROLLOUTS, step)
-        checkpoints.maybe_save(Progress(step, step))
-    assert (tmp_path / "step_1" / STATE_FILE).exists()
-    checkpoints.save(Progress(2, 2), final=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model_final", "step_1", "step_2"]
+        if step == 5:
+            go_on.set()
+            checkpoints.close()  # waits for what is written
+        if "train/save_time" in checkpoints.maybe_save(Progress(step, step)):
+            begun.append(step)
+        if step == 5:
+            checkpoints.close()
+    checkpoints.save(Progress(7, 7), final=True)
+    assert begun == [2, 5, 6], "that of step 4 was put off"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model_final", "step_2", "step_5", "step_6"]
 
 
 def test_a_checkpoint_that_was_resumed_is_not_written_again(tmp_path: Path) -> None:
@@ -284,6 +295,33 @@ def test_a_checkpoint_that_was_resumed_is_not_written_again(tmp_path: Path) -> N
     resumed.resume()
     assert resumed.save(Progress(2, 2)) == path
     assert {file.name: file.stat().st_mtime_ns for file in path.iterdir()} == written
+
+
+def test_another_checkpoint_is_written_where_the_newest_was_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = saver(trainer(), tmp_path, checkpoint_interval=10, background_writes=False)
+    checkpoints.maybe_save(Progress(10, 10))
+    shutil.rmtree(tmp_path / "step_10")
+    for step in (11, 12):
+        checkpoints.maybe_save(Progress(step, step))
+    assert [path.name for path in tmp_path.glob("step_*")] == ["step_11"]
+    assert checkpoints.safe is not None and checkpoints.safe.step == 11
+    shutil.rmtree(tmp_path / "step_11")
+    assert checkpoints.save(Progress(11, 11)) == tmp_path / "step_11"  # it says what is there
+    check_files(tmp_path / "step_11", read_state(tmp_path / "step_11"))
+    warned = [record.args for record in caplog.records if record.levelno == logging.WARNING]
+    assert warned == [(tmp_path / "step_10",), (tmp_path / "step_11",)]
+
+
+def test_weights_for_a_server_that_were_deleted_are_written_again(tmp_path: Path) -> None:
+    checkpoints = saver(trainer(), tmp_path, checkpoint_interval=1, background_writes=False)
+    folder = checkpoints.export(3)
+    shutil.rmtree(folder)
+    assert checkpoints.export(3) == folder and folder.is_dir()
+    shutil.rmtree(folder)
+    checkpoints.maybe_save(Progress(3, 3))
+    check_files(folder, read_state(folder))
 
 
 def sums_of(path: Path) -> dict[str, str]:
@@ -323,6 +361,38 @@ def test_without_room_for_a_copy_training_waits_and_is_told_so_once(
     assert warning.args[1] == 1000 / 1e9, "what there is, in GB"
 
 
+@pytest.mark.parametrize("available", [1 << 30, 1000])
+def test_memory_for_a_large_copy_is_made_in_the_background_and_the_first_checkpoint_put_off(
+    tmp_path: Path, available: int
+) -> None:
+    asked_in: list[threading.Thread] = []
+
+    def room() -> int:
+        asked_in.append(threading.current_thread())
+        return available
+
+    one = trainer()
+    one.step(ROLLOUTS, 0)
+    checkpoints = saver(one, tmp_path, snapshot=Snapshot(available=room, at_once=0), checkpoint_interval=1)
+    begun = []
+    for step in range(1, 1000):
+        if "train/save_time" in checkpoints.maybe_save(Progress(step, step)):
+            begun.append(step)
+        if begun:
+            break
+        time.sleep(0.01)
+    assert begun and begun[0] > 1 and asked_in[0] is not threading.main_thread()
+    checkpoints.close()
+    other = trainer()
+    assert saver(other, tmp_path).resume() == Progress(begun[0], begun[0])
+    assert all(torch.equal(a, b) for a, b in zip(weights(other), weights(one), strict=True))
+
+
+def whole(copy: Copy | None) -> Any:
+    assert copy is not None
+    return copy.whole()
+
+
 def test_a_copy_has_the_same_values_and_nothing_of_its_original() -> None:
     snapshot = Snapshot(available=lambda: 1 << 30)
     tree = {
@@ -330,13 +400,13 @@ def test_a_copy_has_the_same_values_and_nothing_of_its_original() -> None:
         "b": [torch.ones(3, dtype=torch.bfloat16), (torch.tensor(5), 7, "x")],
         "empty": torch.zeros(0, 4),
     }
-    copy: Any = snapshot.take(tree)
+    copy = whole(snapshot.take(tree))
     assert torch.equal(copy["a"], tree["a"]) and copy["a"].shape == (3, 2)
     assert copy["b"][0].dtype == torch.bfloat16 and copy["b"][1] == (torch.tensor(5), 7, "x")
     tree["a"].zero_()
     assert copy["a"].sum() == 15 and copy["empty"].shape == (0, 4)
     assert copy["a"].untyped_storage().nbytes() == 24  # its own bytes, not those of all
-    again: Any = snapshot.take({"a": torch.full((2,), 9.0)})
+    again = whole(snapshot.take({"a": torch.full((2,), 9.0)}))
     assert copy["a"].flatten()[0] == again["a"][0] == 9.0  # the same memory once more
 
 
@@ -355,6 +425,29 @@ def test_a_job_that_fails_is_raised_once_by_who_asks_next() -> None:
     assert not writer.wait(0.01)
     done.set()
     assert writer.wait()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_update_changes_nothing_before_it_has_waited_for_a_copy(dtype: torch.dtype) -> None:
+    """Whichever optimizer: the fused one changes all in one go, the others their states before the weights."""
+    model = tiny_qwen()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.requires_grad_(True)
+    one = Trainer(model, TrainConfig(model=ModelConfig(name="tiny"), training_steps=100))
+
+    def state() -> bytes:
+        file = io.BytesIO()
+        torch.save((weights(one), one.optimizer.state_dict()["state"]), file)
+        return file.getvalue()
+
+    one.step(ROLLOUTS, 1)
+    before = state()
+    at_the_wait: list[bytes] = []
+    one.optimizer.hold = lambda: at_the_wait.append(state())
+    for step in (2, 3):
+        one.step(ROLLOUTS, step)
+    assert at_the_wait == [before] and state() != before
 
 
 # ---------------------------------------------------------------- random generators

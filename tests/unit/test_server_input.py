@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from tests.unit.test_policy_publisher import RANK, load, make_publisher, save_adapter
 from vllm_server.adapters import check_config
@@ -235,3 +235,11 @@ def test_what_reads_a_body_too_deeply_is_a_refusal() -> None:
     answer = asyncio.run(guarded(handler)(Request({"type": "http"})))  # type: ignore[arg-type]
     assert answer.status_code == 422
     assert json.loads(bytes(answer.body))["error"]["param"] == "body"
+
+
+def test_a_body_that_breaks_off_is_no_error_of_the_server() -> None:
+    async def handler(_: Request) -> Any:
+        raise ClientDisconnect
+
+    answer = asyncio.run(guarded(handler)(Request({"type": "http"})))  # type: ignore[arg-type]
+    assert answer.status_code == 499

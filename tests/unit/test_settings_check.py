@@ -60,7 +60,7 @@ def test_nothing_heavy_is_imported() -> None:
     code = """
 import sys
 from environments.running.settings_check import check
-for name in ("arithmetic", "gsm8k", "verifiers"):
+for name in ("arithmetic", "gsm8k", "verifiers", "word_problems"):
     check(name, {})
 heavy = ("torch", "transformers", "vllm", "numpy", "datasets", "verifiers")
 print([module for module in heavy if module in sys.modules])

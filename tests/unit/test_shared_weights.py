@@ -14,7 +14,7 @@ from transformers import Qwen2ForCausalLM
 
 from grpo_trainer.config.bridge import SharedVllm
 from grpo_trainer.config.train import CheckpointConfig, ModelConfig, OptimizerConfig, TrainConfig
-from grpo_trainer.errors import BridgeError, ConfigError, ModelError, ServerError
+from grpo_trainer.errors import BridgeError, ConfigError, ModelError, ServerError, TrainingError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.policy import AllWeights, SharedWeights, choose_trained
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
@@ -343,6 +343,30 @@ def test_a_server_that_was_started_anew_is_refused() -> None:
     with pytest.raises(BridgeError) as refused:
         made.bridge.connect(0)
     assert (refused.value.field, refused.value.got) == ("boot_id", "other")
+
+
+def test_weights_of_a_checkpoint_that_are_not_finite_are_never_written(tmp_path: Path) -> None:
+    spoilt = tiny_qwen(seed=5)
+    name = "model.layers.1.mlp.down_proj.weight"
+    with torch.no_grad():
+        spoilt.get_parameter(name)[0, 0] = float("nan")
+    spoilt.save_pretrained(tmp_path)
+    made = Made()
+    with pytest.raises(ConfigError) as refused:
+        made.policy.load(tmp_path, {})
+    assert refused.value.field == "--resume" and name in refused.value.got.split()
+    assert made.policy.loaded is None and not made.server.told
+
+
+def test_a_step_that_leaves_weights_that_are_not_finite_is_torn() -> None:
+    """In 32 bits they are seen once they are written: the server must not go on with them."""
+    made = Made()
+    made.bridge.connect(0)
+    made.trainer.config = made.trainer.config.model_copy(update={"optimizer": OptimizerConfig(lr=1e39)})
+    with pytest.raises(TrainingError) as ended:
+        made.trainer.step(ROLLOUTS, 0, made.bridge.updating)
+    assert ended.value.spoils_weights
+    assert made.server.told == ["begin keep", "torn"]
 
 
 def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -186,6 +186,28 @@ def test_beyond_the_memory_limit_groups_lie_on_disk(tmp_path: Path, durable: boo
     asyncio.run(life())
 
 
+def test_groups_that_a_trainer_has_lie_in_the_store_alone(tmp_path: Path):
+    async def life() -> None:
+        store = Store(tmp_path / "s")
+        payloads = Payloads(store, memory_limit=250)
+        for each in range(3):
+            payloads.put(each, bytes([each]) * 100)
+        payloads.leave([0, 1, 2])
+        assert (payloads.in_memory, payloads.on_disk) == (0, 3)
+        assert await payloads.get([2, 0]) == [bytes([2]) * 100, bytes([0]) * 100]
+        payloads.drop([0, 1, 2])
+        assert payloads.on_disk == 0
+        payloads.close()
+        store.close()
+        without = Payloads(memory_limit=250)
+        without.put(0, b"x")
+        without.leave([0])
+        assert (without.in_memory, without.on_disk) == (1, 0)
+        without.close()
+
+    asyncio.run(life())
+
+
 def test_a_store_in_use_names_its_holder(tmp_path: Path):
     store = Store(tmp_path / "s")
     with pytest.raises(StoreError) as error:
@@ -226,3 +248,28 @@ def test_a_commit_that_fails_is_told(tmp_path: Path):
         store.close()
 
     asyncio.run(life())
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced"])
+def test_a_file_that_is_gone_ends_the_service_though_sqlite_would_go_on(tmp_path: Path, how: str):
+    path = tmp_path / "s"
+
+    async def life() -> StoreError:
+        service = Service(Settings(store=path))
+        await service.register(trainer(4))
+        path.unlink()
+        if how == "replaced":
+            path.write_bytes(b"another run's")
+        keeper = asyncio.create_task(service.keep_time(every=0.01))
+        async with asyncio.timeout(20):
+            await service.failed.wait()  # though nobody posts anything
+        with pytest.raises(StoreError):
+            await keeper
+        service.close()
+        assert service.failure is not None
+        return service.failure
+
+    error = asyncio.run(life())
+    assert error.field == f"--store {path}"
+    assert (error.got == "another file") == (how == "replaced")
+    assert path.exists() == (how == "replaced")

@@ -17,10 +17,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from grpo_trainer.errors import DiskFullError, PortBusyError, ProcessFailedError, StoppedError
+from grpo_trainer import phases
+from grpo_trainer.errors import DiskFullError, FolderGoneError, PortBusyError, ProcessFailedError, StoppedError
+from grpo_trainer.launch import supervisor as module
+from grpo_trainer.launch.child import START_STOP_SECONDS, Child
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.ports import claim_ports
-from grpo_trainer.launch.supervisor import SHUTDOWN_SECONDS, Child, Supervisor
+from grpo_trainer.launch.start import StartWatch, read_report
+from grpo_trainer.launch.supervisor import SHUTDOWN_SECONDS, Supervisor
+from grpo_trainer.phases import FIRST_STEP
+from tests.processes import wait_for
 
 SERVER = """
 import http.server, sys, time
@@ -31,6 +37,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 print("server up", flush=True)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
+LATE_SERVER = f"import time\ntime.sleep(1)\n{SERVER}"
 LAST = "no such dataset"
 NOTICED = "x INFO waiting 15 s for a batch"
 """A line as the trainer's log has it: the supervisor shows those that say how long it waits."""
@@ -66,8 +73,8 @@ class Recorder:
 class Watched(Supervisor):
     """A supervisor whose processes are remembered after it has ended them."""
 
-    def __init__(self, log_folder: Path, recorder: Recorder) -> None:
-        super().__init__(log_folder, recorder.said.append, recorder.echoed.append)
+    def __init__(self, log_folder: Path, recorder: Recorder, check: Callable[[], None] = lambda: None) -> None:
+        super().__init__(log_folder, recorder.said.append, recorder.echoed.append, check=check)
         self.recorder = recorder
 
     def start(self, spec: ProcessSpec) -> Child:
@@ -115,6 +122,92 @@ def test_runs_to_the_end_in_order_and_leaves_nothing(
     assert any(line.startswith("server: ") and str(tmp_path / "logs" / "server.log") in line for line in recorder.said)
     log = (tmp_path / "logs" / "trainer.log").read_text()
     assert log.startswith("$ ") and "Step 1 200" in log and "noise" in log
+
+
+def test_processes_of_a_stage_start_together(
+    make: Callable[[], Supervisor], recorder: Recorder, tmp_path: Path
+) -> None:
+    port, sign = free_port(), tmp_path / "sign"
+    patient = "import os, sys, time\nwhile not os.path.exists(sys.argv[2]): time.sleep(0.01)\n" + SERVER
+    server = spec("server", patient, str(port), str(sign), ready_url=f"http://127.0.0.1:{port}/")
+    first = f"""
+        import pathlib, time, urllib.request
+        pathlib.Path({str(sign)!r}).touch()  # the server waits for it
+        while True:
+            try:
+                urllib.request.urlopen("http://127.0.0.1:{port}/")
+            except OSError:
+                time.sleep(0.01)
+            else:
+                break
+        time.sleep(0.5)  # in which the supervisor sees it, too
+    """
+    with make() as supervisor:
+        supervisor.run([[server, spec("trainer", first, ends_run=True)]])
+    assert_gone(recorder.pids)
+    named = [line.partition(":")[0] for line in recorder.said]
+    assert named == ["trainer", "server"], "one was started, the other one became ready later"
+
+
+def test_what_a_start_waits_for_is_said_with_what_it_took_the_last_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PROGRESS_SECONDS", 0.2)
+    report, kept, said = tmp_path / "start.json", tmp_path / "kept.json", list[str]()
+    kept.write_text('{"seconds": 99, "phases": {"compile": 77}, "servers": {"server": {"ready": 88}}}')
+    trainer = f"""
+        import sys, time
+        print("12:00 INFO {phases.__name__}: start: compile", file=sys.stderr, flush=True)
+        time.sleep(2)
+        open({str(report)!r}, "w").write('{{"seconds": 5, "phases": {{"compile": 4}}}}')
+        time.sleep(1)
+    """
+    port = free_port()
+    server = spec("server", LATE_SERVER, str(port), ready_url=f"http://127.0.0.1:{port}/")
+    with Supervisor(tmp_path, said.append, said.append, StartWatch(report, kept)) as supervisor:
+        supervisor.run([[server, spec("trainer", trainer, ends_run=True)]])
+    assert any(line.startswith("server: ") and "88 s" in line for line in said)
+    assert any(line.startswith("trainer: compile") and "77 s" in line for line in said)
+    known = read_report(kept)
+    assert known is not None and known.phases == {"compile": 4} and known.servers.keys() == {"server"}
+
+
+def test_who_has_not_come_to_a_step_has_little_time_to_end(make: Callable[[], Supervisor], tmp_path: Path) -> None:
+    says = """
+        import sys, time
+        for name in sys.argv[1:]:
+            print(f"12:00 INFO grpo_trainer.phases: start: {name}", file=sys.stderr, flush=True)
+        time.sleep(60)
+    """
+    with make() as supervisor:
+        compiles = supervisor.start(spec("a", says, "compile", stop_seconds=120))
+        trains = supervisor.start(spec("b", says, "compile", FIRST_STEP, stop_seconds=120))
+        other = supervisor.start(spec("c", says, stop_seconds=3))
+        wait_for("all is said", lambda: compiles.phase is not None and len(trains.last_lines) == 2, tmp_path)
+        seconds = [child.stop_seconds for child in (compiles, trains, other)]
+    assert seconds == [START_STOP_SECONDS, 120, 3]
+
+
+def test_who_waits_for_a_server_is_heard_when_nobody_else_does(tmp_path: Path) -> None:
+    port, said = free_port(), list[str]()
+    waits = f"""
+        import sys, time, urllib.request
+        print({NOTICED!r}, "one", file=sys.stderr, flush=True)
+        while True:
+            try:
+                urllib.request.urlopen("http://127.0.0.1:{port}/")
+            except OSError:
+                time.sleep(0.01)
+            else:
+                break
+        time.sleep(1)
+        print({NOTICED!r}, "two", file=sys.stderr, flush=True)
+    """
+
+    server = spec("server", LATE_SERVER, str(port), ready_url=f"http://127.0.0.1:{port}/")
+    with Supervisor(tmp_path, said.append, said.append) as supervisor:
+        supervisor.run([[server, spec("trainer", waits, ends_run=True)]])
+    assert [line for line in said if NOTICED in line] == [f"trainer: {NOTICED} two"]
 
 
 def test_a_process_that_fails_stops_the_run_with_its_last_lines(
@@ -187,6 +280,50 @@ def test_a_second_signal_kills_at_once(make: Callable[[], Supervisor], recorder:
     assert_gone(recorder.pids)
 
 
+def test_what_ends_the_run_is_raised_before_the_processes_that_it_ended(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    folder = FolderGoneError(field="--run-dir")
+
+    def check() -> None:
+        if gone.exists():
+            raise folder
+
+    recorder = Recorder()
+    code = f"import pathlib, sys; pathlib.Path({str(gone)!r}).touch(); sys.exit(1)"
+    with pytest.raises(FolderGoneError) as error, Watched(tmp_path / "logs", recorder, check) as supervisor:
+        supervisor.run([[spec("api", code), spec("trainer", SLEEPER, ends_run=True)]])
+    assert error.value is folder
+    assert_gone(recorder.pids)
+
+
+def test_a_line_that_goes_on_is_shown_with_the_log_that_has_the_rest(
+    make: Callable[[], Supervisor], recorder: Recorder, tmp_path: Path
+) -> None:
+    code = "import sys; print('x WARNING its code is here:\\n  File', file=sys.stderr)"
+    with make() as supervisor:
+        trainer = spec("trainer", "import time; time.sleep(1)", ends_run=True)
+        supervisor.run([[spec("env-slow", code, may_end=True), trainer]])
+    assert any(str(tmp_path / "logs" / "env-slow.log") in line for line in recorder.said if "WARNING" in line)
+
+
+def test_a_trainer_that_waits_when_no_environment_is_left_ends_the_run(
+    make: Callable[[], Supervisor], recorder: Recorder
+) -> None:
+    waits = f"""
+        import sys, time
+        print({NOTICED!r}, file=sys.stderr, flush=True)
+        time.sleep(1)
+        print({NOTICED!r}, file=sys.stderr, flush=True)
+        time.sleep(120)
+    """
+    last = spec("env-b", f"print({LAST!r})", may_end=True)
+    with pytest.raises(ProcessFailedError) as error, make() as supervisor:
+        supervisor.run([[spec("env-a", "pass", may_end=True), last, spec("trainer", waits, ends_run=True)]])
+    assert (error.value.field, error.value.got) == ("env-b", "exit code 0")
+    assert LAST in error.value.fix and "logs/env-b.log" in error.value.fix
+    assert_gone(recorder.pids)
+
+
 def test_an_environment_may_end_before_the_trainer(make: Callable[[], Supervisor]) -> None:
     with make() as supervisor:
         supervisor.run(
@@ -230,7 +367,7 @@ def test_children_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
         from pathlib import Path
         from grpo_trainer.launch.plan import ProcessSpec
         from grpo_trainer.launch.supervisor import Supervisor
-        with Supervisor(Path({str(tmp_path)!r}), print, print) as supervisor:
+        with Supervisor(Path({str(tmp_path)!r}), str, str) as supervisor:
             child = supervisor.start(ProcessSpec("env", (sys.executable, "-c", {SLEEPER!r})))
             print(child.process.pid, flush=True)
             supervisor.run([])

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 
@@ -14,6 +12,7 @@ from environments.api import wire
 from environments.api.validate import pack_checked
 from environments.config import BaseEnvConfig, ConfigError
 from environments.peers.teacher import Teacher
+from tests.stand_ins import Asked, Reply, answering
 
 GROUP = wire.ScoredData(
     tokens=[[5, 6, 7, 8], [5, 6, 9]],
@@ -33,14 +32,24 @@ def routes(kind: str) -> dict[str, Any]:
     return {"/version": {"version": "0.25"}, "/v1/models": {"data": [{"id": "big", "owned_by": "vllm"}]}}
 
 
+async def annotated(url: str, group: wire.ScoredData, **changes: Any) -> wire.ScoredData:
+    settings = {"tokenizer_name": "m", "teacher_url": url, "retry_timeout": 1.0}
+    teacher = Teacher.of(BaseEnvConfig(**(settings | changes)))
+    assert teacher is not None
+    try:
+        return await teacher.annotate(group)
+    finally:
+        await teacher.close()
+
+
 def annotate(kind: str, group: wire.ScoredData = GROUP, **changes: Any) -> tuple[wire.ScoredData, list[dict[str, Any]]]:
     asked: list[dict[str, Any]] = []
 
-    def handle(request: httpx.Request) -> httpx.Response:
+    def handle(request: Asked) -> Reply:
         if request.method == "GET":
-            known = routes(kind).get(request.url.path)
-            return httpx.Response(200, json=known) if known else httpx.Response(404)
-        body = json.loads(request.content)
+            known = routes(kind).get(request.path)
+            return Reply(json=known) if known else Reply(404)
+        body = request.json()
         asked.append(body)
         prompt = body["prompt"]
         tokens = prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
@@ -48,24 +57,15 @@ def annotate(kind: str, group: wire.ScoredData = GROUP, **changes: Any) -> tuple
         if kind == "grpo":
             answer = {"text": [""], "prompt": None, "finish_reasons": ["length"], "policy_version": 0, "model": "big"}
             answer |= {"prompt_token_ids": tokens, "token_ids": [[1]], "prompt_logprobs": likely}
-            return httpx.Response(200, json=answer)
+            return Reply(json=answer)
         spelt = [
             p and {str(t): {"logprob": lp, "rank": 1, "decoded_token": "x"} for t, lp in p.items()} for p in likely
         ]
         choice = {"text": "", "finish_reason": "length", "prompt_logprobs": spelt}
-        return httpx.Response(200, json={"choices": [choice]})
+        return Reply(json={"choices": [choice]})
 
-    settings = {"tokenizer_name": "m", "teacher_url": "http://teacher", "teacher_top_k": 2, "retry_timeout": 1.0}
-    teacher = Teacher.of(BaseEnvConfig(**(settings | changes)), transport=httpx.MockTransport(handle))
-    assert teacher is not None
-
-    async def scene() -> wire.ScoredData:
-        try:
-            return await teacher.annotate(group)
-        finally:
-            await teacher.close()
-
-    return asyncio.run(scene()), asked
+    with answering(handle) as url:
+        return asyncio.run(annotated(url, group, **({"teacher_top_k": 2} | changes))), asked
 
 
 @pytest.mark.parametrize("kind", ["grpo", "vllm"])
@@ -92,14 +92,9 @@ def test_without_a_teacher_there_is_none() -> None:
 
 
 def test_a_server_that_tells_no_logprobs_of_prompts_is_refused() -> None:
-    def handle(request: httpx.Request) -> httpx.Response:
-        return (
-            httpx.Response(200, json={"model_path": "m"}) if request.url.path == "/model_info" else httpx.Response(404)
-        )
+    def handle(request: Asked) -> Reply:
+        return Reply(json={"model_path": "m"}) if request.path == "/model_info" else Reply(404)
 
-    config = BaseEnvConfig(tokenizer_name="m", teacher_url="http://teacher", retry_timeout=1.0)
-    teacher = Teacher.of(config, transport=httpx.MockTransport(handle))
-    assert teacher is not None
-    with pytest.raises(ConfigError) as error:
-        asyncio.run(teacher.annotate(GROUP))
-    assert error.value.field.endswith(" http://teacher") and error.value.got == "SglangServer"
+    with answering(handle) as url, pytest.raises(ConfigError) as error:
+        asyncio.run(annotated(url, GROUP))
+    assert error.value.field.endswith(f" {url}") and error.value.got == "SglangServer"

@@ -23,6 +23,7 @@ from grpo_trainer.config.train import ModelConfig, OptimizerConfig, TrainConfig
 from grpo_trainer.errors import StoppedError, TrainingError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.reference import FrozenWeights
+from grpo_trainer.optim.landed import first_not_finite
 from grpo_trainer.rollouts.types import RolloutBatch, Sample
 from grpo_trainer.trainer import Trainer, loss_scale
 from tests.unit.factories import VOCAB, TinyModel, batch, sample
@@ -154,6 +155,67 @@ def test_a_nan_leaves_weights_and_optimizer_untouched_and_too_many_stop_the_run(
     with pytest.raises(TrainingError, match=r"--max-bad-steps\b.*\b3\b.*\bnan\b") as spoilt:
         trainer.step(rollouts(), 4)
     assert not sound.value.spoils_weights and spoilt.value.spoils_weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_that_leaves_weights_that_are_not_finite_ends_the_run_before_they_are_published(
+    dtype: torch.dtype,
+) -> None:
+    """In 32 bits torch's optimizer writes them, and the error tears the fence; in 16 bits nothing is written."""
+    model = TinyModel().to(dtype)
+    trainer = Trainer(model, config(optimizer={"lr": 1e39}))
+    before = copy.deepcopy(model.state_dict())
+    entered: list[str] = []
+
+    @contextmanager
+    def fence() -> Iterator[None]:
+        entered.append("begin")
+        yield
+        entered.append("end")
+
+    with pytest.raises(TrainingError) as ended:
+        trainer.step(rollouts(), 6, fence)
+    changed = [name for name, value in model.state_dict().items() if not torch.equal(before[name], value)]
+    assert ended.value.field in dict(model.named_parameters())
+    assert ended.value.got.endswith(" 7") and ended.value.spoils_weights
+    assert bool(changed) is bool(entered) is (dtype is torch.float32)
+    assert "end" not in entered
+
+
+def test_weights_that_are_not_finite_are_named_before_the_first_publish() -> None:
+    model = TinyModel()
+    trainer = Trainer(model, config())
+    trainer.check_finite()
+    name, parameter = list(model.named_parameters())[-1]
+    with torch.no_grad():
+        parameter.view(-1)[-1] = math.inf
+    with pytest.raises(TrainingError) as refused:
+        trainer.check_finite()
+    assert refused.value.field == name
+
+
+@pytest.mark.parametrize(
+    ("values", "target", "found"),
+    [
+        ([[1.0, -2.0], [0.0]], torch.float32, None),
+        ([[1.0], [2.0, math.nan], [math.inf]], torch.bfloat16, 1),
+        ([[1.0], [2.0], [-math.inf]], torch.float32, 2),
+        ([[65_504.0], [-65_505.0]], torch.float16, 1),  # what float16 ends at, and one more
+        ([[3.4e38]], torch.bfloat16, 0),  # bfloat16 ends at 3.3895e38
+        ([[3.4e38]], torch.float32, None),
+    ],
+)
+def test_the_first_tensor_that_is_not_finite_in_the_dtype_of_its_parameter(
+    values: list[list[float]], target: torch.dtype, found: int | None
+) -> None:
+    tensors = [torch.tensor(each) for each in values]
+    assert first_not_finite(tensors, [each.to(target) for each in tensors]) == found
+
+
+def test_tensors_of_several_dtypes_are_looked_at_together() -> None:
+    mixed = [torch.ones(2), torch.ones(3, dtype=torch.bfloat16), torch.tensor([math.nan])]
+    assert first_not_finite(mixed, mixed) == 2
+    assert first_not_finite(mixed[:2], mixed[:2]) is None and first_not_finite([], []) is None
 
 
 def test_a_stop_between_microbatches_leaves_the_weights_untouched() -> None:

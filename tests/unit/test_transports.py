@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,44 @@ class Answering:
     """A server that takes whatever is published."""
 
     def load_adapter(self, request: object) -> None: ...
+
+
+def test_a_folder_of_adapters_that_was_deleted_is_made_again_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "adapters"
+
+    class Deletes(Answering):
+        """A server under which the folder is deleted once."""
+
+        deleted = False
+
+        def load_adapter(self, request: Any) -> None:
+            if request.version == 4 and not self.deleted:
+                self.deleted = True
+                shutil.rmtree(root)
+                raise ServerError("no such folder", field="adapter_path")
+            assert Path(request.adapter_path).is_dir()
+
+    server: Any = Deletes()
+    disk = Disk(PackedAdapter(tiny_lora(), torch.float32), server, root, "policy", 2)
+    for version in range(7):
+        if version == 2:
+            shutil.rmtree(root)
+        disk.send(f"policy-v{version}", version, activate=True)
+        if version == 5:
+            shutil.rmtree(root / "policy-v4")  # one of them alone costs nothing
+    assert [record.args for record in caplog.records] == [(root,), (root,)]  # before version 2, and under version 4
+    assert {path.name for path in root.iterdir()} == {"policy-v5", "policy-v6"}
+
+    class Refuses(Answering):
+        def load_adapter(self, request: Any) -> None:
+            raise ServerError("refused", field="rank")
+
+    refusing: Any = Refuses()
+    with pytest.raises(ServerError) as refused:
+        Disk(PackedAdapter(tiny_lora(), torch.float32), refusing, root, "policy", 2).send("policy-v7", 7, activate=True)
+    assert refused.value.field == "rank" and len(caplog.records) == 2
 
 
 def info(*workers: WorkerInfo, machine: str = "here") -> BridgeInfo:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,20 @@ from environments.from_verifiers import venv as verifiers_venv
 from environments.from_verifiers.engine import Engine
 from environments.peers.inference import InferenceClient
 from environments.verifiers_server import main, normalised
+from tests.stand_ins import Asked, Handle, Reply, answering
 
 COMMAND = "grpo env verifiers"
 
 
-def upstream(asked: list[dict[str, Any]]) -> httpx.MockTransport:
+def upstream(asked: list[dict[str, Any]]) -> Handle:
     """A server of ours that answers 46, each time as the next version; it refuses prompts that begin with 9."""
 
-    def handle(request: httpx.Request) -> httpx.Response:
-        body = json.loads(request.content)
+    def handle(request: Asked) -> Reply:
+        body = request.json()
         asked.append(body)
         prompt = body["prompt"]["prompt_token_ids"]
         if prompt[0] == 9:
-            return httpx.Response(422, json={"error": {"message": "not that one"}})
+            return Reply(422, {"error": {"message": "not that one"}})
         answer = {
             "text": ["46"],
             "prompt": None,
@@ -39,9 +39,9 @@ def upstream(asked: list[dict[str, Any]]) -> httpx.MockTransport:
             "token_ids": [[6, 1]],
             "logprobs": [[[{"6": -0.5}], [{"1": -0.25}]]],
         }
-        return httpx.Response(200, json=answer)
+        return Reply(json=answer)
 
-    return httpx.MockTransport(handle)
+    return handle
 
 
 def ask(
@@ -50,9 +50,8 @@ def ask(
     """What the engine answers to `(trace id, body)`s, and what it asked our server."""
     asked: list[dict[str, Any]] = []
 
-    async def scene() -> tuple[list[httpx.Response], Engine]:
-        settings = ServerConfig(server_type="vllm")
-        client = InferenceClient(settings, patience=0.5, transport=upstream(asked))
+    async def scene(server: str) -> tuple[list[httpx.Response], Engine]:
+        client = InferenceClient(ServerConfig(server_type="vllm", base_url=server), patience=0.5)
         engine = Engine(client, max_length)
         url = await engine.start()
         try:
@@ -67,7 +66,8 @@ def ask(
             await engine.close()
             await client.close()
 
-    answers, engine = asyncio.run(scene())
+    with answering(upstream(asked)) as server:
+        answers, engine = asyncio.run(scene(server))
     return answers, engine, asked
 
 

@@ -25,7 +25,8 @@ class BridgeInfo(msgspec.Struct, frozen=True, kw_only=True):
     `boot_id` is new for each server process: versions of another boot mean nothing here. `max_lora_rank` is
     null when the server was started without LoRA, `lora_dtype` too. `last_update_time`: Unix seconds, 0.0 before a
     publish. `machine` is the server's `machine_id()`; `bridge_config_path` is set while weights are shared.
-    `logits_dtype`: of those that logprobs come from; null if it is not known.
+    `logits_dtype`: of those that logprobs come from; null if it is not known. `max_num_seqs`: sequences that the engine
+    works on at once, at most; null: an older server.
     """
 
     enabled: bool
@@ -51,6 +52,7 @@ class BridgeInfo(msgspec.Struct, frozen=True, kw_only=True):
     workers: list[WorkerInfo]
     bridge_config_path: str | None = None
     logits_dtype: str | None = None
+    max_num_seqs: int | None = None
 
 
 class PausedState(msgspec.Struct, frozen=True):

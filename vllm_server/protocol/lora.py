@@ -128,7 +128,10 @@ class LoraUnloadResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One version that the engine holds. `draining`: no new request gets it, it leaves with its last one."""
+    """One version that the engine holds. `draining`: no new request gets it, it leaves with its last one.
+
+    `unhealthy`: why requests for it are refused (null: they are not).
+    """
 
     name: str
     version: int
@@ -140,6 +143,7 @@ class VersionStatus(msgspec.Struct, frozen=True, kw_only=True):
     age_seconds: float
     active: bool
     draining: bool
+    unhealthy: str | None = None
 
 
 class LoraStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,8 @@
 """`POST /generate`: tokens in, tokens and their logprobs out, and which policy version made them."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
 from uuid import uuid4
@@ -11,9 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from grpo_common.disconnects import unless_disconnected
 from vllm_server.compat import engine_dead_error, engine_generate_error, request_errors
 from vllm_server.errors import ServeError, engine_is_dead
-from vllm_server.http import NDJSON, json_response, parse_body, unless_disconnected
+from vllm_server.http import NDJSON, json_response, parse_body
 from vllm_server.policy import Lease, Version
 from vllm_server.protocol import GenerateChunk, GenerateRequest, GenerateResponse, TokenLogprobs, TokenPrompt
 from vllm_server.sampling import build_sampling_params, check_integers
@@ -163,9 +165,21 @@ def _chunks(output: Any, lease: Lease) -> bytes:
     return msgspec.json.Encoder().encode_lines(chunks)
 
 
-def _positions(logprobs: Sequence[Mapping[int, Any]]) -> list[list[TokenLogprobs]]:
-    """vLLM puts the sampled token first in each position's mapping, and so does the wire."""
-    return [[_plain(position)] for position in logprobs]
+def _positions(logprobs: Any) -> list[list[TokenLogprobs]]:
+    """vLLM puts the sampled token first in each position's mapping, and so does the wire.
+
+    Args:
+        logprobs: vLLM's FlatLogprobs, or a sequence of mappings.
+
+    Raises:
+        ServeError: see `_check_not_nan`.
+    """
+    starts = getattr(logprobs, "start_indices", None)
+    if starts is None:
+        return [[_plain(position)] for position in logprobs]
+    ids, values = logprobs.token_ids, [max(value, _FLOOR) for value in logprobs.logprobs]
+    _check_not_nan(values)
+    return [[dict(zip(ids[i:j], values[i:j], strict=True))] for i, j in zip(starts, logprobs.end_indices, strict=True)]
 
 
 def _prompt_logprobs(logprobs: Sequence[Mapping[int, Any] | None]) -> list[TokenLogprobs | None]:
@@ -173,4 +187,16 @@ def _prompt_logprobs(logprobs: Sequence[Mapping[int, Any] | None]) -> list[Token
 
 
 def _plain(position: Mapping[int, Any]) -> TokenLogprobs:
-    return {token: max(entry.logprob, _FLOOR) for token, entry in position.items()}
+    """As JSON has it; raises as `_check_not_nan`."""
+    found = {token: max(entry.logprob, _FLOOR) for token, entry in position.items()}
+    _check_not_nan(found.values())
+    return found
+
+
+def _check_not_nan(values: Iterable[float]) -> None:
+    """Raise a ServeError, 422, if one is NaN: logits were finite before the request's own parameters changed them."""
+    if any(map(math.isnan, values)):
+        raise ServeError(
+            422, "sampling", got="logprobs that are not finite", wanted="penalties that leave logits finite",
+            fix="choose milder ones",
+        )  # fmt: skip

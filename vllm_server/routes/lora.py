@@ -33,7 +33,7 @@ async def load(request: Request) -> Response:
             return json_response(await publisher.load(_from_query(request), file))
     except ClientDisconnect:
         logger.warning("An adapter broke off on its way here: nothing of it is published")
-        return Response(status_code=400)  # to nobody
+        raise
 
 
 async def _from_json(request: Request, kind: str) -> LoraLoadRequest:

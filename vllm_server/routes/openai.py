@@ -14,6 +14,8 @@ from vllm_server.policy import Lease
 from vllm_server.protocol import VERSION_END_HEADER, VERSION_HEADER
 from vllm_server.server import PolicyServer
 
+_FAILED = 500
+
 _ROUTED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 
 
@@ -42,7 +44,8 @@ class RouteToNewest:
         try:
             async with server.serving(asked) as lease:
                 body = _with_model(body, lease.version.name)
-                await self.app(_with_length(scope, len(body)), _replay(body, receive), _telling(lease, send))
+                answer = _refusing(lease, scope, receive, _telling(lease, send))
+                await self.app(_with_length(scope, len(body)), _replay(body, receive), answer)
         except ServeError as error:
             await error_response(error)(scope, receive, send)
 
@@ -92,3 +95,23 @@ def _telling(lease: Lease, send: Send) -> Send:
         await send(message)
 
     return add
+
+
+def _refusing(lease: Lease, scope: Scope, receive: Receive, send: Send) -> Send:
+    """Puts our own refusal in the place of vLLM's failure if the version has turned out to be unhealthy."""
+    refused = False
+
+    async def answer(message: Message) -> None:
+        nonlocal refused
+        if refused:
+            return
+        if message["type"] == "http.response.start" and message["status"] == _FAILED:
+            try:
+                lease.version.check_healthy()
+            except ServeError as error:
+                refused = True
+                await error_response(error)(scope, receive, send)
+                return
+        await send(message)
+
+    return answer

@@ -19,7 +19,8 @@ from vllm.platforms import current_platform
 from vllm_server.lora_kernels import install
 from vllm_server.protocol import ChannelRequest, CudaIpcChannel, NcclChannel
 from vllm_server.protocol.nccl import NcclError
-from vllm_server.worker import logits
+from vllm_server.worker import finite, logits
+from vllm_server.worker.finite import NotFiniteError
 from vllm_server.worker.packed import PackedAdapter
 from vllm_server.worker.shared_weights import dtype_name, plain_parameters
 from vllm_server.worker.slots import AdapterSlots
@@ -30,6 +31,8 @@ from vllm_server.worker.transports.nccl import NcclReceiver
 if current_platform.is_cuda():
     install.prepare_worker()
 logits.prepare_worker()
+finite.mark_logits()
+finite.zero_new_blocks()
 
 
 class Receiver(Protocol):
@@ -117,6 +120,8 @@ class PolicyWorker:
         except NcclError as error:
             self.grpo_close_channel(channel)
             return {"refused": str(error)}
+        except NotFiniteError as error:
+            return {"refused": error.got, "field": error.field}
         except (ValueError, RuntimeError) as error:  # vLLM's own words for an adapter that it does not take
             return {"refused": str(error)}
         return {**asdict(installed), "seconds": time.perf_counter() - started}

@@ -22,7 +22,10 @@ def run_engine_core(*args: Any, **kwargs: Any) -> None:
     """Stands in for `EngineCoreProc.run_engine_core` as the target of the engine's process."""
     from vllm.v1.engine.core import EngineCoreProc
 
+    from vllm_server.worker import finite
+
     threading.Thread(target=_end_with_parent, name="lifeline", daemon=True).start()
+    finite.zero_new_blocks()  # its scheduler says which; workers in processes of their own do it in `extension`
     run = replaced or EngineCoreProc.run_engine_core
     run(*args, **kwargs)
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 
+from vllm_server.worker.finite import check_finite, scaling_of
 from vllm_server.worker.packed import Layout, PackedAdapter, cast
 
 logger = logging.getLogger("vllm.grpo.slots")
@@ -158,10 +159,12 @@ class AdapterSlots:
 
         Raises:
             RuntimeError: no slot is free.
-            ValueError: vLLM does not take the adapter, or it is another model's.
+            ValueError: vLLM does not take the adapter, or it is another model's, or (`NotFiniteError`) not finite; of
+                one that is not finite nothing was written.
         """
         started = time.perf_counter()
         adapter = cast(adapter, self.dtype)
+        check_finite(adapter, scaling_of(config))
         key = adapter.layout.key
         free = [slot for slot, holder in enumerate(self._manager.lora_index_to_id) if holder is None]
         if not free:

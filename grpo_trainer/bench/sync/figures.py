@@ -9,6 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from grpo_trainer.errors import ServerError
 
+RUNNING = "vllm:num_requests_running"
+"""vLLM's gauge of the sequences that it works on."""
+
 
 @dataclass(frozen=True)
 class Publish:

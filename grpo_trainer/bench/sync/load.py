@@ -18,18 +18,17 @@ from typing import Any
 import httpx
 import msgspec
 
-from grpo_trainer.bench.sync.figures import LoadFigures, Publish, counter_total, median_ms, p95_ms
+from grpo_trainer.bench.sync.figures import RUNNING, LoadFigures, Publish, counter_total, median_ms, p95_ms
 from grpo_trainer.bench.sync.generator import GROUP, Demand
 from grpo_trainer.bench.sync.options import LoadChoice
 from grpo_trainer.bench.sync.subject import Place, Subject
 from grpo_trainer.errors import ConfigError, ServerError
+from grpo_trainer.launch.child import Child
 from grpo_trainer.launch.plan import ProcessSpec
-from grpo_trainer.launch.supervisor import Child
 
 log = logging.getLogger(__name__)
 
 TOKENS = "vllm:generation_tokens_total"
-RUNNING = "vllm:num_requests_running"
 ROUNDS = 2
 SETTLE_SECONDS = 4.0
 SETTLE_SHARE = 0.3

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import platform
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from grpo_trainer.bench.devices import cpu_name
 from grpo_trainer.bench.sync.common import gpu_used_gb, placed
 from grpo_trainer.bench.sync.figures import Baseline, LoadFigures, Publish, PublishFigures, publish_figures
 from grpo_trainer.bench.sync.load import LoadTest
@@ -68,7 +68,7 @@ def _measure(options: SyncOptions, place: Place, subject: Subject) -> Report:
     return Report(
         options=options,
         info=subject.info,
-        device=torch.cuda.get_device_name() if place.on_gpu else _cpu_name(),
+        device=torch.cuda.get_device_name() if place.on_gpu else cpu_name(),
         torch_version=torch.__version__,
         python_version=platform.python_version(),
         facts=subject.facts(),
@@ -105,10 +105,3 @@ def _load(options: SyncOptions, place: Place, subject: Subject) -> LoadFigures:
 def _step(options: SyncOptions, subject: Subject) -> StepFigures:
     vocab = SHAPES[options.model.shape].vocab
     return measure_step(subject.training(), options.step, vocab, lambda: gpu_used_gb(options))
-
-
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()

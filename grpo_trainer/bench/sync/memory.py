@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import subprocess
 from dataclasses import dataclass
 
 import psutil
 import torch
 
+from grpo_trainer.bench.devices import gpus_used_mb
 from grpo_trainer.bench.sync.subject import Subject
 
 
@@ -79,14 +78,11 @@ def gpu_used_mb(gpus: str | None) -> float | None:
     """
     if not torch.cuda.is_available():
         return None
-    tool = shutil.which("nvidia-smi")
-    if tool is None:  # then of the trainer's own GPU
+    used = gpus_used_mb(gpus)
+    if used is None:  # then of the trainer's own GPU
         free, total = torch.cuda.mem_get_info()
         return round((total - free) / 1e6, 1)
-    chosen = ["-i", gpus] if gpus else []
-    command = [tool, *chosen, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    return round(sum(float(line) for line in listed.split()) * 1.048576, 1)  # it counts in units of 2^20 bytes
+    return used
 
 
 def gpus_in_use(server_gpus: str | None) -> str | None:

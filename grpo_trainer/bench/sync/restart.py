@@ -25,8 +25,9 @@ from grpo_trainer.bench.sync.server import server_spec
 from grpo_trainer.bench.sync.step import Training
 from grpo_trainer.bench.sync.subject import Facts, Place, WeightFigures
 from grpo_trainer.config.bridge import CheckpointRestart
+from grpo_trainer.config.checkpoints import CheckpointConfig
 from grpo_trainer.config.options import build
-from grpo_trainer.config.train import CheckpointConfig, TrainConfig
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.launch.owned_server import OwnedServer
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.metrics.types import reduce

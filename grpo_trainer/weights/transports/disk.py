@@ -10,6 +10,7 @@ import time
 from collections import deque
 from pathlib import Path
 
+from grpo_trainer.errors import ServerError
 from grpo_trainer.files import folders_named, remove_remains, whole_folder, write_bytes
 from grpo_trainer.model.lora import CONFIG_FILE, WEIGHTS_FILE
 from grpo_trainer.server_client import ServerClient
@@ -42,25 +43,42 @@ class Disk:
         self._folders = deque(folders_named(root, own, containing=WEIGHTS_FILE))
 
     def send(self, name: str, version: int, *, activate: bool) -> Sent:
-        started = time.perf_counter()
         path = self._root / name
+        request = LoraLoadRequest(
+            adapter_path=str(path.absolute()), adapter_name=name, version=version, activate=activate
+        )
+        if self._folders and not self._root.is_dir():
+            self._say_deleted()
+            self._folders.clear()
+        self._folders.append(path)
+        try:
+            sent = self._deliver(path, request)
+        except (FileNotFoundError, ServerError):
+            if path.is_dir():
+                raise
+            self._say_deleted()  # while it was written or read
+            sent = self._deliver(path, request)
+        self._forget_old_folders()
+        return sent
+
+    def _deliver(self, path: Path, request: LoraLoadRequest) -> Sent:
+        started = time.perf_counter()
         with whole_folder(path) as folder:
             write_bytes(folder / WEIGHTS_FILE, self._host.take())
             write_bytes(folder / CONFIG_FILE, self._settings)
         packed = time.perf_counter() - started
-        self._folders.append(path)
-        request = LoraLoadRequest(
-            adapter_path=str(path.absolute()), adapter_name=name, version=version, activate=activate
-        )
-        answer = self._server.load_adapter(request)
-        self._forget_old_folders()
-        return Sent(answer, packed)
+        return Sent(self._server.load_adapter(request), packed)
+
+    def _say_deleted(self) -> None:
+        log.warning("%s was deleted, and is made again; the server keeps the versions that it has", self._root)
 
     def _forget_old_folders(self) -> None:
         while len(self._folders) > self._keep:
             folder = self._folders.popleft()
             try:
                 shutil.rmtree(folder)
+            except FileNotFoundError:
+                continue  # somebody else has deleted it
             except OSError as error:  # best effort: what stays costs disk space, nothing else
                 log.warning("could not delete %s: %s", folder, error)
 

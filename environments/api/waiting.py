@@ -1,0 +1,64 @@
+"""Requests that wait for something to happen, so that clients need not ask again and again."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+
+from grpo_common.disconnects import unless_disconnected
+
+LONGEST_WAIT_S = 60.0
+
+
+class Waiters:
+    """Requests that wait for a change. Call it from one event loop; nothing runs while they wait."""
+
+    def __init__(self) -> None:
+        self._change = 0
+        self._waiting: set[asyncio.Future[None]] = set()
+        self.ended = False
+
+    def tell(self, change: int) -> None:
+        """Have all of them look again, if `change` is another number than last time."""
+        if change != self._change:
+            self._change = change
+            self._wake()
+
+    def end(self) -> None:
+        """Let nobody wait any more: the server ends."""
+        self.ended = True
+        self._wake()
+
+    async def until(self, ready: Callable[[], bool], seconds: float) -> None:
+        """Return once `ready` says so, when `seconds` are over, or when the server ends."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self.ended and not ready():
+                    change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                    self._waiting.add(change)
+                    try:
+                        await change
+                    finally:
+                        self._waiting.discard(change)
+
+    def _wake(self) -> None:
+        for change in self._waiting:
+            if not change.done():
+                change.set_result(None)
+
+
+async def while_there(request: Request, waiting: Coroutine[Any, Any, None]) -> None:
+    """Wait for as long as the client does.
+
+    Raises:
+        ClientDisconnect: the client disconnected; nothing was leased for it.
+    """
+
+    async def waited() -> bool:
+        await waiting
+        return True
+
+    if await unless_disconnected(request, waited()) is None:
+        raise ClientDisconnect

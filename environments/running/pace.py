@@ -1,0 +1,111 @@
+"""How far ahead of the trainer an environment works: how many groups it may start now. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from environments.api import wire
+from environments.config import BaseEnvConfig
+
+OVERTAKEN = 3
+"""Versions that a group may lag by default where others overtake it; one that is not overtaken lags 2 at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What the API told us when it took us in.
+
+    Attributes:
+        env_id: Our number there.
+        name: Our name there.
+        batch_size: Sequences in the trainer's batch.
+        max_token_len: The trainer's longest sequence, or -1.
+        last_step: The step at which there is nothing left to do, or -1 if the trainer names none.
+        first_step: The trainer's step when we came.
+        checkpoint_dir: Where the trainer saves, if it said so.
+        checkpoint_interval: After how many steps it saves; 0: only at its end.
+        eval_every: After how many steps the trainer wants an evaluation; 0: it does not ask.
+        max_staleness: Versions that a group may lag when it is trained on; None: the trainer names no limit.
+    """
+
+    env_id: int
+    name: str
+    batch_size: int
+    max_token_len: int
+    last_step: int
+    first_step: int = 0
+    checkpoint_dir: str | None = None
+    checkpoint_interval: int = 0
+    eval_every: int = 0
+    max_staleness: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """Groups that are generated, scored or posted.
+
+    Attributes:
+        groups: How many.
+        oldest_step: The trainer's step when the oldest of them was started; None: there is none.
+    """
+
+    groups: int = 0
+    oldest_step: int | None = None
+
+
+def groups_to_start(
+    status: wire.StatusEnv, registration: Registration, config: BaseEnvConfig, in_flight: InFlight
+) -> int:
+    """Return how many groups to start now, with `in_flight` counted *before* `status` was asked for.
+
+    One batch of groups is kept in flight until the trainer's next batch is complete, so that the server does not
+    drain while a batch's last groups finish. With `max_batches_offpolicy`, among several environments, and with an API
+    that does not say what the trainer holds, groups that wait and groups in flight stay within that many batches (1).
+    No group is started that could be older than `Registration.max_staleness` when it is trained on, or that the
+    remaining steps do not need. A share reserved by `min_batch_allocation` is filled however full the queue is: the
+    trainer would wait for it.
+    """
+    batch = registration.batch_size / config.group_size
+    left = registration.last_step - status.current_step if registration.last_step >= 0 else math.inf
+    batches = min(config.max_batches_offpolicy or 1, left)
+    by_need = config.max_batches_offpolicy is None and status.leased is not None and status.env_weight >= 1.0
+    if by_need:
+        room = _to_keep_a_batch_in_flight(status, batch, in_flight)
+    else:
+        room = _within_batches(status, batch, batches, in_flight)
+    lag = OVERTAKEN if by_need and registration.max_staleness is None else registration.max_staleness
+    if lag is not None and status.leased is not None:
+        room = min(room, _within_lag(status, batch, lag, in_flight))
+    if left < math.inf:
+        room = min(room, math.ceil(left * batch) - _ahead(status, in_flight))
+    if config.min_batch_allocation is not None:
+        reserved = math.ceil(batches * batch * config.min_batch_allocation)
+        room = max(room, reserved - status.self_queue_size - in_flight.groups)
+    return max(0, min(room, config.max_concurrent_groups - in_flight.groups))
+
+
+def _to_keep_a_batch_in_flight(status: wire.StatusEnv, batch: float, in_flight: InFlight) -> int:
+    complete = max(0.0, (status.leased or 0) - batch) + status.queue_size  # beyond the batch that is being trained
+    return math.ceil(batch) - in_flight.groups if complete < batch else 0
+
+
+def _within_batches(status: wire.StatusEnv, batch: float, batches: float, in_flight: InFlight) -> int:
+    """Among several environments each stays within its weight's share, so that batches are mixed as weights say."""
+    share = math.ceil(batches * batch * min(1.0, status.env_weight)) - status.self_queue_size
+    return min(math.ceil(batches * batch) - status.queue_size, share) - in_flight.groups
+
+
+def _within_lag(status: wire.StatusEnv, batch: float, lag: int, in_flight: InFlight) -> int:
+    """Return the room that keeps the oldest group in flight, and so every younger one, within `lag` versions.
+
+    Everything that is at hand may be trained on before it. So the steps since it was started, and those that what is at
+    hand is enough for, are at most `lag` and the one that trains on it.
+    """
+    age = 0 if in_flight.oldest_step is None else max(0, status.current_step - in_flight.oldest_step)
+    return math.ceil((lag + 1 - age) * batch) - _ahead(status, in_flight)
+
+
+def _ahead(status: wire.StatusEnv, in_flight: InFlight) -> int:
+    """Groups that may be trained on before one that is started now."""
+    return (status.leased or 0) + status.queue_size + in_flight.groups

@@ -1,0 +1,47 @@
+"""What machine this is, and what of its GPUs is in use: without torch, which would itself take some of that."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+MIB_IN_MB = 1.048576
+
+
+def cpu_name() -> str:
+    """Return the processor's name as Linux has it, or else its architecture."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def gpu_names(gpus: str | None) -> list[str] | None:
+    """Return the name of each GPU; None: nobody can say. `gpus`: see `gpus_used_mb`."""
+    return _ask("name", gpus)
+
+
+def gpus_used_mb(gpus: str | None) -> float | None:
+    """Return what all processes together use of the GPUs, in units of 1e6 bytes; None: nobody can say.
+
+    Args:
+        gpus: as CUDA_VISIBLE_DEVICES names them; None: all.
+    """
+    used = _ask("memory.used", gpus)
+    try:
+        return None if used is None else round(sum(map(float, used)) * MIB_IN_MB, 1)
+    except ValueError:  # [N/A]: some GPUs share the main memory
+        return None
+
+
+def _ask(field: str, gpus: str | None) -> list[str] | None:
+    """Ask nvidia-smi for one field of each GPU."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None or gpus == "":
+        return None
+    chosen = ["-i", gpus] if gpus else []
+    command = [tool, *chosen, f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return [line.strip() for line in done.stdout.splitlines()] if done.returncode == 0 else None

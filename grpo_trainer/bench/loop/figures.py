@@ -1,0 +1,201 @@
+"""The sums behind the line of `grpo bench loop`: rows of metrics.jsonl and looks at the processes become figures."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from grpo_trainer.bench.loop.options import GROUP
+from grpo_trainer.errors import ConfigError
+
+Row = Mapping[str, Any]
+"""A step of metrics.jsonl."""
+
+SPLIT = {
+    "wait_s": "train/data_fetch_time",
+    "step_s": "train/step_time",
+    "publish_s": "train/sync_time",
+    "save_s": "train/save_time",
+}
+"""What training does one after the other, and the metric of its seconds."""
+CPU_ROLES = {"environment": "environment", "api": "api", "server": "server_front_end"}
+"""Roles of processes whose CPU time is reported, and the names that it is reported by."""
+CACHE_INFO = "vllm:cache_config_info"
+
+
+@dataclass(frozen=True)
+class Window:
+    """The time that is measured, in Unix seconds, and its steps."""
+
+    begin: float
+    end: float
+    rows: Sequence[Row]
+
+    @classmethod
+    def after(cls, rows: Sequence[Row], warmup_steps: int) -> Window:
+        """Return the steps after the first `warmup_steps`.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if len(rows) <= warmup_steps:
+            raise ConfigError(
+                "no step is left to measure",
+                field="--warmup-steps",
+                got=f"{warmup_steps}, of {len(rows)} steps that the run took",
+                wanted="fewer than the run takes",
+            )
+        return cls(rows[warmup_steps - 1]["time"], rows[-1]["time"], rows[warmup_steps:])
+
+    def total(self, key: str) -> float:
+        """Return a metric's sum over the steps; steps without it count as 0."""
+        return sum(row.get(key) or 0.0 for row in self.rows)
+
+    @property
+    def seconds(self) -> float:
+        return self.total("train/seconds")
+
+    @property
+    def groups(self) -> float:
+        return self.total("batch/sequences") / GROUP
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one look at a run saw.
+
+    Attributes:
+        time: Unix seconds.
+        cpu_s: by role: CPU seconds that its processes have used, those that have ended included.
+    """
+
+    time: float
+    cpu_s: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the server answered once.
+
+    Attributes:
+        time: Unix seconds.
+        running: sequences that it worked on; 0 while it is away.
+    """
+
+    time: float
+    running: float
+
+
+def step_figures(window: Window) -> dict[str, Any]:
+    """Return speed and split of a mean step, in seconds and in tokens per second.
+
+    Completion tokens are those of the completions that were trained on; trained tokens are those and their prompts.
+    """
+    steps, seconds = len(window.rows), window.seconds
+    split = {name: window.total(key) / steps for name, key in SPLIT.items()}
+    split["step_s"] -= sum(map(fenced, window.rows)) / steps
+    split["other_s"] = max(0.0, seconds / steps - sum(split.values()))
+    completions = window.total("batch/trained_tokens")
+    return {
+        "step_s": _short(seconds / steps),
+        "completion_tokens_per_s": round(completions / seconds, 1),
+        "trained_tokens_per_s": round(window.total("batch/tokens") / seconds, 1),
+        "completion_tokens_mean": round(completions / window.total("batch/sequences"), 1),
+        "split": {name: _short(value) for name, value in split.items()},
+        "checkpoint_share": _short(window.total("train/save_time") / seconds),
+        "staleness": {
+            "mean": _short(window.total("rollout/staleness_mean") / steps),
+            "max": max(row.get("rollout/staleness_max") or 0.0 for row in window.rows),
+        },
+    }
+
+
+def fenced(row: Row) -> float:
+    """Return the seconds of publishing that lie within the step: of shared weights it is a fence around the update."""
+    return row["train/sync_time"] if "publish/write_time" in row else 0.0
+
+
+def cpu_per_group(window: Window, looks: Sequence[Look]) -> dict[str, float]:
+    """Return milliseconds of CPU for each group that was trained on, by role.
+
+    Args:
+        looks: at least one, in order; between two of them a process is taken to use its CPU evenly.
+    """
+    used = {role: _cpu_at(looks, role, window.end) - _cpu_at(looks, role, window.begin) for role in CPU_ROLES}
+    return {name: _short(1e3 * used[role] / window.groups) for role, name in CPU_ROLES.items()}
+
+
+def _cpu_at(looks: Sequence[Look], role: str, moment: float) -> float:
+    """Return the CPU seconds of a role at a moment; before the first look and after the last, what those saw."""
+    after = bisect_right([look.time for look in looks], moment)
+    if after in (0, len(looks)):
+        return looks[min(after, len(looks) - 1)].cpu_s.get(role, 0.0)
+    early, late = looks[after - 1], looks[after]
+    share = (moment - early.time) / (late.time - early.time)
+    begin, end = early.cpu_s.get(role, 0.0), late.cpu_s.get(role, 0.0)
+    return begin + share * (end - begin)
+
+
+def can_hold(cache_tokens: int | None, max_num_seqs: int | None, sequence_tokens: float) -> int | None:
+    """Return how many sequences of this mean length a server can work on at once; None: it says no limit.
+
+    Args:
+        cache_tokens: tokens that its KV cache has room for.
+        max_num_seqs: vLLM's own limit.
+    """
+    by_cache = None if cache_tokens is None else int(cache_tokens / sequence_tokens)
+    limits = [limit for limit in (by_cache, max_num_seqs) if limit is not None]
+    return min(limits, default=None)
+
+
+def cache_tokens(metrics: str) -> int | None:
+    """Return the tokens that a server's KV cache has room for, from vLLM's metrics as text; None: they don't say."""
+    lines = [line for line in metrics.splitlines() if line.startswith(CACHE_INFO)]
+    found = [s.labels for family in text_string_to_metric_families("\n".join(lines) + "\n") for s in family.samples]
+    sizes = [(labels.get("num_gpu_blocks", ""), labels.get("block_size", "")) for labels in found]
+    if not sizes or not all(part.isdecimal() for size in sizes for part in size):
+        return None
+    return sum(int(blocks) * int(size) for blocks, size in sizes)
+
+
+def server_figures(window: Window, loads: Sequence[Load], holds: int | None) -> dict[str, Any]:
+    """Return how busy the server was: sequences that ran, and the share of the time below half of what it can hold.
+
+    Args:
+        holds: see `can_hold`.
+    """
+    running = [load.running for load in loads if window.begin <= load.time <= window.end]
+    below = None if holds is None else sum(each < holds / 2 for each in running)
+    return {
+        "running_mean": round(sum(running) / len(running), 1) if running else None,
+        "can_hold": holds,
+        "below_half_share": _short(below / len(running)) if running and below is not None else None,
+        "looks": len(running),
+    }
+
+
+def start_figures(began: float, seen: Mapping[str, float], first: Row) -> dict[str, float]:
+    """Return when each phase of the start was reached, in seconds since the command, in their order.
+
+    Args:
+        began: when the command was started, in Unix seconds.
+        seen: phase -> when it was seen to be reached, in Unix seconds.
+        first: the first step. It was over when its row was written; before that it published, trained and waited.
+    """
+    batch = first["time"] - first["train/step_time"] - first["train/sync_time"] + fenced(first)
+    reached = {
+        **seen,
+        "trainer_ready": batch - first["train/data_fetch_time"],
+        "first_batch": batch,
+        "first_step": first["time"],
+    }
+    return {phase: round(moment - began, 2) for phase, moment in sorted(reached.items(), key=lambda item: item[1])}
+
+
+def _short(value: float) -> float:
+    """Four digits that count."""
+    return float(f"{value:.4g}")

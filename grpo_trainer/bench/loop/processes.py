@@ -1,0 +1,80 @@
+"""The processes that `grpo bench loop` starts: what writes the model, then `grpo run` as a user would type it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from grpo_trainer.bench.loop.options import GROUP, LoopOptions
+from grpo_trainer.launch.plan import ProcessSpec
+
+ENVIRONMENT = "environments.synthetic_server"
+CACHE_BYTES_TINY = 64 << 20
+"""vLLM on a CPU takes gigabytes for its KV cache otherwise."""
+STOP_SECONDS = 30.0
+"""Until a run that is broken off is killed: nobody wants its last checkpoint."""
+
+
+def model_process(options: LoopOptions, folder: Path) -> ProcessSpec:
+    """Return the process that writes the model, unless it is there."""
+    argv = (sys.executable, "-m", "grpo_trainer.bench.loop.model", options.model.shape, str(folder))
+    return ProcessSpec("model", argv, ends_run=True)
+
+
+def run_process(options: LoopOptions, model: Path, run_dir: Path, more: Sequence[str]) -> ProcessSpec:
+    """Return the run.
+
+    Args:
+        more: options of `grpo run` that are added; they win.
+    """
+    flags = [word for name, value in _options(options, model, run_dir) for word in (f"--{name}", value)]
+    if options.choice.share_base:
+        flags.append("--share-base")
+    argv = (sys.executable, "-m", "grpo_trainer", "run", *flags, *more)
+    return ProcessSpec("run", argv, {"PYTHONUNBUFFERED": "1"}, ends_run=True, stop_seconds=STOP_SECONDS)
+
+
+def _options(options: LoopOptions, model: Path, run_dir: Path) -> Iterator[tuple[str, str]]:
+    work, choice = options.work, options.choice
+    yield "model-name", str(model)
+    yield "run-dir", str(run_dir)
+    yield "weight-bridge-mode", choice.bridge
+    yield "training-steps", str(options.steps)
+    yield "batch-size", str(GROUP)
+    yield "gradient-accumulation-steps", str(work.sequences // GROUP)
+    yield "seq-len", str(work.seq_len)
+    yield "max-tokens-per-microbatch", str(work.max_tokens_per_microbatch)
+    yield "server.port", "0"
+    yield "api.port", "0"
+    yield "env", ENVIRONMENT
+    yield "env.group_size", str(GROUP)
+    yield "env.prompt_tokens", str(work.prompt_len)
+    yield "env.completion_mean", str(work.completion_mean)
+    if choice.transport != "auto":
+        yield "lora-transport", choice.transport
+    if options.model.shape == "tiny":
+        yield "server.extra-args", f"--kv-cache-memory-bytes,{CACHE_BYTES_TINY}"
+
+
+ROLES = (
+    ("api", "environments.api"),
+    ("environment", ENVIRONMENT),
+    ("server", "vllm_server"),
+    ("server", "vllm_server.standby"),  # the next one
+    ("trainer", "grpo_trainer train"),
+)
+"""What each process of a run is started as."""
+
+
+def role_of(command: str, parent: str) -> str:
+    """Return the role of a process of a run.
+
+    Args:
+        command: its words, with spaces between.
+        parent: the role of its parent; "run" for the supervisor. Helpers have the role of their parent, but processes
+            below the server's front end are the "engine".
+    """
+    if parent in ("server", "engine"):
+        return "engine"
+    return next((role for role, module in ROLES if f"-m {module} " in f"{command} "), parent)

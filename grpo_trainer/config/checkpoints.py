@@ -1,0 +1,57 @@
+"""Options of checkpoints: where, how often, how many stay, which to go on from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from pydantic import field_validator
+
+from grpo_trainer.config.options import Section, option
+from grpo_trainer.errors import ConfigError
+
+TIME = re.compile(r"(\d+(?:\.\d+)?)([smh])")
+SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+class CheckpointConfig(Section):
+    """Checkpoints."""
+
+    save_path: Path = option(Path("trained_model_checkpoints"), help="Folder of the checkpoints.")
+    checkpoint_interval: str | int = option(
+        "10m", help="Interval between checkpoints: a time (10m, 90s, 2h) or a number of steps (20); 0: only at the end."
+    )
+    keep_checkpoints: int = option(2, help="Keep only the newest N besides the final one; 0: all.", ge=0)
+    resume: str = option(
+        "never", help="auto: go on from the newest whole checkpoint in --save-path; never; or a checkpoint's path."
+    )
+    background_writes: bool = option(
+        True, help="Copy a checkpoint into main memory, where there is room, and write it while training goes on."
+    )
+
+    @field_validator("checkpoint_interval", mode="before")
+    @classmethod
+    def _is_interval(cls, value: Any) -> Any:
+        text = str(value)
+        if text.isdecimal():
+            return int(text)
+        if (found := TIME.fullmatch(text)) is None:
+            raise ConfigError(wanted="a time such as 10m, 90s or 2h, or a number of steps; 0: only at the end")
+        return text if float(found[1]) else 0
+
+    @property
+    def interval_steps(self) -> int:
+        """Steps from one checkpoint to the next; 0: by time, or only at the end."""
+        return self.checkpoint_interval if isinstance(self.checkpoint_interval, int) else 0
+
+    @property
+    def interval_seconds(self) -> float:
+        """Seconds from one checkpoint to the next; 0: by steps, or only at the end."""
+        found = TIME.fullmatch(str(self.checkpoint_interval))
+        return float(found[1]) * SECONDS[found[2]] if found else 0.0
+
+    @property
+    def environment_interval(self) -> int:
+        """Steps after which environments save their own state; by time, a checkpoint may be of any step."""
+        return self.interval_steps or int(self.interval_seconds > 0)

@@ -1,0 +1,215 @@
+"""One process of a run: its log, its last lines, what it says of its start, and its end.
+
+Children run in sessions of their own, so that Ctrl-C reaches only the supervisor. Should the supervisor be killed, the
+kernel sends each child SIGTERM.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from grpo_trainer import phases
+from grpo_trainer.errors import ProcessFailedError
+from grpo_trainer.launch.plan import ProcessSpec
+
+LAST_LINES = 25
+START_STOP_SECONDS = 5.0
+"""To end, for a process that has not come to its first step: it may be in the midst of compiling."""
+
+CAUSE = re.compile(r"\b[A-Z]\w*(?:Error|Exception|Failure): \S.*")
+"""A line that names an exception: the first ones tell more than the last, which only report them upwards."""
+CAUSES = 3
+
+PHASE = re.compile(rf"\b{re.escape(phases.__name__)}: start: (.+)")
+"""A line by which a trainer says what its start is at."""
+
+KILL_SECONDS = 1.0
+"""For the kernel to clear away what was killed."""
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    """In the child, before exec: ask the kernel for SIGTERM when the supervisor dies."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class Child:
+    """A running process, its log file and its last lines."""
+
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        log_path: Path,
+        on_stdout: Callable[[str], None],
+        on_stderr: Callable[[str], None],
+        last_lines: int = LAST_LINES,
+    ) -> None:
+        self.spec = spec
+        self.log_path = log_path
+        self.last_lines: collections.deque[str] = collections.deque(maxlen=last_lines)
+        self.causes: list[str] = []
+        self.log_error: OSError | None = None
+        self.ready = spec.ready_url is None
+        self.phase: tuple[str, float] | None = None
+        self.told_end = False
+        self.started = time.monotonic()
+        self._lock = threading.Lock()
+        self._log = log_path.open("a", buffering=1, errors="replace")
+        self._log.write(f"$ {' '.join(spec.argv)}\n")
+        self.process = subprocess.Popen(
+            spec.argv,
+            env={**os.environ, **spec.env},
+            stdin=subprocess.PIPE if spec.told else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+        assert self.process.stdout is not None and self.process.stderr is not None
+        self._readers = [
+            threading.Thread(target=self._read, args=(self.process.stdout, on_stdout), daemon=True),
+            threading.Thread(target=self._read, args=(self.process.stderr, on_stderr), daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self, stream: IO[str], on_line: Callable[[str], None]) -> None:
+        """Drain one pipe to the end, whatever happens to the log: a full pipe would block the child."""
+        for line in stream:
+            with self._lock:
+                self._remember(line.rstrip("\n"))
+                self._write(line)
+            on_line(line.rstrip("\n"))
+
+    def _write(self, text: str) -> None:
+        """To the log; the first error is kept for whoever watches, and ends that."""
+        if self.log_error is None:
+            try:
+                self._log.write(text)
+            except OSError as error:
+                error.filename = str(self.log_path)
+                self.log_error = error
+
+    def _remember(self, line: str) -> None:
+        self.last_lines.append(line)
+        if (phase := PHASE.search(line)) is not None:
+            self.phase = phase[1], time.monotonic()
+        cause = CAUSE.search(line)
+        if cause and len(self.causes) < CAUSES and cause[0] not in self.causes:
+            self.causes.append(cause[0])
+
+    def tell(self, spec: ProcessSpec, line: str) -> None:
+        """Have a process that waits for a line go on as another one, which starts now.
+
+        Raises:
+            BrokenPipeError: it has ended.
+        """
+        assert self.spec.told and self.process.stdin is not None, "it was not started to be told anything"
+        with self.process.stdin as stdin:
+            stdin.write(f"{line}\n")
+        self.spec = spec
+        self.started = time.monotonic()
+        with self._lock:
+            self._write(f"$ {' '.join(spec.argv)}\n")
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.process.poll()
+
+    @property
+    def stop_seconds(self) -> float:
+        """How long it may take to end after SIGTERM: not long while there is nothing to save."""
+        starts = self.spec.ends_run and self.phase is not None and self.phase[0] != phases.FIRST_STEP
+        return min(self.spec.stop_seconds, START_STOP_SECONDS) if starts else self.spec.stop_seconds
+
+    def ended(self) -> ProcessFailedError:
+        """Return the error for a process that has ended: how it did, with its last lines."""
+        for reader in self._readers:
+            reader.join(timeout=1.0)
+        code = self.process.returncode
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return ProcessFailedError("has ended", field=self.name, got=how, fix=self.last_words())
+
+    def left(self) -> ProcessFailedError:
+        """Return the error for the last environment, which has ended as one that is done while the trainer is not."""
+        return ProcessFailedError(
+            "has ended, and the trainer waits for rollouts",
+            field=self.name,
+            got="exit code 0",
+            wanted="rollouts until the trainer's last step",
+            fix=self.last_words(),
+        )
+
+    def not_ready(self, flag: str = "") -> ProcessFailedError:
+        """Return the error for a process that does not answer in time.
+
+        Args:
+            flag: the option that sets the time.
+        """
+        seconds = f"{self.spec.ready_timeout:.0f} s"
+        return ProcessFailedError(
+            f"not ready after {seconds}{flag and f' ({flag})'}",
+            field=self.name,
+            got=f"no answer at {self.spec.ready_url}",
+            wanted=f"one within {seconds}",
+            fix=self.last_words(),
+        )
+
+    def last_words(self) -> str:
+        """Return where its log is, the first errors in it, and its last lines."""
+        causes = [cause for cause in self.causes if not any(cause in line for line in self.last_lines)]
+        first = "The first errors in it:\n" + "".join(f"  {cause}\n" for cause in causes) if causes else ""
+        lines = "\n".join(f"  {line}" for line in self.last_lines if line.strip())
+        return f"see {self.log_path}. {first}Its last lines:\n{lines or '  (none)'}"
+
+    def family(self) -> list[psutil.Process]:
+        """The process and all its descendants, also those that left its process group."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self.process.pid)
+            return [process, *process.children(recursive=True)]
+        return []
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        if self.process.poll() is None:
+            self.process.terminate()
+
+    def kill_group(self, family: Sequence[psutil.Process]) -> None:
+        """End what is left of its process group and of the given relatives, and see them gone."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        for relative in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                relative.kill()
+        self.process.wait()
+        psutil.wait_procs(family, timeout=KILL_SECONDS)
+
+    def close(self) -> None:
+        """Wait for the end of its output and close the log."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        for reader in self._readers:
+            reader.join(timeout=1.0)
+        with contextlib.suppress(OSError):  # a full disk was reported already
+            self._log.close()

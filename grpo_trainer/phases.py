@@ -1,0 +1,115 @@
+"""Where the seconds of a start go, from the command to the first trained step.
+
+One phase is on at each moment, so the seconds of all phases sum to the whole. `grpo run` gives its own time to the
+trainer, which counts from there; a trainer that was started by hand counts from its own start.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from grpo_trainer.files import replace_file
+
+log = logging.getLogger(__name__)
+
+REPORT_FILE = "start.json"
+"""In a run's folder, from the first trained step on."""
+SERVER = "server"
+"""The phase in which a trainer waits for an inference server."""
+FIRST_STEP = "step"
+"""The last phase: before it there is nothing to save."""
+COMMAND_VARIABLE = "GRPO_COMMAND_TIME"
+"""When the command began that has started this process, in Unix seconds."""
+
+
+class Phases:
+    """Seconds by phase. Nothing is counted before `begin` and after `end`.
+
+    Attributes:
+        seconds: of each phase so far, in the order in which they came first.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._name: str | None = None
+        self._since = 0.0
+        self.seconds: dict[str, float] = {}
+
+    def begin(self, name: str, since: float) -> None:
+        """Count from a Unix time on."""
+        self.seconds = {}
+        self._name, self._since = name, since
+
+    def enter(self, name: str, at: float | None = None) -> None:
+        """End the present phase and begin another one, now or at a Unix time."""
+        if self._name is None or name == self._name:
+            return
+        now = self._clock() if at is None else at
+        self.seconds[self._name] = self.seconds.get(self._name, 0.0) + max(0.0, now - self._since)
+        self._name, self._since = name, now
+        log.info("start: %s", name)
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        """Within the block that phase is on; afterwards the one before goes on."""
+        before = self._name
+        self.enter(name)
+        try:
+            yield
+        finally:
+            if before is not None:
+                self.enter(before)
+
+    def end(self) -> dict[str, float] | None:
+        """Return the seconds by phase; None if nothing was counted, or the end was before."""
+        if self._name is None:
+            return None
+        last, self._name = self._name, None
+        self.seconds[last] = self.seconds.get(last, 0.0) + max(0.0, self._clock() - self._since)
+        return self.seconds
+
+
+START = Phases()
+"""Of this process: it starts once, and whatever waits for another process may say so."""
+
+
+def begin_start() -> None:
+    """Count the start of this process, a trainer, which is importing."""
+    own = process_start()
+    START.begin("command", min(own, float(os.environ.get(COMMAND_VARIABLE) or own)))
+    START.enter("imports", own)
+
+
+def process_start() -> float:
+    """Return when this process was started, in Unix seconds."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - max(0.0, age)
+
+
+def report_start(folder: Path, say: Callable[[str], None]) -> None:
+    """Say once, at the first trained step, what the start took, and write it into the run's folder."""
+    seconds = START.end()
+    if seconds is None:
+        return
+    say(f"the first step was trained {sum(seconds.values()):.1f} s after the command: {in_words(seconds)}")
+    report = {"seconds": round(sum(seconds.values()), 3), "phases": _rounded(seconds)}
+    try:
+        replace_file(folder / REPORT_FILE, json.dumps(report, indent=1).encode())
+    except OSError as error:  # the run needs it for nothing
+        log.warning("what the start took could not be written: %s", error)
+
+
+def in_words(seconds: Mapping[str, float]) -> str:
+    """Return phases and their seconds on one line, without those that took no time."""
+    return ", ".join(f"{name} {taken:.1f}" for name, taken in seconds.items() if taken >= 0.05)
+
+
+def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(taken, 3) for name, taken in seconds.items()}

@@ -1,0 +1,195 @@
+"""The whole loop on one task, here and in TRL: `python scripts/bench_trl.py --loop --model runs/demo-model`.
+
+Sums of two numbers, the same model, prompts, rewards, batch, loss and learning rate, all weights trained, one after the
+other on the same machine. TRL's GRPOTrainer generates with transformers in its own process; `grpo run` has a vLLM
+server beside the trainer. Seconds count from the begin of the first step. Prints one JSON object.
+
+Needs `pip install --no-deps trl==1.16.0` and what TRL needs (accelerate, datasets).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean, median
+from typing import Annotated, Any
+
+import typer
+
+from environments.arithmetic import Problem, ProblemSet, reward
+from grpo_trainer.bench.loop.figures import SPLIT, fenced
+from grpo_trainer.metrics.rows import read_rows
+
+SMOOTHED = 5
+"""A reward is reached when the mean of this many steps reaches it."""
+LONGEST = 4
+"""Tokens of an answer, as the environment allows: two digits, the token that ends it, and one more."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What both trainers do; `sequences` a step, in groups of `group`."""
+
+    model: Path
+    steps: int
+    sequences: int
+    group: int
+    lr: float
+    warmup: int = 5
+
+
+@dataclass
+class Curve:
+    """Rewards of the steps, the seconds at which each ended, and seconds by phase."""
+
+    rewards: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    split: dict[str, float] = field(default_factory=dict)
+
+    def reached(self, target: float) -> tuple[int, float] | None:
+        """Step and seconds at which the smoothed reward reached `target`; None: it did not."""
+        for step in range(SMOOTHED, len(self.rewards) + 1):
+            if fmean(self.rewards[step - SMOOTHED : step]) >= target:
+                return step, round(self.seconds[step - 1], 1)
+        return None
+
+    def figures(self, targets: Sequence[float]) -> dict[str, Any]:
+        """What is printed of it."""
+        lasted = [end - start for start, end in zip([0.0, *self.seconds], self.seconds, strict=False)]
+        return {
+            "steps": len(self.rewards),
+            "seconds": round(self.seconds[-1], 1),
+            "step_s_median": round(median(lasted), 3),
+            "reward_last": round(fmean(self.rewards[-SMOOTHED:]), 3),
+            "reached": {str(target): self.reached(target) for target in targets},
+            "split": {name: round(seconds, 1) for name, seconds in self.split.items()},
+        }
+
+
+def ours(job: Job, mode: str, folder: Path, more: Sequence[str]) -> Curve:
+    """`grpo run` with its defaults."""
+    command = [sys.executable, "-m", "grpo_trainer", "run", "--model-name", job.model, "--run-dir", folder]
+    options = {
+        "weight-bridge-mode": mode,
+        "training-steps": job.steps,
+        "batch-size": job.sequences,
+        "gradient-accumulation-steps": 1,
+        "lr": job.lr,
+        "lr-schedule": "constant",
+        "warmup-steps": job.warmup,
+        "loss": "dapo",
+        "seq-len": 64,
+        "server.port": 0,
+        "api.port": 0,
+        "env.group_size": job.group,
+    }
+    flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    subprocess.run([*map(str, command), *flags, *more], check=True, stdout=sys.stderr)
+    rows = read_rows(folder / "metrics.jsonl")
+    split = {name: sum(row.get(key) or 0.0 for row in rows) for name, key in SPLIT.items()}
+    split["step_s"] -= sum(map(fenced, rows))
+    first = sum(rows[0].get(key) or 0.0 for key in SPLIT.values()) - fenced(rows[0])  # its own time; not the start's
+    lasted = [first, *(row["train/seconds"] for row in rows[1:])]
+    return Curve([row["reward/mean"] for row in rows], list(accumulate(lasted)), split)
+
+
+def trl(job: Job, folder: Path) -> Curve:
+    """TRL's GRPOTrainer with transformers' generation."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl.trainer.grpo_config import GRPOConfig
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    curve = Curve(split={"generate and score": 0.0})
+    began: list[float] = []
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            if not began:
+                began.append(time.perf_counter())
+
+        def on_log(self, *_: Any, logs: dict[str, Any] | None = None, **__: Any) -> None:
+            if logs and "reward" in logs:
+                curve.rewards.append(float(logs["reward"]))
+                curve.seconds.append(time.perf_counter() - began[0])
+
+    def score(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        return [reward(_problem(prompt), answer) for prompt, answer in zip(prompts, completions, strict=True)]
+
+    class Timed(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return super()._generate_and_score_completions(inputs)
+            finally:
+                curve.split["generate and score"] += time.perf_counter() - started
+
+    on_gpu = torch.cuda.is_available()
+    args = GRPOConfig(
+        str(folder),
+        per_device_train_batch_size=job.sequences,
+        gradient_accumulation_steps=1,
+        num_generations=job.group,
+        max_completion_length=LONGEST,
+        max_steps=job.steps,
+        learning_rate=job.lr,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=job.warmup,
+        loss_type="dapo",
+        beta=0.0,
+        temperature=1.0,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=not on_gpu,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    problems = ProblemSet.of(10, 49).train
+    Timed(
+        AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32),
+        score,
+        args,
+        Dataset.from_dict({"prompt": [problem.prompt for problem in problems]}),
+        processing_class=AutoTokenizer.from_pretrained(job.model),
+        callbacks=[Watch()],
+    ).train()
+    curve.split["train"] = curve.seconds[-1] - curve.split["generate and score"]
+    return curve
+
+
+def _problem(prompt: str) -> Problem:
+    left, _, right = prompt.rstrip("=").partition("+")
+    return Problem(int(left), int(right))
+
+
+def main(
+    model: Annotated[Path, typer.Option(help="A demo model's folder (`grpo demo-model OUT`).")],
+    out: Annotated[Path, typer.Option(help="A folder for the run; a new one.")],
+    mode: Annotated[str, typer.Option(help="Weight bridge of `grpo run`.")] = "shared_vllm",
+    steps: Annotated[int, typer.Option(help="Steps of `grpo run`.")] = 250,
+    trl_steps: Annotated[int, typer.Option(help="Steps of TRL; 0: leave it out.")] = 500,
+    sequences: Annotated[int, typer.Option(help="Sequences a step.")] = 512,
+    group: Annotated[int, typer.Option(help="Sequences of a prompt.")] = 8,
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 4e-4,
+    targets: Annotated[str, typer.Option(help="Rewards; the time to reach each is printed.")] = "0.7,0.9",
+    more: Annotated[str, typer.Option(help="More arguments for `grpo run`.")] = "",
+    loop: Annotated[bool, typer.Option("--loop", hidden=True)] = False,
+) -> None:
+    """Race `grpo run` and TRL's GRPOTrainer to a reward."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    wanted = [float(each) for each in targets.split(",")]
+    out.mkdir(parents=True)
+    found = {"grpo": ours(Job(model, steps, sequences, group, lr), mode, out / "grpo", more.split()).figures(wanted)}
+    if trl_steps:
+        found["trl"] = trl(Job(model, trl_steps, sequences, group, lr), out / "trl").figures(wanted)
+    print(json.dumps({"mode": mode, "sequences": sequences, "lr": lr, **found}))

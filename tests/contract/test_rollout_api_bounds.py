@@ -1,0 +1,199 @@
+"""What the rollout API takes no more of: groups that nobody trains on, and connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from msgspec.structs import replace
+
+from environments.api import wire
+from environments.api.testing import free_port, running_server
+from environments.config import BaseEnvConfig
+from environments.peers.http import PeerGone
+from environments.peers.rollout_api import RolloutApi
+from tests.contract.test_rollout_api import ENV, TRAINER, start_run
+from tests.processes import answers, running, wait_for
+
+TOKENS = 8192
+GROUP = wire.ScoredData(tokens=[[7] * TOKENS] * 2, masks=[[7] * TOKENS] * 2, scores=[0.0, 1.0])
+BODY = wire.encode_group(GROUP)  # 131 kB: four bytes for a token and four for its mask
+MIB = 1 << 20
+DESCRIPTORS = 256
+HALF_OPEN = 300
+LIMITED = f"""
+import resource, runpy
+resource.setrlimit(resource.RLIMIT_NOFILE, ({DESCRIPTORS}, {DESCRIPTORS}))
+runpy.run_module("environments.api", run_name="__main__")
+"""
+
+
+def post(api: httpx.Client, path: str = "/scored_data", body: bytes = BODY) -> httpx.Response:
+    return api.post(path, content=body, headers={"Content-Type": wire.MSGPACK})
+
+
+def fill(api: httpx.Client) -> int:
+    """Post until it is refused; how many groups were taken."""
+    taken = 0
+    while (answer := post(api)).status_code == 200:
+        taken += 1
+        assert taken < 100
+    assert answer.status_code == 429
+    return taken
+
+
+def warnings_of(log: Path) -> int:
+    return log.read_text().count(" WARNING ")
+
+
+@contextlib.contextmanager
+def small_api(tmp_path: Path, *arguments: str) -> Iterator[httpx.Client]:
+    log = tmp_path / "log"
+    with running_server("--max-queued-mb", "1", *arguments, log=log) as server, httpx.Client() as client:
+        client.base_url, client.headers["Content-Type"] = httpx.URL(server.url), wire.JSON
+        yield client
+
+
+@pytest.mark.parametrize("where", ["memory", "disk", "store"])
+def test_a_full_queue_refuses_posts_until_a_batch_is_taken(tmp_path: Path, where: str) -> None:
+    arguments = {"memory": (), "disk": ("--memory-mb", "0"), "store": ("--store", str(tmp_path / "s"))}[where]
+    with small_api(tmp_path, *arguments) as api:
+        start_run(api, batch_size=2)
+        for _ in range(5):
+            assert post(api).status_code == 200
+        wait_for("half", lambda: warnings_of(tmp_path / "log") == 1, tmp_path / "log", 20)
+        taken = 5 + fill(api)
+        status = api.get("/status").json()
+        assert status["max_queued_bytes"] == MIB
+        assert MIB <= status["queued_bytes"] < MIB + len(BODY) + 100
+        assert (status["queue_size"], len(status["warnings"])) == (taken, 1)
+        refused = post(api)
+        assert (refused.status_code, int(refused.headers["retry-after"])) == (429, 5)
+        assert all(part in refused.json()["detail"] for part in ("--max-queued-mb", "1 MiB"))
+        as_list = json.dumps([{"tokens": [[1]], "masks": [[1]], "scores": [0.5]}]).encode()
+        assert api.post("/scored_data_list", content=as_list).status_code == 429
+        wait_for("full", lambda: warnings_of(tmp_path / "log") == 2, tmp_path / "log", 20)
+        for _ in range(3):  # the trainer takes one, a poster fills up
+            assert api.get("/batch?lease=60").json()["batch_id"]
+            assert fill(api) == 1
+        assert warnings_of(tmp_path / "log") == 2
+        api.post("/reset_data")
+        assert post(api).status_code == 200
+
+
+def test_a_queue_that_was_full_is_full_after_a_restart(tmp_path: Path) -> None:
+    with small_api(tmp_path, "--store", str(tmp_path / "s")) as api:
+        fill(api)
+    with small_api(tmp_path, "--store", str(tmp_path / "s")) as api:
+        assert post(api).status_code == 429
+    with running_server("--store", str(tmp_path / "s"), "--max-queued-mb", "2") as server:
+        assert httpx.get(f"{server.url}/status").json()["max_queued_bytes"] == 2 * MIB
+
+
+def test_groups_that_are_buffered_count(tmp_path: Path) -> None:
+    with small_api(tmp_path) as api:
+        start_run(api)
+        assert api.post("/register-env", json=ENV | {"group_size": 1000}).json()["env_id"] == 0
+        body, taken = wire.encode_group(replace(GROUP, env_id=0)), 0
+        while post(api, body=body).status_code == 200:
+            taken += 1
+            assert taken < 100
+        assert api.get("/status").json()["buffered_groups"] == taken
+
+
+def test_our_environment_waits_for_room(tmp_path: Path) -> None:
+    async def run(url: str, api: httpx.Client) -> None:
+        environment = RolloutApi(BaseEnvConfig(tokenizer_name="m", group_size=2, rollout_server_url=url))
+        posting = asyncio.create_task(environment.post(GROUP))
+        before = api.get("/status").json()["queue_size"]
+        done, _ = await asyncio.wait([posting], timeout=0.3)
+        assert not done
+        assert api.get("/batch").json()["batch"]
+        await posting
+        assert api.get("/status").json()["queue_size"] == before
+        await environment.close()
+
+    with small_api(tmp_path) as api:
+        start_run(api, batch_size=2)
+        fill(api)
+        asyncio.run(run(str(api.base_url), api))
+
+
+def test_our_environment_says_why_it_gave_up(tmp_path: Path) -> None:
+    async def run(url: str) -> None:
+        config = BaseEnvConfig(tokenizer_name="m", group_size=2, rollout_server_url=url, retry_timeout=0.2)
+        environment = RolloutApi(config)
+        with pytest.raises(PeerGone) as gone:
+            await environment.post(GROUP)
+        assert all(part in gone.value.got for part in ("429", "--max-queued-mb"))
+        await environment.close()
+
+    with small_api(tmp_path) as api:
+        fill(api)
+        asyncio.run(run(str(api.base_url)))
+
+
+@contextlib.contextmanager
+def half_open(port: int) -> Iterator[list[socket.socket]]:
+    """Clients that connect and say half a request or nothing."""
+    with contextlib.ExitStack() as held:
+        sockets = []
+        for number in range(HALF_OPEN):
+            sockets.append(held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30)))
+            if number % 2:
+                with contextlib.suppress(ConnectionError):
+                    sockets[-1].sendall(b"GET /status HTTP/1.1\r\n")
+        yield sockets
+
+
+def status_of_new_connection(port: int) -> int:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
+        connection.request("GET", "/status")
+        return connection.getresponse().status
+
+
+def test_half_open_connections_beyond_the_descriptors_lock_nobody_out(tmp_path: Path) -> None:
+    log, port = tmp_path / "log", free_port()
+    url = f"http://127.0.0.1:{port}"
+    with running("-c", LIMITED, "--port", str(port), "--store", str(tmp_path / "s"), log=log) as process:
+        wait_for("the API", lambda: answers(f"{url}/info"), log, 60)
+        kept = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        kept.request("GET", "/info")
+        kept.getresponse().read()
+        own = kept.sock.getsockname()
+        with half_open(port):
+            for _ in range(20):
+                assert status_of_new_connection(port) == 200
+            assert httpx.post(f"{url}/register", json=TRAINER, timeout=30).status_code == 200
+            kept.request("GET", "/info")
+            assert json.loads(kept.getresponse().read())["batch_size"] == TRAINER["batch_size"]
+            assert kept.sock.getsockname() == own, "an environment's idle connection was cut"
+            assert warnings_of(log) == 1
+            assert str(DESCRIPTORS) in log.read_text()
+        assert httpx.get(f"{url}/status").status_code == 200
+        assert process.poll() is None
+        kept.close()
+
+
+def test_hundreds_of_idle_environments_beside_running_requests(tmp_path: Path) -> None:
+    """Their connections are kept, and none of them is refused."""
+    with running_server(log=tmp_path / "log") as server, contextlib.ExitStack() as held:
+        environments = [http.client.HTTPConnection("127.0.0.1", server.port, timeout=30) for _ in range(600)]
+        for each in environments:
+            held.callback(each.close)
+        for _ in range(2):
+            own: list[Any] = []
+            for each in environments:
+                each.request("GET", "/info")
+                assert each.getresponse().read()
+                own.append(each.sock.getsockname())
+            assert len(set(own)) == len(environments)
+        assert warnings_of(tmp_path / "log") == 0

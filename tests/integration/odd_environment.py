@@ -1,0 +1,75 @@
+"""Sums, until something goes wrong: `grpo run --env tests.integration.odd_environment --env.wrong nan`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+from pydantic import Field
+
+from environments.api import wire
+from environments.arithmetic import Problem
+from environments.arithmetic_server import ArithmeticConfig, ArithmeticEnv
+from environments.peers.inference import Completion
+
+LONG = 100_000
+
+
+class OddConfig(ArithmeticConfig):
+    """What goes wrong, and when."""
+
+    wrong: Literal["nan", "empty", "long answers", "long prompts", "ends", "crashes", "blocks", "hangs"]
+    after: int = Field(default=8, ge=0, description="items before that")
+
+
+class OddEnv(ArithmeticEnv):
+    """Sums, until something goes wrong."""
+
+    name = "odd"
+    env_config_cls = OddConfig
+    config: OddConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+    taken = 0
+
+    async def get_next_item(self) -> Problem | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.taken += 1
+        if self._is("crashes"):
+            os._exit(3)
+        return None if self._is("ends") else await super().get_next_item()
+
+    def prompt(self, item: Problem) -> str:
+        return "1+" * LONG if self._is("long prompts") else super().prompt(item)
+
+    def score(self, item: Problem, answer: str) -> float:
+        if self._is("blocks"):
+            time.sleep(3600)
+        return float("nan") if self._is("nan") else super().score(item, answer)
+
+    async def score_group(self, item: Problem, completions: Sequence[Completion]) -> list[float]:
+        if self._is("hangs"):
+            await asyncio.Event().wait()
+        return await super().score_group(item, completions)
+
+    async def collect_trajectories(self, item: Problem) -> wire.ScoredData | None:
+        group = await super().collect_trajectories(item)
+        assert group is not None
+        if self._is("empty"):
+            return msgspec.structs.replace(group, masks=[[wire.IGNORED] * len(row) for row in group.masks])
+        if self._is("long answers"):
+            return msgspec.structs.replace(
+                group,
+                tokens=[row + row[-1:] * LONG for row in group.tokens],
+                masks=[row + row[-1:] * LONG for row in group.masks],
+                inference_logprobs=[row + [-0.5] * LONG for row in group.inference_logprobs or ()],
+            )
+        return group
+
+    def _is(self, wrong: str) -> bool:
+        return self.config.wrong == wrong and self.taken > self.config.after
+
+
+if __name__ == "__main__":
+    OddEnv.cli()

@@ -1,0 +1,162 @@
+"""What stands in for other processes: servers that answer from a function, a scripted policy, the rollout API here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from email.message import Message
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from environments.api.app import build_app
+from environments.api.server import Server
+from environments.api.service import Service
+from environments.api.waiting import Waiters
+from environments.peers.inference import Completion, Sampling
+from tests.processes import free_port
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request as it came."""
+
+    method: str
+    path: str
+    headers: Message
+    content: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.content)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer: `json`, or else `content` as it is."""
+
+    status: int = 200
+    json: Any = None
+    content: bytes = b""
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def body(self) -> bytes:
+        return self.content if self.json is None else json.dumps(self.json).encode()
+
+
+Handle = Callable[[Asked], Reply | None]
+"""What is answered to a request; None: the connection is closed without a word."""
+
+
+@contextmanager
+def answering(handle: Handle) -> Iterator[str]:
+    """The URL of a server that answers from a function, called in a thread of its own."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def answer(self) -> None:
+            content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            reply = handle(Asked(self.command, self.path, self.headers, content))
+            if reply is None:
+                self.close_connection = True
+                return
+            self.send_response(reply.status)
+            for name, value in reply.headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(reply.body)))
+            self.end_headers()
+            self.wfile.write(reply.body)
+
+        do_GET = do_POST = answer
+
+        def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@dataclass
+class Scripted:
+    """An inference server, without HTTP, that says texts in turn as version 4 of the policy.
+
+    Attributes:
+        say: The texts that answer a prompt, in which the end token is written out.
+        asked: Prompt, number of completions and sampling of each request.
+    """
+
+    tokenizer: Any
+    say: Callable[[list[int]], Sequence[str]]
+    asked: list[tuple[list[int], int, Sampling]] = field(default_factory=list)
+
+    async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
+        self.asked.append((prompt_token_ids, n, sampling))
+        texts = self.say(prompt_token_ids)
+        return [self._completion(prompt_token_ids, texts[i % len(texts)]) for i in range(n)]
+
+    async def prompt_logprobs(self, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        return
+
+    def _completion(self, prompt: list[int], text: str) -> Completion:
+        ids = self.tokenizer.encode(text)
+        reason = "stop" if ids[-1] == self.tokenizer.eos_token_id else "length"
+        return Completion(prompt, ids, [-0.25] * len(ids), text, reason, 4)
+
+
+class LocalApi:
+    """The rollout API in this event loop, on a port that can be without it for a while, or get another."""
+
+    def __init__(self, service: Service, app: ASGIApp | None = None) -> None:
+        self.service = service
+        self.app = app
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        """Serve; also again after `stop`."""
+        if self.service.room.ended:
+            self.service.groups, self.service.room = Waiters(), Waiters()
+        app = self.app or build_app(self.service)
+        config = uvicorn.Config(app, port=self.port, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+        self._server = Server(config, self.service)
+        self._task = asyncio.create_task(self._server.serve())
+        while not self._server.started:
+            await asyncio.sleep(0.005)
+
+    async def stop(self) -> None:
+        """Let the port go."""
+        self._server.stop()
+        await self._task
+
+    async def exchange(self, service: Service) -> None:
+        """Have another API in its place."""
+        await self.stop()
+        self.service = service
+        await self.start()
+
+
+@asynccontextmanager
+async def local_api(service: Service, app: ASGIApp | None = None) -> AsyncIterator[LocalApi]:
+    """The API on a port of its own; `app` stands before it, if it is given."""
+    api = LocalApi(service, app)
+    await api.start()
+    try:
+        yield api
+    finally:
+        await api.stop()

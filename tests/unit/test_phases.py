@@ -1,0 +1,171 @@
+"""What a start takes, phase by phase: counted once, told to users, kept for the next start."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from grpo_trainer import phases
+from grpo_trainer.cache import CACHE_VARIABLE, compile_caches
+from grpo_trainer.config.run import RunConfig, build_run
+from grpo_trainer.launch.start import StartReport, StartWatch, kept_at, read_report, server_phases
+from grpo_trainer.phases import FIRST_STEP, Phases, report_start
+
+
+class Clock:
+    """Says the times that it is given, one after the other."""
+
+    def __init__(self, *times: float) -> None:
+        self.times = list(times)
+
+    def __call__(self) -> float:
+        return self.times.pop(0)
+
+
+def test_each_second_is_in_one_phase() -> None:
+    counted = Phases(Clock(14, 20, 21, 25, 31))
+    counted.begin("command", 10)
+    counted.enter("imports", at=11.5)
+    counted.enter("model")  # at 14
+    counted.enter("compile")  # at 20
+    with counted.of("server"):  # from 21 to 25
+        pass
+    # command 10 to 11.5, imports to 14, model to 20, compile to 21 and from 25 to 31, server between
+    assert counted.end() == {"command": 1.5, "imports": 2.5, "model": 6, "compile": 1 + 6, "server": 4}
+    assert counted.end() is None
+
+
+def test_nothing_is_counted_before_and_after() -> None:
+    counted = Phases(Clock(3))
+    counted.enter("model")
+    with counted.of("server"):
+        pass
+    assert counted.end() is None
+    counted.begin("imports", 1)
+    assert counted.end() == {"imports": 2}
+    with counted.of("server"):
+        pass
+    assert counted.seconds == {"imports": 2}
+
+
+def test_a_phase_that_goes_on_is_one(caplog: pytest.LogCaptureFixture) -> None:
+    counted = Phases(Clock(2, 7))
+    counted.begin("imports", 1)
+    with caplog.at_level("INFO"):
+        counted.enter(FIRST_STEP)
+        counted.enter(FIRST_STEP)  # of a later step: the clock is not even asked
+    assert len(caplog.records) == 1
+    assert counted.end() == {"imports": 1, FIRST_STEP: 5}
+
+
+def test_what_a_start_took_is_written_and_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Phases(Clock(4, 9))
+    monkeypatch.setattr(phases, "START", counted)
+    said: list[str] = []
+    report_start(tmp_path, said.append)
+    assert not said and not list(tmp_path.iterdir()), "nothing has begun"
+    counted.begin("imports", 1)
+    counted.enter(FIRST_STEP)
+    report_start(tmp_path, said.append)
+    report_start(tmp_path, said.append)
+    assert len(said) == 1
+    assert read_report(tmp_path / phases.REPORT_FILE) == StartReport(8, {"imports": 3, FIRST_STEP: 5})
+
+
+def test_a_report_that_cant_be_written_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phases, "START", counted := Phases())
+    counted.begin("imports", 1)
+    report_start(tmp_path / "not there", lambda _: None)
+
+
+def test_a_process_knows_when_it_was_started() -> None:
+    code = "from grpo_trainer.phases import process_start; print(process_start())"
+    before = time.time()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert before - 0.1 <= float(done.stdout) <= time.time()  # the kernel counts hundredths of seconds
+
+
+# the supervisor's side ---------------------------------------------------------------------------------------
+
+
+def test_the_last_start_is_known_to_the_next(tmp_path: Path) -> None:
+    report, kept = tmp_path / "run" / "start.json", tmp_path / "cache" / "starts" / "x.json"
+    report.parent.mkdir()
+    report.write_bytes(b"{}")  # of an earlier start in this folder
+    first = StartWatch(report, kept)
+    assert not report.exists()
+    log = tmp_path / "server.log"
+    log.write_text("$ server\nLoading weights took 2.50 seconds\n")
+    first.note_ready("server", 30.4, log)
+    first.look()
+    assert not first.is_over and first.server_last_time("server") == first.phase_last_time("model") == ""
+    report.write_text(json.dumps({"seconds": 41.0, "phases": {"model": 5.2}}))
+    first.look()
+    assert first.is_over
+    assert read_report(report) == read_report(kept)
+    assert read_report(kept) == StartReport(41, {"model": 5.2}, {"server": {"ready": 30.4, "weights": 2.5}})
+    second = StartWatch(report, kept)
+    assert "30 s" in second.server_last_time("server") and "5 s" in second.phase_last_time("model")
+    assert second.server_last_time("server-2") == second.phase_last_time("proof") == ""
+
+
+def test_what_was_kept_and_is_damaged_is_nothing(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    for content in ("", "{", "[]", '{"seconds": "x", "phases": {}}'):
+        kept.write_text(content)
+        assert StartWatch(tmp_path / "start.json", kept).phase_last_time("model") == ""
+
+
+def test_vllms_own_phases_are_those_of_the_last_server_in_a_log() -> None:
+    log = (
+        "$ server\n… Loading weights took 9.00 seconds\n"
+        "$ server\n… Loading weights took 2.93 seconds\n… torch.compile took 8.10 s in total\n"
+        "… Graph capturing finished in 4 secs, took 0.51 GiB\n"
+        "… init engine (profile, create kv cache, warmup model) took 15.32 s (compilation: 8.10 s)\n"
+    )
+    assert server_phases(log) == {"weights": 2.93, "compile": 8.1, "graphs": 4, "engine": 15.32}
+    assert server_phases("$ server\nnothing\n") == {}
+
+
+def config(**flags: str) -> RunConfig:
+    return build_run({}, {"model_name": "demo", "weight_bridge_mode": "lora_only", **flags})
+
+
+def test_starts_of_another_kind_are_kept_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    places = [
+        kept_at(config(), "cpu", b"{}"),
+        kept_at(config(), "H200", b"{}"),
+        kept_at(config(), "cpu", b'{"hidden_size": 8}'),
+        kept_at(config(), "cpu", None),
+        kept_at(config(weight_bridge_mode="shared_vllm"), "cpu", b"{}"),
+        kept_at(config(share_base="true"), "cpu", b"{}"),
+    ]
+    assert len(set(places)) == len(places)
+    assert all(place is not None and place.parent == tmp_path / "starts" for place in places)
+    assert kept_at(config(lr="1e-6", run_dir="runs/other"), "cpu", b"{}") == places[0]
+
+
+# compilers' caches -------------------------------------------------------------------------------------------
+
+
+def test_compilers_keep_what_they_compile_in_our_folder_unless_the_user_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    made = compile_caches({"TRITON_CACHE_DIR": "/mine", "VLLM_CACHE_ROOT": ""})
+    assert made == {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"), "VLLM_CACHE_ROOT": str(tmp_path / "vllm")}
+
+
+def test_without_a_home_they_keep_it_where_they_like(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("no home")
+
+    monkeypatch.delenv(CACHE_VARIABLE)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert compile_caches({}) == {} and kept_at(config(), "cpu", b"{}") is None
