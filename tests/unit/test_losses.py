@@ -310,8 +310,9 @@ def test_loss_and_gradient_equal_the_plain_formulas_in_float64(
 ) -> None:
     if near_a_corner(sequences, config):
         return  # there the gradient is either side's
-    if config.loss == "gspo" and (config.kl_unbiased or any(len(set(s.advantages)) > 1 for s in sequences)):
-        return  # in the plain formula a sequence has one advantage, and its ratio's gradient is all its tokens'
+    by_token = config.kl_unbiased or (config.correction != "none" and config.is_level == "token")
+    if config.loss == "gspo" and (by_token or any(len(set(s.advantages)) > 1 for s in sequences)):
+        return  # the plain formula has one factor a sequence, and shares its ratio's gradient among all tokens
     for s in sequences:
         s.roll = None if s.supervised else s.roll
     case = inputs(sequences, config)
