@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
-from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -14,7 +12,6 @@ from pydantic import Field
 from environments.api import wire
 from environments.arithmetic import Problem
 from environments.arithmetic_server import ArithmeticConfig, ArithmeticEnv
-from environments.peers.inference import Completion
 
 LONG = 100_000
 
@@ -22,7 +19,7 @@ LONG = 100_000
 class OddConfig(ArithmeticConfig):
     """What goes wrong, and when."""
 
-    wrong: Literal["nan", "empty", "long answers", "long prompts", "ends", "crashes", "blocks", "hangs"]
+    wrong: Literal["nan", "empty", "long answers", "ends", "crashes", "blocks"]
     after: int = Field(default=8, ge=0, description="items before that")
 
 
@@ -40,18 +37,10 @@ class OddEnv(ArithmeticEnv):
             os._exit(3)
         return None if self._is("ends") else await super().get_next_item()
 
-    def prompt(self, item: Problem) -> str:
-        return "1+" * LONG if self._is("long prompts") else super().prompt(item)
-
     def score(self, item: Problem, answer: str) -> float:
         if self._is("blocks"):
             time.sleep(3600)
         return float("nan") if self._is("nan") else super().score(item, answer)
-
-    async def score_group(self, item: Problem, completions: Sequence[Completion]) -> list[float]:
-        if self._is("hangs"):
-            await asyncio.Event().wait()
-        return await super().score_group(item, completions)
 
     async def collect_trajectories(self, item: Problem) -> wire.ScoredData | None:
         group = await super().collect_trajectories(item)
