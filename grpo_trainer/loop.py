@@ -12,6 +12,7 @@ from rich.console import Console
 
 from environments.api import wire
 from grpo_common.trace import stage
+from grpo_trainer.batch.batching import import_own_parts
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.distributed import Restore, World
 from grpo_trainer.ending import Standing, Writes, conclude
@@ -46,7 +47,8 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
     Raises:
         GrpoError: whatever the user can mend; what was learnt until then is saved first.
     """
-    refuse_to_mix_runs(config.log_dir, config.checkpoints.resume, "--log-dir")  # before anybody waits for the others
+    import_own_parts(config.loss)  # this, and the next line, before anybody waits for the others
+    refuse_to_mix_runs(config.log_dir, config.checkpoints.resume, "--log-dir")
     world = meet(config)
     seed_generators(config.model.seed)
     if not world.leads:

@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from grpo_trainer.batch.advantages import group_advantages, is_zero_variance
+from grpo_trainer import import_paths
+from grpo_trainer.batch.advantages import estimator_of, group_advantages, is_zero_variance
 from grpo_trainer.batch.microbatches import MicroBatch, TrainingSequence, kin_of, split
 from grpo_trainer.batch.shared_prompts import deal_families
 from grpo_trainer.config.train import LossConfig, TrainConfig
-from grpo_trainer.losses import BatchCounts, token_weight
+from grpo_trainer.losses import BatchCounts, loss_spec, token_weight
 from grpo_trainer.metrics.types import Max, Mean, Metric, Sum
 from grpo_trainer.rollouts.types import Group, RolloutBatch, Sample, Teacher
 
@@ -131,6 +132,17 @@ def prepare(batch: RolloutBatch, config: LossConfig, seq_len: int, *, drop_overl
         "batch/dropped_overlong": Sum(sum(overlong) if drop_overlong else 0),
     }
     return PreparedBatch(kept, counts, metrics, max((sequence.weight for sequence in kept), default=0.0))
+
+
+def import_own_parts(config: LossConfig) -> None:
+    """Import the loss and the estimate of advantages where they are the user's own.
+
+    Raises:
+        ConfigError: one of them cannot be imported, or is not of its kind.
+    """
+    loss_spec(config.loss)
+    if import_paths.is_import_path(config.advantage_estimator):
+        estimator_of(config.advantage_estimator)
 
 
 def _teacher(sample: Sample, positions: NDArray[np.int64]) -> Teacher | None:

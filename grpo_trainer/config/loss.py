@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from pydantic import ValidationInfo, field_validator
 
+from grpo_trainer import import_paths
 from grpo_trainer.config.options import Section, option
 from grpo_trainer.errors import ConfigError
 
 LossName = Literal["grpo", "bnpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo"]
+EstimatorName = Literal["group", "rloo"]
 KlEstimator = Literal["k1", "k2", "k3"]
 UNCLIPPED = ("cispo", "sapo")
 """Losses whose surrogate is not PPO's clipped one."""
@@ -18,10 +20,10 @@ UNCLIPPED = ("cispo", "sapo")
 class LossConfig(Section):
     """Loss."""
 
-    loss: LossName = option(
+    loss: str = option(
         "dapo",
         help="Surrogate and mean of the token losses, by the papers' names: averaged by sequence (grpo, gspo, sapo), "
-        "over all tokens (dapo, bnpo, cispo), by a constant (dr_grpo).",
+        "over all tokens (dapo, bnpo, cispo), by a constant (dr_grpo). MODULE:NAME is a LossSpec of your own.",
     )
     clip_eps: float = option(0.2, help="The ratio is clipped below 1 - this.", gt=0, lt=1)
     clip_eps_high: float | None = option(None, help="The ratio is clipped above 1 + this (default: --clip-eps).", gt=0)
@@ -30,8 +32,10 @@ class LossConfig(Section):
     )
     sapo_tau_pos: float = option(1.0, help="Temperature of sapo's gate where the advantage is positive.", gt=0)
     sapo_tau_neg: float = option(1.05, help="Temperature of sapo's gate elsewhere.", gt=0)
-    advantage_estimator: Literal["group", "rloo"] = option(
-        "group", help="Baseline of a reward: the mean of its group, or of the others in it (rloo)."
+    advantage_estimator: str = option(
+        "group",
+        help="Baseline of a reward: the mean of its group (group), or of the others in it (rloo). MODULE:NAME is a "
+        "function of your own, from a group's rewards to its advantages.",
     )
     scale_rewards: Literal["auto", "group", "none"] = option(
         "auto",
@@ -67,6 +71,16 @@ class LossConfig(Section):
         0.0, help="Weight of the cross-entropy to the teacher's top-k that environments send; 0: none.", ge=0
     )
     distill_temperature: float = option(1.0, help="Divides the teacher's logprobs.", gt=0)
+
+    @field_validator("loss", "advantage_estimator")
+    @classmethod
+    def _is_known(cls, value: str, info: ValidationInfo) -> str:
+        known = get_args(LossName if info.field_name == "loss" else EstimatorName)
+        if import_paths.is_import_path(value):
+            import_paths.check(value)
+        elif value not in known:
+            raise ConfigError(wanted=f"one of {', '.join(map(repr, known))}, or MODULE:NAME")
+        return value
 
     @field_validator("dual_clip")
     @classmethod

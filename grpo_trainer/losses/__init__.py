@@ -26,14 +26,16 @@ too old and counts less (`--on-stale downweight`) does so in each of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from grpo_trainer.config.loss import LossConfig, LossName
+from grpo_trainer import import_paths
+from grpo_trainer.config.loss import LossConfig
+from grpo_trainer.errors import ConfigError
 from grpo_trainer.losses.corrections import Correction, mismatch_correction
 from grpo_trainer.losses.regularisers import divergence, teacher_cross_entropy
 from grpo_trainer.losses.segments import Segments
@@ -42,22 +44,28 @@ from grpo_trainer.metrics.types import Max, Mean, Metric, Sum
 
 
 @dataclass(frozen=True)
-class Form:
-    """A row of the table."""
+class LossSpec:
+    """A row of the table; an object of this class is all that a loss of your own needs.
+
+    Attributes:
+        ratio: from `lp_N`, `old_N` and the segments to the importance ratio of each token `[N]`.
+        surrogate: from `ratio_N`, `lp_N`, `advantages_N` and the options to what each token gains.
+        mean: over a sequence's tokens and then over sequences, over all tokens, or divided by a constant.
+    """
 
     ratio: Callable[[Tensor, Tensor, Segments], Tensor]
     surrogate: Callable[[Tensor, Tensor, Tensor, LossConfig], Surrogate]
     mean: Literal["sequences", "tokens", "constant"]
 
 
-FORMS: dict[LossName, Form] = {
-    "grpo": Form(token_ratio, clipped, "sequences"),
-    "bnpo": Form(token_ratio, clipped, "tokens"),
-    "dapo": Form(token_ratio, clipped, "tokens"),
-    "dr_grpo": Form(token_ratio, clipped, "constant"),
-    "gspo": Form(sequence_ratio, clipped, "sequences"),
-    "cispo": Form(token_ratio, cispo, "tokens"),
-    "sapo": Form(token_ratio, sapo, "sequences"),
+LOSSES: Mapping[str, LossSpec] = {
+    "grpo": LossSpec(token_ratio, clipped, "sequences"),
+    "bnpo": LossSpec(token_ratio, clipped, "tokens"),
+    "dapo": LossSpec(token_ratio, clipped, "tokens"),
+    "dr_grpo": LossSpec(token_ratio, clipped, "constant"),
+    "gspo": LossSpec(sequence_ratio, clipped, "sequences"),
+    "cispo": LossSpec(token_ratio, cispo, "tokens"),
+    "sapo": LossSpec(token_ratio, sapo, "sequences"),
 }
 
 
@@ -116,14 +124,29 @@ class LossOutput:
     metrics: dict[str, Metric]
 
 
-def token_weight(loss: LossName, *, length: int, counts: BatchCounts, max_completion_len: int) -> float:
+def loss_spec(name: str) -> LossSpec:
+    """Return a loss by its name, or by the import path of the user's own.
+
+    Raises:
+        ConfigError: the path names no `LossSpec`.
+    """
+    if not import_paths.is_import_path(name):
+        return LOSSES[name]
+    found = import_paths.load(name, "--loss")
+    if not isinstance(found, LossSpec):
+        wanted = "a grpo_trainer.losses.LossSpec"
+        raise ConfigError(field="--loss", got=f"{name} is of type {type(found).__name__}", wanted=wanted)
+    return found
+
+
+def token_weight(loss: str, *, length: int, counts: BatchCounts, max_completion_len: int) -> float:
     """The weight of each trained token of one sequence, so that the batch's loss is the weighted sum over its tokens.
 
     Args:
         length: trained tokens of the sequence.
         max_completion_len: the constant of dr_grpo, in tokens.
     """
-    match FORMS[loss].mean:
+    match loss_spec(loss).mean:
         case "sequences":
             return 1.0 / (length * counts.sequences)
         case "tokens":
@@ -134,13 +157,13 @@ def token_weight(loss: LossName, *, length: int, counts: BatchCounts, max_comple
 
 def batch_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
     """The microbatch's share of the loss that the options describe."""
-    form, lp_N = FORMS[config.loss], inputs.trainer_logprobs_N
+    spec, lp_N = loss_spec(config.loss), inputs.trainer_logprobs_N
     own_N = lp_N.detach() if inputs.old_logprobs_N is None else inputs.old_logprobs_N
     old_N = own_N
     if config.ratio_against == "rollout":
         old_N = torch.where(inputs.has_rollout_N, inputs.rollout_logprobs_N, own_N)
-    ratio_N = form.ratio(lp_N, old_N, inputs.segments)
-    surrogate = form.surrogate(ratio_N, lp_N, inputs.advantages_N, config)
+    ratio_N = spec.ratio(lp_N, old_N, inputs.segments)
+    surrogate = spec.surrogate(ratio_N, lp_N, inputs.advantages_N, config)
     correction = mismatch_correction(
         own_N,
         inputs.rollout_logprobs_N,

@@ -94,7 +94,18 @@ def test_loop_and_trainer_do_not_ask_for_the_mode() -> None:
 
 ROOMS = {
     "grpo_trainer": (
-        *("errors", "files", "cache", "phases", "suggestions", "versions", "main_memory", "config", "metrics"),
+        *(
+            "errors",
+            "files",
+            "cache",
+            "phases",
+            "suggestions",
+            "import_paths",
+            "versions",
+            "main_memory",
+            "config",
+            "metrics",
+        ),
         *("losses", "rollouts"),
         *("batch", "server_client", "distributed", "optim", "model", "saving", "signals", "launch", "weights"),
         *("trainer", "follower", "feed", "logs"),

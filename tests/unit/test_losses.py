@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_trainer.config.loss import LossConfig, LossName
-from grpo_trainer.losses import FORMS, BatchCounts, LossInputs, batch_loss, token_weight
+from grpo_trainer.losses import LOSSES, BatchCounts, LossInputs, batch_loss, token_weight
 from grpo_trainer.losses.segments import Segments
 from grpo_trainer.metrics.types import reduce
 from tests.unit.plain_loss import PlainSequence, near_a_corner, plain_loss
@@ -67,7 +67,7 @@ def gradient(case: LossInputs, config: LossConfig) -> list[float]:
 
 
 def test_every_loss_that_can_be_chosen_has_its_row() -> None:
-    assert set(FORMS) == set(get_args(LossName))
+    assert set(LOSSES) == set(get_args(LossName))
 
 
 @pytest.mark.parametrize(
