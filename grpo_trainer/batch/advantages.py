@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from grpo_trainer import import_paths
 from grpo_trainer.errors import ConfigError
@@ -59,7 +59,7 @@ def estimator_of(path: str) -> Callable[[list[float]], Iterable[float]]:
     Raises:
         ConfigError: the path names no function.
     """
-    found: Any = import_paths.load(path, FLAG)
+    found: Callable[[list[float]], Iterable[float]] = import_paths.load(path, FLAG)
     if not callable(found):
         raise ConfigError(field=FLAG, got=f"{path} is of type {type(found).__name__}", wanted="a function")
     return found
