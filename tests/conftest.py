@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from hypothesis import settings
 
 from tests import warm
@@ -62,10 +63,13 @@ def warm_trainers() -> None:
 
 @pytest.fixture(scope="session")
 def demo_model(tmp_path_factory: pytest.TempPathFactory, warm_processes: None) -> Path:
-    """The quickstart's model, built by its own command."""
-    folder = tmp_path_factory.mktemp("models") / "demo"
+    """The quickstart's model, built by its own command, once for all workers of pytest-xdist; no test changes it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "demo-model"
     command = [sys.executable, "-m", "grpo_trainer", "demo-model", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=300, stdout=subprocess.DEVNULL)
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            subprocess.run(command, cwd=ROOT, check=True, timeout=300, stdout=subprocess.DEVNULL)
     return folder
 
 
