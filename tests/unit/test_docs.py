@@ -41,12 +41,24 @@ def test_every_shipped_configuration_is_valid(path: Path) -> None:
     assert config.trainer.training_steps > 0
 
 
+def anchors(page: Path) -> set[str]:
+    """What GitHub calls the page's headings."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_between_pages_lead_somewhere() -> None:
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
-    broken = [
-        (page.name, target)
+    """To a file, and to a heading of it where the link names one."""
+    pages = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")), *(ROOT / "docs").glob("*.md")]
+    links = [
+        (page, (page.parent / name).resolve() if name else page, anchor)
         for page in pages
-        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
-        if not target.startswith("http") and not (page.parent / target).exists()
+        for name, anchor in re.findall(r"\]\((?!http)([^)#\s]*)#?([^)\s]*)\)", page.read_text())
     ]
-    assert not broken
+    assert any(anchor for _, _, anchor in links)
+    assert not [
+        (page.name, target.name, anchor)
+        for page, target, anchor in links
+        if not target.exists() or (anchor and anchor not in anchors(target))
+    ]
