@@ -1,10 +1,10 @@
-"""What is kept from one run to the next, in `$GRPO_CACHE` or `~/.cache/grpo`. What is removed is made again.
+"""The cache for later runs, in `$GRPO_CACHE` or `~/.cache/grpo`. It is safe to delete: runs rebuild it.
 
 served/      vLLM's answers to whether it serves a model
-starts/      how long the last start took, by phase
-inductor/    what torch.compile has compiled
-triton/      kernels that Triton has compiled
-vllm/        vLLM's own cache: graphs that it has compiled, facts about model classes
+starts/      durations of the last start, by phase
+inductor/    graphs compiled by torch.compile
+triton/      kernels compiled by Triton
+vllm/        vLLM's own cache: compiled graphs, facts about model classes
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from pathlib import Path
 from types import MappingProxyType
 
 CACHE_VARIABLE = "GRPO_CACHE"
-"""A folder instead of `~/.cache/grpo`."""
+"""Environment variable with a folder to use instead of `~/.cache/grpo`."""
 
 COMPILE_CACHES = MappingProxyType(
     {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
 )
-"""The variable by which a library is told its cache, and our folder for it."""
+"""Environment variable of a library's cache -> our folder for it."""
 
 
 def cache_folder() -> Path | None:
-    """Return the folder, which may not be there yet; None: there is no home folder either."""
+    """Return the cache folder, which may not exist yet; None: there is no home folder."""
     try:
         return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "grpo").absolute()
     except RuntimeError:
@@ -32,9 +32,9 @@ def cache_folder() -> Path | None:
 
 
 def compile_caches(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables by which compilers keep what they compile in our folder.
+    """Return the environment variables that put the compilers' caches into our folder.
 
-    Variables that the environment has are the user's own choice and left out.
+    Variables that the user has set already are left out.
     """
     folder = cache_folder()
     if folder is None:

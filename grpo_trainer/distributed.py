@@ -1,14 +1,14 @@
-"""Several trainer processes as one: a GPU each, each with its share of a batch; what they hold, `sharding.py` says.
+"""Several trainer processes as one: each has a GPU and a share of each batch. `sharding.py` has the weights of each.
 
-Rank 0 leads. It runs the loop as if it were alone, and it alone speaks with the rollout API, the server and the disk.
-What takes all ranks begins with an *order* that it gives to the others, who wait for nothing else (`follower.py`):
+Rank 0 leads. It runs the loop as if it were alone, and only rank 0 uses the rollout API, the server and the disk.
+Work of all ranks begins with an *order* that rank 0 sends to the others, which only wait for orders (`follower.py`):
 
     rank 0   lease ─▶ give(Step) ─▶ own share ─┐                      ┌─▶ update ─▶ publish, save
-                          │                    ├─ gradients added up ─┤
+                          │                    ├─ gradients are summed ┤
     rank 1…            receive  ─▶ own share ──┘                      └─▶ update ─▶ receive
 
 Every token's weight in the loss is that of the whole batch, so gradients are summed, not averaged. After that all ranks
-do the same arithmetic on the same numbers; whether those that hold all weights still agree is looked at in each step.
+do the same arithmetic on the same numbers. Each step checks that replicas still agree.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from grpo_trainer.errors import ConfigError, DriftError, GrpoError, TrainingErro
 log = logging.getLogger(__name__)
 
 PEER_SECONDS = 600.0
-"""Until the others have come, at the start and wherever tensors are added up."""
+"""Time limit for other ranks to arrive, at the start and in each collective operation on tensors."""
 
 PATIENCE = timedelta(days=30)
-"""A follower may wait as long as the leader waits for rollouts; that has a limit of its own."""
+"""Time limit of followers for an order: practically none, because rank 0's wait for rollouts has its own limit."""
 
 BUCKET_BYTES = 256 << 20
-"""Gradients are added up in buffers of this size."""
+"""Size of the buffers in which gradients are summed."""
 
 T = TypeVar("T")
 
@@ -63,45 +63,45 @@ class Restore:
 
 @dataclass(frozen=True)
 class ModelPass:
-    """Of weights that are cut: a forward pass of the model itself, without gradient; the tokens in main memory."""
+    """Sharded weights only: a forward pass of the model itself, without gradient; the tokens are in main memory."""
 
     tokens_BT: Tensor
 
 
 @dataclass(frozen=True)
 class Score:
-    """Of weights that are cut: scores of a microbatch, without gradient."""
+    """Sharded weights only: compute scores of a microbatch, without gradient."""
 
     microbatch: MicroBatch
 
 
 @dataclass(frozen=True)
 class Collect:
-    """Of weights that are cut: bring them together, one after the other, for rank 0 to save."""
+    """Sharded weights only: gather the tensors one after the other, for rank 0 to save."""
 
 
 @dataclass(frozen=True)
 class SaveStates:
-    """Of weights that are cut: write this process's part of the optimizer's states into a folder."""
+    """Sharded weights only: write this process's part of the optimizer's states into a folder."""
 
     folder: Path
 
 
 @dataclass(frozen=True)
 class End:
-    """Nothing more will come."""
+    """The last order."""
 
 
 Order = Step | Restore | ModelPass | Score | Collect | SaveStates | End
 
 
 class World:
-    """The processes of one trainer. A context manager: when rank 0 leaves it, the others are let go.
+    """The processes of one trainer. A context manager: its exit on rank 0 ends the others.
 
     Attributes:
-        rank: of this process, from 0.
-        size: how many there are; 1: this one is alone, and nothing here does anything.
-        control: the group in which what lies in main memory is said; None: there is nobody.
+        rank: rank of this process, from 0.
+        size: number of processes; with 1, all methods do nothing.
+        control: the process group for objects in main memory; None: there is only one process.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, control: dist.ProcessGroup | None = None) -> None:
@@ -112,7 +112,7 @@ class World:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process that all others follow."""
+        """Whether this process sends the orders."""
         return self.rank == 0
 
     @property
@@ -121,7 +121,7 @@ class World:
 
     @property
     def is_working(self) -> bool:
-        """Whether the others are within what takes all processes, where they hear no order."""
+        """Whether all processes are within common work, where the others receive no order."""
         return self._is_working and not self.alone
 
     def __enter__(self) -> World:
@@ -131,23 +131,23 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.alone or self._is_working or (error is not None and not self.leads):
-            return  # the others wait for other things than orders or an end: ours is theirs
+            return  # the others don't wait for an order; the exit of this process ends them
         try:
             if self.leads:
                 self.give_all(End())
-            self.gather(None)  # nothing is under way any more when the groups are taken down
+            self.gather(None)  # no operation may be running when the groups are destroyed
         except PeerGoneError as gone:  # that ended the run before this
-            log.warning("the other trainer processes could not be told of the end: %s", gone)
+            log.warning("could not end the other trainer processes in order: %s", gone)
         dist.destroy_process_group()
-        # The last reference: the group's threads are waited for. One that lets go of a tensor of Python's while the
-        # interpreter ends would end the process by SIGABRT.
+        # Dropping the last reference waits for the group's threads. A thread that frees a Python tensor while the
+        # interpreter shuts down would end the process by SIGABRT.
         self.control = None
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Within the block all processes do the same, and end it the same way: well, or by a `CommonError`.
+        """Enter a block of common work: all processes run it, and leave it normally or all by the same `CommonError`.
 
-        Any other is of one of them, which leaves at once: its end is the others'.
+        Any other error concerns a single process, whose exit then ends the others.
         """
         self.begin()
         try:
@@ -158,31 +158,31 @@ class World:
         self.end()
 
     def begin(self) -> None:
-        """From here on all processes do the same, as in `working`."""
+        """Begin common work of all processes, as `working` does."""
         self._is_working = True
 
     def end(self) -> None:
-        """All have done it, or met the same error."""
+        """End common work: all processes are done, or have raised the same error."""
         self._is_working = False
 
     # ------------------------------------------------------------------------------------------- orders
 
     def give(self, orders: Sequence[Order]) -> None:
-        """On rank 0: tell each of the others what to do, by rank."""
+        """On rank 0: send each of the others its order, by rank."""
         if not self.alone:
             assert self.leads and len(orders) == self.size - 1
             with peers():
                 dist.scatter_object_list([None], [None, *orders], src=0, group=self.control)
 
     def give_all(self, order: Order) -> None:
-        """On rank 0: the same for all others."""
+        """On rank 0: send the same order to all others."""
         self.give([order] * (self.size - 1))
 
     def receive(self) -> Order:
-        """On the others: wait for what to do.
+        """On the others: wait for the next order.
 
         Raises:
-            TrainingError: rank 0 has ended without a word.
+            TrainingError: rank 0 has exited without a last order.
         """
         said: list[Any] = [None]
         with peers():
@@ -192,7 +192,7 @@ class World:
     # ----------------------------------------------------------------------------------------- together
 
     def gather(self, value: T) -> list[T]:
-        """What all ranks say, on all of them, by rank; small things in main memory."""
+        """Return the values of all ranks, by rank, on every rank; for small objects in main memory."""
         if self.alone:
             return [value]
         said: list[Any] = [None] * self.size
@@ -201,10 +201,10 @@ class World:
         return said
 
     def raise_together(self, look: Callable[[], None]) -> None:
-        """Do something on rank 0; if that says that samples have drifted, all do.
+        """Call `look` on rank 0; if it raises a `DriftError`, raise that on all ranks.
 
         Raises:
-            CommonDriftError: on all ranks.
+            CommonDriftError: the samples have drifted; on all ranks.
         """
         if self.alone:
             look()
@@ -220,7 +220,7 @@ class World:
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Add up what all ranks have; one that has none has zeros."""
+        """Sum the gradients of all ranks; a rank without a gradient for a parameter counts as zeros."""
         if self.alone:
             return
         given = self.gather([parameter.grad is not None for parameter in parameters])
@@ -237,40 +237,40 @@ class World:
             )
 
     def check_agreement(self, samples: Sequence[Tensor]) -> None:
-        """Show that all ranks hold the same weights, by entries of theirs.
+        """Check by some entries that all ranks hold the same weights.
 
         Raises:
-            CommonWeightsError: on all ranks, naming those that differ.
+            CommonWeightsError: weights differ; on all ranks, and the message names those that differ from rank 0.
         """
         if self.alone:
             return
         own_sums = torch.stack([sample.double().sum() for sample in samples])
-        sums = self.gather([str(value) for value in own_sums.tolist()])  # as text: one nan is another
+        sums = self.gather([str(value) for value in own_sums.tolist()])  # as text, so that NaN equals NaN
         if different := [rank for rank, own in enumerate(sums) if own != sums[0]]:
             raise CommonWeightsError(
                 "other weights than rank 0 after the same step",
                 field="trainer processes",
                 got=f"rank {', '.join(map(str, different))}",
-                fix="go on from the last checkpoint with --resume auto",
+                fix="resume from the last checkpoint with --resume auto",
             )
 
 
 class CommonError(GrpoError):
-    """Met by all processes, at the same place and for the same reason: they are as one after it as before."""
+    """An error that all processes raise at the same place and for the same reason, so they remain in step."""
 
 
 class CommonTrainingError(CommonError, TrainingError):
-    """Training can't go on, as all processes have found."""
+    """Training can't continue; all processes raise this."""
 
 
 class CommonWeightsError(CommonTrainingError):
-    """The weights themselves are not what they should be, as all processes have found."""
+    """The weights themselves are wrong; all processes raise this."""
 
     spoils_weights = True
 
 
 class CommonDriftError(CommonError, DriftError):
-    """Samples have drifted, as all processes know."""
+    """Samples have drifted; all processes raise this."""
 
 
 class PeerGoneError(TrainingError):
@@ -279,7 +279,7 @@ class PeerGoneError(TrainingError):
 
 @contextmanager
 def peers() -> Iterator[None]:
-    """Around what takes the other processes: if one is gone, that is said in words."""
+    """Turn torch's error in an operation with other processes into a `PeerGoneError`, which says that one is gone."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -289,12 +289,12 @@ def peers() -> Iterator[None]:
             "another one has ended, its log says why",
             field="trainer processes",
             got=_first_line(gone),
-            fix="go on with --resume auto",
+            fix="continue with --resume auto",
         ) from None
 
 
 def buckets(tensors: Iterable[Tensor], limit: int = BUCKET_BYTES) -> list[list[Tensor]]:
-    """Tensors of one dtype together, up to `limit` bytes unless a single one is larger."""
+    """Return tensors in buckets of one dtype, each of up to `limit` bytes unless a single tensor is larger."""
     by_dtype: dict[torch.dtype, list[list[Tensor]]] = {}
     for tensor in tensors:
         made = by_dtype.setdefault(tensor.dtype, [[]])
@@ -305,11 +305,11 @@ def buckets(tensors: Iterable[Tensor], limit: int = BUCKET_BYTES) -> list[list[T
 
 
 def join(config: DistributedConfig, *, on_gpu: bool) -> World:
-    """Meet the other processes, if there are to be any: by the options, else by torchrun's environment variables.
+    """Connect to the other processes, if any: by the options, else by torchrun's environment variables.
 
     Raises:
         ConfigError: rank and size do not fit, or there is no GPU for this rank.
-        TrainingError: the others did not come.
+        TrainingError: the other processes did not connect.
     """
     rank = config.trainer_rank if config.trainer_rank is not None else int(os.environ.get("RANK", 0))
     size = config.world_size if config.world_size is not None else int(os.environ.get("WORLD_SIZE", 1))

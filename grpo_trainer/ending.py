@@ -1,7 +1,7 @@
-"""How a run that ends early keeps what it has learnt.
+"""Saves a run that ends early.
 
-Whatever ends it, one of three things is true of the weights: they are those that the last counted step led to, a step
-more than that, or nobody knows. In the first two cases they are saved, and `--resume auto` goes on from there.
+At that moment the weights are those of the last counted step, those of one step more, or unknown. In the first two
+cases they are saved, and `--resume auto` continues from there.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from grpo_trainer.saving.manifest import Progress
 log = logging.getLogger(__name__)
 
 AT_ONCE = (StoppedError, HungError, DriftError)
-"""Whoever asked for one of these ends expects a checkpoint, though no step may have been trained."""
+"""Errors after which a checkpoint is saved even if this process has trained no step."""
 
 
 class Writes:
-    """Enters a bridge's fence around each write of the weights, and remembers how far it came.
+    """Enters a bridge's fence around each write of the weights, and records whether the write was complete.
 
     Attributes:
-        landed: a write came to its end: the weights are not those of before any more.
-        torn: one did not: they are neither.
+        landed: a write is complete, so the weights are those of the next step.
+        torn: a write began and is not complete, so the weights are neither the old nor the new ones.
     """
 
     def __init__(self, updating: Callable[[], AbstractContextManager[None]]) -> None:
@@ -38,7 +38,7 @@ class Writes:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """The bridge's fence."""
+        """Enter the bridge's fence for a write."""
         with self._updating():
             self.torn = True
             yield
@@ -47,12 +47,12 @@ class Writes:
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a run stands when something ends it.
+    """The state of a run when an error ends it.
 
     Attributes:
-        start: of this process.
-        progress: of the weights, as far as steps are counted.
-        writes: of the step under way; None: there was none yet.
+        start: progress at this process's start.
+        progress: progress of the weights, as counted in steps.
+        writes: writes of the current step; None: no step has begun.
     """
 
     start: Progress
@@ -61,9 +61,9 @@ class Standing:
 
 
 def conclude(end: Exception, standing: Standing, checkpoints: Checkpoints, feed: BatchFeed, world: World) -> None:
-    """Save what can be relied on, and add to the error where the run stands and how it goes on.
+    """Save a checkpoint if the weights are consistent, and add the run's step and the way to continue to the error.
 
-    Nothing is raised here: what ended the run is what its user must hear of.
+    This function raises nothing, so that the user sees the error that ended the run.
     """
     if (why := _unsaved_because(end, standing, world)) is None:
         try:
@@ -82,7 +82,7 @@ def conclude(end: Exception, standing: Standing, checkpoints: Checkpoints, feed:
 
 
 def _unsaved_because(end: Exception, standing: Standing, world: World) -> str | None:
-    """Why nothing is saved: empty where there is nothing to save; None: it is."""
+    """Return why no checkpoint is saved; empty: there is nothing new to save; None: a checkpoint is saved."""
     if isinstance(end, GrpoError) and end.spoils_weights:
         return "the weights are not saved, since they can't be relied on"
     if standing.writes is not None and standing.writes.torn:
@@ -90,12 +90,12 @@ def _unsaved_because(end: Exception, standing: Standing, world: World) -> str | 
     if isinstance(end, PeerGoneError) or world.is_working:
         return "nothing is saved, since that takes the other trainer processes"
     if standing.progress.step == standing.start.step and not isinstance(end, AT_ONCE):
-        return ""  # no proof, no server: nothing was learnt since the start
+        return ""  # for example a failed proof or a missing server: no step was trained since the start
     return None
 
 
 def _say(end: Exception, progress: Progress, outcome: str) -> None:
-    """Add it to the error. One that no user can mend keeps its message, and the traceback has the note."""
+    """Add the outcome to the error's message; an error that is not a `GrpoError` gets a note in its traceback."""
     stopped = f"stopped at step {progress.step}"
     match end:
         case StoppedError():
@@ -106,5 +106,5 @@ def _say(end: Exception, progress: Progress, outcome: str) -> None:
             end.add(fix=f"{stopped}; {outcome}")
         case _:
             end.add_note(f"{stopped}; {outcome}")
-    if not isinstance(end, StoppedError):  # an event of the run, as a report shows it
+    if not isinstance(end, StoppedError):  # reports show this log line as an event
         log.error("the run ends: %s", " ".join([str(end), *getattr(end, "__notes__", ())]))

@@ -1,7 +1,7 @@
-"""Batches ready to be trained on, one of them ahead: leased, decoded and made into tensors while the one before trains.
+"""Prefetches batches: one batch is leased, decoded and made into tensors while the batch before it trains.
 
-One batch ahead is one version older when its turn comes. So it is judged by the version that trains on it, and made
-ready anew if that makes a difference; with `--max-staleness 0` nothing is fetched ahead.
+A prefetched batch is one version older when it is trained on. So its staleness is judged again for the version that
+trains on it, and the batch is rebuilt if the result differs. With `--max-staleness 0` there is no prefetch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1
 UNFIT_IN_A_ROW = 16
-"""So many batches without one group that can be trained on mean that environments and model don't go together."""
+"""After this many batches in a row without a usable group, environments and model evidently don't fit."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class FedBatch:
     """A batch to train on now.
 
     Attributes:
-        leased: what is acknowledged, or given back.
-        metrics: what it took to come, how old it is, what was left out of it.
+        leased: the lease to acknowledge or release.
+        metrics: time to fetch it, its staleness, and the number of dropped groups.
     """
 
     leased: Leased
@@ -52,28 +52,28 @@ class FedBatch:
 
 @dataclass(frozen=True)
 class _Fetched:
-    """A batch in main memory, as it was judged when it came."""
+    """A batch in main memory, with the staleness that was judged when it arrived."""
 
     leased: Leased
     judged: Judged
-    ready: ReadyBatch | None  # None: nothing of it was young enough
+    ready: ReadyBatch | None  # None: all groups were too old
     fetch_seconds: float
     prepare_seconds: float
 
 
 class _FeedClosedError(Exception):
-    """Ends the wait for a batch that nobody wants any more."""
+    """Ends the wait for a batch when the feed is closing."""
 
 
 class BatchFeed:
-    """Feeds the loop. A context manager: leaving it gives back what was fetched ahead.
+    """Feeds the loop. A context manager: its exit releases a prefetched batch.
 
     Args:
-        make_ready: scored groups to tensors; runs in a thread beside a step.
+        make_ready: turns scored groups into tensors; runs in a thread during a step.
         check_stop: called while waiting; raises to end the wait.
-        device: for a GPU, tensors go into page-locked memory, from where copies to it need not be waited for.
-        vocabulary: ids of tokens are below it; groups with others are left out. None: not known.
-        longest: tokens of a sequence that are trained on; None: all.
+        device: for a GPU, tensors are placed in page-locked memory, from which copies to the GPU are asynchronous.
+        vocabulary: upper bound of token ids; groups with larger ones are left out. None: not known.
+        longest: number of a sequence's first tokens that can be trained on; None: all.
     """
 
     def __init__(
@@ -110,20 +110,21 @@ class BatchFeed:
         self._thread.shutdown()
 
     def begin(self, progress: Progress) -> None:
-        """Register at the rollout API, as one who goes on from there.
+        """Register at the rollout API as a trainer that continues from `progress`.
 
-        What a former process trained on is acknowledged first: a checkpoint holds it, but nobody may have said so.
+        First acknowledge the batches that the checkpoint contains: the process that trained on them may have ended
+        before it could.
         """
         self._numbering = progress.numbering
         self._client.settle(progress.batches, resumed=True)
         self._client.register()
 
     def trained(self, batch: FedBatch) -> tuple[str, ...]:
-        """Note that a batch was trained on; all those that were and are not acknowledged yet."""
+        """Record that a batch was trained on, and return all trained batches that are not acknowledged yet."""
         return self._client.trained(batch.leased)
 
     def report(self, step: int) -> dict[str, Metric]:
-        """Tell the rollout API what step that led to; what environments have measured on held-out prompts meanwhile."""
+        """Report the step to the rollout API, and return the environments' new evaluations on held-out prompts."""
         self._client.report(step)
         metrics: dict[str, Metric] = {}
         for each in self._client.evaluations():
@@ -134,23 +135,23 @@ class BatchFeed:
         return metrics
 
     def settle(self, batches: Sequence[str], *, patient: bool = True) -> None:
-        """Acknowledge those of these that are not yet; see `RolloutClient.settle`."""
+        """Acknowledge those of `batches` that are not acknowledged yet; see `RolloutClient.settle`."""
         unsettled = set(self._client.unsettled)
         own = [batch_id for batch_id in batches if batch_id in unsettled]
         (self._client.settle if patient else self._client.settle_at_once)(own)
 
     def release(self, batch: FedBatch) -> None:
-        """Give a batch back untrained."""
+        """Release a batch untrained."""
         self._client.release(batch.leased)
 
     def next(self, version: int, *, last: bool = False) -> FedBatch:
-        """The next batch; waits for one. Unless it is the last, the one after it is fetched from now on.
+        """Wait for the next batch and return it; unless it is the last, start to prefetch the one after it.
 
         Args:
-            version: of the weights that are about to be trained.
+            version: version of the weights that will train on it.
 
         Raises:
-            TrainingError: none came within `--rollout-timeout`, or too many had nothing that can be trained on.
+            TrainingError: no batch came within `--rollout-timeout`, or too many had no usable group.
         """
         started = time.perf_counter()
         dropped = refused = unfit = 0
@@ -183,7 +184,7 @@ class BatchFeed:
         return FedBatch(fetched.leased, replace(ready, policy_version=version), metrics)
 
     def _taken(self, version: int) -> _Fetched:
-        """What was fetched ahead, or what comes next."""
+        """Return the prefetched batch, or fetch one."""
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return self._fetch(version)
@@ -211,7 +212,7 @@ class BatchFeed:
         return f"no group of it can be trained on, the last one for {self._sieve.last}"
 
     def _begin_thread(self) -> None:
-        """A thread begins with the first GPU, and would take memory there that it has no use for."""
+        """Select the trainer's GPU: a new thread uses the first GPU, and would allocate memory there."""
         if self._device is not None:
             torch.cuda.set_device(self._device)
 
@@ -231,5 +232,5 @@ class BatchFeed:
 
 
 def _pinned(microbatch: MicroBatch) -> MicroBatch:
-    """Its tensors in page-locked memory."""
+    """Return the microbatch with its tensors in page-locked memory."""
     return microbatch.moved(Tensor.pin_memory)

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there, and errors that say which."""
+"""Writes files and folders completely or not at all, with errors that name them."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from grpo_common.locks import HeldError, hold
 from grpo_trainer.errors import ConfigError, FolderGoneError
 
 METRICS_FILE = "metrics.jsonl"
-"""A run's steps, one JSON object each; the folder that has one holds a run."""
+"""A run's steps, one JSON object a line; a folder with this file holds a run."""
 
 LOCK_FILE = "writer.lock"
-"""Held by the process that writes into a folder; its pid is in it."""
+"""Lock of the process that writes into a folder; the file holds the process's pid."""
 
 log = logging.getLogger(__name__)
 
 
 def write_bytes(path: Path, data: bytes | memoryview) -> None:
-    """Write a file; an error names it (the operating system's own does so only when opening).
+    """Write a file; errors name it, which the operating system's own do only when opening.
 
-    Serialise first and write with this: torch and safetensors turn a full disk into errors of their own.
+    Serialise first and write the bytes with this: torch and safetensors turn a full disk into other errors.
 
     Raises:
-        OSError: with `filename`.
+        OSError: the file could not be written; with `filename`.
     """
     try:
         path.write_bytes(data)
@@ -43,10 +43,10 @@ def write_bytes(path: Path, data: bytes | memoryview) -> None:
 
 
 def write_tensors(path: Path, value: Any) -> None:
-    """`torch.save` into a file, without a second copy in memory; whole or not there.
+    """Write a file by `torch.save`, completely or not at all, without a second copy in memory.
 
     Raises:
-        OSError: with `filename`; torch would turn a full disk into an error of its own.
+        OSError: the file could not be written; with `filename`. torch would turn a full disk into another error.
     """
     import torch
 
@@ -64,7 +64,7 @@ def write_tensors(path: Path, value: Any) -> None:
 
 @contextmanager
 def honest_file(path: Path) -> Iterator[IO[bytes]]:
-    """A new binary file for who makes errors of his own of a full disk: the file's first error is what is raised."""
+    """Open a new binary file whose first error is raised, for libraries that turn a full disk into other errors."""
     file = _FirstError(path, "wb")
     try:
         with io.BufferedWriter(file) as stream:
@@ -74,7 +74,7 @@ def honest_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 class _FirstError(io.FileIO):
-    """A file that remembers what went wrong first."""
+    """A file that stores its first error."""
 
     error: OSError | None = None
 
@@ -87,7 +87,7 @@ class _FirstError(io.FileIO):
 
 
 def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Write a file whole or not at all, over one that may be there."""
+    """Write a file completely or not at all; an existing file is replaced."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         write_bytes(temporary, data)
@@ -99,10 +99,10 @@ def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:
 
 
 def refuse_to_mix_runs(folder: Path, resume: str, flag: str) -> None:
-    """Refuse to write a second run over a first one.
+    """Refuse to write a new run into the folder of another one.
 
     Raises:
-        ConfigError: the folder holds a run and `--resume` does not ask to continue one.
+        ConfigError: the folder holds a run, and `--resume` does not continue it.
     """
     if resume == "never" and (folder / METRICS_FILE).exists():
         raise ConfigError(
@@ -119,10 +119,10 @@ class HeldFolder:
 
     def __init__(self, path: Path, flag: str) -> None:
         self._path, self._flag = path, flag
-        self._handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # no other folder gets its number
+        self._handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # keeps its inode number from reuse
 
     def check(self) -> None:
-        """Raise if the folder is not there any more. Costs two system calls.
+        """Raise an error if the folder is gone. This costs two system calls.
 
         Raises:
             FolderGoneError: it was deleted, moved or replaced.
@@ -148,7 +148,7 @@ def held_folder(folder: Path, flag: str) -> Iterator[HeldFolder]:
     """Keep other processes from writing a run, or its checkpoints, into a folder.
 
     Raises:
-        ConfigError: another process does so now; it is named.
+        ConfigError: another process writes into it; the error names the process.
     """
     folder.mkdir(parents=True, exist_ok=True)
     handle = None
@@ -177,9 +177,9 @@ def held_folder(folder: Path, flag: str) -> Iterator[HeldFolder]:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A folder to write into that becomes `path` when the block ends well, and vanishes when it does not.
+    """Yield a temporary folder that becomes `path` if the block succeeds, and is deleted if it fails.
 
-    A folder that is at `path` already is replaced: whoever looks finds the one or the other.
+    An existing folder at `path` is replaced in one operation, so readers find either the old or the new one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
@@ -198,7 +198,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_remains(folder: Path, pattern: str) -> None:
-    """Remove what a process that was killed left of files and folders whose names fit a regular expression."""
+    """Remove temporary files and folders of a killed process whose names match a regular expression."""
     remains = re.compile(rf"\.(?:{pattern})\.[0-9a-f]{{8}}\.tmp(?:\.aside\.tmp)?")
     for path in folder.iterdir() if folder.is_dir() else ():
         if remains.fullmatch(path.name):
@@ -206,7 +206,7 @@ def remove_remains(folder: Path, pattern: str) -> None:
 
 
 def folders_named(folder: Path, pattern: str, *, containing: str) -> list[Path]:
-    """The folders in a folder whose whole name fits a regular expression, and which hold such a file; oldest first."""
+    """Return the subfolders whose whole name matches `pattern` and which contain a file `containing`, oldest first."""
     found = [
         path
         for path in (folder.iterdir() if folder.is_dir() else ())
@@ -216,7 +216,7 @@ def folders_named(folder: Path, pattern: str, *, containing: str) -> list[Path]:
 
 
 def sync_folder(path: Path) -> None:
-    """Have the names in a folder on the disk, not only on their way there."""
+    """Sync the names in a folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -228,7 +228,7 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Swap two folders in one go; on a file system that can't, in three."""
+    """Swap two folders in one operation, or in three on a file system that does not support it."""
     paths = os.fsencode(one), os.fsencode(other)
     libc = ctypes.CDLL(None)
     if hasattr(libc, "renameat2") and not libc.renameat2(AT_FDCWD, paths[0], AT_FDCWD, paths[1], RENAME_EXCHANGE):

@@ -1,4 +1,4 @@
-"""What every trainer process but rank 0 does: as it is told."""
+"""The work of every trainer process except rank 0: it carries out the orders of rank 0."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ log = logging.getLogger(__name__)
 
 
 def join_others(config: TrainConfig) -> World:
-    """The processes of this trainer.
+    """Wait for all processes of this trainer, and return them.
 
     Raises:
-        ConfigError: this weight bridge is for one of them only; see also `distributed.join`.
-        TrainingError: the others did not come.
+        ConfigError: this weight bridge supports a single process only; see also `distributed.join`.
+        TrainingError: the other processes did not connect.
     """
     on_gpu = config.model.device != "cpu" and torch.cuda.is_available()
     world = join(config.distributed, on_gpu=on_gpu)
     if world.alone and config.distributed.sharding == "full":
         raise ConfigError(
-            "there is one trainer process, nothing to cut over", field="--sharding", got="full", fix="leave it out"
+            "there is one trainer process, nothing to shard over", field="--sharding", got="full", fix="omit it"
         )
     if not world.alone and ":" in config.model.device:
         raise ConfigError(
             f"each of the {world.size} trainer processes has another GPU",
             field="--device",
             got=config.model.device,
-            fix="leave it out",
+            fix="omit it",
         )
     if not world.alone and config.shares_weights:
         raise ConfigError(
@@ -60,12 +60,13 @@ def join_others(config: TrainConfig) -> World:
 
 
 def follow(config: TrainConfig, world: World) -> None:
-    """Until rank 0 says that it is over.
+    """Carry out rank 0's orders until the last.
 
-    A signal that reaches all processes is rank 0's to answer: it finishes the step, for which it needs the others.
+    This process ignores SIGINT and SIGTERM. If a signal reaches all processes, rank 0 handles it, and needs the others
+    to finish the step.
 
     Raises:
-        TrainingError: rank 0 has ended without a word.
+        TrainingError: rank 0 has exited without a last order.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -78,17 +79,17 @@ def obey(world: World, trainer: Trainer, checkpoints: Checkpoints | None = None)
     """Carry out rank 0's orders until the last.
 
     Args:
-        checkpoints: None: nothing will be saved or restored.
+        checkpoints: saves and restores states; None: rank 0 will not order that.
 
     Raises:
-        TrainingError: rank 0 has ended without a word.
-        GrpoError: what this process alone has met, or could not go on from.
+        TrainingError: rank 0 has exited without a last order.
+        GrpoError: an error of this process alone.
     """
     with world:
         while not isinstance(order := world.receive(), End):
             try:
                 _carry_out(order, trainer, checkpoints)
-            except CommonError as error:  # rank 0 has met it, too, and decides what to do
+            except CommonError as error:  # rank 0 has raised it too, and decides what follows
                 log.error("%s: %s", type(order).__name__, error)
 
 
@@ -110,7 +111,7 @@ def _carry_out(order: Order, trainer: Trainer, checkpoints: Checkpoints | None) 
             assert checkpoints is not None
             try:
                 checkpoints.save_states(folder)
-            except OSError as error:  # rank 0 has met it, too
+            except OSError as error:  # rank 0 has raised it too
                 log.error("%s", error)
         case End():
             pass

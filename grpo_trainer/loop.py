@@ -39,15 +39,15 @@ log = logging.getLogger(__name__)
 
 
 def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_others) -> None:
-    """Train as configured; returns when all steps are done and the final checkpoint is written.
+    """Train as configured; return when all steps are done and the final checkpoint is written.
 
     Args:
-        meet: returns the processes of this trainer, once all of them are there.
+        meet: waits for all processes of this trainer and returns them as one `World`.
 
     Raises:
-        GrpoError: whatever the user can mend; what was learnt until then is saved first.
+        GrpoError: an error that the user can fix; a checkpoint is saved first if the weights are consistent.
     """
-    import_own_parts(config.loss)  # this, and the next line, before anybody waits for the others
+    import_own_parts(config.loss)  # this check and the next come before any process waits for the others
     refuse_to_mix_runs(config.log_dir, config.checkpoints.resume, "--log-dir")
     world = meet(config)
     seed_generators(config.model.seed)
@@ -107,7 +107,7 @@ def run_steps(
     watch: StepWatch | None = None,
     world: World | None = None,
 ) -> None:
-    """From the progress that was resumed to the last step; an end before that is a saved one wherever it can be."""
+    """Train from the resumed step to the last one. On early exit, save a checkpoint if the weights are consistent."""
     watch = watch or StepWatch(0.0)
     START.enter("connect")
     progress = start = progress.going_on_as(bridge.connect(progress.policy_version))
@@ -133,7 +133,7 @@ def run_steps(
                 try:
                     result = trainer.step(batch.ready, progress.step, writes.updating)
                 except Exception:
-                    if writes.landed:  # it was trained on, and the weights are a step further
+                    if writes.landed:  # the weights contain this batch, so it counts as trained
                         progress = progress.after_step(feed.trained(batch), updated=True)
                     else:
                         feed.release(batch)
@@ -144,7 +144,7 @@ def run_steps(
                 evaluated = feed.report(progress.step)
                 metrics.log(progress.step, batch.metrics, result.metrics, published.metrics, saved, evaluated)
                 report_start(config.log_dir, _say)
-                saved = checkpoints.maybe_save(progress)  # after the row: what is resumed has all of its rows
+                saved = checkpoints.maybe_save(progress)  # after the row, so a resumed run has all its rows
                 feed.settle(checkpoints.settled(progress))
     except Exception as end:
         conclude(end, Standing(start, progress, writes), checkpoints, feed, world or World())
@@ -155,10 +155,11 @@ def run_steps(
 
 
 def _servers_there(config: TrainConfig, world: World, stop: StopSignal) -> Callable[[], None]:
-    """What waits until servers that start at the same time have taken their memory, before the trainer counts its own.
+    """Return a function that waits until servers that start at the same time have allocated their memory.
 
-    A server that the trainer starts itself comes later, and that of shared weights is there already. Several trainer
-    processes are started when the servers are there, and would wait for one another.
+    The trainer calls it before it measures free memory. There is nothing to wait for if the trainer starts the server
+    itself later, if it shares the weights of a running server, or if there are several trainer processes, which start
+    after the servers.
     """
     if config.owns_server or config.shares_weights or not world.alone:
         return lambda: None
@@ -166,13 +167,13 @@ def _servers_there(config: TrainConfig, world: World, stop: StopSignal) -> Calla
 
 
 def _say(line: str) -> None:
-    """To the log, and to the console: of `grpo run`, too, which shows what its trainer prints."""
+    """Write a line to the log and to the console; `grpo run` shows what its trainer prints."""
     log.info("%s", line)
     Console(file=sys.stdout).print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def registration(config: TrainConfig, progress: Progress) -> wire.Register:
-    """What the rollout API is told of this run."""
+    """Return the trainer's registration at the rollout API."""
     staleness = config.rollouts.max_staleness
     return wire.Register(
         wandb_group=config.logging.wandb_group or "",

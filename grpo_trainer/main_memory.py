@@ -1,7 +1,7 @@
-"""Main memory that this process may use: the machine's, or what its container has of it. Needs no torch.
+"""Main memory that this process may use: the machine's, or its container's. Needs no torch.
 
-A container's limit is that of a control group (cgroup, `man 7 cgroups`), of version 2 or 1. Groups lie in each other,
-and each bounds all that is in it.
+A container's limit is that of a control group (cgroup, `man 7 cgroups`), of version 2 or 1. Control groups are nested,
+and each limits everything in it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ROOT = Path("/")
 
 @dataclass(frozen=True)
 class MainMemory:
-    """In bytes: what there is, and what can be taken now without swapping or being killed."""
+    """Main memory in bytes: the total, and the part that can be allocated now without swapping or being killed."""
 
     total: int
     available: int
@@ -25,11 +25,11 @@ class MainMemory:
 
 @dataclass(frozen=True)
 class _Files:
-    """What a group's files are called."""
+    """Names of a group's files."""
 
     limit: str
     used: str
-    reclaimable: str  # in memory.stat: file pages that the kernel lets go of first
+    reclaimable: str  # entry of memory.stat: file pages that the kernel reclaims first
 
 
 _V2 = _Files("memory.max", "memory.current", "inactive_file")
@@ -37,10 +37,10 @@ _V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_f
 
 
 def main_memory(root: Path = ROOT) -> MainMemory:
-    """Of the machine and of every control group that this process is in, the least.
+    """Return the smallest of the machine's memory and the limits of this process's control groups.
 
     Args:
-        root: where `proc` and `sys` are.
+        root: folder that contains `proc` and `sys`.
     """
     machine = psutil.virtual_memory()
     found = [MainMemory(machine.total, machine.available)]
@@ -49,7 +49,7 @@ def main_memory(root: Path = ROOT) -> MainMemory:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
-    """The folders of this process's groups, each with all that it lies in."""
+    """Yield the folders of this process's groups and of their parents."""
     listed = root / "proc/self/cgroup"
     if not listed.is_file():
         return
@@ -62,12 +62,12 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
             top, files = mount / "memory", _V1
         else:
             continue
-        own = top / path.lstrip("/")  # within a container it may be the machine's path, which is not to be seen there
+        own = top / path.lstrip("/")  # in a container, this may be the machine's path, which does not exist there
         yield from ((folder, files) for folder in (own, *own.parents) if folder.is_relative_to(top))
 
 
 def _of_group(folder: Path, files: _Files) -> MainMemory | None:
-    """None: it has no limit."""
+    """Return a group's memory; None: it has no limit."""
     limit, used = _number(folder / files.limit), _number(folder / files.used)
     if limit is None:
         return None
@@ -78,6 +78,6 @@ def _of_group(folder: Path, files: _Files) -> MainMemory | None:
 
 
 def _number(file: Path) -> int | None:
-    """None: it is not there, or says `max`."""
+    """Return the number in a file; None: there is no such file, or it says `max`."""
     text = file.read_text().strip() if file.is_file() else ""
     return int(text) if text.isdecimal() else None

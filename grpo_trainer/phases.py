@@ -1,7 +1,7 @@
-"""Where the seconds of a start go, from the command to the first trained step.
+"""Durations of the phases of a start, from the command to the first trained step.
 
-One phase is on at each moment, so the seconds of all phases sum to the whole. `grpo run` gives its own time to the
-trainer, which counts from there; a trainer that was started by hand counts from its own start.
+Exactly one phase is active at each moment, so the phases sum to the whole. `grpo run` passes its own start time to the
+trainer, which counts from there. A trainer that was started by hand counts from its own start.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from grpo_trainer.files import replace_file
 log = logging.getLogger(__name__)
 
 REPORT_FILE = "start.json"
-"""In a run's folder, from the first trained step on."""
+"""Name of the report in a run's folder; it is written after the first trained step."""
 SERVER = "server"
 """The phase in which a trainer waits for an inference server."""
 FIRST_STEP = "step"
-"""The last phase: before it there is nothing to save."""
+"""The last phase; before it there is nothing to save."""
 COMMAND_VARIABLE = "GRPO_COMMAND_TIME"
-"""When the command began that has started this process, in Unix seconds."""
+"""Environment variable with the start time, in Unix seconds, of the command that started this process."""
 
 
 class Phases:
     """Seconds by phase. Nothing is counted before `begin` and after `end`.
 
     Attributes:
-        seconds: of each phase so far, in the order in which they came first.
+        seconds: phase -> seconds so far, in the order of first entry.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
@@ -42,7 +42,7 @@ class Phases:
         self.seconds: dict[str, float] = {}
 
     def begin(self, name: str, since: float) -> None:
-        """Count from a Unix time on."""
+        """Begin the first phase, at a Unix time."""
         self.seconds = {}
         self._name, self._since = name, since
 
@@ -57,7 +57,7 @@ class Phases:
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
-        """Within the block that phase is on; afterwards the one before goes on."""
+        """Enter a phase for the block, and return to the phase before."""
         before = self._name
         self.enter(name)
         try:
@@ -67,7 +67,7 @@ class Phases:
                 self.enter(before)
 
     def end(self) -> dict[str, float] | None:
-        """Return the seconds by phase; None if nothing was counted, or the end was before."""
+        """End the last phase, and return the seconds by phase; None if nothing was counted, or after the first call."""
         if self._name is None:
             return None
         last, self._name = self._name, None
@@ -76,11 +76,11 @@ class Phases:
 
 
 START = Phases()
-"""Of this process: it starts once, and whatever waits for another process may say so."""
+"""Phases of this process's start; a global, so that any code that waits for another process can enter a phase."""
 
 
 def begin_start() -> None:
-    """Count the start of this process, a trainer, which is importing."""
+    """Begin to count the start of this trainer process, whose imports are running."""
     own = process_start()
     START.begin("command", min(own, float(os.environ.get(COMMAND_VARIABLE) or own)))
     START.enter("imports", own)
@@ -94,7 +94,7 @@ def process_start() -> float:
 
 
 def report_start(folder: Path, say: Callable[[str], None]) -> None:
-    """Say once, at the first trained step, what the start took, and write it into the run's folder."""
+    """Report once, at the first trained step, how long the start took, and write that into the run's folder."""
     seconds = START.end()
     if seconds is None:
         return
@@ -102,8 +102,8 @@ def report_start(folder: Path, say: Callable[[str], None]) -> None:
     report = {"seconds": round(sum(seconds.values()), 3), "phases": _rounded(seconds)}
     try:
         replace_file(folder / REPORT_FILE, json.dumps(report, indent=1).encode())
-    except OSError as error:  # the run needs it for nothing
-        log.warning("what the start took could not be written: %s", error)
+    except OSError as error:  # the run does not depend on the report
+        log.warning("could not write the report on the start: %s", error)
 
 
 def in_words(seconds: Mapping[str, float]) -> str:

@@ -23,16 +23,16 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 POLL_SECONDS = 0.25
 PATIENCE_SECONDS = 15.0
-PIECE_BYTES = 1 << 20  # of a large body, handed to the socket one after the other
+PIECE_BYTES = 1 << 20  # size of the pieces in which a large body is sent
 
 ATTEMPTS = 3
 FIRST_WAIT_SECONDS = 0.2
 
 NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
-"""After these a request can be sent again whatever it asks for."""
+"""After these errors any request can be sent again."""
 
 UNANSWERED = (*NEVER_SENT, httpx.ReadError, httpx.WriteError, httpx.CloseError, httpx.RemoteProtocolError)
-"""And after these, if it changes nothing when it is carried out twice. A time-out is no reason: the server is busy."""
+"""After these errors an idempotent request can be sent again. Time-outs are not included: the server is busy then."""
 
 
 class ServerClient:
@@ -55,15 +55,15 @@ class ServerClient:
         self._check_stop = check_stop
 
     def wait_until_ready(self) -> protocol.BridgeInfo:
-        """Wait for /health, then ask the server who it is.
+        """Wait for /health, and return the server's description.
 
         Raises:
-            ServerError: it was not ready within `--vllm-timeout`, or is no server of ours.
+            ServerError: the server was not ready within `--vllm-timeout`, or is not `grpo serve`.
         """
         return self._wait_for(protocol.HEALTH_ROUTE)
 
     def wait_until_there(self) -> protocol.BridgeInfo:
-        """Likewise, but it may refuse to generate: see `wait_until_settled`."""
+        """Wait until the server answers, even if it refuses to generate (see `wait_until_settled`)."""
         return self._wait_for(protocol.BRIDGE_INFO_ROUTE)
 
     @START.of(SERVER)
@@ -87,14 +87,14 @@ class ServerClient:
 
     def _answers(self, route: str) -> bool:
         try:
-            return self._http.get(route, timeout=5.0).status_code in (200, 401, 403)  # refusals are for `_ask` to name
+            return self._http.get(route, timeout=5.0).status_code in (200, 401, 403)  # `_ask` reports refusals
         except httpx.TransportError:
-            return False  # not there yet: that is what is being waited for
+            return False  # not listening yet
 
     def wait_until_settled(self) -> protocol.BridgeDebug:
-        """Wait while an update of shared weights is under way; `fault` says why generation is refused then, if it is.
+        """Wait for the end of an update of shared weights, and return the server's state.
 
-        An update whose trainer is dead ends when its time is up.
+        An update by a dead trainer ends by its timeout. The state's `fault` is the reason if generation is refused.
         """
         said = False
         while (state := self._ask("GET", protocol.BRIDGE_DEBUG_ROUTE, protocol.BridgeDebug)).updating:
@@ -106,18 +106,18 @@ class ServerClient:
         return state
 
     def begin_update(self, request: protocol.UpdateBeginRequest) -> protocol.UpdateBeginResponse:
-        """Have generation held still while the shared weights are written."""
+        """Pause generation while the shared weights are written."""
         return self._ask("POST", protocol.BRIDGE_UPDATE_BEGIN_ROUTE, protocol.UpdateBeginResponse, request)
 
     def end_update(self, request: protocol.UpdateEndRequest) -> protocol.UpdateEndResponse:
-        """Let it go on, on what was written."""
+        """Resume generation on the new weights."""
         return self._ask("POST", protocol.BRIDGE_UPDATE_END_ROUTE, protocol.UpdateEndResponse, request)
 
     def load_adapter(
         self, request: protocol.LoraLoadRequest, body: memoryview | None = None
     ) -> protocol.LoraLoadResponse:
         """Publish the adapter that a request names, or that is its body (the bytes of a safetensors file)."""
-        request = msgspec.structs.replace(request, request_id=uuid4().hex)  # sent again, it is not published again
+        request = msgspec.structs.replace(request, request_id=uuid4().hex)  # identifies a repeated request
         if body is None:
             return self._ask("POST", protocol.LORA_LOAD_ROUTE, protocol.LoraLoadResponse, request, repeatable=True)
         fields = msgspec.to_builtins(request)
@@ -128,11 +128,11 @@ class ServerClient:
         return self._send("POST", route, protocol.LoraLoadResponse, pieces, headers, query, repeatable=True)
 
     def open_channel(self, request: protocol.ChannelRequest) -> str:
-        """Have the server map our GPU memory or join our communicator; the channel's name."""
+        """Make the server map our GPU memory or join our communicator, and return the channel's name."""
         return self._ask("POST", protocol.LORA_CHANNEL_ROUTE, protocol.ChannelResponse, request).channel
 
     def close_channel(self, name: str) -> None:
-        """Have the server let go of it."""
+        """Make the server free a channel."""
         request = protocol.ChannelCloseRequest(name)
         self._ask("POST", protocol.LORA_CHANNEL_CLOSE_ROUTE, protocol.ChannelCloseResponse, request, repeatable=True)
 
@@ -205,10 +205,10 @@ class ServerClient:
 
 
 def wait_for_servers(config: VllmConfig, check_stop: Callable[[], None]) -> None:
-    """Wait until all inference servers are there, each with the memory that it needs.
+    """Wait until all inference servers answer, which they do once they have allocated their memory.
 
     Raises:
-        ServerError: one was not there within `--vllm-timeout`.
+        ServerError: a server did not answer within `--vllm-timeout`.
     """
     for each in config.each:
         client = ServerClient(each, check_stop)
@@ -219,7 +219,7 @@ def wait_for_servers(config: VllmConfig, check_stop: Callable[[], None]) -> None
 
 
 class _Pieces:
-    """A large body, piece by piece, as often as it is sent."""
+    """A large body in pieces; it can be iterated again if the request is repeated."""
 
     def __init__(self, body: memoryview) -> None:
         self._body = body
@@ -230,7 +230,7 @@ class _Pieces:
 
 
 def _refusal(request: str, answer: httpx.Response) -> ServerError:
-    """The server's error, with its parts where it names the field."""
+    """Return the server's error, with field, got, wanted and fix if the answer has them."""
     said = complaint(answer.content, answer.headers.get("content-type"))
     return ServerError(
         f"the inference server refuses {request} with {answer.status_code}",

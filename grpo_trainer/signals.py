@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end a command at the next safe point instead of anywhere."""
+"""Delays SIGINT and SIGTERM to the next safe point of a command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from grpo_trainer.errors import StoppedError
 
 
 class StopSignal:
-    """While active, the first signal is remembered and raised by `check`; a second one interrupts at once."""
+    """While active, `check` raises the first signal as an error; a second signal interrupts at once."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -32,14 +32,14 @@ class StopSignal:
         self.number = number
 
     def watch(self, check: Callable[[], None]) -> None:
-        """From now on `check` also raises what this raises."""
+        """Make `check` also call this function."""
         self._watched.append(check)
 
     def check(self) -> None:
-        """Raise if a signal came, or what is watched has gone wrong.
+        """Raise an error if a signal arrived or a watched check fails.
 
         Raises:
-            StoppedError: with the signal's exit code.
+            StoppedError: a signal arrived; the error has its exit code.
         """
         if self.number is not None:
             raise StoppedError(f"stopped by {signal.Signals(self.number).name}", self.number)

@@ -1,4 +1,4 @@
-"""One optimisation step: microbatches, backward, clip, update. Knows neither rollout API nor server."""
+"""One optimisation step: microbatches, backward, clip, update. It knows neither the rollout API nor the server."""
 
 from __future__ import annotations
 
@@ -43,23 +43,23 @@ from grpo_trainer.weights.drift import (
 log = logging.getLogger(__name__)
 
 CLEAN_PASSES = 2
-"""Where passes that learn have dropout, so many passes of a step are made once more without, to look at the samples."""
+"""If the adapter has dropout, this many passes of a step are repeated without it, for the drift alarm."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did. `updated` is False when it was skipped and the weights are as before."""
+    """Result of a step. `updated` is False if the step was skipped, which leaves the weights unchanged."""
 
     updated: bool
     metrics: dict[str, Metric]
 
 
 class Pass:
-    """A microbatch, and what its first forward pass leaves to the later updates on the same batch.
+    """A microbatch, and the results of its first forward pass that later updates on the same batch need.
 
     Attributes:
-        old_logprobs_N: the trainer's before the first update; None: that is still to come.
-        ref_logprobs_N: the reference's; None: not computed yet, or there is none.
+        old_logprobs_N: the trainer's logprobs before the first update; None: before the first forward pass.
+        ref_logprobs_N: the reference's logprobs; None: not computed yet, or there is no reference.
     """
 
     def __init__(self, microbatch: MicroBatch) -> None:
@@ -69,7 +69,7 @@ class Pass:
 
 
 def loss_inputs(one: Pass, microbatch: MicroBatch, scores: TokenScores, counts: BatchCounts) -> LossInputs:
-    """What the loss sees of a forward pass; `microbatch` is the pass's, on the device of the scores."""
+    """Return the loss's inputs from a forward pass; `microbatch` is the pass's, on the device of the scores."""
     return LossInputs(
         trainer_logprobs_N=scores.logprobs_N,
         entropy_N=scores.entropy_N,
@@ -89,10 +89,10 @@ def loss_inputs(one: Pass, microbatch: MicroBatch, scores: TokenScores, counts: 
 
 
 def loss_scale(largest_weight: float) -> float:
-    """A power of two that brings the largest token weight near 1 during the backward pass.
+    """Return a power of two that scales the largest token weight to about 1 for the backward pass.
 
-    A token's weight is one over the tokens of the batch: in 16 bits such gradients would lose bits or vanish. Powers of
-    two change nothing in fp32.
+    A token's weight is about one over the number of tokens in the batch. In 16 bits, gradients that small would lose
+    bits or vanish. A power of two causes no rounding.
     """
     return 2.0 ** -math.floor(math.log2(largest_weight))
 
@@ -102,17 +102,17 @@ class Trainer:
 
     Args:
         model: returns an object with `logits` for token ids.
-        check_stop: called between microbatches; raises to abandon the step, weights untouched. Not where there are
-            other processes, which would wait for this one.
-        world: the processes that train together, each of which has one of these.
-        before_measuring: called before the free memory of a GPU is read; returns when the other processes there have
-            what they need.
+        check_stop: called between microbatches; raises to abandon the step and leave the weights unchanged. It is not
+            called if there are other processes, which would then wait for this one.
+        world: the processes that train together; each has its own `Trainer`.
+        before_measuring: called before the free memory of a GPU is read; returns when the other processes on the GPU
+            have allocated their memory.
 
     Attributes:
-        forward: how scores of tokens are computed.
-        holding: what this process holds of the weights.
-        alarm: looks at each step's samples before the weights change, once it is set.
-        norms: of the gradients of the steps before.
+        forward: computes scores of tokens.
+        holding: the weights that this process holds.
+        alarm: checks each step's samples before the weights change; None: no check.
+        norms: gradient norms of earlier steps.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Trainer:
         self.model = model
         self.config = config
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if config.compute.grad_dtype == "float32" and not isinstance(model, FSDPModule):  # which adds them up so
+        if config.compute.grad_dtype == "float32" and not isinstance(model, FSDPModule):  # FSDP2 sums in fp32 anyway
             for parameter in self.parameters:
                 parameter.grad_dtype = torch.float32
         self.device = self.parameters[0].device
@@ -146,25 +146,25 @@ class Trainer:
         self._drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
         if self._drops and self._world.leads:
             log.warning(
-                "each pass drops other entries (--lora-dropout): the trainer's logprobs, ratios against the server's, "
-                "and those of a second update on a batch are noisy by it; samples are compared without it"
+                "--lora-dropout adds noise to the trainer's logprobs, to ratios against the server's logprobs, and to "
+                "those of a second update on a batch; the drift alarm compares samples without dropout"
             )
 
     @property
     def shards(self) -> Shards | None:
-        """Where weights are cut over several processes: this one's part."""
+        """This process's shards; None: the weights are not sharded."""
         return self.holding if isinstance(self.holding, Shards) else None
 
     @cached_property
     def vocabulary(self) -> int | None:
-        """Ids of tokens that the model knows are below it; None: only its logits will tell."""
+        """Upper bound of the model's token ids; None: unknown before the first logits."""
         head, config = self.forward.head, getattr(self.model, "config", None)
         if head is not None:
             return head.weight.shape[0]
         return None if config is None else config.get_text_config().vocab_size
 
     def ready(self, batch: RolloutBatch) -> ReadyBatch:
-        """Make a batch ready for `step`; touches no device, and may run in a thread beside a step."""
+        """Make a batch ready for `step`. This uses no device, and may run in a thread during a step."""
         form = {"packed": self.forward.packed, "shared": self.forward.shared}
         return ready(batch, self.config, processes=self._world.size, **form)
 
@@ -174,17 +174,17 @@ class Trainer:
         step: int,
         writing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> StepResult:
-        """Train on a batch: once, or `--updates-per-batch` times.
+        """Train on a batch with `--updates-per-batch` updates.
 
         Args:
-            batch: one that is not ready is made so first.
+            batch: a `RolloutBatch` is made ready first.
             step: from 0; sets the learning rate.
-            writing: entered around each write of the weights and nothing else; not at all for one that is skipped.
+            writing: returns the context for each write of the weights; a skipped update does not enter it.
 
         Raises:
-            TrainingError: the loss or the gradient was not finite for `--max-bad-steps` steps in a row; or the new
-                weights are not.
-            DriftError: the samples are not of the trainer's policy, and `--on-drift` is stop; weights untouched.
+            TrainingError: loss or gradient was not finite or exploded for `--max-bad-steps` steps in a row, or the new
+                weights are not finite.
+            DriftError: the samples are not of the trainer's policy, and `--on-drift` is stop; the weights don't change.
         """
         started = time.perf_counter()
         batch = batch if isinstance(batch, ReadyBatch) else self.ready(batch)
@@ -210,7 +210,7 @@ class Trainer:
             looking = look if not updates else None
             updates.append(self._learn(step, passes, prepared, looking, writing, untouched))
         metrics = merge([prepared.metrics, *(update.metrics for update in updates)])
-        if not updates:  # no group had a spread of rewards: nothing to learn from
+        if not updates:  # all rewards of each group are equal, so no token has a gradient
             metrics |= {"train/loss": Sum(0.0), "train/skipped": Sum(1)}
         metrics |= {"train/lr": Mean(lr), "train/step_time": Sum(time.perf_counter() - started)}
         return StepResult(any(update.updated for update in updates), metrics)
@@ -224,18 +224,18 @@ class Trainer:
         writing: Callable[[], AbstractContextManager[None]],
         untouched: bool,
     ) -> StepResult:
-        """One update over the whole batch.
+        """Make one update over the whole batch, with gradient accumulation over the microbatches.
 
         Args:
-            look: takes what there is to see of drift before the weights change.
-            untouched: the weights are still the policy's that was published: the step may be abandoned.
+            look: checks the samples for drift before the weights change; None: no check.
+            untouched: no update of this step has changed the weights yet, so the step may still be abandoned.
         """
         started = time.monotonic()
         self.optimizer.zero_grad(set_to_none=True)
         scale = loss_scale(prepared.largest_weight)
         parts: list[Metrics] = []
         rows: list[Tensor] = []
-        idle = self.holding.passes(len(passes)) - len(passes)  # the others can't compute without us
+        idle = self.holding.passes(len(passes)) - len(passes)  # sharded: each pass needs all processes
         with self.forward.learning(), self.holding.in_step():
             for one in passes:
                 if untouched:
@@ -248,7 +248,7 @@ class Trainer:
         self.holding.finish_gradients()
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         torch._foreach_div_(gradients, scale)  # pyright: ignore[reportPrivateImportUsage]
-        # Microbatches' shares of the loss add up; those of several updates do not.
+        # Sums over microbatches become means: the losses of several updates must not be added up.
         sums = self._of_all(merge(parts)).items()
         metrics: dict[str, Metric] = {key: Mean(each.total) if isinstance(each, Sum) else each for key, each in sums}
         if look is not None:
@@ -267,7 +267,7 @@ class Trainer:
     def _look(
         self, step: int, version: int | None, sequences: Sequence[TrainingSequence], rows: Sequence[Tensor]
     ) -> Metrics:
-        """How far the samples are from what the server said; the alarm's word on it."""
+        """Check the gap between the trainer's and the samples' logprobs on all ranks, and return its metrics."""
         gaps = [gap for of_rank in self._world.gather(sample_gaps(rows)) for gap in of_rank]
         self._world.raise_together(partial(self._alarmed, step, gaps, version, sequences))
         return gap_metrics(gaps, version)
@@ -275,21 +275,21 @@ class Trainer:
     def _alarmed(
         self, step: int, gaps: Sequence[SampleGap], version: int | None, sequences: Sequence[TrainingSequence]
     ) -> None:
-        """The alarm's word, on rank 0, which has it."""
+        """Run the drift alarm, which only rank 0 has."""
         if self.alarm is not None:
             recheck = partial(recheck_version, self.forward, sequences) if self.holding.whole else not_rechecked
             self.alarm.look(step, gaps, version, recheck)
 
     def _of_all(self, own: Metrics) -> Metrics:
-        """The metrics of all processes, which travel as numbers."""
+        """Return the merged metrics of all processes, sent as plain numbers."""
         if self._world.alone:
             return own
         return merge(self._world.gather({key: metric.numbers() for key, metric in own.items()}))
 
     def _accumulate(self, one: Pass, counts: BatchCounts, scale: float, rows: list[Tensor]) -> Metrics:
-        """Forward and backward of one microbatch; gradients add up in the parameters, times `scale`.
+        """Run forward and backward of one microbatch, and accumulate gradients times `scale` in the parameters.
 
-        How far its sequences are from what the server said is added to `rows`. A scale of 0: nothing is learnt.
+        The gap of each sequence is appended to `rows`. A scale of 0 gives gradients of 0.
         """
         microbatch = one.microbatch.to(self.device)
         if self._reference is not None and one.ref_logprobs_N is None:
@@ -305,8 +305,10 @@ class Trainer:
 
     @torch.no_grad()
     def _clean_rows(self, passes: Sequence[Pass]) -> list[Tensor]:
-        """How far their sequences are from what the server said, without dropout. Only adapters have any, and weights
-        with adapters are never cut: the others need not take part."""
+        """Return the gap of each sequence, computed without dropout.
+
+        Only adapters have dropout, and a model with an adapter is never sharded, so no other process has to take part.
+        """
         with evaluating(self.model):
             moved = [one.microbatch.to(self.device) for one in passes]
             return [row_gaps(microbatch, self.forward.scores(microbatch).logprobs_N) for microbatch in moved]
@@ -315,7 +317,7 @@ class Trainer:
         return self.forward.scores(microbatch, entropy_gradient=self.config.loss.entropy_coef > 0)
 
     def _check_teachers(self, prepared: PreparedBatch) -> None:
-        """Of the whole batch, before any other process has its share."""
+        """Check the teachers' tokens in the whole batch, before any other process gets its share."""
         if self.vocabulary is None:
             return
         for sequence in prepared.sequences:
@@ -323,13 +325,13 @@ class Trainer:
                 check_teacher(sequence.teacher.ids_TK, self.vocabulary)
 
     def _say_unused(self, prepared: PreparedBatch) -> None:
-        """What comes and is not used is worth one line."""
+        """Log once that samples have teachers' logprobs which the options do not use."""
         if prepared.counts.teacher_tokens and not self.config.loss.distill_coef and not self._said_unused:
             self._said_unused = True
             log.warning("samples come with a teacher's logprobs, which are not used: --distill-coef is 0")
 
     def _is_bad(self, loss: float, norm: float) -> bool:
-        """Whether the step is to be skipped; raises after too many such steps in a row."""
+        """Return whether to skip the step; raise an error after too many such steps in a row."""
         if math.isfinite(loss) and math.isfinite(norm):
             reason = "explodes" if self.norms.is_spike(norm) else ""
         else:
@@ -350,32 +352,32 @@ class Trainer:
         return True
 
     def check_finite(self) -> None:
-        """Before anything is published: what this process has of the trained weights is finite.
+        """Check before the first publish that this process's trained weights are finite.
 
         Raises:
-            CommonWeightsError: names the first tensor that is not.
+            CommonWeightsError: a tensor is not finite; the message names the first.
         """
         if (name := self._first_not_finite(self.parameters)) is not None:
             raise not_finite(name, "before the first step")
 
     def _check_landing(self, step: int, values: Sequence[Tensor]) -> None:
-        """Likewise of what a step makes of them, in all processes."""
+        """Check that a step's new weights are finite in all processes."""
         for name in self._world.gather(self._first_not_finite(values)):
             if name is not None:
                 raise not_finite(name, f"after step {step + 1}")
 
     def _first_not_finite(self, values: Sequence[Tensor]) -> str | None:
-        """The name of the first parameter whose value is not finite; there is one for each."""
+        """Return the name of the first parameter whose value is not finite, or None; `values` has one for each."""
         index = first_not_finite(values, self.parameters)
         return None if index is None else self.holding.names[index]
 
     def optimizer_step(
         self, step: int, metrics: dict[str, Metric], writing: Callable[[], AbstractContextManager[None]]
     ) -> bool:
-        """Clip and step, unless loss or gradient is not finite, or the gradient explodes.
+        """Clip and step, unless loss or gradient is not finite, or the gradient explodes; return whether it stepped.
 
         Raises:
-            CommonWeightsError: the new weights are not finite. A bridge that is writing them is told by it.
+            CommonWeightsError: the new weights are not finite. Inside `writing` it also aborts the bridge's write.
         """
         limit = self.config.optimizer.max_grad_norm or float("inf")
         norm = self.holding.clip(limit)
@@ -386,7 +388,7 @@ class Trainer:
         before = sampled(self.parameters)
         self.optimizer.wait_for_copy()
         self.optimizer.prepare()
-        if self.optimizer.prepares:  # what is refused here is never written
+        if self.optimizer.prepares:  # checked before `writing`, so bad weights are never written
             self._check_landing(step, [each if each.grad is None else each.grad for each in self.parameters])
         with writing():
             self.optimizer.step()

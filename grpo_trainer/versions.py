@@ -1,11 +1,11 @@
-"""How many updates a policy version is from the start, though its number may have jumped.
+"""Counts the updates behind a policy version, whose number may have jumped.
 
-A server that outlives its trainer has served versions that the trainer's checkpoint does not know; their names are used
-up, so who resumes goes on with a higher number (`WeightBridge.connect`). The weights have not moved by that:
+A server that outlives its trainer may have served versions later than the trainer's checkpoint. Their names must not be
+used again, so a resumed trainer continues with a higher number (`WeightBridge.connect`), on the same weights:
 
-    saved as version 90, the server saw 100   ▶   resumed as version 101, 11 of which are no updates
-    a batch that comes again, of version 89   ▶   89 updates
-    the first new samples, of version 101     ▶   101 - 11 = 90 updates, as old as if there had been no end
+    saved as version 90, the server has served 100   ▶   resumed as version 101, of which 11 are no updates
+    a batch of version 89, served again              ▶   89 updates
+    the first new samples, of version 101            ▶   101 - 11 = 90 updates, as without the interruption
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Jump:
-    """From version `to` on, `skipped` numbers since the start were no updates."""
+    """From version `to` on, `skipped` version numbers since the start are no updates."""
 
     to: int
     skipped: int
@@ -28,11 +28,11 @@ class Numbering:
     jumps: tuple[Jump, ...] = ()
 
     def updates(self, version: int) -> int:
-        """How many updates a version is from the start."""
+        """Return the number of updates from the start to a version."""
         return version - next((jump.skipped for jump in reversed(self.jumps) if jump.to <= version), 0)
 
     def jumped(self, version: int, to: int) -> Numbering:
-        """With the same weights under another number from now on."""
+        """Return the numbering after the weights of `version` are renamed to version `to`."""
         if to == version:
             return self
         return replace(self, jumps=(*self.jumps, Jump(to, to - self.updates(version))))

@@ -1,8 +1,8 @@
-"""A step that hangs ends the run instead of holding a machine for ever.
+"""A step that hangs ends the run, so that it does not occupy a machine for ever.
 
-First the stacks of all threads are written to the log, and the run is asked to end at its next safe point, where it
-saves. A step that never comes to one is ended from outside: the last checkpoint is whole, and the batches since then
-come again.
+First the watchdog writes the stacks of all threads to the log, and makes the run end at its next safe point, with a
+checkpoint. If the step does not reach a safe point, the watchdog ends the process. The last checkpoint is then
+complete, and the rollout API serves the batches since that checkpoint again.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from grpo_trainer.errors import HungError
 log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 60.0
-"""From asking a step to end to ending it."""
+"""Time between the first report and the end of the process."""
 
 
 def dump_stacks() -> None:
-    """Where every thread is, to standard error."""
+    """Write the stacks of all threads to standard error."""
     faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
 
 
 class StepWatch:
-    """Watches over one thing at a time, from a thread.
+    """Limits the time of one block at a time, from a thread.
 
     Args:
-        seconds: that it may take; 0: nothing is watched.
-        last_words: called before the run is ended from outside, given the seconds that it may take.
+        seconds: time limit of a block; 0: no limit.
+        last_words: called before the process ends, with its own time limit in seconds.
         end: ends the process with an exit code.
     """
 
@@ -61,7 +61,7 @@ class StepWatch:
 
     @contextmanager
     def over(self, what: str) -> Iterator[None]:
-        """Watch over the block."""
+        """Limit the time of the block."""
         if not self._seconds:
             yield
             return
@@ -72,10 +72,10 @@ class StepWatch:
             self._set(None)
 
     def check(self) -> None:
-        """Raise if what is watched over has taken too long: it can't be hung where this is called.
+        """Raise an error if the block has exceeded its time limit; the block calls this at its safe points.
 
         Raises:
-            HungError: it has.
+            HungError: the time limit is exceeded.
         """
         if self._expired is not None:
             raise HungError(
@@ -86,7 +86,7 @@ class StepWatch:
             )
 
     def close(self) -> None:
-        """Watch no more."""
+        """End the thread."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -125,7 +125,7 @@ class StepWatch:
 
     def _finish(self, what: str) -> None:
         log.error(
-            "%s does not end: this process ends without a new checkpoint. --resume auto goes on from the last one, "
+            "%s does not end: this process ends without a new checkpoint. --resume auto continues from the last one, "
             "with the same batches",
             what,
         )

@@ -1,1 +1,1 @@
-"""From scored groups to what a forward pass takes: advantages, microbatches, prompts computed once. Pure."""
+"""Scored groups to the inputs of forward passes: advantages, microbatches, shared prompts. Pure."""

@@ -26,7 +26,7 @@ def group_advantages(
     scale: Literal["group", "none"] = "group",
     estimator: str = "group",
 ) -> list[float]:
-    """Advantages of a group's sequences over a baseline of their rewards.
+    """Return the advantages of a group's sequences over a baseline of their rewards.
 
     Args:
         rewards: one per sequence of a group.
@@ -77,5 +77,5 @@ def _own(rewards: Sequence[float], path: str) -> list[float]:
 
 
 def is_zero_variance(rewards: Sequence[float]) -> bool:
-    """Whether a group teaches nothing: all its rewards are the same."""
+    """Return whether all rewards of a group are the same, so that its advantages are 0."""
     return len(set(rewards)) <= 1

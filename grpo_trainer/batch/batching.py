@@ -1,4 +1,4 @@
-"""Scored groups to what a step trains on: advantages, the whole batch's normaliser, microbatches. Pure."""
+"""Scored groups to the batch of a step: advantages, the whole batch's normaliser, microbatches. Pure."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from grpo_trainer.rollouts.types import Group, RolloutBatch, Sample, Teacher
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """What one step trains on, what its means are taken over, and what was seen while preparing it.
+    """The sequences of one step, the denominators of its means, and metrics of the preparation.
 
     Attributes:
-        sequences: of the whole batch; none where a process has but its share.
-        largest_weight: of a token in the whole batch's loss; 0: there is nothing to learn from.
+        sequences: sequences of the whole batch; empty if this process has only its share.
+        largest_weight: largest weight of a token in the whole batch's loss; 0: no token is trained.
     """
 
     sequences: tuple[TrainingSequence, ...]
@@ -35,13 +35,13 @@ class PreparedBatch:
 
 @dataclass(frozen=True)
 class ReadyBatch:
-    """All that a step needs of a batch but the device: a thread may make it while the step before it runs.
+    """A batch in main memory, ready for a step; a thread may build it during the step before.
 
     Attributes:
-        prepared: of the whole batch.
-        microbatches: this process's.
-        policy_version: the trainer's when the batch came, as in `RolloutBatch`.
-        others: the microbatches of the trainer's other processes, if there are any.
+        prepared: the whole batch.
+        microbatches: this process's microbatches.
+        policy_version: the trainer's version when the batch arrived, as in `RolloutBatch`.
+        others: the microbatches of the trainer's other processes, by rank.
     """
 
     prepared: PreparedBatch
@@ -50,7 +50,7 @@ class ReadyBatch:
     others: tuple[tuple[MicroBatch, ...], ...] = ()
 
     def shares_of_others(self) -> list[ReadyBatch]:
-        """What each process but this one is to have, by rank, and no more than that."""
+        """Return the share of each other process, by rank, without the sequences of the whole batch."""
         prepared = replace(self.prepared, sequences=())
         return [ReadyBatch(prepared, part, self.policy_version) for part in self.others]
 
@@ -58,7 +58,7 @@ class ReadyBatch:
 def ready(
     batch: RolloutBatch, config: TrainConfig, *, packed: bool = False, shared: bool = False, processes: int = 1
 ) -> ReadyBatch:
-    """Scored groups to tensors in main memory: `prepare`, `deal` to the processes, `split`.
+    """Turn scored groups into tensors in main memory: `prepare`, `deal` to the processes, `split`.
 
     Args:
         packed, shared: see `microbatches.split`.
@@ -76,10 +76,10 @@ def ready(
 def deal(
     sequences: Sequence[TrainingSequence], processes: int, *, shared: bool = False
 ) -> list[list[TrainingSequence]]:
-    """Shares with about as many tokens each: the longest first, each to whoever has least so far.
+    """Return shares with about the same number of tokens: each sequence, longest first, joins the smallest share.
 
     Args:
-        shared: prompts are computed once, so sequences with the same one stay together as far as that goes.
+        shared: shared prompts are computed once, so sequences with the same prompt stay together if possible.
     """
     if processes == 1:
         return [list(sequences)]
@@ -99,14 +99,14 @@ def deal(
 def prepare(batch: RolloutBatch, config: LossConfig, seq_len: int, *, drop_overlong: bool = False) -> PreparedBatch:
     """Give every trained token its advantage and its weight.
 
-    The weights are those of the whole batch, counted before anything is left out, so neither the split into
-    microbatches nor skipping changes the loss. Sequences that have neither loss nor gradient are skipped: those whose
-    advantages are all 0, where nothing else is to be learnt from them.
+    Weights are counted in the whole batch before any sequence is skipped, so neither skipping nor the split into
+    microbatches changes the loss. Sequences without a gradient are skipped: all their advantages are 0, and no other
+    term of the loss trains on them.
 
     Args:
-        seq_len: longer sequences are cut.
-        drop_overlong: they are left out instead, as if the batch had been without them; their rewards remain part of
-            their groups' means.
+        seq_len: longer sequences are truncated.
+        drop_overlong: longer sequences are left out instead, also of the counts; their rewards remain part of their
+            groups' means.
     """
     samples = [sample for group in batch.groups for sample in group.samples]
     overlong = [len(sample.tokens_T) > seq_len for sample in samples]
@@ -135,10 +135,10 @@ def prepare(batch: RolloutBatch, config: LossConfig, seq_len: int, *, drop_overl
 
 
 def import_own_parts(config: LossConfig) -> None:
-    """Import the loss and the estimate of advantages where they are the user's own.
+    """Import the user's own loss and advantage estimator, if the options name any.
 
     Raises:
-        ConfigError: one of them cannot be imported, or is not of its kind.
+        ConfigError: one of them can't be imported, or has a wrong type.
     """
     loss_spec(config.loss)
     if import_paths.is_import_path(config.advantage_estimator):
@@ -146,7 +146,7 @@ def import_own_parts(config: LossConfig) -> None:
 
 
 def _teacher(sample: Sample, positions: NDArray[np.int64]) -> Teacher | None:
-    """What a teacher says of the trained tokens, if anything."""
+    """Return the teacher's logprobs at the trained tokens, or None."""
     teacher = None if sample.teacher is None else sample.teacher.at(positions)
     return teacher if teacher is not None and teacher.given_T.any() else None
 
@@ -186,7 +186,7 @@ def _teaches(sequence: TrainingSequence, config: LossConfig) -> bool:
 
 
 def _cut(sample: Sample, seq_len: int, dropped: bool) -> Sample:
-    """The sample within `seq_len` tokens, its first token untrained: nothing predicts it. Dropped: all untrained."""
+    """Truncate a sample to `seq_len` tokens. The first is untrained, as no token predicts it; if dropped, all are."""
     trained_T = sample.trained_T[:seq_len].copy()
     trained_T[: None if dropped else 1] = False
     cut = slice(0, seq_len)
@@ -201,7 +201,7 @@ def _cut(sample: Sample, seq_len: int, dropped: bool) -> Sample:
 
 
 def _advantages(group: Group, config: LossConfig) -> list[float | NDArray[np.float32]]:
-    """Of each sequence: 1 under supervision, the environment's own (per token) where it gave them, else the group's."""
+    """Return each sequence's advantage: 1 if supervised, the environment's per token if given, else the group's."""
     own = iter(group_advantages(group.rewards, config.advantage_scale, config.advantage_estimator))
     values: list[float | NDArray[np.float32]] = []
     for sample in group.samples:

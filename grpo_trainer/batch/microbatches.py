@@ -1,10 +1,10 @@
-"""Sequences to the tensors of forward and backward passes. Pure.
+"""Turns sequences into the tensors of forward and backward passes. Pure.
 
-Two layouts. Padded: a row for each sequence, right-padded, which needs no attention mask: attention is causal, so no
-trained token ever sees padding. Packed: all sequences end to end in one row, for attention that is told where each
-begins (`boundaries`); there is no padding. A prompt of several sequences may stand there once (`sharing.py`): then
-prompts come first, what follows them next, sequences that share nothing last. What the loss needs lies flat, one entry
-per trained token (suffix `_N`), so it is the same in all.
+There are two layouts. Padded: a row for each sequence, right-padded. It needs no attention mask: attention is causal,
+so no trained token attends to padding. Packed: all sequences end to end in one row, without padding; attention gets the
+place where each begins (`boundaries`). A prompt that several sequences share may stand in the row once
+(`shared_prompts.py`): then shared prompts come first, their completions next, and other sequences last. The inputs of
+the loss are flat, one entry per trained token (suffix `_N`), and the same in all layouts.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class TrainingSequence:
     """A sample with its advantages and its weight in the batch's loss."""
 
     tokens_T: NDArray[np.int64]
-    positions: NDArray[np.int64]  # of its trained tokens, each >= 1: a token is predicted from the one before it
+    positions: NDArray[np.int64]  # positions of trained tokens, each >= 1: a token is predicted from the one before it
     advantages: NDArray[np.float32]  # one per trained token
     rollout_logprobs: NDArray[np.float32] | None  # one per trained token
-    weight: float  # of each of its trained tokens in the loss of the whole batch, its share included
+    weight: float  # weight of each trained token in the loss of the whole batch, including `share`
     temperature: float
-    version: int | None = None  # of the policy that sampled it, if known
+    version: int | None = None  # version of the policy that sampled it, if known
     supervised: bool = False
-    teacher: Teacher | None = None  # of its trained tokens, if they learn from it
-    share: float = 1.0  # of what it would count, were it younger
+    teacher: Teacher | None = None  # for its trained tokens, if distillation is on
+    share: float = 1.0  # factor of its weight; below 1 if it is stale
 
     @property
     def prompt_len(self) -> int:
-        """Tokens before the first trained one."""
+        """Number of tokens before the first trained one."""
         return int(self.positions[0])
 
 
@@ -52,10 +52,10 @@ class SharedPrompts:
     """Prompts at the front of a packed row, and the completions that read them.
 
     Attributes:
-        prompts: int32 `[F + 1]`, where each prompt begins in the row; the first at 0.
-        readers: int32 `[F + 1]`, where the completions of each begin, counted from the end of the last prompt.
-        longest_prompt, longest_readers: tokens of the longest prompt, and of the longest row of its readers.
-        first, last: where in the row the first reader begins, and the last ends.
+        prompts: int32 `[F + 1]`, where each prompt begins in the row, and where the last ends; the first begins at 0.
+        readers: int32 `[F + 1]`, the same for the completions of each prompt, counted from the end of the last prompt.
+        longest_prompt, longest_readers: tokens of the longest prompt, and of the largest set of completions of one.
+        first, last: where in the row the first completion begins, and the last ends.
     """
 
     prompts: Tensor
@@ -75,11 +75,11 @@ class Packed:
     """Where the sequences of a packed row lie.
 
     Attributes:
-        boundaries: int32 `[B + 1]`, where each piece begins in the row, and where the last ends: a sequence, or a
-            shared prompt, or what follows one.
-        positions_1T: of each token within its sequence.
+        boundaries: int32 `[B + 1]`, where each piece begins in the row, and where the last ends. A piece is a sequence,
+            a shared prompt, or a completion of one.
+        positions_1T: position of each token within its sequence.
         longest: tokens of the longest piece.
-        shared: prompts that several pieces begin with; None: all pieces are whole sequences.
+        shared: the shared prompts; None: all pieces are whole sequences.
     """
 
     boundaries: Tensor
@@ -103,18 +103,18 @@ class MicroBatch:
 
     Attributes:
         tokens_BT: token ids, right-padded; packed: `[1, T]`.
-        packed: where sequences lie in the one row; None: there is a row for each.
-        predictors_N: where in `tokens_BT.view(-1)` the token before each trained one stands: what it is predicted from.
+        packed: where sequences lie in the only row; None: there is a row for each.
+        predictors_N: index in `tokens_BT.view(-1)` of the token before each trained one, which predicts it.
         targets_N: ids of the trained tokens.
-        rows_N, columns_N: the sequence that a trained token belongs to, and its place there; columns are >= 1.
-        advantages_N: of each trained token; 1 under supervision.
-        weights_N: of each trained token in the loss of the whole batch.
-        shares_N: how much the token's sequence counts in means that have no such weights; below 1 if it is too old.
-        rollout_logprobs_N: what the server sampled with; 0 where `has_rollout_N` is False.
-        temperature_N: of sampling.
-        supervised_N: the token is to be imitated; the policy did not sample it.
-        teacher_ids_NK, teacher_logprobs_NK: as in `rollouts.types.Teacher`; K is 0 where no sequence has a teacher.
-        versions_B: the policy that sampled each sequence; -1: unknown.
+        rows_N, columns_N: the sequence that a trained token belongs to, and its position there; columns are >= 1.
+        advantages_N: advantage of each trained token; 1 if supervised.
+        weights_N: weight of each trained token in the loss of the whole batch.
+        shares_N: factor of the token's sequence in means without such weights; below 1 if it is stale.
+        rollout_logprobs_N: logprob that the server sampled with; 0 where `has_rollout_N` is False.
+        temperature_N: temperature of sampling.
+        supervised_N: the token is imitated; the policy did not sample it.
+        teacher_ids_NK, teacher_logprobs_NK: as in `rollouts.types.Teacher`; K is 0 if no sequence has a teacher.
+        versions_B: version of the policy that sampled each sequence; -1: unknown.
     """
 
     tokens_BT: Tensor
@@ -135,7 +135,7 @@ class MicroBatch:
     versions_B: Tensor
 
     def moved(self, move: Move) -> MicroBatch:
-        """The same with all of its tensors elsewhere, those that tell where packed sequences lie included."""
+        """Return a copy with `move` applied to all tensors, including those of `packed`."""
         packed = None if self.packed is None else self.packed.moved(move)
         return replace(_moved(self, move), packed=packed)
 
@@ -157,33 +157,33 @@ def _moved(whole: M, move: Move) -> M:
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:
-    """On a device; from pinned memory the copy overlaps with what the device does."""
+    """Return a tensor on a device; from pinned memory, the copy to a GPU overlaps with the GPU's work."""
     if device.type == "cuda" and tensor.device.type == "cpu":
-        tensor = tensor.pin_memory()  # itself, if it is there already
-    return tensor.to(device, non_blocking=device.type == "cuda")  # from there it would not be there yet
+        tensor = tensor.pin_memory()  # returns the tensor itself if it is pinned already
+    return tensor.to(device, non_blocking=device.type == "cuda")  # only to a GPU: reads on a CPU would not wait
 
 
-# ---------------------------------------------------------------- which sequences go together
+# ---------------------------------------------------------------- the sequences of each microbatch
 
 
 def plan(lengths: Sequence[int], *, size: int, max_tokens: int | None, packed: bool) -> list[list[int]]:
-    """Which sequences make up each microbatch, by their indices.
+    """Return the indices of the sequences of each microbatch.
 
     Args:
-        lengths: of the sequences, in tokens.
-        size: sequences of a microbatch, where `max_tokens` does not decide.
-        max_tokens: most tokens of a microbatch, padding included; one sequence alone may have more.
-        packed: without padding.
+        lengths: lengths of the sequences, in tokens.
+        size: sequences of a microbatch if `max_tokens` is None.
+        max_tokens: most tokens of a microbatch, including padding; a single sequence may have more.
+        packed: microbatches have no padding.
     """
     by_length = sorted(range(len(lengths)), key=lambda index: lengths[index])
     if max_tokens is None:
         return [by_length[start : start + size] for start in range(0, len(by_length), size)]
-    longest_first = by_length[::-1]  # the largest microbatches first: what they need is there for the others
+    longest_first = by_length[::-1]  # largest microbatches first: later ones reuse their memory
     return (_bins if packed else _rows)(lengths, longest_first, max_tokens)
 
 
 def _rows(lengths: Sequence[int], longest_first: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """As many rows as fit, each as long as the first."""
+    """Fill microbatches with as many rows as fit, each padded to the length of the first."""
     chosen: list[list[int]] = []
     for index in longest_first:
         if chosen and (len(chosen[-1]) + 1) * lengths[chosen[-1][0]] <= max_tokens:
@@ -194,7 +194,7 @@ def _rows(lengths: Sequence[int], longest_first: Sequence[int], max_tokens: int)
 
 
 def _bins(lengths: Sequence[int], longest_first: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """As few bins as first-fit-decreasing finds; as even ones where that fits, since a small pass wastes a device."""
+    """Fill as few bins as first-fit-decreasing needs, evenly if possible, since a small pass leaves the device idle."""
     first_fit: list[list[int]] = []
     loads: list[int] = []
     for index in longest_first:
@@ -224,10 +224,10 @@ def split(
     packed: bool = False,
     shared: bool = False,
 ) -> list[MicroBatch]:
-    """Microbatches as `plan` has them, or `plan_shared`.
+    """Return the microbatches that `plan` or `plan_shared` chooses.
 
     Args:
-        shared: packed, and prompts of several sequences are to stand in a row once.
+        shared: in packed rows, a prompt that several sequences share stands once.
     """
     lengths = [len(sequence.tokens_T) for sequence in sequences]
     if packed and shared:
@@ -239,19 +239,19 @@ def split(
 
 
 def kin_of(sequences: Sequence[TrainingSequence]) -> list[list[int]]:
-    """Which of them have the same prompt."""
+    """Return the families of sequences with the same prompt."""
     return families([sequence.tokens_T[: sequence.prompt_len] for sequence in sequences])
 
 
 def idle_microbatch(packed: bool) -> MicroBatch:
-    """A pass from which nothing is learnt: one token of weight 0."""
+    """Return a microbatch whose gradients are 0: one token of weight 0."""
     tokens, one = np.zeros(2, np.int64), np.array([1])
     return _microbatch([TrainingSequence(tokens, one, np.zeros(1, np.float32), None, 0.0, 1.0)], packed)
 
 
 @dataclass(frozen=True)
 class _Places:
-    """Tokens of a pass, and where in them, flat, each sequence's trained tokens and those before them stand."""
+    """Tokens of a pass, and for each sequence the flat indices of its trained tokens and of the tokens before them."""
 
     tokens_BT: NDArray[np.int64]
     packed: Packed | None
@@ -293,7 +293,7 @@ def _microbatch(sequences: Sequence[TrainingSequence], packed: bool, shared: boo
 
 
 PAD_ID = 0
-"""Any token would do: nothing sees it."""
+"""Any token would do, since no trained token attends to padding."""
 
 
 def _padded(sequences: Sequence[TrainingSequence]) -> _Places:
@@ -314,10 +314,10 @@ def _end_to_end(sequences: Sequence[TrainingSequence]) -> _Places:
 
 
 def _sharing(sequences: Sequence[TrainingSequence], kin: Sequence[Sequence[int]]) -> _Places:
-    """Prompts of families, then what follows each, then the others.
+    """Lay out shared prompts, then their completions, then the other sequences.
 
     Args:
-        kin: families of two and more.
+        kin: families of two sequences or more.
     """
     related = {index for family in kin for index in family}
     alone = [index for index in range(len(sequences)) if index not in related]
@@ -344,11 +344,11 @@ def _sharing(sequences: Sequence[TrainingSequence], kin: Sequence[Sequence[int]]
 
 
 def sharing_layout(kin: Sequence[tuple[int, Sequence[int]]], alone: Sequence[int]) -> Packed:
-    """Prompts, what follows each, and sequences that share nothing, end to end.
+    """Return the layout of shared prompts, their completions and the other sequences, end to end.
 
     Args:
-        kin: of each prompt its tokens, and those of the sequences that begin with it.
-        alone: tokens of the other sequences.
+        kin: for each prompt its length, and the lengths of the whole sequences that begin with it.
+        alone: lengths of the other sequences.
     """
     prompts = [prompt for prompt, _ in kin]
     followers = [[length - prompt for length in lengths] for prompt, lengths in kin]
@@ -367,10 +367,10 @@ def sharing_layout(kin: Sequence[tuple[int, Sequence[int]]], alone: Sequence[int
 
 
 def layout(lengths: Sequence[int], offsets: Sequence[int] | None = None) -> Packed:
-    """Pieces of so many tokens, end to end.
+    """Return the layout of pieces of these lengths, end to end.
 
     Args:
-        offsets: of each piece's first token in its sequence (default: 0).
+        offsets: position of each piece's first token in its sequence (default: 0).
     """
     boundaries = np.concatenate([[0], np.cumsum(lengths)])
     begins = boundaries[:-1] if offsets is None else boundaries[:-1] - np.asarray(offsets)
@@ -383,7 +383,7 @@ def _boundaries(lengths: Sequence[int]) -> Tensor:
 
 
 def _joined_teachers(sequences: Sequence[TrainingSequence]) -> Teacher:
-    """One for all trained tokens of several sequences, as wide as the widest."""
+    """Join the teachers of several sequences into one for all trained tokens, padded to the largest K."""
     width = max((s.teacher.ids_TK.shape[1] for s in sequences if s.teacher is not None), default=0)
     count = sum(len(sequence.positions) for sequence in sequences)
     ids_NK, logprobs_NK = np.zeros((count, width), np.int64), np.full((count, width), -np.inf, np.float32)

@@ -1,1 +1,1 @@
-"""Processes as data: `plan` says what runs, `supervisor` runs it and ends it."""
+"""Processes as data: `plan` lists the processes of a run, and `supervisor` starts and ends them."""

@@ -1,7 +1,7 @@
-"""One process of a run: its log, its last lines, what it says of its start, and its end.
+"""One process of a run: its log, its last lines, the phase of its start that it reports, and its end.
 
-Children run in sessions of their own, so that Ctrl-C reaches only the supervisor. Should the supervisor be killed, the
-kernel sends each child SIGTERM.
+Each child runs in its own session, so that Ctrl-C reaches only the supervisor. If the supervisor is killed, the kernel
+sends each child SIGTERM.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from grpo_trainer.launch.plan import ProcessSpec
 
 LAST_LINES = 25
 START_STOP_SECONDS = 5.0
-"""To end, for a process that has not come to its first step: it may be in the midst of compiling."""
+"""Time to end for a trainer before its first step, which has nothing to save but may be compiling."""
 
 CAUSE = re.compile(r"\b[A-Z]\w*(?:Error|Exception|Failure): \S.*")
-"""A line that names an exception: the first ones tell more than the last, which only report them upwards."""
+"""A log line that names an exception. The first such lines name the cause; later ones only pass it on."""
 CAUSES = 3
 
 PHASE = re.compile(rf"\b{re.escape(phases.__name__)}: start: (.+)")
-"""A line by which a trainer says what its start is at."""
+"""A log line in which a trainer names the present phase of its start."""
 
 KILL_SECONDS = 1.0
-"""For the kernel to clear away what was killed."""
+"""Time for the kernel to remove killed processes."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
@@ -91,7 +91,7 @@ class Child:
             reader.start()
 
     def _read(self, stream: IO[str], on_line: Callable[[str], None]) -> None:
-        """Drain one pipe to the end, whatever happens to the log: a full pipe would block the child."""
+        """Read one pipe to its end, even if the log can't be written, because a full pipe would block the child."""
         for line in stream:
             with self._lock:
                 self._remember(line.rstrip("\n"))
@@ -99,7 +99,7 @@ class Child:
             on_line(line.rstrip("\n"))
 
     def _write(self, text: str) -> None:
-        """To the log; the first error is kept for whoever watches, and ends that."""
+        """Write to the log. The first error goes to `log_error`, and nothing is written after it."""
         if self.log_error is None:
             try:
                 self._log.write(text)
@@ -116,10 +116,10 @@ class Child:
             self.causes.append(cause[0])
 
     def tell(self, spec: ProcessSpec, line: str) -> None:
-        """Have a process that waits for a line go on as another one, which starts now.
+        """Send a standby process the line that it waits for; from now on it is the process of `spec`.
 
         Raises:
-            BrokenPipeError: it has ended.
+            BrokenPipeError: the standby process has ended.
         """
         assert self.spec.told and self.process.stdin is not None, "it was not started to be told anything"
         with self.process.stdin as stdin:
@@ -139,12 +139,12 @@ class Child:
 
     @property
     def stop_seconds(self) -> float:
-        """How long it may take to end after SIGTERM: not long while there is nothing to save."""
+        """Seconds to end after SIGTERM: few for a trainer before its first step, which has nothing to save."""
         starts = self.spec.ends_run and self.phase is not None and self.phase[0] != phases.FIRST_STEP
         return min(self.spec.stop_seconds, START_STOP_SECONDS) if starts else self.spec.stop_seconds
 
     def ended(self) -> ProcessFailedError:
-        """Return the error for a process that has ended: how it did, with its last lines."""
+        """Return the error for a process that has ended, with its exit code or signal and its last lines."""
         for reader in self._readers:
             reader.join(timeout=1.0)
         code = self.process.returncode
@@ -152,7 +152,7 @@ class Child:
         return ProcessFailedError("has ended", field=self.name, got=how, fix=self.last_words())
 
     def left(self) -> ProcessFailedError:
-        """Return the error for the last environment, which has ended as one that is done while the trainer is not."""
+        """Return the error for the last environment, which exited with 0 while the trainer still needs rollouts."""
         return ProcessFailedError(
             "has ended, and the trainer waits for rollouts",
             field=self.name,
@@ -165,7 +165,7 @@ class Child:
         """Return the error for a process that does not answer in time.
 
         Args:
-            flag: the option that sets the time.
+            flag: the option that sets the time limit.
         """
         seconds = f"{self.spec.ready_timeout:.0f} s"
         return ProcessFailedError(
@@ -177,26 +177,26 @@ class Child:
         )
 
     def last_words(self) -> str:
-        """Return where its log is, the first errors in it, and its last lines."""
+        """Return the path of its log, the first errors in the log, and its last lines."""
         causes = [cause for cause in self.causes if not any(cause in line for line in self.last_lines)]
         first = "The first errors in it:\n" + "".join(f"  {cause}\n" for cause in causes) if causes else ""
         lines = "\n".join(f"  {line}" for line in self.last_lines if line.strip())
         return f"see {self.log_path}. {first}Its last lines:\n{lines or '  (none)'}"
 
     def family(self) -> list[psutil.Process]:
-        """The process and all its descendants, also those that left its process group."""
+        """Return the process and all its descendants, including those that have left its process group."""
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(self.process.pid)
             return [process, *process.children(recursive=True)]
         return []
 
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Send SIGTERM."""
         if self.process.poll() is None:
             self.process.terminate()
 
     def kill_group(self, family: Sequence[psutil.Process]) -> None:
-        """End what is left of its process group and of the given relatives, and see them gone."""
+        """Kill the rest of its process group and of the given family, and wait until they are gone."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         for relative in family:
@@ -206,7 +206,7 @@ class Child:
         psutil.wait_procs(family, timeout=KILL_SECONDS)
 
     def close(self) -> None:
-        """Wait for the end of its output and close the log."""
+        """Wait for the end of its output, and close the log."""
         if self.process.stdin is not None:
             self.process.stdin.close()
         for reader in self._readers:

@@ -1,10 +1,10 @@
-"""An inference server that the trainer owns: started on a model, stopped, and started again on another.
+"""An inference server that the trainer owns: it starts the server on a model, stops it, and starts it on another.
 
-Most of a start is imports, which need no weights. So the next server's process may be started while one serves
-(`prepare`): it imports, and waits to be told what to serve.
+Most of a start is imports, which need no weights. So a standby process can start while the server still serves
+(`prepare`): it makes the imports, and waits for the arguments of the next server.
 
-Its process group, and that of one that waits, is ended with the trainer however that ends: in order when the context is
-left, by the kernel's SIGTERM (`PR_SET_PDEATHSIG`) when the trainer is killed.
+The server and its standby process end with the trainer: in order when the context exits, and by the kernel's SIGTERM
+(`PR_SET_PDEATHSIG`) if the trainer is killed.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ log = logging.getLogger(__name__)
 
 PATIENCE_SECONDS = 15.0
 LAST_LINES = 12
-"""Of the server's, in an error: few enough that the whole message is among the trainer's own last lines."""
+"""Lines of the server's log in an error: few enough that the whole message fits into the trainer's own last lines."""
 
 
 class OwnedServer:
-    """One inference server at a time. A context manager: leaving it ends the server.
+    """Runs one inference server at a time. A context manager: its exit ends the server.
 
     Args:
-        launch: the process that serves a model (folder or name) as a policy version.
-        log_path: its output goes there, one launch after the other.
-        link: a symbolic link to be made, by which it finds every model folder. vLLM keys its compilation cache by the
-            model's path: under one path only the first launch compiles.
+        launch: returns the process that serves a model (folder or name) as a policy version.
+        log_path: receives the output of all launches, one after the other.
+        link: path of a symbolic link to the served model folder. vLLM keys its compilation cache by the model's path,
+            so with one path for all folders only the first launch compiles.
         check_stop: called while waiting; raises to end the wait.
-        standby: a process that can be the next server, in the environment of the given one: it reads the arguments of
-            that as a line of JSON. None: there is none.
+        standby: returns the standby process for a server: it has the same environment, and reads the server's
+            arguments as a line of JSON. None: no standby process.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class OwnedServer:
         self.close()
 
     def close(self) -> None:
-        """End it for good, and one that waits."""
+        """End the server and its standby process for good."""
         try:
             self.stop()
         finally:
@@ -86,16 +86,16 @@ class OwnedServer:
 
     @property
     def pid(self) -> int | None:
-        """Of the running server."""
+        """Process id of the running server."""
         return self._child.process.pid if self._child else None
 
     @property
     def waiting_pid(self) -> int | None:
-        """Of the process that is to be the next server."""
+        """Process id of the standby process."""
         return self._waiting.process.pid if self._waiting else None
 
     def start(self, model: str, version: int) -> str:
-        """Launch it on a folder or a hub's name; `wait_ready` comes next. Returns what the server calls its model."""
+        """Launch the server on a folder or a hub name, and return the server's name for it; call `wait_ready` next."""
         assert self._child is None, "one server at a time"
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         path = self._linked(Path(model)) if Path(model).is_dir() else model
@@ -105,9 +105,9 @@ class OwnedServer:
         return path
 
     def prepare(self) -> None:
-        """Start the process that is to be the next server, so that it has imported all when `start` comes.
+        """Start the standby process, so that its imports are done when `start` is called.
 
-        Should it end before that, `start` says so and does without.
+        If it ends before that, `start` logs a warning and launches the server from scratch.
         """
         assert self._child is not None, "start comes first"
         if self._standby is not None and self._waiting is None:
@@ -117,7 +117,7 @@ class OwnedServer:
         return Child(spec, self.log_path, _silent, _silent, last_lines=LAST_LINES)
 
     def _told(self, spec: ProcessSpec) -> Child | None:
-        """The process that waited, told to be the server; None: none did, or it has ended."""
+        """Return the standby process after sending it the server's arguments; None: there is none, or it has ended."""
         waiting, self._waiting = self._waiting, None
         if waiting is None:
             return None
@@ -125,19 +125,19 @@ class OwnedServer:
             with contextlib.suppress(BrokenPipeError):  # it ended just now
                 waiting.tell(spec, json.dumps(spec.arguments))
                 return waiting
-        log.warning("the server starts from scratch: the process that waited to be it has ended: %s", _why(waiting))
+        log.warning("the server starts from scratch, because the standby process has ended: %s", _why(waiting))
         _end(waiting)
         return None
 
     def _linked(self, folder: Path) -> str:
         self._link.parent.mkdir(parents=True, exist_ok=True)
-        self._link.unlink(missing_ok=True)  # nobody reads it now: no server runs
+        self._link.unlink(missing_ok=True)  # safe: no server is running
         self._link.symlink_to(folder.absolute(), target_is_directory=True)
         return str(self._link.absolute())
 
     @START.of(SERVER)
     def wait_ready(self) -> float:
-        """Wait until it answers; returns the seconds since its launch.
+        """Wait until the server answers, and return the seconds since its launch.
 
         Raises:
             ProcessFailedError: it ended, or was not ready in time; the message has its last lines and its log's path.
@@ -160,10 +160,10 @@ class OwnedServer:
         return time.monotonic() - child.started
 
     def check(self) -> None:
-        """Raise if the server has ended by itself.
+        """Raise an error if the server has ended without `stop`.
 
         Raises:
-            ProcessFailedError: with its last lines.
+            ProcessFailedError: the server has ended; the message has its last lines.
             DiskFullError: its log could not be written.
         """
         child = self._child
@@ -175,7 +175,7 @@ class OwnedServer:
             raise from_os_error(child.log_error, "write the server's log") or child.log_error
 
     def stop(self) -> float:
-        """End it, if it runs: SIGTERM, its time, then SIGKILL for what is left; returns the seconds that took."""
+        """End the server if it runs, by SIGTERM and then SIGKILL, and return the seconds that this took."""
         child, self._child = self._child, None
         if child is None:
             return 0.0
@@ -185,14 +185,14 @@ class OwnedServer:
 
 
 def _why(child: Child) -> str:
-    """Why it is no use any more; asked before it is ended, which would be the answer."""
+    """Return why a standby process is unusable. Call this before `_end`, which would itself become the reason."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.process.wait(1.0)
-    return f"it reads no more; {child.last_words()}" if child.exit_code is None else str(child.ended())
+    return f"it has closed its input; {child.last_words()}" if child.exit_code is None else str(child.ended())
 
 
 def _end(child: Child) -> None:
-    """It and all that it started."""
+    """End a process and all processes that it started."""
     started = time.monotonic()
     family = child.family()
     child.terminate()
@@ -203,11 +203,11 @@ def _end(child: Child) -> None:
 
 
 def _silent(line: str) -> None:
-    """The log has it."""
+    """Do nothing: the line is in the log."""
 
 
 def owned_servers(config: TrainConfig, *, on_gpu: bool, check_stop: Callable[[], None]) -> list[OwnedServer]:
-    """The servers that a training run starts itself, in the order of `config.vllm.each`.
+    """Return the servers that a training run starts itself, in the order of `config.vllm.each`.
 
     Raises:
         PortBusyError: a port is taken; the message names the holder.

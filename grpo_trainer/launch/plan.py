@@ -1,7 +1,7 @@
-"""A run's configuration as process specifications: pure, so that what a run starts can be read and tested.
+"""Turns a run's configuration into process specifications: a pure function, so that a plan can be read and tested.
 
-Every process gets a configuration file of its own under `RUN_DIR/config/`; the command line that uses it can be
-repeated by hand.
+Each trainer and environment has its own configuration file in `RUN_DIR/config/`, and its command line can be repeated
+by hand.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from vllm_server.protocol.bridge_config import FILE_NAME
 
 LOOPBACK = "127.0.0.1"
 CACHE_FLAG = "--kv-cache-memory-bytes"
-"""Of vLLM: the size of its key-value cache; without it, vLLM measures what is free."""
+"""vLLM's flag for the size of its KV cache; without it, vLLM measures the free memory."""
 NO_ENV: Mapping[str, str] = MappingProxyType({})
 STOP_SECONDS_ALL_WEIGHTS = 120.0
-"""A trainer of all weights may take so long to save them with their optimizer when it is asked to stop."""
+"""Time for a trainer of all weights to save them and the optimizer's states after SIGTERM."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class ProcessSpec:
         name: unique; also the name of its log file.
         argv: full command line.
         env: added to the environment that it inherits.
-        ready_url: answers 200 once the process does its work; None: it is ready when it runs.
-        ready_timeout: seconds until then, at most.
-        ends_run: the run is over when this process has ended with 0.
-        may_end: it may end with 0 by itself without that being a failure.
-        stop_seconds: how long it may take to end after SIGTERM, before SIGKILL.
-        told: it waits on its standard input for a line, see `Child.tell`; otherwise that is empty.
+        ready_url: answers 200 once the process is ready; None: it is ready as soon as it runs.
+        ready_timeout: most seconds until it is ready.
+        ends_run: the run is over when this process exits with 0.
+        may_end: an exit with 0 is no failure.
+        stop_seconds: seconds between SIGTERM and SIGKILL.
+        told: it waits for a line on its standard input, see `Child.tell`; other processes have an empty one.
     """
 
     name: str
@@ -58,15 +58,15 @@ class ProcessSpec:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """What follows `python -m MODULE`."""
+        """The arguments after `python -m MODULE`."""
         return self.argv[3:]
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run starts, stage by stage: a stage starts when all processes of the one before are ready.
+    """The processes of a run, stage by stage: a stage starts when all processes of the stage before are ready.
 
-    Most runs have one stage: whoever needs another process waits for it, when it has done what it can do without.
+    Most runs have one stage. There, a process that needs another one waits for it, after the work that it can do alone.
     """
 
     stages: tuple[tuple[ProcessSpec, ...], ...]
@@ -94,11 +94,12 @@ def plan_run(
         ports: resolved (never 0) ports of "api" and of each server.
         python: the interpreter of every process.
         on_gpu: whether server and trainer run on a GPU; on a CPU all processes share its cores.
-        cache_bytes: size of the server's key-value cache on each of its GPUs; None: it measures what is free.
+        cache_bytes: size of the server's KV cache on each of its GPUs; None: the server measures the free memory.
         env: added to the environment of every process.
 
     Raises:
-        ConfigError: the trainer is to use the server's weights, but from another device.
+        ConfigError: the trainer shares the server's weights but is set to another device, or several servers have no
+            GPUs named.
     """
     _check_device(config.trainer, on_gpu=on_gpu)
     _check_gpus(config.server, on_gpu=on_gpu)
@@ -124,10 +125,11 @@ def plan_run(
 
 
 def _may_overlap(config: RunConfig, cache_bytes: int | None) -> bool:
-    """Whether the trainer may use a GPU while the server starts there.
+    """Return whether the trainer may use a GPU while the server starts on it.
 
-    A server that measures how much memory is free for its cache would count the trainer's, and vLLM ends with an error
-    when memory is given back meanwhile. Several trainer processes measure together, when all servers are there.
+    A server that measures the free memory for its cache would count the trainer's memory as used, and vLLM exits with
+    an error if memory is freed during the measurement. Several trainer processes measure together, after all servers
+    have started.
     """
     if config.trainer.owns_server:
         return True
@@ -136,7 +138,7 @@ def _may_overlap(config: RunConfig, cache_bytes: int | None) -> bool:
 
 
 SHARED_CORES = MappingProxyType({"OMP_WAIT_POLICY": "passive"})
-"""On a CPU: idle OpenMP threads sleep instead of spinning on cores that another process needs."""
+"""Environment on a CPU: idle OpenMP threads sleep instead of spinning on cores that another process needs."""
 
 
 def _traced(config: RunConfig, process: ProcessSpec) -> dict[str, str]:
@@ -179,11 +181,11 @@ def server_process(
     flags: tuple[str, ...] = (),
     name: str = "server",
 ) -> ProcessSpec:
-    """The server as a trainer's configuration wants it.
+    """Return the server's process for a trainer's configuration.
 
     Args:
-        model: folder or hub name of what it serves; clients call it by the trainer's --model-name all the same.
-        flags: more of its flags.
+        model: folder or hub name of the served model; requests name it by the trainer's --model-name in any case.
+        flags: further flags of the server.
     """
     vllm = trainer.vllm
     argv = [python, "-m", "vllm_server", "--model", model, "--served-model-name", trainer.model.name]
@@ -211,12 +213,12 @@ def server_process(
 
 
 def says_cache_size(extra_args: tuple[str, ...]) -> bool:
-    """Whether the user has fixed the size of the server's key-value cache."""
+    """Return whether the user has fixed the size of the server's KV cache."""
     return any(key_of(flag) == key_of(CACHE_FLAG) for flag, _ in arguments(extra_args))
 
 
 def waiting_server(server: ProcessSpec) -> ProcessSpec:
-    """A process that makes a server's imports, in this one's environment, and serves once it is told the arguments."""
+    """Return the standby process for a server: it makes the imports, then serves once it receives the arguments."""
     python = server.argv[0]
     return replace(server, argv=(python, "-m", "vllm_server.standby"), ready_url=None, told=True)
 
@@ -246,7 +248,7 @@ def _check_device(trainer: TrainConfig, *, on_gpu: bool) -> None:
             "the trainer is to use the server's weights",
             field="--device",
             got=device,
-            wanted=f"the device where they are: {where}",
+            wanted=f"the device that holds them: {where}",
             fix="use --device auto",
         )
 
@@ -255,10 +257,10 @@ def _check_gpus(server: ServerProcess, *, on_gpu: bool) -> None:
     if on_gpu and server.replicas > 1 and server.gpus is None:
         example = ";".join(map(str, range(server.replicas)))
         raise ConfigError(
-            "all would start on the same GPU",
+            "all servers would start on the same GPU",
             field="--server.replicas",
             got=server.replicas,
-            wanted="--server.gpus with it",
+            wanted="--server.gpus as well",
             fix=f"name the GPUs of each server: --server.gpus '{example}' (the trainer is on the first that it sees)",
         )
 
@@ -268,7 +270,7 @@ def _bridge_config_path(config: RunConfig) -> Path:
 
 
 def reached(config: RunConfig, ports: Mapping[str, int], on_gpu: bool) -> TrainConfig:
-    """The trainer's configuration with where the run's servers are, and in which dtype they generate."""
+    """Return the trainer's configuration with the addresses, GPUs and dtype of the run's servers."""
     trainer = config.trainer
     where = {"host": LOOPBACK, "port": ports["server"], "also": _others(config, ports), "gpus": config.server.gpus}
     where["dtype"] = trainer.served_dtype(on_gpu=on_gpu)
@@ -276,7 +278,7 @@ def reached(config: RunConfig, ports: Mapping[str, int], on_gpu: bool) -> TrainC
 
 
 def _others(config: RunConfig, ports: Mapping[str, int]) -> tuple[str, ...]:
-    """Addresses of the servers but the first."""
+    """Return the addresses of all servers except the first."""
     return tuple(f"{LOOPBACK}:{ports[name]}" for name in config.server.names[1:])
 
 
@@ -297,7 +299,7 @@ def _trainer_table(config: RunConfig, ports: Mapping[str, int], on_gpu: bool) ->
 def _trainer_processes(
     config: RunConfig, config_file: Path, ports: Mapping[str, int], python: str
 ) -> tuple[ProcessSpec, ...]:
-    """One for each of the trainer's GPUs; the first leads the others, which end with it."""
+    """Return one process for each of the trainer's GPUs; the first leads the others, which end with it."""
     argv = (python, "-m", "grpo_trainer", "train", "--config", str(config_file))
     seconds = STOP_SECONDS_ALL_WEIGHTS if isinstance(config.trainer.bridge, AllWeightsOptions) else 7.0
     size = config.options.trainer_gpus
@@ -318,7 +320,7 @@ def _trainer_processes(
 
 
 def _named(environments: tuple[EnvironmentProcess, ...]) -> list[tuple[str, EnvironmentProcess]]:
-    """Names for processes and files: env-arithmetic, and env-arithmetic-2 for the second of a kind."""
+    """Return names for processes and files: env-arithmetic, and env-arithmetic-2 for the second of a kind."""
     counts: dict[str, int] = {}
     named = []
     for environment in environments:
@@ -340,7 +342,7 @@ def _environment_tables(
         "tokenizer_name": model,
         "max_token_length": min(trainer.model.seq_len, trainer.served_len),
         "metrics_path": str(config.run_dir / "logs" / f"{name}.metrics.jsonl"),
-        # The second of a kind has metrics and a state of its own.
+        # The second of a kind needs separate metrics and a separate state.
         **({} if name == _base_name(environment) else {"wandb_name": name.removeprefix("env-")}),
         "rollout_server_url": f"http://{LOOPBACK}:{ports['api']}",
         **({"rollout_api_key": trainer.rollouts.api_key} if trainer.rollouts.api_key else {}),
@@ -359,7 +361,7 @@ def _environment_tables(
 
 
 def restart_patience(trainer: TrainConfig) -> float:
-    """Seconds that the server may be away while the trainer starts it anew."""
+    """Return the most seconds for which the server may be away while the trainer restarts it."""
     return trainer.vllm.startup_timeout + 60.0
 
 

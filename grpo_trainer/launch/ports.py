@@ -1,4 +1,4 @@
-"""Ports for a run's processes: free ones on request, a message with the holder for a busy one."""
+"""Ports for a run's processes: picks free ones on request, and names the holder of a busy one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from grpo_trainer.errors import PortBusyError
 
 
 def claim_ports(wanted: dict[str, int], host: str = "127.0.0.1") -> dict[str, int]:
-    """Resolve the ports of several processes.
+    """Return the ports of several processes, each 0 replaced by a free port.
 
     Args:
         wanted: process name -> port, 0 for any free one.
@@ -49,9 +49,9 @@ def claim_ports(wanted: dict[str, int], host: str = "127.0.0.1") -> dict[str, in
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there."""
+    """Return whether a server could listen there."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers do: TIME_WAIT is no holder
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the servers do: TIME_WAIT does not block them
         try:
             probe.bind((host, port))
         except OSError:
@@ -60,7 +60,7 @@ def is_free(host: str, port: int) -> bool:
 
 
 def port_holder(port: int) -> str:
-    """Who listens on a port, as far as this user may see it."""
+    """Describe the process that listens on a port, as far as this user may see it."""
     try:
         for connection in psutil.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
@@ -69,5 +69,5 @@ def port_holder(port: int) -> str:
                 process = psutil.Process(connection.pid)
                 return f"pid {connection.pid} ({' '.join(process.cmdline())[:120] or process.name()})"
     except psutil.Error:
-        pass  # not allowed to look, or it ended meanwhile: then its name stays unknown
+        pass  # no permission, or the process ended meanwhile: its name stays unknown
     return "another process"

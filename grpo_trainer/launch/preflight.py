@@ -1,4 +1,4 @@
-"""Asks vLLM, before anything is started, whether it serves a model; a lasting "yes" is kept for the next start."""
+"""Asks vLLM, before any process of a run starts, whether it serves a model, and caches the answer for later starts."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from vllm_server.protocol import PreflightReport
 PREFLIGHT_SECONDS = 300
 
 _VERSIONS = {"vllm": "_version.py", "torch": "version.py"}
-"""Packages that decide, and a file of each that says which build it is."""
+"""Packages that the answer depends on, and for each a file that identifies its build."""
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "VLLM_TARGET_DEVICE", "VLLM_PLUGINS")
 _DEVICES = Path("/dev")
 
 
 def ask(model: str) -> PreflightReport:
-    """Ask vLLM, in a process of its own, whether it serves a model: some 10 s of imports.
+    """Ask vLLM, in a separate process with some 10 s of imports, whether it serves a model.
 
     Raises:
-        ModelError: the model does not exist, is no decoder-only model, or is not served.
+        ModelError: the model does not exist, is no decoder-only model, or is not supported by vLLM.
         ConfigError: vLLM is not installed.
     """
     if importlib.util.find_spec("vllm") is None:
@@ -67,13 +67,13 @@ def ask(model: str) -> PreflightReport:
 
 
 def preflight(model: str, ask: Callable[[str], PreflightReport] = ask, *, again: bool = False) -> PreflightReport:
-    """As `ask`, but if the same installation said yes to the same config.json before, that is the answer.
+    """Return the answer of `ask`, from the cache if the same installation has accepted the same config.json before.
 
-    Only what vLLM's tables say is kept, and only of a folder: not of a name on the hub, nor of a model that vLLM had to
-    try out or that brings code along. The server looks once more when it starts.
+    The cache holds only answers from vLLM's own tables, and only for folders: a name on the hub may change, and a model
+    with its own code, or one that vLLM had to try out, is asked about each time. The server checks again at its start.
 
     Args:
-        again: ask in any case, and keep or forget by what is said.
+        again: ask in any case, and update the cache.
     """
     place = _place_of_answer(model)
     if place is None:
@@ -91,7 +91,7 @@ def preflight(model: str, ask: Callable[[str], PreflightReport] = ask, *, again:
 
 
 def _keep(place: Path, report: PreflightReport | None) -> None:
-    """Or forget what was there. Where nothing can be written vLLM is asked each time."""
+    """Cache a report, or delete the cached one. If the cache is not writable, vLLM is asked each time."""
     with suppress(OSError):
         if report is None:
             place.unlink(missing_ok=True)
@@ -101,9 +101,9 @@ def _keep(place: Path, report: PreflightReport | None) -> None:
 
 
 def _place_of_answer(model: str) -> Path | None:
-    """Named after what the answer depends on; None: that can't be told."""
+    """Return the cache file, named by a hash of all that the answer depends on; None: the answer can't be cached."""
     cache = cache_folder()
-    path = [str(Path.cwd()), *sys.path]  # as the process that is asked has it
+    path = [str(Path.cwd()), *sys.path]  # the search path of the process that `ask` starts
     try:
         config = (Path(model) / "config.json").read_bytes()
         versions = [(_package(name, path) / file).read_bytes() for name, file in _VERSIONS.items()]
@@ -121,7 +121,7 @@ def _place_of_answer(model: str) -> Path | None:
 
 
 def _package(name: str, path: list[str]) -> Path:
-    """Its folder; it is not imported."""
+    """Return a package's folder without importing it."""
     spec = PathFinder.find_spec(name, path)
     if spec is None or spec.origin is None:
         raise FileNotFoundError(name)
@@ -129,7 +129,7 @@ def _package(name: str, path: list[str]) -> Path:
 
 
 def _read(path: Path) -> PreflightReport | None:
-    """None: not there, or not whole."""
+    """Return a cached report; None: there is none, or it is damaged."""
     try:
         report = msgspec.json.decode(path.read_bytes(), type=PreflightReport)
     except (OSError, msgspec.MsgspecError):

@@ -1,4 +1,4 @@
-"""What a start waits for, how long that took the last time on this machine, and what it took this time."""
+"""Durations of a run's start: those of the last start on this machine, and those of this one."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ _VLLM_SAYS = {
     "graphs": re.compile(r"Graph capturing finished in ([\d.]+) secs"),
     "engine": re.compile(r"init engine \(profile, create kv cache, warmup model\) took ([\d.]+) s"),
 }
-"""Lines of vLLM's log; `engine` has `compile` and `graphs` in it."""
+"""Lines of vLLM's log; the time of `engine` includes `compile` and `graphs`."""
 
 
 class StartReport(msgspec.Struct, frozen=True):
-    """A start.
+    """Durations of one start.
 
     Attributes:
         seconds: from the command to the first trained step.
         phases: seconds of each of the trainer's phases, which sum to `seconds`.
-        servers: of each server, `ready`: the seconds from its own start until it answered; and what vLLM says of those.
+        servers: for each server, `ready`: the seconds from its own start to its first answer, and the phases of it that
+            vLLM logs.
     """
 
     seconds: float
@@ -44,7 +45,7 @@ class StartWatch:
 
     Args:
         report: the file that the trainer writes at its first trained step.
-        kept: where the last start of such a run on this machine is kept; None: nowhere.
+        kept: file with the report of the last such start on this machine; None: there is no cache.
     """
 
     def __init__(self, report: Path, kept: Path | None) -> None:
@@ -53,10 +54,10 @@ class StartWatch:
         self._last = read_report(kept) if kept else None
         self._servers: dict[str, dict[str, float]] = {}
         self.is_over = False
-        report.unlink(missing_ok=True)  # of an earlier start in the same folder
+        report.unlink(missing_ok=True)  # left by an earlier start in the same folder
 
     def note_ready(self, name: str, seconds: float, log: Path) -> None:
-        """A server answers; its log has what it has said until now."""
+        """Record that a server is ready, and the durations in its log."""
         try:
             said = log.read_text(errors="replace")
         except OSError:
@@ -64,30 +65,30 @@ class StartWatch:
         self._servers[name] = {"ready": round(seconds, 3), **server_phases(said)}
 
     def server_last_time(self, name: str) -> str:
-        """Return how long a server took to be ready, in words; empty if that is not known."""
+        """Return in words how long a server took to be ready last time; empty if unknown."""
         return _last_time(self._last.servers.get(name, {}) if self._last else {}, "ready")
 
     def phase_last_time(self, name: str) -> str:
-        """Return how long a phase of the trainer took, in words; empty if that is not known."""
+        """Return in words how long a phase of the trainer took last time; empty if unknown."""
         return _last_time(self._last.phases if self._last else {}, name)
 
     def look(self) -> None:
-        """See whether the first step is trained; if so, keep what the start took."""
+        """Check whether the first step is trained; if so, store the durations of this start."""
         if self.is_over or (found := read_report(self._report)) is None:
             return
         self.is_over = True
         whole = msgspec.json.encode(msgspec.structs.replace(found, servers=self._servers))
         for path in filter(None, (self._report, self._kept)):
-            with suppress(OSError):  # the run needs neither
+            with suppress(OSError):  # the run does not depend on these files
                 path.parent.mkdir(parents=True, exist_ok=True)
                 replace_file(path, msgspec.json.format(whole, indent=1))
 
 
 def server_phases(log: str) -> dict[str, float]:
-    """Return the seconds that vLLM says its phases have taken, as far as it does.
+    """Return the seconds of vLLM's phases, as far as the log has them.
 
     Args:
-        log: of the server; an earlier server may have written into the same file.
+        log: the server's log; an earlier server may have written into the same file.
     """
     own = log[log.rfind("\n$ ") + 1 :]
     found = {name: pattern.search(own) for name, pattern in _VLLM_SAYS.items()}
@@ -95,7 +96,7 @@ def server_phases(log: str) -> dict[str, float]:
 
 
 def read_report(path: Path) -> StartReport | None:
-    """Return what a start took; None: there is no such file, or it is no report."""
+    """Return the report in a file; None: there is no such file, or it is no report."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=StartReport)
     except (OSError, msgspec.MsgspecError):
@@ -103,11 +104,11 @@ def read_report(path: Path) -> StartReport | None:
 
 
 def kept_at(config: RunConfig, device: str, model_config: bytes | None) -> Path | None:
-    """Return where starts of such a run are kept; None: nowhere.
+    """Return the cache file for starts of such a run; None: there is no cache.
 
     Args:
-        device: what server and trainer run on, by its name.
-        model_config: the model's config.json, which has its shape; None: it is known by its name alone.
+        device: name of the device that server and trainer run on.
+        model_config: the model's config.json, which holds its shape; None: the model's name is used instead.
     """
     folder = cache_folder()
     if folder is None:

@@ -1,4 +1,4 @@
-"""Starts a plan's processes, waits until they are ready, watches them, and ends all that it started.
+"""Starts a plan's processes, waits until they are ready, watches them, and ends every process that it started.
 
 Ctrl-C reaches only the supervisor, which then ends its children in order (`child.py`).
 """
@@ -23,30 +23,30 @@ from grpo_trainer.phases import SERVER
 
 POLL_SECONDS = 0.1
 SHUTDOWN_SECONDS = 9.5
-"""From the first signal until the last child is gone, at most; longer only where a process needs longer to save."""
+"""Most seconds from the first signal until the last child is gone; more only if a process needs longer to save."""
 
 NOTICE = re.compile(r"\b(?:WARNING|ERROR)\b|\bwaiting \d+ s for\b|\bbridge proved\b")
-"""Lines in the logs of trainer and environments that their user should see at once."""
+"""Log lines of trainer and environments that the user should see at once."""
 
 WAITING = re.compile(r"\bwaiting\b")
-"""Lines of those who wait for a server, which are needless while the supervisor waits for it, too."""
+"""Log lines of processes that wait for a server; they are hidden while the supervisor itself waits for that server."""
 
 WAITS = re.compile(r"\bwaiting \d+ s for a batch\b")
-"""What the trainer says when it has nothing to train on."""
+"""The trainer's log line while it has no batch to train on."""
 
 PROGRESS_SECONDS = 10.0
-"""Between two lines on what a start waits for; more when it takes long."""
+"""Least time between two progress lines of a start; it grows with the length of the start."""
 
 
 class Supervisor:
-    """Owns the processes of one run. Use as a context manager: leaving it ends every child.
+    """Owns the processes of one run. Use as a context manager: its exit ends every child.
 
     Args:
-        log_folder: each process writes to NAME.log there.
+        log_folder: each process has its NAME.log there.
         say: shows a line of progress to the user.
         echo: shows a line that the process with `ends_run` wrote to its stdout.
-        watch: follows the start, which is over with the first trained step; None: with the last server that is ready.
-        check: raises what ends the run, such as that its folder is gone.
+        watch: follows the start, which ends with the first trained step; None: it ends when the last server is ready.
+        check: raises an error that ends the run, for example if the run's folder is gone.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class Supervisor:
         self._signals.append(number)
 
     def run(self, stages: Sequence[Sequence[ProcessSpec]]) -> None:
-        """Start a stage when the one before is ready; watch all until the process with `ends_run` is done.
+        """Start each stage when the stage before is ready, and watch all processes until that with `ends_run` is done.
 
         Raises:
-            ProcessFailedError: a process ended that should not have, or was not ready in time.
-            StoppedError: a signal came.
+            ProcessFailedError: a process ended unexpectedly, or was not ready in time.
+            StoppedError: a signal arrived.
             DiskFullError: a log could not be written.
         """
         later = collections.deque(stages)
@@ -104,7 +104,7 @@ class Supervisor:
                 time.sleep(POLL_SECONDS)
 
     def start(self, spec: ProcessSpec) -> Child:
-        """Start one process; it is watched, and ended with the others."""
+        """Start one process, to be watched and ended with the others."""
 
         def on_stdout(line: str) -> None:
             if spec.ends_run:
@@ -123,7 +123,7 @@ class Supervisor:
         return child
 
     def _tell(self, show: Callable[[str], None], line: str) -> None:
-        """Show a line, unless nobody is there any more (`grpo run | head`): the run goes on, its logs are complete."""
+        """Show a line. Once the output is closed (`grpo run | head`), show no more; the run and its logs continue."""
         if self._unheard:
             return
         try:
@@ -132,7 +132,7 @@ class Supervisor:
             self._unheard = True
 
     def _check(self) -> None:
-        """Raise for whatever ends the run early."""
+        """Raise an error if anything ends the run early."""
         if self._signals:
             number = self._signals[0]
             raise StoppedError(f"stopped by {signal.Signals(number).name}", number)
@@ -143,11 +143,12 @@ class Supervisor:
         for child in self.children:
             if child.exit_code == 0 and child.spec.may_end and not child.told_end:
                 child.told_end = True
-                self._waits = False  # what it sent last may be what the trainer waits for
+                self._waits = False  # its last rollouts may complete the batch that the trainer waits for
                 self._tell(self._say, f"{child.name}: has ended (log: {child.log_path})")
         ended = [child for child in self.children if child.exit_code is not None and not self._as_planned(child)]
         if ended:
-            # A process that was killed is the cause; one that ended with an error in the same moment may be its victim.
+            # Blame a killed process first: one that ended with an error at the same moment may have failed because
+            # of it.
             culprit = min(ended, key=lambda child: (child.process.returncode >= 0, child.spec.ends_run))
             raise culprit.ended()
         environments = [child for child in self.children if child.name.startswith("env-")]
@@ -160,7 +161,7 @@ class Supervisor:
 
     @property
     def _is_starting(self) -> bool:
-        """Whether no step was trained yet, as far as that is known."""
+        """Whether the first step is still to come; False if that is not known."""
         if self._watch is None:
             return False
         self._watch.look()
@@ -171,12 +172,12 @@ class Supervisor:
         return [child for child in self.children if not child.ready]
 
     def _look(self, child: Child, http: httpx.Client) -> None:
-        """Whether a server answers by now.
+        """Check whether a server answers, and record it as ready if so.
 
         Raises:
-            ProcessFailedError: it does not, and its time is up.
+            ProcessFailedError: it does not answer, and its time is up.
         """
-        assert child.spec.ready_url is not None, "whoever has none is ready when it runs"
+        assert child.spec.ready_url is not None, "a process without one is ready when it runs"
         seconds = time.monotonic() - child.started
         child.ready = answers(http, child.spec.ready_url)
         if child.ready:
@@ -188,7 +189,7 @@ class Supervisor:
             raise child.not_ready()
 
     def _say_progress(self) -> None:
-        """From time to time, until the first step is trained: what is being waited for."""
+        """Show what the start waits for, from time to time until the first step is trained."""
         now = time.monotonic()
         patience = max(PROGRESS_SECONDS, 0.2 * (self._said - self._begun))
         if not (self._is_starting or self._unready) or now - self._said < patience:
@@ -199,7 +200,7 @@ class Supervisor:
                 self._tell(self._say, f"{child.name}: {line}")
 
     def _progress_of(self, child: Child, now: float) -> str:
-        """What a child is doing on its way to the first step; empty if that is done or not known."""
+        """Return a child's progress towards the first step; empty if that is done or unknown."""
         if not child.ready:
             last_time = self._watch.server_last_time(child.name) if self._watch else ""
             last = next((line for line in reversed(child.last_lines) if line.strip()), "nothing said yet")
@@ -208,14 +209,15 @@ class Supervisor:
             return ""
         name, since = child.phase
         if name == SERVER and self._unready:
-            return ""  # which is said of the server
+            return ""  # the server's own progress line covers it
         return f"{name}, {now - since:.0f} s{self._watch.phase_last_time(name)}"
 
     def stop_all(self) -> None:
-        """End every child: those that work for the run first, then the servers that they use.
+        """End every child: first trainers and environments, then the servers that they use.
 
-        Each gets SIGTERM and its time; whatever is left of its process group or its descendants is killed. Takes at
-        most `SHUTDOWN_SECONDS`, or the longest time of a process; a second signal to the supervisor kills at once.
+        Each gets SIGTERM and its time to stop; what is left of its process group or its descendants is then killed.
+        This takes at most `SHUTDOWN_SECONDS`, or the longest `stop_seconds`. A second signal to the supervisor kills at
+        once.
         """
         families = {child: child.family() for child in self.children}
         longest = max((child.stop_seconds for child in self.children), default=0.0)
@@ -238,8 +240,8 @@ class Supervisor:
 
 
 def answers(http: httpx.Client, url: str) -> bool:
-    """Whether a GET gets 200."""
+    """Return whether a GET is answered with status 200."""
     try:
         return http.get(url).status_code == 200
     except httpx.HTTPError:
-        return False  # not listening yet: that is what is being waited for
+        return False  # not listening yet

@@ -13,15 +13,15 @@ the server sampled with, `ref` the reference model's, `A` the advantage.
 | cispo | token | cispo | as dapo | MiniMax-M1, arXiv 2506.13585 |
 | sapo | token | sapo | as grpo | SAPO, arXiv 2511.20347 |
 
-bnpo and dapo are one: a "batch" is the whole one, whatever microbatches it is cut into. The means of gspo, cispo and
-sapo are the papers' own, and TRL 1.16's. Ratios and surrogates are in `surrogates.py`; the loss is
+bnpo and dapo are the same here: a "batch" is the whole batch, however it is split into microbatches. The means of gspo,
+cispo and sapo are those of the papers and of TRL 1.16. Ratios and surrogates are in `surrogates.py`; the loss is
 
     sum of weight x (-w x gain + kl_beta x KL)  - entropy_coef x mean entropy  + distill_coef x mean cross-entropy
 
-with w from `corrections.py`, KL and cross-entropy from `regularisers.py`; a token under supervision (the override
-`sft`) has -A lp in place of the bracket, and A = 1. The weight is a token's part in the mean of the table. The other
-means are over all tokens of the batch that the policy sampled, or all that have a teacher, whatever the loss. What is
-too old and counts less (`--on-stale downweight`) does so in each of them.
+with w from `corrections.py`, KL and cross-entropy from `regularisers.py`. A supervised token (the override `sft`) has
+-A lp in place of the bracket, and A = 1. The weight is a token's share in the mean of the table. For every loss, the
+entropy's mean is over all tokens of the batch that the policy sampled, and the cross-entropy's over all tokens with a
+teacher. A stale sequence with a lower weight (`--on-stale downweight`) has it in each of these means.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from grpo_trainer.metrics.types import Max, Mean, Metric, Sum
 
 @dataclass(frozen=True)
 class LossSpec:
-    """A row of the table; an object of this class is all that a loss of your own needs.
+    """A row of the table; a custom loss is an object of this class.
 
     Attributes:
-        ratio: from `lp_N`, `old_N` and the segments to the importance ratio of each token `[N]`.
-        surrogate: from `ratio_N`, `lp_N`, `advantages_N` and the options to what each token gains.
+        ratio: returns the importance ratio of each token `[N]` from `lp_N`, `old_N` and the segments.
+        surrogate: returns the gain of each token from `ratio_N`, `lp_N`, `advantages_N` and the options.
         mean: over a sequence's tokens and then over sequences, over all tokens, or divided by a constant.
     """
 
@@ -71,7 +71,7 @@ LOSSES: Mapping[str, LossSpec] = {
 
 @dataclass(frozen=True)
 class BatchCounts:
-    """What means are taken over: counted in the whole batch before anything is left out or split."""
+    """Denominators of means, counted in the whole batch before any sequence is left out or the batch is split."""
 
     sequences: int
     trained_tokens: int
@@ -86,18 +86,19 @@ class BatchCounts:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What the loss sees of one microbatch: N trained tokens, K tokens of a teacher at each.
+    """The loss's inputs for one microbatch: N trained tokens, K tokens of a teacher at each.
 
     Attributes:
-        trainer_logprobs_N: of the current policy, with gradient.
-        entropy_N: of the current policy at each position; with gradient if there is a bonus for it.
-        old_logprobs_N: the trainer's before the first update on this batch; None: this is the first, they are its own.
-        rollout_logprobs_N, has_rollout_N: what the server sampled with, where it is known.
-        ref_logprobs_N: the reference's; None: there is none.
-        advantages_N, weights_N, shares_N, supervised_N, teacher_logprobs_NK: as in `batching.MicroBatch`.
-        trainer_logprobs_NK: of the teacher's tokens under the current policy, with gradient.
+        trainer_logprobs_N: logprobs under the current policy, with gradient.
+        entropy_N: entropy of the current policy at each position, with gradient if the loss has an entropy bonus.
+        old_logprobs_N: the trainer's logprobs before the first update on this batch; None: this is the first update,
+            and they equal `trainer_logprobs_N`.
+        rollout_logprobs_N, has_rollout_N: the logprobs that the server sampled with, and where they are known.
+        ref_logprobs_N: the reference's logprobs; None: there is no reference.
+        advantages_N, weights_N, shares_N, supervised_N, teacher_logprobs_NK: as in `microbatches.MicroBatch`.
+        trainer_logprobs_NK: logprobs of the teacher's tokens under the current policy, with gradient.
         segments: the sequences that the tokens belong to.
-        counts: of the whole batch.
+        counts: counts of the whole batch.
     """
 
     trainer_logprobs_N: Tensor
@@ -140,10 +141,10 @@ def loss_spec(name: str) -> LossSpec:
 
 
 def token_weight(loss: str, *, length: int, counts: BatchCounts, max_completion_len: int) -> float:
-    """The weight of each trained token of one sequence, so that the batch's loss is the weighted sum over its tokens.
+    """Return the weight of each trained token of a sequence; the batch's loss is the weighted sum over all tokens.
 
     Args:
-        length: trained tokens of the sequence.
+        length: number of trained tokens of the sequence.
         max_completion_len: the constant of dr_grpo, in tokens.
     """
     match loss_spec(loss).mean:
@@ -156,7 +157,7 @@ def token_weight(loss: str, *, length: int, counts: BatchCounts, max_completion_
 
 
 def batch_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
-    """The microbatch's share of the loss that the options describe."""
+    """Return the microbatch's share of the loss that the options describe."""
     spec, lp_N = loss_spec(config.loss), inputs.trainer_logprobs_N
     own_N = lp_N.detach() if inputs.old_logprobs_N is None else inputs.old_logprobs_N
     old_N = own_N
@@ -187,7 +188,7 @@ def batch_loss(inputs: LossInputs, config: LossConfig) -> LossOutput:
 
 
 def _other_parts(inputs: LossInputs, ratio_N: Tensor, config: LossConfig) -> dict[str, Tensor]:
-    """The parts of the loss besides the policy's; those that are not asked for are not there."""
+    """Return the parts of the loss besides the policy's, only those that the options ask for."""
     lp_N, weights_N = inputs.trainer_logprobs_N, inputs.weights_N
     imitated_N = torch.where(inputs.supervised_N, inputs.advantages_N * lp_N, 0.0)
     parts = {"supervised": -(weights_N * imitated_N).sum()}
@@ -207,7 +208,7 @@ def _other_parts(inputs: LossInputs, ratio_N: Tensor, config: LossConfig) -> dic
 
 
 def _policy_metrics(inputs: LossInputs, ratio_N: Tensor, surrogate: Surrogate) -> dict[str, Metric]:
-    """Of the tokens that the policy sampled; under supervision there is no ratio."""
+    """Return metrics of the tokens that the policy sampled; supervised tokens have no ratio."""
     sampled_N = ~inputs.supervised_N
     count = sampled_N.sum()
     low, high = (surrogate.low_N & sampled_N).sum(), (surrogate.high_N & sampled_N).sum()
@@ -225,7 +226,7 @@ def _policy_metrics(inputs: LossInputs, ratio_N: Tensor, surrogate: Surrogate) -
 
 
 def _correction_metrics(inputs: LossInputs, correction: Correction, config: LossConfig) -> dict[str, Metric]:
-    """The mean weight of the tokens that have one, and the share of them whose weight was cut."""
+    """Return the mean weight of the tokens that have one, and the share of them whose weight is truncated or masked."""
     if config.correction == "none":
         return {}
     known_N = inputs.has_rollout_N
@@ -237,7 +238,7 @@ def _correction_metrics(inputs: LossInputs, correction: Correction, config: Loss
 
 
 def _gap_metrics(inputs: LossInputs) -> dict[str, Metric]:
-    """How far the trainer is from the server."""
+    """Return the gap between the trainer's and the server's logprobs."""
     known_N = inputs.has_rollout_N
     count = known_N.sum()
     gap_N = torch.where(known_N, inputs.rollout_logprobs_N - inputs.trainer_logprobs_N, 0.0)
@@ -250,7 +251,7 @@ def _gap_metrics(inputs: LossInputs) -> dict[str, Metric]:
 
 
 def _reference_metrics(inputs: LossInputs) -> dict[str, Metric]:
-    """How far the policy is from the reference, by k3, whichever estimator the loss has."""
+    """Return the policy's KL divergence from the reference, by k3 whichever estimator the loss uses."""
     if inputs.ref_logprobs_N is None:
         return {}
     sampled_N = ~inputs.supervised_N

@@ -1,9 +1,9 @@
-"""Correction for the mismatch between who sampled and who trains, by truncated or masked importance sampling.
+"""Correction for the mismatch between server and trainer, by truncated or masked importance sampling.
 
-The server's kernels and precision are not the trainer's, and its weights may be some versions older. Where the ratio is
-taken against the trainer's own old logprobs (`old`), tokens are weighed by
+The server's kernels and precision differ from the trainer's, and its weights may be some versions older. If the ratio
+is taken against the trainer's own old logprobs (`old`), each token is weighted by
 
-    w = sg(exp(old - roll))      of each token, or with the sum of its sequence's differences; 1 where roll is not known
+    w = sg(exp(old - roll))      per token, or with the sum of its sequence's differences; 1 where roll is not known
 
 | kind | weight | source |
 |---|---|---|
@@ -24,7 +24,7 @@ from grpo_trainer.losses.segments import Segments
 
 @dataclass(frozen=True)
 class Correction:
-    """The weight of each token, without gradient, and whether it is other than w."""
+    """The weight of each token, without gradient, and whether it is truncated or masked (differs from w)."""
 
     weights_N: Tensor
     cut_N: Tensor
@@ -40,11 +40,11 @@ def mismatch_correction(
     level: Literal["token", "sequence"],
     cap: float,
 ) -> Correction:
-    """The weights of all tokens.
+    """Return the weights of all tokens.
 
     Args:
         old_N: the trainer's logprobs before the first update on this batch.
-        rollout_N, known_N: the server's, and where there are any.
+        rollout_N, known_N: the server's logprobs, and where they are known.
     """
     if kind == "none":
         return Correction(torch.ones_like(old_N), torch.zeros_like(known_N))

@@ -1,4 +1,4 @@
-"""Terms beside the policy's gain: divergence from a reference, distillation. Pure functions of flat tensors, in fp32.
+"""Further terms of the loss: divergence from a reference, distillation. Pure functions of flat tensors, in fp32.
 
 | term of a token | definition | source |
 |---|---|---|
@@ -7,8 +7,9 @@
 | k3 | exp(-x) + x - 1 | the same; in a loss: DeepSeekMath, arXiv 2402.03300 |
 | distillation | -sum_k softmax(teacher / tau)_k lp_k over the teacher's k likeliest tokens | Atropos's distill fields |
 
-Of samples of the policy, k1 and k3 have the KL divergence as their mean. Their gradients do not: that of k1 is 0 on
-average, that of k3 is the reversed divergence's; k2's is the KL's own. Multiplied by the ratio, k1 and k3 have both
+On samples of the policy, the means of k1 and k3 are the KL divergence. Their gradients are not the divergence's: on
+average the gradient of k1 is 0, that of k3 is the gradient of the reversed divergence, and only that of k2 is the
+gradient of the KL divergence. Multiplied by the ratio, k1 and k3 have the right mean and the right gradient
 (DeepSeek-V3.2, arXiv 2512.02556): that is `--kl-unbiased`.
 """
 
@@ -22,7 +23,7 @@ from grpo_trainer.losses.surrogates import MAX_LOG_RATIO
 
 
 def divergence(lp_N: Tensor, ref_N: Tensor, estimator: KlEstimator) -> Tensor:
-    """The estimate of KL(policy || reference) at each token, in nats, with gradient to `lp_N`."""
+    """Return the estimate of KL(policy || reference) at each token, in nats, with gradient to `lp_N`."""
     x_N = lp_N - ref_N
     match estimator:
         case "k1":
@@ -34,11 +35,11 @@ def divergence(lp_N: Tensor, ref_N: Tensor, estimator: KlEstimator) -> Tensor:
 
 
 def teacher_cross_entropy(lp_NK: Tensor, teacher_NK: Tensor, temperature: float) -> Tensor:
-    """The policy's cross-entropy to the teacher, at each token, in nats; 0 where there is no teacher.
+    """Return the policy's cross-entropy to the teacher at each token, in nats; 0 where there is no teacher.
 
     Args:
         lp_NK: the policy's logprobs of the teacher's tokens, with gradient.
-        teacher_NK: the teacher's; -inf fills up where it gave fewer.
+        teacher_NK: the teacher's logprobs; padded with -inf where it gave fewer.
         temperature: divides the teacher's logprobs before they are normalised over the k.
     """
     given_NK = teacher_NK.isfinite()

@@ -16,15 +16,15 @@ class Segments:
     count: int
 
     def total_B(self, values_N: Tensor) -> Tensor:
-        """The sum of each sequence's values."""
+        """Return the sum of each sequence's values."""
         return torch.zeros(self.count, dtype=values_N.dtype, device=values_N.device).index_add(
             0, self.index_N, values_N
         )
 
     def total_N(self, values_N: Tensor) -> Tensor:
-        """The same, at each of its tokens."""
+        """Return the sum of each sequence's values at each of its tokens."""
         return self.total_B(values_N)[self.index_N]
 
     def mean_N(self, values_N: Tensor) -> Tensor:
-        """The mean of a sequence's values, at each of its tokens."""
+        """Return the mean of each sequence's values at each of its tokens."""
         return self.total_N(values_N) / self.total_N(torch.ones_like(values_N))

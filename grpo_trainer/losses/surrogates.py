@@ -1,7 +1,7 @@
-"""What the policy gains by each token: ratios and surrogates, pure functions of flat tensors (`_N`), all in fp32.
+"""The policy's gain by each token: ratios and surrogates, pure functions of flat tensors (`_N`), all in fp32.
 
-The ratio is of one token, `exp(lp - old)` (PPO, arXiv 1707.06347), or of its whole sequence, `exp(mean(lp - old))`
-(GSPO, arXiv 2507.18071). What is made of it:
+The ratio is that of one token, `exp(lp - old)` (PPO, arXiv 1707.06347), or of its whole sequence, `exp(mean(lp - old))`
+(GSPO, arXiv 2507.18071). A surrogate turns it into a gain:
 
 | surrogate | gain | source |
 |---|---|---|
@@ -23,13 +23,14 @@ from grpo_trainer.config.loss import LossConfig
 from grpo_trainer.losses.segments import Segments
 
 MAX_LOG_RATIO = 20.0
-"""Beyond every clip, and far from the overflow of exp in fp32: a gradient of 0 times infinity would be NaN. A token
-that is further off has no gradient: no policy is, but a server that gives -9999 for a probability of 0."""
+"""Limit of a log ratio, beyond every clip range and far from the overflow of exp in fp32, where a gradient of 0 times
+infinity would be NaN. A token beyond it has no gradient. No policy moves that far, but a server may send -9999 for a
+probability of 0."""
 
 
 @dataclass(frozen=True)
 class Surrogate:
-    """What the tokens gain, with gradient, and which of them the clip holds at its lower or upper end."""
+    """The gain of each token, with gradient, and which tokens are clipped at the lower or upper end."""
 
     gain_N: Tensor
     low_N: Tensor
@@ -37,27 +38,27 @@ class Surrogate:
 
 
 def token_ratio(lp_N: Tensor, old_N: Tensor, segments: Segments) -> Tensor:
-    """The new probability of each token over its old one."""
+    """Return the new probability of each token over its old one."""
     return torch.exp((lp_N - old_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
 def sequence_ratio(lp_N: Tensor, old_N: Tensor, segments: Segments) -> Tensor:
-    """The geometric mean of a sequence's ratios, at each of its tokens.
+    """Return the geometric mean of a sequence's ratios at each of its tokens.
 
-    A token's gradient goes through its own logprob alone (GSPO-token, section 4.3): where all tokens of a sequence have
-    the same advantage, the gradient of their mean is GSPO's own; where not, each token keeps its advantage.
+    A token's gradient goes through its own logprob alone (GSPO-token, section 4.3). If all tokens of a sequence have
+    the same advantage, the gradient of their mean is that of GSPO; otherwise each token keeps its own advantage.
 
-    The mean is over the tokens whose own log ratio is within `MAX_LOG_RATIO`: one beyond would be the whole sequence's.
+    The mean leaves out tokens whose own log ratio exceeds `MAX_LOG_RATIO`: one of them would dominate the sequence.
     """
     log_N = (lp_N - old_N).detach()
-    beyond_N = log_N.abs() > MAX_LOG_RATIO  # not where it is NaN: that must be seen
+    beyond_N = log_N.abs() > MAX_LOG_RATIO  # False for NaN, which must stay visible in the loss
     total_N = segments.total_N(torch.where(beyond_N, 0.0, log_N))
     within_N = segments.total_N((~beyond_N).to(log_N.dtype))
     return torch.exp(total_N / within_N.clamp(min=1.0) + torch.where(beyond_N, 0.0, lp_N - lp_N.detach()))
 
 
 def clipped(ratio_N: Tensor, lp_N: Tensor, advantages_N: Tensor, config: LossConfig) -> Surrogate:
-    """PPO's, with clip-higher and dual clip. A token that the clip holds has no gradient."""
+    """Return PPO's surrogate, with clip-higher and dual clip. A clipped token has no gradient."""
     low, high = 1.0 - config.clip_eps, 1.0 + config.eps_high
     plain_N = ratio_N * advantages_N
     gain_N = torch.minimum(plain_N, ratio_N.clamp(low, high) * advantages_N)
@@ -71,14 +72,14 @@ def clipped(ratio_N: Tensor, lp_N: Tensor, advantages_N: Tensor, config: LossCon
 
 
 def cispo(ratio_N: Tensor, lp_N: Tensor, advantages_N: Tensor, config: LossConfig) -> Surrogate:
-    """The ratio weighs the logprob's gradient, which no token loses: the weight is cut, from above only."""
+    """Return CISPO's surrogate: the ratio, clipped from above, weights the logprob's gradient, so no token loses it."""
     high = 1.0 + config.eps_high
     gain_N = ratio_N.detach().clamp(max=high) * advantages_N * lp_N
     return Surrogate(gain_N, torch.zeros_like(ratio_N, dtype=torch.bool), ratio_N > high)
 
 
 def sapo(ratio_N: Tensor, lp_N: Tensor, advantages_N: Tensor, config: LossConfig) -> Surrogate:
-    """A gate instead of a clip: its slope is 1 at a ratio of 1 and falls off smoothly on both sides."""
+    """Return SAPO's surrogate: a gate instead of a clip; its slope is 1 at a ratio of 1 and falls off on both sides."""
     tau_N = torch.where(advantages_N > 0, config.sapo_tau_pos, config.sapo_tau_neg)
     gain_N = 4.0 / tau_N * torch.sigmoid(tau_N * (ratio_N - 1.0)) * advantages_N
     never_N = torch.zeros_like(ratio_N, dtype=torch.bool)

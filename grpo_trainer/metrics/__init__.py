@@ -1,1 +1,1 @@
-"""What a step measured, and where it goes."""
+"""Metrics of steps: types that merge, files of rows, the summary of a run."""

@@ -1,24 +1,24 @@
-"""How long a run still takes, by its last steps; seconds in words."""
+"""Estimates a run's remaining time from its last steps, and formats durations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 RECENT = 50
-"""Steps by which the rest is judged."""
+"""Number of last steps for the estimate."""
 
 
 def seconds_left(steps: int, recent: Sequence[float]) -> float | None:
-    """Return what so many more steps take, in seconds: each the mean of `recent`.
+    """Return the seconds that `steps` more steps take, each the mean of `recent`.
 
-    The longest of `recent` counts as the second longest. So one step that is like no other (the first, with the start
-    of the server and the compiling in it) does not matter, and what comes again and again does: saves, restarts.
+    The longest of `recent` counts as the second longest. So a single outlier (the first step, which includes the
+    server's start and compiling) does not matter, but repeated ones (saves, restarts) do.
 
     Args:
         recent: seconds of the last steps, from the end of one to the end of the next.
 
     Returns:
-        None: there are fewer than two to judge by.
+        The seconds; None: `recent` has fewer than two steps.
     """
     if len(recent) < 2:
         return None

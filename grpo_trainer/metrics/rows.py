@@ -11,12 +11,12 @@ from grpo_trainer.files import replace_file
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file that may be written at this moment, or whose writer was killed: a last half line is none."""
+    """Return the rows of a file, without an incomplete last line of a running or killed writer."""
     return [row for _, row in _lines(path)]
 
 
 def keep_steps(path: Path, steps_done: int) -> None:
-    """Drop the rows after `steps_done`, of steps that a resumed run takes again; no file is none to drop from."""
+    """Drop the rows after `steps_done`, whose steps a resumed run repeats; do nothing if there is no file."""
     if path.exists():
         kept = [line for line, row in _lines(path) if row["step"] <= steps_done]
         replace_file(path, "".join(f"{line}\n" for line in kept).encode())
@@ -24,5 +24,5 @@ def keep_steps(path: Path, steps_done: int) -> None:
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     lines = path.read_text().split("\n")
-    for line in lines[:-1]:  # what follows the last line break is not whole yet
+    for line in lines[:-1]:  # the text after the last line break is incomplete
         yield line, json.loads(line)

@@ -1,4 +1,4 @@
-"""How a run went, in a table and one JSON object: `python -m grpo_trainer.metrics.summary RUN_DIR`."""
+"""Summary of a run as a table and one JSON object: `python -m grpo_trainer.metrics.summary RUN_DIR`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENDS = 5
 
 @dataclass(frozen=True)
 class Summary:
-    """A run's outcome; seconds from the first step's begin to the last one's end."""
+    """Outcome of a run; `seconds` is the time from the start of the first step to the end of the last."""
 
     reward_start: float
     reward_end: float
@@ -55,7 +55,7 @@ def summarise(run_dir: Path) -> Summary:
 
 
 def print_summary(summary: Summary, console: Console) -> None:
-    """The table."""
+    """Print the table."""
     table = Table(title="GRPO run", show_header=False)
     table.add_row("mean reward, first 5 steps", f"{summary.reward_start:.3f}")
     table.add_row("mean reward, last 5 steps", f"{summary.reward_end:.3f}")
@@ -69,7 +69,7 @@ def main(
     run_dir: Annotated[Path, typer.Argument(help="Folder of a run.")],
     min_rise: Annotated[float, typer.Option(help="Exit with 1 if the reward rose by less.")] = float("-inf"),
 ) -> None:
-    """Print how a run went; the last line is a JSON object."""
+    """Print the summary of a run; the last line is a JSON object."""
     try:
         summary = summarise(run_dir)
     except ConfigError as error:

@@ -1,7 +1,7 @@
-"""Metrics that combine rightly: a mean remembers its weight, a maximum stays one, whatever they are merged with.
+"""Metrics that merge correctly: a mean keeps its weight, and a maximum stays a maximum.
 
-Totals may be tensors on a device: they are read only once a step, in `reduce`, so that microbatches need not wait.
-`numbers` reads them, for other processes.
+Totals may be tensors on a device. `reduce` reads them, only once a step, so that microbatches do not wait for the
+device. `numbers` reads them for other processes.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
 
 
 def reduce(metrics: Metrics) -> dict[str, float]:
-    """The numbers to log."""
+    """Return the numbers to log."""
     return {key: metric.value() for key, metric in metrics.items()}
 
 

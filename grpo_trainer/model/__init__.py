@@ -1,1 +1,1 @@
-"""The model that is trained: checked, loaded, given its adapter."""
+"""The trained model: checks, loading, adapter, forward pass, memory plan, sharding and export."""

@@ -1,4 +1,4 @@
-"""What layers keep for the backward pass: measured on a few tokens, then kept, recomputed or moved as memory allows."""
+"""Activation memory: measure what layers keep for the backward pass; keep, recompute or offload it as memory allows."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ log = logging.getLogger(__name__)
 
 
 class Kept(IntEnum):
-    """What a layer keeps for its backward pass; what else that needs is computed again.
+    """What a layer keeps for its backward pass; the backward pass recomputes the rest.
 
-    From one to the next it is less, for more work: for the second hardly any, for the third about half of a layer's
-    forward pass, for the last most of it.
+    Each level keeps less than the one before and recomputes more: `PRODUCTS` hardly any of a layer's forward pass,
+    `NARROW` about half of it, `INPUT` most of it.
     """
 
     ALL = 0
-    """Whatever its operations ask for."""
+    """Everything that its operations save."""
     PRODUCTS = 1
-    """Results of matrix products and of attention: not of norms, rotations and activations."""
+    """Results of matrix products and attention, but not of norms, rotary embeddings and activation functions."""
     NARROW = 2
-    """Of these, none that is wider than what it was made of: not the MLP's inner ones."""
+    """Results of attention, and of matrix products that do not widen: the MLP's inner ones are recomputed."""
     INPUT = 3
-    """What goes in."""
+    """The layer's input alone."""
 
 
 @dataclass(frozen=True)
 class Recomputation:
-    """What the layers of a decoder keep: the first `count` of them `less`, the others `more`."""
+    """What a decoder's layers keep: the first `count` of them `less`, the others `more`."""
 
     count: int = 0
     less: Kept = Kept.INPUT
     more: Kept = Kept.ALL
 
     def of(self, layer: int) -> Kept:
-        """What this one keeps, counted from 0."""
+        """Return what a layer keeps; layers count from 0."""
         return self.less if layer < self.count else self.more
 
 
 @dataclass(frozen=True)
 class LayerMemory:
-    """What a pass keeps for its backward pass.
+    """Memory that a forward pass keeps for its backward pass.
 
     Attributes:
-        layers: of the decoder.
-        token_bytes: of one layer, for each token, by what it keeps; `ALL` and `INPUT` at least.
-        fixed_bytes: of one layer, whatever the tokens, such as its weights in another dtype; by the same.
+        layers: number of the decoder's layers.
+        token_bytes: what is kept -> bytes of one layer for each token; has `ALL` and `INPUT` at least.
+        fixed_bytes: what is kept -> bytes of one layer for any number of tokens, such as its weights in another dtype.
     """
 
     layers: int
@@ -66,14 +66,15 @@ class LayerMemory:
     fixed_bytes: Mapping[Kept, float] = field(default_factory=dict)
 
     def of_layer(self, tokens: int, kept: Kept) -> float:
-        """What a layer keeps, in bytes."""
+        """Return the bytes that a layer keeps."""
         return tokens * self.token_bytes[kept] + self.fixed_bytes.get(kept, 0.0)
 
     def needed(self, tokens: int, plan: Recomputation) -> float:
-        """Bytes at the peak of a pass.
+        """Return the bytes at the peak of a pass.
 
-        A layer in its backward pass has all that it needs, and gradients beside, about as much again. The last layer
-        has them while all is there still; the last of those that keep less, when only theirs is.
+        During its backward pass a layer holds all of its activations and about as many bytes of gradients. There are
+        two candidates for the peak. When the backward pass begins, the last layer holds these on top of what all layers
+        keep. When it reaches the last recomputing layer, that layer holds them on top of what the first `count` keep.
         """
         whole, less, more = (self.of_layer(tokens, kept) for kept in (Kept.ALL, plan.less, plan.more))
         gradients = tokens * self.token_bytes[Kept.ALL]
@@ -86,8 +87,7 @@ class LayerMemory:
         return max(peaks)
 
     def plan(self, tokens: int, free: float) -> Recomputation:
-        """The least work that lets a pass fit: as many layers as possible keep as much as possible; if nothing fits,
-        all of them keep the least."""
+        """Return the plan with the least recomputation that fits; if none fits, all layers keep only their input."""
         plans = (
             Recomputation(count, less, more)
             for more, less in pairwise(sorted(self.token_bytes))
@@ -98,9 +98,9 @@ class LayerMemory:
 
 
 class _Saved:
-    """Bytes that autograd keeps, each storage counted once; weights are not counted.
+    """Counts the bytes that autograd saves: each storage once, and no weights.
 
-    Those that are cut over processes come together, somewhere, for the time that they are used.
+    Sharded weights are gathered into new memory for each use, so their addresses are looked up at each call.
     """
 
     def __init__(self, without: nn.Module) -> None:
@@ -122,21 +122,21 @@ class _Saved:
 
 
 MEASURED = (128, 384)
-"""Tokens of the two passes that are measured: their difference has no fixed part in it."""
+"""Tokens of the two measured passes; the fixed part cancels in their difference."""
 
 
 def measure(model: nn.Module, run: Callable[[int], Tensor]) -> tuple[float, float]:
-    """What passes keep: bytes for each token, and besides.
+    """Return the bytes that a pass keeps for each token, and the bytes that it keeps for any number of tokens.
 
     Args:
-        run: a forward pass over so many tokens, with gradient.
+        run: makes a forward pass with gradient over a given number of tokens.
     """
     totals = []
     alive: list[Tensor] = []
     for tokens in MEASURED:
         saved = _Saved(model)
         with saved_tensors_hooks(saved.add, lambda tensor: tensor):
-            alive.append(run(tokens))  # what is kept stays, so that no two storages share an address
+            alive.append(run(tokens))  # keeps the storages alive, so that no two of them share an address
         totals.append(saved.total)
     few, many = MEASURED
     slope = (totals[1] - totals[0]) / (many - few)
@@ -144,18 +144,18 @@ def measure(model: nn.Module, run: Callable[[int], Tensor]) -> tuple[float, floa
 
 
 def known_layers(decoder: nn.Module | None) -> nn.ModuleList | None:
-    """A decoder's layers, if transformers knows how to checkpoint them."""
+    """Return a decoder's layers if transformers can checkpoint them, else None."""
     found = getattr(decoder, "layers", None)
     is_known = isinstance(found, nn.ModuleList) and all(isinstance(one, GradientCheckpointingLayer) for one in found)
     return found if is_known else None
 
 
 def recompute(layers: nn.ModuleList, count: int, *, offload: bool, random: bool) -> None:
-    """Have the first `count` layers keep their input alone, the others all: by torch's checkpoints around layers.
+    """Make the first `count` layers keep only their input and the others everything, by torch's activation checkpoints.
 
     Args:
         offload: keep the recomputed layers' inputs in main memory.
-        random: layers draw random numbers (dropout), which have to be the same again.
+        random: layers draw random numbers (dropout), and the recomputation must draw the same ones.
     """
     plain = partial(checkpoint, use_reentrant=False, preserve_rng_state=random)
 

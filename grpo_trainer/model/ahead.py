@@ -1,7 +1,7 @@
-"""Compile before there are weights: while the server starts in whose memory the model is to lie.
+"""Compile ahead, while the server starts whose memory will hold the model's weights.
 
-torch.compile keeps its graphs with the code of a layer, and all layers of one kind share them. So it is enough to
-compile two layers with weights of their own, which are dropped afterwards: the model's own layers find the graphs.
+torch.compile stores its graphs with the code of a layer, so all layers of one class share them. It is therefore enough
+to compile two layers with temporary weights: the model's own layers then find the graphs.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from grpo_trainer.phases import START
 log = logging.getLogger(__name__)
 
 LAYERS = 2
-"""The first has an input without gradient where the embedding is not trained: its graph is another one."""
+"""Two, because the first layer needs another graph if the embedding is not trained: its input has no gradient."""
 VOCABULARY = 128
-"""Of the model with so few layers: embedding and head are not what takes long."""
+"""Vocabulary of the temporary model, small because embedding and head are not compiled here."""
 
 
 def compile_ahead(config: TrainConfig, skeleton: PreTrainedModel) -> None:
-    """Compile what the decoder layers of a model will need, if they are to be compiled.
+    """Compile the graphs of a model's decoder layers, if the options ask for compiled layers.
 
     Args:
         skeleton: the model without weights; its buffers are on the device.
@@ -48,12 +48,12 @@ def compile_ahead(config: TrainConfig, skeleton: PreTrainedModel) -> None:
             if layers is not None:
                 trained = [parameter for parameter in sample.parameters() if parameter.requires_grad]
                 Fitting(forward, layers, config, trained).compile(head=False)
-    except Exception as error:  # whatever models, kernels and compilers raise: what is to be trained is tried later
-        log.info("nothing is compiled before the weights are there: %s: %s", type(error).__name__, error)
+    except Exception as error:  # from models, kernels or compilers; the real layers are tried again later
+        log.info("could not compile ahead of the weights: %s: %s", type(error).__name__, error)
 
 
 def _two_layers(config: TrainConfig, skeleton: PreTrainedModel, device: torch.device) -> torch.nn.Module:
-    """A model with two such layers, random weights and few tokens, of which the same is trained."""
+    """Return a model with two such layers, random weights and a small vocabulary, and the same parts trainable."""
     found = copy.deepcopy(skeleton.config)
     text = found.get_text_config()
     text.num_hidden_layers, text.vocab_size, text.pad_token_id = LAYERS, VOCABULARY, None

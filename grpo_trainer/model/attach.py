@@ -1,6 +1,7 @@
-"""The trainer's model in the server's memory: built without weights, each parameter a view of vLLM's own.
+"""The trainer's model in the server's memory: built without weights, each parameter a view of one of vLLM's.
 
-Nothing is copied. `names.py` says what a parameter's place is, the server's `vllm_bridge_config.json` what opens it.
+Nothing is copied. `names.py` finds each parameter's place in vLLM's memory, and the server's `vllm_bridge_config.json`
+has the handles that open it.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ WITHOUT_EFFECT: Final = frozenset(
     | {"attention_dropout", "embd_pdrop", "resid_pdrop", "hidden_dropout", "residual_dropout"}
     | {"bos_token_id", "eos_token_id", "pad_token_id"}
 )
-"""Fields of a model's configuration that change nothing about a forward pass without dropout."""
+"""Fields of a model's configuration that do not affect a forward pass without dropout."""
 
 PLAIN_EXPERTS: Final = {"is_transposed": False, "is_concatenated": True, "has_bias": False, "has_gate": True}
-"""How transformers marks modules of fused experts that are `[expert, out, in]`, gate before up, as vLLM has them."""
+"""Flags by which transformers marks fused experts laid out as vLLM's: `[expert, out, in]`, gate before up."""
 
 BUFFER_TOLERANCE: Final = 1e-5
-"""Relative; a GPU's powers and cosines differ from a CPU's in the last bits."""
+"""Relative tolerance: a GPU's powers and cosines differ from a CPU's in the last bits."""
 
 
 def build_skeleton(model_config: ModelConfig) -> PreTrainedModel:
-    """Return the model without weights, as far as the trainer's own options say how it is: no server is asked.
+    """Return the model without weights, built from the trainer's own options without asking a server.
 
     Raises:
         ConfigError, ModelError: see `attach_model`.
@@ -58,16 +59,16 @@ def build_skeleton(model_config: ModelConfig) -> PreTrainedModel:
 def attach_model(
     config: BridgeConfigFile, model_config: ModelConfig, device: torch.device, skeleton: PreTrainedModel | None = None
 ) -> PreTrainedModel:
-    """The model of `--model-name`, its parameters being the server's, in training mode but with nothing to train yet.
+    """Return the model of `--model-name` on the server's parameters, in training mode, with every parameter frozen.
 
     Args:
         device: where the trainer runs; `cuda` without a number means the server's GPU.
-        skeleton: the model without weights, which is taken if the server has it in this dtype and on this device.
+        skeleton: the model without weights; it is used if it has the server's dtype and device.
 
     Raises:
-        BridgeError: the memory can't be opened from here.
+        BridgeError: this process can't open the server's memory.
         ConfigError: `--dtype` is not the server's, or `--attention` leaves out part of the model.
-        ModelError: the server serves another model, or one that can't be bound (`NamesError`).
+        ModelError: the server serves another model, or its parameters can't be bound (`NamesError`).
     """
     found = check_same_model(config.model, model_config.name)
     check_attention(found, model_config.attention)
@@ -93,10 +94,10 @@ def attach_model(
 
 
 def check_same_model(served: str, own: str) -> Any:
-    """The configuration of `--model-name`, if it is that of the server's model in all that matters.
+    """Return the configuration of `--model-name`, after comparing all relevant fields with the server's model.
 
     Raises:
-        ModelError: it is not, naming the first field that differs; or one of the two is not to be found.
+        ModelError: a field differs, which the error names; or one of the two models is not found.
     """
     found = check_model(own)
     if served == own or (Path(own).is_dir() and Path(served).is_dir() and Path(own).samefile(served)):
@@ -105,7 +106,7 @@ def check_same_model(served: str, own: str) -> Any:
         theirs = check_model(served).to_dict()
     except ModelError:
         raise ModelError(
-            "the server's model can't be read from here and so not be compared",
+            "the trainer can't read the server's model to compare the two",
             field="--model-name",
             got=own,
             wanted=f"{served}, the server's",
@@ -125,7 +126,7 @@ def check_same_model(served: str, own: str) -> Any:
 
 
 def served_dtype(config: BridgeConfigFile) -> torch.dtype:
-    """What most of the server's parameters are."""
+    """Return the dtype of most of the server's parameters."""
     [(name, _)] = Counter(mapping.dtype for mapping in config.param_mappings.values()).most_common(1)
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
@@ -136,10 +137,10 @@ def served_dtype(config: BridgeConfigFile) -> torch.dtype:
 
 
 def server_device(config: BridgeConfigFile, wanted: torch.device) -> torch.device:
-    """The server's device by this process's number.
+    """Return the server's device, numbered as this process sees it.
 
     Raises:
-        BridgeError: `--device` is another one, or the trainer does not see it.
+        BridgeError: `--device` is another device, or the trainer does not see the server's.
     """
     if config.kind == "file":
         if wanted.type != "cpu":
@@ -165,7 +166,7 @@ def server_device(config: BridgeConfigFile, wanted: torch.device) -> torch.devic
 
 
 def open_handles(config: BridgeConfigFile, device: torch.device) -> dict[str, Tensor]:
-    """The server's parameters by vLLM's names, to be read and written here; each storage is mapped once.
+    """Return the server's parameters by vLLM's names, for reading and writing; each storage is mapped once.
 
     Args:
         device: see `server_device`.
@@ -179,7 +180,7 @@ def open_handles(config: BridgeConfigFile, device: torch.device) -> dict[str, Te
         sizes[storage_of(handle)] = max(sizes.get(storage_of(handle), 0), end_of(handle))
     if device.type == "cuda":
         torch.cuda.init()
-        torch.empty(1, device=device)  # without a context of its own the process crashes when it opens a handle
+        torch.empty(1, device=device)  # a process without a CUDA context crashes when it opens a handle
     storages: dict[tuple[str, int], torch.UntypedStorage] = {}
     tensors: dict[str, Tensor] = {}
     for name, handle in handles.items():
@@ -204,7 +205,7 @@ def _open(handle: Handle, size: int, device: torch.device) -> torch.UntypedStora
         case CudaIpcHandle():
             has = handle.storage_size
         case FileHandle():
-            has = Path(handle.path).stat().st_size  # torch would make a shorter or missing file longer
+            has = Path(handle.path).stat().st_size  # checked first, because torch extends a short or missing file
     if has < size:
         raise RuntimeError(f"{has} bytes, where the server's file says {size}")
     match handle:
@@ -235,10 +236,10 @@ def _tensor(handle: Handle, storage: torch.UntypedStorage, device: torch.device)
 
 
 def build_without_weights(config: Any, dtype: torch.dtype, attention: str, device: torch.device) -> PreTrainedModel:
-    """The model with its parameters on meta, and its buffers on the device as the model's own code computes them.
+    """Return the model with its parameters on `meta`, and its buffers computed on the device by the model's own code.
 
     Raises:
-        ModelError: that code leaves a buffer other than the model's constructor on a CPU does.
+        ModelError: a buffer differs from the one that the model's constructor makes on a CPU.
     """
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
     with init_empty_weights(include_buffers=False), no_init_weights():
@@ -250,7 +251,7 @@ def build_without_weights(config: Any, dtype: torch.dtype, attention: str, devic
         if name not in held:
             empty = torch.empty_like(buffer, device=device)
             _put(model, name, empty.fill_(torch.nan) if empty.is_floating_point() else empty.zero_())
-    model.initialize_weights()  # as when a checkpoint is loaded; for parameters on meta it does nothing
+    model.initialize_weights()  # fills buffers, as when a checkpoint is loaded; does nothing for parameters on meta
     for name, buffer in model.named_buffers():
         if name not in held:
             _check_buffer(name, buffer, reference.get(name))
@@ -275,7 +276,7 @@ def _check_buffer(name: str, buffer: Tensor, wanted: Tensor | None) -> None:
 
 
 def facts_of(model: PreTrainedModel, config: BridgeConfigFile) -> Facts:
-    """What the map needs to know besides names and shapes."""
+    """Return the facts that `bind_names` needs besides names and shapes."""
     first: dict[int, str] = {}
     ties: dict[str, str] = {}
     for name, tensor in _state(model):
@@ -288,15 +289,15 @@ def facts_of(model: PreTrainedModel, config: BridgeConfigFile) -> Facts:
             odd = [
                 f"{mark} is {getattr(module, mark)}" for mark, plain in marks.items() if getattr(module, mark) != plain
             ]
-            strange |= {path: f"its experts are laid out otherwise ({', '.join(odd)})"} if odd else {}
+            strange |= {path: f"its experts have another layout ({', '.join(odd)})"} if odd else {}
     return Facts(ties, tied_names(config), strange)
 
 
 def bind(model: PreTrainedModel, bindings: Iterable[Binding], tensors: Mapping[str, Tensor]) -> None:
-    """Make each parameter (and buffer that checkpoints hold) a view of the server's, without copying.
+    """Make each parameter, and each buffer that checkpoints hold, a view of the server's memory, without copying.
 
     Raises:
-        ModelError: a dtype differs from what the model computes with, or something is left without memory.
+        ModelError: a dtype differs from that of the model's forward pass, or a tensor is left without memory.
     """
     own: dict[str, list[str]] = {}  # first name -> all of its names
     first: dict[int, str] = {}
@@ -327,7 +328,7 @@ def bind(model: PreTrainedModel, bindings: Iterable[Binding], tensors: Mapping[s
 
 
 def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and the buffers that checkpoints hold, tied ones under each of their names."""
+    """Yield parameters and the buffers that checkpoints hold, tied ones under each of their names."""
     held = set(model.state_dict())
     yield from model.named_parameters(remove_duplicate=False)
     yield from ((name, buffer) for name, buffer in model.named_buffers(remove_duplicate=False) if name in held)
@@ -349,7 +350,7 @@ def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _on_meta(model: nn.Module) -> Iterator[str]:
-    """Tensors without memory, plain attributes of modules among them."""
+    """Yield the names of tensors without memory, including plain attributes of modules."""
     for path, module in model.named_modules():
         for name, value in [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]:
             if isinstance(value, Tensor) and value.is_meta:
@@ -357,11 +358,11 @@ def _on_meta(model: nn.Module) -> Iterator[str]:
 
 
 def take_generation_config(model: PreTrainedModel, name: str) -> None:
-    """As `from_pretrained` does, so that what is saved is whole."""
+    """Load the generation configuration as `from_pretrained` does, so that saved models have it too."""
     try:
         model.generation_config = GenerationConfig.from_pretrained(name)
     except OSError:
-        return  # it came without one, and has one made of its configuration
+        return  # the model comes without one; transformers has derived one from its configuration
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,14 +1,14 @@
-"""Causal attention over sequences that lie end to end in one row: none sees another, and nothing is padded.
+"""Causal attention over packed sequences: they lie end to end in one row, none attends to another, nothing is padded.
 
-On a GPU it is FlashAttention-2 as it is built into torch (arXiv 2307.08691; what `torch.nn.attention.varlen` calls,
-too: called directly, since that module's arguments differ from one torch to the next). On a CPU the same is computed
-sequence by sequence, so that packed training runs, and is tested, anywhere. To a transformers model it is one more
-attention implementation, `NAME`, which takes the boundaries from the arguments that flash attention has for them;
-without them it is sdpa.
+On a GPU it is torch's built-in FlashAttention-2 (arXiv 2307.08691). It is called directly and not by
+`torch.nn.attention.varlen`, whose arguments differ between torch releases. On a CPU the same is computed sequence by
+sequence, so that packed training runs, and is tested, on any machine. transformers models use it as the attention
+implementation `NAME`, which reads the boundaries from the arguments of flash attention; without boundaries it is sdpa.
 
-A prompt that stands in the row once for several completions is seen in a part of its own: all queries of its
-completions over its keys, whatever their order. Both parts have the log of their normaliser, so they add up to one
-softmax; and the backward pass of each part needs nothing but the whole's result and normaliser.
+A prompt that several completions share stands in the row once. Attention of the completions to the prompt is then a
+second part: all queries of its completions over all of its keys, without a causal mask. Each part returns its result
+and the log of its softmax normaliser, by which the parts are merged into one softmax. The backward pass of each part
+needs only the merged result and the merged normaliser.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from grpo_trainer.model.attention_parts import merge
 NAME = "grpo_packed"
 NONE_SHARED = (None, None, 0, 0, 0, 0)
 LARGEST_HEAD = 256
-"""Of FlashAttention-2; head sizes are multiples of 8."""
+"""Largest head size of FlashAttention-2; head sizes are multiples of 8."""
 
 
 @torch.library.custom_op("grpo::packed_attention", mutates_args=())
@@ -48,13 +48,13 @@ def packed_attention(
     first: int,
     last: int,
 ) -> tuple[Tensor, Tensor]:
-    """Attention, and the log of its normalisers `[H, T]`.
+    """Return the attention's result, and the logs of its softmax normalisers `[H, T]`.
 
     Args:
-        query_THD, key_TGD, value_TGD: contiguous; H a multiple of G heads.
+        query_THD, key_TGD, value_TGD: contiguous; H is a multiple of G.
         boundaries, longest: as in `microbatches.Packed`.
-        prompts, readers, longest_prompt, longest_readers, first, last: as in `microbatches.SharedPrompts`; None and 0:
-            there are none.
+        prompts, readers, longest_prompt, longest_readers, first, last: as in `microbatches.SharedPrompts`; None and 0
+            if no prompts are shared.
     """
     own = Part(boundaries, boundaries, longest, longest, causal=True)
     out_THD, normalisers_HT = _attend(query_THD, key_TGD, value_TGD, own, scale)
@@ -121,7 +121,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, grad_THD: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors  # once: recomputed layers give them out a single time
+    saved = ctx.saved_tensors  # read once: a recomputed layer hands them out only one time
     *tensors, boundaries = saved[:6]
     shared = saved[6:] if ctx.shares else (None, None)
     grads = torch.ops.grpo.packed_attention_backward(
@@ -133,19 +133,19 @@ def _backward(ctx: Any, grad_THD: Tensor, _: Tensor) -> tuple[Tensor | None, ...
 packed_attention.register_autograd(_backward, setup_context=_keep)
 
 OPERATION = torch.ops.grpo.packed_attention.default
-"""As torch's compiler meets it."""
+"""The operation as torch's compiler sees it."""
 
 
-# ---------------------------------------------------------------- one part: each of some rows of queries over its keys
+# ---------------------------------------------------------------- one part: rows of queries, each over its own keys
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of queries and of keys, end to end, the n-th of which see the n-th of these.
+    """Rows of queries and rows of keys, each end to end; the n-th row of queries attends to the n-th row of keys.
 
     Attributes:
-        queries, keys: int32, where each begins, and where the last ends.
-        causal: rows are as long as their keys, and a query sees none after it.
+        queries, keys: int32, where each row begins, and where the last ends.
+        causal: both rows have the same length, and a query does not attend to keys after it.
     """
 
     queries: Tensor
@@ -155,15 +155,15 @@ class Part:
     causal: bool
 
     def rows(self) -> Iterator[tuple[slice, slice]]:
-        """Of queries and keys."""
+        """Return the slices of queries and keys, row by row."""
         both = (pairwise(each.tolist()) for each in (self.queries, self.keys))
         return ((slice(*query), slice(*key)) for query, key in zip(*both, strict=True))
 
 
 def _attend(query_THD: Tensor, key_SGD: Tensor, value_SGD: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
-    """Results, and the logs of their normalisers `[H, T]`."""
+    """Return results, and the logs of their normalisers `[H, T]`."""
     if query_THD.is_cuda:
-        # For rows of one query each there is a form of its own, whose normalisers lie elsewhere.
+        # At least 2: for rows of a single query the kernel has a special case, which lays out normalisers differently.
         lengths = (part.queries, part.keys, max(2, part.longest_queries), part.longest_keys)
         found = torch.ops.aten._flash_attention_forward(
             *(query_THD, key_SGD, value_SGD, *lengths, 0.0, part.causal, False), scale=scale
@@ -189,7 +189,11 @@ def _attend_backward(
     part: Part,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value by way of this part; result and normalisers are those of all parts."""
+    """Return this part's contribution to the gradients of query, key and value.
+
+    Result and normalisers are those of all parts together: with them, `exp(score - normaliser)` is the true softmax
+    weight of each key, so the parts' gradients add up.
+    """
     if query_THD.is_cuda:
         no_randomness, nothing = _no_dropout(query_THD.device)
         lengths = (part.queries, part.keys, part.longest_queries, part.longest_keys)
@@ -217,12 +221,12 @@ def _attend_backward(
 
 @cache
 def _no_dropout(device: torch.device) -> tuple[Tensor, Tensor]:
-    """State and offset of random numbers, for each device once: a step would fill thousands of them."""
+    """Return the kernel's random state and offset, cached per device because a step would make thousands of them."""
     return torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, device=device)
 
 
 def _scores(query_THD: Tensor, key_SGD: Tensor, scale: float, causal: bool) -> Tensor:
-    """In fp32."""
+    """Return attention scores in fp32."""
     heads = query_THD.shape[1]
     scores_HTS = _heads(query_THD, heads) @ _heads(key_SGD, heads).mT * scale
     if not causal:
@@ -232,7 +236,7 @@ def _scores(query_THD: Tensor, key_SGD: Tensor, scale: float, causal: bool) -> T
 
 
 def _heads(values_TGD: Tensor, heads: int) -> Tensor:
-    """As `[heads, T, D]` in fp32; heads of a group share theirs."""
+    """Return `[heads, T, D]` in fp32; heads of one group share their values."""
     return values_TGD.transpose(0, 1).float().repeat_interleave(heads // values_TGD.shape[1], dim=0)
 
 
@@ -240,7 +244,7 @@ def _by_group(values_HTD: Tensor, groups: int) -> Tensor:
     return values_HTD.unflatten(0, (groups, -1)).sum(1)
 
 
-# ---------------------------------------------------------------- of a transformers model
+# ---------------------------------------------------------------- for transformers models
 
 
 def attention_forward(
@@ -256,7 +260,7 @@ def attention_forward(
     shared_prompts: tuple[Any, ...] = NONE_SHARED,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What a transformers model calls; the result is `[B, T, H, D]`."""
+    """Return attention `[B, T, H, D]`; transformers models call this."""
     if cu_seq_lens_q is None or max_length_q is None:
         return sdpa_attention_forward(
             module, query_BHTD, key_BGTD, value_BGTD, attention_mask, scaling=scaling, **others
@@ -272,7 +276,7 @@ AttentionInterface.register(NAME, attention_forward)
 
 
 def arguments(packed: Packed) -> dict[str, Any]:
-    """What a model is given besides the tokens."""
+    """Return a model's arguments besides the tokens."""
     return {
         "position_ids": packed.positions_1T,
         "cu_seq_lens_q": packed.boundaries,
@@ -284,11 +288,11 @@ def arguments(packed: Packed) -> dict[str, Any]:
 
 
 def why_not(config: Any, seq_len: int) -> str | None:
-    """What in a model's configuration packed attention would leave out, if anything.
+    """Return the feature of a model that packed attention does not support, or None.
 
     Args:
-        config: transformers' own, of a text model.
-        seq_len: no sequence is longer.
+        config: transformers' configuration of a text model.
+        seq_len: longest sequence.
     """
     window = getattr(config, "sliding_window", None)
     if window is not None and window < seq_len and getattr(config, "use_sliding_window", True):

@@ -1,6 +1,6 @@
-"""A Triton kernel that makes one softmax of two parts, in one pass over both: see `attention_parts`."""
+"""A Triton kernel that merges two parts of a softmax in one pass over both: see `attention_parts`."""
 
-# Triton compiles this function; what it declares is for Python's interpreter:
+# Triton compiles this function, so pyright's view of its types is wrong:
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 from typing import Any
@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS = 32
-"""Of tokens, for one program."""
+"""Tokens of one program."""
 
 
 @triton.jit
@@ -47,11 +47,11 @@ def merge(
     tl.store(normalisers + head * normalisers_head + row, whole, mask=inside)
 
 
-_MERGE: Any = merge  # launched as `kernel[grid](…)`, by Triton's own options as well
+_MERGE: Any = merge  # launched as `kernel[grid](…)`, with Triton's own options too
 
 
 def launch(out_RHD: Tensor, normalisers_HR: Tensor, seen_RHD: Tensor, seen_HR: Tensor) -> None:
-    """As `attention_parts.merge` has it."""
+    """Launch the kernel; see `attention_parts.merge`."""
     rows, heads, size = out_RHD.shape
     strides = (*out_RHD.stride()[:2], normalisers_HR.stride(0), *seen_RHD.stride()[:2], seen_HR.stride(0))
     _MERGE[(-(-rows // ROWS), heads)](

@@ -1,7 +1,7 @@
-"""One softmax of two parts: a completion's own tokens, and the prompt it shares with others.
+"""Merges two parts of a softmax: attention to a completion's own tokens, and to the prompt that it shares.
 
-Each part has its results and the logs of their normalisers, which weigh them against each other. On a GPU it is one
-pass over both results (`attention_kernel`); in torch's own operations it is twelve, with copies in fp32.
+Each part has a result and the log of its normaliser, which is the part's weight in the merged softmax. On a GPU the
+merge is one pass over both results (`attention_kernel`); torch's own operations need twelve, with copies in fp32.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-"""It comes with torch where that has GPUs to compile for."""
+"""Torch builds for GPUs bring Triton."""
 
 
 def merge(out_RHD: Tensor, normalisers_HR: Tensor, seen_RHD: Tensor, seen_HR: Tensor) -> None:
-    """Make the first part that of both, in place.
+    """Merge the second part into the first, in place.
 
     Args:
-        out_RHD, seen_RHD: results of the parts, each head's numbers side by side.
-        normalisers_HR, seen_HR: fp32, the logs of their normalisers, tokens side by side.
+        out_RHD, seen_RHD: results of the parts, contiguous within each head.
+        normalisers_HR, seen_HR: fp32, the logs of their normalisers, contiguous over tokens.
     """
     if out_RHD.is_cuda and HAS_TRITON:
         from grpo_trainer.model import attention_kernel
 
-        with torch.cuda.device(out_RHD.device):  # Triton launches on the present device, wherever the tensors are
+        with torch.cuda.device(out_RHD.device):  # Triton launches on the current device, not on the tensors'
             attention_kernel.launch(out_RHD, normalisers_HR, seen_RHD, seen_HR)
         return
     whole_HR = torch.logaddexp(normalisers_HR, seen_HR)

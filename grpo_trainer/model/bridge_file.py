@@ -1,4 +1,4 @@
-"""Find `vllm_bridge_config.json` and refuse one that does not speak of a living server of our own on this machine."""
+"""Find `vllm_bridge_config.json`, and refuse a file unless it describes a running server of this user and machine."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from vllm_server.protocol.bridge_config import FILE_NAME, SCHEMA_VERSION, Bridge
 log = logging.getLogger(__name__)
 
 SHARED_FOLDER: Final = "atropos_bridge"
-"""In the system temporary folder; where a server writes the file by default."""
+"""Folder in the system temporary folder into which a server writes the file by default."""
 
 CLOCK_SLACK_S: Final = 2.0
-"""Process start times are rounded, file times are of another clock."""
+"""Tolerance in comparing start times of processes, which are rounded, with file times, which are of another clock."""
 
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Dtypes that can be trained. Torch's own table is not used, so that this file needs no torch."""
 
 
 def find_bridge_config(path: Path | None) -> BridgeConfigFile:
-    """The server's file: the one that was named, else the first good one in the known places.
+    """Return the server's file: the named one, else the first usable one in the known places.
 
     Args:
-        path: `--vllm-config-path`, the file or its folder; None: look in `$LOGDIR`, `.`, and `atropos_bridge` in the
+        path: `--vllm-config-path`, the file or its folder; None: search `$LOGDIR`, `.`, and `atropos_bridge` in the
             system temporary folder, in this order.
 
     Raises:
-        BridgeError: there is none, or none that can be used; it says why of each.
+        BridgeError: no file is usable; the message has the reason for each.
     """
     if path is not None:
         return read_bridge_config(path / FILE_NAME if path.is_dir() else path)
@@ -65,19 +65,19 @@ def find_bridge_config(path: Path | None) -> BridgeConfigFile:
 
 
 def known_places() -> list[Path]:
-    """Where the file is looked for, in order."""
+    """Return the places to search for the file, in order."""
     folders = [Path(folder) for folder in [os.environ.get("LOGDIR")] if folder]
     folders += [Path.cwd(), Path(tempfile.gettempdir()) / SHARED_FOLDER]
     return [folder / FILE_NAME for folder in dict.fromkeys(folders)]
 
 
 def read_bridge_config(path: Path) -> BridgeConfigFile:
-    """Read one file and check all that can be checked without the server's answer and without a GPU.
+    """Read one file, and check everything that needs neither the server's answer nor a GPU.
 
-    That it is of the server's present life is for the caller to see: `boot_id` against that of `/bridge/info`.
+    The caller must compare `boot_id` with that of `/bridge/info`, to exclude a file from before a server's restart.
 
     Raises:
-        BridgeError: it can't be used, and why.
+        BridgeError: the file is not usable.
     """
     data, written = _read_private(path)
     try:
@@ -99,13 +99,13 @@ def read_bridge_config(path: Path) -> BridgeConfigFile:
 
 
 def check_gpu(config: BridgeConfigFile, visible: Collection[str]) -> None:
-    """Memory of a GPU can be mapped only by a process that sees this GPU.
+    """Check that this process sees the server's GPU, whose memory it could not map otherwise.
 
     Args:
         visible: the uuids of the GPUs that the trainer sees; empty on a CPU.
 
     Raises:
-        BridgeError: it does not see the server's.
+        BridgeError: the trainer does not see the server's GPU.
     """
     if config.kind == "cuda_ipc" and config.gpu_uuid not in visible:
         raise BridgeError(
@@ -118,7 +118,7 @@ def check_gpu(config: BridgeConfigFile, visible: Collection[str]) -> None:
 
 
 def tied_names(config: BridgeConfigFile) -> dict[str, str]:
-    """Names that stand for a place which another name came first for -> that name."""
+    """Return for each further name of the same memory the name that comes first."""
     first: dict[tuple[object, ...], str] = {}
     ties: dict[str, str] = {}
     for name in config.param_names:
@@ -130,21 +130,21 @@ def tied_names(config: BridgeConfigFile) -> dict[str, str]:
 
 
 def storage_of(handle: Handle) -> tuple[str, int]:
-    """What tells storages apart."""
+    """Return a key that identifies a tensor's storage."""
     if isinstance(handle, CudaIpcHandle):
         return handle.ipc_handle_b64, handle.storage_offset
     return handle.path, 0
 
 
 def start_of(handle: Handle) -> int:
-    """Where in its storage a tensor begins, in bytes."""
+    """Return the byte offset at which a tensor begins in its storage."""
     if isinstance(handle, CudaIpcHandle):
         return handle.tensor_offset * ITEM_BYTES[handle.dtype]
     return handle.offset
 
 
 def end_of(handle: Handle) -> int:
-    """Where in its storage a tensor's last element ends, in bytes."""
+    """Return the byte offset at which a tensor's last element ends in its storage."""
     reach = sum((size - 1) * stride for size, stride in zip(handle.shape, handle.stride, strict=True))
     return start_of(handle) + (reach + 1) * ITEM_BYTES[handle.dtype]
 
@@ -154,7 +154,7 @@ class _Versioned(msgspec.Struct):
 
 
 def _read_private(path: Path) -> tuple[bytes, float]:
-    """Content and time of writing of a regular file that is ours and that nobody else may read."""
+    """Return content and modification time of a regular file that this user owns and no other user may read."""
     try:
         with path.open("rb") as file:
             info = os.fstat(file.fileno())
@@ -174,7 +174,7 @@ def _read_private(path: Path) -> tuple[bytes, float]:
         )
     if info.st_mode & 0o077:
         raise BridgeError(
-            "who reads it can write the weights",
+            "any user who can read this file can write the weights",
             field=f"{path}: mode",
             got=f"{stat.S_IMODE(info.st_mode):04o}",
             wanted="0600",
@@ -184,7 +184,7 @@ def _read_private(path: Path) -> tuple[bytes, float]:
 
 
 def _problems(config: BridgeConfigFile, written: float) -> Iterator[Problem]:
-    """What is wrong with it, the reason that explains most first."""
+    """Yield what is wrong with a file, the most fundamental problem first."""
     if config.machine != machine_id():
         summary = "of another machine, or of this one before its last start"
         yield Problem("machine", config.machine, machine_id(), "start the server here", summary)
@@ -200,7 +200,7 @@ def _problems(config: BridgeConfigFile, written: float) -> Iterator[Problem]:
 
 
 def _contradictions(config: BridgeConfigFile) -> Iterator[Problem]:
-    """The parts of the file must agree, or memory would be read for what it is not."""
+    """Yield contradictions between parts of the file, by which memory would be misread."""
     damaged = partial(Problem, fix="start the server again", summary="the file is damaged")
     names = set(config.param_names)
     if not names or len(names) != len(config.param_names) or config.num_params != len(names):
@@ -232,7 +232,7 @@ def _is_place(handle: Handle) -> bool:
 
 
 def _overlaps(config: BridgeConfigFile) -> Iterator[Problem]:
-    """Two names may stand for one place, but not for places that overlap."""
+    """Yield pairs of tensors that overlap in memory; two names for exactly the same place are allowed."""
     regions: dict[tuple[str, int], list[tuple[int, int, str]]] = {}
     ties = tied_names(config)
     for name, handle in config.ipc_handles.items():
@@ -247,7 +247,7 @@ def _overlaps(config: BridgeConfigFile) -> Iterator[Problem]:
 
 
 def _alive(pid: int, written: float) -> bool:
-    """Whether the process that wrote the file still runs: one that started later has only got its number."""
+    """Return whether the process that wrote the file still runs; one that started later only reuses its pid."""
     try:
         process = psutil.Process(pid)
         return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= written + CLOCK_SLACK_S

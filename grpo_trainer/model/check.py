@@ -1,4 +1,4 @@
-"""Is this a model that can be trained here? Answered from its configuration, before anything is loaded or started."""
+"""Check from a model's configuration that it can be trained, before anything is loaded or started."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from grpo_trainer.errors import ModelError
 
 
 def check_model(name: str) -> Any:
-    """The model's transformers configuration, if it is a decoder-only causal language model.
+    """Return the transformers configuration of a decoder-only causal language model.
 
     Raises:
-        ModelError: it is not to be found, or it is of another kind.
+        ModelError: the model is not found, or is of another kind.
     """
     try:
         config = AutoConfig.from_pretrained(name)
@@ -36,7 +36,7 @@ def check_model(name: str) -> Any:
 
 
 def not_trainable(config: Any) -> str | None:
-    """Why a model of this configuration can't be trained, or None."""
+    """Return why a model of this configuration can't be trained, or None."""
     kind = config.model_type
     architectures = list(getattr(config, "architectures", None) or [])
     causal = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())

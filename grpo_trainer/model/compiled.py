@@ -1,7 +1,7 @@
-"""torch.compile of a model's decoder layers: norms, rotary embedding and activations become few kernels.
+"""torch.compile of a model's decoder layers: norms, rotary embedding and activation functions become few kernels.
 
-Each layer is compiled by itself, for any number of tokens; all of them share the graph of the first. It is tried,
-forward and backward, before it is used: a model that torch can't compile is trained without.
+Each layer is compiled by itself, for any number of tokens, and all layers share the graph of the first. A trial runs
+forward and backward first. A model that torch can't compile is trained uncompiled.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ from grpo_trainer.model.activations import Kept, Recomputation
 
 log = logging.getLogger(__name__)
 
-# torch says of selective checkpoints that they go wrong with operations in place, which layers of all weights lack.
+# torch warns that selective checkpoints fail with in-place operations; the layers that use them here have none.
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: "context_fn" not in record.getMessage())
 
 GRAPHS = 64
-"""Variants of a layer's graph, before torch gives up compiling: with and without gradient, adapter on and off, …"""
+"""Most variants of a layer's graph that torch may compile: with and without gradient, adapter on and off, …"""
 
 
 class CompiledLayers:
-    """Layers that are compiled within a block, and as they were outside: other passes of a run, such as the bridge's
-    proof, are few and of other kinds, for each of which there would be a minute of compiling.
+    """Layers that are compiled within the block of `active` and uncompiled outside it.
+
+    Other passes of a run, such as the bridge's proof, are rare and of other kinds, and each kind would take a minute to
+    compile.
 
     Attributes:
-        plan: what they keep. What else their backward passes need is in the graphs of these: unlike a checkpoint
-            around a layer, it costs no second way through Python, and nothing is computed that nobody needs.
+        plan: what the layers keep. The recomputation of the rest is part of the backward graph. Unlike a checkpoint
+            around a layer, it needs no second Python call, and it skips results that the backward pass does not use.
     """
 
     def __init__(self, layers: nn.ModuleList) -> None:
@@ -51,10 +53,10 @@ class CompiledLayers:
         self._tried: set[Kept] = set()
 
     def try_out(self, plan: Recomputation, trial: Callable[[], Tensor]) -> str | None:
-        """Keep so much from now on, if torch can compile that; else why not.
+        """Adopt a plan if torch can compile it and return None; otherwise keep the old plan and return the reason.
 
         Args:
-            trial: a forward pass, with gradient; its backward pass leaves gradients behind.
+            trial: a forward pass with gradient, whose backward pass leaves gradients on the parameters.
         """
         before, self.plan = self.plan, plan
         levels = {plan.of(number) for number in range(len(self._layers))}
@@ -63,7 +65,7 @@ class CompiledLayers:
         try:
             with self.active():
                 trial().float().square().mean().backward()
-        except Exception as error:  # whatever torch's compiler, Triton or a host compiler may raise
+        except Exception as error:  # any error of torch's compiler, Triton or a host compiler
             self.plan = before
             reason = "; ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
             return f"{type(error).__name__}: {reason}"
@@ -72,7 +74,10 @@ class CompiledLayers:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Of a forward pass and the backward pass of it, which may compute layers again."""
+        """Use the compiled layers within the block, which must hold a forward pass and its backward pass.
+
+        The backward pass may recompute layers, and must recompute them in the same way.
+        """
         for number, layer in enumerate(self._layers):
             vars(layer)[_places(layer)[0]] = self._call(number, layer)
         try:
@@ -91,7 +96,7 @@ class CompiledLayers:
 
 
 def _recomputing(kept: Kept) -> Callable[..., Any]:
-    """A layer's call that keeps so much; torch's compiler takes the checkpoint apart, it makes one graph of all."""
+    """Return a layer's call with a checkpoint that keeps `kept`; torch's compiler turns all of it into one graph."""
     selective = partial(create_selective_checkpoint_contexts, partial(_policy, kept))
     more = {} if kept is Kept.INPUT else {"context_fn": selective}
 
@@ -113,19 +118,22 @@ _ATTENTION = (
 
 
 def _policy(kept: Kept, _: Any, operation: Any, *args: Any, **__: Any) -> CheckpointPolicy:
-    """What torch asks of each operation of a layer: `PRODUCTS` keeps those of matrices and attention, `NARROW` of those
-    of matrices the ones that do not widen."""
+    """Decide for torch whether an operation's result is kept or recomputed.
+
+    `PRODUCTS` keeps results of attention and of all matrix products; `NARROW` recomputes those products that widen.
+    """
     is_kept = operation in _ATTENTION or operation in _MATRICES
     if operation in _MATRICES and kept is Kept.NARROW:
-        inputs, outputs = args[-1].shape  # of the second factor
+        inputs, outputs = args[-1].shape  # shape of the second factor
         is_kept = outputs <= inputs
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _places(layer: nn.Module) -> tuple[str, str]:
-    """Where a module looks for its compiled call (as `Module.compile` has it), and what is compiled for it.
+    """Return the attribute in which a module looks for its compiled call, and the method to compile for it.
 
-    A layer whose weights are cut brings them together in hooks, which stay outside.
+    By default both are those of `Module.compile`. A sharded layer gathers its weights in hooks; these stay outside the
+    graph, so only its `forward` is compiled.
     """
     return ("forward", "forward") if isinstance(layer, FSDPModule) else ("_compiled_call_impl", "_call_impl")
 
@@ -133,14 +141,14 @@ def _places(layer: nn.Module) -> tuple[str, str]:
 def compile_layers(
     layers: nn.ModuleList, trial: Callable[[], Tensor], plan: Recomputation | None = None
 ) -> CompiledLayers | None:
-    """Compile; None if torch can't.
+    """Return the compiled layers; None if torch can't compile them.
 
     Args:
-        trial: a forward pass, with gradient.
-        plan: what they keep, if that is known already.
+        trial: a forward pass with gradient.
+        plan: what the layers keep, if that is known already.
 
     Raises:
-        ConfigError: torch can't, and the weights are cut: a pass that all compute can't be abandoned.
+        ConfigError: torch can't compile them, and the weights are sharded: a pass of all ranks can't be abandoned.
     """
     config = torch._dynamo.config  # pyright: ignore[reportPrivateImportUsage]
     config.cache_size_limit = max(GRAPHS, config.cache_size_limit)

@@ -1,7 +1,8 @@
-"""A model whose weights are cut over the trainer's processes: at no time does one of them hold it whole.
+"""A model whose weights are sharded over the trainer's processes: no process ever holds the whole model.
 
-It is built without weights, cut (FSDP2, `torch.distributed.fsdp.fully_shard`: layer by layer, and what is in no layer),
-and only then given memory, for this process's part alone; what belongs there is read from the model's files, or drawn.
+The model is built without weights and sharded by FSDP2 (`torch.distributed.fsdp.fully_shard`), layer by layer, with
+everything outside the layers as one more unit. Only then does it get memory, for this process's shard alone. The shard
+is read from the model's files, or drawn at random.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ log = logging.getLogger(__name__)
 
 
 def is_cut(world: World, config: TrainConfig) -> bool:
-    """Whether the weights are to be cut over the processes.
+    """Return whether to shard the weights over the processes.
 
     Raises:
-        ConfigError: they are to be, and can't be.
+        ConfigError: `--sharding full` is set, but the weights can't be sharded.
     """
     if world.alone or not wants_parts(config):
         return False
@@ -52,11 +53,11 @@ def is_cut(world: World, config: TrainConfig) -> bool:
 
 
 def cut(model: PreTrainedModel, world: World, device: torch.device, dtype: torch.dtype) -> None:
-    """Cut a model without weights; what is to be trained is settled before.
+    """Shard a model without weights. Choose the trained parameters before.
 
     Args:
-        device: where its parts are to lie.
-        dtype: that it computes with; weights in fp32 travel so, and gradients are added up in fp32.
+        device: device of the shards.
+        dtype: dtype of the forward pass; fp32 weights are gathered in this dtype, and gradients are summed in fp32.
 
     Raises:
         ConfigError: the model's layers are not known.
@@ -77,7 +78,7 @@ def cut(model: PreTrainedModel, world: World, device: torch.device, dtype: torch
 
 @contextmanager
 def with_rest(model: FSDPModule) -> Iterator[None]:
-    """Within the block what is in no layer is together, so that parts of the model can be called by themselves."""
+    """Gather the weights outside the layers within the block, so that parts of the model can be called alone."""
     model.unshard()
     try:
         yield
@@ -85,12 +86,12 @@ def with_rest(model: FSDPModule) -> Iterator[None]:
         model.reshard()
 
 
-# ---------------------------------------------------------------- memory, and what belongs there
+# ---------------------------------------------------------------- memory, and its contents
 
 
 def give_memory(model: nn.Module, device: torch.device) -> None:
-    """Parameters and buffers that have none get memory, of a parameter that is cut for this process's part."""
-    made: dict[int, Tensor] = {}  # tied ones stay one
+    """Allocate memory for parameters and buffers on `meta`; of a sharded parameter, for this process's shard only."""
+    made: dict[int, Tensor] = {}  # tied tensors share one allocation
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for leaf, tensor in tensors.items():
@@ -113,16 +114,16 @@ def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _own(tensor: Tensor) -> tuple[Tensor, slice]:
-    """A tensor's memory here, and which of its rows that is."""
+    """Return a tensor's memory in this process, and the rows that it holds."""
     return (tensor.to_local(), own_rows(tensor)) if isinstance(tensor, DTensor) else (tensor, slice(None))
 
 
 @torch.no_grad()
 def read_weights(model: PreTrainedModel, name: str, world: World) -> None:
-    """What a model's files hold: each process reads its part of it.
+    """Read the model's weights from its files: each process reads its own shard.
 
-    Where transformers renames or fuses what it reads, rank 0 has it do so, in main memory, and hands out tensor after
-    tensor.
+    If transformers renames or fuses the tensors of these files, rank 0 loads the model in main memory and sends it to
+    the other ranks tensor by tensor.
     """
     stored = {key: tensor for key, (_, tensor) in stored_tensors(model).items()}
     with ExitStack() as stack:
@@ -136,12 +137,12 @@ def read_weights(model: PreTrainedModel, name: str, world: World) -> None:
                 if own.numel():
                     own.copy_(holder[key].get_slice(key)[rows])
             return
-    log.info("rank 0 reads %s and hands it out: its files have other names for its weights", name)
+    log.info("rank 0 reads %s and sends each rank its shard: the files name or lay out its weights differently", name)
     _hand_out(stored, name, world)
 
 
 def weight_files(name: str) -> list[str]:
-    """The safetensors files of a model, fetched if need be; none if it has others."""
+    """Return the paths of a model's safetensors files, downloaded if necessary; empty if it has no such files."""
     known: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
     if (single := cached_file(name, SAFE_WEIGHTS_NAME, **known)) is not None:
         return [single]
@@ -151,7 +152,7 @@ def weight_files(name: str) -> list[str]:
 
 
 def _is_plain(model: PreTrainedModel, stored: Mapping[str, Tensor], holder: Mapping[str, Any]) -> bool:
-    """Whether the files hold each tensor as the model has it."""
+    """Return whether the files hold each tensor under the model's name and in its shape."""
     for key, tensor in stored.items():
         written = revert_weight_conversion(model, {key: torch.empty(tensor.shape, device="meta")})
         if {name: each.shape for name, each in written.items()} != {key: tensor.shape} or key not in holder:
@@ -178,7 +179,7 @@ def _hand_out(stored: Mapping[str, Tensor], name: str, world: World) -> None:
 
 @torch.no_grad()
 def draw_weights(model: PreTrainedModel, seed: int) -> None:
-    """Random ones, as transformers' own, and the same however the model is cut: each tensor has a generator."""
+    """Draw random weights with transformers' spread; each tensor has its own generator, so sharding changes nothing."""
     spread = model.config.get_text_config().initializer_range
     for key, (_, tensor) in stored_tensors(model).items():
         own, rows = _own(tensor)

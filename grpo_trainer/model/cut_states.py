@@ -1,9 +1,10 @@
-"""The optimizer's states where weights are cut over several processes, by `torch.distributed.checkpoint`.
+"""Optimizer states of weights that are sharded over several processes, by `torch.distributed.checkpoint`.
 
-Each process writes its part into one folder, and as many as there are then read theirs from it. A state of its
-parameter's shape is cut as the parameter is: `NAME/exp_avg`, or `NAME/exp_avg/flat` if the optimizer has it flat. A
-single number is everybody's, `NAME/step`. What has another shape, scales of blocks in 8 bits, is of one process among
-so many, `NAME/exp_avg_scale/0of2`; other processes, whose blocks may begin elsewhere, make theirs from all of them.
+Each process writes its part into one folder, and any number of processes can read their parts from it. A state of its
+parameter's shape is sharded as the parameter is: `NAME/exp_avg`, or `NAME/exp_avg/flat` if the optimizer holds it flat.
+A single number is the same on all ranks: `NAME/step`. The scales of 8-bit blocks have another shape and belong to one
+rank: `NAME/exp_avg_scale/0of2`. If the number of processes changes, blocks begin at other elements, so each process
+recomputes its scales from those of all writers.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ STATES_FOLDER = "optimizer_states"
 FLAT = "flat"
 
 States = dict[int, dict[str, Any]]
-"""By a parameter's place in the optimizer, as in its `state_dict`."""
+"""Index of a parameter in the optimizer -> its states, as in the optimizer's `state_dict`."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What this process has of a trained parameter.
+    """This process's part of a trained parameter.
 
     Attributes:
-        name: in the model.
-        number: its place among the model's trained parameters.
-        own: what the optimizer updates.
-        whole: the model's parameter, which is cut, or `own` itself.
+        name: the parameter's name in the model.
+        number: its index among the model's trained parameters.
+        own: the tensor that the optimizer updates.
+        whole: the model's sharded parameter; `own` itself if the model is not sharded.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Part:
     whole: Tensor
 
     def cut_alike(self, own: Tensor) -> Tensor:
-        """A tensor of `own`'s shape as this process's part of one that is cut as the parameter is."""
+        """Return a tensor of `own`'s shape as this process's shard of a tensor that is sharded like the parameter."""
         if not isinstance(self.whole, DTensor):
             return own
         mesh, placements = self.whole.device_mesh, self.whole.placements
@@ -67,14 +68,14 @@ class Part:
 
 
 def whole_parts(model: nn.Module) -> list[Part]:
-    """Of a model that is not cut."""
+    """Return the parts of a model that is not sharded: each is a whole parameter."""
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     return [Part(name, number, own, own) for number, (name, own) in enumerate(trained)]
 
 
 @dataclass(frozen=True)
 class Place:
-    """This process among those that the states are cut over."""
+    """The rank of a process, and the number of processes that the states are sharded over."""
 
     rank: int = 0
     count: int = 1
@@ -84,12 +85,12 @@ class Place:
 
     @classmethod
     def parsed(cls, text: str) -> Place:
-        """What `str` has made of it."""
+        """Return the place that `str` wrote as `text`."""
         rank, _, count = text.partition("of")
         return cls(int(rank), int(count))
 
     def rows(self, count: int) -> range:
-        """Its own of so many, as FSDP2 cuts them."""
+        """Return this rank's rows of `count` rows, as FSDP2 shards them."""
         each = -(-count // self.count)
         return range(min(self.rank * each, count), min((self.rank + 1) * each, count))
 
@@ -100,10 +101,10 @@ class Place:
 def write_states(
     folder: Path, parts: Sequence[Part], optimizer: torch.optim.Optimizer, place: Place, group: dist.ProcessGroup | None
 ) -> None:
-    """Write this process's part; all processes do so at the same time, and all are done when this returns.
+    """Write this process's part. All processes call this together, and all are done when it returns.
 
     Raises:
-        OSError: on all of them: one could not write. With `filename`.
+        OSError: a process could not write. All processes raise it, with `filename`.
     """
     tensors = {key: value for part in parts for key, value in _named(part, optimizer.state[part.own], place)}
     writer = FileSystemWriter(folder / STATES_FOLDER)
@@ -130,7 +131,7 @@ def _named(part: Part, state: Mapping[str, Any], place: Place) -> Iterator[tuple
 
 
 class _HonestFiles(FileSystem):
-    """Files whose first error is the one that is raised: torch makes errors of its own of a full disk."""
+    """Files that raise their first error itself; torch turns the error of a full disk into others."""
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Generator[Any, None, None]:
@@ -140,7 +141,7 @@ class _HonestFiles(FileSystem):
 
 
 def _as_os_error(failed: CheckpointException, folder: Path) -> OSError:
-    """What went wrong in the first process that says so, as the operating system would have it."""
+    """Return the error of the lowest failed rank as an `OSError`."""
     rank, (error, _) = min(failed.failures.items())
     if isinstance(error, OSError) and error.errno is not None:
         return OSError(error.errno, f"trainer process {rank}: {error.strerror}", str(folder))
@@ -151,12 +152,12 @@ def _as_os_error(failed: CheckpointException, folder: Path) -> OSError:
 
 
 def read_states(path: Path, parts: Sequence[Part], place: Place) -> States:
-    """This process's part of what any number of processes wrote; asks no other.
+    """Return this process's part of states that any number of processes wrote, without communication.
 
-    A parameter of which none were written has none here: who calls has seen to it that the same are trained.
+    A parameter without written states gets none. The caller has checked that the same parameters are trained.
 
     Raises:
-        ConfigError: they can't be read.
+        ConfigError: the states can't be read.
     """
     reader = FileSystemReader(path / STATES_FOLDER)
     by_name = {part.name: (number, part) for number, part in enumerate(parts)}
@@ -167,7 +168,7 @@ def read_states(path: Path, parts: Sequence[Part], place: Place) -> States:
         if name in by_name and (more in ([], [FLAT]) or _is_for(place, Place.parsed(more[0]))):
             targets[key] = _target(by_name[name][1], saved)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # just as it is meant
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # intended: all read alone
         _load(targets, reader, path)
     states: States = {number: {} for number in range(len(parts))}
     scales: dict[tuple[int, str], dict[Place, Tensor]] = {}
@@ -184,7 +185,7 @@ def read_states(path: Path, parts: Sequence[Part], place: Place) -> States:
 
 
 def _recut(part: Part, name: str, state: dict[str, Any], written: Mapping[Place, Tensor]) -> None:
-    """Give a state in 8 bits blocks of this process's part. Each writer's scales are of the rows that it had."""
+    """Re-encode an 8-bit state in the blocks of this process's part, from the scales of each writer's rows."""
     shape, own = part.whole.shape, tuple(part.own.shape)
     row = shape[1:].numel()
     known = []
@@ -199,18 +200,18 @@ def _recut(part: Part, name: str, state: dict[str, Any], written: Mapping[Place,
 def _load(targets: dict[str, Tensor], reader: FileSystemReader, path: Path) -> None:
     try:
         load(targets, storage_reader=reader, no_dist=True)
-    except CheckpointException as failed:  # no Exception: it would pass by whoever catches those
+    except CheckpointException as failed:  # a BaseException, which `except Exception` would miss
         ((error, _),) = failed.failures.values()
         raise ConfigError(
             "the states of its optimizer can't be read",
             field=f"--resume {path}",
             got=f"{type(error).__name__}: {error}",
-            fix="go on from another checkpoint",
+            fix="resume from another checkpoint",
         ) from None
 
 
 def cut_states(states: States, parts: Sequence[Part]) -> States:
-    """This process's part of what one process has written as a whole."""
+    """Return this process's part of the whole states that a single process has written."""
     found: States = {}
     for number, part in enumerate(parts):
         state = found[number] = dict(states.get(part.number, {}))
@@ -229,19 +230,19 @@ def cut_states(states: States, parts: Sequence[Part]) -> States:
 
 
 def _is_for(place: Place, writer: Place) -> bool:
-    """One's own are enough if there are as many as there were."""
+    """Return whether this rank needs a writer's scales: with an unchanged number of processes, only its own."""
     return writer.count != place.count or writer == place
 
 
 def _target(part: Part, saved: TensorStorageMetadata) -> Tensor:
-    """Memory for what is read."""
+    """Return memory for a state to be read."""
     if len(saved.size) and saved.size == part.whole.shape:
         return part.cut_alike(torch.empty(part.own.shape, dtype=saved.properties.dtype, device=part.own.device))
     return torch.empty(saved.size, dtype=saved.properties.dtype)
 
 
 def _plain(value: Tensor) -> Any:
-    """As the optimizer had it: a count is a number."""
+    """Return a state as the optimizer holds it: a step count is a Python number."""
     if isinstance(value, DTensor):
         return value.to_local()
     return int(value) if value.ndim == 0 and value.dtype == torch.int64 else value

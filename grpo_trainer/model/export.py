@@ -1,7 +1,7 @@
-"""A model as a plain Hugging Face folder: the weights as they are, or with the LoRA adapter merged into a copy.
+"""Export a model as a plain Hugging Face folder, a LoRA adapter merged into a copy of its weights.
 
-Tensor by tensor and shard by shard: beside the model there is never more than one shard, in main memory, and one merged
-matrix on the device. The model in memory is only read.
+The export works tensor by tensor and file by file: besides the model it needs main memory for one weights file, and
+device memory for one merged matrix. It only reads the model in memory.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from grpo_trainer.optim.landed import first_not_finite
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SHARD_BYTES = 2 << 30
-"""Size of a weights file, at most; only a single tensor that is larger gets a larger one."""
+"""Largest size of a weights file, except for a file with a single larger tensor."""
 
 PEFT_PREFIX = "base_model.model."
 
 
 def checkpoint_name(parameter: str) -> str | None:
-    """The name in a plain checkpoint of a parameter of the model or of its PEFT wrapper; None: of the adapter itself.
+    """Return a parameter's name in a plain checkpoint, without a PEFT wrapper; None: it belongs to the adapter.
 
     `base_model.model.model.layers.0.mlp.up_proj.base_layer.weight` is `model.layers.0.mlp.up_proj.weight`.
     """
@@ -46,14 +46,14 @@ def checkpoint_name(parameter: str) -> str | None:
 
 
 def plain_model(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    """The model itself, without a PEFT wrapper."""
+    """Return the model itself, without a PEFT wrapper."""
     plain = model.get_base_model() if isinstance(model, PeftModel) else model
     assert isinstance(plain, PreTrainedModel)
     return plain
 
 
 def stored_tensors(model: PreTrainedModel | PeftModel) -> dict[str, tuple[str, Tensor]]:
-    """What a checkpoint holds: name -> (name in `model`, tensor), tied weights once, under their first name.
+    """Return a checkpoint's contents: name -> (name in `model`, tensor), tied weights once, under their first name.
 
     Raises:
         ModelError: weights are packed in fewer bits, or an adapted module shares its weights with another.
@@ -72,7 +72,7 @@ def stored_tensors(model: PreTrainedModel | PeftModel) -> dict[str, tuple[str, T
             found[name] = (own, tensor)
         elif any(".base_layer." in adapted for adapted in (own, found[first][0])):
             raise ModelError(
-                "merging an adapter into one of two modules that share their weights would part them",
+                "merging an adapter into one of two modules with tied weights would untie them",
                 field="--lora-target-modules",
                 got=f"{name} and {first}",
                 fix="leave both out",
@@ -81,13 +81,13 @@ def stored_tensors(model: PreTrainedModel | PeftModel) -> dict[str, tuple[str, T
 
 
 def own_rows(tensor: DTensor) -> slice:
-    """Which of a tensor's rows this process has; FSDP2 cuts nothing but rows."""
+    """Return the rows of a tensor that this process has; FSDP2 shards by rows only."""
     (rows, *_), (start, *_) = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return slice(start, start + rows)
 
 
 def copy_whole(target: Tensor, value: Tensor) -> None:
-    """Write a whole tensor into one that may be cut."""
+    """Write a whole tensor into one that may be sharded."""
     if isinstance(target, DTensor):
         target.to_local().copy_(value[own_rows(target)])
     else:
@@ -95,7 +95,7 @@ def copy_whole(target: Tensor, value: Tensor) -> None:
 
 
 def plan_shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Names in order, grouped so that each group's bytes stay within the limit where single tensors allow it."""
+    """Return names in order, grouped so that each group stays within `limit` bytes, unless one tensor exceeds it."""
     shards: list[list[str]] = []
     room = -1
     for name, size in sizes.items():
@@ -119,13 +119,12 @@ def export_model(
 
     Args:
         folder: exists and is empty; see `files.whole_folder`.
-        dtype: of the written weights; LoRA is merged in fp32 before.
-        tensors: what a model without adapter is to be written with, by the names of `stored_tensors`; by default what
-            it has now.
+        dtype: dtype of the written weights; LoRA is merged in fp32 before.
+        tensors: weights to write for a model without adapter, by the names of `stored_tensors`; by default its own.
 
     Raises:
         ModelError: see `stored_tensors`; or a tensor is not finite in `dtype`, merged or not.
-        OSError: with `filename`.
+        OSError: a file could not be written; with `filename`.
     """
     stored = stored_tensors(model) if tensors is None else {name: (name, each) for name, each in tensors.items()}
     shards = plan_shards({name: tensor.numel() * dtype.itemsize for name, (_, tensor) in stored.items()}, shard_bytes)
@@ -148,9 +147,9 @@ def export_model(
 def _converted(
     model: PreTrainedModel | PeftModel, chosen: Sequence[tuple[str, str, Tensor]], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Tensors on the CPU under the names of published checkpoints, which are not always those in memory.
+    """Yield tensors on the CPU under the names of published checkpoints.
 
-    transformers renames some when loading, and fuses others (the experts of a mixture): that is undone here.
+    transformers renames some tensors when it loads them and fuses others (the experts of a mixture); this undoes both.
     """
     plain = plain_model(model)
     for name, own, tensor in chosen:
@@ -170,18 +169,18 @@ def _check_finite(name: str, value: Tensor) -> None:
 
 
 def _merged(model: PreTrainedModel | PeftModel, own: str, tensor: Tensor) -> Tensor:
-    """The tensor; of a module with an adapter its weight, W + scaling * B A, computed in fp32."""
+    """Return the tensor; for the weight of a module with an adapter, W + scaling * B A, computed in fp32."""
     module_name, base_layer, parameter = own.partition(".base_layer.")
     if not base_layer or parameter != "weight":
         return tensor.detach()
     layer = model.get_submodule(module_name)
     assert isinstance(layer, LoraLayer), own
-    delta: Tensor = layer.get_delta_weight("default")  # pyright: ignore[reportCallIssue]  # of its subclasses
+    delta: Tensor = layer.get_delta_weight("default")  # pyright: ignore[reportCallIssue]  # defined by its subclasses
     return tensor.detach().float() + delta.float()
 
 
 def architecture(model: nn.Module) -> str:
-    """The name of the model's class; torch's FSDP2 makes a class of its own out of it, with a name of its own."""
+    """Return the name of the model's class, without the class that FSDP2 derives from it."""
     plain = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
     return plain.__name__
 

@@ -1,4 +1,4 @@
-"""Before the first step: which layers are compiled, and which recomputed: as few as memory allows."""
+"""Decide before the first step which layers are compiled, and which are recomputed: as few as memory allows."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from grpo_trainer.model.reference import free_bytes
 log = logging.getLogger(__name__)
 
 WORTH_COMPILING = 0.3e9
-"""Parameters of a model."""
+"""With `--compile auto`: least number of a model's parameters."""
 LONG_RUN = 20
-"""Steps."""
+"""With `--compile auto`: least number of steps."""
 TRIED = 64
-"""Tokens of a trial."""
+"""Tokens of a trial pass."""
 
 
 def fit(
@@ -49,11 +49,11 @@ def fit(
     trained: Sequence[Parameter],
     before_measuring: Callable[[], None] = lambda: None,
 ) -> None:
-    """Compile and checkpoint the layers of a model as the options say, or as its device has room for.
+    """Compile and checkpoint a model's layers as the options say, or as the device's memory requires.
 
     Args:
-        before_measuring: called before the free memory of the device is read; returns when the other processes there
-            have what they need.
+        before_measuring: called before the device's free memory is read; returns when the other processes on the device
+            have allocated their memory.
     """
     use_few_kernels(forward.model)
     layers = decoder_list(forward)
@@ -62,12 +62,12 @@ def fit(
 
 
 def decoder_list(forward: Forward) -> nn.ModuleList | None:
-    """The decoder's layers, if transformers knows how to checkpoint them."""
+    """Return the decoder's layers if transformers can checkpoint them, else None."""
     return known_layers(forward.decoder)
 
 
 class Fitting:
-    """How layers come to be compiled and recomputed, by trial passes over a few tokens.
+    """Chooses by trial passes over a few tokens which layers are compiled and recomputed.
 
     Args:
         trained: the parameters whose gradients and optimizer states will take memory.
@@ -92,7 +92,7 @@ class Fitting:
         self.is_cut = isinstance(forward.model, FSDPModule)
         self.random = _draws_random_numbers(forward.model)
         self.recomputes_in_graphs = not (config.compute.activation_offload or self.is_cut or self.random)
-        """Whether layers can do it once they are compiled, rather than checkpoints around them."""
+        """Whether compiled layers recompute inside their graphs; otherwise checkpoints around the layers do."""
 
     def fit(self) -> None:
         if is_compiled(self.config, self.forward.model, on_gpu=self.head.weight.is_cuda):
@@ -102,7 +102,7 @@ class Fitting:
         self._forget_gradients()
 
     def compile(self, *, head: bool = True) -> None:
-        """Compile the layers by a trial, and the head; nothing is compiled where torch can't."""
+        """Compile the layers, by a trial pass, and the head; compile neither if torch can't compile the layers."""
         again = self.config.model.gradient_checkpointing and self.recomputes_in_graphs
         planned = Recomputation(len(self.layers)) if again else None
         self.forward.compiled = compile_layers(self.layers, self.trial, planned)
@@ -115,13 +115,13 @@ class Fitting:
         log.info("decoder layers%s are compiled", " and head" if with_head else "")
 
     def trial(self) -> Tensor:
-        """The shortest pass."""
+        """Run the shortest pass."""
         return self.run(TRIED)
 
     def run(self, tokens: int) -> Tensor:
-        """A forward pass over so many tokens, a multiple of 4: two sequences, as microbatches have several."""
+        """Make a forward pass over `tokens` tokens, a multiple of 4, in two sequences as in a microbatch."""
         if isinstance(self.forward.model, FSDPModule):
-            self.forward.model.unshard()  # a backward pass parts what is in no layer
+            self.forward.model.unshard()  # a backward pass reshards the weights outside the layers
         device = self.head.weight.device
         halves = torch.arange(tokens, device=device).remainder(len(self.head.weight)).view(2, -1)
         if not self.forward.packed:
@@ -133,13 +133,13 @@ class Fitting:
         return self.decoder(input_ids=halves.view(1, -1), use_cache=False, **arguments).last_hidden_state
 
     def measure(self) -> tuple[float, float]:
-        """Bytes that a layer keeps: for each token, and whatever their number."""
+        """Return the bytes that a layer keeps for each token, and for any number of tokens."""
         with self.forward.learning():
             token, fixed = measure(self.forward.model, self.run)
         return token / len(self.layers), fixed / len(self.layers)
 
     def _compile_head(self) -> None:
-        """Call the functions of the head as a step does, which compiles them; the first step does not wait for it."""
+        """Compile the head's functions by calling them as a step does, so that the first step need not."""
         weight = self.head.weight
         hidden_NH = torch.zeros(TRIED, weight.shape[1], device=weight.device, requires_grad=True)
         targets_N = torch.zeros(TRIED, dtype=torch.int64, device=weight.device)
@@ -153,11 +153,11 @@ class Fitting:
             self.forward.plan,
             entropy_gradient=self.config.loss.entropy_coef > 0,
         )
-        # Gradients as of a loss: that of a sum has other strides, for which torch would compile once more.
+        # A gradient with the strides of a loss's gradient: that of a sum has others, and torch would compile again.
         scores.logprobs_N.backward(torch.ones_like(scores.logprobs_N))
 
     def _forget_gradients(self) -> None:
-        """Those of trials."""
+        """Drop the gradients of trial passes."""
         for parameter in self.trained:
             parameter.grad = None
 
@@ -189,7 +189,7 @@ class Fitting:
             )
 
     def _room(self) -> float:
-        """Bytes that a pass may take."""
+        """Return the bytes that a pass may use."""
         device, config = self.head.weight.device, self.config
         torch.cuda.empty_cache()
         free = free_bytes(device)
@@ -200,7 +200,7 @@ class Fitting:
         return (1 - SPARE) * free - later - together
 
     def _keep(self, plan: Recomputation) -> bool:
-        """Have the layers keep so much; whether they can: what lies between all and the input, only compiled ones."""
+        """Apply a plan, and return whether that is possible: only compiled layers support `PRODUCTS` and `NARROW`."""
         count, compiled = len(self.layers), self._recomputing_layers()
         if compiled is not None:
             reason = compiled.try_out(plan, self.trial)
@@ -216,7 +216,7 @@ class Fitting:
         return True
 
     def _measured_between(self, memory: LayerMemory, tokens: int, rest: float) -> LayerMemory:
-        """With what lies between all and the input, as far as it is needed: each is a minute of compiling."""
+        """Return `memory` with `PRODUCTS` and `NARROW` measured if needed, since each takes a minute to compile."""
         compiled = self._recomputing_layers()
         if compiled is None or isinstance(self.forward.model, PeftModel):
             return memory
@@ -237,21 +237,21 @@ class Fitting:
         return memory
 
     def _recomputing_layers(self) -> CompiledLayers | None:
-        """The compiled layers, if it is they who recompute."""
+        """Return the compiled layers if they recompute inside their graphs, else None."""
         return self.forward.compiled if self.recomputes_in_graphs else None
 
     def _measured(self, *, in_graphs: bool) -> LayerMemory:
-        """Of layers that keep all, or their inputs alone."""
+        """Measure layers that keep everything, and layers that keep only their input."""
         inputs = input_bytes(self.layers, self.run)
         token, fixed = self.measure()
-        # What is cast outside of graphs is kept until the forward pass ends, even by layers that keep their inputs.
+        # Outside of graphs, casts of weights live until the forward pass ends, even in layers that keep only inputs.
         casts = 0.0 if in_graphs else fixed
         kept = {Kept.ALL: token, Kept.INPUT: inputs}
         return LayerMemory(len(self.layers), kept, {Kept.ALL: fixed, Kept.INPUT: casts})
 
 
 def is_compiled(config: TrainConfig, model: nn.Module, *, on_gpu: bool) -> bool:
-    """Whether the layers of a model are to be compiled: as the options say, or where it is worth the time."""
+    """Return whether to compile a model's layers: as the option says, or if compiling is worth its time."""
     if config.compute.compile != "auto":
         return config.compute.compile == "on"
     if isinstance(model, FSDPModule) or config.model.load_in_4bit or not on_gpu:
@@ -271,7 +271,7 @@ _COMPUTED_AGAIN = {
 
 
 def describe(plan: Recomputation, layers: int) -> str:
-    """What is recomputed in how many layers."""
+    """Describe what is recomputed, and in how many layers."""
     counts = {plan.less: plan.count, plan.more: layers - plan.count}
     again = [(_COMPUTED_AGAIN[kept], count) for kept, count in counts.items() if count and kept is not Kept.ALL]
     parts = [f"{what} of {count}" for what, count in again]
@@ -279,14 +279,14 @@ def describe(plan: Recomputation, layers: int) -> str:
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Whether memory is scarce: main memory is not counted."""
+    """Return whether the device is a GPU; only there is memory counted."""
     return device.type == "cuda"
 
 
 def held_later(trained: Sequence[Parameter], config: TrainConfig) -> float:
-    """Bytes of gradients, optimizer states and master weights, none of which is there before the first step.
+    """Return the bytes of gradients, optimizer states and master weights, which the first step allocates.
 
-    Of weights that are cut, of this process's part.
+    For sharded weights, these are the bytes of this process's shard.
     """
     grad = 4 if config.compute.grad_dtype == "float32" else 0
     own = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in trained]
@@ -298,30 +298,34 @@ def held_later(trained: Sequence[Parameter], config: TrainConfig) -> float:
 
 
 def _state_bytes(config: OptimizerConfig) -> float:
-    """For each trained weight."""
+    """Return the bytes of optimizer states for each trained weight."""
     return {"adamw": 8.0, "adamw_8bit": 2.0 + 2 * 4 / 256, "adafactor": 0.0}[config.optimizer]
 
 
 def gathered_bytes(layers: nn.ModuleList, dtype: torch.dtype) -> float:
-    """Of weights that are cut: two layers' (one computes, one is on its way), and one's gradient, added up in fp32."""
+    """Return the bytes that sharded layers need while gathered.
+
+    These are the weights of two layers (one computes, the next is being gathered), and one layer's gradient, in the
+    weights' dtype and as an fp32 sum.
+    """
     largest = max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
     return largest * (3 * dtype.itemsize + 4)
 
 
 def head_bytes(forward: Forward, tokens: int) -> float:
-    """What the head takes beside the layers: chunks of logits, and gradients of its weights as they are computed."""
+    """Return the bytes that the head needs: chunks of logits, and the gradients of its weights as they are computed."""
     assert forward.head is not None
     weight = forward.head.weight
     chunks = min(tokens, forward.plan.rows(len(weight))) * len(weight) * forward.plan.logit_bytes
     computes = forward.plan.dtype
     of_weight = computes.itemsize if weight.requires_grad else 0
-    if weight.dtype != computes:  # a copy, and the gradient in its own dtype
+    if weight.dtype != computes:  # a copy of the weights, and the gradient in their own dtype
         of_weight += computes.itemsize + (weight.itemsize if weight.requires_grad else 0)
     return chunks + of_weight * weight.numel()
 
 
 def input_bytes(layers: nn.ModuleList, run: Callable[[int], Tensor]) -> int:
-    """Of a layer's input, for each token: with fp32 weights it is fp32 whatever the layer computes in."""
+    """Return the bytes of a layer's input for each token, which is fp32 for fp32 weights even under autocast."""
     found: list[Tensor] = []
 
     def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -335,5 +339,5 @@ def input_bytes(layers: nn.ModuleList, run: Callable[[int], Tensor]) -> int:
 
 
 def _draws_random_numbers(model: nn.Module) -> bool:
-    """The base model has no dropout; an adapter may."""
+    """Return whether the model has dropout, which only an adapter can have."""
     return isinstance(model, PeftModel) and any(isinstance(one, nn.Dropout) and one.p > 0 for one in model.modules())

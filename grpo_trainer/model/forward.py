@@ -1,10 +1,9 @@
-"""A microbatch to the scores of its trained tokens: which attention, which head, what the model can't be asked for.
+"""The forward pass from a microbatch to the scores of its trained tokens, and the choice of attention and head.
 
-The fast way is the decoder's own forward pass, packed or padded, and then `head.py` on the hidden states of the
-positions that are trained. What a model does besides (scaled or capped logits, adapters on the head, windows of
-attention, states that run through a sequence) would be left out, so both halves of it are tried on a few tokens before
-they are used: the model's own logits are what they must give. What can't be done the fast way is done by the model
-itself, padded.
+The fast path is the decoder's own forward pass, packed or padded, followed by `head.py` on the hidden states of the
+trained positions. It would miss anything else that a model does: scaled or capped logits, adapters on the head, sliding
+windows, recurrent states. So both halves of the fast path are first tried on a few tokens, and must give the model's
+own logits. A model that fails the trial uses the slow path: its own whole forward pass, padded.
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ from grpo_trainer.model.logprobs import TokenScores, token_scores
 log = logging.getLogger(__name__)
 
 LARGE_CHUNK = 1 << 29
-"""Logits at one time where memory is plenty: the head's gradient is written once for each chunk."""
+"""Logits of a chunk if there is spare memory: large chunks are faster, as each adds to the head's whole gradient."""
 
 
 class Forward:
     """Forward passes of a model.
 
     Args:
-        decoder, head: the parts that the fast way uses; None: the model's own logits are taken.
-        packed: microbatches are to be packed.
-        shared: and prompts that several of their sequences begin with are to stand there once.
+        decoder, head: the parts that the fast path uses; None: the slow path, with the model's own logits.
+        packed: microbatches are packed.
+        shared: a prompt that several sequences of a microbatch share is computed once.
 
     Attributes:
-        plan: of the head.
-        recomputation: what the layers keep for the backward pass, which computes the rest again.
-        compiled: the layers, if they are.
+        plan: the head's plan.
+        recomputation: what the layers keep for the backward pass, which recomputes the rest.
+        compiled: the compiled layers; None: they are not compiled.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Forward:
         self.compiled: CompiledLayers | None = None
 
     def facts(self) -> dict[str, Any]:
-        """What was decided, for benchmarks."""
+        """Return the decisions, for benchmarks."""
         return {
             "packed": self.packed,
             "shared_prompts": self.shared,
@@ -86,24 +85,24 @@ class Forward:
         }
 
     def _layers_keep(self) -> dict[str, int]:
-        """How many layers keep what."""
+        """Return what layers keep -> number of such layers."""
         layers = known_layers(self.decoder) or ()
         kept = Counter(self.recomputation.of(number) for number in range(len(layers)))
         return {level.name.lower(): count for level, count in sorted(kept.items())}
 
     def learning(self) -> AbstractContextManager[None]:
-        """To be entered around passes that learn and their backward passes: then compiled layers are used."""
+        """Return the context for training passes and their backward passes, in which compiled layers are used."""
         return nullcontext() if self.compiled is None else self.compiled.active()
 
     def use_spare_memory(self, nbytes: float) -> None:
-        """Let the head have it: logits of a microbatch are kept for the backward pass if that is enough."""
+        """Let the head use spare memory, to keep a microbatch's logits for the backward pass if they fit."""
         large = LARGE_CHUNK * self.plan.logits_dtype.itemsize
         grows = self.plan.is_compiled and not self.plan.distills and nbytes > 8 * large
         chunks = large if grows else self.plan.chunk_bytes
         self.plan = replace(self.plan, kept_bytes=max(0, int(0.8 * nbytes - 4 * chunks)), chunk_bytes=chunks)
 
     def scores(self, microbatch: MicroBatch, *, entropy_gradient: bool = False) -> TokenScores:
-        """Of its trained tokens, and its teacher's.
+        """Return the scores of a microbatch's trained tokens and of its teacher's tokens.
 
         Raises:
             TrainingError: the teacher has tokens that the model lacks.
@@ -151,12 +150,12 @@ def check_teacher(ids_NK: Tensor | NDArray[np.int64], vocab: int) -> None:
         )
 
 
-# ---------------------------------------------------------------- what can be done with a model
+# ---------------------------------------------------------------- what a model supports
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Of a causal language model."""
+    """Parts of a causal language model."""
 
     whole: PreTrainedModel
     decoder: nn.Module
@@ -164,10 +163,10 @@ class Parts:
 
 
 def build_forward(model: nn.Module, config: TrainConfig) -> Forward:
-    """The fastest way that gives what the model gives.
+    """Return the fastest forward pass that gives the model's own results.
 
     Raises:
-        ConfigError: `--packing on`, and it can't be.
+        ConfigError: `--packing on` or `--share-prompts on` is set, but the model does not support it.
     """
     device = next(model.parameters()).device
     exact = config.model.logits_dtype == "float32" or (config.model.logits_dtype == "auto" and device.type == "cuda")
@@ -190,23 +189,23 @@ def build_forward(model: nn.Module, config: TrainConfig) -> Forward:
 
 
 def _keep_logits_exact(whole: PreTrainedModel) -> None:
-    """Have the model's own logits be in fp32, as the server's are: proofs take them, and who does more to them."""
+    """Make the model's own logits fp32, as the server's are; proofs use them, and so does the slow path."""
     head = _plain_head(whole)
     if head is not None:
         head.__class__ = ExactHead
 
 
 def _plain_head(whole: PreTrainedModel) -> nn.Linear | None:
-    """What makes logits of hidden states, if it is a linear layer and nothing else."""
+    """Return the layer that turns hidden states into logits, if it is a plain linear layer."""
     head = whole.get_output_embeddings()
     return head if isinstance(head, nn.Linear) and type(head) in (nn.Linear, ExactHead) else None
 
 
 def _parts_of(whole: nn.Module, computes: torch.dtype) -> tuple[Parts | None, str]:
-    """A model's parts, if its logits are what its head makes of its decoder's hidden states; else why not.
+    """Return a model's parts if its logits are just its head applied to its decoder's hidden states, else why not.
 
     Args:
-        computes: the dtype of its forward pass, if its weights are in fp32.
+        computes: dtype of the forward pass of a model with fp32 weights.
     """
     if not isinstance(whole, PreTrainedModel):
         return None, f"{type(whole).__name__} is no transformers model"
@@ -227,10 +226,10 @@ def _parts_of(whole: nn.Module, computes: torch.dtype) -> tuple[Parts | None, st
 
 
 def _packs(parts: Parts, asked: Choice, seq_len: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether microbatches are to be packed; the model's attention is set to what that needs.
+    """Return whether to pack microbatches, and if so switch the model's attention to the packed one.
 
     Raises:
-        ConfigError: it was asked for, and can't be.
+        ConfigError: `--packing on` is set, but the model does not support it.
     """
     if asked == "off" or (asked == "auto" and device.type != "cuda"):
         return False
@@ -245,10 +244,10 @@ def _packs(parts: Parts, asked: Choice, seq_len: int, dtype: torch.dtype, device
 
 
 def _shares(parts: Parts, asked: Choice, packed: bool) -> bool:
-    """Whether prompts that several sequences begin with are to be computed once.
+    """Return whether to compute a prompt once that several sequences share.
 
     Raises:
-        ConfigError: it was asked for, and can't be.
+        ConfigError: `--share-prompts on` is set, but the model does not support it.
     """
     if asked == "off" or (asked == "auto" and not packed):
         return False
@@ -259,7 +258,7 @@ def _shares(parts: Parts, asked: Choice, packed: bool) -> bool:
         return True
     if asked == "on":
         raise ConfigError(why, field="--share-prompts", got="on", fix="leave it out")
-    log.warning("each sequence has its prompt to itself: %s", why)
+    log.warning("shared prompts are computed once per sequence: %s", why)
     return False
 
 
@@ -273,7 +272,7 @@ def _why_not_packed(parts: Parts, seq_len: int, dtype: torch.dtype, device: torc
         return why
     parts.whole.set_attn_implementation(attention.NAME)
     if parts.whole.config._attn_implementation != attention.NAME:
-        return "its attention can't be exchanged"
+        return "its attention can't be replaced"
     if not _keeps_sequences_apart(parts):
         parts.whole.set_attn_implementation(before)
         return MIXES
@@ -281,7 +280,7 @@ def _why_not_packed(parts: Parts, seq_len: int, dtype: torch.dtype, device: torc
 
 
 def _keeps_sequences_apart(parts: Parts) -> bool:
-    """Whether two sequences in a row come out as each does alone."""
+    """Return whether two packed sequences give the same hidden states as each does alone."""
     tokens_T = _probe_tokens(parts.head.weight)
     cut = len(tokens_T) // 3
     packed = layout([cut, len(tokens_T) - cut]).to(tokens_T.device)
@@ -293,7 +292,7 @@ def _keeps_sequences_apart(parts: Parts) -> bool:
 
 
 def _lets_prompts_be_shared(parts: Parts) -> bool:
-    """Whether two sequences with one prompt come out as each does alone."""
+    """Return whether two sequences with a shared prompt give the same hidden states as each does alone."""
     tokens = _probe_tokens(parts.head.weight)
     third = len(tokens) // 3
     prompt, *ends = tokens[:third], tokens[third : 2 * third], tokens[2 * third :]
@@ -315,30 +314,32 @@ def _lets_prompts_be_shared(parts: Parts) -> bool:
 
 
 def _hidden(parts: Parts, tokens_T: Tensor, **more: Any) -> Tensor:
-    """Hidden states of a row, in fp32."""
+    """Return the hidden states of a row, in fp32."""
     return parts.decoder(input_ids=tokens_T[None], use_cache=False, **more).last_hidden_state[0].float()
 
 
 def _agrees(got: Tensor, wanted: Tensor, without: Tensor) -> bool:
-    """Whether it is what is wanted, or at least much nearer to it than without boundaries, or prompts, which is all
-    that 16 bits can tell."""
+    """Return whether `got` equals `wanted`, or is at least much nearer to it than `without` is.
+
+    `without` is the result if boundaries or shared prompts are ignored. In 16 bits, rounding hides exact equality.
+    """
     error = _distance(got, wanted)
     return error <= TOLERANCE[torch.float32] or error <= 0.25 * _distance(without, wanted)
 
 
 MORE_THAN_HEAD: Final = "does more to its logits than its head does"
 MIXES: Final = "its layers let one sequence see another"
-"""What a model may fail in when it is tried."""
+"""Reasons for which a model can fail the trial."""
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2, torch.float64: 1e-6}
-"""Relative distance that rounding explains."""
+"""Largest relative distance that rounding can explain."""
 
 PROBE = 12
-"""Tokens of a trial."""
+"""Tokens of a trial pass."""
 
 
 def _probe_tokens(weight_VH: Tensor) -> Tensor:
-    """Some tokens, spread over the vocabulary."""
+    """Return some tokens, spread over the vocabulary."""
     return torch.linspace(0, len(weight_VH) - 1, PROBE, device=weight_VH.device).long()
 
 
@@ -348,7 +349,7 @@ def _distance(got: Tensor, wanted: Tensor) -> float:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within the block no layer is checkpointed, and dropout of an adapter is off; afterwards all is as before."""
+    """Put the model into eval mode within the block: no checkpointed layers, and no dropout of an adapter."""
     before = model.training
     model.eval()
     try:

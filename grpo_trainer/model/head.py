@@ -1,13 +1,13 @@
 """Scores of tokens from hidden states and the head's weights: the logits of all tokens never exist at once.
 
-Rows of hidden states are taken chunk by chunk; a chunk's logits are dropped once their logprobs, entropies and what the
-backward pass needs are known. Matrix products are in the weights' dtype, everything else in fp32; on a GPU logits are
-the fp32 sums of their product, not rounded to 16 bits, where a logit of 10 is off by up to 0.03 (so does the server,
-`vllm_server.worker.logits`; MiniMax-M1, arXiv:2506.13585). Two ways back:
+The head processes hidden states chunk by chunk, and drops a chunk's logits once it has their logprobs, their entropies
+and what the backward pass needs. Matrix products are in the weights' dtype, everything else is in fp32. On a GPU the
+logits are the fp32 sums of their product and not rounded to 16 bits, where a logit of 10 is off by up to 0.03. The
+server does the same (`vllm_server.worker.logits`; MiniMax-M1, arXiv:2506.13585). There are two backward passes:
 
-* The head's weights are frozen (LoRA). A logprob's gradient is a row of hidden size times a number that only the loss
-  knows, so the row, `(onehot - softmax) @ W / temperature`, is computed on the way forward, and nothing is recomputed.
-* They are trained. The backward pass makes a chunk's logits once more, or has kept them if they are few.
+* The head's weights are frozen (LoRA). A logprob's gradient by the hidden state is a row, `(onehot - softmax) @ W /
+  temperature`, times a number that only the loss knows. The forward pass computes the row, and nothing is recomputed.
+* The head's weights are trained. The backward pass recomputes a chunk's logits, or uses kept ones if they are few.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from torch.nn import functional
 from grpo_trainer.model.logprobs import TokenScores
 
 COMPILED_CHUNK = 1 << 27
-"""Logits at one time where both functions are compiled: 768 rows of Qwen's vocabulary."""
+"""Logits of a chunk if both functions are compiled: about 768 rows of Qwen's vocabulary."""
 
 Statistics = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 Residual = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, torch.dtype], Tensor]
 
 
 def statistics(logits_nV: Tensor, targets_n: Tensor, temperature_n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """In fp32: the targets' logprobs, entropies, and the logs of the normalisers.
+    """Return in fp32 the targets' logprobs, the entropies, and the logs of the normalisers.
 
-    Both sums come from one pass over the logits, after that for the largest: with x the logits below it, the entropy is
-    `log(sum(exp(x))) - sum(x * exp(x)) / sum(exp(x))`.
+    One pass over the logits finds the largest, and one more gives both sums: with x the logits minus the largest, the
+    entropy is `log(sum(exp(x))) - sum(x * exp(x)) / sum(exp(x))`.
     """
     scaled_nV = logits_nV.float() / temperature_n[:, None]
     peak_n = scaled_nV.amax(-1)
@@ -57,9 +57,9 @@ def residual(
     entropy_grad_n: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The gradient of the logits, in this dtype: of `grad_n` x logprob + `entropy_grad_n` x entropy.
+    """Return in `dtype` the gradient of `grad_n` x logprob + `entropy_grad_n` x entropy by the logits.
 
-    In one expression: a target's `1 - p` taken apart would vanish in 16 bits where p is near 1.
+    It is one expression in fp32: a target's `1 - p`, computed from terms in 16 bits, would vanish for p near 1.
     """
     logprobs_nV = logits_nV.float() / temperature_n[:, None] - normaliser_n[:, None]
     p_nV = logprobs_nV.exp()
@@ -71,15 +71,15 @@ def residual(
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """How it is computed; nothing of it changes what, but for rounding.
+    """How scores are computed; the plan changes results by rounding only.
 
     Attributes:
-        dtype: of the matrix products' factors, and of the logits' gradients.
-        logits_dtype: of the logits, `dtype` or fp32.
-        distills: some tokens have a teacher, whose tokens' logprobs take more memory and are not compiled.
-        chunk_bytes: of a chunk's logits.
-        kept_bytes: logits of all rows are kept for the backward pass if they take no more than this.
-        statistics, residual: the functions of this module, or compiled ones: those need no memory in between.
+        dtype: dtype of the factors of matrix products, and of the logits' gradients.
+        logits_dtype: dtype of the logits, `dtype` or fp32.
+        distills: some tokens have a teacher; logprobs of the teacher's tokens take more memory and are not compiled.
+        chunk_bytes: bytes of a chunk's logits.
+        kept_bytes: the logits of all rows are kept for the backward pass if they take no more than this.
+        statistics, residual: the functions of this module, or compiled ones, which need no intermediate tensors.
     """
 
     dtype: torch.dtype
@@ -91,7 +91,7 @@ class HeadPlan:
     residual: Residual = residual
 
     def compiled(self) -> HeadPlan:
-        """With both functions compiled, and chunks that suit them."""
+        """Return the plan with both functions compiled, and chunks of a suitable size."""
         return replace(
             self,
             chunk_bytes=self.chunk_bytes if self.distills else COMPILED_CHUNK * self.logits_dtype.itemsize,
@@ -105,24 +105,26 @@ class HeadPlan:
 
     @property
     def logit_bytes(self) -> int:
-        """Of all that there is at one time of a chunk's logit: itself, its gradient, and what lies between them, as
-        measured (in `tests/unit/test_head.py`)."""
+        """Bytes at the peak for each logit of a chunk: the logit, its gradient and intermediate tensors.
+
+        The figures are measured (in `tests/unit/test_head.py`).
+        """
         if self.is_compiled and not self.distills:
             return self.logits_dtype.itemsize + self.dtype.itemsize
         return self.logits_dtype.itemsize + 25
 
     def rows(self, vocab: int) -> int:
-        """Of a chunk: a multiple of 128, which matrix products like."""
+        """Return the rows of a chunk: a multiple of 128, for which matrix products are fast."""
         return max(128, self.chunk_bytes // (vocab * self.logits_dtype.itemsize) // 128 * 128)
 
     def logits(self, hidden_nH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
-        """Of a chunk."""
+        """Return a chunk's logits."""
         exact = self.logits_dtype != self.dtype
         return (product if exact else functional.linear)(hidden_nH, weight_VH, bias_V)
 
 
 def product(hidden_nH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
-    """`hidden @ weight.T + bias` in fp32, of factors in 16 bits: a GPU sums so anyway, a CPU converts them."""
+    """Return `hidden @ weight.T + bias` in fp32 of 16-bit factors: a GPU sums in fp32 anyway, a CPU converts them."""
     if not hidden_nH.is_cuda:
         return functional.linear(hidden_nH.float(), weight_VH.float(), None if bias_V is None else bias_V.float())
     logits_nV = torch.mm(hidden_nH, weight_VH.mT, out_dtype=torch.float32)
@@ -130,15 +132,15 @@ def product(hidden_nH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tens
 
 
 class ExactHead(nn.Linear):
-    """A head that gives fp32 logits where a model's own are taken: `head.__class__ = ExactHead` makes one of it.
+    """A head with fp32 logits, for a model's own forward pass; `head.__class__ = ExactHead` converts a linear layer.
 
-    Its factors are in what autocast says, or in the weights' dtype.
+    Its factors have autocast's dtype, or else that of the weights.
     """
 
     def forward(self, input: Tensor) -> Tensor:
         kind = input.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.weight.dtype
-        with torch.autocast(kind, enabled=False):  # it would round what comes out, too
+        with torch.autocast(kind, enabled=False):  # autocast would round the result too
             if dtype == torch.float32:
                 return super().forward(input.float())
             bias = None if self.bias is None else self.bias.to(dtype)
@@ -166,7 +168,7 @@ class _Product(torch.autograd.Function):
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """For any number of rows, but one vocabulary: a division by a length that is not known costs more than the rest."""
+    """Compile for any number of rows but a fixed vocabulary: dividing by an unknown length costs more than the rest."""
     compiled = torch.compile(function)
 
     def call(*arguments: Any) -> Any:
@@ -180,10 +182,10 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is wanted of a forward pass, besides scores."""
+    """What a forward pass computes or keeps besides scores."""
 
-    early: bool  # gradients of the hidden states alone, and of the logprobs alone: computed on the way forward
-    kept: bool  # logits for the backward pass
+    early: bool  # gradients by hidden states, in the forward pass: only they are needed, and only through logprobs
+    kept: bool  # keep logits for the backward pass
 
 
 def head_scores(
@@ -197,14 +199,14 @@ def head_scores(
     *,
     entropy_gradient: bool = False,
 ) -> TokenScores:
-    """Scores of tokens under the distributions that they were sampled from; as `logprobs.token_scores`.
+    """Return scores of tokens under the distributions that they were sampled from, as `logprobs.token_scores` does.
 
     Args:
-        hidden_NH: the model's last hidden states, of the positions that predict the tokens.
-        weight_VH, bias_V: of the head.
+        hidden_NH: the model's last hidden states at the positions that predict the tokens.
+        weight_VH, bias_V: the head's parameters.
         targets_N: the tokens.
         temperature_N: divides the logits.
-        others_NK: tokens whose logprobs in those places are wanted, too.
+        others_NK: further tokens at the same positions whose logprobs are returned.
     """
     weight_VH, bias_V = weight_VH.to(plan.dtype), None if bias_V is None else bias_V.to(plan.dtype)
     learns = torch.is_grad_enabled()
@@ -312,7 +314,7 @@ def residual_with_others(
     others_grad_nK: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """As `residual`, with the gradients of others' logprobs: they share the softmax, only their onehots differ."""
+    """Return `residual` plus the gradients of other tokens' logprobs: same softmax, only their onehots differ."""
     moved_n = others_grad_nK.sum(-1)
     of_own = targets_n, temperature_n, normaliser_n, entropy_n, grad_n + moved_n, entropy_grad_n
     grad_nV = residual(logits_nV, *of_own, torch.float32)

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def pick_device(wanted: str) -> torch.device:
-    """The device that `--device` means; indices count the visible GPUs.
+    """Return the device that `--device` means; indices count the visible GPUs.
 
     Raises:
         ConfigError: torch does not know it, or this machine lacks it.
@@ -42,7 +42,7 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    """The dtype that `--dtype` means: auto is bfloat16 on a GPU and float32 on a CPU."""
+    """Return the dtype that `--dtype` means: auto is bfloat16 on a GPU and float32 on a CPU."""
     if wanted == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     dtype = getattr(torch, wanted)
@@ -51,11 +51,11 @@ def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
 
 
 def remove_dropout(model: PreTrainedModel) -> None:
-    """No dropout or jitter in the base model: the server samples without, and the ratio would be noise."""
+    """Disable dropout and jitter in the base model: the server samples without them, so the ratio would be noise."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        # Others are functions of plain attributes: attention_dropout, residual_dropout, layerdrop, jitter_noise, …
+        # Others are calls with plain attributes: attention_dropout, residual_dropout, layerdrop, jitter_noise, …
         for name in [name for name, value in vars(module).items() if isinstance(value, float)]:
             if "drop" in name or "jitter" in name:
                 setattr(module, name, 0.0)
@@ -65,7 +65,7 @@ def check_attention(found: Any, wanted: str) -> None:
     """Refuse an attention implementation that would silently leave out part of the model.
 
     Raises:
-        ConfigError: naming the part.
+        ConfigError: it would; the message names the part.
     """
     capping = getattr(found, "attn_logit_softcapping", None)
     if capping and wanted == "sdpa":
@@ -78,12 +78,12 @@ def check_attention(found: Any, wanted: str) -> None:
 
 
 def load_model(config: ModelConfig) -> PreTrainedModel:
-    """Load weights onto the device, in training mode but with nothing to train yet.
+    """Load weights onto the device, in training mode, with every parameter frozen.
 
-    With `--load-in-4bit` the linear modules are quantised as they are loaded; the files stay as they are.
+    With `--load-in-4bit` the linear modules are quantised during loading; the files do not change.
 
     Raises:
-        ModelError: see `check_model`; or it is quantised already.
+        ModelError: see `check_model`; or the model is quantised already.
         ConfigError: see `pick_device` and `check_attention`; or bitsandbytes is missing.
     """
     found = check_model(config.name)
@@ -106,19 +106,20 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
 
 
 def freeze(model: PreTrainedModel, config: ModelConfig) -> PreTrainedModel:
-    """Put a model into training mode, without dropout, with nothing to train yet."""
+    """Put a model into training mode, without dropout, with every parameter frozen."""
     model.requires_grad_(False)
     remove_dropout(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.disable_input_require_grads()  # for reentrant checkpoints alone
+        model.disable_input_require_grads()  # only reentrant checkpoints need it
     return model.train()
 
 
 def load_all_weights(config: ModelConfig) -> PreTrainedModel:
-    """Load weights in fp32, every one of them to be trained; the forward pass runs in `--dtype` by autocast.
+    """Load all weights in fp32 and trainable; the forward pass runs in `--dtype` by autocast.
 
-    Small updates to 16-bit weights round to nothing, so these stay fp32 whatever the forward pass computes in.
+    The weights stay fp32 whatever the forward pass computes in, because small updates to 16-bit weights round to
+    nothing.
 
     Raises:
         ModelError, ConfigError: see `load_model`.
@@ -130,16 +131,16 @@ def load_all_weights(config: ModelConfig) -> PreTrainedModel:
 
 
 def compute_in(model: PreTrainedModel, config: ModelConfig) -> None:
-    """Let the forward pass of weights in fp32 run in `--dtype`."""
+    """Make the forward pass of fp32 weights run in `--dtype`."""
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     if dtype != torch.float32:
-        for part in (model, model.base_model):  # of which either may be called
+        for part in (model, model.base_model):  # callers use either
             part.forward = torch.autocast(device.type, dtype)(part.forward)
 
 
 def _in_4_bits(name: str, found: Any, dtype: torch.dtype) -> BitsAndBytesConfig:
-    """QLoRA's quantisation (arXiv 2305.14314): 4-bit NormalFloat, its scales quantised once more.
+    """Return QLoRA's quantisation (arXiv 2305.14314): 4-bit NormalFloat with quantised scales.
 
     Raises:
         ConfigError: bitsandbytes is not installed.
@@ -160,11 +161,12 @@ def _in_4_bits(name: str, found: Any, dtype: torch.dtype) -> BitsAndBytesConfig:
 
 
 def _check_kernel(model: PreTrainedModel, device: torch.device) -> None:
-    """Some widths come back garbled from some of bitsandbytes' kernels (0.50 on a CPU: multiples of 32 that are none of
-    64): look at one matrix of each width before anything is trained on it.
+    """Test bitsandbytes on one matrix of each width, because some of its kernels garble some widths.
+
+    Version 0.50 on a CPU garbles multiples of 32 that are not multiples of 64.
 
     Raises:
-        ModelError: a width does not survive.
+        ModelError: weights of a width come back garbled.
     """
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
@@ -187,15 +189,18 @@ KERNEL_ERROR = 0.15
 
 
 def _keep_one_layout(model: PreTrainedModel) -> None:
-    """On CPUs with AVX512-BF16, bitsandbytes repacks a layer's weights at its first forward pass in eval mode, for a
-    kernel without a backward pass; the bridge proof evaluates, and training after it would have no gradient."""
+    """Stop bitsandbytes from repacking weights on CPUs with AVX512-BF16.
+
+    It does so at a layer's first forward pass in eval mode, for a kernel without a backward pass. The bridge proof runs
+    in eval mode, and training after it would have no gradient.
+    """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010  # unknown to nn.Module's types
 
 
 def weights_of(module: nn.Linear) -> Tensor:
-    """A linear module's weights `[out, in]` in fp32, whether it holds them in 4 bits or not."""
+    """Return a linear module's weights `[out, in]` in fp32, dequantised if it holds them in 4 bits."""
     weight: Any = module.weight
     state = getattr(weight, "quant_state", None)
     if state is None:

@@ -1,4 +1,4 @@
-"""Logprobs of tokens in fp32, chunk by chunk: fp32 copies of the logits exist for one chunk at a time.
+"""Logprobs of tokens in fp32, computed in chunks: only one chunk of fp32 logits exists at a time.
 
 Shift convention: the logits at position t predict the token at t + 1, so the logprob of `tokens_BT[b, t]` is read from
 `logits_BTV[b, t - 1]`.
@@ -13,17 +13,17 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_TOKENS = 1024
-"""Rows whose fp32 log-softmax exists at one time."""
+"""Rows of a chunk."""
 
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Of N positions, in fp32 and nats.
+    """Scores of N positions, in fp32 and nats.
 
     Attributes:
-        logprobs_N: of the token that stands there, with gradient.
-        entropy_N: of the distribution that it was taken from; with gradient if asked for.
-        others_NK: logprobs of the other tokens that were asked for, with gradient.
+        logprobs_N: logprob of the token at each position, with gradient.
+        entropy_N: entropy of the distribution that it was sampled from, with gradient if requested.
+        others_NK: logprobs of further requested tokens, with gradient.
     """
 
     logprobs_N: Tensor
@@ -41,13 +41,13 @@ def token_scores(
     *,
     entropy_gradient: bool = False,
 ) -> TokenScores:
-    """Scores of the tokens at each (row, column), under the distribution that they were sampled from.
+    """Return scores of the tokens at each (row, column), under the distribution that they were sampled from.
 
     Args:
-        logits_BTV: any float dtype; computed in fp32 chunk by chunk, recomputed in the backward pass.
+        logits_BTV: any float dtype; scores are computed in fp32 by chunks, and recomputed in the backward pass.
         columns_N: positions of the tokens, each >= 1.
         temperature_N: divides the logits.
-        others_NK: ids of tokens whose logprobs in those places are wanted, too.
+        others_NK: ids of further tokens at the same positions whose logprobs are returned.
     """
     if others_NK is None:
         others_NK = rows_N.new_zeros(len(rows_N), 0)
@@ -55,7 +55,7 @@ def token_scores(
         nothing = logits_BTV.float().sum() * torch.zeros(0, device=logits_BTV.device)
         return TokenScores(nothing, nothing if entropy_gradient else nothing.detach(), nothing.view(others_NK.shape))
     chunks = zip(
-        logits_BTV[rows_N, columns_N - 1].split(CHUNK_TOKENS),  # split, not sliced: one gradient of that size, not many
+        logits_BTV[rows_N, columns_N - 1].split(CHUNK_TOKENS),  # slices would give a whole gradient each
         tokens_BT[rows_N, columns_N].split(CHUNK_TOKENS),
         temperature_N.split(CHUNK_TOKENS),
         others_NK.split(CHUNK_TOKENS),

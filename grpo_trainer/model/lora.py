@@ -1,4 +1,4 @@
-"""The LoRA adapter (arXiv 2106.09685) by PEFT: make it, and write it as a checkpoint that PEFT and vLLM load."""
+"""The LoRA adapter (arXiv 2106.09685) by PEFT: create it, and write it as a checkpoint that PEFT and vLLM load."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ log = logging.getLogger(__name__)
 
 
 def add_adapter(model: PreTrainedModel, options: LoraOptions, seed: int) -> PeftModel:
-    """Wrap a frozen model with an adapter; its weights are fp32.
+    """Wrap a frozen model with an adapter in fp32.
 
-    It is fresh (B = 0, so it starts as the base model), or the one that `--lora-adapter` names.
+    The adapter is new (B = 0, so training starts from the base model), or the one that `--lora-adapter` names.
 
     Raises:
-        ModelError: the model lacks a wanted module or layer, vLLM would not serve it, or the adapter to start from is
-            another model's.
+        ModelError: the model lacks a target module or layer, vLLM would not serve one, or the named adapter belongs to
+            another model.
     """
     layers = decoder_layers(model)
     _check_layers(layers, options)
@@ -64,10 +64,10 @@ class DecoderLayers:
 
 
 def decoder_layers(model: PreTrainedModel) -> DecoderLayers:
-    """The layers that vLLM serves adapters in.
+    """Return the layers in which vLLM serves adapters.
 
     Raises:
-        ModelError: the model is not built of a list of layers.
+        ModelError: the model has no list of layers.
     """
     count = model.config.get_text_config().num_hidden_layers
     for name, module in model.named_modules():  # from the outside in
@@ -88,7 +88,7 @@ def _check_layers(layers: DecoderLayers, options: LoraOptions) -> None:
 
 
 def _check_modules(model: PreTrainedModel, layers: DecoderLayers, options: LoraOptions) -> None:
-    """vLLM serves adapters on every linear module of the layers, and elsewhere for some architectures only."""
+    """Check that the target modules are linear modules of the layers: outside, vLLM serves some architectures only."""
     missing = [name for name in options.target_modules if name not in layers.linear]
     if not missing:
         return
@@ -104,7 +104,7 @@ def _check_modules(model: PreTrainedModel, layers: DecoderLayers, options: LoraO
 
 
 def _start_from(model: PeftModel, file: AdapterFile) -> None:
-    """Load the weights of an existing adapter: all of them, and nothing but them."""
+    """Load the weights of an existing adapter, which must have exactly the names and shapes of this model's."""
     weights = load_file(file.path / WEIGHTS_FILE)
     own = adapter_state(model)
     differing = _differences(own, weights)
@@ -123,7 +123,7 @@ def _start_from(model: PeftModel, file: AdapterFile) -> None:
 
 
 def _differences(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> str:
-    """How two adapters differ in names and shapes, in a few words; empty if they don't."""
+    """Describe briefly how two adapters differ in names and shapes; empty if they don't."""
 
     def some(names: Iterable[str]) -> str:
         found = sorted(names)
@@ -141,9 +141,9 @@ def _differences(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -
 
 
 def adapter_state(model: PeftModel) -> dict[str, torch.Tensor]:
-    """The adapter's tensors under the names of its checkpoint.
+    """Return the adapter's tensors under the names of its checkpoint.
 
-    Embeddings are never among them; left to decide by itself, PEFT asks the hub about the base model at each call.
+    Embeddings are never included. Without that setting, PEFT asks the hub about the base model at each call.
     """
     return get_peft_model_state_dict(model, save_embedding_layers=False)
 
@@ -157,8 +157,8 @@ def save_adapter(
     """Write `adapter_model.safetensors` and `adapter_config.json` into an existing folder.
 
     Args:
-        tensors: the adapter's weights; by default those that the model has now.
-        dtype: of the written weights; by default as they are trained (fp32).
+        tensors: the adapter's weights; by default the model's present ones.
+        dtype: dtype of the written weights; by default as they are trained (fp32).
     """
     state = {
         name: tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
@@ -169,7 +169,7 @@ def save_adapter(
 
 
 def adapter_settings(model: PeftModel) -> dict[str, Any]:
-    """What `adapter_config.json` says of the model's adapter, as JSON's own types."""
+    """Return the contents of `adapter_config.json` for the model's adapter, as plain JSON types."""
     settings = model.peft_config["default"].to_dict()
     settings["inference_mode"] = True
     settings["target_modules"] = sorted(settings["target_modules"])

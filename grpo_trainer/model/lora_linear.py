@@ -1,8 +1,9 @@
 """A LoRA linear module's forward pass with few kernels, in the base model's dtype.
 
-PEFT's own casts its input to the adapter's fp32, multiplies in fp32, and adds in three passes over the output. Here
-the small matrices are cast instead: `x W + (x A) (s B)`, of which the last product adds into the first one's result.
-What is served computes like that, too. The adapter's weights and their gradients stay fp32, its parameters PEFT's.
+PEFT's own forward pass casts its input to the adapter's fp32, multiplies in fp32, and needs three passes over the
+output to add the result. Here the small matrices are cast instead: `x W + (x A) (s B)`, where the last product adds
+into the first one's result. The server computes it like this too. The parameters remain PEFT's, and they and their
+gradients stay fp32.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 ADAPTER = "default"
-"""PEFT's name of the one adapter."""
+"""PEFT's name for the only adapter."""
 
 
 def use_few_kernels(model: nn.Module) -> int:
-    """Exchange the forward passes of a model's LoRA modules; returns of how many. Others are left as they are: those
-    with dropout, in 4 bits, or of another kind than plain LoRA."""
+    """Replace the forward passes of a model's LoRA modules, and return the number of replaced ones.
+
+    Modules with dropout, in 4 bits, or of another kind than plain LoRA keep their own.
+    """
     if not isinstance(model, PeftModel):
         return 0
     found = [module for module in model.modules() if type(module) is Linear and _is_plain(module)]

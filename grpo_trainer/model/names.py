@@ -1,6 +1,6 @@
-"""Where in vLLM's memory each parameter of a Hugging Face model lies: a pure function of names and shapes.
+"""Find where in vLLM's memory each parameter of a Hugging Face model lies: a pure function of names and shapes.
 
-vLLM joins matrices that transformers keeps apart, pads the vocabulary, and calls the experts of a mixture otherwise:
+vLLM fuses matrices that transformers keeps separate, pads the vocabulary, and has other names for a mixture's experts:
 
     self_attn.q_proj, k_proj, v_proj      rows of self_attn.qkv_proj (weights and biases), in this order
     mlp.gate_proj, up_proj                rows of mlp.gate_up_proj, in this order
@@ -8,9 +8,10 @@ vLLM joins matrices that transformers keeps apart, pads the vocabulary, and call
     mlp.experts.gate_up_proj, down_proj   experts[.routed_experts].w13_weight, w2_weight, `[expert, out, in]` both
     mlp (Mixtral)                         block_sparse_moe
 
-Everything else bears one name on both sides. Equal names and shapes do not prove an equal order of rows, so matrices
-are taken from a list of modules that both sides are known to lay out alike; what is not on it is refused, as is
-whatever is left over on either side. Read from vLLM 0.25.1 and 0.32 and transformers 5.
+All other parameters have the same name on both sides. Equal names and shapes do not prove an equal order of rows, so
+matrices must be on a list of modules whose layout is known to be equal on both sides. A matrix that is not on the list
+is refused, and so is a parameter of either side without a counterpart. The rules are those of vLLM 0.25.1 and 0.32 and
+transformers 5.
 """
 
 from __future__ import annotations
@@ -38,28 +39,29 @@ VOCABULARY_PADDING: Final = 64
 """vLLM's `DEFAULT_VOCAB_PADDING_SIZE`."""
 
 RENAMED: Final[tuple[tuple[str, str], ...]] = ((".mlp.", ".block_sparse_moe."),)
-"""Parts of a path that vLLM may call otherwise."""
+"""Part of a path -> vLLM's possible other name for it."""
 
 ALIKE: Final = frozenset(
     {"embed_tokens", "lm_head", "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"}
     | {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "fc1", "fc2", "c_fc", "c_proj"}
     | {"gate", "shared_expert_gate"}
 )
-"""Modules whose matrices, `[out, in]`, have the same rows on both sides. Not: `query_key_value` and `Wqkv`, which vLLM
-reorders, `kv_b_proj`, of which it keeps transformed copies, and `c_attn`, which transformers holds transposed."""
+"""Modules whose matrices, `[out, in]`, have the same rows on both sides. Not included are `query_key_value` and `Wqkv`,
+which vLLM reorders, `kv_b_proj`, of which vLLM keeps transformed copies, and `c_attn`, which transformers transposes.
+"""
 
 _SHOWN = 12
 
 
 class NamesError(ModelError):
-    """Trainer and server do not have the same parameters, or not in a way that is understood.
+    """Trainer and server have different parameters, or in a layout that is not known.
 
-    Its first problem is this one, the others say which parameters are concerned.
+    The first problem is a summary; the others name the parameters.
     """
 
     @classmethod
     def about(cls, parameters: Sequence[Problem]) -> NamesError:
-        """Return the error that names the first few of these parameters, and how many there are."""
+        """Return an error with the number of these problems and the first few of them."""
         whole = Problem(
             field="--model-name",
             got=f"{len(parameters)} problems",
@@ -73,13 +75,13 @@ class NamesError(ModelError):
 
 @dataclass(frozen=True)
 class Facts:
-    """What names and shapes do not say.
+    """Facts about a model that names and shapes do not show.
 
     Attributes:
         hf_ties: name of a tied parameter -> the name under which it is listed first.
-        vllm_ties: the same for vLLM's: names that stand for one place in memory.
-        strange_experts: path of a module of fused experts that is not `[expert, out, in]` with gate before up -> how
-            it is laid out.
+        vllm_ties: the same for vLLM: several names of the same memory.
+        strange_experts: path of a module of fused experts that is not `[expert, out, in]` with gate before up -> its
+            layout.
     """
 
     hf_ties: Mapping[str, str] = field(default_factory=dict)
@@ -89,7 +91,7 @@ class Facts:
 
 @dataclass(frozen=True, order=True)
 class Binding:
-    """A parameter of the Hugging Face model is `vllm_name[start : start + length]`, of this shape.
+    """The place of a Hugging Face parameter: `vllm_name[start : start + length]`, of this shape.
 
     Rows are the first dimension: outputs of a matrix, elements of a vector, experts of a mixture.
     """
@@ -107,15 +109,15 @@ def bind_names(
     """Find each parameter's place.
 
     Args:
-        hf_shapes: of all parameters, and of the buffers that checkpoints hold, tied ones under each of their names.
-        vllm_shapes: of all of vLLM's parameters, tied ones under each of their names.
+        hf_shapes: shapes of all parameters and of the buffers that checkpoints hold, tied ones under each name.
+        vllm_shapes: shapes of all of vLLM's parameters, tied ones under each name.
 
     Returns:
         One binding for each parameter, tied ones under their first name, sorted by name. Together they cover all of
-        vLLM's memory but the padding of the vocabulary, and no place twice.
+        vLLM's memory exactly once, except the padding of the vocabulary.
 
     Raises:
-        NamesError: that can't be done; it lists everything that is in the way.
+        NamesError: a parameter of either side can't be bound; the error lists the problems.
     """
     names = _Names(hf_shapes, vllm_shapes, facts or Facts())
     bindings: list[Binding] = []
@@ -142,7 +144,7 @@ class _Names:
     facts: Facts
 
     def place(self, name: str) -> Binding | Problem:
-        """The parameter's one place, or what is wrong."""
+        """Return the parameter's only place, or the problem."""
         shown = f"{name} {list(self.hf[name])}"
         one = "one place in vLLM"
         candidates = {self.first(candidate): candidate for candidate in self._candidates(name)}
@@ -163,7 +165,7 @@ class _Names:
         return self._rows(name, target)
 
     def check_tie(self, name: str) -> Iterator[Problem]:
-        """A tied parameter may be missing in vLLM (the layer is used twice), but not be another one there."""
+        """Check that vLLM either lacks a tied parameter (it uses the layer twice) or ties it too."""
         owner = self.facts.hf_ties[name]
         if self.hf[name] != self.hf[owner]:
             yield Problem(name, str(list(self.hf[name])), f"{list(self.hf[owner])}, as {owner}, to which it is tied")
@@ -174,12 +176,12 @@ class _Names:
         return self.facts.vllm_ties.get(vllm_name, vllm_name)
 
     def _candidates(self, name: str) -> list[str]:
-        """All of vLLM's names that the rules allow for it and that exist."""
+        """Return vLLM's existing names that the rules allow for a parameter."""
         paths = {name, *(name.replace(old, new) for old, new in RENAMED)}
         return [place for path in sorted(paths) for place in _possible(path) if place in self.vllm]
 
     def _rows(self, name: str, target: str) -> Binding | Problem:
-        """Where in `target` the parameter's rows begin; of a fused matrix all parts must be known."""
+        """Return the parameter's rows in `target`; all parts of a fused matrix must be known."""
         shape, whole = self.hf[name], self.vllm[target]
         misfit = Problem(f"{name} {list(shape)}", f"vLLM's {target} {list(whole)}", summary="does not fit")
         if not shape or len(shape) != len(whole) or shape[1:] != whole[1:]:
@@ -199,7 +201,7 @@ class _Names:
 
 
 def _possible(name: str) -> Iterator[str]:
-    """What vLLM may call a parameter of this (renamed) name, whether it has it or not."""
+    """Yield vLLM's possible names for a parameter of this (renamed) name, whether they exist or not."""
     yield name
     path, leaf = _split(name)
     parent = _split(path)[0]
@@ -212,13 +214,13 @@ def _possible(name: str) -> Iterator[str]:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """`a.q_proj.weight` is `a.q_proj` and `weight`."""
+    """Split `a.q_proj.weight` into `a.q_proj` and `weight`."""
     path, _, leaf = name.rpartition(".")
     return path, leaf
 
 
 def _module(name: str) -> str:
-    """The `q_proj` of `a.q_proj.weight`."""
+    """Return the `q_proj` of `a.q_proj.weight`."""
     return _split(_split(name)[0])[1]
 
 
@@ -229,9 +231,9 @@ def _padded(rows: int) -> int:
 def _check_cover(
     bindings: Collection[Binding], vllm: Mapping[str, Shape], first: Callable[[str], str]
 ) -> Iterator[Problem]:
-    """All rows of vLLM's parameters belong to exactly one binding, but for the padding of the vocabulary.
+    """Check that each row of vLLM's parameters belongs to exactly one binding, except the padding of the vocabulary.
 
-    Independent of how the bindings were found.
+    The check does not depend on how the bindings were found.
     """
     taken: dict[str, list[Binding]] = {}
     for binding in bindings:

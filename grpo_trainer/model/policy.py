@@ -1,12 +1,12 @@
-"""What a run trains, a LoRA adapter or all weights: how it is loaded, and how its checkpoints look.
+"""What a run trains, a LoRA adapter or all weights: how to load it, and the contents of its checkpoints.
 
-Checkpoints of both kinds hold besides what `checkpoint.py` adds. An adapter's (`lora_only`, `lora_restart`):
+`checkpoint.py` adds further files to these. An adapter (`lora_only`, `lora_restart`):
 
-    adapter_step_12/     adapter_model.safetensors, adapter_config.json     what PEFT and vLLM load
+    adapter_step_12/     adapter_model.safetensors, adapter_config.json     PEFT and vLLM load these
 
 All weights (`none`, `shared_vllm`):
 
-    step_12/             model*.safetensors, config.json, tokenizer files   what transformers and vLLM load
+    step_12/             model*.safetensors, config.json, tokenizer files   transformers and vLLM load these
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class Policy(Protocol):
     """What a run trains.
 
     Attributes:
-        model: its parameters that require a gradient are trained.
-        kind: what it is, in messages.
-        step_prefix: checkpoints are folders of this name and the step.
-        final_name: the folder of what the run leaves.
-        marker: the file by which a checkpoint of this kind is known.
+        model: those of its parameters that require a gradient are trained.
+        kind: name of this kind of policy, for messages.
+        step_prefix: a checkpoint's folder is this prefix and the step.
+        final_name: name of the folder with the final weights.
+        marker: the file by which a checkpoint of this kind is recognised.
     """
 
     @property
@@ -83,26 +83,26 @@ class Policy(Protocol):
     marker: str
 
     def tensors(self) -> dict[str, Tensor]:
-        """The weights that a checkpoint is made of, as they lie in the model: to be read, or copied first."""
+        """Return the weights of a checkpoint. They are the model's own memory: copy them if training continues."""
         ...
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write the trained weights into an existing folder.
 
         Args:
-            tensors: `tensors()`, or a copy: the model itself is not read.
+            tensors: `tensors()` or a copy of them; the model itself is not read.
         """
         ...
 
     def exact(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those of `tensors` that `write` does not write to the last bit, for the checkpoint."""
+        """Return those of `tensors` that `write` rounds or renames, so that the checkpoint can hold them exactly."""
         ...
 
     def load(self, path: Path, exact: Mapping[str, Tensor]) -> None:
-        """Take the weights of a checkpoint.
+        """Load the weights of a checkpoint.
 
         Raises:
-            ConfigError: it was made with other options, or of another model.
+            ConfigError: the checkpoint has other options or another model.
         """
         ...
 
@@ -128,7 +128,7 @@ class Adapter:
         return {}
 
     def load(self, path: Path, exact: Mapping[str, Tensor]) -> None:
-        """PEFT itself loads what fits and keeps silent about the rest: so the kind is compared first."""
+        """Load an adapter after comparing its settings and names, since PEFT silently ignores what does not fit."""
         saved = json.loads((path / lora.CONFIG_FILE).read_text())
         own = self.model.peft_config["default"]
         assert isinstance(own, LoraConfig)
@@ -160,7 +160,7 @@ class AllWeights:
     """Every parameter of a model, in fp32.
 
     Args:
-        dtype: of the folders that `write` writes; the server's.
+        dtype: dtype of the weights that `write` writes, which is the server's.
     """
 
     kind = "all weights"
@@ -182,7 +182,7 @@ class AllWeights:
         export_model(self.model, self._tokenizer, folder, self._dtype, tensors=tensors)
 
     def exact(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All: what is written for the server may be rounded, and under names of its own."""
+        """Return all of `tensors`: the weights written for the server may be rounded and renamed."""
         return dict(tensors)
 
     def load(self, path: Path, exact: Mapping[str, Tensor]) -> None:
@@ -200,13 +200,13 @@ class AllWeights:
 
 
 class SharedWeights(AllWeights):
-    """Every parameter of a model that lies in a server's memory: as the server has them, nothing is rounded in saving.
+    """Every parameter of a model in a server's memory. Checkpoints have the server's dtype, so saving rounds nothing.
 
     Args:
         source: the server's handles.
 
     Attributes:
-        loaded: weights of a checkpoint that are not written yet; that takes a fence.
+        loaded: weights of a checkpoint that still have to be written to the server's memory, within a fence.
     """
 
     def __init__(
@@ -217,11 +217,11 @@ class SharedWeights(AllWeights):
         self.loaded: dict[str, Tensor] | None = None
 
     def exact(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Those of another dtype than the rest: in most models none."""
+        """Return the tensors whose dtype differs from the model's: in most models none."""
         return {name: tensor.clone() for name, tensor in tensors.items() if tensor.dtype != self._dtype}
 
     def load(self, path: Path, exact: Mapping[str, Tensor]) -> None:
-        """Read them into main memory, for `write_loaded`."""
+        """Read a checkpoint's weights into main memory, for `write_loaded`."""
         model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
         loaded = {name: tensor.detach() for name, (_, tensor) in stored_tensors(model).items()} | dict(exact)
         self._check_shapes(path, loaded)
@@ -250,11 +250,11 @@ class SharedWeights(AllWeights):
 def build_policy(
     config: TrainConfig, check_stop: Callable[[], None] = lambda: None, world: World | None = None
 ) -> Policy:
-    """Load the model, or attach it to the server's, and make trainable what the run trains.
+    """Load the model, or attach it to the server's memory, and make the trained parameters trainable.
 
     Args:
         check_stop: called while waiting for the server; raises to end the wait.
-        world: the processes that train together: each may get a part of the weights.
+        world: the processes that train together; each may get a shard of the weights.
 
     Raises:
         ModelError, ConfigError: see `load_model`.
@@ -282,10 +282,10 @@ def build_policy(
 
 
 def _load_part(config: TrainConfig, options: AllWeightsOptions, world: World) -> PreTrainedModel:
-    """As `load_all_weights`, of which this process gets its part.
+    """Load this process's shard of all weights in fp32, as `load_all_weights` loads the whole.
 
     Raises:
-        ModelError, ConfigError: see `load_model`; or the model can't be cut.
+        ModelError, ConfigError: see `load_model`; or the model can't be sharded.
     """
     found = check_model(config.model.name)
     check_attention(found, config.model.attention)
@@ -308,14 +308,14 @@ def _load_part(config: TrainConfig, options: AllWeightsOptions, world: World) ->
 def attach_to_server(
     config: TrainConfig, options: SharedServer, check_stop: Callable[[], None]
 ) -> tuple[PreTrainedModel, BridgeConfigFile]:
-    """The model in the memory of the server, which is waited for; nothing is to be trained yet.
+    """Wait for the server, and return the model in the server's memory with every parameter frozen.
 
     Raises:
         BridgeError: the server does not share its weights, or the file is another server's.
         BridgeError, ConfigError, ModelError: see `attach_model`.
     """
     skeleton = None
-    if COMMAND_VARIABLE in os.environ:  # `grpo run`: the server that starts now does not measure what is free
+    if COMMAND_VARIABLE in os.environ:  # `grpo run`: the starting server does not measure free memory
         skeleton = build_skeleton(config.model)
         compile_ahead(config, skeleton)
     client = ServerClient(config.vllm, check_stop)
@@ -345,7 +345,7 @@ def attach_to_server(
 
 
 def choose_trained(model: PreTrainedModel, options: AllWeightsOptions) -> None:
-    """Every parameter, or those of the layers that `--train-layer-indices` names.
+    """Make every parameter trainable, or only those of the layers that `--train-layer-indices` names.
 
     Raises:
         ModelError: the model has fewer layers.
@@ -370,10 +370,10 @@ def choose_trained(model: PreTrainedModel, options: AllWeightsOptions) -> None:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, to be written beside its weights.
+    """Return the model's tokenizer, which is written next to its weights.
 
     Raises:
-        ModelError: there is none.
+        ModelError: the model has no readable tokenizer.
     """
     try:
         return read_tokenizer(config.name)

@@ -1,9 +1,8 @@
-"""The reference that the policy's divergence is measured from: the model that training began with, never written.
+"""The reference model of the KL divergence: the model that training began with, whose weights never change.
 
-With an adapter it is the model without it. Where all weights are trained it is a frozen copy of them, read from
-`--model-name`: so it is the same after a resume, and whatever a server has in its memory. It computes through the
-policy's own modules, which take the frozen weights for the time of a forward pass: the two differ by their weights and
-by nothing else.
+With an adapter, the reference is the model without it. If all weights are trained, it is a frozen copy that is read
+from `--model-name`, so it is the same after a resume, whatever the server's memory holds. The reference computes by the
+policy's own modules, which use the frozen weights during a forward pass. So the two differ only in their weights.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ log = logging.getLogger(__name__)
 
 
 class Reference(Protocol):
-    """A second policy in the first one's modules."""
+    """A second set of weights for the policy's modules."""
 
     def active(self) -> AbstractContextManager[None]:
-        """Within the block the model computes as the reference; for forward passes without gradient."""
+        """Make the model compute as the reference within the block, for forward passes without gradient."""
         ...
 
 
@@ -48,12 +47,12 @@ class AdapterOff:
 class FrozenWeights:
     """A copy of the weights, in its own dtype, on the device or in main memory.
 
-    A decoder layer takes its weights when its turn comes and gives them back after it: of weights that have to be moved
-    or cast, one layer's are on the device at a time, and what lies outside the layers (embeddings, head).
+    Each decoder layer switches to its frozen weights before its forward pass and back after it. So if weights must be
+    moved or cast, the device holds only one layer of them at a time, and those outside the layers (embeddings, head).
 
     Args:
-        weights: by the names of the model's parameters.
-        layers: modules whose weights are taken one after the other.
+        weights: the copy, by the names of the model's parameters.
+        layers: modules that switch their weights one after the other.
     """
 
     def __init__(self, model: nn.Module, weights: Mapping[str, Tensor], layers: Sequence[nn.Module] = ()) -> None:
@@ -66,7 +65,7 @@ class FrozenWeights:
         hooks = [hook for layer, weights in self._layers for hook in _while_it_runs(layer, weights)]
         own = _exchange(self._outside)
         try:
-            with torch.compiler.set_stance("force_eager"):  # a compiled layer would be compiled again for its hooks
+            with torch.compiler.set_stance("force_eager"):  # hooks would make torch compile layers again
                 yield
         finally:
             _exchange(own)
@@ -75,7 +74,7 @@ class FrozenWeights:
 
 
 def _while_it_runs(layer: nn.Module, weights: Mapping[nn.Parameter, Tensor]) -> list[Any]:
-    """Hooks by which a layer has other weights during its forward pass, however that ends."""
+    """Add hooks that give a layer other weights during its forward pass, even if the pass fails; return the hooks."""
     own: list[dict[nn.Parameter, Tensor]] = []
     before = layer.register_forward_pre_hook(lambda *_: own.append(_exchange(weights)))
 
@@ -86,7 +85,7 @@ def _while_it_runs(layer: nn.Module, weights: Mapping[nn.Parameter, Tensor]) -> 
 
 
 def _exchange(weights: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
-    """Point parameters at other values; returns what they pointed at. Nothing is written into memory."""
+    """Point parameters at other tensors, and return their old ones; no memory is overwritten."""
     before = {parameter: parameter.data for parameter in weights}
     for parameter, value in weights.items():
         parameter.data = value.to(parameter.device, parameter.dtype, non_blocking=True)
@@ -94,7 +93,7 @@ def _exchange(weights: Mapping[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tens
 
 
 def build_reference(model: nn.Module, config: TrainConfig) -> Reference | None:
-    """The reference that the options ask for; None: they ask for none.
+    """Return the reference if the options need one, else None.
 
     Raises:
         ConfigError: the device has no room for a copy of the weights.
@@ -121,7 +120,7 @@ def build_reference(model: nn.Module, config: TrainConfig) -> Reference | None:
 
 
 def free_bytes(device: torch.device) -> float:
-    """What may still be allocated on a GPU; main memory is not counted."""
+    """Return the bytes that can still be allocated on a GPU; infinite for main memory, which is not counted."""
     if device.type != "cuda":
         return float("inf")
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -129,10 +128,10 @@ def free_bytes(device: torch.device) -> float:
 
 
 def check_room(size: int, free: float) -> None:
-    """Refuse a copy that does not fit, in words.
+    """Refuse a copy of the weights that does not fit.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: `size` is larger than `free`.
     """
     if size > free:
         raise ConfigError(

@@ -1,11 +1,11 @@
-"""What each trainer process holds of the weights: all of them, or a part.
+"""The weights that each trainer process holds: all of them (a replica), or a shard.
 
-`Replicas`: every process has everything; gradients are added up, and all do the same update.
+`Replicas`: every process has all weights. Gradients are summed, and all processes make the same update.
 
-`Shards` (FSDP2, `torch.distributed.fsdp.fully_shard`): parameters, gradients and optimizer states are cut over the
-processes; a layer's weights come together for the time that it computes, its gradients are added up and cut again.
-Then every pass takes all processes. Those of a step are announced by the step; what rank 0 computes beside that (the
-bridge's proof, logged samples, a checkpoint's weights) it announces as orders of their own.
+`Shards` (FSDP2, `torch.distributed.fsdp.fully_shard`): parameters, gradients and optimizer states are sharded over the
+processes. A layer's weights are gathered while it computes, and its gradients are summed and sharded again
+(reduce-scatter). So every pass needs all processes. The order of a step announces the step's passes. For other passes
+of rank 0 (the bridge's proof, logged samples, a checkpoint's weights), rank 0 sends separate orders.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from grpo_trainer.model.forward import Forward, build_forward
 from grpo_trainer.model.logprobs import TokenScores
 
 METHOD = "grpo_scores"
-"""Of a sharded model: the forward pass of `Forward.scores`, to which weights come together as to the model's own."""
+"""A sharded model's method for `Forward.scores`, registered with FSDP2 so that weights are gathered for it too."""
 
 
 class Holding(Protocol):
-    """What a process holds.
+    """The weights that a process holds.
 
     Attributes:
-        parameters: what its optimizer updates.
-        names: of each of them, the model's.
-        loss_factor: the loss is multiplied by this before the backward pass.
-        forward: scores of tokens.
-        whole: this process can compute without the others.
+        parameters: the parameters that its optimizer updates.
+        names: their names in the model.
+        loss_factor: factor of the loss before the backward pass.
+        forward: computes scores of tokens.
+        whole: whether this process can compute without the others.
     """
 
     parameters: list[Parameter]
@@ -55,27 +55,27 @@ class Holding(Protocol):
     whole: bool
 
     def in_step(self) -> AbstractContextManager[None]:
-        """A context: all processes are in the same step."""
+        """Return the context within which all processes are in the same step."""
         ...
 
     def passes(self, own: int) -> int:
-        """How many passes a step takes, of which `own` are this process's; asks all."""
+        """Return the number of passes that each process must make; `own` is this process's. All processes call it."""
         ...
 
     def finish_gradients(self) -> None:
-        """Make the parameters' gradients those of the whole batch."""
+        """Turn the parameters' gradients into those of the whole batch."""
         ...
 
     def clip(self, limit: float) -> float:
-        """The norm of all gradients, which are scaled down to `limit` if it is larger."""
+        """Clip the norm of all gradients to `limit`, and return the norm before."""
         ...
 
     def check(self, samples: Sequence[Tensor]) -> None:
-        """Raise a TrainingError if processes that should hold the same do not."""
+        """Raise a TrainingError if replicas differ."""
         ...
 
     def mean(self, value: float, weight: float) -> float:
-        """Over the processes; asks all."""
+        """Return the weighted mean over the processes. All processes call it."""
         ...
 
 
@@ -113,14 +113,14 @@ class Replicas:
 
 
 class Shards:
-    """A part of every weight in each process.
+    """A shard of every weight in each process.
 
     Args:
-        forward: of a model that is cut.
+        forward: the forward pass of a sharded model.
 
     Attributes:
-        place: this process among the others.
-        parts: of the trained parameters, those of which this process has something; the optimizer's in its order.
+        place: this process's rank, and the number of processes.
+        parts: this process's parts of the trained parameters, without empty ones, in the optimizer's order.
     """
 
     whole = False
@@ -129,7 +129,7 @@ class Shards:
         self._world = world
         self._model = forward.model
         self._in_step = False
-        self.loss_factor = float(world.size)  # gradients are averaged; gloo can't multiply while it reduces
+        self.loss_factor = float(world.size)  # FSDP2 averages gradients, and gloo can't scale while it reduces
         setattr(self._model, METHOD, forward.scores)
         register_fsdp_forward_method(self._model, METHOD)
         self.forward: Forward = _Together(forward, self)
@@ -172,17 +172,17 @@ class Shards:
         return norm
 
     def check(self, samples: Sequence[Tensor]) -> None:
-        """Each process holds another part: there is nothing to compare."""
+        """Do nothing: each process holds a different part."""
 
     def mean(self, value: float, weight: float) -> float:
         said = self._world.gather((value, weight))
         return sum(each * share for each, share in said) / sum(share for _, share in said)
 
-    # ------------------------------------------------------------------------- beside steps, announced
+    # ------------------------------------------------------------------------- outside steps: announced by an order
 
     @contextmanager
     def _together(self, order: Callable[[], Order]) -> Iterator[None]:
-        """Around what takes all processes. Beside steps the others are told what it is."""
+        """Enter the context of a computation of all processes. Outside steps, rank 0 sends the others its order."""
         if self._in_step:
             yield
             return
@@ -198,17 +198,17 @@ class Shards:
             self._world.begin()
 
     def _end_pass(self, *_: Any) -> None:
-        """Not called of a pass that has failed."""
+        """End a pass that `_announce_pass` began; torch does not call this after a failed pass."""
         if not self._in_step:
             self._world.end()
 
     def scores(self, microbatch: MicroBatch, *, entropy_gradient: bool) -> TokenScores:
-        """As `Forward.scores`, by all processes."""
+        """Compute `Forward.scores` with all processes."""
         with self._together(lambda: Score(microbatch.to(torch.device("cpu")))):
             return getattr(self._model, METHOD)(microbatch, entropy_gradient=entropy_gradient)
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds, whole, in rank 0's main memory: one tensor at a time comes together for it."""
+        """Return a checkpoint's whole tensors in rank 0's main memory, gathered one at a time."""
         found: dict[str, Tensor] = {}
         with self._together(Collect):
             for name, (_, tensor) in stored_tensors(self._model).items():  # type: ignore[arg-type]
@@ -218,10 +218,10 @@ class Shards:
         return found
 
     def save_states(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
-        """Each writes its part of the optimizer's states; on the disk when this returns.
+        """Write the optimizer's states, each process its part; all are on the disk when this returns.
 
         Raises:
-            OSError: on all: one could not write.
+            OSError: a process could not write; all processes raise it.
         """
         failed: OSError | None = None
         with self._together(lambda: SaveStates(folder)), peers():
@@ -233,7 +233,7 @@ class Shards:
             raise failed
 
     def follow(self, order: ModelPass | Score) -> None:
-        """On the others: take part."""
+        """Take part in a pass that rank 0 has announced."""
         device = next(self._model.parameters()).device
         training = self._model.training
         with torch.no_grad():
@@ -249,7 +249,7 @@ class Shards:
 
 
 class _Together(Forward):
-    """A forward pass for which the parts come together."""
+    """A forward pass that gathers the shards."""
 
     def __init__(self, forward: Forward, shards: Shards) -> None:
         vars(self).update(vars(forward))
@@ -260,7 +260,7 @@ class _Together(Forward):
 
 
 def _local(parameter: Parameter) -> Parameter:
-    """This process's part, in the same memory."""
+    """Return this process's shard as a parameter on the same memory."""
     data = parameter.data
     assert isinstance(data, DTensor)
     return Parameter(data.to_local())
@@ -273,14 +273,14 @@ def hold(
     trained: Sequence[Parameter],
     before_measuring: Callable[[], None] = lambda: None,
 ) -> Holding:
-    """What this process holds of a model, whose forward pass is made ready for steps.
+    """Return this process's holding of a model, with the forward pass ready for steps.
 
     Args:
-        model: whole, or cut already (`model/cut.py`).
+        model: a whole model, or one that is sharded already (`model/cut.py`).
         before_measuring: see `fit`.
 
     Raises:
-        ConfigError: it is cut, and its layers can't be called by themselves.
+        ConfigError: the model is sharded, and its layers can't be called by themselves.
     """
     if not isinstance(model, FSDPModule):
         forward = build_forward(model, config)

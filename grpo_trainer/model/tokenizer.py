@@ -1,4 +1,4 @@
-"""The one place that reads a tokenizer."""
+"""The only place that reads a tokenizer."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from grpo_trainer.errors import ModelError
 
 
 class NoTokenizerError(ModelError):
-    """There is none. `field` is the model's name, `got` the reason."""
+    """The model has no readable tokenizer. `field` is the model's name, `got` the reason."""
 
 
 def read_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """That of a model's folder or hub name.
+    """Return the tokenizer of a model's folder or hub name.
 
     Raises:
-        NoTokenizerError: it has none that can be read.
+        NoTokenizerError: the model has no readable tokenizer.
     """
     try:
         return AutoTokenizer.from_pretrained(name)

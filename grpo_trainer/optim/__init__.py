@@ -1,13 +1,13 @@
-"""The optimizers. Their steps land: an update smaller than the spacing of 16-bit weights is not rounded away.
+"""The optimizers. They do not lose updates that are smaller than the spacing of 16-bit weights.
 
-A step has two parts. `prepare` works out the new weights and may take its time; `step` writes them into the parameters,
-which is all that a server on the same weights has to be held still for. In between they lie where the gradients were.
+A step has two parts. `prepare` computes the new weights into the memory of the gradients; this may be slow. `step`
+copies them into the parameters, so a server that shares the weights must pause only for the copy.
 
-    landing.py      what all of them share: pieces, small parameters together, rounding, master weights
+    landing.py      shared by all: pieces, joined small parameters, stochastic rounding, master weights
     rules.py        adamw, adamw_8bit, adafactor
     eight_bits.py   states in 8 bits
-    landed.py       how much of the weights a step has changed
-    schedules.py, spikes.py     the learning rate; gradients that explode
+    landed.py       the share of weights that a step has changed
+    schedules.py, spikes.py     the learning rate; exploding gradients
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from grpo_trainer.optim.rules import Adafactor, AdamW, AdamW8bit, FusedAdamW
 def build_optimizer(
     parameters: Sequence[Parameter], config: OptimizerConfig, *, master_weights: bool = False
 ) -> TwoPartOptimizer:
-    """The optimizer that `--optimizer` names.
+    """Return the optimizer that `--optimizer` names.
 
     Args:
         master_weights: see `LandingOptimizer`; fp32 parameters need none.

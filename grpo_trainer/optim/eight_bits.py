@@ -1,4 +1,4 @@
-"""fp32 numbers in 8 bits: blocks of 256 with a scale each (arXiv 2110.02861)."""
+"""Encodes fp32 numbers in 8 bits: blocks of 256 with a scale each (arXiv 2110.02861)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 BLOCK = 256
 SCALE = "_scale"
-"""After a state's name: the scales of its blocks."""
+"""Suffix of a state's name for the scales of its blocks."""
 RECODED = 1 << 23
-"""Values at one time, a multiple of the block."""
+"""Values that are recoded at a time, a multiple of the block."""
 
 
 @cache
 def levels_of(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The 256 values of 8 bits within [-1, 1] or [0, 1], ascending, and the midpoints between them.
+    """Return the 256 values of an 8-bit code within [-1, 1] or [0, 1], ascending, and the midpoints between them.
 
     Dynamic exponents (arXiv 1511.04561): seven decades, each with twice the steps of the one below.
     """
@@ -34,7 +34,7 @@ def levels_of(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def encoded(values_n: Tensor, midpoints: Tensor) -> tuple[Tensor, Tensor]:
-    """Flat fp32 values as codes `[n]` and one scale for each block of 256, `[ceil(n / 256)]`."""
+    """Encode flat fp32 values as codes `[n]` and one scale for each block of 256, `[ceil(n / 256)]`."""
     padded = torch.nn.functional.pad(values_n, (0, -len(values_n) % BLOCK)).view(-1, BLOCK)
     scales = padded.abs().amax(-1)
     relative = padded / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
@@ -43,7 +43,7 @@ def encoded(values_n: Tensor, midpoints: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decoded(codes_n: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
-    """What was `encoded`, in fp32."""
+    """Decode the result of `encoded` to fp32."""
     return levels[codes_n.int()] * scales.repeat_interleave(BLOCK)[: len(codes_n)]
 
 
@@ -52,12 +52,12 @@ def decoded(codes_n: Tensor, scales: Tensor, levels: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Scaled:
-    """Scales of the blocks of some rows of a parameter. Matrices of a stack have blocks of their own.
+    """Scales of the blocks of some rows of a parameter. In a stack of matrices, no block spans two matrices.
 
     Attributes:
-        scales: in order.
-        shape: of those rows.
-        first: the flat place of their first value in the whole parameter.
+        scales: scales of the blocks, in order.
+        shape: shape of the rows.
+        first: flat index of the first value of the rows in the whole parameter.
     """
 
     scales: Tensor
@@ -69,7 +69,7 @@ class Scaled:
         return self.first + math.prod(self.shape)
 
     def of(self, start: int, end: int) -> Tensor:
-        """For each value of a stretch of the whole parameter that lies within these rows."""
+        """Return the scale of each value with a flat index from `start` to `end`, which must lie within these rows."""
         place = torch.arange(start - self.first, end - self.first, device=self.scales.device)
         matrix = math.prod(self.shape[-2:])
         return self.scales[place // matrix * -(-matrix // BLOCK) + place % matrix // BLOCK]
@@ -78,15 +78,15 @@ class Scaled:
 def recoded(
     codes_n: Tensor, known: Sequence[Scaled], shape: tuple[int, ...], first: int, *, signed: bool
 ) -> tuple[Tensor, Tensor]:
-    """Codes of some rows and the scales of their own blocks, from scales of blocks that may begin elsewhere.
+    """Return codes and block scales of some rows, from scales of blocks that may begin at other values.
 
-    A block whose values all had one scale keeps it, and its codes: so it is with all where rows have a multiple of 256
-    values. Of the others all values are rounded once more.
+    A new block whose values all had the same scale keeps the scale and its codes. If rows have a multiple of 256
+    values, that holds for all blocks. The values of other blocks are rounded once more.
 
     Args:
-        codes_n: flat; on whatever device.
-        known: of rows that cover these.
-        shape, first: as `Scaled` has them.
+        codes_n: the rows' codes, flat, on any device.
+        known: scales of rows that cover these.
+        shape, first: as in `Scaled`.
         signed: see `levels_of`.
     """
     levels, midpoints = levels_of(signed, codes_n.device)

@@ -1,4 +1,4 @@
-"""Whether a step has landed: how much of the weights it has changed, and whether they are numbers still."""
+"""Checks after a step: the share of weights that it changed, and whether all weights are finite."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ SAMPLED_ENTRIES = 1 << 16
 
 
 def sampled(parameters: Sequence[Parameter]) -> list[Tensor]:
-    """Copies of entries spread over each parameter, at most `SAMPLED_ENTRIES`; those of one dtype end to end.
+    """Return copies of at most `SAMPLED_ENTRIES` entries spread over each parameter, joined by dtype.
 
-    A copy of all would cost a whole model, and one for each parameter a kernel each.
+    Copies of all entries would need the memory of a whole model, and comparing each parameter a kernel each.
     """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for parameter in parameters:
@@ -33,27 +33,27 @@ def _spread(whole: Tensor) -> Tensor:
 
 
 def changed_fraction(before: Sequence[Tensor], after: Sequence[Tensor]) -> float:
-    """The share of entries that differ; 0 after an optimizer step means that its updates were lost."""
+    """Return the share of entries that differ; 0 after an optimizer step means that its updates were lost."""
     changed = torch.stack([(b != a).sum() for b, a in zip(before, after, strict=True)]).sum()
     return float(changed) / sum(tensor.numel() for tensor in after)
 
 
 @torch.no_grad()
 def first_not_finite(values: Sequence[Tensor], targets: Sequence[Tensor]) -> int | None:
-    """The index of the first tensor of values with one that is not finite in its target's dtype; None: there is none.
+    """Return the index of the first tensor with a value that is not finite in its target's dtype, or None.
 
-    All are reduced on their device, which is asked once.
+    The tensors are reduced on their device, and all results are read in one transfer.
     """
     if not values:
         return None
     norms = torch._foreach_norm([each.detach() for each in values], math.inf)  # pyright: ignore
-    largest = torch.stack(list(norms)).tolist()  # NaN of a tensor that has some
+    largest = torch.stack(list(norms)).tolist()  # NaN if the tensor has one
     fits = [size <= torch.finfo(target.dtype).max for size, target in zip(largest, targets, strict=True)]
     return None if all(fits) else fits.index(False)
 
 
 def not_finite(name: str, when: str) -> CommonWeightsError:
-    """The end of a run whose weights must not be published."""
+    """Return the error that ends a run whose weights must not be published."""
     return CommonWeightsError(
         "trained weights are not finite: they are not published",
         field=name,

@@ -1,7 +1,7 @@
-"""What all optimizers share: arithmetic in fp32, piece by piece; small parameters together where that is the same.
+"""Shared by the optimizers: arithmetic in fp32, piece by piece, with small parameters joined if the rule allows it.
 
-Into 16-bit parameters the result goes by stochastic rounding, up or down with probabilities that make it right on
-average (arXiv 2010.06192), or it is kept in fp32 as well (`--master-weights`).
+16-bit parameters get the result by stochastic rounding: up or down, with probabilities that make it right on average
+(arXiv 2010.06192). With `--master-weights` the result is also kept in fp32.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from torch.nn import Parameter
 from grpo_trainer.config.train import OptimizerConfig
 
 PIECE = 1 << 23
-"""Elements that are worked on at one time: temporaries are a few times this, in fp32."""
+"""Elements of a piece; temporaries are a few times this size, in fp32."""
 
 COMPILED_PIECES = 4
-"""As many at one time where arithmetic is compiled: it has no temporaries, and a call costs as much as a million."""
+"""Factor of `PIECE` for compiled arithmetic, which has no temporaries, but whose calls cost as much as 1M elements."""
 
 
 class TwoPartOptimizer(torch.optim.Optimizer, ABC):
-    """What the trainer asks of an optimizer.
+    """Interface of the trainer's optimizers.
 
     Attributes:
-        kind: its states are of no use to an optimizer of another kind.
-        prepares: between `prepare` and `step` the new weights lie where the gradients were.
+        kind: identifies the format of its states, which an optimizer of another kind can't load.
+        prepares: between `prepare` and `step` the new weights are in the gradients' memory.
     """
 
     kind: str
     prepares: ClassVar[bool] = False
     hold: Callable[[], None] | None = None
-    """Set while weights and states are being copied: makes what the GPU does next wait for the copy."""
+    """Set while weights and states are copied for a checkpoint: makes later GPU work wait for the copy."""
 
     def wait_for_copy(self) -> None:
-        """Let nothing that follows change weights or states before a copy of them is whole; the host does not wait."""
+        """Make later GPU work wait until a copy of weights and states is complete; the host does not wait."""
         hold, self.hold = self.hold, None
         if hold is not None:
             hold()
 
     def prepare(self) -> None:
-        """The part of the step that leaves the parameters alone, as far as there is one."""
+        """Do the part of the step that does not write the parameters, if there is one."""
 
     def compile(self) -> None:
-        """Have its arithmetic compiled, as far as that is of use."""
+        """Compile the arithmetic if that helps."""
 
     @abstractmethod
     def step(self, closure: Any = None) -> Any:
@@ -56,11 +56,11 @@ class TwoPartOptimizer(torch.optim.Optimizer, ABC):
 
 
 class Rates(NamedTuple):
-    """Numbers of a step, or tensors of one element.
+    """Factors of a step, as numbers or as tensors of one element.
 
     Attributes:
-        shrink: what weights are multiplied by, for weight decay.
-        bias1, bias2: what the moments are divided by, since they began at 0.
+        shrink: factor of the weights, for weight decay.
+        bias1, bias2: divisors of the moments, which correct their start from 0.
     """
 
     lr: Any
@@ -70,7 +70,7 @@ class Rates(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What a rule is given for one parameter: the weights to count from, and what becomes of them."""
+    """Inputs of a rule for one parameter; `source` holds the weights to update."""
 
     source: Tensor
     gradient: Tensor
@@ -82,17 +82,17 @@ class Job(NamedTuple):
 
 
 def land(weight: Tensor, update: Tensor, rates: Rates, rounded: bool) -> Tensor:
-    """A weight less its update, in fp32, or stochastically rounded to bfloat16."""
+    """Return a weight minus its update, in fp32 or stochastically rounded to bfloat16."""
     new = weight.float() * rates.shrink - update * rates.lr
     return round_stochastically(new) if rounded else new
 
 
 @dataclass(frozen=True)
 class Part:
-    """Of the parameters: one, or some small ones that go together.
+    """One parameter, or several small ones that are updated together.
 
     Attributes:
-        parameters: whose group, step number, dtype and device are the same.
+        parameters: parameters with the same group, step number, dtype and device.
     """
 
     group: dict[str, Any]
@@ -106,23 +106,23 @@ class Part:
 
 
 class LandingOptimizer(TwoPartOptimizer):
-    """Computes in fp32 whatever the parameters are; a subclass says by which rule.
+    """Computes in fp32 whatever the parameters' dtype; a subclass has the update rule.
 
     Args:
-        master_weights: keep the weights in fp32, too, and round those to the nearest; 4 bytes a weight.
+        master_weights: also keep the weights in fp32, at 4 bytes each, and round these to the nearest value.
 
     Raises:
-        TypeError: parameters of a dtype that can't be rounded stochastically.
+        TypeError: the parameters have a dtype without stochastic rounding.
     """
 
     name: ClassVar[str]
     prepares = True
     arithmetic: ClassVar[Callable[..., Any]]
-    """What is worth compiling; to be called as `_arithmetic`, which is that or compiled."""
+    """The function to compile; call it as `_arithmetic`, which is the function itself or its compiled form."""
     elementwise: ClassVar[bool] = True
-    """A weight's update depends on nothing but its own state and gradient, or that of its block."""
+    """A weight's update depends only on the state and gradient of the weight itself, or of its block."""
     block: ClassVar[int] = 1
-    """Elements that share a state."""
+    """Number of elements that share a state."""
 
     def __init__(self, parameters: Sequence[Parameter], config: OptimizerConfig, *, master_weights: bool) -> None:
         for parameter in parameters:
@@ -144,13 +144,13 @@ class LandingOptimizer(TwoPartOptimizer):
         self.kind = f"{self.name} with master weights" if master_weights else self.name
 
     def compile(self) -> None:
-        """Have the arithmetic compiled: one pass over the weights instead of many."""
+        """Compile the arithmetic: one pass over the weights instead of many."""
         self._is_compiled = True
         self._arithmetic = torch.compile(self.arithmetic, dynamic=True)
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Update the states, and put the new weights where the gradients are."""
+        """Update the states, and write the new weights into the gradients' memory."""
         assert not self._prepared, "step comes first"
         known: dict[tuple[int, int], Rates] = {}
         for part in self.parts():
@@ -172,7 +172,7 @@ class LandingOptimizer(TwoPartOptimizer):
             target.copy_(new.view(target.shape))
 
     def _prepare_together(self, part: Part, rates: Rates) -> None:
-        """End to end, as if they were one parameter; what came of it goes back to each."""
+        """Update small parameters as one joined parameter, and copy the results back to each."""
         names = [name for name, value in part.states[0].items() if isinstance(value, Tensor)]
         state: dict[str, Any] = {name: _joined([each[name] for each in part.states]) for name in names}
         gradient = _joined(part.gradients)
@@ -182,7 +182,7 @@ class LandingOptimizer(TwoPartOptimizer):
         _hand_out(gradient, part.gradients)
 
     def parts(self) -> Iterator[Part]:
-        """All that have a gradient; their states are there, and count this step."""
+        """Yield the parameters that have a gradient, after creating their states and counting this step."""
         small: dict[Any, Part] = {}
         for group, parameter, gradient in self._trained():
             state = self.state[parameter]
@@ -193,7 +193,7 @@ class LandingOptimizer(TwoPartOptimizer):
                     state["master"] = parameter.detach().float().clone()
             state["step"] += 1
             size = parameter.numel()
-            whole_blocks = math.prod(parameter.shape[-2:]) % self.block == 0  # a stack's matrices have their own
+            whole_blocks = math.prod(parameter.shape[-2:]) % self.block == 0  # no block spans two matrices of a stack
             if not (self.elementwise and whole_blocks and size <= PIECE // 2):
                 yield Part(group, [parameter], [gradient], [state])
                 continue
@@ -213,14 +213,14 @@ class LandingOptimizer(TwoPartOptimizer):
         return pieces(tensor, PIECE * (COMPILED_PIECES if self._is_compiled else 1), self.block)
 
     def _rates(self, group: dict[str, Any], step: int, device: torch.device) -> Rates:
-        """What changes from step to step; compiled code takes numbers for constants, so there it is tensors."""
+        """Return the factors of a step; as tensors for compiled code, which would treat numbers as constants."""
         beta1, beta2 = group["betas"]
         values = (group["lr"], 1.0 - group["lr"] * group["weight_decay"], 1.0 - beta1**step, 1.0 - beta2**step)
         return Rates(*(each.clone() for each in torch.tensor(values, device=device)) if self._is_compiled else values)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Write what `prepare` left; the gradients are used up."""
+        """Write the prepared weights into the parameters, and drop the gradients."""
         if not self._prepared:
             self.prepare()
         parameters = [parameter for _, parameter, _ in self._trained()]
@@ -238,7 +238,7 @@ class LandingOptimizer(TwoPartOptimizer):
                     yield group, parameter, parameter.grad
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As saved: torch's own would cast fp32 states to the parameters' dtype."""
+        """Load the states without torch's cast of fp32 states to the parameters' dtype."""
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
             for parameter, index in zip(group["params"], saved["params"], strict=True):
@@ -252,9 +252,9 @@ class LandingOptimizer(TwoPartOptimizer):
 
     @abstractmethod
     def _new_weights(self, job: Job) -> Iterator[Tensor]:
-        """What `land` makes of each of the source's `pieces`, flat or not; the states are brought up to date.
+        """Update the states, and yield the result of `land` for each of the source's `pieces`, flat or not.
 
-        A piece of the gradient is overwritten once its weights were taken.
+        The caller overwrites a piece of the gradient with the yielded weights before it asks for the next piece.
         """
 
 
@@ -262,12 +262,13 @@ class LandingOptimizer(TwoPartOptimizer):
 
 
 def pieces(tensor: Tensor, limit: int, block: int = 1) -> Iterator[Tensor]:
-    """Views of a tensor that make it up, in order, each with at most `limit` elements where rows allow it.
+    """Yield views that together make up a tensor, in order, each with at most `limit` elements if rows allow it.
 
-    Row by row, matrix by matrix: whatever its strides, which are those of another engine's memory, views they are.
+    Splitting by rows and matrices always gives views and never copies, whatever the tensor's strides. That matters for
+    shared weights, whose strides are those of the server's memory.
 
     Args:
-        block: all pieces of a matrix but its last have a multiple of so many elements.
+        block: the number of elements of each piece of a matrix, except the last, is a multiple of this.
     """
     if tensor.ndim > 2:
         for each in tensor.detach().unbind():
@@ -292,10 +293,11 @@ def _hand_out(joined: Tensor, targets: Sequence[Tensor]) -> None:
 
 
 def round_stochastically(values: Tensor) -> Tensor:
-    """fp32 as bfloat16, up or down at random, so that the mean is right; what bfloat16 can say comes back exactly.
+    """Round fp32 to bfloat16 up or down at random, so that the mean is right; values of bfloat16 stay exact.
 
-    The 16 bits that bfloat16 lacks are the distance to the neighbour below in units of 2^-16 of the spacing: adding a
-    uniform random number of 16 bits carries over with just that probability.
+    bfloat16 is the upper 16 bits of fp32. The lower 16 bits are the distance to the next value towards 0, in units of
+    2^-16 of the spacing. Adding a uniform random 16-bit number carries into the upper bits with exactly that
+    probability; masking the lower bits then gives the rounded value.
     """
     bits = values.contiguous().view(torch.int32)
     noise = torch.randint_like(bits, 1 << 16)

@@ -1,4 +1,4 @@
-"""How each optimizer works out its updates."""
+"""The update rule of each optimizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from grpo_trainer.optim.landing import Job, LandingOptimizer, Rates, TwoPartOpti
 
 
 class FusedAdamW(torch.optim.AdamW, TwoPartOptimizer):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """torch's own, for fp32 parameters."""
+    """torch's own AdamW, for fp32 parameters."""
 
     kind = "adamw"
 
@@ -29,14 +29,14 @@ def adam(
     eps: float,
     rounded: bool,
 ) -> Tensor:
-    """What `land` makes of the weights; both moments are brought up to date, in place."""
+    """Update both moments in place, and return the result of `land`."""
     return land(weight_n, _adam_update(g_n.float(), mean_n, square_n, rates, betas, eps), rates, rounded)
 
 
 def _adam_update(
     g: Tensor, mean: Tensor, square: Tensor, rates: Rates, betas: tuple[float, float], eps: float
 ) -> Tensor:
-    """Bring both moments up to date, in place; the update that follows from them."""
+    """Update both moments in place, and return the weights' update."""
     beta1, beta2 = betas
     mean.lerp_(g, 1.0 - beta1)
     square.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
@@ -60,7 +60,7 @@ def adam_8bit(
     eps: float,
     rounded: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What `land` makes of the weights, and their states in 8 bits after it."""
+    """Return the result of `land`, and the new states in 8 bits."""
     mean_n = decoded(mean_codes_n, mean_scales, signed_levels)
     square_n = decoded(root_codes_n, root_scales, levels).square()
     new_n = adam(weight_n, g_n, mean_n, square_n, rates, betas, eps, rounded)
@@ -87,16 +87,17 @@ class AdamW(LandingOptimizer):
 
 
 class AdamW8bit(LandingOptimizer):
-    """AdamW whose moments rest in 8 bits, blocks of 256 with a scale each (arXiv 2110.02861).
+    """AdamW whose moments are stored in 8 bits, in blocks of 256 with a scale each (arXiv 2110.02861).
 
-    The second moment is kept as its root: so both span the same seven decades, and none is 0 where the other is not.
+    The second moment is stored as its square root. So both moments have the same range of seven decades, and the second
+    does not underflow to 0 where the first is not 0.
     """
 
     name = "adamw_8bit"
     arithmetic = staticmethod(adam_8bit)
     block = BLOCK
     signed: ClassVar[Mapping[str, bool]] = MappingProxyType({"exp_avg": True, "exp_avg_sq_root": False})
-    """States in 8 bits, each with its scales beside it (NAME + `SCALE`), and whether they have signs."""
+    """State in 8 bits -> whether it has signs; its scales are the state NAME + `SCALE`."""
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         blocks = sum(-(-piece.numel() // BLOCK) for piece in self.pieces(parameter))
@@ -122,8 +123,8 @@ class AdamW8bit(LandingOptimizer):
 class Adafactor(LandingOptimizer):
     """Second moment from its means over rows and columns, no first moment (arXiv 1804.04235).
 
-    As the paper's section 7 has it (decay `1 - step ** -0.8`, updates clipped to a root mean square of 1), but with
-    --lr as it is given instead of relative steps. The matrices of a stack, such as experts, are apart.
+    This is the algorithm of the paper's section 7 (decay `1 - step ** -0.8`, updates clipped to a root mean square of
+    1), but with a plain --lr instead of relative step sizes. Each matrix of a stack, such as experts, is separate.
     """
 
     name = "adafactor"
@@ -144,7 +145,7 @@ class Adafactor(LandingOptimizer):
             yield self._arithmetic(weight, update, job.rates, job.rounded)
 
     def _updates(self, job: Job) -> Iterator[Tensor]:
-        """Of the pieces."""
+        """Yield the updates of the pieces."""
         state, gradient = job.state, job.gradient
         decay = 1.0 - state["step"] ** -0.8
         if gradient.ndim < 2:
@@ -158,7 +159,7 @@ class Adafactor(LandingOptimizer):
             yield from self._factored(matrix, row_means, column_means, decay)
 
     def _factored(self, gradient_RC: Tensor, rows_R: Tensor, columns_C: Tensor, decay: float) -> Iterator[Tensor]:
-        """The updates of a matrix's pieces; its row and column means are brought up to date first."""
+        """Update a matrix's row and column means, then yield the updates of its pieces."""
         row_means = []
         column_sum_C = torch.zeros_like(columns_C)
         for piece_rC in self.pieces(gradient_RC):

@@ -8,10 +8,10 @@ from grpo_trainer.config.train import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """The rate of optimisation step `step` (from 0).
+    """Return the learning rate of optimisation step `step` (from 0).
 
-    Warm-up: steps 0 .. w-1 run at 1/w, 2/w, …, 1 of the peak. Then `constant`, or falling to 0 just after the last
-    step: `linear`, or `cosine` (half a period).
+    Warm-up: steps 0 .. w-1 run at 1/w, 2/w, …, 1 of the peak. Then the rate is `constant`, or falls to 0 just after the
+    last step: `linear`, or `cosine` (half a period).
     """
     warmup = config.warmup_steps
     if step < warmup:

@@ -1,4 +1,4 @@
-"""Gradients that explode: norms far above those of the steps before."""
+"""Detects exploding gradients: norms far above those of earlier steps."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from statistics import median
 
 REMEMBERED = 64
 NEEDED = 8
-"""So many norms make a median that something can be far above."""
+"""Least number of norms for a median to compare with."""
 
 
 class NormHistory:
-    """The gradient norms of the last steps. Spikes are remembered, too: a level that lasts is none.
+    """The gradient norms of the last steps, including spikes, so that a lasting new level is no spike.
 
     Args:
-        factor: a norm above this many times their median is a spike; 0: none is.
+        factor: a norm above this many times the median is a spike; 0: no norm is.
     """
 
     def __init__(self, factor: float) -> None:
@@ -23,16 +23,16 @@ class NormHistory:
         self._norms: deque[float] = deque(maxlen=REMEMBERED)
 
     def is_spike(self, norm: float) -> bool:
-        """Whether it is one; it is remembered."""
+        """Return whether a norm is a spike, and add it to the history."""
         limit = self._factor * median(self._norms) if len(self._norms) >= NEEDED else float("inf")
         self._norms.append(norm)
         return self._factor > 0.0 and norm > limit
 
     @property
     def norms(self) -> list[float]:
-        """Oldest first, for a checkpoint."""
+        """The norms, oldest first, for a checkpoint."""
         return list(self._norms)
 
     def restore(self, norms: Sequence[float]) -> None:
-        """Go on from those of a checkpoint."""
+        """Restore the norms of a checkpoint."""
         self._norms = deque(norms, REMEMBERED)

@@ -1,1 +1,1 @@
-"""Scored groups on their way from the rollout API to the trainer."""
+"""Scored groups from the rollout API to the trainer: client, leases, decoding, filter, staleness."""

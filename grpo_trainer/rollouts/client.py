@@ -1,7 +1,7 @@
-"""The trainer's end of the rollout API: register, lease a batch, keep it, acknowledge it.
+"""The trainer's client of the rollout API: register, lease a batch, extend the lease, acknowledge the batch.
 
-A batch is acknowledged once a checkpoint holds what was learnt from it. Until then it is leased: a trainer that is
-killed gets the same batches again, in the same order, from the step of its checkpoint on.
+A batch is acknowledged once a checkpoint contains its update. Until then it is leased. A killed trainer gets the same
+batches again, in the same order, from the step of its checkpoint on.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 POLL_SECONDS = 0.02
-"""At least so long from one attempt to the next, where the API does not wait itself."""
+"""Least time between two attempts, if the API does not wait itself."""
 
 WAIT_SECONDS = 0.5
-"""How long the API holds a request for a batch that is not there yet: a stop is seen this much later at most."""
+"""Time for which the API holds a request if there is no batch yet; it delays a stop by this much at most."""
 
 PATIENCE_SECONDS = 15.0
-"""After this long without a batch, and each time again, the log says what is being waited for."""
+"""Interval at which the log reports what the client waits for."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class _Wait:
 class RolloutClient:
     """Leases batches from the rollout API and acknowledges them.
 
-    An API that goes away and comes back is waited for; one that has forgotten the trainer (no store) is registered with
-    anew. Batches may be leased in one thread while another trains; a third keeps the leases from running out.
+    The client waits for an API that is away, and registers again if the API has forgotten the trainer (no store). One
+    thread may lease batches while another trains; a third extends leases before they expire.
 
     Args:
-        registration: what the API is told of this run; `starting_step` follows the steps that were trained.
+        registration: describes this run to the API; `starting_step` follows the trained steps.
         check_stop: called while waiting; raises to end the wait.
     """
 
@@ -74,13 +74,14 @@ class RolloutClient:
         self._keeper: threading.Thread | None = None
 
     def register(self) -> None:
-        """Announce the trainer; waits for the API to be there.
+        """Wait for the API, and register the trainer.
 
         Raises:
-            ServerError: the API refused, or was not there within `--rollout-timeout`.
+            ServerError: the API refused.
+            TrainingError: the API did not answer within `--rollout-timeout`.
         """
         self._wait_for(self._try_register, "the rollout API to be there", self._check_stop)
-        self.evaluations()  # those of a former process were its own
+        self.evaluations()  # skips those that a former process has logged
 
     def _try_register(self) -> bool | _Wait:
         with self._registering:
@@ -94,16 +95,16 @@ class RolloutClient:
     # Batches in
 
     def lease(self, check_stop: Callable[[], None]) -> Leased:
-        """Lease the next batch; waits for one.
+        """Wait for the next batch, and lease it.
 
         Args:
             check_stop: called while waiting; raises to end the wait.
 
         Raises:
-            TrainingError: none came within `--rollout-timeout`.
+            TrainingError: no batch came within `--rollout-timeout`.
         """
         check_stop()
-        request = uuid4().hex  # an answer that is lost on the way can be asked for again: it is the same lease
+        request = uuid4().hex  # if the answer is lost, a repeated request returns the same lease
         batch = self._wait_for(partial(self._try_lease, request), "a batch of rollouts", check_stop)
         batch_id = batch.batch_id or ""
         self._leases.hold(batch_id)
@@ -132,16 +133,16 @@ class RolloutClient:
 
     @property
     def unsettled(self) -> tuple[str, ...]:
-        """Batches that are trained on and not acknowledged."""
+        """Trained batches that are not acknowledged."""
         return self._leases.unsettled
 
     def trained(self, batch: Leased) -> tuple[str, ...]:
-        """Note that a batch was trained on; it stays leased until `settle`. Returns all that are so."""
+        """Record that a batch was trained on, and return all such batches; they stay leased until `settle`."""
         self._leases.trained(batch.batch_id)
         return self._leases.unsettled
 
     def report(self, step: int) -> None:
-        """Tell the API that the newest trained batch has led to `step`."""
+        """Report to the API that the newest trained batch has led to `step`."""
         self._reach(step)
         batch_id = self._leases.unsettled[-1]
         path = f"/batch/{batch_id}/extend?lease={self._config.lease_seconds:g}&step={step}"
@@ -160,27 +161,27 @@ class RolloutClient:
         self._wait_for(attempt, "the rollout API to be told of a trained batch", self._check_stop)
 
     def evaluations(self) -> list[wire.NumberedEvaluation]:
-        """What environments have measured on held-out prompts since this was asked last. Best effort."""
+        """Return the environments' evaluations on held-out prompts since the last call. Best effort."""
         try:
             path = f"/evaluations?after={self._evaluated}"
             answer = self._http.get(path, headers={"Accept": wire.JSON}, timeout=5.0)
             found = wire.decode(answer.content, wire.Evaluations).evaluations if answer.is_success else []
         except (httpx.HTTPError, msgspec.DecodeError):
-            return []  # it is no reason to stop; the next step asks again
+            return []  # no reason to stop training; the next step asks again
         self._evaluated = max([self._evaluated, *(each.number for each in found)])
         return found
 
     def settle(self, batches: Sequence[str], *, resumed: bool = False) -> None:
-        """Acknowledge trained batches: a checkpoint holds what was learnt from them, they are never served again.
+        """Acknowledge trained batches that a checkpoint contains; the API never serves them again.
 
         Args:
-            resumed: they are a former process's, which may have acknowledged them before it ended.
+            resumed: a former process trained on them, and may have acknowledged them already.
         """
         for batch_id in batches:
             self._acknowledge(batch_id, resumed=resumed)
 
     def settle_at_once(self, batches: Sequence[str]) -> None:
-        """Acknowledge them if the API is there. Best effort: who goes on from the checkpoint does it first of all."""
+        """Acknowledge batches without waiting for the API. Best effort: a resumed trainer acknowledges them first."""
         body = msgspec.json.encode(wire.Ack(step=self._registration.starting_step))
         for batch_id in batches:
             try:
@@ -193,12 +194,12 @@ class RolloutClient:
             self._leases.end(batch_id)
 
     def drop(self, batch: Leased, why: str) -> None:
-        """Get rid of a batch that is of no use."""
+        """Acknowledge a batch that can't be trained on, and log why."""
         log.warning("a whole batch was dropped: %s", why)
         self._acknowledge(batch.batch_id)
 
     def release(self, batch: Leased) -> None:
-        """Give a leased batch back untrained. Best effort: an unreleased lease runs out by itself."""
+        """Release a leased batch untrained. Best effort: without a release, the lease expires."""
         self._leases.end(batch.batch_id)
         try:
             self._http.post(f"/batch/{batch.batch_id}/release", timeout=2.0)
@@ -206,11 +207,11 @@ class RolloutClient:
             log.warning("batch %s was not given back (%s); its lease runs out by itself", batch.batch_id, error)
 
     def let_leases_run_out(self) -> None:
-        """Extend no lease from now on."""
+        """Stop extending leases."""
         self._closing.set()
 
     def close(self) -> None:
-        """Close the connection; leases that are left run out by themselves, or go to who registers next."""
+        """Close the connection; remaining leases expire, or pass to the next trainer that registers."""
         self.let_leases_run_out()
         if self._keeper is not None:
             self._keeper.join()
@@ -235,7 +236,7 @@ class RolloutClient:
         self._leases.end(batch_id)
 
     def _note_lost(self, batch_id: str, answer: httpx.Response, *, resumed: bool = False) -> None:
-        """A batch that was trained on and is not ours any more: its groups may be trained on again.
+        """Log that the API refuses a trained batch, whose groups may now be trained on again.
 
         Raises:
             TrainingError: another trainer has taken the run over.
@@ -253,7 +254,7 @@ class RolloutClient:
         return TrainingError("another trainer has taken the run over", field=field, got=detail)
 
     def _keep_leases(self) -> None:
-        """From the first lease on, a thread extends those that would run out."""
+        """Start the thread that extends leases before they expire, unless it runs already."""
         if self._keeper is None:
             self._keeper = threading.Thread(target=self._keep, name="lease keeper", daemon=True)
             self._keeper.start()
@@ -264,19 +265,19 @@ class RolloutClient:
             for batch_id in self._leases.running_out:
                 try:
                     answer = self._http.post(f"/batch/{batch_id}/extend?lease={seconds:g}", timeout=2.0)
-                except httpx.HTTPError as error:  # the next round tries again; what trains says so if it is for good
+                except httpx.HTTPError as error:  # the next round tries again; training raises lasting errors
                     log.debug("batch %s was not extended: %s", batch_id, error)
-                    break  # with hundreds of them, each in vain for seconds, nobody could close this
+                    break  # hundreds of failing requests would delay `close` by minutes
                 if answer.status_code < 300:
                     self._leases.hold(batch_id)
 
     def _send(
         self, method: str, path: str, body: bytes | None = None, *, frank: bool = False
     ) -> httpx.Response | _Wait:
-        """One request. A server that is away, or in trouble of its own, is worth waiting for; a refusal is not.
+        """Send one request; return a `_Wait` if the API is away or failing, and raise an error if it refuses.
 
         Args:
-            frank: the caller wants to know itself if the batch is unknown (404) or taken (409).
+            frank: return the answer if the batch is unknown (404) or taken over (409), for the caller to handle.
         """
         headers = {"Content-Type": wire.JSON} if body else {}
         try:
@@ -295,12 +296,12 @@ class RolloutClient:
         return answer
 
     def _wait_for(self, attempt: Callable[[], T | _Wait], what: str, check_stop: Callable[[], None]) -> T:
-        """Try until it succeeds; say what is waited for, and give up after `--rollout-timeout`."""
+        """Repeat an attempt until it succeeds, log the wait, and raise an error after `--rollout-timeout`."""
         started = time.monotonic()
         said = 0.0
         while True:
             began = time.monotonic()
-            result = attempt()  # before the check: a stop must not keep a trained batch from being acknowledged
+            result = attempt()  # before the check: a stop must not prevent the acknowledgement of a trained batch
             if not isinstance(result, _Wait):
                 return result
             check_stop()
@@ -319,7 +320,7 @@ class RolloutClient:
             time.sleep(max(0.0, pause - (time.monotonic() - began)))
 
     def environment_name(self, env_id: int | None) -> str:
-        """How messages call an environment."""
+        """Return an environment's name for messages."""
         status = self._status()
         names = {each.env_id: each.name for each in status.environments} if status else {}
         if env_id is None:
@@ -327,10 +328,10 @@ class RolloutClient:
         return f"environment {names[env_id]}" if env_id in names else f"environment {env_id}"
 
     def _explanation(self) -> str | None:
-        """The API's own word on why no batch comes."""
+        """Return the API's own reason why no batch comes, or None."""
         status = self._status()
         if status is None:
-            return None  # it can't be asked: the caller has a reason of its own
+            return None  # the API does not answer; the caller has its own reason
         return "; ".join(filter(None, [status.waiting_for, *status.warnings])) or None
 
     def _status(self) -> wire.Status | None:
@@ -341,5 +342,5 @@ class RolloutClient:
 
 
 def _said(answer: httpx.Response) -> str:
-    """A refusal in words: the API's own, or what something before it answers in its place."""
+    """Return the reason of a refusal, by the API or by a proxy before it."""
     return complaint(answer.content, answer.headers.get("content-type")).reason

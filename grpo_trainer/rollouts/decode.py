@@ -1,4 +1,4 @@
-"""Groups of the wire as the trainer's."""
+"""Decodes groups of the wire protocol into the trainer's."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from grpo_trainer.rollouts.types import Group, Sample, Teacher
 
 
 def to_group(packed: wire.PackedGroup) -> Group:
-    """A group of the wire as the trainer's; its arrays are views of the bytes that came.
+    """Decode a group of the wire protocol without checking that it can be trained on (see `rollouts.fit`).
 
-    Whether it can be trained on is another question (`rollouts.fit`). Of overrides those of a sequence stand over the
-    group's: `sft`, `set_advantage_to_zero`, `temperature`.
+    A sequence's overrides take precedence over the group's: `sft`, `set_advantage_to_zero`, `temperature`.
     """
     ends = np.cumsum(packed.lengths)[:-1]
     tokens = np.split(np.frombuffer(packed.tokens, "<i4").astype(np.int64), ends)
@@ -45,7 +44,7 @@ def to_group(packed: wire.PackedGroup) -> Group:
 
 
 def _temperature(*given: object) -> float:
-    """The first that was given, else 1; NaN for what is no number."""
+    """Return the first given value, else 1; NaN if it is no number."""
     value = next((each for each in given if each is not None), 1.0)
     return float(value) if isinstance(value, int | float) else math.nan
 
@@ -53,14 +52,14 @@ def _temperature(*given: object) -> float:
 def _advantages(
     given: list[NDArray[np.float32]] | None, i: int, length: int, override: dict[str, Any]
 ) -> NDArray[np.float32] | None:
-    """The environment's own, or 0 for a sequence that it wants left out though its reward counts."""
+    """Return the environment's advantages; 0 for a sequence of which only the reward counts."""
     if override.get("set_advantage_to_zero"):
         return np.zeros(length, np.float32)
     return given[i] if given else None
 
 
 def _teacher(packed: wire.PackedGroup, i: int) -> Teacher | None:
-    """A sequence's ragged lists as arrays; a negative id is filling of the environment's."""
+    """Return a sequence's ragged lists as arrays; negative ids are the environment's padding."""
     if not packed.distill_token_ids or not packed.distill_logprobs:
         return None
     ids, logprobs = packed.distill_token_ids[i], packed.distill_logprobs[i]
@@ -83,5 +82,5 @@ def _floats(data: bytes | None, ends: NDArray[np.int64], total: int) -> list[NDA
 
 
 def _are_logprobs(values_T: NDArray[np.float32], trained_T: NDArray[np.bool_]) -> bool:
-    """Some environments fill the whole row with the masked value (1.0): that is no logprob, and means "unknown"."""
+    """Return whether the values are logprobs: some environments fill unknown ones with the masked value (1.0)."""
     return bool((values_T[trained_T] <= 1e-3).all())

@@ -1,7 +1,7 @@
-"""Which groups of a batch this model can be trained on. Those that it can't are left out, counted and told of once.
+"""Filters out the groups of a batch that this model can't be trained on, counts them, and logs the first.
 
-The rollout API refuses what no model could be trained on; what it can't know, such as the vocabulary, is seen here. A
-group that ended the run would be the first to come after each restart.
+The rollout API refuses groups that no model could be trained on. This filter checks what the API can't know, such as
+the vocabulary. It raises no error, because the API would serve the same group first after each restart.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ log = logging.getLogger(__name__)
 
 
 class Sieve:
-    """Leaves out what can't be trained on, and says so once of each environment.
+    """Leaves out groups that can't be trained on, and logs that once for each environment.
 
     Args:
-        vocabulary: ids of tokens are below it; None: not known.
-        name_of: how messages call an environment, by its number.
-        longest: tokens of a sequence that are trained on, its prompt included; None: all.
+        vocabulary: upper bound of token ids; None: not known.
+        name_of: returns an environment's name for messages by its number.
+        longest: number of a sequence's first tokens that are trained on, including its prompt; None: all.
 
     Attributes:
         last: why the last group was left out.
@@ -42,7 +42,7 @@ class Sieve:
         self._told_cut: set[int | None] = set()
 
     def sift(self, leased: Leased) -> Leased:
-        """The batch without groups that can't be trained on; `refused` counts them."""
+        """Return the batch without groups that can't be trained on; `refused` counts those."""
         kept = tuple(group for group in leased.groups if self._fits(group))
         return replace(leased, groups=kept, refused=len(leased.groups) - len(kept))
 
@@ -62,7 +62,7 @@ class Sieve:
         return False
 
     def _note_cut(self, group: Group) -> None:
-        """Say once of each environment that its sequences are too long; `batch/truncated` counts them."""
+        """Log once for each environment that its sequences are too long; `batch/truncated` counts them."""
         length = max(len(sample.tokens_T) for sample in group.samples)
         if self._longest is None or length <= self._longest or group.environment in self._told_cut:
             return
@@ -76,11 +76,11 @@ class Sieve:
 
 
 def misfit(group: Group, vocabulary: int | None = None, longest: int | None = None) -> Problem | None:
-    """Why a group can't be trained on; None if it can.
+    """Return why a group can't be trained on; None if it can.
 
     Args:
-        vocabulary: ids of tokens are below it; None: not known.
-        longest: tokens of a sequence that are trained on; None: all.
+        vocabulary: upper bound of token ids; None: not known.
+        longest: number of a sequence's first tokens that are trained on; None: all.
     """
     if not any(sample.trained_T[1:longest].any() for sample in group.samples):  # nothing predicts the first token
         got = f"no trained token among the first {longest or max(len(sample.tokens_T) for sample in group.samples)}"
@@ -113,7 +113,7 @@ def _misfit(sample: Sample, vocabulary: int | None) -> Problem | None:
 
 
 def _taught(sample: Sample) -> np.ndarray:
-    """Ids of the tokens that a teacher gave."""
+    """Return the ids of a teacher's tokens."""
     if sample.teacher is None:
         return np.empty(0, np.int64)
     return sample.teacher.ids_TK[np.isfinite(sample.teacher.logprobs_TK)]

@@ -1,4 +1,4 @@
-"""The batches that a trainer has leased and not acknowledged yet."""
+"""Leases of batches that are not acknowledged yet."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 
 class Leases:
-    """Which they are, when they run out, and which of them are trained. May be used from several threads.
+    """The leased batches, their deadlines, and which of them are trained. Thread-safe.
 
     Args:
-        seconds: that a lease lasts, from its beginning and from each extension.
+        seconds: duration of a lease, from its start and from each extension.
     """
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -22,30 +22,30 @@ class Leases:
         self._trained: list[str] = []
 
     def hold(self, batch_id: str) -> None:
-        """It was leased, or extended, just now."""
+        """Record that a batch was leased or extended just now."""
         with self._lock:
             self._deadlines[batch_id] = self._clock() + self._seconds
 
     def trained(self, batch_id: str) -> None:
-        """It is trained on, and is to be acknowledged once a checkpoint holds that."""
+        """Record that a batch was trained on; it is acknowledged once a checkpoint contains it."""
         with self._lock:
             self._trained.append(batch_id)
 
     def end(self, batch_id: str) -> None:
-        """It was acknowledged or given back."""
+        """Record that a batch was acknowledged or released."""
         with self._lock:
             self._deadlines.pop(batch_id, None)
             self._trained = [each for each in self._trained if each != batch_id]
 
     @property
     def unsettled(self) -> tuple[str, ...]:
-        """Those that are trained, in the order of training."""
+        """Trained batches, in the order of training."""
         with self._lock:
             return tuple(self._trained)
 
     @property
     def running_out(self) -> list[str]:
-        """Those that have less than half of their time left."""
+        """Batches whose lease has less than half of its time left."""
         soon = self._clock() + self._seconds / 2
         with self._lock:
             return [batch_id for batch_id, deadline in self._deadlines.items() if deadline < soon]

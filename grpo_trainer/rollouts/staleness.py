@@ -1,4 +1,4 @@
-"""How old the samples of a batch are at the version that is about to train on them, and what that means for them."""
+"""The staleness of a batch's samples at the version that is about to train on them, and its consequences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from grpo_trainer.versions import NO_JUMPS, Numbering
 
 @dataclass(frozen=True)
 class Judged:
-    """Groups that are trained on, and what was seen of their age."""
+    """Groups to train on, and metrics of their age."""
 
     groups: tuple[Group, ...]
     metrics: dict[str, Metric]
@@ -26,17 +26,17 @@ def judge(
     on_stale: Literal["drop", "downweight"] = "drop",
     numbering: Numbering = NO_JUMPS,
 ) -> Judged:
-    """Leave out the groups that are too old, or let them count less.
+    """Leave out groups that are too old, or lower their weight.
 
-    A group is as old as its oldest sample: the updates from the version that sampled it to `version`. One of a later
-    version, which a former process published and a resumed one has not come to again, is not old at all.
-    `downweight` multiplies the loss
-    of a group that is `excess` versions above the limit by `1 / (1 + excess)`; the batch's normaliser stays.
+    A group's age is that of its oldest sample: the number of updates from the version that sampled it to `version`.
+    A sample of a later version, which a former process published before a resume, has age 0. `downweight` multiplies
+    the loss of a group that is `excess` versions above the limit by `1 / (1 + excess)`; the batch's normaliser does not
+    change.
 
     Args:
-        version: of the weights that are about to be trained.
-        limit: age that is no matter; None: none is.
-        numbering: where versions jumped.
+        version: version of the weights that are about to be trained.
+        limit: largest age without consequences; None: no limit.
+        numbering: jumps of the version numbers.
     """
     kept: list[Group] = []
     dropped = lowered = 0
@@ -58,14 +58,14 @@ def judge(
 
 
 def same_judgement(one: Sequence[Group], other: Sequence[Group]) -> bool:
-    """Whether two judgements of the same groups let the same ones count for the same."""
+    """Return whether two judgements of the same groups keep the same samples with the same weights."""
     return [(id(sample.tokens_T), sample.weight) for group in one for sample in group.samples] == [
         (id(sample.tokens_T), sample.weight) for group in other for sample in group.samples
     ]
 
 
 def _ages(group: Group, version: int, numbering: Numbering) -> list[int]:
-    """Of its samples, those whose version is known."""
+    """Return the ages of a group's samples whose version is known."""
     known = [sample.policy_version for sample in group.samples if sample.policy_version is not None]
     return [max(0, numbering.updates(version) - numbering.updates(own)) for own in known]
 

@@ -1,4 +1,4 @@
-"""What a batch of rollouts is to the trainer."""
+"""The trainer's types for a batch of rollouts."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from grpo_trainer.metrics.types import Metric
 
 @dataclass(frozen=True, eq=False)
 class Teacher:
-    """A teacher's likeliest tokens for each position of a sequence: K of them at most.
+    """A teacher's up to K likeliest tokens for each position of a sequence.
 
     Attributes:
-        ids_TK: token ids; 0 where it gave fewer than K.
-        logprobs_TK: their logprobs in the place of the position's own token; -inf where it gave fewer.
+        ids_TK: token ids; 0 where the teacher gave fewer than K.
+        logprobs_TK: the teacher's logprobs of these tokens at each position; -inf where it gave fewer.
     """
 
     ids_TK: NDArray[np.int64]
     logprobs_TK: NDArray[np.float32]
 
     def at(self, positions: NDArray[np.int64] | slice) -> Teacher:
-        """Of some positions only."""
+        """Return the teacher at some positions only."""
         return Teacher(self.ids_TK[positions], self.logprobs_TK[positions])
 
     @property
     def given_T(self) -> NDArray[np.bool_]:
-        """Where it gave any."""
+        """Positions at which the teacher gave tokens."""
         return np.asarray(np.isfinite(self.logprobs_TK).any(axis=-1))
 
 
@@ -41,13 +41,13 @@ class Sample:
         trained_T: True where the token is trained on (the completion), False on the prompt.
         reward: its score.
         advantages_T: per-token advantages when the environment gave them, else None.
-        rollout_logprobs_T: what the server sampled with (natural log, at `temperature`), else None; only the values
-            at trained tokens mean anything.
+        rollout_logprobs_T: logprobs that the server sampled with (natural log, at `temperature`), else None; only the
+            values at trained tokens have a meaning.
         policy_version: the version that sampled it, if known.
-        temperature: of sampling; the trainer's logits are divided by it.
-        supervised: it is to be imitated, not judged: the policy did not sample it.
-        teacher: what a teacher would have put in the place of each token, else None.
-        weight: its loss counts so much.
+        temperature: temperature of sampling; the trainer divides its logits by it.
+        supervised: the sequence is imitated; the policy did not sample it.
+        teacher: a teacher's tokens for each position, else None.
+        weight: factor of its loss.
     """
 
     tokens_T: NDArray[np.int64]
@@ -71,13 +71,13 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        """Of what the policy sampled: what is to be imitated is no measure of it."""
+        """Rewards of the samples of the policy, without supervised ones."""
         return [sample.reward for sample in self.samples if not sample.supervised]
 
 
 @dataclass(frozen=True)
 class Leased:
-    """A batch as it came: its lease, and whole groups, oldest first; of those that can't be trained on the number."""
+    """A leased batch: whole groups, oldest first, and the number of groups that were left out as untrainable."""
 
     batch_id: str
     groups: tuple[Group, ...]
@@ -86,13 +86,13 @@ class Leased:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """What one step trains on.
+    """The batch of one step.
 
     Attributes:
-        batch_id: names the lease that `ack` ends.
+        batch_id: id of the lease, which the acknowledgement ends.
         groups: whole groups, oldest first.
-        metrics: how long it took to come, how stale it is, what was dropped.
-        policy_version: the trainer's when it came; samples of this version are fresh.
+        metrics: metrics of the batch.
+        policy_version: the trainer's version when the batch arrived; samples of this version are fresh.
     """
 
     batch_id: str

@@ -1,1 +1,1 @@
-"""How a checkpoint gets onto the disk and back: a copy in main memory, a thread that writes, checksums that tell."""
+"""Checkpoints: a copy in main memory, a thread that writes it, checksums that detect damage, and resuming."""

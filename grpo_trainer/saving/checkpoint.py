@@ -1,13 +1,14 @@
-"""Checkpoints: everything that a run needs to go on, whole or not there.
+"""Checkpoints: everything that a run needs to continue, in a folder that is complete or absent.
 
-step_12/                      named by what is trained, see `model/policy.py`
-    …                         the trained weights, as others load them
-    trainer_state.pt          optimizer, random generators, weights that the above rounds
-    optimizer_states/         instead of the optimizer's in it, where weights are cut over several processes
+step_12/                      the prefix depends on what is trained, see `model/policy.py`
+    …                         the trained weights, in the format of transformers or PEFT
+    trainer_state.pt          optimizer, random generators, exact values of weights that the above rounds
+    optimizer_states/         the optimizer's states, if the weights are sharded over several processes
     state.json                step, policy version, checksums; written last: a folder without it is no checkpoint
 
-While training goes on, a thread writes them from a copy in main memory (`snapshot.py`); `schedule.py` says when.
-One that is due while another is being written is put off until that is whole: training never waits for the disk.
+A thread writes them from a copy in main memory (`snapshot.py`) while training continues; `schedule.py` decides when. If
+a checkpoint is due while another is being written, it waits until that one is complete. Training never waits for the
+disk.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ class Checkpoints:
     """Writes, prunes and loads a run's checkpoints.
 
     Args:
-        policy: what is trained.
-        optimizer: of its parameters.
-        norms: of their gradients.
-        shards: weights and states are cut over several processes, of which this is one.
+        policy: the trained policy.
+        optimizer: the optimizer of its parameters.
+        norms: history of gradient norms.
+        shards: this process's shards; None: the weights are not sharded.
         snapshot: the copy that is written in the background.
-        clock: in seconds, for checkpoints by time.
+        clock: clock in seconds, for checkpoints by time.
 
     Attributes:
-        safe: the newest progress that can be resumed; None: there is none yet.
-        safe_path: its folder.
+        safe: progress of the newest complete checkpoint; None: there is none yet.
+        safe_path: folder of that checkpoint.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Checkpoints:
         self._optimizer = optimizer
         self._norms = norms or NormHistory(0.0)
         self._device = next(policy.model.parameters()).device
-        self._weights: tuple[int, Path] | None = None  # the version that a folder is known to hold
+        self._weights: tuple[int, Path] | None = None  # version and folder of the last written weights
         self._serving: Path | None = None
         self._snapshot = snapshot or Snapshot()
         self._writer = BackgroundWriter()
@@ -92,10 +93,10 @@ class Checkpoints:
         """Begin a checkpoint if one is due and none is being written, in the background if there is room for a copy.
 
         Returns:
-            For how long training waited for it, and how long one took to write since this was asked last.
+            Metrics: the time that training waited, and the time to write the last checkpoint since the last call.
 
         Raises:
-            OSError: the one before could not be written.
+            OSError: the last checkpoint could not be written.
         """
         self._writer.check()
         self._forget_deleted()
@@ -113,7 +114,7 @@ class Checkpoints:
         in_background = self._config.background_writes and self._shards is None
         if in_background and self._snapshot.wants_room(tree):
             self._writer.start(lambda: self._make_room(tree))
-            return {}  # put off
+            return {}  # postponed until there is room
         copy = self._snapshot.take(tree) if in_background else None
         if copy is None:
             self._write(path, progress, tree)
@@ -125,7 +126,7 @@ class Checkpoints:
         return {"train/save_time": Sum(waited)}
 
     def _make_room(self, tree: dict[str, Any]) -> None:
-        """In a thread, which begins with the first GPU and would take memory there."""
+        """Allocate the copy's memory. A thread uses the first GPU by default, so select the trainer's."""
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             self._snapshot.make_room(tree)
 
@@ -133,18 +134,18 @@ class Checkpoints:
         """Write a checkpoint, then prune older ones to `--keep-checkpoints`; it is on the disk when this returns.
 
         Raises:
-            OSError: this one or the one before could not be written.
+            OSError: this checkpoint or the last one could not be written.
         """
         self._writer.wait()
         self._forget_deleted()
         path = self._config.save_path / self._policy.final_name if final else self._path(progress)
         if self.safe_path is not None and self._is_safe(progress) and (not final or self.safe_path == path):
-            return self.safe_path  # a whole checkpoint is not touched again
+            return self.safe_path  # a complete checkpoint is never written again
         self._write(path, progress, self._tree())
         return path
 
     def _forget_deleted(self) -> None:
-        """Forget the newest checkpoint if somebody has deleted it; another one is due then."""
+        """Forget the newest checkpoint if its folder was deleted, and make another one due."""
         if self.safe_path is None or (self.safe_path / STATE_FILE).exists():
             return
         log.warning("%s, the newest checkpoint, was deleted: another one is written", self.safe_path)
@@ -156,13 +157,13 @@ class Checkpoints:
         return safe is not None and (safe.step, safe.policy_version) == (progress.step, progress.policy_version)
 
     def settled(self, progress: Progress) -> tuple[str, ...]:
-        """Batches that need not come again: a checkpoint holds what was learnt from them, or none ever will."""
+        """Return the batches that may be acknowledged: those in a checkpoint, or all if the run writes none."""
         if not self._config.checkpoint_interval:
             return progress.batches
         return self.safe.batches if self.safe is not None else ()
 
     def close(self, seconds: float | None = None) -> None:
-        """Wait for what is being written, so long at most.
+        """Wait for the checkpoint that is being written, for at most `seconds`.
 
         Raises:
             OSError: it could not be written.
@@ -171,7 +172,7 @@ class Checkpoints:
             self._snapshot.close()
 
     def _tree(self) -> dict[str, Any]:
-        """All that is saved, as it lies in memory: the tensors are those that the next update changes."""
+        """Return everything that is saved. The tensors are not copies: the next update changes them."""
         return {
             "optimizer": self._optimizer.state_dict() if self._shards is None else None,
             "optimizer_kind": self._optimizer.kind,
@@ -182,7 +183,7 @@ class Checkpoints:
         }
 
     def _trained(self) -> list[str]:
-        """Names of what the optimizer updates, in its order: it may have no state of a parameter yet."""
+        """Return the names of the trained parameters, in the optimizer's order; some may have no state yet."""
         return [name for name, parameter in self._policy.model.named_parameters() if parameter.requires_grad]
 
     def _weights_now(self) -> dict[str, Tensor]:
@@ -203,8 +204,8 @@ class Checkpoints:
 
     @contextmanager
     def _with_weights(self, version: int, path: Path, weights: Mapping[str, Tensor]) -> Iterator[Path]:
-        """A folder with the weights in it, to be added to. One that is sealed is replaced, and never written into."""
-        if self._weights == (version, path) and path.is_dir() and not (path / STATE_FILE).exists():  # for the server
+        """Yield a folder with the weights, for further files. A sealed folder is replaced and never written into."""
+        if self._weights == (version, path) and path.is_dir() and not (path / STATE_FILE).exists():  # from `export`
             yield path
         else:
             with whole_folder(path) as folder:
@@ -217,12 +218,12 @@ class Checkpoints:
     def _name(self, step: int) -> str:
         return f"{self._policy.step_prefix}{step}"
 
-    # For a server that is started on them
+    # For a server that starts on the trained weights
 
     def export(self, version: int) -> Path:
-        """A folder that holds the trained weights, which are of this policy version; written if there is none.
+        """Return a folder with the trained weights, which are of this policy version; write it if there is none.
 
-        Versions are steps, but for steps that were skipped: a checkpoint of that step is never overwritten.
+        A version equals its step unless steps were skipped. A checkpoint of that step is never overwritten.
         """
         self._writer.wait()
         if self._weights is None or self._weights[0] != version or not self._weights[1].is_dir():
@@ -235,17 +236,17 @@ class Checkpoints:
         return self._weights[1]
 
     def serving(self, path: Path) -> None:
-        """A server has loaded this folder: it stays, and the one before may go."""
+        """Record that a server has loaded this folder: keep it, and delete the last one."""
         self._writer.wait()
         before, self._serving = self._serving, path
         if before is not None and self._config.keep_checkpoints and not (before / STATE_FILE).exists():
-            with suppress(FileNotFoundError):  # somebody was faster
+            with suppress(FileNotFoundError):  # already deleted by the user
                 shutil.rmtree(before)
                 log.info("pruned %s", before)
         self._prune(path)
 
     def _remove_exports(self) -> None:
-        """Those of a process before this one, which are no checkpoints: the servers that it started ended with it."""
+        """Delete exports of an earlier process that are no checkpoints: its servers have ended with it."""
         if self._policy.step_prefix != AllWeights.step_prefix or not self._config.keep_checkpoints:
             return
         names = rf"(?:{AllWeights.step_prefix}|version_)\d+"
@@ -258,17 +259,17 @@ class Checkpoints:
     # Resuming
 
     def resume(self, say: Callable[[str], None] = log.info) -> Progress:
-        """Load what `--resume` names; the start of a new run when there is nothing to resume.
+        """Load the checkpoint that `--resume` names; return the start of a new run if there is nothing to resume.
 
-        Of `auto` a damaged checkpoint is put aside, and the newest whole one before it taken. `--save-path` is there
-        from now on: environments, told of it as soon as they register, keep their own state in it.
+        With `auto`, damaged checkpoints are moved aside, and the newest undamaged one is loaded. This also creates
+        `--save-path`, because environments learn of it when they register and keep their own state in it.
 
         Args:
-            say: tells what was resumed, and what was not and why.
+            say: reports which checkpoint was resumed, and which were not and why.
 
         Raises:
-            ConfigError: the named checkpoint is none, damaged or incomplete, was made with other options or in another
-                mode, or newer ones lie in `--save-path`.
+            ConfigError: the named folder is no checkpoint, or is damaged; it was made with other options or in another
+                mode; or `--save-path` has newer checkpoints.
         """
         self._make_folder()
         if self._config.resume == "never":
@@ -297,9 +298,9 @@ class Checkpoints:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            known = from_os_error(error, "make the folder of checkpoints")
+            known = from_os_error(error, "create the folder of checkpoints")
             raise known or ConfigError(
-                f"the folder can't be made: {error.strerror}",
+                f"the folder can't be created: {error.strerror}",
                 field="--save-path",
                 got=folder,
                 wanted="a folder to write to",
@@ -332,7 +333,7 @@ class Checkpoints:
         return found
 
     def load(self, path: Path) -> None:
-        """Weights, optimizer and random generators of a whole checkpoint.
+        """Load weights, optimizer and random generators of a complete checkpoint.
 
         Raises:
             ConfigError: it was made with another optimizer or other options, or its optimizer's states can't be read.
@@ -354,16 +355,20 @@ class Checkpoints:
         restore_generators(tensors["generators"], self._device)
 
     def save_states(self, folder: Path) -> None:
-        """Where weights are cut: take part in writing the optimizer's states.
+        """Take part in writing the optimizer's states of sharded weights.
 
         Raises:
-            OSError: on all processes: one could not write.
+            OSError: a process could not write; all processes raise it.
         """
         assert self._shards is not None
         self._shards.save_states(folder, self._optimizer)
 
     def _own_states(self, path: Path, whole: dict[str, Any] | None) -> dict[str, Any]:
-        """This process's, however many there were. None: not one process has written them, but several their parts."""
+        """Return this process's optimizer states, whatever the number of processes that wrote them.
+
+        Args:
+            whole: the states, if a single process wrote them; None: several processes wrote their parts.
+        """
         if whole is not None and self._shards is None:
             return whole
         parts = whole_parts(self._policy.model) if self._shards is None else self._shards.parts
@@ -386,10 +391,10 @@ class Checkpoints:
             )
 
     def _check_trained(self, path: Path, then: list[str] | None) -> None:
-        """States of other parameters would be taken for these, or these would begin without any.
+        """Check that the same parameters are trained: states would otherwise be matched wrongly or be missing.
 
         Args:
-            then: None: written before this was noted down.
+            then: names in the checkpoint; None: an older checkpoint does not have them.
         """
         now = self._trained()
         if then is None or then == now:
@@ -403,7 +408,7 @@ class Checkpoints:
         )
 
     def _load_optimizer(self, state: dict[str, Any]) -> None:
-        """Moments and step counts come from the checkpoint, hyperparameters from the flags."""
+        """Load moments and step counts from the checkpoint, but keep the hyperparameters of the flags."""
         wanted = [{k: v for k, v in group.items() if k != "params"} for group in self._optimizer.param_groups]
         self._optimizer.load_state_dict(state)
         for group, options in zip(self._optimizer.param_groups, wanted, strict=True):
@@ -417,7 +422,7 @@ class Checkpoints:
         for path in [path for path in paths if path.name != self._policy.final_name][:-keep]:
             if path in (newest, self._serving):
                 continue
-            with suppress(FileNotFoundError):  # somebody was faster
+            with suppress(FileNotFoundError):  # already deleted by the user
                 shutil.rmtree(path)
                 log.info("pruned %s", path)
 

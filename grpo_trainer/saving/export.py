@@ -1,4 +1,4 @@
-"""`grpo export`: a checkpoint as a folder that plain transformers or PEFT load, without what only a run needs."""
+"""`grpo export`: write a checkpoint as a folder that plain transformers or PEFT load, without the trainer's state."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What is asked for.
+    """Options of `grpo export`.
 
     Attributes:
-        checkpoint: a checkpoint, or a folder of them: then the newest.
-        output: does not exist yet, or is empty; None: beside the checkpoint.
+        checkpoint: a checkpoint, or a folder of checkpoints, of which the newest is exported.
+        output: a new or empty folder; None: a folder next to the checkpoint.
         merge: write the base model with the adapter merged into it.
-        dtype: of the written weights; None: as they are, of a merged model as the base has them.
+        dtype: dtype of the written weights; None: the checkpoint's, or for a merged model the base model's.
         base: the adapter's base model; None: the one that its configuration names.
     """
 
@@ -53,17 +53,17 @@ class ExportOptions:
 
 
 def export_checkpoint(options: ExportOptions) -> Path:
-    """Write the folder, whole or not at all.
+    """Write the folder, completely or not at all, and return its path.
 
     Raises:
-        ConfigError: there is no checkpoint, it is damaged, can't be merged, or the output is taken.
+        ConfigError: there is no checkpoint, it is damaged, it can't be merged, or the output folder is not empty.
     """
     path = _find(options.checkpoint)
     prefix = "merged" if options.merge else "exported"
     output = options.output or path.with_name(f"{prefix}_{path.name}")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(
-            "is there already", field="--output", got=output, wanted="a new folder", fix="remove it, or choose another"
+            "exists already", field="--output", got=output, wanted="a new folder", fix="remove it, or choose another"
         )
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     is_adapter = (path / CONFIG_FILE).is_file()
@@ -80,7 +80,7 @@ def export_checkpoint(options: ExportOptions) -> Path:
 
 
 def _find(path: Path) -> Path:
-    """The checkpoint that is meant, once it was found to be as it was written."""
+    """Return the checkpoint to export, after verifying its checksums."""
     if not any((path / marker).is_file() for marker in (CONFIG_FILE, MODEL_CONFIG_FILE)):
         found = [one.path for folder in (path, path / "checkpoints") for one in saved_checkpoints(folder)]
         if not found:
@@ -106,7 +106,7 @@ def _find(path: Path) -> Path:
 
 
 def _merge(path: Path, base: str | None, dtype: torch.dtype | None, folder: Path) -> None:
-    """W + scaling * B A in fp32, for each adapted matrix, then rounded."""
+    """Write the base model with each adapted matrix as W + scaling * B A, computed in fp32 and then rounded."""
     settings = json.loads((path / CONFIG_FILE).read_text())
     if refused := refusals(settings, max_rank=1 << 20):
         raise ConfigError.of(
@@ -133,7 +133,7 @@ def _merge(path: Path, base: str | None, dtype: torch.dtype | None, folder: Path
 
 
 def _copy_adapter(path: Path, base: str | None, dtype: torch.dtype | None, folder: Path) -> None:
-    """Without a tokenizer: beside one, PEFT's AutoPeftModel cuts the base's embeddings to the tokenizer's length."""
+    """Write the adapter without a tokenizer: with one, PEFT's AutoPeftModel truncates the base's embeddings to it."""
     settings = json.loads((path / CONFIG_FILE).read_text())
     if base is not None:
         settings["base_model_name_or_path"] = base
@@ -143,7 +143,7 @@ def _copy_adapter(path: Path, base: str | None, dtype: torch.dtype | None, folde
 
 
 def _copy_model(path: Path, dtype: torch.dtype | None, folder: Path) -> None:
-    """The files as they are; in another dtype they are rounded from what was trained, not from what is rounded."""
+    """Copy the files; for another dtype, round the exact trained weights and not the already rounded ones."""
     if dtype is None:
         for file in path.iterdir():
             if file.name not in (STATE_FILE, TENSORS_FILE, STATES_FOLDER):
@@ -156,7 +156,7 @@ def _copy_model(path: Path, dtype: torch.dtype | None, folder: Path) -> None:
 
 
 def _exact_weights(path: Path) -> dict[str, Tensor]:
-    """The weights that the checkpoint has as they were trained, besides the rounded ones."""
+    """Return the exact trained weights that the checkpoint holds besides the rounded ones."""
     if not (path / TENSORS_FILE).is_file():
         return {}
     return torch.load(path / TENSORS_FILE, map_location="cpu", weights_only=True, mmap=True).get("weights", {})
@@ -186,10 +186,10 @@ def _base_config(name: str) -> Any:
 
 
 def _tokenizer(path: Path, base: str | None) -> PreTrainedTokenizerBase | None:
-    """The checkpoint's own, else the base model's."""
+    """Return the checkpoint's tokenizer, or else the base model's; None: neither has one."""
     place = str(path) if (path / TOKENIZER_CONFIG_FILE).is_file() else base
     try:
         return read_tokenizer(place) if place else None
     except NoTokenizerError as error:
-        log.warning("no tokenizer goes along: %s", error)
+        log.warning("exporting without a tokenizer: %s", error)
         return None

@@ -1,4 +1,4 @@
-"""The checkpoints in a folder, and which of them to go on from."""
+"""Finds the checkpoints in a folder, and the one to resume from."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class Found:
 
 
 def saved_checkpoints(folder: Path) -> list[Found]:
-    """Those whose state.json can be read, of any kind, the final ones among them, oldest first."""
+    """Return the checkpoints with a readable state.json, of any kind and including final ones, oldest first."""
     found = []
     for path in _folders(folder):
         try:
             found.append(Found(path, read_state(path)))
         except DamagedError:
-            continue  # found again, and said, when somebody wants to go on from it
+            continue  # `newest_whole` reports it
     return sorted(found, key=lambda one: (one.state.progress.step, one.path))
 
 
 def newest_whole(folder: Path, say: Callable[[str], None]) -> Found | None:
-    """The newest checkpoint whose files are as they were written; those that are not are put aside, and `say` tells."""
+    """Return the newest checkpoint whose checksums are right; move damaged ones aside, and report them by `say`."""
     for path in _folders(folder):
         try:
             read_state(path)
@@ -60,19 +60,19 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _put_aside(path: Path, damage: DamagedError) -> str:
-    """Out of the way of what the run writes, but not away: somebody may want to look. Returns what to say of it."""
+    """Rename a damaged checkpoint, so that the run does not overwrite it, and return the message about it."""
     aside = path.with_name(f"{DAMAGED_PREFIX}{path.name}")
     if aside.exists():
         shutil.rmtree(aside)
     path.rename(aside)
     return (
         f"CHECKPOINT DAMAGED: {path}: {damage}. It is now {aside.name}, and the newest whole one before it is taken. "
-        "Batches that were acknowledged since then do not come again: others do"
+        "The rollout API does not serve batches again that were acknowledged since then"
     )
 
 
 def said_of(found: Found) -> str:
-    """Return in one line what is resumed."""
+    """Return one line about the resumed checkpoint."""
     progress, files = found.state.progress, found.state.files
     age = duration(max(0.0, time.time() - found.state.saved_at))
     size = sum(size for size, _ in (files or {}).values()) / 1e6

@@ -1,4 +1,4 @@
-"""The states of all random generators that a run may draw from: Python's, numpy's, torch's, and the GPU's."""
+"""The states of all random generators of a run: Python's, numpy's, torch's, and the GPU's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def generator_states(device: torch.device) -> dict[str, Any]:
-    """The states now, as tensors and plain values that `torch.load(weights_only=True)` takes."""
+    """Return the present states, as tensors and plain values that `torch.load(weights_only=True)` accepts."""
     name, keys, *rest = np.random.get_state(legacy=True)
     states: dict[str, Any] = {
         "cpu": torch.get_rng_state(),
@@ -23,7 +23,7 @@ def generator_states(device: torch.device) -> dict[str, Any]:
 
 
 def restore_generators(states: dict[str, Any], device: torch.device) -> None:
-    """Put them back; those that an older checkpoint lacks stay as they are."""
+    """Restore the states; generators that an older checkpoint lacks keep theirs."""
     torch.set_rng_state(states["cpu"].clone())
     if "python" in states:
         random.setstate(states["python"])
@@ -34,7 +34,7 @@ def restore_generators(states: dict[str, Any], device: torch.device) -> None:
 
 
 def seed_generators(seed: int) -> None:
-    """Start all of them from `--seed`."""
+    """Seed all generators with `--seed`."""
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
     torch.manual_seed(seed)  # the GPUs' too

@@ -1,4 +1,4 @@
-"""state.json: where a run stood, and a checksum of every file beside it. A folder without it is no checkpoint."""
+"""state.json: a run's progress, and a checksum of every other file. A folder without it is no checkpoint."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from grpo_trainer.versions import NO_JUMPS, Jump, Numbering
 STATE_FILE = "state.json"
 
 READERS = 4
-"""Files that are read at the same time: hashing holds no lock of Python's."""
+"""Number of files that are read at the same time; hashing releases Python's GIL."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands: steps done, and the policy version that they led to.
+    """Progress of a run: the number of steps done, and the policy version after them.
 
     Attributes:
-        batches: leases of the rollout API that these steps trained on and that are not acknowledged yet: they are once
-            a checkpoint of these steps is whole.
-        numbering: where versions jumped.
+        batches: trained batches of the rollout API that are not acknowledged yet; they are acknowledged once a
+            checkpoint of these steps is complete.
+        numbering: jumps of the version numbers.
     """
 
     step: int = 0
@@ -38,25 +38,27 @@ class Progress:
     numbering: Numbering = NO_JUMPS
 
     def going_on_as(self, version: int) -> Progress:
-        """The same weights under a number that the server agrees with. At the start there is nothing to go on from:
-        older samples are another run's, and as old as their numbers say."""
+        """Return the progress with the version number that the server requires, for the same weights.
+
+        The first step of a run records no jump: samples of lower versions belong to another run, and are as old as
+        their numbers say.
+        """
         numbering = self.numbering.jumped(self.policy_version, version) if self.step else self.numbering
         return replace(self, policy_version=version, numbering=numbering)
 
     def after_step(self, batches: tuple[str, ...], *, updated: bool) -> Progress:
-        """One step on. Of one that was skipped the weights are those of before."""
+        """Return the progress after one more step; a skipped step does not change the version."""
         version = self.policy_version + int(updated)
         return replace(self, step=self.step + 1, policy_version=version, batches=batches)
 
 
 @dataclass(frozen=True)
 class State:
-    """What a state.json says.
+    """Contents of a state.json.
 
     Attributes:
         saved_at: Unix seconds.
-        files: size in bytes and SHA-256 of every file of the folder, by its path in it; None: written before there
-            were checksums.
+        files: path in the folder -> size in bytes and SHA-256; None: an older state.json without checksums.
     """
 
     progress: Progress
@@ -65,14 +67,14 @@ class State:
 
 
 class DamagedError(UserError):
-    """A checkpoint is not as it was written. `field` is the file in it, `got` and `wanted` are its states."""
+    """A checkpoint has changed since it was written. `field` names the file, `got` and `wanted` its states."""
 
 
 def seal(folder: Path, progress: Progress) -> None:
-    """Write state.json last of all: from then on the folder is a checkpoint, on the disk and not only on its way there.
+    """Sync all files to the disk, then write state.json, which makes the folder a checkpoint.
 
     Raises:
-        OSError: with `filename`.
+        OSError: a file could not be written; with `filename`.
     """
     paths = _paths(folder)
     with ThreadPoolExecutor(READERS) as readers:
@@ -90,10 +92,10 @@ def seal(folder: Path, progress: Progress) -> None:
 
 
 def read_state(folder: Path) -> State:
-    """What the state.json of a folder says.
+    """Return the contents of a folder's state.json.
 
     Raises:
-        DamagedError: it is not as it was written.
+        DamagedError: the file is damaged.
     """
     try:
         content = json.loads((folder / STATE_FILE).read_text())
@@ -113,7 +115,7 @@ def check_files(folder: Path, state: State) -> None:
     """Read every file and compare it with its checksum.
 
     Raises:
-        DamagedError: naming the file.
+        DamagedError: a file differs; the error names it.
     """
     files = state.files or {}
     for name, (size, _) in files.items():
@@ -130,7 +132,7 @@ def check_files(folder: Path, state: State) -> None:
 
 
 def _paths(folder: Path) -> list[Path]:
-    """Every file of a checkpoint but state.json and what is only on its way to become one."""
+    """Return every file of a checkpoint except state.json and temporary files."""
     found = sorted(path for path in folder.rglob("*") if path.is_file())
     return [path for path in found if path.name != STATE_FILE and not path.match(".*.tmp")]
 

@@ -1,4 +1,4 @@
-"""When checkpoints are due: every N steps, every so many seconds, or never."""
+"""Decides when checkpoints are due: every N steps, every N seconds, or never."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import time
 from collections.abc import Callable
 
 SHARE = 0.02
-"""Largest share of a run's time for which checkpoints by time keep training from going on."""
+"""Largest share of a run's time that training may wait for checkpoints by time."""
 
 
 class Schedule:
-    """Say when the next checkpoint is due. One that is put off stays due until it is begun.
+    """Decides when the next checkpoint is due. A postponed checkpoint stays due until it begins.
 
     Args:
-        steps: from one checkpoint to the next, which are due at its multiples; 0: by `seconds`.
-        seconds: from one checkpoint to the next, more where training waits for the disk; 0 as well: none is due.
-        clock: in seconds, on a clock that nobody sets.
+        steps: checkpoints are due at multiples of this step; 0: `seconds` decides.
+        seconds: time between checkpoints, which grows if training waits for the disk; 0 as well: none is due.
+        clock: a monotonic clock in seconds.
     """
 
     def __init__(self, steps: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -39,7 +39,7 @@ class Schedule:
         self._is_demanded = True
 
     def begun(self, step: int, waited: float = 0.0) -> None:
-        """Note that there is a checkpoint of this step, or will be, for which training waited so many seconds."""
+        """Record that a checkpoint of this step exists or has begun, for which training waited `waited` seconds."""
         self._is_demanded = False
         self._last_step = step
         self._due_at = self._clock() + max(self._seconds, waited / SHARE)

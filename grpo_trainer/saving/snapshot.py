@@ -1,6 +1,6 @@
-"""A copy of a checkpoint's tensors in main memory. Training goes on while it is made, and while it is written.
+"""A copy of a checkpoint's tensors in main memory. Training continues while the copy is made and written.
 
-On a GPU the copies go through a stream of their own, beside the next step's forward and backward passes:
+On a GPU, a separate stream copies during the next step's forward and backward passes:
 
     training   … update ─┬─ forward, backward of the next step ─┬─ next update …
                          │                                      │ waits, on the GPU, for the copy to be whole
@@ -25,19 +25,19 @@ log = logging.getLogger(__name__)
 
 ALIGNMENT = 64
 ROOM = 0.8
-"""A copy may take this share of the main memory that is available; beyond it there is none."""
+"""Largest share of the available main memory for a copy; a larger checkpoint is written without a copy."""
 
 AT_ONCE = 1 << 30
-"""Bytes for which memory is made while training waits; to touch and lock more takes a second and longer."""
+"""Bytes up to which training waits for the allocation; touching and page-locking more takes a second and longer."""
 
 
 class Copy:
-    """A copy that may still be under way.
+    """A copy that may not be complete yet.
 
     Args:
-        tree: what it will be.
-        originals: kept until it is whole, lest their memory gets other contents.
-        ends: by device, what its stream reaches after the last of the copies.
+        tree: the copy.
+        originals: the originals, kept until the copy is complete so that their memory is not reused.
+        ends: device -> the event that its stream reaches after the last copy.
     """
 
     def __init__(self, tree: Any, originals: Any, ends: Mapping[torch.device, Any]) -> None:
@@ -46,27 +46,27 @@ class Copy:
         self._ends = ends
 
     def precede(self) -> None:
-        """Make the GPU begin what is queued from now on only when the copy is whole. The caller does not wait."""
+        """Make the GPU wait for the complete copy before any work that is queued later; the caller does not wait."""
         for device, end in self._ends.items():
             torch.cuda.current_stream(device).wait_event(end)
 
     def whole(self) -> Any:
-        """Wait for the copy, and return it."""
+        """Wait for the complete copy, and return it."""
         for device, end in self._ends.items():
-            with torch.cuda.device(device):  # a thread begins with the first GPU, and would take memory there
+            with torch.cuda.device(device):  # a thread would use the first GPU
                 end.synchronize()
         self._originals = None
         return self._tree
 
 
 class Snapshot:
-    """One piece of main memory that copies go into, used again by each: so much it takes, and never more.
+    """One block of main memory that all copies use in turn.
 
-    On a machine with a GPU it is page-locked: only then do copies and computing go on at the same time.
+    On a machine with a GPU it is page-locked, without which copies would not overlap with computation.
 
     Args:
-        available: bytes of main memory that may be taken; None: what the machine or its container has left.
-        at_once: bytes up to which `wants_room` asks for nothing.
+        available: returns the bytes of main memory that may be allocated; None: those of the machine or its container.
+        at_once: bytes up to which `wants_room` returns False.
     """
 
     def __init__(self, available: Callable[[], int] | None = None, at_once: int = AT_ONCE) -> None:
@@ -78,17 +78,17 @@ class Snapshot:
         self._refused = 0  # bytes for which there was no room
 
     def wants_room(self, tree: Any) -> bool:
-        """Return whether `make_room` should be called first, in a thread: `take` would keep training waiting."""
+        """Return whether to call `make_room` first, in a thread, because `take` would make training wait too long."""
         size = _size(tree)
         return size > max(self._at_once, len(self._memory)) and size != self._refused
 
     def take(self, tree: Any) -> Copy | None:
-        """Copy every tensor of nested dictionaries, lists and tuples as it is now; the rest goes along as it is.
+        """Copy every tensor of nested dictionaries, lists and tuples; other values are taken over without a copy.
 
-        The copy before is overwritten. Tensors on a GPU must not change until `Copy.precede` was called.
+        This overwrites the last copy. Tensors on a GPU must not change until `Copy.precede` was called.
 
         Returns:
-            None: there is no room for it.
+            The copy; None: there is no room for it.
         """
         if not self.make_room(tree):
             return None
@@ -114,20 +114,20 @@ class Snapshot:
         return Copy(copy, tree, ends)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream that copies from a GPU go through."""
+        """Return the stream for copies from a GPU."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
 
     def close(self) -> None:
-        """Give the memory back; no copy may be in use any more."""
+        """Free the memory; no copy may be in use any more."""
         if self._locked:
             _runtime().cudaHostUnregister(self._memory.ctypes.data)
             self._locked = False
         self._memory = np.empty(0, np.uint8)
 
     def make_room(self, tree: Any) -> bool:
-        """Get memory for copies of such a tree, if there is not enough yet; return whether there is now."""
+        """Allocate memory for a copy of a tree unless there is enough already; return whether there is enough now."""
         size = _size(tree)
         if size <= len(self._memory):
             return True
@@ -143,7 +143,7 @@ class Snapshot:
             self._refused = size
             return False
         memory = np.empty(size, np.uint8)
-        memory.fill(0)  # touched before it is locked: that takes long, and CUDA must not be kept from working by it
+        memory.fill(0)  # allocates the pages before they are locked: slow, and CUDA would be blocked meanwhile
         if torch.cuda.is_available():
             self._locked = int(_runtime().cudaHostRegister(memory.ctypes.data, size, 0)) == 0
         self._memory = memory
@@ -163,7 +163,7 @@ def _aligned(tensor: Tensor) -> int:
 
 
 def _size(tree: Any) -> int:
-    """Bytes of a copy."""
+    """Return the bytes of a copy."""
     sizes: list[int] = []
     _mapped(tree, lambda tensor: sizes.append(_aligned(tensor)) or tensor)
     return sum(sizes)

@@ -1,4 +1,4 @@
-"""One job at a time in a thread of its own; what goes wrong there is raised here."""
+"""Runs one job at a time in a separate thread, and raises its errors in the caller's thread."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable
 
 
 class BackgroundWriter:
-    """Runs jobs one after the other. Leaving the program waits for the one that runs."""
+    """Runs jobs one after the other. The process exits only after the running job has ended."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def start(self, job: Callable[[], None]) -> None:
-        """Run a job in the background, once the one before has ended.
+        """Run a job in the background, after waiting for the last one.
 
         Raises:
-            BaseException: what the one before raised.
+            BaseException: the error of the last job.
         """
         self.wait()
         self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint writer")
@@ -25,26 +25,26 @@ class BackgroundWriter:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a job runs."""
+        """Whether a job is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def check(self) -> None:
-        """Raise what a job raised; does not wait for one that runs.
+        """Raise the error of a job that has ended; do not wait for a running one.
 
         Raises:
-            BaseException: that; once.
+            BaseException: the job's error, only once.
         """
         if not self.is_busy:
             self.wait()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for the job that runs, if one does.
+        """Wait for a running job, for at most `seconds`.
 
         Returns:
-            Whether none runs any more.
+            Whether no job is running any more.
 
         Raises:
-            BaseException: what it raised.
+            BaseException: the job's error.
         """
         if self._thread is not None:
             self._thread.join(seconds)
@@ -59,5 +59,5 @@ class BackgroundWriter:
     def _run(self, job: Callable[[], None]) -> None:
         try:
             job()
-        except BaseException as error:  # it is the starter's
+        except BaseException as error:  # raised again by `wait`
             self._error = error

@@ -1,1 +1,1 @@
-"""Weight bridges: how the inference server comes to generate with the trainer's newest weights."""
+"""Weight bridges: they make the inference server generate with the trainer's newest weights."""

@@ -1,4 +1,4 @@
-"""What every weight bridge is to the loop, and the one place that chooses one."""
+"""The interface of a weight bridge, and the only place that chooses one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from grpo_trainer.signals import StopSignal
 
 @dataclass(frozen=True)
 class Published:
-    """The policy version that the server generates with from now on: it has said so."""
+    """The policy version that the server generates with from now on, as the server has confirmed."""
 
     version: int
     name: str
@@ -29,7 +29,7 @@ class Published:
 
 
 class WeightBridge(Protocol):
-    """Keeps one inference server on the trainer's weights. A context manager: leaving it frees what it holds."""
+    """Keeps one inference server on the trainer's weights. A context manager: its exit frees the bridge's resources."""
 
     def __enter__(self) -> WeightBridge: ...
 
@@ -38,41 +38,41 @@ class WeightBridge(Protocol):
     ) -> None: ...
 
     def connect(self, policy_version: int) -> int:
-        """Wait for the server, check that it can take this bridge, and agree on where versions start.
+        """Wait for the server, check that it supports this bridge, and agree on the first version.
 
         Args:
-            policy_version: the version of the weights that the trainer holds, by its own count.
+            policy_version: the version of the trainer's weights, by the trainer's own count.
 
         Returns:
-            That version, or a higher one when the server has seen it before.
+            That version, or a higher one if the server has served that version before.
         """
         ...
 
     def prove(self) -> float | None:
-        """Show that the server generates with what is published and with nothing else.
+        """Prove that the server generates with the published weights and with no others.
 
         Returns:
             Mean |server - trainer| on the present weights, in nats a token; None: not measured.
 
         Raises:
-            BridgeError: it does not.
+            BridgeError: the server generates with other weights.
         """
         ...
 
     def updating(self) -> AbstractContextManager[None]:
-        """Held while the trainer's weights change; a bridge that shares memory fences the server here.
+        """Return the context in which the trainer's weights change; a bridge that shares memory fences the server.
 
-        What is published next is one version more than what was before.
+        The next published version is one higher than the last.
         """
         ...
 
     def publish(self, version: int) -> Published:
-        """Make the server generate with the trainer's weights, as `version`, if this bridge does so at this one.
+        """Make the server generate with the trainer's weights as `version`, if this bridge updates at this version.
 
-        The same version again, after a step that was skipped: nothing is to be done.
+        After a skipped step the version is the same as before, and there is nothing to do.
 
         Returns:
-            What the server generates with: `version`, or an older one.
+            The version that the server generates with: `version` or an older one.
         """
         ...
 
@@ -80,14 +80,14 @@ class WeightBridge(Protocol):
 def build_bridge(
     config: TrainConfig, policy: Policy, checkpoints: Checkpoints, progress: Progress, stop: StopSignal
 ) -> WeightBridge:
-    """The bridge that `--weight-bridge-mode` names.
+    """Return the bridge that `--weight-bridge-mode` names.
 
     Args:
         progress: where the run starts.
-        stop: ends the bridge's waits; where the bridge owns the server, the server's end ends everybody else's.
+        stop: ends the bridge's waits. If the bridge owns the server and the server exits, all other waits end too.
 
     Raises:
-        PortBusyError: the trainer is to start the server, and its port is taken.
+        PortBusyError: the trainer starts the server itself, and the server's port is taken.
     """
     from grpo_trainer.server_client import ServerClient
     from grpo_trainer.weights.checkpoint_restart import CheckpointModels, MergedModels, build_restart
@@ -101,7 +101,8 @@ def build_bridge(
         case LoraOnly() as options:
             assert isinstance(policy.model, PeftModel)
             root = (options.lora_root or Path(config.log_dir) / "adapters").absolute()
-            folders = [root, *(root / name for name in server_names(len(clients))[1:])]  # each prunes its own files
+            # A folder for each server, since each bridge prunes its own files.
+            folders = [root, *(root / name for name in server_names(len(clients))[1:])]
             swaps = {
                 vllm.url: LoraSwap(options, policy.model, client, folder, config.model.seq_len)
                 for vllm, client, folder in zip(config.vllm.each, clients, folders, strict=True)

@@ -1,9 +1,9 @@
-"""The bridges that relaunch the server on newer weights: `none` on a checkpoint, `lora_restart` on a merged model.
+"""The bridges that restart the server on newer weights: `none` on a checkpoint, `lora_restart` on a merged model.
 
-The trainer owns the server, or several. Every `--vllm-restart-interval` versions the weights are written as a plain
-model folder, while the old server still serves; then that is stopped and a new one started, in a process that has made
-its imports meanwhile (`--vllm-standby`), and the proof compares it with the trainer. Between restarts the server serves
-the version of its last launch, and its answers say so.
+The trainer owns its servers, one or more. Every `--vllm-restart-interval` versions the bridge writes the weights as a
+plain model folder while the old server still serves. Then it stops that server and starts a new one, in a standby
+process that has already imported its modules (`--vllm-standby`), and the proof compares the new server with the
+trainer. Between restarts the server serves the version of its last launch, and its answers name that version.
 """
 
 from __future__ import annotations
@@ -45,26 +45,26 @@ from vllm_server.protocol import BridgeInfo
 log = logging.getLogger(__name__)
 
 MERGED = r"merged_step_\d+"
-"""Folders that are ours."""
+"""Names of the folders that this bridge writes and prunes."""
 
 
 class ServedModels(Protocol):
-    """Where a server finds the trainer's weights."""
+    """Writes models for the server, and deletes old ones."""
 
     def export(self, version: int) -> str:
-        """The folder (or hub name) of a model with the weights that the trainer has now."""
+        """Return the folder (or hub name) of a model with the trainer's present weights."""
         ...
 
     def serving(self, model: str) -> None:
-        """The server has loaded this one: others may go."""
+        """Record that the server has loaded this model, so that others may be deleted."""
         ...
 
 
 class CheckpointModels:
-    """Of mode `none`: the run's own checkpoints.
+    """The models of mode `none`: the run's own checkpoints.
 
     Args:
-        base: what the run started from; version 0.
+        base: the model that the run started from, which is version 0.
     """
 
     def __init__(self, base: str, checkpoints: Checkpoints) -> None:
@@ -80,13 +80,13 @@ class CheckpointModels:
 
 
 class MergedModels:
-    """Of mode `lora_restart`: the adapter merged into a copy of the base model, as `ROOT/merged_step_N`.
+    """The models of mode `lora_restart`: the adapter merged into a copy of the base model, in `ROOT/merged_step_N`.
 
     Args:
-        base: what the adapter belongs to; an adapter without effect needs no other model.
-        dtype: of the written weights.
-        keep: so many of them stay, those of a process before this one included; the served one always does. They can be
-            made again from the adapter's checkpoints.
+        base: the adapter's base model, which is served itself while the adapter has no effect.
+        dtype: dtype of the written weights.
+        keep: number of merged models to keep, including those of an earlier process; the served one always stays.
+            `grpo export` can rebuild a deleted one from a checkpoint of the adapter.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class MergedModels:
 
     @classmethod
     def of(cls, config: TrainConfig, policy: Policy) -> MergedModels:
-        """As a run's configuration has it."""
+        """Return the models that a run's configuration asks for."""
         assert isinstance(policy.model, PeftModel)
         dtype = getattr(torch, config.served_dtype(on_gpu=torch.cuda.is_available()))
         root, keep = config.checkpoints.save_path, config.checkpoints.keep_checkpoints
@@ -131,7 +131,7 @@ class MergedModels:
     def serving(self, model: str) -> None:
         for old in [path for path in self._written[: -self._keep] if str(path) != model]:
             self._written.remove(old)
-            with suppress(FileNotFoundError):  # somebody was faster
+            with suppress(FileNotFoundError):  # the user has deleted it already
                 shutil.rmtree(old)
                 log.info("pruned %s", old)
 
@@ -141,9 +141,9 @@ class Launched:
     """One of the servers that the trainer starts.
 
     Attributes:
-        server: ended when the bridge's context is left.
-        client: of that server.
-        proof: compares each launch with the trainer; None: nothing does.
+        server: its process, which the bridge stops on exit.
+        client: client of that server.
+        proof: compares each launch with the trainer; None: no comparison.
     """
 
     server: OwnedServer
@@ -153,7 +153,7 @@ class Launched:
 
 @dataclass(frozen=True)
 class _Served:
-    """What the servers serve now: the trainer's weights as they were at a version."""
+    """What the servers serve now: the trainer's weights at one version."""
 
     version: int
     model: str
@@ -165,9 +165,9 @@ class CheckpointRestart:
 
     Args:
         models: writes the weights for the server.
-        launched: its servers, started here.
+        launched: the servers, which this bridge starts.
         seq_len: longest sequence of the training.
-        last_version: what the last step leads to; the server is not started on it, nobody is left to ask for it.
+        last_version: the version after the last step. The servers are not restarted on it, since no rollout needs it.
     """
 
     def __init__(
@@ -215,15 +215,15 @@ class CheckpointRestart:
         return max(gaps, default=None)
 
     def _prove(self, served: _Served) -> list[float]:
-        """Mean |server - trainer| of each server that is to be proved, in nats a token."""
+        """Return mean |server - trainer| of each server that has a proof, in nats a token."""
         pairs = zip(self._launched, served.infos, strict=True)
         return [one.proof.prove(info, served.version) for one, info in pairs if one.proof is not None]
 
     def updating(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()  # the server holds a copy of its own: nothing to fence
+        return contextlib.nullcontext()  # the server has its own copy: no fence is needed
 
     def publish(self, version: int) -> Published:
-        """Relaunch the server if it is time to; what comes back says which version it serves now."""
+        """Restart the servers if a restart is due, and return the version that they serve now."""
         assert self._served is not None, "connect comes first"
         started = time.perf_counter()
         metrics: dict[str, Metric] = {}
@@ -239,7 +239,7 @@ class CheckpointRestart:
         return Published(served.version, served.model, metrics)
 
     def _launch(self, version: int) -> dict[str, Metric]:
-        """Write the weights, stop what runs, start servers on them, and check that it is these that answer."""
+        """Write the weights, stop the running servers, start new ones, and check that the new ones answer."""
         before = self._served
         started = time.perf_counter()
         model = self._models.export(version)
@@ -247,7 +247,7 @@ class CheckpointRestart:
         with ThreadPoolExecutor(len(self._launched)) as stopping:
             stopped = max(stopping.map(lambda one: one.server.stop(), self._launched))
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # vLLM takes its share of what is free
+            torch.cuda.empty_cache()  # vLLM sizes its cache by the free memory
         paths = [one.server.start(model, version) for one in self._launched]
         ready = max([one.server.wait_ready() for one in self._launched])
         infos = tuple(one.client.wait_until_ready() for one in self._launched)
@@ -265,15 +265,15 @@ class CheckpointRestart:
         return {"publish/save_time": Sum(saved), "publish/stop_time": Sum(stopped), "publish/start_time": Sum(ready)}
 
     def _restart_after(self, version: int) -> int:
-        """The version of the next restart, should training go on so long."""
+        """Return the version of the next restart."""
         return (version // self._interval + 1) * self._interval
 
     def _check(self, info: BridgeInfo, version: int, path: str, before: BridgeInfo | None) -> None:
-        """That the one who answers is the one that was started."""
+        """Raise a `BridgeError` unless the answering server is the one that was started."""
         started = "the inference server that was started"
         problems = []
         if before is not None and info.boot_id == before.boot_id:
-            problems.append(Problem(f"{started}: boot_id", f"{info.boot_id}, that of the one before", "another"))
+            problems.append(Problem(f"{started}: boot_id", f"{info.boot_id}, that of the last server", "another"))
         if info.policy_version != version:
             problems.append(Problem(f"{started}: policy_version", str(info.policy_version), str(version)))
         if info.model_name != path:
@@ -292,7 +292,7 @@ def build_restart(
     last_version: int,
     stop: StopSignal,
 ) -> CheckpointRestart:
-    """A bridge with servers of its own, whose unexpected end ends every wait of the trainer.
+    """Return a bridge that owns its servers; if one of them exits unexpectedly, every wait of the trainer ends.
 
     Raises:
         PortBusyError: a server's port is taken.

@@ -1,4 +1,4 @@
-"""What every weight bridge asks of an inference server before training."""
+"""Requirements that every weight bridge checks on an inference server before training."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ log = logging.getLogger(__name__)
 def problems_of(
     info: BridgeInfo, seq_len: int, *, by: str = "start it with", model: nn.Module | None = None
 ) -> list[Problem]:
-    """What must be mended first; what may be meant is a warning.
+    """Return the problems that prevent training, and log a warning for settings that may be intended.
 
     Args:
         seq_len: longest sequence of the training.
-        by: how its user gives it an argument.
-        model: the trainer's, if the server was started apart from it.
+        by: first words of a fix: how the user passes the server an argument.
+        model: the trainer's model, if the user started the server separately; else None.
     """
     if info.max_model_len < seq_len:
         log.warning("the server serves at most %d tokens, --seq-len is %d", info.max_model_len, seq_len)
@@ -43,7 +43,10 @@ def problems_of(
 
 
 def _compare_logits(info: BridgeInfo, own: str) -> None:
-    """One side that rounds its logits is further from the other than two; a server in fp32 has none to round."""
+    """Warn if only one side rounds its logits to 16 bits: their logprobs then differ more than if both sides did.
+
+    A server in fp32 has fp32 logits in any case.
+    """
     if (info.logits_dtype == "float32") != (own == "float32") and info.dtype != "float32":
         log.warning(
             "the server's logits are %s, the trainer's %s: their logprobs differ by more than they need; start the "
@@ -53,7 +56,7 @@ def _compare_logits(info: BridgeInfo, own: str) -> None:
 
 
 def _logits_dtype(model: nn.Module) -> str:
-    """Of the trainer's logits, as they come."""
+    """Return the dtype of the trainer's logits."""
     device = next(model.parameters()).device
     with torch.no_grad(), evaluating(model):
         logits_BTV = model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=False).logits

@@ -1,9 +1,9 @@
-"""What is wrong with an adapter that the server serves: its scale, a module of it, a layer?
+"""Find what is wrong with a served adapter: its scale, one of its modules, or a layer.
 
-Two questions, both answered with the trainer's own forward pass on the tokens that the server gave logprobs of. When a
-gap is too large: under which change of the adapter would it vanish? And when it is not: is each module there? One of
-hundreds changes the logprobs by less than 16 bits of rounding do on average, but it changes each token's in a way that
-is known.
+This module answers two questions, both with the trainer's own forward pass on tokens whose logprobs the server gave.
+If the gap is too large: which change of the adapter would close it? If the gap is small: does the server serve each
+module? One module of hundreds changes the logprobs by less than rounding to 16 bits does on average. But its effect on
+each token is known, so a projection on that effect still finds a missing module.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
 SIGNIFICANCE = 5.0
-"""Standard deviations that a finding must be away from chance: there are hundreds of modules."""
+"""Least significance of a finding, in standard deviations; it is high because hundreds of modules are tested."""
 
 SECONDS = 60.0
-"""Modules are tried one after the other for so long; a large model on a CPU has to leave some out."""
+"""Time limit for trying modules one by one; a large model on a CPU does not reach all of them."""
 
 Modules = dict[str, Tensor]
-"""Each adapted module's name in the base model, and its B: `[out, rank]`."""
+"""Name of each adapted module in the base model -> the module's B, `[out, rank]`."""
 
 
 def adapted_modules(model: PeftModel) -> Modules:
-    """The modules that the adapter changes."""
+    """Return the modules that the adapter changes."""
     layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoraLayer)}
     return {
         name.removeprefix("base_model.model."): layer.lora_B["default"].weight
@@ -41,7 +41,7 @@ def adapted_modules(model: PeftModel) -> Modules:
 
 @contextmanager
 def replaced(modules: Modules, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within the block the named modules have these B; afterwards all is bit for bit as before."""
+    """Replace B of the named modules within the block; afterwards all weights are restored bit for bit."""
     saved = {name: modules[name].detach().clone() for name in weights}
     try:
         _put(modules, weights)
@@ -51,7 +51,7 @@ def replaced(modules: Modules, weights: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def multiplied(modules: Modules, factors: Mapping[str, float]) -> AbstractContextManager[None]:
-    """Within the block the effect of each named module is so many times as large."""
+    """Multiply the effect of each named module by its factor within the block."""
     return replaced(modules, {name: modules[name].detach() * factor for name, factor in factors.items()})
 
 
@@ -63,12 +63,13 @@ def _put(modules: Modules, weights: Mapping[str, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Presence:
-    """Which modules are served.
+    """Which modules the server serves.
 
     Attributes:
-        modules: how many there are.
-        seen: how many of them would have been missed, had they not been there.
-        wrong: names, with how much of the module's effect is there (0: nothing, 1: all), the clearest first; at most 3.
+        modules: number of modules.
+        seen: number of modules whose absence would have been detected.
+        wrong: up to 3 names, each with the share of the module's effect that is served (0: none, 1: all), the clearest
+            finding first.
     """
 
     modules: int
@@ -77,14 +78,15 @@ class Presence:
 
 
 def look_for_each_module(modules: Modules, server_N: Tensor, logprobs: Callable[[], Tensor]) -> Presence:
-    """Whether each module's effect is in the server's logprobs.
+    """Check whether the server's logprobs contain each module's effect.
 
-    Were module m missing, the server would differ from the trainer as the trainer without m does. So the difference is
-    projected on that: 0 when the module is there, 1 when it is not, up to the noise, which is spread over all tokens.
+    If module m is missing, the server differs from the trainer as the trainer without m differs from itself. So the
+    difference is projected on that effect. The result is 0 if the module is served and 1 if it is missing, up to noise,
+    which is spread over all tokens.
 
     Args:
         server_N: the server's logprobs.
-        logprobs: the trainer's of the same tokens with the adapter as it is now, `[N]`.
+        logprobs: returns the trainer's logprobs of the same tokens with the present adapter, `[N]`.
     """
     full_N = logprobs()
     rest_N = server_N - full_N
@@ -98,7 +100,8 @@ def look_for_each_module(modules: Modules, server_N: Tensor, logprobs: Callable[
     chance = _chance(rest_N)
     seen = sum(float(effect_N.norm()) > SIGNIFICANCE * chance for effect_N in effects.values())
     wrong: list[tuple[str, float]] = []
-    # Effects resemble each other (q and k of a layer): what one explains is taken out before the next is looked for.
+    # Effects resemble each other (q and k of a layer), so the part that one module explains is subtracted before the
+    # search for the next.
     while len(wrong) < 3 and (found := _clearest(rest_N, effects)) is not None:
         name, absent = found
         wrong.append((name, abs(round(1 - absent, 2))))
@@ -107,12 +110,12 @@ def look_for_each_module(modules: Modules, server_N: Tensor, logprobs: Callable[
 
 
 def _chance(rest_N: Tensor) -> float:
-    """What noise alone contributes to a projection of the difference: one standard deviation."""
+    """Return one standard deviation of what noise alone adds to a projection of the difference."""
     return float(rest_N.norm()) / len(rest_N) ** 0.5
 
 
 def _clearest(rest_N: Tensor, effects: Mapping[str, Tensor]) -> tuple[str, float] | None:
-    """The module whose absence explains most of the difference, and how much of its effect is absent."""
+    """Return the module whose absence explains most of the difference, and the absent share of its effect."""
     best = None
     for name, effect_N in effects.items():
         size, projection = float(effect_N.norm()), float(rest_N @ effect_N)
@@ -123,12 +126,12 @@ def _clearest(rest_N: Tensor, effects: Mapping[str, Tensor]) -> tuple[str, float
 
 
 def explain(modules: Modules, gap: Callable[[], float], allowed: float, scalings: Mapping[str, float]) -> str | None:
-    """The change of the adapter under which the server's logprobs are the trainer's, in words; None if none is known.
+    """Describe the change of the adapter that makes the trainer's logprobs equal the server's; None: no change does.
 
     Args:
-        gap: mean |server - trainer| with the adapter as it is now.
-        allowed: what rounding explains.
-        scalings: factors that a scale may be off by, each with the reason.
+        gap: returns mean |server - trainer| with the present adapter.
+        allowed: the gap that rounding explains.
+        scalings: reason -> factor by which the served scale may be wrong.
     """
     deadline = time.monotonic() + SECONDS
     best, smallest = None, allowed

@@ -1,9 +1,9 @@
-"""Drift alarm: do the samples come from the weights that the trainer believes the server generates with?
+"""Drift alarm: check at each step that the samples come from the policy version that they name.
 
-The proof shows it once, before training. From then on each step compares the logprobs that came with the samples with
-those of the forward pass that trains on them. On samples of the present version they differ by rounding only; whatever
-else happens to a server or on the way from it shows as a gap there. Older samples may differ by as much as the policy
-has moved since. Nothing is computed for it, but when there is something to explain.
+The proof checks the server once, before training. After that, each step compares the samples' logprobs with
+those of the forward pass that trains on them. On samples of the present version they differ by rounding only, so
+any other fault of the server or of the environment shows there as a gap. Older samples may differ by as much as the
+policy has moved since. The comparison needs no extra forward pass, except to find the cause of a large gap.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from grpo_trainer.weights.proof import NOISE_LIMIT, NOISE_LIMIT_4BIT
 log = logging.getLogger(__name__)
 
 MARGIN = 5.0
-"""The gap of a step may be this many times the noise that the proof measured: it had tens of tokens, of random text."""
+"""The limit is this many times the noise of the proof, which was measured on only tens of tokens of random text."""
 
 MARGIN_4BIT = 2.0
-"""The same where the base model is in 4 bits: its noise is large, and not of rounding."""
+"""The same for a base model in 4 bits, whose noise is large and comes from quantisation."""
 
 FLOOR = {"float32": 0.01, "float16": 0.03, "bfloat16": 0.1}
-"""No limit that is derived lies below this, in nats. Mean gaps of a healthy run: 1e-6 in float32 on a CPU, 0.004 to
+"""Least limit that is derived from the noise, in nats. Mean gaps of a healthy run: 1e-6 in float32 on a CPU, 0.004 to
 0.02 in bfloat16 on one H200 (0.5B parameters, 150 steps)."""
 
 STALE_LIMIT = 0.3
-"""Older samples may be this far off, in nats: at 0.3 a token's ratio is off by a third, beyond the clip of the loss."""
+"""Limit for older samples, in nats: at 0.3 a token's ratio is off by a third, beyond the loss's clip range."""
 
 SAY_EVERY = 20
-"""Steps between two lines about the same cause."""
+"""Least number of steps between two log lines about the same cause."""
 
 RECHECKED = 8
 RECHECKED_TOKENS = 8192
-"""Sequences that are looked at once more to find the cause, and their tokens in all."""
+"""Most sequences, and most tokens in all, that are computed again to find a cause."""
 
 
 class Cause(StrEnum):
-    """What a gap looks like."""
+    """Likely cause of a gap."""
 
     NOT_FINITE = "not finite"
     BASE_MODEL = "base model"
@@ -65,7 +65,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class SampleGap:
-    """One sequence: |trainer - rollout| summed over its trained tokens, in nats; `version` None: it brought none."""
+    """One sequence: |trainer - rollout| summed over its trained tokens, in nats; `version` None: it names none."""
 
     version: int | None
     tokens: int
@@ -74,7 +74,7 @@ class SampleGap:
 
 @dataclass(frozen=True)
 class Gap:
-    """The mean gap of several samples, in nats a token; NaN without any."""
+    """The mean gap of several samples, in nats a token; NaN if there are none."""
 
     mean: float
     samples: int
@@ -83,7 +83,13 @@ class Gap:
 
 @dataclass(frozen=True)
 class Recheck:
-    """Mean |rollout - X| of the rechecked samples: X the trainer; its base model; the trainer at temperature 1."""
+    """Mean |rollout - X| of the rechecked samples.
+
+    Attributes:
+        own: X is the trainer.
+        base: X is the trainer's base model; None: it has no adapter.
+        raw: X is the trainer at temperature 1; None: all samples are at temperature 1.
+    """
 
     own: float
     base: float | None
@@ -92,7 +98,7 @@ class Recheck:
 
 @dataclass(frozen=True)
 class Finding:
-    """Why the alarm goes off."""
+    """The reason for an alarm."""
 
     cause: Cause
     gap: Gap
@@ -100,9 +106,9 @@ class Finding:
 
 
 def row_gaps(microbatch: MicroBatch, trainer_logprobs_N: Tensor) -> Tensor:
-    """`[B, 3]`, one row for each sequence: its version, its tokens with a known rollout logprob, the sum of their gaps.
+    """Return `[B, 3]`: per sequence its version, its number of tokens with a rollout logprob, and their summed gap.
 
-    Stays on the device: it is read once a step, by `sample_gaps`.
+    The result stays on the device; `sample_gaps` reads it once a step.
     """
     known_N = microbatch.has_rollout_N
     gap_N = torch.where(known_N, (trainer_logprobs_N.detach() - microbatch.rollout_logprobs_N).abs(), 0.0)
@@ -114,7 +120,7 @@ def row_gaps(microbatch: MicroBatch, trainer_logprobs_N: Tensor) -> Tensor:
 
 
 def sample_gaps(rows: Sequence[Tensor]) -> list[SampleGap]:
-    """The sequences of all microbatches that brought logprobs."""
+    """Return the gap of each sequence that has rollout logprobs, over all microbatches."""
     return [
         SampleGap(None if version < 0 else int(version), int(tokens), total)
         for version, tokens, total in (torch.cat(list(rows)).tolist() if rows else ())
@@ -123,13 +129,13 @@ def sample_gaps(rows: Sequence[Tensor]) -> list[SampleGap]:
 
 
 def pooled(gaps: Sequence[SampleGap]) -> Gap:
-    """Of all of them together, the mean per token."""
+    """Return the mean gap per token over all samples."""
     tokens = sum(gap.tokens for gap in gaps)
     return Gap(sum(gap.total for gap in gaps) / tokens if tokens else math.nan, len(gaps), tokens)
 
 
 def gap_metrics(gaps: Sequence[SampleGap], version: int | None) -> dict[str, Metric]:
-    """Mean gap on samples of the present version, and on older ones; without any of a kind it is left out."""
+    """Return the mean gaps on samples of the present version and on older ones, each only if there are any."""
     finite = [gap for gap in gaps if math.isfinite(gap.total) and None not in (version, gap.version)]
     kinds = {
         "train/logprob_gap": [gap for gap in finite if gap.version == version],
@@ -145,12 +151,12 @@ def gap_metrics(gaps: Sequence[SampleGap], version: int | None) -> dict[str, Met
 def find_drift(
     gaps: Sequence[SampleGap], version: int | None, limit: float, recheck: Callable[[int], Recheck]
 ) -> Finding | None:
-    """What is wrong with a step's samples, if anything.
+    """Return what is wrong with a step's samples, or None.
 
     Args:
-        version: the trainer's.
-        limit: mean gap that samples of this version may have, in nats a token.
-        recheck: looks again at samples of a version; called only when their gap is above the limit.
+        version: the trainer's version.
+        limit: largest mean gap that samples of this version may have, in nats a token.
+        recheck: computes samples of a version again; called only if their gap is above the limit.
     """
     if broken := [gap for gap in gaps if not math.isfinite(gap.total)]:
         return Finding(Cause.NOT_FINITE, replace(pooled(broken), mean=math.nan), broken[0].version)
@@ -169,16 +175,16 @@ def find_drift(
 def _explain(
     by_version: dict[int, Gap], fresh: Gap, version: int | None, limit: float, recheck: Callable[[int], Recheck]
 ) -> Cause:
-    """What a gap on samples of the present version comes from."""
+    """Return the cause of a gap on samples of the present version."""
     assert version is not None
     again = recheck(version)
-    near = max(limit, 0.25 * again.own)  # of two explanations the nearer one must be much nearer
+    near = max(limit, 0.25 * again.own)  # another explanation must fit much better than the trainer
     if again.base is not None and again.base <= limit and again.base < near < again.own:
         return Cause.BASE_MODEL
     if again.raw is not None and again.raw <= limit and again.raw < near < again.own:
         return Cause.TEMPERATURE
     if any(gap.mean <= limit for number, gap in by_version.items() if number < version):
-        return Cause.ONE_VERSION  # the policy has not moved that far since the older ones: it can't be that
+        return Cause.ONE_VERSION  # older samples fit, so the policy has not moved enough to explain this gap
     return Cause.FRESH
 
 
@@ -208,26 +214,27 @@ MEANING = {
         "by restarting the trainer",
     ),
     Cause.QUANTISATION: (
-        "the trainer's base model in 4 bits has come to differ that much from the server's: the adapter learns to mend "
-        "what only the trainer's model needs",
-        "leave --load-in-4bit out, lower --lr, or raise --drift-limit if the reward still rises",
+        "the trainer's base model in 4 bits and the server's now differ too much: the adapter learns to correct "
+        "quantisation errors that only the trainer has",
+        "omit --load-in-4bit, lower --lr, or raise --drift-limit if the reward still rises",
     ),
     Cause.STALE: (
-        "only samples of older versions are off: the policy has moved away from what sampled them",
+        "only samples of older versions are off: the policy has moved too far since they were sampled",
         "lower --max-staleness or --lr",
     ),
 }
-"""What each cause means, and what to do."""
+"""Meaning and fix of each cause."""
 
 
 class DriftAlarm:
-    """Says when a step's samples are not of the trainer's policy; one line per cause within `SAY_EVERY` steps.
+    """Reports a step whose samples are not of the trainer's policy, once per cause within `SAY_EVERY` steps.
 
     Args:
-        limit: mean gap that samples of the present version may have, in nats a token.
-        on_drift: "stop" raises, but for samples that are merely old.
+        limit: largest mean gap that samples of the present version may have, in nats a token.
+        on_drift: "stop" raises an error, except for a gap on older samples only.
         bridge: the bridge's name, for messages.
-        in_4_bits: the trainer holds its base model so, the server does not: what has no other cause is that.
+        in_4_bits: the trainer has its base model in 4 bits and the server does not, so a gap without another cause is
+            due to quantisation.
     """
 
     def __init__(
@@ -243,10 +250,10 @@ class DriftAlarm:
     def look(
         self, step: int, gaps: Sequence[SampleGap], version: int | None, recheck: Callable[[int], Recheck]
     ) -> None:
-        """Look at the samples of one step, before the weights change.
+        """Check the samples of one step, before the weights change.
 
         Raises:
-            DriftError: they are off, and `--on-drift` is stop.
+            DriftError: the gap is above the limit, and `--on-drift` is stop.
         """
         finding = find_drift(gaps, version, self.limit, recheck)
         if finding is None:
@@ -261,7 +268,7 @@ class DriftAlarm:
             return
         self._said[cause] = step
         before = self._kept_back.pop(cause, 0)
-        more = f" (and at {before} steps since it was last said)" if before else ""
+        more = f" (and at {before} steps since this was last reported)" if before else ""
         log.warning("%s%s", self._problem(finding, len(gaps)), more)
 
     def _problem(self, finding: Finding, samples: int) -> Problem:
@@ -279,10 +286,10 @@ class DriftAlarm:
 
 
 def drift_alarm(config: TrainConfig, noise: float | None, model: nn.Module) -> DriftAlarm | None:
-    """The alarm that the options ask for; None: it is off.
+    """Return the alarm that the options ask for; None: it is off.
 
     Args:
-        noise: what the bridge proof measured, in nats a token; None: it was skipped.
+        noise: the noise that the bridge proof measured, in nats a token; None: the proof was skipped.
     """
     limit = config.drift.drift_limit
     in_4_bits = config.model.load_in_4bit
@@ -296,9 +303,9 @@ def drift_alarm(config: TrainConfig, noise: float | None, model: nn.Module) -> D
 
 
 def default_limit(noise: float | None, dtype: str, *, in_4_bits: bool) -> float:
-    """The limit that follows from the measured noise, in nats a token.
+    """Return the limit that follows from the measured noise, in nats a token.
 
-    Without a measurement it is what the proof would let pass at most, bfloat16 on the server's side assumed.
+    Without a measurement, the limit is the largest noise that the proof accepts for a server in bfloat16.
     """
     if noise is None:
         return NOISE_LIMIT_4BIT if in_4_bits else NOISE_LIMIT["bfloat16"]
@@ -306,11 +313,11 @@ def default_limit(noise: float | None, dtype: str, *, in_4_bits: bool) -> float:
 
 
 UNKNOWN = Recheck(math.inf, None, None)
-"""Nothing is known of the cause."""
+"""No recheck was possible, so the cause is unknown."""
 
 
 def not_rechecked(version: int) -> Recheck:
-    """Where the trainer can't compute by itself."""
+    """Return `UNKNOWN`: a process that holds only a shard can't compute a forward pass alone."""
     return UNKNOWN
 
 
@@ -318,8 +325,8 @@ def not_rechecked(version: int) -> Recheck:
 def recheck_version(forward: Forward, sequences: Sequence[TrainingSequence], version: int) -> Recheck:
     """Compare a few samples of a version with the base model, and with the trainer at temperature 1.
 
-    One sequence at a time, by the passes that train, without what those keep: the GPU may be full of what training
-    holds. If it still lacks memory, the cause stays unknown.
+    The passes run one sequence at a time and keep no activations, because training may have filled the GPU's memory.
+    If memory still runs out, the cause stays unknown.
     """
     chosen = beginnings([s for s in sequences if s.version == version and s.rollout_logprobs is not None])
     if not chosen:
@@ -339,13 +346,16 @@ def recheck_version(forward: Forward, sequences: Sequence[TrainingSequence], ver
 
 
 def beginnings(sequences: Iterable[TrainingSequence]) -> list[TrainingSequence]:
-    """The first few, of `RECHECKED_TOKENS` at most; a token's logprob does not depend on what comes after it."""
+    """Return the first few sequences, truncated to `RECHECKED_TOKENS` in all.
+
+    Truncation is safe: a token's logprob does not depend on later tokens.
+    """
     chosen: list[TrainingSequence] = []
     room = RECHECKED_TOKENS
     for sequence in sequences:
         if len(chosen) == RECHECKED:
             break
-        trained = int(np.searchsorted(sequence.positions, room))  # of the tokens for which there is room
+        trained = int(np.searchsorted(sequence.positions, room))  # trained tokens among those that still fit
         if trained:
             chosen.append(_cut(sequence, trained))
             room -= len(chosen[-1].tokens_T)
@@ -353,7 +363,7 @@ def beginnings(sequences: Iterable[TrainingSequence]) -> list[TrainingSequence]:
 
 
 def _cut(sequence: TrainingSequence, trained: int) -> TrainingSequence:
-    """Up to its so many-th trained token; without a teacher."""
+    """Return the sequence truncated after its first `trained` trained tokens, without a teacher's logprobs."""
     assert sequence.rollout_logprobs is not None
     return replace(
         sequence,

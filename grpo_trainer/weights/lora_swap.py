@@ -1,7 +1,7 @@
-"""LoRA hot swap: each version is an adapter under a name that is never used again, loaded beside the running server.
+"""LoRA hot swap: the running server loads each version as an adapter under a name of its own, which is never reused.
 
-How the adapter goes over is a transport's business (`weights/transports`). The base model is never written. Requests in
-flight finish on the version that they began with; the server keeps the newest few and lets older ones go.
+A transport sends the adapter (`weights/transports`). The base model is never written. In-flight requests finish on the
+version that they began with. The server keeps the newest few versions and unloads older ones.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class LoraSwap:
     """The `lora_only` bridge.
 
     Args:
-        root: where the transport `disk` writes; the server was started with it as --lora-root.
+        root: folder in which the transport `disk` writes; the server's --lora-root.
         seq_len: longest sequence of the training, which the server must be able to serve.
 
     Attributes:
-        proved: what the proof found; None: there was none.
+        proved: result of the proof; None: no proof ran.
     """
 
     def __init__(self, config: LoraOnly, model: PeftModel, server: ServerClient, root: Path, seq_len: int) -> None:
@@ -62,16 +62,16 @@ class LoraSwap:
         try:
             if self.transport is not None:
                 self.transport.close()
-        except ServerError as close_error:  # the server is gone, and with it what it held of ours
+        except ServerError as close_error:  # the server is gone, and so are our adapters
             log.debug("closing the transport: %s", close_error)
         finally:
             self._server.close()
 
     def connect(self, policy_version: int) -> int:
-        info = self._info = self._server.wait_until_there()  # an unhealthy version is no reason to wait: we publish one
+        info = self._info = self._server.wait_until_there()  # not until healthy: publishing makes it so
         self._check(info)
         status = self._server.lora_status()
-        if status.load_count:  # a server that outlived an earlier trainer: its names are used up
+        if status.load_count:  # the server outlived an earlier trainer, whose adapter names must not be used again
             seen = max([status.policy_version, *(version.version for version in status.versions)])
             policy_version = max(policy_version, seen + 1)
             log.info("the server has served version %d before; going on with %d", seen, policy_version)
@@ -86,7 +86,7 @@ class LoraSwap:
         return policy_version
 
     def _check(self, info: BridgeInfo) -> None:
-        """Refuse before training what would fail, or lie, during it."""
+        """Raise a `BridgeError` for settings of the server that training would fail on or learn wrongly from."""
         problems = problems_of(info, self._seq_len, model=self._model)
         rank, wanted = "--max-lora-rank", f"{self._config.r} or more"
         fix = f"start it with --max-lora-rank {self._config.r}"
@@ -115,7 +115,7 @@ class LoraSwap:
         return self.proved.noise
 
     def updating(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()  # the server holds a copy of its own: nothing to fence
+        return contextlib.nullcontext()  # the server has its own copy: no fence is needed
 
     def publish(self, version: int) -> Published:
         name = version_name(self._config.name, version)
@@ -134,7 +134,7 @@ class LoraSwap:
         return Published(version, name, metrics)
 
     def send(self, name: str, version: int, *, activate: bool) -> Sent:
-        """Publish the adapter as it is, and check what the server says it did."""
+        """Send the present adapter, and check the name and version that the server confirms."""
         assert self.transport is not None, "connect comes first"
         sent = self.transport.send(name, version, activate=activate)
         answer = sent.answer

@@ -1,7 +1,7 @@
-"""Proof of a server that was launched on a whole model: does it generate with the weights that the trainer has now?
+"""Proof of a server that was launched on a whole model: it generates with the trainer's present weights.
 
-Its per-token logprobs of the probe prompts must be those of the trainer's own forward pass. The first launch measures
-how far apart rounding keeps the two sides; later ones may be a few times as far apart.
+The server's per-token logprobs on the probe prompts must agree with those of the trainer's forward pass. The first
+launch measures the gap that rounding causes; at later launches the gap may be a few times as large.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class ModelProof:
     """Compares each launch of a server with the trainer.
 
     Args:
-        model: the trainer's, with the weights that the server should have.
-        trainer_dtype: that its forward pass computes in.
+        model: the trainer's model, whose weights the server should have.
+        trainer_dtype: dtype of the model's forward pass.
     """
 
     def __init__(self, model: Any, server: ServerClient, trainer_dtype: str) -> None:
@@ -54,7 +54,7 @@ class ModelProof:
             Mean |server - trainer| in nats a token.
 
         Raises:
-            BridgeError: it does not; the message says by how much.
+            BridgeError: the server generates with other weights; the message has the gap.
         """
         gap, allowed = self.compare(info, version)
         log.info(
@@ -64,36 +64,36 @@ class ModelProof:
         return gap
 
     def compare(self, info: BridgeInfo, version: int) -> tuple[float, float]:
-        """Mean |server - trainer| in nats a token, and how much it may be; the first measures the noise.
+        """Return mean |server - trainer| and its limit, in nats a token; the first call measures the noise.
 
         Raises:
-            BridgeError: it is more.
+            BridgeError: the gap is above the limit.
         """
         probes = self.ask(info, version)
         gap = self.gap(probes)
         allowed = self.allowed(info)
-        if not gap <= allowed:  # also when it is not a number
+        if not gap <= allowed:  # `not <=` also catches NaN
             raise self._verdict(version, gap, allowed, probes)
         if self._noise is None:
             self._noise = gap
         return gap, allowed
 
     def allowed(self, info: BridgeInfo) -> float:
-        """How far apart the two sides may be by now, in nats a token."""
+        """Return the largest allowed gap between the two sides, in nats a token."""
         precision = max(info.dtype, self._trainer_dtype, key=TOLERANCE.__getitem__)  # the coarser of the two sides
         if self._noise is None:
             return NOISE_LIMIT[precision]
         return max(TOLERANCE[precision], NOISE_MARGIN * self._noise)
 
     def gap(self, probes: list[Probe]) -> float:
-        """Mean |server - trainer| with the weights that the trainer has now, in nats a token."""
+        """Return mean |server - trainer| with the trainer's present weights, in nats a token."""
         return mean_gap(probes, [trainer_logprobs(self._model, probe) for probe in probes])
 
     def ask(self, info: BridgeInfo, version: int) -> list[Probe]:
-        """What the server samples for the probe prompts.
+        """Return the server's samples for the probe prompts.
 
         Raises:
-            BridgeError: another version answered.
+            BridgeError: another version than `version` answered.
         """
         probes = []
         for prompt in probe_prompts(self._model.config.vocab_size, info.max_model_len - COMPLETION_TOKENS):

@@ -1,4 +1,4 @@
-"""The adapter as it goes to the server: all tensors in one flat buffer, laid out as a safetensors file."""
+"""The adapter in the form that is sent to the server: all tensors in one flat buffer, as in a safetensors file."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class PackedAdapter:
     """One persistent buffer on the model's device, refilled for each publish.
 
     Args:
-        model: its adapter's parameters are read in place; they must stay the same tensors (an optimizer keeps them).
-        dtype: of the buffer: what the server holds adapters in.
+        model: `pack` reads its adapter's parameters in place, so they must stay the same tensors; optimizers keep them.
+        dtype: dtype of the buffer, in which the server holds adapters.
 
     Attributes:
-        settings: adapter_config.json.
-        header: length and header of a safetensors file; the buffer's bytes are its data.
-        buffer_E: all elements.
+        settings: contents of adapter_config.json.
+        header: length and header of a safetensors file whose data are the buffer's bytes.
+        buffer_E: all elements of all tensors.
     """
 
     def __init__(self, model: PeftModel, dtype: torch.dtype) -> None:
@@ -41,18 +41,18 @@ class PackedAdapter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data, the header not counted."""
+        """Bytes of data, without the header."""
         return self.buffer_E.numel() * self.buffer_E.element_size()
 
     def pack(self) -> Tensor:
-        """Bring the adapter's present values into the buffer (enqueued on the current stream)."""
+        """Copy the adapter's present values into the buffer, on the current stream, and return it."""
         with torch.no_grad():
             torch._foreach_copy_(self._targets, self._sources)  # pyright: ignore[reportPrivateImportUsage]
         return self.buffer_E
 
 
 class HostCopy:
-    """The packed adapter in the memory of the CPU, header and all: the bytes of a safetensors file."""
+    """The packed adapter in main memory with its header: the bytes of a safetensors file."""
 
     def __init__(self, packed: PackedAdapter) -> None:
         self._packed = packed
@@ -62,6 +62,6 @@ class HostCopy:
         self._data_B = self._file_B[len(packed.header) :]
 
     def take(self) -> memoryview:
-        """The file's bytes with the adapter's present values; valid until the next call."""
+        """Return the file's bytes with the adapter's present values; they are valid until the next call."""
         self._data_B.copy_(self._packed.pack().view(torch.uint8))
         return self._file_B.numpy().data

@@ -1,9 +1,9 @@
-"""Bridge proof: does the server generate with what was published, and with nothing else?
+"""Bridge proof: the server generates with the published adapter and with no other weights.
 
-A large synthetic adapter is published; the server's per-token logprobs under it must differ from the base model's and
-equal the trainer's own forward. Then the trainer's true weights come back, and so must their logprobs. A server that
-takes an adapter and goes on serving the base model, serves it under the wrong scale, or lacks a module fails here,
-before a step is trained.
+The proof publishes a large synthetic adapter. The server's per-token logprobs under it must differ from the base
+model's and agree with the trainer's own forward pass. Then the proof publishes the trainer's true adapter again, and
+the logprobs must agree again. The proof fails, before any training step, for a server that accepts an adapter but
+still serves the base model, serves the adapter at a wrong scale, or lacks a module.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from vllm_server.protocol import BridgeInfo, GenerateResponse
 log = logging.getLogger(__name__)
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.02, "float16": 0.005}
-"""Mean |trainer - server| per token in nats that is never a fault: the two sides round differently."""
+"""Mean |trainer - server| per token in nats that is always accepted, since the two sides round differently."""
 
 NOISE_LIMIT = {"float32": 1e-3, "bfloat16": 0.15, "float16": 0.05}
-"""The same on the present weights: more than this is not rounding. What it is below that depends on the model (bfloat16
-on one H200, random weights: 0.009 for a 0.5B shape, about 0.05 for a 7B shape), so it is measured and allowed for."""
+"""Largest gap on the present weights that rounding can explain. The actual noise depends on the model (bfloat16 on one
+H200, random weights: 0.009 for a 0.5B shape, about 0.05 for a 7B shape), so the proof measures it."""
 
 NOISE_LIMIT_4BIT = 0.5
-"""The same when the trainer holds its base model in 4 bits and the server in 16 or 32: the two are different functions.
-Measured on a CPU against float32: 0.15 for the quickstart's model of 0.75M parameters, 0.20 for a random one. More than
-this, and the samples are too far off the trained policy to learn from."""
+"""The same if the trainer has its base model in 4 bits and the server in 16 or 32, which are two different functions.
+Measured on a CPU against float32: 0.15 for the quickstart's model of 0.75M parameters, 0.20 for a random one. Beyond
+this limit the samples are too far off-policy to learn from."""
 
 SYNTHETIC_MARGIN_4BIT = 2.0
-"""Under the synthetic adapter a 4-bit trainer's gap may be this many times the measured noise: what quantisation does
-to the base model does not grow with the adapter (measured: 0.4 to 1.2 times)."""
+"""Under the synthetic adapter a 4-bit trainer's gap may be this many times the measured noise: the effect of
+quantisation does not grow with the adapter (measured: 0.4 to 1.2 times)."""
 
 NOISE_MARGIN = 3.0
 """A later gap may be this many times the measured noise."""
@@ -53,7 +53,8 @@ MIN_MOVE = 10.0
 """The synthetic adapter is made large enough to move the trainer's own logprobs by this many allowed gaps."""
 
 RELATIVE_SIZES = (0.03, 0.06, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
-"""Its norm in each module, as a share of the norm of the module's weights: the first that moves enough is taken."""
+"""Norms to try for the synthetic adapter, relative to the norm of each module's weights; the first that moves the
+logprobs enough is used."""
 
 SHORT_PROMPT = 12
 LONG_PROMPT = 280
@@ -61,23 +62,23 @@ LONG_PROMPT = 280
 
 COMPLETION_TOKENS = 8
 COMPLETION_TOKENS_4BIT = 48
-"""Sampled for each prompt; a large noise takes a longer mean."""
+"""Tokens sampled for each prompt; large noise needs a mean over more tokens."""
 
 BASE_MODEL: Final = "does not serve the adapter: it answers as the base model does"
 EARLIER: Final = "still serves the adapter that was published before"
 STALE_CACHE: Final = "answers the long prompt alone with other weights than the published ones: a stale prefix cache"
 OTHER_WEIGHTS: Final = "serves other weights than the trainer's (another base model, a damaged adapter?)"
-"""What a server does that fails the proof; `diagnosis.explain` knows more."""
+"""Faults of a server, to follow "the server …"; `diagnosis.explain` finds further ones."""
 
 FAILED: Final = "bridge proof failed"
-"""How the fields of errors begin; what was tried follows."""
+"""First words of the field of each error."""
 
 SAME_MODEL: Final = "use one base model and dtype on both sides; --no-proof trains all the same"
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What the server sampled for one prompt, and with which logprobs."""
+    """The server's sample for one prompt: tokens, prompt included, and the logprobs of the sampled ones."""
 
     tokens: list[int]
     prompt_len: int
@@ -86,7 +87,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Gaps:
-    """How far the server's logprobs are from the trainer's and from the base model's: mean |difference|, in nats."""
+    """Mean |difference| of the server's logprobs from the trainer's and from the base model's, in nats a token."""
 
     trainer: float
     base: float
@@ -94,13 +95,13 @@ class Gaps:
 
 @dataclass(frozen=True)
 class Proved:
-    """What a proof measured, in nats a token.
+    """Measurements of a proof, in nats a token.
 
     Attributes:
         noise: mean |server - trainer| on the present weights.
-        synthetic_moved: how far the synthetic change moved the server.
-        synthetic: mean |server - trainer| under it.
-        restored: the same with the present weights back; of shared weights, mean |server - server before|.
+        synthetic_moved: mean change of the server's logprobs by the synthetic change.
+        synthetic: mean |server - trainer| under the synthetic change.
+        restored: mean |server - trainer| after the change is undone; for shared weights, mean |server - server before|.
     """
 
     noise: float
@@ -113,19 +114,19 @@ def prove_lora(model: PeftModel, server: ServerClient, load: Callable[[str], obj
     """Prove a LoRA bridge: the present adapter, a synthetic one, and the present one again.
 
     Args:
-        load: hands the model's present adapter to the server under a name, for those who ask for that name: nobody
-            else may get an adapter of the proof.
+        load: loads the model's present adapter into the server under a name, without making it the served version, so
+            that only the proof's own requests use it.
         info: the server.
 
     Raises:
-        BridgeError: the server's logprobs are not those of the published weights; the message says which way.
+        BridgeError: the server's logprobs do not agree with the published weights; the message names the fault.
     """
     proof = _Proof(model, server, load, info)
     noise_limit = NOISE_LIMIT_4BIT if proof.in_4_bits else NOISE_LIMIT[proof.precision]
     try:
         noise = proof.probe("present", noise_limit).trainer
         allowed = max(proof.tolerance, NOISE_MARGIN * noise)
-        # in 16 bits, rounding grows with the adapter; quantisation does not
+        # In 16 bits, rounding errors grow with the adapter. Quantisation errors do not.
         larger = max(proof.tolerance, SYNTHETIC_MARGIN_4BIT * noise) if proof.in_4_bits else 2 * allowed
         with _synthetic_adapter(model, proof.prompts, MIN_MOVE / 2 * larger):
             synthetic = proof.probe("synthetic", larger)
@@ -144,7 +145,7 @@ def prove_lora(model: PeftModel, server: ServerClient, load: Callable[[str], obj
 
 
 class _Proof:
-    """The adapters that are tried on the server, one after the other; `leave` takes them out again."""
+    """Tries adapters on the server, one after the other; `leave` unloads them."""
 
     def __init__(self, model: PeftModel, server: ServerClient, load: Callable[[str], object], info: BridgeInfo) -> None:
         self.in_4_bits = bool(getattr(model, "is_loaded_in_4bit", False))
@@ -161,20 +162,20 @@ class _Proof:
         self._tried: dict[str, tuple[str, dict[str, Tensor]]] = {}  # stage -> its name in the server, its weights
 
     def probe(self, stage: str, allowed: float) -> Gaps:
-        """Publish the model's adapter as it is now and compare; a gap that is not allowed is a BridgeError."""
+        """Publish the model's present adapter and compare; raise a `BridgeError` if the gap is above `allowed`."""
         name = f"{self._lora_name}-proof-{stage}-{uuid4().hex[:8]}"
         self._load(name)
         earlier = {tried: weights for tried, (_, weights) in self._tried.items()}
         self._tried[stage] = name, {key: b_Or.detach().clone() for key, b_Or in self._modules.items()}
         probes = [_ask(self._server, prompt, name, self._completion) for prompt in self.prompts]
         gaps = _measure(self._model, probes)
-        # not <=: also when it is not a number
+        # `not <=` also catches NaN
         if not gaps.trainer <= allowed or self._still(probes, gaps.trainer, earlier):
             raise _verdict(stage, gaps, allowed, self._what_is_wrong(probes, gaps, allowed, earlier))
         return gaps
 
     def _still(self, probes: list[Probe], least: float, earlier: Mapping[str, Mapping[str, Tensor]]) -> str | None:
-        """The earlier stage whose weights the server is closer to than to the present ones."""
+        """Return the earlier stage whose weights leave a gap below `least`, or None."""
         for stage, weights in earlier.items():
             if all(torch.equal(b_Or, self._modules[name]) for name, b_Or in weights.items()):
                 continue  # the same weights again
@@ -187,7 +188,10 @@ class _Proof:
         return mean_gap(probes, [trainer_logprobs(self._model, probe) for probe in probes])
 
     def look_for_each_module(self) -> Presence:
-        """Of the adapter that was probed last, which the model must still have; a missing module is a BridgeError."""
+        """Check each module of the adapter that was probed last; raise a `BridgeError` if the server lacks one.
+
+        The model must still have that adapter.
+        """
         name, _ = list(self._tried.values())[-1]
         prompt = self.prompts[-1]
         answer = self._server.generate(prompt, model=name, max_tokens=1, temperature=1.0, prompt_logprobs=0, seed=0)
@@ -220,13 +224,13 @@ class _Proof:
         return known or OTHER_WEIGHTS
 
     def leave(self) -> None:
-        """Withdraw what was tried."""
+        """Unload the adapters that were tried."""
         for name, _ in self._tried.values():
             self._server.unload_adapter(name)
 
 
 def _scalings(model: PeftModel) -> dict[str, float]:
-    """What an adapter's scale may be off by."""
+    """Return the factors by which an adapter's served scale may be wrong, by reason."""
     scaling, rank = next(
         (layer.scaling["default"], layer.r["default"]) for layer in model.modules() if isinstance(layer, LoraLayer)
     )
@@ -262,7 +266,7 @@ def _inconclusive(gaps: Gaps, allowed: float) -> BridgeError:
 
 
 def probe_prompts(vocab_size: int, room: int) -> list[list[int]]:
-    """Random token ids, the same at every start: one short prompt, one over two cache blocks if there is room."""
+    """Return random token ids, the same at every start: a short prompt, and one over two cache blocks if it fits."""
     generator = torch.Generator().manual_seed(0)
     lengths = sorted({min(SHORT_PROMPT, room), min(LONG_PROMPT, room)})
     return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]
@@ -278,14 +282,14 @@ def _ask(server: ServerClient, prompt: list[int], name: str, completion: int) ->
 
 
 def probe_of(answer: GenerateResponse) -> Probe:
-    """The first completion of an answer that was asked with `logprobs: 0`."""
+    """Return the first completion of an answer to a request with `logprobs: 0`."""
     assert answer.logprobs is not None, "asked with logprobs"
     sampled = [next(iter(entry[0].values())) for entry in answer.logprobs[0]]
     return Probe([*answer.prompt_token_ids, *answer.token_ids[0]], len(answer.prompt_token_ids), torch.tensor(sampled))
 
 
 def trainer_logprobs(model: nn.Module, probe: Probe) -> Tensor:
-    """The trainer's own logprobs of the tokens that the server sampled."""
+    """Return the trainer's own logprobs of the tokens that the server sampled."""
     device = next(model.parameters()).device
     tokens_BT = torch.tensor([probe.tokens], device=device)
     columns_N = torch.arange(probe.prompt_len, len(probe.tokens), device=device)
@@ -297,18 +301,19 @@ def trainer_logprobs(model: nn.Module, probe: Probe) -> Tensor:
 
 
 def mean_gap(probes: list[Probe], trainer: list[Tensor]) -> float:
-    """Mean |server - trainer| over all sampled tokens, in nats."""
+    """Return mean |server - trainer| over all sampled tokens, in nats."""
     differences = [(probe.server_logprobs - own).abs() for probe, own in zip(probes, trainer, strict=True)]
     return float(torch.cat(differences).mean())
 
 
 @contextmanager
 def _synthetic_adapter(model: PeftModel, prompts: list[list[int]], move: float) -> Iterator[None]:
-    """Within the block every adapted module's B is random and large; afterwards all is bit for bit as it was.
+    """Make every adapted module's B random and large within the block; restore all weights bit for bit afterwards.
 
     Args:
-        prompts: on these the adapter moves the trainer's own logprobs by at least
-        move: nats a token, on average (or as much as the largest of `RELATIVE_SIZES` does).
+        prompts: texts on which the effect of the adapter is measured.
+        move: least mean change of the trainer's own logprobs on `prompts`, in nats a token. If even the largest of
+            `RELATIVE_SIZES` changes them less, that size is used.
     """
     layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]
     saved = [(layer.lora_B["default"].weight, layer.lora_B["default"].weight.detach().clone()) for layer in layers]
@@ -331,9 +336,9 @@ def _synthetic_adapter(model: PeftModel, prompts: list[list[int]], move: float) 
 
 @torch.no_grad()
 def _set_random_b(layer: Any, size: float, seed: int) -> None:
-    """B random, so that the adapter's change to the module has `size` times the norm of the module's weights."""
+    """Make B random, so that the adapter's change to the module has `size` times the norm of the module's weights."""
     a_rI, b_Or = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     b_Or.copy_(torch.randn(b_Or.shape, generator=torch.Generator().manual_seed(seed)))
-    # |B A|_F^2 = trace((B^T B)(A A^T)): no matrix of the module's own size is built
+    # |B A|_F^2 = trace((B^T B)(A A^T)), which needs only [rank, rank] matrices, none of the module's own size.
     norm = ((b_Or.T @ b_Or) * (a_rI @ a_rI.T)).sum().sqrt() * layer.scaling["default"]
     b_Or.mul_(size * weights_of(layer.get_base_layer()).norm() / norm)

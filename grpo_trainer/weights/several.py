@@ -1,4 +1,4 @@
-"""Several servers behind one trainer: each has its own bridge, is proved by itself, and gets all that is published."""
+"""Several servers for one trainer: each has its own bridge and its own proof, and receives every published version."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ T = TypeVar("T")
 class SeveralServers:
     """The bridges of several servers as one.
 
-    A version counts as published when all servers generate with it; until then requests may be answered by one that has
-    it and by one that has not, and each answer says which version made it.
+    A version counts as published when all servers generate with it. Until then, a server with the new version or one
+    with the old version may answer a request; each answer names its version.
 
     Args:
-        bridges: one for each server, by its address; those of the trainer's own memory (`shared_vllm`) can't be among
-            several.
+        bridges: address of each server -> its bridge. `shared_vllm` supports a single server only.
     """
 
     def __init__(self, bridges: Mapping[str, WeightBridge]) -> None:
@@ -46,30 +45,30 @@ class SeveralServers:
         self._entered.__exit__(kind, error, trace)
 
     def connect(self, policy_version: int) -> int:
-        """As a bridge's: the highest version that one of the servers makes it begin with, for all of them."""
+        """Connect to all servers, and return the highest version that any of them requires to begin with."""
         return max(self._of_each(lambda bridge: bridge.connect(policy_version)))
 
     def prove(self) -> float | None:
-        """As a bridge's, server by server: what the proof does to the adapter for a moment is seen by one at a time."""
+        """Prove one server after the other, because a proof changes the trainer's adapter for a moment."""
         gaps = self._of_each(lambda bridge: bridge.prove())
         return None if None in gaps else max(gap for gap in gaps if gap is not None)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """As a bridge's, of all of them together."""
+        """Return the contexts of all bridges as one."""
         with ExitStack() as held:
             for bridge in self._bridges.values():
                 held.enter_context(bridge.updating())
             yield
 
     def publish(self, version: int) -> Published:
-        """As a bridge's, to all at the same time; the metrics are those of the slowest.
+        """Publish to all servers at the same time; each metric is the largest of any server.
 
         Raises:
-            BridgeError: a server did not take it, or they differ in what they serve; the message names them.
+            BridgeError: a server refused, or the servers now serve different versions; the message names them.
         """
         sending = {url: self._senders.submit(bridge.publish, version) for url, bridge in self._bridges.items()}
-        wait(sending.values())  # also if one fails: nothing of it goes on afterwards
+        wait(sending.values())  # even if one fails, so that no publish is still running afterwards
         published = [self._named(url, future.result) for url, future in sending.items()]
         if len({one.version for one in published}) > 1:
             served = [f"{one.version} at {url}" for url, one in zip(self._bridges, published, strict=True)]

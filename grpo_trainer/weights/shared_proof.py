@@ -1,9 +1,9 @@
-"""Proof of a bridge over shared memory: does the server compute with the very weights that the trainer holds?
+"""Proof of a bridge over shared memory: the server computes with the same memory that the trainer writes.
 
-First both sides must agree on the present weights. Then a few rows of some matrices are changed in place, within a
-fence: the server's logprobs must move, and be those of the trainer's own forward pass. Then the old bits come back, and
-so must the logprobs. A server with a copy of its own, a parameter bound to another's place, or a stale cache fails
-here, before a step is trained.
+First, both sides must agree on the present weights. Then the proof changes half the rows of some matrices in place,
+within a fence. The server's logprobs must change, and agree with the trainer's own forward pass. Then the proof
+restores the old bits, and the logprobs must return to their old values. The proof fails, before any training step, for
+a server with its own copy, with a parameter bound to another one's memory, or with a stale cache.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from vllm_server.protocol import PROOF_VERSION, BridgeInfo
 log = logging.getLogger(__name__)
 
 Fence = Callable[[int], AbstractContextManager[None]]
-"""Entered to write the shared weights, which are of that version afterwards."""
+"""Returns the context in which the shared weights are written; afterwards they have the given version."""
 
 
 class SharedProof:
     """Proves one server.
 
     Args:
-        model: its parameters lie in the server's memory.
+        model: the trainer's model, whose parameters are views of the server's memory.
         proof: asks the server, and compares.
     """
 
@@ -42,15 +42,15 @@ class SharedProof:
         self._proof = proof
 
     def prove(self, info: BridgeInfo, version: int, fence: Fence) -> Proved:
-        """Present weights, a synthetic change, the present ones again; these are `version`.
+        """Prove the present weights, a synthetic change, and the present weights again, which are `version`.
 
         Raises:
-            BridgeError: the server's logprobs are not those of the shared weights; the message says which way.
+            BridgeError: the server's logprobs do not agree with the shared weights; the message names the fault.
         """
         noise, _ = self._proof.compare(info, version)
         before = self._proof.ask(info, version)
         allowed = self._proof.allowed(info)
-        larger = 2 * allowed  # in 16 bits, rounding grows with what is changed
+        larger = 2 * allowed  # in 16 bits, rounding errors grow with the change
         change = SyntheticChange(self._model, probe_prompts(self._model.config.vocab_size, info.max_model_len))
         with fence(PROOF_VERSION):
             change.write(MIN_MOVE / 2 * larger)
@@ -91,7 +91,7 @@ class SharedProof:
 
 UNSEEN: Final = "does not see what the trainer writes: it answers as before the change"
 MISPLACED: Final = "computes with other weights than the trainer's (a parameter bound to another's place?)"
-"""What a server does that fails the proof."""
+"""Faults of a server, to follow "the server …"."""
 
 
 def _verdict(gap: float, moved: float, allowed: float) -> BridgeError:
@@ -105,7 +105,7 @@ def _verdict(gap: float, moved: float, allowed: float) -> BridgeError:
 
 
 def _difference(before: list[Probe], after: list[Probe], gap: float) -> float:
-    """Mean |after - before|; where rounding led to other tokens, |server - trainer| stands for it."""
+    """Return mean |after - before|, or `gap` if rounding led to other tokens, which can't be compared one by one."""
     if [probe.tokens for probe in before] != [probe.tokens for probe in after]:
         return gap
     pairs = zip(before, after, strict=True)
@@ -116,7 +116,7 @@ class SyntheticChange:
     """Half the rows of two matrices, of attention and of the MLP, in the first, middle and last layer.
 
     Args:
-        prompts: by these it is measured how much a change moves the model.
+        prompts: texts on which the effect of a change is measured.
     """
 
     def __init__(self, model: PreTrainedModel, prompts: list[list[int]]) -> None:
@@ -127,8 +127,10 @@ class SyntheticChange:
 
     @torch.no_grad()
     def write(self, move: float) -> None:
-        """Change the weights so that the trainer's own logprobs move by at least `move` nats a token, on average, or
-        as much as the largest of `RELATIVE_SIZES` does."""
+        """Change the weights so that the trainer's own logprobs change by at least `move` nats a token on average.
+
+        If even the largest of `RELATIVE_SIZES` changes them less, that size is used.
+        """
         before = self._logprobs()
         for size in RELATIVE_SIZES:
             for index, (place, saved) in enumerate(zip(self._places, self._saved, strict=True)):
@@ -140,7 +142,7 @@ class SyntheticChange:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """The old bits."""
+        """Restore the old weights bit for bit."""
         for place, saved in zip(self._places, self._saved, strict=True):
             place.copy_(saved)
 
@@ -149,7 +151,7 @@ class SyntheticChange:
 
 
 def _matrices(model: PreTrainedModel) -> list[Tensor]:
-    """Views `[rows, columns]`, first and last of some layers; of stacked experts the first."""
+    """Return views `[rows, columns]` of the first and last matrix of some layers; of stacked experts, the first."""
     found = decoder_layers(model)
     layers = model.get_submodule(found.name)
     chosen = []

@@ -1,8 +1,9 @@
 """Shared weights: the trainer's parameters are the server's, and the optimizer writes them where the server reads them.
 
-Nothing is sent. A write happens within a fence: the server finishes the forward pass under way and holds still; what it
-computed from the old weights is dropped; generation goes on, as the next version. If a write does not come to its end,
-the server is told (or, when the trainer is dead, finds out when time is up) and refuses to generate until another has.
+Nothing is sent. A write happens within a fence: the server finishes its current forward pass and pauses. It drops what
+it computed from the old weights and resumes as the next version. If a write fails midway, the weights are torn. The
+trainer reports that to the server; if the trainer has died, the server detects it by a timeout. Then the server refuses
+to generate until another write is complete.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ log = logging.getLogger(__name__)
 
 WRITE_SECONDS = 60.0
 RESTORE_SECONDS = 600.0
-"""A fence that is held longer counts as torn; a checkpoint comes over the bus."""
+"""Time limits of a fence, after which the weights count as torn. A restored checkpoint first crosses the PCIe bus."""
 
 
 class SharedBridge:
     """The `shared_vllm` bridge.
 
     Args:
-        policy: its model lies in the memory of `server`.
+        policy: the policy whose model lies in the memory of `server`.
         seq_len: longest sequence of the training, which the server must be able to serve.
 
     Attributes:
-        proved: what the proof found; None: there was none.
+        proved: result of the proof; None: no proof ran.
     """
 
     def __init__(self, config: SharedVllm, policy: SharedWeights, server: ServerClient, seq_len: int) -> None:
@@ -65,10 +66,10 @@ class SharedBridge:
         self._server.close()
 
     def connect(self, policy_version: int) -> int:
-        """As everywhere; a checkpoint that was resumed is written into the server's memory here.
+        """Connect to the server, and write a resumed checkpoint into the server's memory.
 
         Raises:
-            BridgeError: the server is not the one that the model was attached to, or its weights are no policy's.
+            BridgeError: the model was attached to another server, or the server's weights are torn or synthetic.
         """
         self._server.wait_until_there()
         state = self._server.wait_until_settled()
@@ -104,7 +105,7 @@ class SharedBridge:
         return self._version
 
     def _check(self, info: BridgeInfo) -> None:
-        """Refuse before training what would fail, or lie, during it."""
+        """Raise a `BridgeError` for settings of the server that training would fail on or learn wrongly from."""
         attached = self._policy.source.boot_id
         if info.boot_id != attached:
             raise BridgeError(
@@ -131,7 +132,7 @@ class SharedBridge:
         return self._fence(self._version + 1)
 
     def publish(self, version: int) -> Published:
-        """Nothing is left to do: the write was all."""
+        """Return the version that the last fence has published: the optimizer's write was the whole update."""
         assert self._info is not None, "connect comes first"
         if version != self._version:
             raise BridgeError(
@@ -143,9 +144,9 @@ class SharedBridge:
 
     @contextmanager
     def _fence(self, version: int, seconds: float = WRITE_SECONDS) -> Iterator[None]:
-        """Within the block nothing reads the weights; after it the server generates with them, as `version`."""
+        """Keep the server from reading the weights within the block; afterwards it generates with them as `version`."""
         assert self._info is not None, "connect comes first"
-        self._finish_kernels()  # what was queued before need not hold the server
+        self._finish_kernels()  # so that the server does not pause for kernels queued earlier
         started = time.perf_counter()
         asked = UpdateBeginRequest(boot_id=self._info.boot_id, in_flight=self._config.in_flight, timeout_s=seconds)
         begun = self._server.begin_update(asked)
@@ -161,7 +162,7 @@ class SharedBridge:
         finished = time.perf_counter()
         if ended.policy_version != version:
             raise BridgeError(
-                "the server names what was written otherwise",
+                "the server confirms another version than the one written",
                 field="version",
                 got=ended.policy_version,
                 wanted=str(version),
@@ -178,8 +179,8 @@ class SharedBridge:
     def _say_torn(self, token: str, version: int) -> None:
         try:
             self._server.end_update(UpdateEndRequest(token=token, version=version, torn=True))
-        except ServerError as error:  # then it finds out when time is up; the reason for all this is worth more
-            log.warning("the server could not be told that its weights are torn: %s", error)
+        except ServerError as error:  # the server's timeout will detect it; the original error matters more
+            log.warning("could not report to the server that its weights are torn: %s", error)
 
     def _finish_kernels(self) -> None:
         if self._device.type == "cuda":

@@ -1,1 +1,1 @@
-"""How an adapter's tensors come to the server; each has its other end in `vllm_server/worker`, by the same name."""
+"""Ways to send an adapter's tensors to the server. `vllm_server/worker` has the other end, under the same name."""

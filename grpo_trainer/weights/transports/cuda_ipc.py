@@ -1,4 +1,4 @@
-"""Transport `cuda_ipc`: the server maps the trainer's buffer and copies GPU memory to GPU memory. One machine."""
+"""Transport `cuda_ipc`: the server maps the trainer's buffer and copies GPU memory to GPU memory, on one machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_server.protocol import CudaIpcChannel, LoraLoadRequest, Transport
 
 
 class CudaIpc:
-    """Opens a channel with a handle of the packed buffer, which the server keeps mapped.
+    """Sends the server a handle of the packed buffer, which the server keeps mapped.
 
     Raises:
         ServerError: the server can't map it.
@@ -38,7 +38,7 @@ class CudaIpc:
     def send(self, name: str, version: int, *, activate: bool) -> Sent:
         started = time.perf_counter()
         device = self._packed.pack().device
-        torch.cuda.current_stream(device).synchronize()  # the server's process does not know our stream
+        torch.cuda.current_stream(device).synchronize()  # the server's process can't wait for our stream
         packed = time.perf_counter() - started
         request = LoraLoadRequest(channel=self._channel, adapter_name=name, version=version, activate=activate)
         return Sent(self._server.load_adapter(request), packed)

@@ -1,4 +1,4 @@
-"""Transport `disk`: a PEFT checkpoint in a folder that the server reads. Whatever can load an adapter can load it."""
+"""Transport `disk`: a PEFT checkpoint in a folder that the server reads, in the standard format of adapters."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 class Disk:
     """
     Args:
-        root: the server was started with it as --lora-root.
-        lora_name: versions are named by it, so it tells our folders from others in `root`.
-        keep: folders of so many versions stay, those of a trainer before this one included: the server may still serve
-            the newest of them. Older ones are deleted.
+        root: the server's --lora-root.
+        lora_name: first part of each version's name, by which our folders in `root` are recognised.
+        keep: number of versions whose folders are kept; older ones are deleted. The folders of an earlier trainer
+            count too, because the server may still serve its newest versions.
     """
 
     name: Transport = "disk"
@@ -38,7 +38,7 @@ class Disk:
         self._server = server
         self._root = root
         self._keep = keep
-        own = rf"{re.escape(lora_name)}-(?:v\d+|proof-[a-z]+-[0-9a-f]{{8}})"  # versions, and what a proof tried
+        own = rf"{re.escape(lora_name)}-(?:v\d+|proof-[a-z]+-[0-9a-f]{{8}})"  # versions, and adapters of a proof
         remove_remains(root, own)
         self._folders = deque(folders_named(root, own, containing=WEIGHTS_FILE))
 
@@ -56,7 +56,7 @@ class Disk:
         except (FileNotFoundError, ServerError):
             if path.is_dir():
                 raise
-            self._say_deleted()  # while it was written or read
+            self._say_deleted()  # someone deleted it during the write or the load
             sent = self._deliver(path, request)
         self._forget_old_folders()
         return sent
@@ -70,7 +70,7 @@ class Disk:
         return Sent(self._server.load_adapter(request), packed)
 
     def _say_deleted(self) -> None:
-        log.warning("%s was deleted, and is made again; the server keeps the versions that it has", self._root)
+        log.warning("%s was deleted; creating it again. The server keeps the versions it has loaded", self._root)
 
     def _forget_old_folders(self) -> None:
         while len(self._folders) > self._keep:
@@ -78,9 +78,9 @@ class Disk:
             try:
                 shutil.rmtree(folder)
             except FileNotFoundError:
-                continue  # somebody else has deleted it
-            except OSError as error:  # best effort: what stays costs disk space, nothing else
+                continue  # already deleted by someone else
+            except OSError as error:  # best effort: a leftover folder only costs disk space
                 log.warning("could not delete %s: %s", folder, error)
 
     def close(self) -> None:
-        """The newest versions' files stay: the server may go on serving them."""
+        """Keep the files of the newest versions, which the server may still serve."""

@@ -1,4 +1,4 @@
-"""Transport `memory`: the adapter is the body of the request. No file anywhere; the server may be on another host."""
+"""Transport `memory`: the adapter is the body of an HTTP request. No files; the server may be on another host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_server.protocol import LoraLoadRequest, Transport
 
 
 class Memory:
-    """The safetensors bytes go over HTTP."""
+    """Sends the bytes of a safetensors file over HTTP."""
 
     name: Transport = "memory"
 
@@ -27,4 +27,4 @@ class Memory:
         return Sent(self._server.load_adapter(request, body), packed)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: this transport holds no resources."""

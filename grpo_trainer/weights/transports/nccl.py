@@ -20,11 +20,11 @@ class Nccl:
     """Rank 0 of a communicator with the server's workers.
 
     Args:
-        world_size: the trainer and all workers.
+        world_size: number of ranks: the trainer and all workers.
 
     Raises:
         ServerError: the server's workers could not join.
-        NcclError: this process could not.
+        NcclError: this process could not join.
     """
 
     name: Transport = "nccl"
@@ -41,7 +41,7 @@ class Nccl:
             header=b64encode(packed.header).decode(),
             adapter_config=packed.settings,
         )
-        with ThreadPoolExecutor(1) as pool:  # both sides join at the same time: the request waits for us
+        with ThreadPoolExecutor(1) as pool:  # both sides must join at the same time, so the request runs in a thread
             answer = pool.submit(server.open_channel, request)
 
             def refused() -> None:
@@ -58,7 +58,7 @@ class Nccl:
         return torch.cuda.current_stream(self._packed.buffer_E.device)
 
     def _broadcast(self) -> None:
-        """Enqueue it; it goes when the others receive."""
+        """Enqueue the broadcast, which starts when the workers receive."""
         pointer = self._packed.pack().data_ptr()
         self._communicator.broadcast(pointer, self._packed.nbytes, root=0, stream=self._stream.cuda_stream)
 
@@ -73,7 +73,7 @@ class Nccl:
         except NcclError as error:
             raise BridgeError(f"publishing {name}: {error}", field="--lora-transport", got="nccl") from error
         except BaseException:
-            self._communicator.abort()  # nobody receives: the broadcast would wait for ever
+            self._communicator.abort()  # no worker receives, so the broadcast would never finish
             raise
         return Sent(answer, packed)
 

@@ -1,4 +1,4 @@
-"""What every transport is to the bridge, what it needs, and the choice between them."""
+"""The interface of transports, their requirements, and the choice between them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vllm_server.protocol import BridgeInfo, LoraLoadResponse, Transport, machin
 log = logging.getLogger(__name__)
 
 ORDER: tuple[Transport, ...] = ("cuda_ipc", "nccl", "memory", "disk")
-"""From the fastest to the slowest; each works where the ones before it can't."""
+"""From the fastest to the slowest; each works in more setups than the ones before it."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Sent:
     """A publish that the server has answered.
 
     Attributes:
-        pack_seconds: until the adapter was ready to go (in GPU memory, in a file, …).
+        pack_seconds: time to make the adapter ready to send (in GPU memory, in a file, …).
     """
 
     answer: LoraLoadResponse
@@ -36,7 +36,7 @@ class Sent:
 
 
 class AdapterTransport(Protocol):
-    """An open way to the server."""
+    """An open connection by which adapters reach the server."""
 
     name: Transport
 
@@ -45,13 +45,13 @@ class AdapterTransport(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of what it holds here and in the server."""
+        """Free the resources of this transport, here and in the server."""
         ...
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where trainer and server are, as far as a transport cares.
+    """Where trainer and server run, as far as transports depend on it.
 
     Attributes:
         gpu_uuid: the trainer's GPU; empty on a CPU.
@@ -66,7 +66,7 @@ class Layout:
 
 
 def layout(packed: PackedAdapter, info: BridgeInfo) -> Layout:
-    """The layout that this process finds itself in."""
+    """Return the layout of this process and the server."""
     device = packed.buffer_E.device
     uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
     settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
@@ -74,7 +74,7 @@ def layout(packed: PackedAdapter, info: BridgeInfo) -> Layout:
 
 
 def obstacle(transport: Transport, where: Layout) -> Problem | None:
-    """Why a transport can't work here; None if nothing is known to be in its way."""
+    """Return why a transport can't work here; None if there is no known reason."""
     if transport in ("memory", "disk"):
         return None
     if not where.gpu_uuid:
@@ -86,7 +86,7 @@ def obstacle(transport: Transport, where: Layout) -> Problem | None:
         if where.machine != where.info.machine:
             return Problem("server", f"machine {where.info.machine}", f"{where.machine}, the trainer's")
         if where.expandable_segments:
-            summary = "such memory can't be mapped by another process"
+            summary = "another process can't map such memory"
             return Problem("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", summary=summary)
         for worker in workers:
             if where.gpu_uuid not in worker.visible_gpus:
@@ -101,15 +101,15 @@ def obstacle(transport: Transport, where: Layout) -> Problem | None:
 def open_transport(
     wanted: Transport | None, packed: PackedAdapter, server: ServerClient, info: BridgeInfo, root: Path, keep_files: int
 ) -> AdapterTransport:
-    """Open the wanted transport, or the fastest that works here, and say which and why.
+    """Open the wanted transport, or the fastest that works here, and log which and why.
 
     Args:
         wanted: None for the fastest.
         root: folder for `disk`, which the server may read.
-        keep_files: how many versions' files `disk` keeps.
+        keep_files: number of versions whose files `disk` keeps.
 
     Raises:
-        BridgeError: the wanted one can't work here.
+        BridgeError: the wanted transport, or every transport, can't work here.
     """
     where = layout(packed, info)
     reasons: list[Problem] = []
@@ -118,7 +118,7 @@ def open_transport(
         if reason is None:
             try:
                 opened = OPENERS[name](packed, server, info, root, keep_files)
-            except RuntimeError as error:  # the server's refusal, or CUDA's, or NCCL's: the next one may work
+            except RuntimeError as error:  # from the server, CUDA or NCCL; the next transport may work
                 reason = error
             else:
                 because = f" ({'; '.join(map(str, reasons))})" if reasons else ""
