@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import ValidationInfo, field_validator
-
 from grpo_trainer.config.options import Section, option
-from grpo_trainer.errors import ConfigError
 
 LossName = Literal["grpo", "bnpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo"]
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -67,27 +64,6 @@ class LossConfig(Section):
         0.0, help="Weight of the cross-entropy to the teacher's top-k that environments send; 0: none.", ge=0
     )
     distill_temperature: float = option(1.0, help="Divides the teacher's logprobs.", gt=0)
-
-    @field_validator("dual_clip")
-    @classmethod
-    def _has_a_clip(cls, value: float | None, info: ValidationInfo) -> float | None:
-        if value is not None and (loss := info.data.get("loss")) in UNCLIPPED:
-            raise ConfigError(f"with --loss {loss} nothing is clipped", wanted="a clipped loss", fix="leave it out")
-        return value
-
-    @field_validator("is_correction")
-    @classmethod
-    def _corrects_once(cls, value: str, info: ValidationInfo) -> str:
-        if value in ("truncate", "mask") and info.data.get("ratio_against") == "rollout":
-            raise ConfigError("the ratio contains that correction already", wanted="none, or --ratio-against trainer")
-        return value
-
-    @field_validator("ref_offload")
-    @classmethod
-    def _has_a_reference(cls, value: bool, info: ValidationInfo) -> bool:
-        if value and not info.data.get("kl_beta") and not info.data.get("log_kl"):
-            raise ConfigError(wanted="a reference to move", fix="leave it out, or add --kl-beta or --log-kl")
-        return value
 
     @property
     def advantage_scale(self) -> Literal["group", "none"]:

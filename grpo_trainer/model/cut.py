@@ -36,16 +36,10 @@ log = logging.getLogger(__name__)
 
 
 def is_cut(world: World, config: TrainConfig) -> bool:
-    """Whether the weights are to be cut over the processes.
-
-    Raises:
-        ConfigError: they are to be, and can't be.
-    """
+    """Whether the weights are to be cut over the processes, and can be."""
     if world.alone or not wants_parts(config):
         return False
     if why := why_whole(config):
-        if config.distributed.sharding == "full":
-            raise ConfigError(why, field="--sharding", got="full", fix="use --sharding none")
         log.warning("weights, gradients and optimizer states are whole on each GPU: --sharding full %s", why)
         return False
     return True
