@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ class Row:
     helps: str
     hardware: Hardware | None = None
     run: bool = False
-    file: Mapping[str, Any] = field(default_factory=dict)
+    file: Mapping[str, Any] | None = None
 
 
 in_train, in_run = Row, partial(Row, run=True)
@@ -251,7 +251,7 @@ def problems_of(row: Row) -> list[Problem]:
     if not row.run:
         return check(build(TrainConfig, given), row.hardware)
     try:
-        config = build_run(row.file, given)
+        config = build_run(row.file or {}, given)
     except ConfigError as error:
         return list(error.problems)
     return check(config, row.hardware)
