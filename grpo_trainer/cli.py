@@ -69,8 +69,7 @@ def run(
     env: Environment = None,
 ) -> None:
     """Start rollout API, vLLM server, environments and trainer, and watch over them until training is done."""
-    flags = {**options, **({"env": env} if env else {})}
-    run_config = build_run(read_toml(config) if config else {}, flags, ctx.args)
+    run_config = _read_run(ctx, options, config, env)
     from rich.console import Console
 
     from grpo_trainer.run import run as supervise
@@ -126,8 +125,7 @@ def doctor(
     run_config: RunConfig | ConfigError | None = None
     if config or options or env or ctx.args:
         try:
-            flags = {**options, **({"env": env} if env else {})}
-            run_config = build_run(read_toml(config) if config else {}, flags, ctx.args)
+            run_config = _read_run(ctx, options, config, env)
         except ConfigError as error:
             run_config = error
     examination = examine(look(), run_config)
@@ -232,6 +230,10 @@ def report(
 def demo_model(ctx: typer.Context) -> None:
     """Make a model to try GRPO on: the quickstart's, which gets a third of all sums right, or --released."""
     _become("environments.demo_model", ctx.args)
+
+
+def _read_run(ctx: typer.Context, options: dict[str, Any], config: Path | None, env: str | None) -> RunConfig:
+    return build_run(read_toml(config) if config else {}, {**options, **({"env": env} if env else {})}, ctx.args)
 
 
 def _become(module: str, arguments: list[str], called: str | None = None) -> None:

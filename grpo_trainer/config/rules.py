@@ -1,9 +1,8 @@
 """Which options do not go together: every refusal of a combination that is known before anything loads.
 
-A rule is a function from a configuration to its problems, named after what must hold. `grpo train`, `run` and `doctor`
-ask all rules (`check`). To refuse one more combination, add a rule here and a row in `tests/unit/test_rules.py`. The
-range of one option stands with that option; what only the loaded model can say stands with the model. All rules are in
-this one file so that each is found. Imports no torch.
+A rule is a function from a configuration to its problems, named after its subject. `grpo train`, `run` and `doctor` ask
+all rules (`check`). To refuse one more combination, add it here, and a row to `tests/unit/test_rules.py`. The range of
+one option stands with that option; what only the loaded model can say stands with the model. Imports no torch.
 """
 
 from __future__ import annotations
@@ -73,6 +72,11 @@ class Case:
         return self.run.options.trainer_gpus if self.run else self.trainer.distributed.processes
 
     @property
+    def servers(self) -> int:
+        """Servers of the policy."""
+        return self.run.server.replicas if self.run else 1 + len(self.trainer.vllm.also)
+
+    @property
     def sharing(self) -> str:
         """The option by which the trainer uses the server's weights."""
         return "--share-base" if isinstance(self.trainer.bridge, LoraOnly) else "--weight-bridge-mode shared_vllm"
@@ -116,35 +120,27 @@ def checked(config: C, hardware: Hardware | None = None) -> C:
     return config
 
 
-# steps, batches and the loss --------------------------------------------------------------------------------
-
-
 @rule
-def warmup_ends(case: Case) -> Iterator[Problem]:
-    steps, all_steps = case.trainer.optimizer.warmup_steps, case.trainer.training_steps
-    if steps and steps >= all_steps:
+def steps(case: Case) -> Iterator[Problem]:
+    config = case.trainer
+    warmup, all_steps = config.optimizer.warmup_steps, config.training_steps
+    if warmup and warmup >= all_steps:
         why = "the peak learning rate would never be reached"
-        yield Problem("--warmup-steps", str(steps), f"fewer than --training-steps {all_steps}", summary=why)
-
-
-@rule
-def pass_holds_a_sequence(case: Case) -> Iterator[Problem]:
-    most, longest = case.trainer.compute.max_tokens_per_microbatch, case.trainer.model.seq_len
-    if most is not None and most < longest:
+        yield Problem("--warmup-steps", str(warmup), f"fewer than --training-steps {all_steps}", summary=why)
+    largest, longest = config.compute.max_tokens_per_microbatch, config.model.seq_len
+    if largest is not None and largest < longest:
         why = "a pass must hold the longest sequence"
-        yield Problem("--max-tokens-per-microbatch", str(most), f"at least --seq-len {longest}", summary=why)
-
-
-@rule
-def restarts_keep_samples_fresh(case: Case) -> Iterator[Problem]:
-    oldest, allowed = case.trainer.versions_behind, case.trainer.rollouts.max_staleness
+        yield Problem("--max-tokens-per-microbatch", str(largest), f"at least --seq-len {longest}", summary=why)
+    if config.compute.share_prompts == "on" and config.compute.packing == "off":
+        yield Problem("--share-prompts", "on and --packing off", "packed sequences", "leave one of them out")
+    oldest, allowed = config.versions_behind, config.rollouts.max_staleness
     if allowed is not None and allowed < oldest:
         why = f"with --vllm-restart-interval {oldest + 1} the newest samples are up to {oldest} versions old"
         yield Problem("--max-staleness", str(allowed), f"{oldest} or more, or more restarts", summary=why)
 
 
 @rule
-def groups_fill_a_batch(case: Case) -> Iterator[Problem]:
+def groups(case: Case) -> Iterator[Problem]:
     if case.run is None:
         return
     sequences = case.trainer.sequences_per_step
@@ -152,8 +148,8 @@ def groups_fill_a_batch(case: Case) -> Iterator[Problem]:
     known = [size for size in sizes if size is not None]
     if len(known) < len(sizes) or _sums_to(sequences, known):
         return
-    groups = " and ".join(map(str, dict.fromkeys(known)))
-    wanted = f"a multiple of {groups}" if len(known) == 1 else f"a sum of groups of {groups}"
+    parts = " and ".join(map(str, dict.fromkeys(known)))
+    wanted = f"a multiple of {parts}" if len(known) == 1 else f"a sum of groups of {parts}"
     got, fix = f"{sequences} sequences a step", f"for example --batch-size {known[0]}"
     why = "no number of groups fills a batch"
     yield Problem("--batch-size x --gradient-accumulation-steps", got, f"{wanted} (--env.group_size)", fix, why)
@@ -168,46 +164,28 @@ def _sums_to(whole: int, parts: Sequence[int]) -> bool:
 
 
 @rule
-def loss_is_clipped(case: Case) -> Iterator[Problem]:
-    loss = case.trainer.loss
-    if loss.dual_clip is not None and loss.loss in UNCLIPPED:
-        why = f"with --loss {loss.loss} nothing is clipped"
-        yield Problem("--dual-clip", str(loss.dual_clip), "a clipped loss", "leave it out", why)
-
-
-@rule
-def corrected_once(case: Case) -> Iterator[Problem]:
-    loss = case.trainer.loss
-    if loss.is_correction in ("truncate", "mask") and loss.ratio_against == "rollout":
+def loss(case: Case) -> Iterator[Problem]:
+    asked, bridge = case.trainer.loss, case.trainer.bridge
+    if asked.dual_clip is not None and asked.loss in UNCLIPPED:
+        why = f"with --loss {asked.loss} nothing is clipped"
+        yield Problem("--dual-clip", str(asked.dual_clip), "a clipped loss", "leave it out", why)
+    if asked.is_correction in ("truncate", "mask") and asked.ratio_against == "rollout":
         why = "the ratio contains that correction already"
-        yield Problem("--is-correction", loss.is_correction, "none, or --ratio-against trainer", summary=why)
-
-
-@rule
-def reference_to_offload(case: Case) -> Iterator[Problem]:
-    if not case.trainer.loss.ref_offload:
-        return
-    bridge = case.trainer.bridge
-    if not case.trainer.loss.needs_reference:
+        yield Problem("--is-correction", asked.is_correction, "none, or --ratio-against trainer", summary=why)
+    if asked.ref_offload and not asked.needs_reference:
         yield Problem("--ref-offload", "True", "a reference to move", "leave it out, or add --kl-beta or --log-kl")
-    if isinstance(bridge, LoraOptions):
+    if asked.ref_offload and isinstance(bridge, LoraOptions):
         why = "with LoRA the reference is the model without its adapter, no copy"
         got, wanted = f"--weight-bridge-mode {bridge.mode}", "a mode that trains all weights"
         yield Problem("--ref-offload", got, wanted, "leave it out", why)
+    if asked.updates_per_batch > 1 and isinstance(bridge, SharedVllm):
+        why = f"with {case.sharing} the server generates with every update, but a policy version belongs to one batch"
+        yield Problem("--updates-per-batch", str(asked.updates_per_batch), "1", summary=why)
 
 
 @rule
-def prompts_are_shared_in_packs(case: Case) -> Iterator[Problem]:
-    compute = case.trainer.compute
-    if compute.share_prompts == "on" and compute.packing == "off":
-        yield Problem("--share-prompts", "on and --packing off", "packed sequences", "leave one of them out")
-
-
-# the adapter, and a base model in 4 bits --------------------------------------------------------------------
-
-
-@rule
-def options_are_the_adapters(case: Case) -> Iterator[Problem]:
+def adapter(case: Case) -> Iterator[Problem]:
+    """What is given beside an adapter to start from is as in that adapter."""
     bridge = case.trainer.bridge
     if not isinstance(bridge, LoraOptions) or bridge.adapter is None:
         return
@@ -221,7 +199,7 @@ def options_are_the_adapters(case: Case) -> Iterator[Problem]:
 
 
 @rule
-def four_bits_under_an_adapter(case: Case) -> Iterator[Problem]:
+def four_bits(case: Case) -> Iterator[Problem]:
     if not case.trainer.model.load_in_4bit:
         return
     mode, wanted = case.trainer.bridge.mode, "--weight-bridge-mode lora_only"
@@ -236,56 +214,40 @@ def four_bits_under_an_adapter(case: Case) -> Iterator[Problem]:
         yield Problem("--dtype", "float16 and --load-in-4bit", "bfloat16, float32 or auto with that")
 
 
-# weights that trainer and server share ----------------------------------------------------------------------
-
-
 @rule
-def shared_file_is_of_shared_weights(case: Case) -> Iterator[Problem]:
-    bridge = case.trainer.bridge
-    if isinstance(bridge, LoraOnly) and bridge.config_path is not None and not bridge.share_base:
-        fix = "leave it out, or add --share-base"
-        yield Problem("--vllm-config-path", str(bridge.config_path), "--share-base with it", fix)
-
-
-@rule
-def shared_weights_have_one_dtype(case: Case) -> Iterator[Problem]:
-    own, served = case.trainer.model.dtype, case.trainer.vllm.dtype
-    if not case.trainer.shares_weights or served in ("auto", own) or (own == "auto" and case.run is None):
+def shared_weights(case: Case) -> Iterator[Problem]:
+    """Weights that trainer and server share lie once, in one dtype, on one device, in the memory of one server."""
+    config, bridge = case.trainer, case.trainer.bridge
+    if not config.shares_weights:
+        if isinstance(bridge, LoraOnly) and bridge.config_path is not None:
+            fix = "leave it out, or add --share-base"
+            yield Problem("--vllm-config-path", str(bridge.config_path), "--share-base with it", fix)
         return
-    why = f"with {case.sharing} there is one copy of the weights"
-    yield Problem(case.of_server("dtype"), served, f"--dtype {own}", "leave it out and use --dtype", why)
-
-
-@rule
-def shared_weights_keep_small_updates(case: Case) -> Iterator[Problem]:
-    in_float16 = "float16" in (case.trainer.model.dtype, case.trainer.vllm.dtype)
-    if in_float16 and isinstance(case.trainer.bridge, SharedVllm) and not case.trainer.master_weights:
+    own, served = config.model.dtype, config.vllm.dtype
+    if served not in ("auto", own) and (own != "auto" or case.run):
+        why = f"with {case.sharing} there is one copy of the weights"
+        yield Problem(case.of_server("dtype"), served, f"--dtype {own}", "leave it out and use --dtype", why)
+    if isinstance(bridge, SharedVllm) and not bridge.master_weights and "float16" in (own, served):
         wanted = "bfloat16 or float32, or --master-weights"
         yield Problem("--dtype", "float16", wanted, summary="small updates would be lost in it")
-
-
-@rule
-def shared_weights_are_one_servers(case: Case) -> Iterator[Problem]:
-    if not isinstance(case.trainer.bridge, SharedVllm):
-        return
-    why = f"with {case.sharing} the weights are one server's memory"
-    if case.run and case.run.server.replicas > 1:
-        yield Problem("--server.replicas", str(case.run.server.replicas), "1, or another mode", summary=why)
-    if also := case.trainer.vllm.also:
-        yield Problem("--vllm-also", ",".join(also), "one server", "leave it out, or choose another mode", why)
-
-
-@rule
-def shared_weights_have_one_trainer(case: Case) -> Iterator[Problem]:
-    if case.processes > 1 and case.trainer.shares_weights:
+    if isinstance(bridge, SharedVllm) and case.servers > 1:
+        flag, got = ("--server.replicas", case.servers) if case.run else ("--vllm-also", ",".join(config.vllm.also))
+        why = f"with {case.sharing} the weights are one server's memory"
+        yield Problem(flag, str(got), "one server, or another mode", summary=why)
+    if case.processes > 1:
         flag = "--trainer-gpus" if case.run else "--world-size"
         wanted = "1, or --weight-bridge-mode lora_only without --share-base, lora_restart or none"
         why = "a trainer in the server's memory is one process, on the server's GPU"
         yield Problem(flag, str(case.processes), wanted, summary=why)
+    device, hardware = config.model.device, case.hardware
+    if hardware and device != "auto" and device.startswith("cuda") != hardware.on_gpu:
+        wanted = f"the device where they are: {'a GPU' if hardware.on_gpu else 'main memory'}"
+        why = "the trainer is to use the server's weights"
+        yield Problem("--device", device, wanted, "use --device auto", why)
 
 
 @rule
-def shared_weights_are_whole_and_stay(case: Case) -> Iterator[Problem]:
+def sharing_server(case: Case) -> Iterator[Problem]:
     """The server refuses the same (`grpo_common/sharing.py`), but only once it is started."""
     if case.run is None or not case.trainer.shares_weights:
         return
@@ -302,123 +264,67 @@ def shared_weights_are_whole_and_stay(case: Case) -> Iterator[Problem]:
 
 
 @rule
-def shared_weights_lie_on_one_device(case: Case) -> Iterator[Problem]:
-    device, hardware = case.trainer.model.device, case.hardware
-    if hardware and case.trainer.shares_weights and device != "auto" and device.startswith("cuda") != hardware.on_gpu:
-        wanted = f"the device where they are: {'a GPU' if hardware.on_gpu else 'main memory'}"
-        why = "the trainer is to use the server's weights"
-        yield Problem("--device", device, wanted, "use --device auto", why)
-
-
-@rule
-def updates_are_a_version_each(case: Case) -> Iterator[Problem]:
-    updates = case.trainer.loss.updates_per_batch
-    if updates > 1 and isinstance(case.trainer.bridge, SharedVllm):
-        why = f"with {case.sharing} the server generates with every update, but a policy version belongs to one batch"
-        yield Problem("--updates-per-batch", str(updates), "1", summary=why)
-
-
-# several servers --------------------------------------------------------------------------------------------
-
-
-@rule
-def servers_are_different(case: Case) -> Iterator[Problem]:
-    vllm = case.trainer.vllm
+def servers(case: Case) -> Iterator[Problem]:
+    vllm, number = case.trainer.vllm, case.servers
     addresses = [f"{vllm.host}:{vllm.port}", *vllm.also]
     if len(set(addresses)) < len(addresses):
         yield Problem("--vllm-also", ", ".join(addresses), "each server once")
-
-
-@rule
-def each_server_has_gpus(case: Case) -> Iterator[Problem]:
-    server = case.run.server if case.run else None
-    servers = server.replicas if server else 1 + len(case.trainer.vllm.also)
-    gpus = server.gpus if server else case.trainer.vllm.gpus
-    example = ";".join(map(str, range(servers)))
-    if gpus is not None:
-        sets = [part.strip() for part in gpus.split(";")]
-        if len(sets) != servers or not all(sets):
-            why = f"{len(sets)} sets of GPUs for {servers} servers"
-            yield Problem(case.of_server("gpus"), gpus, f"a set for each server, such as {example}", summary=why)
-    elif case.run and servers > 1 and case.hardware and case.hardware.on_gpu:
+    gpus, example = (case.run.server if case.run else vllm).gpus, ";".join(map(str, range(number)))
+    sets = [part.strip() for part in gpus.split(";")] if gpus is not None else None
+    if sets is not None and (len(sets) != number or not all(sets)):
+        why = f"{len(sets)} sets of GPUs for {number} servers"
+        yield Problem(case.of_server("gpus"), str(gpus), f"a set for each server, such as {example}", summary=why)
+    if sets is None and number > 1 and case.run and case.hardware and case.hardware.on_gpu:
         fix = f"name the GPUs of each server: --server.gpus '{example}' (the trainer is on the first that it sees)"
         why = "all would start on the same GPU"
-        yield Problem("--server.replicas", str(servers), "--server.gpus with it", fix, why)
-
-
-# several trainer processes ----------------------------------------------------------------------------------
+        yield Problem("--server.replicas", str(number), "--server.gpus with it", fix, why)
 
 
 @rule
-def rank_is_one_of_the_processes(case: Case) -> Iterator[Problem]:
-    size, rank = case.processes, case.trainer.distributed.rank
-    if case.run is None and not 0 <= rank < size:
-        yield Problem("--trainer-rank", str(rank), f"0 to {size - 1}, as --world-size {size} says")
-
-
-@rule
-def processes_can_meet(case: Case) -> Iterator[Problem]:
+def processes(case: Case) -> Iterator[Problem]:
+    asked, size, device = case.trainer.distributed, case.processes, case.trainer.model.device
+    if case.run is None and not 0 <= asked.rank < size:
+        yield Problem("--trainer-rank", str(asked.rank), f"0 to {size - 1}, as --world-size {size} says")
     by_torchrun = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
-    if case.run is None and case.processes > 1 and not case.trainer.distributed.init_method and not by_torchrun:
+    if case.run is None and size > 1 and not asked.init_method and not by_torchrun:
         wanted = "where the trainer's processes meet, e.g. tcp://127.0.0.1:29500"
         fix = "name it, or set MASTER_ADDR and MASTER_PORT, as torchrun and `grpo run --trainer-gpus` do"
         yield Problem("--init-method", "nothing", wanted, fix)
-
-
-@rule
-def weights_can_be_cut(case: Case) -> Iterator[Problem]:
-    if case.trainer.distributed.sharding != "full":
-        return
-    if why := why_whole(case.trainer):
-        yield Problem("--sharding", "full", fix="use --sharding none", summary=why)
-    if case.processes == 1:
+    if size > 1 and ":" in device:
+        why = f"each of the {size} trainer processes has another GPU"
+        yield Problem("--device", device, fix="leave it out", summary=why)
+    if asked.sharding == "full" and size == 1:
         why = "there is one trainer process, nothing to cut over"
         yield Problem("--sharding", "full", fix="leave it out", summary=why)
+    if asked.sharding == "full" and (why := why_whole(case.trainer)):
+        yield Problem("--sharding", "full", fix="use --sharding none", summary=why)
 
 
 @rule
-def each_process_has_its_gpu(case: Case) -> Iterator[Problem]:
-    device = case.trainer.model.device
-    if case.processes > 1 and ":" in device:
-        why = f"each of the {case.processes} trainer processes has another GPU"
-        yield Problem("--device", device, fix="leave it out", summary=why)
-
-
-# what this machine has --------------------------------------------------------------------------------------
-
-
-@rule
-def gpus_are_there(case: Case) -> Iterator[Problem]:
-    if case.hardware is None or case.hardware.gpus is None:
+def machine(case: Case) -> Iterator[Problem]:
+    """What is asked for is on this machine."""
+    if case.hardware is None:
         return
-    gpus, device = case.hardware.gpus, case.trainer.model.device
+    config, gpus, device = case.trainer, case.hardware.gpus, case.trainer.model.device
     kind, _, number = device.partition(":")
-    if kind == "cuda" and int(number or 0) >= gpus:
+    if gpus is not None and kind == "cuda" and int(number or 0) >= gpus:
         fix = "use --device auto, or see CUDA_VISIBLE_DEVICES"
         yield Problem("--device", f"{device}, with {gpus} visible GPUs", "one that is there", fix)
-    if case.run and case.processes > max(gpus, 1):
-        got = f"{case.processes}, with {gpus} visible GPUs"
-        yield Problem("--trainer-gpus", got, "as many as are there, at most", f"use --trainer-gpus {max(gpus, 1)}")
-
-
-@rule
-def transport_has_a_gpu(case: Case) -> Iterator[Problem]:
-    transport = case.trainer.bridge.transport if isinstance(case.trainer.bridge, LoraOnly) else "auto"
-    if transport in ("cuda_ipc", "nccl") and case.hardware and not case.hardware.on_gpu:
+    if gpus is not None and case.run and case.processes > max(gpus, 1):
+        got, fix = f"{case.processes}, with {gpus} visible GPUs", f"use --trainer-gpus {max(gpus, 1)}"
+        yield Problem("--trainer-gpus", got, "as many as are there, at most", fix)
+    transport = config.bridge.transport if isinstance(config.bridge, LoraOnly) else "auto"
+    if transport in ("cuda_ipc", "nccl") and not case.hardware.on_gpu:
         got, fix = f"{transport} without a GPU", "use --lora-transport auto"
         yield Problem("--lora-transport", got, "auto, disk or memory", fix)
+    if (degree := config.vllm.pipeline_parallel_size) > 1 and not case.hardware.on_gpu:
+        wanted, fix = "1: vLLM's CPU build fails at the first request", f"use {case.of_server('tensor_parallel_size')}"
+        yield Problem(case.of_server("pipeline_parallel_size"), f"{degree} without a GPU", wanted, fix)
 
 
 @rule
-def pipelines_have_gpus(case: Case) -> Iterator[Problem]:
-    flag, degree = case.of_server("pipeline_parallel_size"), case.trainer.vllm.pipeline_parallel_size
-    if degree > 1 and case.hardware and not case.hardware.on_gpu:
-        wanted = "1: vLLM's CPU build fails at the first request"
-        yield Problem(flag, f"{degree} without a GPU", wanted, f"use {case.of_server('tensor_parallel_size')}")
-
-
-@rule
-def packages_are_installed(case: Case) -> Iterator[Problem]:
+def packages(case: Case) -> Iterator[Problem]:
+    """What is asked for is installed on this machine."""
     if case.hardware is None:
         return
     model = case.trainer.model

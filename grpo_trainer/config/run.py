@@ -176,12 +176,11 @@ def _tables_of(file: Mapping[str, Any], problems: list[Problem]) -> dict[str, di
     tables = ("trainer", "server", "api", "environments")
     strange = [key for key in file if key not in tables and key.replace("-", "_") not in run_keys]
     problems += [unknown_key(key, [*tables, *run_keys]) for key in strange]
-    given: dict[str, dict[str, Any]] = {}
-    for table in ("trainer", "server", "api"):
-        given[table] = {}
-        with collected(problems):
-            given[table] = _table(file, table)
-    return given | {"options": {key: value for key, value in file.items() if key not in (*tables, *strange)}}
+    given = {table: file.get(table, {}) for table in ("trainer", "server", "api")}
+    for table in [table for table, value in given.items() if not isinstance(value, dict)]:
+        problems.append(Problem(table, repr(given.pop(table)), f"a table: [{table}]"))
+    options = {key: value for key, value in file.items() if key not in (*tables, *strange)}
+    return {table: dict(given.get(table, {})) for table in SECTIONS} | {"options": options}
 
 
 def _tables_of_flags(flags: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -197,20 +196,13 @@ def _tables_of_flags(flags: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _move_to_server(said: dict[str, dict[str, Any]], problems: list[Problem]) -> None:
     """Options of the server stand in its table, whatever they were called."""
-    moved = {key: ALIASES[alias] for key in said["trainer"] if (alias := key.replace("-", "_")) in ALIASES}
     there = {key.replace("-", "_"): value for key, value in said["server"].items()}
-    for key, name in moved.items():
-        value, flag = said["trainer"].pop(key), f"--{key.replace('_', '-')}"
+    for key in [key for key in said["trainer"] if key.replace("-", "_") in ALIASES]:
+        name, flag = ALIASES[key.replace("-", "_")], f"--{key.replace('_', '-')}"
+        value = said["trainer"].pop(key)
         if there.setdefault(name, value) != value:
-            problems.append(
-                Problem(
-                    ServerProcess.flags()[name],
-                    got=f"{shown(there[name])} and {flag} {shown(value)}",
-                    wanted="one value",
-                    fix=f"leave {flag} out",
-                    summary="in `grpo run` two names of one option",
-                )
-            )
+            got, why = f"{shown(there[name])} and {flag} {shown(value)}", "in `grpo run` two names of one option"
+            problems.append(Problem(ServerProcess.flags()[name], got, "one value", f"leave {flag} out", why))
     said["server"] = there
 
 
@@ -218,13 +210,6 @@ def _with_server(trainer: TrainConfig, server: ServerProcess) -> TrainConfig:
     """The trainer, which knows of the server what the run says of it."""
     known = {name: getattr(server, name) for name in ALIASES.values() if name in server.model_fields_set}
     return trainer.model_copy(update={"vllm": trainer.vllm.model_copy(update=known)})
-
-
-def _table(file: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = file.get(name, {})
-    if not isinstance(value, dict):
-        raise ConfigError(field=name, got=repr(value), wanted=f"a table: [{name}]")
-    return dict(value)
 
 
 def _environments(tables: Any, name: str | None, args: Sequence[str]) -> tuple[EnvironmentProcess, ...]:

@@ -66,9 +66,11 @@ def examine(machine: Machine, config: RunConfig | ConfigError | None, probes: Pr
         findings += [_refusal("configuration", each) for each in config.problems]
     if run is None:
         return Examination(tuple(findings))
+    problems = check(run, Hardware(machine.on_gpu, len(machine.gpus)))
+    together = [_refusal("options together", each) for each in problems]
     findings += [
         ok("configuration", f"--model-name {run.trainer.model.name}, --weight-bridge-mode {run.trainer.bridge.mode}"),
-        *_together(run, machine),
+        *(together or [ok("options together", "no rule speaks against them")]),
         of_run.check_wandb(run.trainer, machine.environment, Path.home()),
         of_run.check_ports(run),
         of_run.check_run_folder(run),
@@ -91,13 +93,6 @@ def examine(machine: Machine, config: RunConfig | ConfigError | None, probes: Pr
 
 def _refusal(name: str, problem: Problem) -> Finding:
     return fail(name, str(replace(problem, wanted="", fix="")), problem.wanted, problem.fix)
-
-
-def _together(run: RunConfig, machine: Machine) -> list[Finding]:
-    """Do the options go together on this machine?"""
-    name = "options together"
-    problems = check(run, Hardware(machine.on_gpu, len(machine.gpus)))
-    return [_refusal(name, each) for each in problems] or [ok(name, f"--weight-bridge-mode {run.trainer.bridge.mode}")]
 
 
 def _machine(machine: Machine, run: RunConfig | None, probes: Probes) -> Iterator[Finding]:
