@@ -310,8 +310,8 @@ def machine(case: Case) -> Iterator[Problem]:
     if gpus is not None and kind == "cuda" and int(number or 0) >= gpus:
         fix = "use --device auto, or see CUDA_VISIBLE_DEVICES"
         yield Problem("--device", f"{device}, with {gpus} visible GPUs", "one that is there", fix)
-    if gpus is not None and case.run and case.processes > max(gpus, 1):
-        got, fix = f"{case.processes}, with {gpus} visible GPUs", f"use --trainer-gpus {max(gpus, 1)}"
+    if gpus and case.run and case.processes > gpus:  # on a CPU they share its cores
+        got, fix = f"{case.processes}, with {gpus} visible GPUs", f"use --trainer-gpus {gpus}"
         yield Problem("--trainer-gpus", got, "as many as are there, at most", fix)
     transport = config.bridge.transport if isinstance(config.bridge, LoraOnly) else "auto"
     if transport in ("cuda_ipc", "nccl") and not case.hardware.on_gpu:

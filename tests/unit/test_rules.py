@@ -304,6 +304,7 @@ def test_every_refusal_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
         in_run(rules.servers, REPLICAS, "", "", "", ONE_GPU),
         in_run(rules.servers, {**LORA, "server.replicas": 2}, "", "", "", CPU),
         in_run(rules.machine, {"trainer_gpus": 4, "device": "cuda"}, "", "", "", Hardware(on_gpu=True)),
+        in_run(rules.machine, {"trainer_gpus": 2}, "", "", "", CPU),
     ],
     ids=lambda row: f"{row.rule.__name__}-{'-'.join(map(str, row.given))}",
 )
