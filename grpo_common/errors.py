@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
@@ -84,3 +85,12 @@ class UserError(Exception):
     @property
     def summary(self) -> str:
         return self.problems[0].summary
+
+
+@contextmanager
+def collected(problems: list[Problem]) -> Iterator[None]:
+    """Add what is wrong within the block to a list instead of raising it, so that an error can name everything."""
+    try:
+        yield
+    except UserError as error:
+        problems += error.problems

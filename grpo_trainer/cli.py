@@ -10,13 +10,15 @@ from typing import Annotated, Any
 
 import typer
 
+from grpo_common.errors import collected
 from grpo_trainer import __version__
 from grpo_trainer.config.options import build, override, unique_leaves, with_options
-from grpo_trainer.config.run import SET_BY_THE_RUN, ApiProcess, RunConfig, RunOptions, build_run, read_toml
-from grpo_trainer.config.server import SAID_OTHERWISE, ServerProcess
+from grpo_trainer.config.rules import SET_BY_THE_RUN, checked
+from grpo_trainer.config.run import ApiProcess, RunConfig, RunOptions, build_run, read_toml
+from grpo_trainer.config.server import ALIASES, ServerProcess
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError, GrpoError, from_os_error
-from grpo_trainer.suggestions import no_flag, unknown_key
+from grpo_trainer.suggestions import flags_of, unknown_word
 
 app = typer.Typer(
     name="grpo",
@@ -59,7 +61,7 @@ def _root(
 @with_options(ServerProcess, prefix="server.")
 @with_options(ApiProcess, prefix="api.")
 @with_options(RunOptions)
-@with_options(TrainConfig, hidden=(*SET_BY_THE_RUN, *SAID_OTHERWISE))
+@with_options(TrainConfig, hidden=(*SET_BY_THE_RUN, *ALIASES))
 def run(
     ctx: typer.Context,
     options: dict[str, Any],
@@ -67,8 +69,7 @@ def run(
     env: Environment = None,
 ) -> None:
     """Start rollout API, vLLM server, environments and trainer, and watch over them until training is done."""
-    flags = {**options, **({"env": env} if env else {})}
-    run_config = build_run(read_toml(config) if config else {}, flags, ctx.args)
+    run_config = _read_run(ctx, options, config, env)
     from rich.console import Console
 
     from grpo_trainer.run import run as supervise
@@ -83,12 +84,14 @@ def train(ctx: typer.Context, options: dict[str, Any], config: ConfigFile = None
 
     API, server and environments run already; `grpo run` starts them for you.
     """
-    if ctx.args:
-        flag = ctx.args[0].partition("=")[0]
-        known = [name for leaf in unique_leaves(TrainConfig) for name in leaf.flags]
-        raise unknown_key(flag, [*known, "--config"]) if flag.startswith("--") else no_flag(flag)
+    known = ["--config", *(name for leaf in unique_leaves(TrainConfig) for name in leaf.flags)]
+    problems = [unknown_word(word, known) for word, _ in flags_of(ctx.args)]
     file = read_toml(config) if config else {}
-    train_config = build(TrainConfig, override(TrainConfig, file, options))
+    with collected(problems):
+        train_config = build(TrainConfig, override(TrainConfig, file, options))
+    if problems:
+        raise ConfigError.of(problems)
+    checked(train_config)
     if train_config.model.load_in_4bit:
         logging.getLogger(FAST_4_BITS).setLevel(logging.NOTSET)
     _look_before_the_start(train_config)
@@ -105,7 +108,7 @@ def train(ctx: typer.Context, options: dict[str, Any], config: ConfigFile = None
 @with_options(ServerProcess, prefix="server.")
 @with_options(ApiProcess, prefix="api.")
 @with_options(RunOptions)
-@with_options(TrainConfig, hidden=(*SET_BY_THE_RUN, *SAID_OTHERWISE))
+@with_options(TrainConfig, hidden=(*SET_BY_THE_RUN, *ALIASES))
 def doctor(
     ctx: typer.Context,
     options: dict[str, Any],
@@ -122,8 +125,7 @@ def doctor(
     run_config: RunConfig | ConfigError | None = None
     if config or options or env or ctx.args:
         try:
-            flags = {**options, **({"env": env} if env else {})}
-            run_config = build_run(read_toml(config) if config else {}, flags, ctx.args)
+            run_config = _read_run(ctx, options, config, env)
         except ConfigError as error:
             run_config = error
     examination = examine(look(), run_config)
@@ -228,6 +230,10 @@ def report(
 def demo_model(ctx: typer.Context) -> None:
     """Make a model to try GRPO on: the quickstart's, which gets a third of all sums right, or --released."""
     _become("environments.demo_model", ctx.args)
+
+
+def _read_run(ctx: typer.Context, options: dict[str, Any], config: Path | None, env: str | None) -> RunConfig:
+    return build_run(read_toml(config) if config else {}, {**options, **({"env": env} if env else {})}, ctx.args)
 
 
 def _become(module: str, arguments: list[str], called: str | None = None) -> None:

@@ -308,13 +308,10 @@ def join(config: DistributedConfig, *, on_gpu: bool) -> World:
     """Connect to the other processes, if any: by the options, else by torchrun's environment variables.
 
     Raises:
-        ConfigError: rank and size do not fit, or there is no GPU for this rank.
+        ConfigError: there is no GPU for this rank.
         TrainingError: the other processes did not connect.
     """
-    rank = config.trainer_rank if config.trainer_rank is not None else int(os.environ.get("RANK", 0))
-    size = config.world_size if config.world_size is not None else int(os.environ.get("WORLD_SIZE", 1))
-    if not 0 <= rank < size:
-        raise ConfigError(field="--trainer-rank", got=rank, wanted=f"0 to {size - 1}, as --world-size {size} says")
+    rank, size = config.rank, config.processes
     if size == 1:
         return World()
     gpus = torch.cuda.device_count() if on_gpu else 0
@@ -328,7 +325,7 @@ def join(config: DistributedConfig, *, on_gpu: bool) -> World:
                 fix="start fewer processes",
             )
         torch.cuda.set_device(local)
-    method = config.init_method or _where()
+    method = config.init_method or "env://"
     try:
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
@@ -346,17 +343,6 @@ def join(config: DistributedConfig, *, on_gpu: bool) -> World:
         ) from None
     log.info("rank %d of %d trainer processes", rank, size)
     return World(rank, size, control)
-
-
-def _where() -> str:
-    if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        return "env://"
-    raise ConfigError(
-        field="--init-method",
-        got="nothing",
-        wanted="where the trainer's processes meet, e.g. tcp://127.0.0.1:29500",
-        fix="name it, or set MASTER_ADDR and MASTER_PORT, as torchrun and `grpo run --trainer-gpus` do",
-    )
 
 
 def _first_line(error: BaseException) -> str:

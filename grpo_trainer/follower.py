@@ -7,6 +7,7 @@ import signal
 
 import torch
 
+from grpo_trainer.config.rules import Hardware, checked
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.distributed import (
     Collect,
@@ -21,7 +22,6 @@ from grpo_trainer.distributed import (
     World,
     join,
 )
-from grpo_trainer.errors import ConfigError
 from grpo_trainer.model.policy import build_policy
 from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.trainer import Trainer
@@ -33,30 +33,12 @@ def join_others(config: TrainConfig) -> World:
     """Wait for all processes of this trainer, and return them.
 
     Raises:
-        ConfigError: this weight bridge supports a single process only; see also `distributed.join`.
+        ConfigError: the options do not go together on this machine; see also `distributed.join`.
         TrainingError: the other processes did not connect.
     """
     on_gpu = config.model.device != "cpu" and torch.cuda.is_available()
-    world = join(config.distributed, on_gpu=on_gpu)
-    if world.alone and config.distributed.sharding == "full":
-        raise ConfigError(
-            "there is one trainer process, nothing to shard over", field="--sharding", got="full", fix="omit it"
-        )
-    if not world.alone and ":" in config.model.device:
-        raise ConfigError(
-            f"each of the {world.size} trainer processes has another GPU",
-            field="--device",
-            got=config.model.device,
-            fix="omit it",
-        )
-    if not world.alone and config.shares_weights:
-        raise ConfigError(
-            "a trainer in the server's memory is one process, on the server's GPU",
-            field="--world-size",
-            got=world.size,
-            wanted="1, or --weight-bridge-mode lora_only without --share-base, lora_restart or none",
-        )
-    return world
+    checked(config, Hardware(on_gpu, torch.cuda.device_count()))
+    return join(config.distributed, on_gpu=on_gpu)
 
 
 def follow(config: TrainConfig, world: World) -> None:

@@ -14,6 +14,7 @@ from rich.console import Console
 from grpo_common.locks import HeldError, hold
 from grpo_common.trace import begin_file, end_file
 from grpo_trainer.cache import compile_caches
+from grpo_trainer.config.rules import Hardware, checked
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.doctor.disk import refuse_without_room
 from grpo_trainer.doctor.machine import look
@@ -50,8 +51,10 @@ def run(config: RunConfig, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    refuse_without_room(config.trainer, config.run_dir, "--run-dir", on_gpu=on_gpu)  # its trainer warns of less
     gpus = look() if on_gpu else None
+    # Of a GPU that is split (MIG), nvidia-smi lists nothing.
+    checked(config, Hardware(on_gpu, (len(gpus.gpus) or None) if gpus else 0))
+    refuse_without_room(config.trainer, config.run_dir, "--run-dir", on_gpu=on_gpu)  # its trainer warns of less
     plan = plan_run(
         config,
         ports,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from types import MappingProxyType
 
-from grpo_trainer.errors import ConfigError
+from grpo_common.errors import Problem
 
 SAME = MappingProxyType(
     {
@@ -21,8 +21,8 @@ FEW = 15
 """A message lists at most this many names."""
 
 
-def unknown_key(key: str, known: Collection[str], where: str = "") -> ConfigError:
-    """Return the error for an unknown key; it suggests the nearest known one.
+def unknown_key(key: str, known: Collection[str], where: str = "") -> Problem:
+    """Return the problem of an unknown key; it suggests the nearest known one.
 
     Args:
         key: as it was written, a flag or a key; what is suggested is written alike.
@@ -36,9 +36,20 @@ def unknown_key(key: str, known: Collection[str], where: str = "") -> ConfigErro
         hint = f"did you mean {dashes}{where}{name.replace('_', '-') if dashes else name}?"
     else:
         hint = f"known: {', '.join(sorted(set(known)))}" if len(set(known)) <= FEW else "--help lists them"
-    return ConfigError("unknown option", field=f"{dashes}{where}{key.removeprefix('--')}", fix=hint)
+    return Problem(f"{dashes}{where}{key.removeprefix('--')}", fix=hint, summary="unknown option")
 
 
-def no_flag(word: str) -> ConfigError:
-    """Return the error for a word that belongs to no flag."""
-    return ConfigError(field=word, got="a word without a flag", wanted="--NAME VALUE", fix="--help lists the flags")
+def unknown_word(word: str, known: Collection[str]) -> Problem:
+    """Return the problem of a word of the command line that is no flag of the command, nor belongs to one."""
+    if word.startswith("--"):
+        return unknown_key(word, known)
+    return Problem(word, "a word without a flag", "--NAME VALUE", "--help lists the flags")
+
+
+def flags_of(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """Yield each flag with its value, if it has one, and each word that belongs to no flag by itself."""
+    rest = list(words)
+    while rest:
+        word, equals, joined = rest.pop(0).partition("=")
+        takes_next = word.startswith("--") and not equals and rest and not rest[0].startswith("--")
+        yield word, joined if equals else rest.pop(0) if takes_next else None

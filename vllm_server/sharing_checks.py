@@ -2,24 +2,16 @@
 
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from grpo_common.errors import Problem
+from grpo_common.sharing import unshareable
 from vllm_server.errors import FatalError
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 _REPACKING_FORMATS = ("bitsandbytes", "gguf")
-
-# Flags by the name that argparse gives them: the only value that works (or the one that is off), why, and the fix.
-_ONLY: tuple[tuple[str, Any, str, str], ...] = (
-    ("tensor_parallel_size", 1, "each GPU would hold a part of each weight", "serve on one GPU"),
-    ("pipeline_parallel_size", 1, "each GPU would hold some layers", "serve on one GPU"),
-    ("data_parallel_size", 1, "each replica would hold its own weights", "serve on one GPU"),
-    ("enable_sleep_mode", False, "the memory could be taken away from under the trainer", "leave it out"),
-    ("cpu_offload_gb", 0, "the weights would lie in two places", "leave it out"),
-    ("kv_transfer_config", None, "caches outside of the engine outlive an update of the weights", "leave it out"),
-)
 
 
 def check_shareable(
@@ -34,20 +26,18 @@ def check_shareable(
         kernel: the kernel's release, `os.uname().release`.
 
     Raises:
-        FatalError: field, got, wanted, fix; exit status 2.
+        FatalError: it names everything that cannot work; exit status 2.
     """
-    for refusal in _refusals(args, config, device, environment, kernel):
-        raise FatalError(field="--shared-weights", got=refusal.got, wanted=refusal.wanted, fix=refusal.fix)
+    refusals = _refusals(args, config, device, environment, kernel)
+    if problems := [replace(refusal, field="--shared-weights") for refusal in refusals]:
+        raise FatalError.of(problems)
 
 
 def _refusals(
     args: Namespace, config: Mapping[str, Any], device: str, environment: Mapping[str, str], kernel: str
 ) -> Iterator[Problem]:
-    for name, only, why, fix in _ONLY:
-        value = getattr(args, name, only)
-        if value != only:
-            wanted = f"{'none' if only is None else only}, since {why}"
-            yield Problem(got=f"{flag(name)} {value}", wanted=wanted, fix=fix)
+    for refusal in unshareable(vars(args)):
+        yield replace(refusal, got=f"{flag(refusal.field)} {refusal.got}")
     if args.port == 0 and not args.uds:
         yield Problem(
             got="--port 0",
@@ -62,12 +52,6 @@ def _refusals(
         )
     for text in (config, config.get("text_config") or {}):
         yield from _model_refusals(text)
-    if args.quantization:
-        yield Problem(
-            got=f"--quantization {args.quantization}",
-            wanted="none, since quantised weights cannot be trained",
-            fix="leave it out",
-        )
     if device != "cuda":
         return
     for name in _ALLOCATOR_SETTINGS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Literal
 
 from grpo_trainer.config.bridge import CheckpointRestart
@@ -28,6 +29,16 @@ class DistributedConfig(Section):
     init_method: str | None = option(
         None, help="Where they meet, e.g. tcp://127.0.0.1:29500 (default: MASTER_ADDR and MASTER_PORT)."
     )
+
+    @property
+    def rank(self) -> int:
+        """This process's number: by the options, else by torchrun's environment variables."""
+        return int(os.environ.get("RANK", 0)) if self.trainer_rank is None else self.trainer_rank
+
+    @property
+    def processes(self) -> int:
+        """Trainer processes, likewise."""
+        return int(os.environ.get("WORLD_SIZE", 1)) if self.world_size is None else self.world_size
 
 
 def wants_parts(config: TrainConfig) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import Field
 
 from environments.running import settings_check
+from grpo_common.errors import Problem, collected
 from grpo_trainer.config.options import Section, option
 from grpo_trainer.errors import ConfigError
 
@@ -58,41 +59,16 @@ def environment_module(name: str, said: str = "--env") -> str:
     )
 
 
-def check_environments(environments: Sequence[EnvironmentProcess], sequences: int) -> None:
-    """Are their tables sound, and do groups of theirs make up a batch?
-
-    Args:
-        sequences: of a step.
-
-    Raises:
-        ConfigError: an environment is unknown, a key of a built-in one's is, or a value is not legal; or no number of
-            groups has as many sequences as a step.
-    """
+def problems_of_tables(environments: Sequence[EnvironmentProcess]) -> list[Problem]:
+    """Return what is wrong in environments' own tables: an unknown environment or key, a value that is not legal."""
+    found: list[Problem] = []
     for environment in environments:
-        environment_module(environment.name)
-        try:
+        with collected(found):
+            environment_module(environment.name)
+        own: list[Problem] = []
+        with collected(own):
             settings_check.check(environment.name, environment.env)
+        with collected(own):
             settings_check.check_server(environment.openai)
-        except settings_check.ConfigError as error:
-            named = [replace(each, field=f"--env {environment.name}: {each.field}") for each in error.problems]
-            raise ConfigError.of(named) from None
-    sizes = [settings_check.group_size(environment.name, environment.env) for environment in environments]
-    known = [size for size in sizes if size is not None]
-    if len(known) == len(sizes) and not _sums_to(sequences, known):
-        groups = " and ".join(map(str, dict.fromkeys(known)))
-        wanted = f"a multiple of {groups}" if len(known) == 1 else f"a sum of groups of {groups}"
-        raise ConfigError(
-            "no number of groups fills a batch",
-            field="--batch-size x --gradient-accumulation-steps",
-            got=f"{sequences} sequences a step",
-            wanted=f"{wanted} (--env.group_size)",
-            fix=f"for example --batch-size {known[0]}",
-        )
-
-
-def _sums_to(whole: int, parts: Sequence[int]) -> bool:
-    """Whether some number of each part, none of some, adds up to the whole."""
-    reached = [True] + [False] * whole
-    for total in range(1, whole + 1):
-        reached[total] = any(part <= total and reached[total - part] for part in parts)
-    return reached[whole]
+        found += [replace(each, field=f"--env {environment.name}: {each.field}") for each in own]
+    return found

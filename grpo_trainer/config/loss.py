@@ -82,27 +82,6 @@ class LossConfig(Section):
             raise ConfigError(wanted=f"one of {', '.join(map(repr, known))}, or MODULE:NAME")
         return value
 
-    @field_validator("dual_clip")
-    @classmethod
-    def _has_a_clip(cls, value: float | None, info: ValidationInfo) -> float | None:
-        if value is not None and (loss := info.data.get("loss")) in UNCLIPPED:
-            raise ConfigError(f"with --loss {loss} nothing is clipped", wanted="a clipped loss", fix="leave it out")
-        return value
-
-    @field_validator("is_correction")
-    @classmethod
-    def _corrects_once(cls, value: str, info: ValidationInfo) -> str:
-        if value in ("truncate", "mask") and info.data.get("ratio_against") == "rollout":
-            raise ConfigError("the ratio contains that correction already", wanted="none, or --ratio-against trainer")
-        return value
-
-    @field_validator("ref_offload")
-    @classmethod
-    def _has_a_reference(cls, value: bool, info: ValidationInfo) -> bool:
-        if value and not info.data.get("kl_beta") and not info.data.get("log_kl"):
-            raise ConfigError(wanted="a reference to move", fix="leave it out, or add --kl-beta or --log-kl")
-        return value
-
     @property
     def advantage_scale(self) -> Literal["group", "none"]:
         """What `scale_rewards` comes to: Dr. GRPO and RLOO are defined without the division."""

@@ -20,6 +20,7 @@ import typer
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
+from grpo_common.errors import Problem
 from grpo_trainer.config.findings import Place, problems_of
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.suggestions import unknown_key
@@ -121,9 +122,10 @@ def build(root: type[C], given: Mapping[str, Any], *, where: str = "") -> C:
         where: put before an option's name in messages, e.g. "server." for a table of a run's file.
 
     Raises:
-        ConfigError: for an unknown key (suggesting the nearest), a wrong value, a missing one, or an option that
-            does not belong to what was chosen.
+        ConfigError: for each unknown key (suggesting the nearest), wrong value, missing one, and option that does not
+            belong to what was chosen.
     """
+    problems: list[Problem] = []
     given = root.normalised(given)
     tree: dict[str, Any] = {}
     said: dict[tuple[str, ...], str] = {}
@@ -136,20 +138,29 @@ def build(root: type[C], given: Mapping[str, Any], *, where: str = "") -> C:
     for raw_key, value in given.items():
         candidates = by_key.get(raw_key.replace("-", "_"))
         if candidates is None:
-            raise unknown_key(raw_key, [leaf.key for leaf in leaves(root)], where)
+            problems.append(unknown_key(raw_key, [leaf.key for leaf in leaves(root)], where))
+            continue
         leaf = _chosen(candidates, given, by_key, where)
+        if isinstance(leaf, Problem):
+            problems.append(leaf)
+            continue
         flag = f"--{where}{raw_key.replace('_', '-')}"
         if leaf.path in said and value != _placed(tree, leaf.path):
             former = f"{said[leaf.path]} {_placed(tree, leaf.path)}"
-            raise ConfigError("two names of one option", field=flag, got=f"{value} and {former}", fix="leave one out")
+            summary = "two names of one option"
+            problems.append(Problem(flag, f"{value} and {former}", fix="leave one out", summary=summary))
         said[leaf.path] = flag
         _place(tree, leaf.path, value)
         if leaf.choice is not None and not _is_tag(leaf):
             _place(tree, (*leaf.path[:-1], TAG), _tag_of(leaf.choice))
+    config: C | None = None
     try:
-        return root.model_validate(tree)
+        config = root.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError.of(problems_of(error, _flag_at(root, where, said))) from None
+        problems += problems_of(error, _flag_at(root, where, said))
+    if config is None or problems:
+        raise ConfigError.of(list(dict.fromkeys(problems)))
+    return config
 
 
 def override(root: type[Section], given: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,8 +231,10 @@ def _place(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     node[path[-1]] = value
 
 
-def _chosen(candidates: list[Leaf], given: Mapping[str, Any], by_key: Mapping[str, list[Leaf]], where: str) -> Leaf:
-    """The candidate whose union member the discriminator picks; an error names the members that would have it."""
+def _chosen(
+    candidates: list[Leaf], given: Mapping[str, Any], by_key: Mapping[str, list[Leaf]], where: str
+) -> Leaf | Problem:
+    """The candidate whose union member the discriminator picks; a problem names the members that would have it."""
     first = candidates[0]
     if first.choice is None:
         return first
@@ -235,15 +248,15 @@ def _chosen(candidates: list[Leaf], given: Mapping[str, Any], by_key: Mapping[st
             return leaf
     known = [_tag_of(leaf.choice) for leaf in by_key[selector.key] if leaf.choice is not None]
     if picked not in known:
-        raise ConfigError(field=selector.flags[0], got=picked, wanted=f"one of {', '.join(map(repr, known))}")
+        return Problem(selector.flags[0], str(picked), f"one of {', '.join(map(repr, known))}")
     fitting = ", ".join(_tag_of(leaf.choice) for leaf in candidates if leaf.choice is not None)
     name = f"--{where}{first.flags[0].removeprefix('--')}"
-    raise ConfigError(
-        "belongs to another mode",
-        field=name,
+    return Problem(
+        name,
         got=f"{selector.flags[0]} {picked}",
         wanted=f"{selector.flags[0]} {fitting}",
         fix=f"leave it out, or choose {selector.flags[0]} {fitting.split(',')[0]}",
+        summary="belongs to another mode",
     )
 
 

@@ -25,33 +25,19 @@ import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from pydantic import field_validator, model_validator
+from pydantic import field_validator
 
-from grpo_trainer.config.bridge import SharedVllm
-from grpo_trainer.config.environments import EnvironmentProcess, check_environments
-from grpo_trainer.config.options import Section, build, key_of, leaves, option, override, split_arguments
-from grpo_trainer.config.server import SAID_TWICE, ServerProcess, flags_of_one, one_server, why_not_shared
+from grpo_common.errors import Problem, collected
+from grpo_trainer.config.environments import EnvironmentProcess, problems_of_tables
+from grpo_trainer.config.options import Section, build, leaves, option, override, shown, split_arguments
+from grpo_trainer.config.rules import SET_BY_THE_RUN, checked
+from grpo_trainer.config.server import ALIASES, ServerProcess
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.suggestions import no_flag, unknown_key
-
-SET_BY_THE_RUN = {
-    "trainer_rank": "--trainer-gpus",
-    "world_size": "--trainer-gpus",
-    "init_method": "--trainer-gpus",
-    "atropos_url": "--api.port",
-    "rollout_url": "--api.port",
-    "vllm_host": "--server.port",
-    "vllm_port": "--server.port",
-    "vllm_also": "--server.replicas",
-    "vllm_gpus": "--server.gpus",
-    "save_path": "--run-dir",
-    "log_dir": "--run-dir",
-}
-"""Options of the trainer that a run derives, and what to use instead."""
-
+from grpo_trainer.suggestions import flags_of, unknown_key, unknown_word
 
 QUEUE_FILE = "queue.sqlite"
 """In a run's folder."""
@@ -108,14 +94,6 @@ class RunConfig(Section):
     server: ServerProcess = ServerProcess()
     environments: tuple[EnvironmentProcess, ...] = (EnvironmentProcess(),)
 
-    @model_validator(mode="after")
-    def _at_least_one_environment(self) -> RunConfig:
-        if not self.environments:
-            raise ConfigError(
-                field="[[environments]]", got="none", wanted="at least one", fix='add name = "arithmetic"'
-            )
-        return self
-
     @property
     def run_dir(self) -> Path:
         return self.options.run_dir
@@ -131,6 +109,12 @@ class RunConfig(Section):
     def trace_file(self) -> Path | None:
         """Where processes record what they do; None: nowhere."""
         return (self.run_dir / TRACE_FILE).absolute() if self.options.trace else None
+
+
+SECTIONS: Mapping[str, type[Section]] = MappingProxyType(
+    {"options": RunOptions, "trainer": TrainConfig, "server": ServerProcess, "api": ApiProcess}
+)
+"""By their names in `RunConfig`."""
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -160,87 +144,72 @@ def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Seque
         env_args: what the command line has beyond known flags: `--env.KEY VALUE` and `--openai.KEY VALUE`.
 
     Raises:
-        ConfigError: an unknown key, a wrong value, or an option that the run sets itself.
+        ConfigError: unknown keys, wrong values, options that the run sets itself, or options that do not go together;
+            the last only where all else is right.
     """
-    tables = {"trainer", "server", "api", "environments"}
+    problems: list[Problem] = []
+    given, typed = _tables_of(file, problems), _tables_of_flags(flags)
+    for said in (given, typed):
+        _move_to_server(said, problems)
+    given = {table: override(section, given[table], typed[table]) for table, section in SECTIONS.items()}
+    for key in [key for key in given["trainer"] if key.replace("-", "_") in SET_BY_THE_RUN]:
+        flag, instead = f"--{key.replace('_', '-')}", SET_BY_THE_RUN[key.replace("-", "_")]
+        problems.append(Problem(flag, fix=f"use {instead}", summary="set by the run itself"))
+        del given["trainer"][key]
+    built: dict[str, Any] = {}
+    for table, section in SECTIONS.items():
+        with collected(problems):
+            where = f"{table}." if table in ("server", "api") else ""
+            built[table] = build(section, given[table], where=where)
+    with collected(problems):
+        built["environments"] = _environments(file.get("environments", []), flags.get("env"), env_args)
+        problems += problems_of_tables(built["environments"])
+    if problems:
+        raise ConfigError.of(problems)
+    config = RunConfig.model_validate(built)
+    return checked(config.model_copy(update={"trainer": _with_server(config.trainer, config.server)}))
+
+
+def _tables_of(file: Mapping[str, Any], problems: list[Problem]) -> dict[str, dict[str, Any]]:
+    """What a file says, by section."""
     run_keys = [leaf.key for leaf in leaves(RunOptions)]
-    for key in file:
-        if key not in tables and key.replace("-", "_") not in run_keys:
-            raise unknown_key(key, [*tables, *run_keys])
-    given: dict[str, dict[str, Any]] = {table: _table(file, table) for table in ("trainer", "server", "api")}
-    given["run"] = {key: value for key, value in file.items() if key not in tables}
-    typed: dict[str, dict[str, Any]] = {table: {} for table in given}
+    tables = ("trainer", "server", "api", "environments")
+    strange = [key for key in file if key not in tables and key.replace("-", "_") not in run_keys]
+    problems += [unknown_key(key, [*tables, *run_keys]) for key in strange]
+    given = {table: file.get(table, {}) for table in ("trainer", "server", "api")}
+    for table in [table for table, value in given.items() if not isinstance(value, dict)]:
+        problems.append(Problem(table, repr(given.pop(table)), f"a table: [{table}]"))
+    options = {key: value for key, value in file.items() if key not in (*tables, *strange)}
+    return {table: dict(given.get(table, {})) for table in SECTIONS} | {"options": options}
+
+
+def _tables_of_flags(flags: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What the command line says, by section."""
+    run_keys = [leaf.key for leaf in leaves(RunOptions)]
+    typed: dict[str, dict[str, Any]] = {table: {} for table in SECTIONS}
     for key, value in flags.items():
         table, _, name = key.rpartition(".")
         if key != "env":
-            typed[table or ("run" if key in run_keys else "trainer")][name] = value
-    _leave_to_flags(given, typed)
-    sections = {"run": RunOptions, "trainer": TrainConfig, "server": ServerProcess, "api": ApiProcess}
-    given = {table: override(sections[table], given[table], typed[table]) for table in given}
-    for key in given["trainer"]:
-        if (instead := SET_BY_THE_RUN.get(key.replace("-", "_"))) is not None:
-            raise ConfigError("set by the run itself", field=f"--{key.replace('_', '-')}", fix=f"use {instead}")
-    trainer = build(TrainConfig, given["trainer"])
-    server, vllm = one_server(build(ServerProcess, given["server"], where="server."), trainer.vllm)
-    if trainer.shares_weights:
-        _check_sharing(trainer, server)
-    config = RunConfig(
-        options=build(RunOptions, given["run"]),
-        trainer=trainer.model_copy(update={"vllm": vllm}),
-        api=build(ApiProcess, given["api"], where="api."),
-        server=server,
-        environments=_environments(file.get("environments", []), flags.get("env"), env_args),
-    )
-    check_environments(config.environments, trainer.sequences_per_step)
-    return config
+            typed[table or ("options" if key in run_keys else "trainer")][name] = value
+    return typed
 
 
-def _leave_to_flags(given: dict[str, dict[str, Any]], typed: Mapping[str, Mapping[str, Any]]) -> None:
-    """Options of the server have two names: a flag by one name wins over the file's value by the other."""
-    for name in SAID_TWICE:
-        bare = key_of(flags_of_one(name)[1])
-        for table, key, other, others_key in (("server", name, "trainer", bare), ("trainer", bare, "server", name)):
-            if key in typed[table]:
-                given[other] = {k: value for k, value in given[other].items() if k.replace("-", "_") != others_key}
+def _move_to_server(said: dict[str, dict[str, Any]], problems: list[Problem]) -> None:
+    """Options of the server stand in its table, whatever they were called."""
+    there = {key.replace("-", "_"): value for key, value in said["server"].items()}
+    for key in [key for key in said["trainer"] if key.replace("-", "_") in ALIASES]:
+        name, flag = ALIASES[key.replace("-", "_")], f"--{key.replace('_', '-')}"
+        value = said["trainer"].pop(key)
+        if there.setdefault(name, value) != value:
+            got, why = f"{shown(there[name])} and {flag} {shown(value)}", "in `grpo run` two names of one option"
+            problems.append(Problem(ServerProcess.flags()[name], got, "one value", f"leave {flag} out", why))
+    said["server"] = there
 
 
-def _check_sharing(trainer: TrainConfig, server: ServerProcess) -> None:
-    """The server would refuse most of it, too, but only once it is started.
-
-    Raises:
-        ConfigError: no trainer could use this server's weights.
-    """
-    if server.replicas > 1 and isinstance(trainer.bridge, SharedVllm):
-        raise ConfigError(
-            "with --weight-bridge-mode shared_vllm the weights are one server's memory",
-            field="--server.replicas",
-            got=server.replicas,
-            wanted="1, or another mode",
-        )
-    if (unfit := why_not_shared(server)) is not None:
-        flag, value = unfit
-        raise ConfigError(
-            "the trainer is to use the server's weights, which must be whole, plain, and stay where they are",
-            field=flag,
-            got=value,
-            wanted="a server that shares its weights",
-            fix="leave it out, or use --weight-bridge-mode none or lora_only",
-        )
-    if server.dtype not in ("auto", trainer.model.dtype):
-        raise ConfigError(
-            "there is one copy of the weights",
-            field="--server.dtype",
-            got=server.dtype,
-            wanted=f"--dtype {trainer.model.dtype}",
-            fix="leave it out and use --dtype",
-        )
-
-
-def _table(file: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = file.get(name, {})
-    if not isinstance(value, dict):
-        raise ConfigError(field=name, got=repr(value), wanted=f"a table: [{name}]")
-    return dict(value)
+def _with_server(trainer: TrainConfig, server: ServerProcess) -> TrainConfig:
+    """The trainer, which knows of the server what the run says of it."""
+    known = {name: getattr(server, name) for name in ALIASES.values() if name in server.model_fields_set}
+    return trainer.model_copy(update={"vllm": trainer.vllm.model_copy(update=known)})
 
 
 def _environments(tables: Any, name: str | None, args: Sequence[str]) -> tuple[EnvironmentProcess, ...]:
@@ -266,42 +235,40 @@ def _environments(tables: Any, name: str | None, args: Sequence[str]) -> tuple[E
 
 def _environment(table: dict[str, Any]) -> EnvironmentProcess:
     known = list(EnvironmentProcess.model_fields)
-    for key in table:
-        if key not in known:
-            raise unknown_key(key, known, "environments.")
+    problems = [unknown_key(key, known, "environments.") for key in table if key not in known]
     for group in ("env", "openai"):
         if not isinstance(table.get(group, {}), dict):
-            raise ConfigError(field=f"environments.{group}", got=repr(table[group]), wanted="a table of options")
+            problems.append(Problem(f"environments.{group}", repr(table[group]), "a table of options"))
+    if problems:
+        raise ConfigError.of(problems)
     return EnvironmentProcess(**table)
 
 
 def _env_options(args: Sequence[str]) -> dict[str, dict[str, Any]]:
     """`--env.group_size 8 --openai.api_key=x` as `{"env": {"group_size": "8"}, "openai": {"api_key": "x"}}`."""
     found: dict[str, dict[str, Any]] = {"env": {}, "openai": {}}
-    rest = list(args)
-    while rest:
-        flag, equals, value = rest.pop(0).partition("=")
+    problems: list[Problem] = []
+    for flag, value in flags_of(args):
         group, _, key = flag.removeprefix("--").partition(".")
         if not flag.startswith("--") or group not in found or not key:
-            raise _unknown_flag(flag, group, key)
-        if not equals:
-            if not rest:
-                raise ConfigError(field=flag, got="nothing", wanted="a value after it")
-            value = rest.pop(0)
-        found[group][key.replace("-", "_")] = value
+            problems.append(_unknown_flag(flag, group, key))
+        elif value is None:
+            problems.append(Problem(flag, "nothing", "a value after it"))
+        else:
+            found[group][key.replace("-", "_")] = value
+    if problems:
+        raise ConfigError.of(problems)
     return found
 
 
-def _unknown_flag(flag: str, group: str, key: str) -> ConfigError:
-    """Return the error for what is no flag of a run's; the name of its table may be wrong."""
-    if not flag.startswith("--"):
-        return no_flag(flag)
+def _unknown_flag(flag: str, group: str, key: str) -> Problem:
+    """Return the problem of what is no flag of a run's; the name of its table may be wrong."""
     tables = {"server": ServerProcess, "api": ApiProcess}
     if key and group in tables:
         return unknown_key(f"--{key}", [leaf.key for leaf in leaves(tables[group])], f"{group}.")
     near = difflib.get_close_matches(group, ["env", "openai", *tables], n=1) if key else []
     if near:
-        return ConfigError("unknown option", field=flag, fix=f"did you mean --{near[0]}.{key}?")
+        return Problem(flag, fix=f"did you mean --{near[0]}.{key}?", summary="unknown option")
     sections = (TrainConfig, RunOptions)
     known = [name for section in sections for leaf in leaves(section) for name in leaf.flags]
-    return unknown_key(flag, [*known, "--env", "--config"])
+    return unknown_word(flag, [*known, "--env", "--config"])

@@ -7,13 +7,13 @@ torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import field_validator
 
-from grpo_trainer.config.options import Section, key_of, leaves, option, shown, split_arguments
+from grpo_trainer.config.options import Section, key_of, leaves, option, split_arguments
 from grpo_trainer.errors import ConfigError
 from vllm_server.protocol import DEFAULT_PORT
 
@@ -22,9 +22,9 @@ DEFAULT_GPU_SHARE = 0.45
 KEY_VARIABLE = "VLLM_API_KEY"
 """By which vLLM itself is told its key: no list of processes shows it."""
 
-SHORT = {"-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-dp": "data_parallel_size"}
-"""vLLM's other names of options that we have."""
-DEGREES = tuple(SHORT.values())
+DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+SHORT: Mapping[str, str] = dict(zip(("-tp", "-pp", "-dp", "-q"), (*DEGREES, "quantization"), strict=True))
+"""vLLM's short names of options that we judge."""
 TRAINERS = {
     "--api-key": "--vllm-api-key",
     "--model": "--model-name",
@@ -32,8 +32,6 @@ TRAINERS = {
     "--logits-dtype": "--logits-dtype",
 }
 """Arguments of a server that follow from the trainer's options."""
-UNSHARED = ("--quantization", "-q", "--enable-sleep-mode")
-"""Arguments of a server whose weights no trainer can use."""
 
 
 class ServedOptions(Section):
@@ -144,15 +142,6 @@ class VllmConfig(ServedOptions):
                 raise ConfigError(got=address, wanted="HOST:PORT, for example 10.0.0.2:9001")
         return value
 
-    @model_validator(mode="after")
-    def _are_others(self) -> VllmConfig:
-        addresses = [f"{self.host}:{self.port}", *self.also]
-        if len(set(addresses)) < len(addresses):
-            raise ConfigError(field="--vllm-also", got=f"{', '.join(addresses)}", wanted="each server once")
-        if self.gpus is not None:
-            check_gpus("--vllm-gpus", self.gpus, len(addresses))
-        return self
-
     @property
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
@@ -180,23 +169,6 @@ def _place(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def check_gpus(flag: str, gpus: str, servers: int) -> None:
-    """Refuse GPUs that are not one set for each server.
-
-    Raises:
-        ConfigError: they are not.
-    """
-    sets = [part.strip() for part in gpus.split(";")]
-    if len(sets) != servers or not all(sets):
-        example = ";".join(map(str, range(servers)))
-        raise ConfigError(
-            f"{len(sets)} sets of GPUs for {servers} servers",
-            field=flag,
-            got=gpus,
-            wanted=f"a set for each server, such as {example}",
-        )
-
-
 class ServerProcess(ServedOptions):
     """vLLM server."""
 
@@ -220,12 +192,6 @@ class ServerProcess(ServedOptions):
     data_parallel_size: int = option(1, help="Replicas of the model, each on GPUs of its own.", ge=1)
     extra_args: tuple[str, ...] = option((), help="More arguments for `grpo serve`, comma-separated.")
 
-    @model_validator(mode="after")
-    def _gpus_fit(self) -> ServerProcess:
-        if self.gpus is not None:
-            check_gpus("--server.gpus", self.gpus, self.replicas)
-        return self
-
     @property
     def names(self) -> tuple[str, ...]:
         """Of the processes."""
@@ -237,51 +203,12 @@ class ServerProcess(ServedOptions):
         return {name: self.port and self.port + number for number, name in enumerate(self.names)}
 
 
-SAID_TWICE = tuple(name for name in ServerProcess.model_fields if name not in ("port", "replicas", "gpus"))
-"""Options that a run has as `--server.…` and under the trainer's name."""
-
-
-def flags_of_one(name: str) -> tuple[str, str]:
-    """Both flags of such an option: the run's, the trainer's."""
-    return ServerProcess.flags()[name], VllmConfig.flags()[name]
-
-
-SAID_OTHERWISE = tuple(key_of(flags_of_one(name)[1]) for name in SAID_TWICE)
-"""Their keys as the trainer has them, which a run's help leaves out."""
-
-
-def one_server(server: ServerProcess, vllm: VllmConfig) -> tuple[ServerProcess, VllmConfig]:
-    """Both as one: what either was given, the other has, too.
-
-    Raises:
-        ConfigError: they were given different values for the same thing.
-    """
-    ours, its = {}, {}
-    for name in SAID_TWICE:
-        here, there = name in server.model_fields_set, name in vllm.model_fields_set
-        one, other = getattr(server, name), getattr(vllm, name)
-        if here and there and one != other:
-            first, second = flags_of_one(name)
-            raise ConfigError(
-                "in `grpo run` two names of one option",
-                field=first,
-                got=f"{shown(one)} and {second} {shown(other)}",
-                wanted="one value",
-                fix=f"leave {second} out",
-            )
-        if here:
-            its[name] = one
-        elif there:
-            ours[name] = other
-    return server.model_copy(update=ours), vllm.model_copy(update=its)
-
-
-def why_not_shared(server: ServerProcess) -> tuple[str, str] | None:
-    """Return flag and value of the first option with which no trainer could use the server's weights."""
-    for name in DEGREES:
-        if getattr(server, name) > 1:
-            return ServerProcess.flags()[name], str(getattr(server, name))
-    return next((("--server.extra-args", flag) for flag, _ in arguments(server.extra_args) if flag in UNSHARED), None)
+ALIASES = {
+    key_of(VllmConfig.flags()[name]): name
+    for name in ServerProcess.model_fields
+    if name not in ("port", "replicas", "gpus")
+}
+"""In a run, keys of `[trainer]` that are other names for options of `[server]`."""
 
 
 def arguments(words: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -19,7 +19,6 @@ from grpo_trainer.config.bridge import (
     BridgeConfig,
     CheckpointRestart,
     LoraOnly,
-    LoraOptions,
     RestartOptions,
     SharedVllm,
 )
@@ -27,7 +26,7 @@ from grpo_trainer.config.checkpoints import CheckpointConfig
 from grpo_trainer.config.compute import ComputeConfig
 from grpo_trainer.config.distributed import DistributedConfig
 from grpo_trainer.config.loss import LossConfig
-from grpo_trainer.config.options import Section, leaves, option, shown
+from grpo_trainer.config.options import Section, option
 from grpo_trainer.config.ranges import format_ranges
 from grpo_trainer.config.server import VllmConfig
 from grpo_trainer.errors import ConfigError
@@ -212,41 +211,6 @@ class TrainConfig(Section):
         alone = values.get("single_copy") and "weight_bridge_mode" not in values
         return {**given, "weight_bridge_mode": "shared_vllm"} if alone else dict(given)
 
-    @model_validator(mode="after")
-    def _warmup_fits(self) -> TrainConfig:
-        if self.optimizer.warmup_steps >= self.training_steps and self.optimizer.warmup_steps:
-            raise ConfigError(
-                "the peak learning rate would never be reached",
-                field="--warmup-steps",
-                got=self.optimizer.warmup_steps,
-                wanted=f"fewer than --training-steps {self.training_steps}",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _sequences_fit(self) -> TrainConfig:
-        most = self.compute.max_tokens_per_microbatch
-        if most is not None and most < self.model.seq_len:
-            raise ConfigError(
-                "a pass must hold the longest sequence",
-                field="--max-tokens-per-microbatch",
-                got=most,
-                wanted=f"at least --seq-len {self.model.seq_len}",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _staleness_fits(self) -> TrainConfig:
-        oldest = self.versions_behind
-        if self.rollouts.max_staleness is not None and self.rollouts.max_staleness < oldest:
-            raise ConfigError(
-                f"with --vllm-restart-interval {oldest + 1} the newest samples are up to {oldest} versions old",
-                field="--max-staleness",
-                got=self.rollouts.max_staleness,
-                wanted=f"{oldest} or more, or more restarts",
-            )
-        return self
-
     @property
     def versions_behind(self) -> int:
         """Versions that the newest samples may lag: a server that is restarted has new weights only then."""
@@ -277,92 +241,6 @@ class TrainConfig(Section):
         """Whether the optimizer keeps an fp32 copy of 16-bit weights."""
         return isinstance(self.bridge, SharedVllm) and self.bridge.master_weights
 
-    @model_validator(mode="after")
-    def _sharing_fits(self) -> TrainConfig:
-        if not self.shares_weights:
-            if isinstance(self.bridge, LoraOnly) and self.bridge.config_path is not None:
-                raise ConfigError(
-                    field="--vllm-config-path",
-                    got=self.bridge.config_path,
-                    wanted="--share-base with it",
-                    fix="leave it out, or add --share-base",
-                )
-            return self
-        shared = "--share-base" if isinstance(self.bridge, LoraOnly) else "--weight-bridge-mode shared_vllm"
-        if self.model.load_in_4bit:
-            raise ConfigError(
-                "the weights are the server's, in 16 or 32 bits",
-                field="--load-in-4bit",
-                got=f"{shared} with it",
-                wanted="one of them",
-                fix="leave it out, or choose --weight-bridge-mode lora_only without --share-base",
-            )
-        dtypes = {self.model.dtype, self.vllm.dtype} - {"auto"}
-        if len(dtypes) == 2:
-            raise ConfigError(
-                f"with {shared} there is one copy of the weights",
-                field="--vllm-dtype",
-                got=self.vllm.dtype,
-                wanted=f"--dtype {self.model.dtype}",
-                fix="leave one of them out",
-            )
-        if "float16" in dtypes and isinstance(self.bridge, SharedVllm) and not self.bridge.master_weights:
-            raise ConfigError(
-                "small updates would be lost in it",
-                field="--dtype",
-                got="float16",
-                wanted="bfloat16 or float32, or --master-weights",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _servers_fit(self) -> TrainConfig:
-        if self.vllm.also and isinstance(self.bridge, SharedVllm):
-            raise ConfigError(
-                "with --weight-bridge-mode shared_vllm the weights are one server's memory",
-                field="--vllm-also",
-                got=",".join(self.vllm.also),
-                wanted="one server",
-                fix="leave it out, or choose another mode",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _loss_fits(self) -> TrainConfig:
-        if self.loss.updates_per_batch > 1 and isinstance(self.bridge, SharedVllm):
-            raise ConfigError(
-                "with --weight-bridge-mode shared_vllm the server generates with every update at once, but a version "
-                "of the policy belongs to one batch",
-                field="--updates-per-batch",
-                got=self.loss.updates_per_batch,
-                wanted="1",
-            )
-        if self.loss.ref_offload and isinstance(self.bridge, LoraOptions):
-            raise ConfigError(
-                "with LoRA the reference is the model without its adapter, no copy",
-                field="--ref-offload",
-                got=f"--weight-bridge-mode {self.bridge.mode}",
-                wanted="a mode that trains all weights",
-                fix="leave it out",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _4_bits_fit(self) -> TrainConfig:
-        if self.model.load_in_4bit and not isinstance(self.bridge, LoraOnly):
-            raise ConfigError(
-                "this mode writes whole models",
-                field="--load-in-4bit",
-                got=f"--weight-bridge-mode {self.bridge.mode}",
-                wanted="--weight-bridge-mode lora_only",
-                fix="leave it out, or choose --weight-bridge-mode lora_only",
-            )
-        if self.model.load_in_4bit and self.model.dtype == "float16":
-            raise ConfigError(
-                field="--dtype", got="float16 and --load-in-4bit", wanted="bfloat16, float32 or auto with that"
-            )
-        return self
-
     @model_validator(mode="before")
     @classmethod
     def _take_from_adapter(cls, data: Any) -> Any:
@@ -370,23 +248,7 @@ class TrainConfig(Section):
         bridge = data.get("bridge") if isinstance(data, dict) else None
         if not isinstance(bridge, dict) or not bridge.get("adapter"):
             return data
-        return {**data, "bridge": {**_settings_of(read_adapter(Path(bridge["adapter"]))), **bridge}}
-
-    @model_validator(mode="after")
-    def _agrees_with_adapter(self) -> TrainConfig:
-        if isinstance(self.bridge, LoraOptions) and self.bridge.adapter is not None:
-            for name, its in _settings_of(read_adapter(self.bridge.adapter)).items():
-                given = getattr(self.bridge, name)
-                if (sorted(given) if isinstance(given, tuple) else given) != its:
-                    flag = next(leaf.flags[0] for leaf in leaves(LoraOptions) if leaf.path == (name,))
-                    raise ConfigError(
-                        f"not as in the adapter at --lora-adapter {self.bridge.adapter}",
-                        field=flag,
-                        got=shown(given),
-                        wanted="all" if its is None else shown(its),
-                        fix=f"leave {flag} out",
-                    )
-        return self
+        return {**data, "bridge": {**settings_of(read_adapter(Path(bridge["adapter"]))), **bridge}}
 
     @property
     def largest_pass(self) -> int:
@@ -415,7 +277,7 @@ class TrainConfig(Section):
         return self.logging.log_dir or self.checkpoints.save_path
 
 
-def _settings_of(adapter: AdapterFile) -> dict[str, Any]:
+def settings_of(adapter: AdapterFile) -> dict[str, Any]:
     """What an existing adapter says of the options of `LoraOptions`."""
     return {
         "r": adapter.r,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_common.errors import Problem
+from grpo_trainer.config.rules import Hardware, check
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.doctor import machine_checks as of_machine
 from grpo_trainer.doctor import run_checks as of_run
@@ -62,12 +63,14 @@ def examine(machine: Machine, config: RunConfig | ConfigError | None, probes: Pr
     run = config if isinstance(config, RunConfig) else None
     findings = list(_machine(machine, run, probes))
     if isinstance(config, ConfigError):
-        findings += map(_refusal, config.problems)
+        findings += [_refusal("configuration", each) for each in config.problems]
     if run is None:
         return Examination(tuple(findings))
+    problems = check(run, Hardware(machine.on_gpu, len(machine.gpus)))
+    together = [_refusal("options together", each) for each in problems]
     findings += [
         ok("configuration", f"--model-name {run.trainer.model.name}, --weight-bridge-mode {run.trainer.bridge.mode}"),
-        of_run.check_combinations(run, machine),
+        *(together or [ok("options together", "no rule speaks against them")]),
         of_run.check_wandb(run.trainer, machine.environment, Path.home()),
         of_run.check_ports(run),
         of_run.check_run_folder(run),
@@ -88,8 +91,8 @@ def examine(machine: Machine, config: RunConfig | ConfigError | None, probes: Pr
     return Examination(tuple(findings), plan)
 
 
-def _refusal(problem: Problem) -> Finding:
-    return fail("configuration", str(replace(problem, wanted="", fix="")), problem.wanted, problem.fix)
+def _refusal(name: str, problem: Problem) -> Finding:
+    return fail(name, str(replace(problem, wanted="", fix="")), problem.wanted, problem.fix)
 
 
 def _machine(machine: Machine, run: RunConfig | None, probes: Probes) -> Iterator[Finding]:

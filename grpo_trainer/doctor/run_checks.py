@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import netrc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from grpo_trainer.config.bridge import LoraOnly, LoraOptions
+from grpo_trainer.config.bridge import LoraOptions
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor.disk import existing
@@ -143,33 +142,7 @@ def check_length(config: RunConfig, shape: ModelShape) -> Finding:
     return ok("sequence length", f"{trained} trained, {served} served")
 
 
-# parts that must go together ---------------------------------------------------------------------------------
-
-
-def check_combinations(config: RunConfig, machine: Machine) -> Finding:
-    """What no single option's range can say. The first that is wrong."""
-    name, trainer = "options together", config.trainer
-    device = trainer.model.device
-    if device.startswith("cuda"):
-        number = int(device.partition(":")[2] or 0)
-        if number >= len(machine.gpus):
-            got = f"--device {device}, with {len(machine.gpus)} visible GPUs"
-            return fail(name, got, "one that is there", "--device auto, or see CUDA_VISIBLE_DEVICES")
-    if config.options.trainer_gpus > max(len(machine.gpus), 1):
-        got = f"--trainer-gpus {config.options.trainer_gpus}, with {len(machine.gpus)} visible GPUs"
-        return fail(name, got, "as many as are there, at most", f"--trainer-gpus {max(len(machine.gpus), 1)}")
-    bridge = trainer.bridge
-    if isinstance(bridge, LoraOnly) and bridge.transport in ("cuda_ipc", "nccl") and not machine.on_gpu:
-        got = f"--lora-transport {bridge.transport} without a GPU"
-        return fail(name, got, "auto, disk or memory", "--lora-transport auto")
-    if trainer.model.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
-        return fail(name, "--attention flash_attention_2 without flash-attn", "the package", "--attention sdpa")
-    for tracker in trainer.logging.trackers:
-        if importlib.util.find_spec(tracker) is None:
-            return fail(name, f"--log-to {tracker} without {tracker}", "it", f"pip install {tracker}")
-    if trainer.model.load_in_4bit and importlib.util.find_spec("bitsandbytes") is None:
-        return fail(name, "--load-in-4bit without bitsandbytes", "it", "pip install 'grpo-trainer[qlora]'")
-    return ok(name, f"--weight-bridge-mode {bridge.mode}")
+# what the run needs of this machine -------------------------------------------------------------------------
 
 
 def server_spread(config: RunConfig) -> Server:
@@ -203,9 +176,6 @@ def check_spread(server: Server, shape: ModelShape, machine: Machine) -> Finding
     if shape.heads % server.tensor_parallel:
         got = f"{shape.heads} attention heads on {server.tensor_parallel} GPUs"
         return fail(name, got, "a divisor of the heads", "choose another --server.tensor-parallel-size")
-    if server.pipeline_parallel > 1 and not machine.on_gpu:
-        got = f"--server.pipeline-parallel-size {server.pipeline_parallel} without a GPU"
-        return fail(name, got, "1: vLLM's CPU build fails at the first request", "--server.tensor-parallel-size")
     if server.pipeline_parallel > shape.layers:
         got = f"{shape.layers} layers on {server.pipeline_parallel} GPUs"
         return fail(name, got, "a layer for each GPU, at least", "choose another --server.pipeline-parallel-size")

@@ -17,9 +17,8 @@ from grpo_trainer.config.bridge import AllWeightsOptions, LoraOnly
 from grpo_trainer.config.environments import EnvironmentProcess, environment_module
 from grpo_trainer.config.options import dump, key_of
 from grpo_trainer.config.run import RunConfig
-from grpo_trainer.config.server import DEGREES, KEY_VARIABLE, ServerProcess, VllmConfig, arguments
+from grpo_trainer.config.server import DEGREES, KEY_VARIABLE, VllmConfig, arguments
 from grpo_trainer.config.train import API_KEY_VARIABLE, TrainConfig
-from grpo_trainer.errors import ConfigError
 from vllm_server.protocol.bridge_config import FILE_NAME
 
 LOOPBACK = "127.0.0.1"
@@ -96,13 +95,7 @@ def plan_run(
         on_gpu: whether server and trainer run on a GPU; on a CPU all processes share its cores.
         cache_bytes: size of the server's KV cache on each of its GPUs; None: the server measures the free memory.
         env: added to the environment of every process.
-
-    Raises:
-        ConfigError: the trainer shares the server's weights but is set to another device, or several servers have no
-            GPUs named.
     """
-    _check_device(config.trainer, on_gpu=on_gpu)
-    _check_gpus(config.server, on_gpu=on_gpu)
     folder = config.run_dir / "config"
     trainer = _trainer_table(config, ports, on_gpu)
     files: dict[Path, Mapping[str, Any]] = {folder / "trainer.toml": trainer}
@@ -238,31 +231,6 @@ def _server_processes(
         own = (*flags, *shared) if trainer.shares_weights and name == config.server.names[0] else tuple(flags)
         one = trainer.model_copy(update={"vllm": vllm})
         yield server_process(one, python=python, on_gpu=on_gpu, model=one.model.name, flags=own, name=name)
-
-
-def _check_device(trainer: TrainConfig, *, on_gpu: bool) -> None:
-    device = trainer.model.device
-    if trainer.shares_weights and device != "auto" and device.startswith("cuda") != on_gpu:
-        where = "a GPU's memory" if on_gpu else "main memory"
-        raise ConfigError(
-            "the trainer is to use the server's weights",
-            field="--device",
-            got=device,
-            wanted=f"the device that holds them: {where}",
-            fix="use --device auto",
-        )
-
-
-def _check_gpus(server: ServerProcess, *, on_gpu: bool) -> None:
-    if on_gpu and server.replicas > 1 and server.gpus is None:
-        example = ";".join(map(str, range(server.replicas)))
-        raise ConfigError(
-            "all servers would start on the same GPU",
-            field="--server.replicas",
-            got=server.replicas,
-            wanted="--server.gpus as well",
-            fix=f"name the GPUs of each server: --server.gpus '{example}' (the trainer is on the first that it sees)",
-        )
 
 
 def _bridge_config_path(config: RunConfig) -> Path:

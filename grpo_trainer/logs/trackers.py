@@ -5,16 +5,11 @@ from __future__ import annotations
 import importlib
 import math
 import os
-from types import ModuleType
 from typing import Any
 from uuid import uuid4
 
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import replace_file
-
-PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio"}
-"""Tracker -> what has to be installed for it."""
 
 DEFAULT_PROJECT = "grpo"
 RUN_ID_FILE = "tracked_as"
@@ -49,7 +44,7 @@ class WandbSink:
 
     def __init__(self, config: TrainConfig, steps_done: int = 0) -> None:
         logging = config.logging
-        self._run = load("wandb").init(
+        self._run = importlib.import_module("wandb").init(
             id=os.environ.get("WANDB_RUN_ID") or run_id(config, steps_done),
             resume="allow",
             project=logging.wandb_project or DEFAULT_PROJECT,
@@ -69,7 +64,7 @@ class TensorBoardSink:
     """TensorBoard's event files in LOG_DIR/tensorboard: `tensorboard --logdir LOG_DIR`."""
 
     def __init__(self, config: TrainConfig, steps_done: int = 0) -> None:
-        self._writer = load("tensorboard", "tensorboard.summary").Writer(str(config.log_dir / "tensorboard"))
+        self._writer = importlib.import_module("tensorboard.summary").Writer(str(config.log_dir / "tensorboard"))
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
         for key, value in numbers.items():
@@ -85,7 +80,7 @@ class TrackioSink:
 
     def __init__(self, config: TrainConfig, steps_done: int = 0) -> None:
         logging = config.logging
-        self._run = load("trackio").init(
+        self._run = importlib.import_module("trackio").init(
             name=f"{config.log_dir.absolute().name}-{run_id(config, steps_done)}",  # a run is told by its name
             resume="allow",
             project=logging.wandb_project or DEFAULT_PROJECT,
@@ -104,20 +99,3 @@ class TrackioSink:
 
 
 SINKS = {"wandb": WandbSink, "tensorboard": TensorBoardSink, "trackio": TrackioSink}
-
-
-def load(tracker: str, module: str | None = None) -> ModuleType:
-    """Import a tracker's package.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        return importlib.import_module(module or tracker)
-    except ImportError:
-        raise ConfigError(
-            f"{PACKAGES[tracker]} is not installed",
-            field="--log-to",
-            got=tracker,
-            fix=f"pip install {PACKAGES[tracker]}",
-        ) from None

@@ -37,16 +37,10 @@ log = logging.getLogger(__name__)
 
 
 def is_cut(world: World, config: TrainConfig) -> bool:
-    """Return whether to shard the weights over the processes.
-
-    Raises:
-        ConfigError: `--sharding full` is set, but the weights can't be sharded.
-    """
+    """Return whether to shard the weights over the processes: it is asked for, and they can be sharded."""
     if world.alone or not wants_parts(config):
         return False
     if why := why_whole(config):
-        if config.distributed.sharding == "full":
-            raise ConfigError(why, field="--sharding", got="full", fix="use --sharding none")
         log.warning("weights, gradients and optimizer states are whole on each GPU: --sharding full %s", why)
         return False
     return True

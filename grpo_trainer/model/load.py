@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from typing import Any
 
@@ -84,7 +83,7 @@ def load_model(config: ModelConfig) -> PreTrainedModel:
 
     Raises:
         ModelError: see `check_model`; or the model is quantised already.
-        ConfigError: see `pick_device` and `check_attention`; or bitsandbytes is missing.
+        ConfigError: see `pick_device` and `check_attention`.
     """
     found = check_model(config.name)
     check_attention(found, config.attention)
@@ -143,13 +142,8 @@ def _in_4_bits(name: str, found: Any, dtype: torch.dtype) -> BitsAndBytesConfig:
     """Return QLoRA's quantisation (arXiv 2305.14314): 4-bit NormalFloat with quantised scales.
 
     Raises:
-        ConfigError: bitsandbytes is not installed.
         ModelError: the weights are quantised already.
     """
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            "needs bitsandbytes", field="--load-in-4bit", fix="pip install 'grpo-trainer[qlora]', or leave it out"
-        )
     if (already := getattr(found, "quantization_config", None)) is not None:
         method = already.get("quant_method") if isinstance(already, dict) else type(already).__name__
         raise ModelError(

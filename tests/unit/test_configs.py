@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from grpo_trainer.config.rules import Hardware, check
 from grpo_trainer.config.run import build_run, read_toml
 from grpo_trainer.doctor.machine import Gpu, Machine
-from grpo_trainer.doctor.run_checks import check_combinations, check_length, check_spread, server_spread
+from grpo_trainer.doctor.run_checks import check_length, check_spread, server_spread
 from grpo_trainer.launch.plan import plan_run
 
 ROOT = Path(__file__).parents[2]
@@ -49,8 +50,8 @@ def test_an_example_is_valid_and_fits_the_gpus_that_it_names(example: Any) -> No
     shape = made.SHAPES[example.size]
     gpus = example.gpus
     machine = Machine("3.12.0", "6", 1, gpus=(Gpu("H200", "u", 141 * 10**9, 141 * 10**9),) * gpus)
+    assert check(config, Hardware(on_gpu=True, gpus=gpus)) == []
     for finding in (
-        check_combinations(config, machine),
         check_length(config, shape),
         check_spread(server_spread(config), shape, machine),
     ):

@@ -120,30 +120,6 @@ def names(text: str, part: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("options", "parts"),
-    [
-        ({"lora_r": "16"}, ("--lora-r", "16", "8")),
-        ({"lora_alpha": 3}, ("--lora-alpha", "3.0", "8.0")),
-        ({"lora_rslora": True}, ("--lora-rslora", "on", "off")),
-        ({"lora_target_modules": "q_proj"}, ("--lora-target-modules", "q_proj", "q_proj,up_proj")),
-        ({"lora_layer_indices": "0"}, ("--lora-layer-indices", "0", "all")),
-    ],
-)
-def test_flags_that_contradict_the_adapter_are_refused(
-    tmp_path: Path, options: dict[str, object], parts: tuple[str, ...]
-) -> None:
-    path = saved(tmp_path)
-    with pytest.raises(ConfigError) as error:
-        bridge(lora_adapter=str(path), **options)
-    assert all(names(str(error.value), part) for part in (*parts, f"--lora-adapter {path}"))
-
-
-def test_flags_that_agree_with_the_adapter_are_fine(tmp_path: Path) -> None:
-    path = saved(tmp_path)
-    assert bridge(lora_adapter=str(path), lora_r="8", lora_target_modules="up_proj,q_proj").r == 8
-
-
-@pytest.mark.parametrize(
     ("change", "parts"),
     [
         ({"use_dora": True}, ("use_dora", "true", "false")),

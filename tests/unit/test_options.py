@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 from grpo_trainer.cli import app
 from grpo_trainer.config.bridge import LoraOnly, SharedVllm
 from grpo_trainer.config.options import build, dump, unique_leaves, with_options
-from grpo_trainer.config.run import SET_BY_THE_RUN, build_run
-from grpo_trainer.config.server import SAID_TWICE, ServerProcess, VllmConfig
+from grpo_trainer.config.rules import SET_BY_THE_RUN
+from grpo_trainer.config.run import build_run
+from grpo_trainer.config.server import ALIASES, ServerProcess, VllmConfig
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError
 
@@ -78,10 +79,6 @@ LORA = {"weight_bridge_mode": "lora_only"}
         ({"lr": 0}, "--lr", "0", "greater than 0"),
         ({**LORA, "lora_r": 24}, "--lora-r", "24", "1, 8, 16, 32, 64, 128, 256, 320, 512; use 32"),
         ({**LORA, "lora_target_modules": ","}, "--lora-target-modules", "no names", "q_proj"),
-        (
-            {"weight_bridge_mode": "lora_restart", "max_staleness": 1, "vllm_restart_interval": 4},
-            *("--max-staleness", "1", "3 or more"),
-        ),
         ({"lora_r": 8}, "--lora-r", "--weight-bridge-mode none", "--weight-bridge-mode lora_only, lora_restart"),
         ({"weight_bridge_mode": "lora"}, "--weight-bridge-mode", "lora", "'none'"),
         ({"optimizer": "adamw_cpu"}, "--optimizer", "adamw_cpu", "use adamw_8bit"),
@@ -95,34 +92,12 @@ LORA = {"weight_bridge_mode": "lora_only"}
             *("--train-layer-indices", "--weight-bridge-mode lora_only", "--weight-bridge-mode none, shared_vllm"),
         ),
         ({"train_layer_indices": "0,3-1"}, "--train-layer-indices", "3-1", "0-3,28-31"),
-        ({**LORA, "vllm_config_path": "x.json"}, "--vllm-config-path", "x.json", "--share-base"),
-        ({**LORA, "share_base": True, "load_in_4bit": True}, "--load-in-4bit", "--share-base with it", "lora_only"),
-        ({**LORA, "load_in_4bit": True, "dtype": "float16"}, "--dtype", "float16 and --load-in-4bit", "bfloat16"),
-        (
-            {"weight_bridge_mode": "shared_vllm", "load_in_4bit": True},
-            *("--load-in-4bit", "--weight-bridge-mode shared_vllm with it", "lora_only"),
-        ),
-        ({"load_in_4bit": True}, "--load-in-4bit", "--weight-bridge-mode none", "--weight-bridge-mode lora_only"),
-        (
-            {"single_copy": True, "dtype": "bfloat16", "vllm_dtype": "float32"},
-            *("--vllm-dtype", "float32", "--dtype bfloat16"),
-        ),
-        ({"weight_bridge_mode": "shared_vllm", "dtype": "float16"}, "--dtype", "float16", "--master-weights"),
         ({"rollout_url": "localhost:8000"}, "--rollout-url", "localhost:8000", "http://localhost:8000"),
         ({"lerning_rate": 1}, "lerning_rate", "", "lr?"),
         (
             {"rollout_url": "http://a:1", "atropos-url": "http://a:2"},
             *("--atropos-url", "http://a:2 and --rollout-url http://a:1", "one"),
         ),
-        ({"warmup_steps": 10}, "--warmup-steps", "10", "--training-steps 10"),
-        ({"loss": "sapo", "dual_clip": 3}, "--dual-clip", "3", "clipped"),
-        ({"is_correction": "mask"}, "--is-correction", "mask", "--ratio-against trainer"),
-        ({"ref_offload": True}, "--ref-offload", "True", "--kl-beta or --log-kl"),
-        (
-            {**LORA, "kl_beta": 0.1, "ref_offload": True},
-            *("--ref-offload", "--weight-bridge-mode lora_only", "leave it out"),
-        ),
-        ({"single_copy": True, "updates_per_batch": 2}, "--updates-per-batch", "2", "1"),
     ],
 )
 def test_errors_name_the_option_what_came_and_what_was_wanted(
@@ -205,18 +180,6 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ({"environments": [{"env": 3}]}, {}, [], "environments.env", "3", "table"),
         ({"trainer": 3}, {}, [], "trainer", "3", "[trainer]"),
         ({}, {"server.gpu_memory_utilization": "7"}, [], "--server.gpu-memory-utilization", "7", "1"),
-        (
-            {},
-            {"single_copy": True, "server.tensor_parallel_size": "2"},
-            [],
-            *("--server.tensor-parallel-size", "2", "--weight-bridge-mode none or lora_only"),
-        ),
-        (
-            {},
-            {"single_copy": True, "data_parallel_size": "2"},
-            [],
-            *("--server.data-parallel-size", "2", "--weight-bridge-mode none or lora_only"),
-        ),
         *(
             ({}, {"server.extra_args": words}, [], "--server.extra-args", words.partition("=")[0], own)
             for words, own in (
@@ -227,8 +190,15 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
                 ("--api-key=k", "--vllm-api-key"),
             )
         ),
-        ({}, {"vllm_extra_args": "--dtype=float16"}, [], "--vllm-extra-args", "--dtype", "--vllm-dtype"),
-        ({}, {"vllm_extra_args": "--logits-dtype,model"}, [], "--vllm-extra-args", "--logits-dtype", "--logits-dtype"),
+        ({}, {"vllm_extra_args": "--dtype=float16"}, [], "--server.extra-args", "--dtype", "--server.dtype"),
+        (
+            {},
+            {"vllm_extra_args": "--logits-dtype,model"},
+            [],
+            "--server.extra-args",
+            "--logits-dtype",
+            "--logits-dtype",
+        ),
         ({}, {"api.extra_args": "--api-key,k"}, [], "--api.extra-args", "--api-key", "--rollout-api-key"),
         (
             {},
@@ -248,30 +218,11 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
             [],
             *("--lora-rank", "16 and --lora-r 8", "one"),
         ),
-        (
-            {},
-            {"batch_size": "3", "gradient_accumulation_steps": "1"},
-            [],
-            *("--batch-size x --gradient-accumulation-steps", "3 sequences a step", "multiple of 8"),
-        ),
-        (
-            {"environments": [{"env": {"group_size": 6}}, {"env": {"group_size": 10}}]},
-            {"batch_size": 14, "gradient_accumulation_steps": 1},
-            [],
-            *("--batch-size x --gradient-accumulation-steps", "14 sequences a step", "6 and 10"),
-        ),
         ({}, {"env": "gsm9k"}, [], "--env", "gsm9k", "arithmetic, gsm8k, verifiers, word_problems"),
         ({}, {}, ["--envv.group_size", "8"], "--envv.group_size", "", "--env.group_size?"),
         ({}, {}, ["--server.prt", "8"], "--server.prt", "", "--server.port?"),
         ({}, {}, ["--zzzzzz", "8"], "--zzzzzz", "", "--help"),
         ({}, {}, ["sums"], "sums", "a word without a flag", "--NAME VALUE"),
-        (
-            {},
-            {"weight_bridge_mode": "lora_only", "share_base": True, "server.extra_args": "--quantization=fp8"},
-            [],
-            *("--server.extra-args", "--quantization", "--weight-bridge-mode none or lora_only"),
-        ),
-        ({}, {"single_copy": True, "server.dtype": "float16"}, [], "--server.dtype", "float16", "--dtype"),
     ],
 )
 def test_a_runs_errors(
@@ -301,14 +252,6 @@ def test_every_wrong_value_is_a_problem_of_its_own() -> None:
     with pytest.raises(ConfigError) as error:
         build(TrainConfig, {"model_name": "m", "lr": 0, "seq_len": 1})
     assert {(problem.field, problem.got) for problem in error.value.problems} == {("--lr", "0"), ("--seq-len", "1")}
-
-
-def test_an_error_between_options_of_a_section_shows_no_other_value() -> None:
-    """What pydantic was given is the whole section, the key to the server in it."""
-    with pytest.raises(ConfigError) as error:
-        build(TrainConfig, {"model_name": "m", "vllm_also": "127.0.0.1:9001,h:1,h:1", "vllm_api_key": "hidden"})
-    assert error.value.field == "--vllm-also" and error.value.got.endswith("h:1, h:1")
-    assert "hidden" not in str(error.value)
 
 
 def test_a_toml_file_with_an_error_names_the_place(tmp_path: Path) -> None:
@@ -369,7 +312,7 @@ LORA = {"weight_bridge_mode": "lora_only"}
 
 
 def test_the_servers_options_have_the_same_defaults_under_both_names() -> None:
-    for name in SAID_TWICE:
+    for name in ALIASES.values():
         assert ServerProcess.model_fields[name].default == VllmConfig.model_fields[name].default, name
 
 

@@ -226,15 +226,6 @@ def test_other_servers_keep_their_weights_to_themselves() -> None:
     assert not any("--shared-weights" in process.argv for process in plan().processes)
 
 
-@pytest.mark.parametrize(("device", "on_gpu"), [("cpu", True), ("cuda:0", False)])
-def test_a_trainer_on_another_device_than_the_weights_is_refused(device: str, on_gpu: bool) -> None:
-    with pytest.raises(ConfigError) as error:
-        plan({"weight_bridge_mode": "shared_vllm", "device": device}, on_gpu=on_gpu)
-    assert (error.value.field, error.value.got) == ("--device", device) and "--device auto" in error.value.fix
-    plan({"weight_bridge_mode": "shared_vllm", "device": device}, on_gpu=not on_gpu)
-    plan({"device": device}, on_gpu=on_gpu)  # with weights of its own it may
-
-
 @pytest.mark.parametrize(
     ("flags", "kept"),
     [
@@ -363,9 +354,6 @@ def test_ports_of_several_servers_follow_one_another_or_are_any_that_are_free() 
 @pytest.mark.parametrize(
     ("flags", "field", "got", "helps"),
     [
-        ({"server.gpus": None}, "--server.replicas", "3", "--server.gpus '0;1;2'"),
-        ({"server.gpus": "0;1"}, "--server.gpus", "0;1", "0;1;2"),
-        ({"weight_bridge_mode": "shared_vllm", "server.gpus": "0;1;2"}, "--server.replicas", "3", "1, or another mode"),
         ({"vllm_also": "h:1"}, "--vllm-also", "", "--server.replicas"),
         ({"vllm_gpus": "0;1;2"}, "--vllm-gpus", "", "--server.gpus"),
     ],
@@ -384,9 +372,6 @@ def test_several_servers_that_can_not_be_are_refused(flags: dict[str, Any], fiel
     [
         ({"vllm_also": "10.0.0.2"}, "--vllm-also", "10.0.0.2", "HOST:PORT"),
         ({"vllm_also": "http://10.0.0.2:9001"}, "--vllm-also", "http://10.0.0.2:9001", "HOST:PORT"),
-        ({"vllm_also": "h:9001,h:9001"}, "--vllm-also", "127.0.0.1:9001, h:9001, h:9001", "once"),
-        ({"vllm_also": "h:9001", "vllm_gpus": "0"}, "--vllm-gpus", "0", "0;1"),
-        ({"vllm_also": "h:9001", "weight_bridge_mode": "shared_vllm"}, "--vllm-also", "h:9001", "one server"),
     ],
 )
 def test_a_trainers_servers_that_can_not_be_are_refused(

@@ -12,14 +12,13 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from grpo_trainer.config.bridge import LoraOnly
-from grpo_trainer.config.options import build
-from grpo_trainer.config.train import ModelConfig, TrainConfig
-from grpo_trainer.errors import BridgeError, ConfigError, ModelError
+from grpo_trainer.config.train import ModelConfig
+from grpo_trainer.errors import BridgeError, ModelError
 from grpo_trainer.model.load import load_model, weights_of
 from grpo_trainer.model.lora import add_adapter
 from grpo_trainer.weights.proof import FAILED, NOISE_LIMIT_4BIT, prove_lora
 from tests.unit.test_proof import INFO, FakeServer
-from tests.unit.tiny_lora import fill_b, save_tiny, tiny_qwen
+from tests.unit.tiny_lora import fill_b, tiny_qwen
 
 needs_bitsandbytes = pytest.mark.skipif(
     importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed (the extra qlora)"
@@ -130,13 +129,6 @@ def test_a_base_model_that_4_bits_ruin_is_refused(tmp_path: Path) -> None:
     assert failed.value.field == f"{FAILED} (present adapter)"
 
 
-def test_without_bitsandbytes_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError) as refused:
-        load_model(ModelConfig(name=str(save_tiny(tmp_path)), device="cpu", load_in_4bit=True))
-    assert refused.value.field == "--load-in-4bit" and "'grpo-trainer[qlora]'" in refused.value.fix
-
-
 @needs_bitsandbytes
 def test_a_width_that_the_kernel_garbles_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import bitsandbytes.functional
@@ -162,22 +154,3 @@ def test_a_model_that_is_quantised_already_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as refused:
         load_model(ModelConfig(name=str(tmp_path), device="cpu", load_in_4bit=True))
     assert (refused.value.field, refused.value.got) == (f"--model-name {tmp_path}", "awq")
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (
-            {"weight_bridge_mode": "none"},
-            r"--load-in-4bit: .*--weight-bridge-mode lora_only\b",
-        ),
-        ({"weight_bridge_mode": "lora_restart"}, r"--load-in-4bit: .*\blora_restart\b"),
-        (
-            {"weight_bridge_mode": "lora_only", "dtype": "float16"},
-            r"--dtype\b.* float16\b.*--load-in-4bit",
-        ),
-    ],
-)
-def test_4_bits_go_with_lora_only_and_a_wide_exponent(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        build(TrainConfig, {"model_name": "m", "load_in_4bit": True, **options})

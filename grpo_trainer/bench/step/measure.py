@@ -20,6 +20,7 @@ from grpo_trainer.bench.sync.shapes import SHAPES, Shape
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.distributed import DistributedConfig
 from grpo_trainer.config.options import build
+from grpo_trainer.config.rules import checked
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.distributed import World, join
 from grpo_trainer.follower import obey
@@ -84,10 +85,12 @@ def train_config(options: StepOptions, processes: int = 1) -> TrainConfig:
         "logits_dtype": options.model.logits_dtype,
         "optimizer": options.optimizer_name,
         "drift_limit": 0,
+        "world_size": processes,
+        "init_method": "env://",
         **bridge,
         **options.compute.model_dump(),
     }
-    return build(TrainConfig, {key: value for key, value in values.items() if value is not None})
+    return checked(build(TrainConfig, {key: value for key, value in values.items() if value is not None}))
 
 
 def build_model(

@@ -32,6 +32,7 @@ from grpo_trainer.bench.sync.step import Training
 from grpo_trainer.bench.sync.subject import Facts, Place, WeightFigures
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.options import build
+from grpo_trainer.config.rules import checked
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.launch.owned_server import OwnedServer
@@ -98,7 +99,7 @@ def _train_config(options: SyncOptions, place: Place, written: Path) -> TrainCon
         "lora_root": written,
         "share_base": choice.share_base,
     }
-    return build(TrainConfig, values)
+    return checked(build(TrainConfig, values))
 
 
 class WatchedClient(ServerClient):

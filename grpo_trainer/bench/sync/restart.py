@@ -27,6 +27,7 @@ from grpo_trainer.bench.sync.subject import Facts, Place, WeightFigures
 from grpo_trainer.config.bridge import CheckpointRestart
 from grpo_trainer.config.checkpoints import CheckpointConfig
 from grpo_trainer.config.options import build
+from grpo_trainer.config.rules import checked
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.launch.owned_server import OwnedServer
 from grpo_trainer.launch.plan import ProcessSpec
@@ -48,7 +49,7 @@ NO_LAST_VERSION = -1
 @contextmanager
 def opened(options: SyncOptions, place: Place) -> Iterator[RestartSubject]:
     """The trainer's model is in fp32, as in training; its optimizer has no states yet."""
-    config = build(TrainConfig, {**train_values(options, place, "none"), "vllm_restart_interval": 1})
+    config = checked(build(TrainConfig, {**train_values(options, place, "none"), "vllm_restart_interval": 1}))
     assert isinstance(config.bridge, CheckpointRestart)
     model, weights = weighed(lambda: load_all_weights(config.model), place, attached=False)
     written = place.folder / "written"

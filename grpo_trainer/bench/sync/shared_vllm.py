@@ -27,6 +27,7 @@ from grpo_trainer.bench.sync.step import Training
 from grpo_trainer.bench.sync.subject import Facts, Place, WeightFigures
 from grpo_trainer.config.bridge import SharedVllm
 from grpo_trainer.config.options import build
+from grpo_trainer.config.rules import checked
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.launch.owned_server import OwnedServer
 from grpo_trainer.metrics.types import reduce
@@ -44,7 +45,7 @@ WARM_UP = 3
 @contextmanager
 def opened(options: SyncOptions, place: Place, in_flight: InFlight = "keep") -> Iterator[SharedSubject]:
     """The server first: its memory is the trainer's."""
-    config = build(TrainConfig, train_values(options, place, "shared_vllm") | {"in_flight": in_flight})
+    config = checked(build(TrainConfig, train_values(options, place, "shared_vllm") | {"in_flight": in_flight}))
     assert isinstance(config.bridge, SharedVllm)
     flags = ["--shared-weights", "--bridge-config-path", str(place.folder / FILE_NAME)]
     spec = server_spec(config, options.server, place, flags, tiny=options.model.shape == "tiny")

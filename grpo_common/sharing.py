@@ -1,0 +1,31 @@
+"""Which options of vLLM a server that shares its weights can't have: known to who starts it, and to the server."""
+
+from collections.abc import Iterator, Mapping
+
+from grpo_common.errors import Problem
+
+_ONLY: tuple[tuple[str, object, str, str], ...] = (
+    ("tensor_parallel_size", 1, "each GPU would hold a part of each weight", "serve on one GPU"),
+    ("pipeline_parallel_size", 1, "each GPU would hold some layers", "serve on one GPU"),
+    ("data_parallel_size", 1, "each replica would hold its own weights", "serve on one GPU"),
+    ("enable_sleep_mode", False, "the memory could be taken away from under the trainer", "leave it out"),
+    ("cpu_offload_gb", 0, "the weights would lie in two places", "leave it out"),
+    ("kv_transfer_config", None, "caches outside of the engine outlive an update of the weights", "leave it out"),
+    ("quantization", None, "quantised weights cannot be trained", "leave it out"),
+)
+"""Options by the names that argparse gives them: the only value that works, why, and the fix."""
+
+
+def unshareable(options: Mapping[str, object]) -> Iterator[Problem]:
+    """Yield a problem for each option with which no trainer could use the server's weights.
+
+    Args:
+        options: values by name, as argparse has them or as they were typed (`"2"`).
+
+    Returns:
+        Problems whose field is the option's name.
+    """
+    for name, only, why, fix in _ONLY:
+        value = options.get(name, only)
+        if value != only and str(value) != str(only):
+            yield Problem(name, str(value), f"{'none' if only is None else only}, since {why}", fix)

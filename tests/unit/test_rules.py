@@ -1,0 +1,403 @@
+"""Combinations of options that are refused: for each rule what triggers it, and what its problem names."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_common.errors import Problem
+from grpo_trainer.config import rules
+from grpo_trainer.config.options import build
+from grpo_trainer.config.rules import Case, Hardware, Rule, check
+from grpo_trainer.config.run import build_run
+from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.errors import ConfigError
+from vllm_server.protocol.flat import encode_header, lay_out
+
+CPU, ONE_GPU = Hardware(on_gpu=False, gpus=0), Hardware(on_gpu=True, gpus=1)
+SHARED = {"weight_bridge_mode": "shared_vllm"}
+LORA = {"weight_bridge_mode": "lora_only"}
+SHARE_BASE = {**LORA, "share_base": True}
+TWO = {"trainer_rank": 0, "world_size": 2, "init_method": "tcp://127.0.0.1:1"}
+REPLICAS = {**LORA, "server.replicas": "3", "server.gpus": "0;1,2;3"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A rule and a configuration that it refuses for one reason.
+
+    Attributes:
+        given: the options of `grpo train`, or of `grpo run` where `run` is set.
+        field, got: of the problem.
+        helps: stands in what was wanted, the fix or the summary.
+        file: tables of the run's file.
+    """
+
+    rule: Rule
+    given: Mapping[str, Any]
+    field: str
+    got: str
+    helps: str
+    hardware: Hardware | None = None
+    run: bool = False
+    file: Mapping[str, Any] | None = None
+
+
+in_train, in_run = Row, partial(Row, run=True)
+
+BATCH = "--batch-size x --gradient-accumulation-steps"
+ROWS = [
+    in_train(rules.steps, {"warmup_steps": 10}, "--warmup-steps", "10", "--training-steps 10"),
+    in_train(
+        rules.steps,
+        {"seq_len": 512, "max_tokens_per_microbatch": 511},
+        *("--max-tokens-per-microbatch", "511", "--seq-len 512"),
+    ),
+    in_train(
+        rules.steps,
+        {"weight_bridge_mode": "lora_restart", "max_staleness": 1, "vllm_restart_interval": 4},
+        *("--max-staleness", "1", "3 or more"),
+    ),
+    in_run(
+        rules.groups,
+        {"batch_size": "3", "gradient_accumulation_steps": "1"},
+        *(BATCH, "3 sequences a step", "multiple of 8"),
+    ),
+    in_run(
+        rules.groups,
+        {"batch_size": 14, "gradient_accumulation_steps": 1},
+        *(BATCH, "14 sequences a step", "6 and 10"),
+        file={"environments": [{"env": {"group_size": 6}}, {"env": {"group_size": 10}}]},
+    ),
+    in_train(rules.loss, {"loss": "sapo", "dual_clip": 3}, "--dual-clip", "3.0", "clipped"),
+    in_train(rules.loss, {"is_correction": "mask"}, "--is-correction", "mask", "--ratio-against trainer"),
+    in_train(rules.loss, {"ref_offload": True}, "--ref-offload", "True", "--kl-beta or --log-kl"),
+    in_train(
+        rules.loss,
+        {**LORA, "kl_beta": 0.1, "ref_offload": True},
+        *("--ref-offload", "--weight-bridge-mode lora_only", "leave it out"),
+    ),
+    in_train(
+        rules.steps,
+        {"share_prompts": "on", "packing": "off"},
+        *("--share-prompts", "on and --packing off", "packed"),
+    ),
+    in_train(
+        rules.four_bits,
+        {**SHARE_BASE, "load_in_4bit": True},
+        *("--load-in-4bit", "--share-base with it", "lora_only"),
+    ),
+    in_train(
+        rules.four_bits,
+        {**SHARED, "load_in_4bit": True},
+        *("--load-in-4bit", "--weight-bridge-mode shared_vllm with it", "lora_only"),
+    ),
+    in_train(
+        rules.four_bits,
+        {"load_in_4bit": True},
+        *("--load-in-4bit", "--weight-bridge-mode none", "--weight-bridge-mode lora_only"),
+    ),
+    in_train(
+        rules.four_bits,
+        {**LORA, "load_in_4bit": True, "dtype": "float16"},
+        *("--dtype", "float16 and --load-in-4bit", "bfloat16"),
+    ),
+    in_train(
+        rules.shared_weights,
+        {**LORA, "vllm_config_path": "x.json"},
+        *("--vllm-config-path", "x.json", "--share-base"),
+    ),
+    in_train(
+        rules.shared_weights,
+        {**SHARED, "dtype": "bfloat16", "vllm_dtype": "float32"},
+        *("--vllm-dtype", "float32", "--dtype bfloat16"),
+    ),
+    in_run(
+        rules.shared_weights,
+        {**SHARED, "server.dtype": "float32"},
+        *("--server.dtype", "float32", "use --dtype"),
+    ),
+    in_train(
+        rules.shared_weights,
+        {**SHARED, "dtype": "float16"},
+        *("--dtype", "float16", "--master-weights"),
+    ),
+    in_train(rules.shared_weights, {**SHARED, "vllm_also": "h:9001"}, "--vllm-also", "h:9001", "one server"),
+    in_run(
+        rules.shared_weights,
+        {**SHARED, "server.replicas": "3", "server.gpus": "0;1;2"},
+        *("--server.replicas", "3", "one server, or another mode"),
+    ),
+    in_train(rules.shared_weights, {**SHARED, **TWO}, "--world-size", "2", "lora_restart or none"),
+    in_run(rules.shared_weights, {**SHARE_BASE, "trainer_gpus": 2}, "--trainer-gpus", "2", "1, or"),
+    in_run(
+        rules.sharing_server,
+        {**SHARED, "server.tensor_parallel_size": "2"},
+        *("--server.tensor-parallel-size", "2", "--weight-bridge-mode none or lora_only"),
+    ),
+    in_run(
+        rules.sharing_server,
+        {**SHARED, "data_parallel_size": "2"},
+        *("--server.data-parallel-size", "2", "--weight-bridge-mode none or lora_only"),
+    ),
+    *(
+        in_run(
+            rules.sharing_server,
+            {**SHARE_BASE, "server.extra_args": words},
+            *("--server.extra-args", got, "--weight-bridge-mode none or lora_only"),
+        )
+        for words, got in (
+            ("--quantization=fp8", "--quantization fp8"),
+            ("-q,fp8", "-q fp8"),
+            ("--enable-sleep-mode,--seed,7", "--enable-sleep-mode"),
+            ("--cpu-offload-gb,4", "--cpu-offload-gb 4"),
+        )
+    ),
+    in_run(
+        rules.shared_weights,
+        {**SHARED, "device": "cpu"},
+        *("--device", "cpu", "use --device auto"),
+        ONE_GPU,
+    ),
+    in_train(
+        rules.shared_weights,
+        {**SHARED, "device": "cuda:0"},
+        *("--device", "cuda:0", "main memory"),
+        CPU,
+    ),
+    in_train(rules.loss, {**SHARED, "updates_per_batch": 2}, "--updates-per-batch", "2", "1"),
+    in_train(
+        rules.servers,
+        {**LORA, "vllm_also": "h:9001,h:9001"},
+        *("--vllm-also", "127.0.0.1:9001, h:9001, h:9001", "once"),
+    ),
+    in_train(rules.servers, {**LORA, "vllm_also": "h:9001", "vllm_gpus": "0"}, "--vllm-gpus", "0", "0;1"),
+    in_run(rules.servers, REPLICAS | {"server.gpus": "0;1"}, "--server.gpus", "0;1", "0;1;2"),
+    in_run(
+        rules.servers,
+        {**LORA, "server.replicas": "3"},
+        *("--server.replicas", "3", "--server.gpus '0;1;2'"),
+        ONE_GPU,
+    ),
+    in_train(rules.processes, TWO | {"trainer_rank": 2}, "--trainer-rank", "2", "0 to 1"),
+    in_train(rules.processes, TWO | {"init_method": None}, "--init-method", "nothing", "MASTER_ADDR"),
+    *(
+        in_train(rules.processes, {**TWO, "sharding": "full", **given}, "--sharding", "full", why)
+        for given, why in (({"optimizer": "adafactor"}, "adafactor"), ({"kl_beta": 0.1}, "--kl-beta"), (LORA, "lora"))
+    ),
+    in_run(rules.processes, {"sharding": "full"}, "--sharding", "full", "one trainer process"),
+    in_train(rules.processes, {**TWO, "device": "cuda:1"}, "--device", "cuda:1", "another GPU"),
+    in_train(rules.machine, {"device": "cuda:1"}, "--device", "cuda:1, with 1 visible GPUs", "auto", ONE_GPU),
+    in_run(
+        rules.machine,
+        {"trainer_gpus": 2},
+        "--trainer-gpus",
+        "2, with 1 visible GPUs",
+        "--trainer-gpus 1",
+        ONE_GPU,
+    ),
+    in_train(
+        rules.machine,
+        {**LORA, "lora_transport": "nccl"},
+        *("--lora-transport", "nccl without a GPU", "memory"),
+        CPU,
+    ),
+    in_run(
+        rules.machine,
+        {"server.pipeline_parallel_size": 2},
+        *("--server.pipeline-parallel-size", "2 without a GPU", "--server.tensor-parallel-size"),
+        CPU,
+    ),
+    in_train(
+        rules.packages,
+        {"log_to": "trackio"},
+        *("--log-to", "trackio without trackio", "pip install trackio"),
+        CPU,
+    ),
+    in_train(
+        rules.packages,
+        {**LORA, "load_in_4bit": True},
+        *("--load-in-4bit", "on without bitsandbytes", "'grpo-trainer[qlora]'"),
+        CPU,
+    ),
+    in_train(
+        rules.packages,
+        {"attention": "flash_attention_2"},
+        *("--attention", "flash_attention_2 without flash_attn", "--attention sdpa"),
+        CPU,
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def problems_of(row: Row) -> list[Problem]:
+    given = {"model_name": "m", **{key: value for key, value in row.given.items() if value is not None}}
+    if not row.run:
+        return check(build(TrainConfig, given), row.hardware)
+    try:
+        config = build_run(row.file or {}, given)
+    except ConfigError as error:
+        return list(error.problems)
+    return check(config, row.hardware)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.rule.__name__}-{row.field}")
+def test_a_rule_names_the_option_what_came_and_what_helps(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    if row.rule is rules.packages:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(rules, "RULES", [row.rule])
+    (problem,) = problems_of(row)
+    assert (problem.field, problem.got) == (row.field, row.got)
+    assert row.helps in f"{problem.wanted}; {problem.fix}; {problem.summary}"
+
+
+def test_every_refusal_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for those of `adapter`, which reads a file and has a test of its own below."""
+    tree = ast.parse(Path(rules.__file__).read_text())
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    judged = [functions[rule.__name__] for rule in rules.RULES if rule is not rules.adapter]
+    refusals = {node.lineno for rule in judged for node in ast.walk(rule) if isinstance(node, ast.Yield)}
+    seen: set[int] = set()
+
+    def watched(rule: Rule) -> Rule:
+        def watch(case: Case) -> Iterator[Problem]:
+            found: Any = rule(case)
+            for problem in found:
+                seen.add(found.gi_frame.f_lineno)  # where the rule waits: at its yield
+                yield problem
+
+        return watch
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for row in ROWS:
+        monkeypatch.setattr(rules, "RULES", [watched(row.rule)])
+        problems_of(row)
+    assert refusals == seen and len(seen) > len(judged)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        in_train(rules.processes, {**TWO, "sharding": "full"}, "", "", "", ONE_GPU),
+        in_train(rules.loss, {"kl_beta": 0.1, "ref_offload": True}, "", "", "", CPU),
+        in_train(rules.four_bits, {**LORA, "load_in_4bit": True, "dtype": "bfloat16"}, "", "", ""),
+        in_train(rules.shared_weights, {**SHARED, "vllm_dtype": "float32"}, "", "", ""),
+        in_run(rules.shared_weights, {**SHARED, "device": "cpu"}, "", "", "", CPU),
+        in_run(rules.shared_weights, {"device": "cpu"}, "", "", "", ONE_GPU),
+        in_run(rules.sharing_server, {"server.tensor_parallel_size": "2"}, "", "", ""),
+        in_run(rules.sharing_server, {**SHARED, "server.extra_args": "--seed,7"}, "", "", ""),
+        in_run(rules.servers, REPLICAS, "", "", "", ONE_GPU),
+        in_run(rules.servers, {**LORA, "server.replicas": 2}, "", "", "", CPU),
+        in_run(rules.machine, {"trainer_gpus": 4, "device": "cuda"}, "", "", "", Hardware(on_gpu=True)),
+        in_run(rules.machine, {"trainer_gpus": 2}, "", "", "", CPU),
+    ],
+    ids=lambda row: f"{row.rule.__name__}-{'-'.join(map(str, row.given))}",
+)
+def test_what_goes_together_has_no_problem(row: Row) -> None:
+    assert problems_of(row) == []
+
+
+def test_a_rank_from_torchrun_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    (problem,) = check(build(TrainConfig, {"model_name": "m"}))
+    assert (problem.field, problem.got) == ("--trainer-rank", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert check(build(TrainConfig, {"model_name": "m"})) == []
+    assert build_run({}, {"model_name": "m", "sharding": "none"}), "a run counts its own processes"
+
+
+def adapter(folder: Path) -> Path:
+    """A LoRA checkpoint of rank 8, scale 12 / 8, on two modules of two layers."""
+    modules = [f"model.layers.{layer}.{name}" for layer in (0, 1) for name in ("self_attn.q_proj", "mlp.up_proj")]
+    tensors = {f"base_model.model.{name}.lora_{half}.weight": (8, 8) for name in modules for half in "AB"}
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": 8, "lora_alpha": 12, "target_modules": ["q_proj", "up_proj"]})
+    )
+    (folder / "adapter_model.safetensors").write_bytes(encode_header(lay_out(tensors.items(), "F32"), {}))
+    return folder
+
+
+def test_options_that_contradict_an_adapter_are_all_named(tmp_path: Path) -> None:
+    given = {"model_name": "m", **LORA, "lora_adapter": str(adapter(tmp_path / "a"))}
+    other = {"lora_r": 16, "lora_alpha": 3, "lora_rslora": True, "lora_target_modules": "q_proj"}
+    found = {each.field: (each.got, each.wanted) for each in check(build(TrainConfig, given | other))}
+    assert found == {
+        "--lora-r": ("16", "8"),
+        "--lora-alpha": ("3.0", "12.0"),
+        "--lora-rslora": ("on", "off"),
+        "--lora-target-modules": ("q_proj", "q_proj,up_proj"),
+    }
+    (layers,) = check(build(TrainConfig, given | {"lora_layer_indices": "0"}))
+    assert (layers.field, layers.got, layers.wanted) == ("--lora-layer-indices", "0", "all")
+    assert check(build(TrainConfig, given | {"lora_r": 8, "lora_target_modules": "up_proj,q_proj"})) == []
+
+
+# all at once ------------------------------------------------------------------------------------------------
+
+
+def test_a_runs_mistakes_are_told_together() -> None:
+    """Unknown keys and wrong values of all tables first; combinations once these are right."""
+    file = {
+        "trainr": {},
+        "trainer": {"model_name": "m", "lerning_rate": 1, "lr": 0, "seq_len": 1, "lora_r": 8, "save_path": "x"},
+        "server": {"prt": 1, "dtype": "int3"},
+        "api": {"port": -1},
+        "environments": [{"name": "arithmetic", "env": {"group_sise": 3}, "openai": {"modl_name": "m"}}],
+    }
+    with pytest.raises(ConfigError) as error:
+        build_run(file, {})
+    assert {problem.field for problem in error.value.problems} == {
+        *("trainr", "lerning_rate", "--lr", "--seq-len", "--lora-r", "--save-path"),
+        *("server.prt", "--server.dtype", "--api.port"),
+        *("--env arithmetic: env.group_sise", "--env arithmetic: openai.modl_name"),
+    }
+    with pytest.raises(ConfigError) as together:
+        build_run({}, {"model_name": "m", "warmup_steps": 10, "sharding": "full", "kl_beta": 0.1, "dual_clip": 2})
+    assert [each.field for each in together.value.problems] == ["--warmup-steps", "--sharding", "--sharding"]
+
+
+def test_a_lost_option_makes_no_second_problem() -> None:
+    """The rules are asked of what was meant, not of what is left of it."""
+    with pytest.raises(ConfigError) as error:
+        build_run({}, {"model_name": "m", "warmup_steps": 20}, ["--training-stepss", "100"])
+    assert [each.field for each in error.value.problems] == ["--training-stepss"]
+
+
+def test_the_command_line_tells_them_together() -> None:
+    def fields(*arguments: str) -> list[str]:
+        command = [sys.executable, "-m", "grpo_trainer", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        return [line.removeprefix("grpo: ").partition(": ")[0] for line in done.stderr.splitlines()]
+
+    unknown = ("--lerning-rate", "1", "--sed=3", "word", "--lr", "0")
+    for command in ("train", "run"):
+        assert sorted(fields(command, "--model", "m", *unknown)) == ["--lerning-rate", "--lr", "--sed", "word"]
+    together = ("--sharding", "full", "--kl-beta", "0.1", "--warmup-steps", "10")
+    assert fields("train", "--model", "m", *together) == ["--warmup-steps", "--sharding", "--sharding"]
+
+
+def test_the_rules_import_nothing_heavy() -> None:
+    code = (
+        "import sys, grpo_trainer.config.rules; assert not {'torch', 'transformers', 'vllm', 'peft'} & {*sys.modules}"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
