@@ -1,4 +1,4 @@
-"""What cannot work with shared weights, told before anything is loaded. Pure: no vLLM, no torch."""
+"""Refuse settings that do not work with shared weights, before anything is loaded. Pure: no vLLM, no torch."""
 
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -11,21 +11,21 @@ _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 _REPACKING_FORMATS = ("bitsandbytes", "gguf")
 
-# Flags by the name that argparse gives them: the only value that works (or the one that is off), why, and the fix.
+# Flags by argparse's name: the only value that works (or the value that means off), the reason, and the fix.
 _ONLY: tuple[tuple[str, Any, str, str], ...] = (
     ("tensor_parallel_size", 1, "each GPU would hold a part of each weight", "serve on one GPU"),
     ("pipeline_parallel_size", 1, "each GPU would hold some layers", "serve on one GPU"),
     ("data_parallel_size", 1, "each replica would hold its own weights", "serve on one GPU"),
-    ("enable_sleep_mode", False, "the memory could be taken away from under the trainer", "leave it out"),
+    ("enable_sleep_mode", False, "sleep would free memory that the trainer uses", "leave it out"),
     ("cpu_offload_gb", 0, "the weights would lie in two places", "leave it out"),
-    ("kv_transfer_config", None, "caches outside of the engine outlive an update of the weights", "leave it out"),
+    ("kv_transfer_config", None, "caches outside the engine outlive an update of the weights", "leave it out"),
 )
 
 
 def check_shareable(
     args: Namespace, config: Mapping[str, Any], device: str, environment: Mapping[str, str], kernel: str
 ) -> None:
-    """Refuse what cannot work.
+    """Raise for the first setting that does not work with shared weights.
 
     Args:
         args: the parsed command line.
@@ -57,7 +57,7 @@ def _refusals(
     if args.load_format in _REPACKING_FORMATS:
         yield Problem(
             got=f"--load-format {args.load_format}",
-            wanted="weights as they are, since packed ones cannot be trained in place",
+            wanted="plain weights, since packed ones cannot be trained in place",
             fix="use safetensors",
         )
     for text in (config, config.get("text_config") or {}):
@@ -103,11 +103,11 @@ def _model_refusals(config: Mapping[str, Any]) -> Iterator[Problem]:
     if config.get("kv_lora_rank"):
         yield Problem(
             got=f"a model with multi-head latent attention (kv_lora_rank {config['kv_lora_rank']})",
-            wanted="one without, since vLLM computes from products of its weights, which would not change with them",
+            wanted="a model without it, since vLLM precomputes products of its weights that an update does not change",
             fix="use lora_only",
         )
 
 
 def flag(name: str) -> str:
-    """The flag of a parsed argument's name."""
+    """Return the flag of a parsed argument's name."""
     return "--" + name.replace("_", "-")
