@@ -58,7 +58,7 @@ class ProblemSet:
         cut = round(len(problems) * held_out_share)
         if not 0 < cut < len(problems):
             raise ValueError(
-                f"{low} to {high} gives {len(problems)} problems, too few for two parts of which one has the share "
+                f"{low} to {high} gives {len(problems)} problems, too few for a training part and a held-out share of "
                 f"{held_out_share}"
             )
         return cls(train=tuple(problems[cut:]), held_out=tuple(problems[:cut]))

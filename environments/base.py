@@ -103,14 +103,14 @@ class BaseEnv(ABC, Generic[Item, Config]):
 
     def prompt(self, item: Item) -> str | list[Message]:
         """Return the item's prompt: plain text, or messages for the model's chat template."""
-        raise NotImplementedError(f"{type(self).__name__} writes neither prompt() nor collect_trajectories()")
+        raise NotImplementedError(f"{type(self).__name__} overrides neither prompt() nor collect_trajectories()")
 
     def score(self, item: Item, answer: str) -> float:
         """Return the score of one answer (see `decode`).
 
         It runs in a thread: the answers of a group one after another, several groups at a time (`score_in_thread`).
         """
-        raise NotImplementedError(f"{type(self).__name__} writes neither score() nor collect_trajectories()")
+        raise NotImplementedError(f"{type(self).__name__} overrides neither score() nor collect_trajectories()")
 
     async def score_group(self, item: Item, completions: Sequence[Completion]) -> list[float]:
         """Return the score of each answer of a group.

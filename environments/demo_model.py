@@ -279,7 +279,7 @@ def build(out: Path, recipe: Recipe) -> str:
     """Build, warm up, check and write the demo model; return the summary line.
 
     Raises:
-        DemoModelError: The warm-up failed, or its result lies outside `ACCURACY_RANGE`.
+        DemoModelError: The warm-up failed, or its result is outside `ACCURACY_RANGE`.
     """
     problems = ProblemSet.of(recipe.low, recipe.high)
     tokenizer = build_tokenizer()

@@ -19,7 +19,7 @@
         async def score_conversation(self, item: int, talk: Conversation) -> float:
             return float(number_in(talk.messages[-1]["content"]) == item)
 
-`tools()` names Python functions that the policy may call; they are called, and it hears what they gave.
+`tools()` returns Python functions that the policy may call. Their results become messages to the policy.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class MultiTurnConfig(BaseEnvConfig):
     """Settings of environments with several turns."""
 
     max_turns: int = Field(default=8, ge=1, description="limit of the policy's turns")
-    max_tokens_per_turn: int | None = Field(default=None, ge=1, description="longest turn in tokens; unset: no limit")
+    max_tokens_per_turn: int | None = Field(default=None, ge=1, description="longest turn in tokens; unset: all room")
     tool_timeout: float = Field(default=60.0, gt=0.0, description="time limit of one tool call, in seconds")
 
 

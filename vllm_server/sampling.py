@@ -70,8 +70,8 @@ def build_sampling_params(sampling: dict[str, Any], *, stream: bool) -> Any:
             422,
             "prompt_logprobs",
             got="stream",
-            wanted="no stream",
-            fix="ask for prompt_logprobs without stream",
+            wanted="a request without stream",
+            fix="omit stream or prompt_logprobs",
         )
     params.output_kind = compat.output_kind(stream=stream)
     # Flat logprobs are one list for all positions instead of many small objects: faster, and less work for the garbage

@@ -223,8 +223,8 @@ def _ended(*, by_weights: bool) -> ServeError:
     if by_weights:
         return ServeError(503, "request", got=NOT_FINITE, wanted="a whole completion", fix="send it again")
     return ServeError(
-        422, "request", got="an end by an error of the engine", wanted="a request that it can complete",
-        fix="leave out structured outputs that no token fits",
+        422, "request", got="an error of the engine", wanted="a request that it can complete",
+        fix="omit structured outputs that no token can satisfy",
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ _ONLY: tuple[tuple[str, Any, str, str], ...] = (
     ("pipeline_parallel_size", 1, "each GPU would hold some layers", "serve on one GPU"),
     ("data_parallel_size", 1, "each replica would hold its own weights", "serve on one GPU"),
     ("enable_sleep_mode", False, "sleep would free memory that the trainer uses", "leave it out"),
-    ("cpu_offload_gb", 0, "the weights would lie in two places", "leave it out"),
+    ("cpu_offload_gb", 0, "the weights would be in two places", "leave it out"),
     ("kv_transfer_config", None, "caches outside the engine outlive an update of the weights", "leave it out"),
 )
 
@@ -65,7 +65,7 @@ def _refusals(
     if args.quantization:
         yield Problem(
             got=f"--quantization {args.quantization}",
-            wanted="none, since quantised weights cannot be trained",
+            wanted="none, since quantised weights cannot be trained in place",
             fix="leave it out",
         )
     if device != "cuda":

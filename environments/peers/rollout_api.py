@@ -102,7 +102,7 @@ class RolloutApi:
         try:
             await self._ask("POST", "/evaluation", wire.EvaluationResponse, body, patience=_EVALUATION_PATIENCE_S)
         except PeerError as error:
-            log.info("the rollout API did not take the evaluation of step %d: %s", step, error)
+            log.info("the rollout API did not accept the evaluation of step %d: %s", step, error)
 
     async def disconnect(self, env_id: int, patience: float) -> None:
         """Disconnect, so that the API reserves nothing more for this environment."""

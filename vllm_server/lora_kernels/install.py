@@ -22,7 +22,7 @@ def prepare_worker() -> None:
     if os.environ.get(KERNELS_VARIABLE) != "grpo":
         return
     if is_batch_invariant():
-        logger.warning("VLLM_BATCH_INVARIANT: adapters are added by vLLM's kernels; ours sum in no fixed order")
+        logger.warning("VLLM_BATCH_INVARIANT: vLLM's kernels add adapters, since ours sum in no fixed order")
         return
     from vllm_server.lora_kernels import operators  # needs Triton
 

@@ -59,7 +59,7 @@ def library() -> ctypes.CDLL:
         found = ctypes.CDLL("libnccl.so.2")  # torch has loaded it, so its name finds it in any folder
     except OSError as error:
         raise NcclError(
-            field="NCCL", got=error, wanted="the library of a CUDA build of torch that is imported before"
+            field="NCCL", got=error, wanted="the library of a CUDA build of torch, which must be imported first"
         ) from error
     found.ncclGetErrorString.restype = ctypes.c_char_p
     found.ncclCommInitRankConfig.argtypes = [
