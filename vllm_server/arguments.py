@@ -179,7 +179,7 @@ def _cpu_defaults() -> dict[str, object]:
 
 
 def _logits_dtype(asked: str) -> str:
-    """Return the dtype that "auto" stands for. On a CPU float32 would convert the head's weights at each step."""
+    """Return the dtype of logits. "auto" avoids float32 on a CPU, where each step would convert the head's weights."""
     if asked != "auto":
         return asked
     return "float32" if compat.device_type() == "cuda" else "model"

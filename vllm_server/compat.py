@@ -279,7 +279,7 @@ def _end_promptly(launcher: ModuleType) -> None:
 
 
 def _fork_engines() -> None:
-    """Fork engines from the preloaded process, if a fork is safe."""
+    """Have vLLM fork engines from the preloaded process, if a fork is safe."""
     for name in _STARTERS:
         module = seam((name,), "get_mp_context")
 

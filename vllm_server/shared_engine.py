@@ -59,9 +59,8 @@ class SharedEngine:
         """Drop caches of the old weights.
 
         New requests cannot match old prefix-cache entries, because the salt differs. In-flight requests lose their
-        caches
-        only if they return to the queue: vLLM resets no cache of a running request. Encoded images are cached by
-        content alone. That cache must be cleared, and in-flight requests must return to the queue.
+        caches only if they return to the queue; otherwise vLLM resets nothing while a request runs. Encoded images are
+        cached by content alone. That cache must be cleared, and in-flight requests must return to the queue.
         """
         images = self.engine.vllm_config.model_config.is_multimodal_model
         if recompute or images:

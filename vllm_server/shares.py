@@ -170,7 +170,7 @@ class Shares:
 
     async def _wait(self, share: Share) -> None:
         while True:
-            # Polled: vLLM has no event for the end of one completion.
+            # Polled: vLLM signals the end of a completion only to its own consumer.
             share.running = {name for name in share.running if name in self.unfinished}
             if len(share.running) < self.places:
                 break

@@ -10,7 +10,7 @@ nothing compared with reading and writing `y`, and tokens of four versions need 
 Shape letters: M tokens, K inputs, N outputs of one slice, R rank, S slots.
 """
 
-# Triton compiles these functions, and its type annotations do not describe the compiled code:
+# Triton compiles these functions; a type checker does not understand its declarations:
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 import triton

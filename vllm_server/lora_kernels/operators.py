@@ -37,7 +37,7 @@ class Blocks:
 
 
 NARROW = 4096
-"""Up to this many inputs or outputs a matrix counts as narrow, with too few programs for large blocks."""
+"""Up to this many inputs or outputs a matrix counts as narrow: it needs fewer programs."""
 DECODING = 512
 """Up to this many tokens a step counts as a decode step."""
 

@@ -42,7 +42,7 @@ def _load() -> None:
     if compat.device_type() == "cpu":
         # vLLM sets TORCHINDUCTOR_CPP_DYNAMIC_THREADS in the engine, but torch reads it when it is imported, as here.
         importlib.import_module("torch._inductor.config").cpp.dynamic_threads = True
-    # Set here: in an engine it has no effect, because the fork moves the environment away from where the kernel put it.
+    # Set here: in an engine it has no effect, since its environment is no longer where the kernel put it.
     importlib.import_module("vllm.utils.system_utils").set_process_title("Forkserver")
 
 

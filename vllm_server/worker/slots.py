@@ -163,9 +163,8 @@ class AdapterSlots:
 
         Raises:
             RuntimeError: no slot is free.
-            ValueError: vLLM refuses the adapter, it is of another model, or it is not finite (`NotFiniteError`).
-                Nothing is
-                written of an adapter that is not finite.
+            ValueError: vLLM refuses the adapter, it is of another model, or it is not finite (`NotFiniteError`: nothing
+                was written).
         """
         started = time.perf_counter()
         adapter = cast(adapter, self.dtype)
