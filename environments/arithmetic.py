@@ -1,7 +1,7 @@
 """The arithmetic task: problems, prompts, answers and the reward, as pure functions.
 
-The task needs no data set and its reward is verifiable, so that a whole training run can be made on a machine
-without a network. Problems are split once and for all into those to train on and those kept for evaluation.
+The task needs no data set and its reward is verifiable, so a whole training run works on a machine without a network. A
+fixed split divides the problems into a training and an evaluation part.
 """
 
 import random
@@ -13,7 +13,7 @@ from typing import Literal
 Operation = Literal["+", "-", "*"]
 
 _COMPUTE: dict[Operation, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul}
-# The split belongs to the task, not to a run: what one run trained on another must not hold out.
+# The split is a constant of the task and not of a run: a problem that any run trains on is never held out in another.
 _SPLIT_SEED = 20240203
 
 
@@ -27,12 +27,12 @@ class Problem:
 
     @property
     def prompt(self) -> str:
-        """What the model reads: ``12+34=``."""
+        """Return the model's prompt: ``12+34=``."""
         return f"{self.left}{self.operation}{self.right}="
 
     @property
     def answer(self) -> str:
-        """What the model should write before it ends its turn: ``46``."""
+        """Return the text that the model should write before it ends its turn: ``46``."""
         return str(_COMPUTE[self.operation](self.left, self.right))
 
 
@@ -45,7 +45,7 @@ class ProblemSet:
 
     @classmethod
     def of(cls, low: int, high: int, operation: Operation = "+", held_out_share: float = 0.1) -> "ProblemSet":
-        """Every pair of operands in ``[low, high]``, a fixed pseudo-random share of it held out.
+        """Return every pair of operands in ``[low, high]``, with a fixed pseudo-random share held out.
 
         Raises:
             ValueError: The range is empty, or too small to leave a problem in each part.
@@ -58,12 +58,12 @@ class ProblemSet:
         cut = round(len(problems) * held_out_share)
         if not 0 < cut < len(problems):
             raise ValueError(
-                f"{low} to {high} gives {len(problems)} problems, too few for two parts of which one has the share "
+                f"{low} to {high} gives {len(problems)} problems, too few for a training part and a held-out share of "
                 f"{held_out_share}"
             )
         return cls(train=tuple(problems[cut:]), held_out=tuple(problems[:cut]))
 
 
 def reward(problem: Problem, completion: str) -> float:
-    """1.0 if the completion is the answer and nothing else (surrounding white space apart), else 0.0."""
+    """Return 1.0 if the completion is exactly the answer (apart from surrounding white space), else 0.0."""
     return float(completion.strip() == problem.answer)

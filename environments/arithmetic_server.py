@@ -1,6 +1,6 @@
 """The arithmetic environment: ``python -m environments.arithmetic_server serve --env.tokenizer_name MODEL``.
 
-Needs no download, and its reward is certain: 1 for the right number and nothing else, 0 otherwise.
+It needs no download. Its reward is exact: 1 for the right number and nothing else, 0 otherwise.
 """
 
 import asyncio
@@ -19,23 +19,23 @@ class ArithmeticConfig(BaseEnvConfig):
 
     low: int = Field(default=10, description="smallest operand")
     high: int = Field(default=49, description="largest operand")
-    operation: Operation = Field(default="+", description="what is done with the operands")
+    operation: Operation = Field(default="+", description="arithmetic operation")
     max_tokens: int | None = Field(
-        default=None, ge=1, description="longest answer in tokens; unset: what the longest number needs, and one more"
+        default=None, ge=1, description="longest answer in tokens; unset: what the longest number needs, plus one"
     )
     temperature: float = Field(default=1.0, gt=0.0, description="sampling temperature of training groups")
     eval_samples: int = Field(default=4, ge=1, description="samples per held-out problem in an evaluation")
 
 
 class ArithmeticEnv(BaseEnv[Problem, ArithmeticConfig]):
-    """Sums of two numbers, such as 12+34=: one token per digit is few enough to learn on two cores."""
+    """Sums of two numbers, such as 12+34=. With one token per digit, a model learns them on two cores."""
 
     name = "arithmetic"
     env_config_cls = ArithmeticConfig
     score_in_thread = False
 
     async def setup(self) -> None:
-        """Lists the problems."""
+        """List the problems."""
         config = self.config
         try:
             self.problems = ProblemSet.of(config.low, config.high, config.operation)
@@ -44,36 +44,36 @@ class ArithmeticEnv(BaseEnv[Problem, ArithmeticConfig]):
                 str(error), field="--env.low, --env.high", got=f"{config.low} and {config.high}"
             ) from None
         longest = max(len(problem.answer) for part in (self.problems.train, self.problems.held_out) for problem in part)
-        # The number, the token that ends it, and one more by which a longer answer shows.
+        # The number, its end token, and one more token that reveals a longer answer.
         self.max_tokens = config.max_tokens or longest + 2
         self.items = Shuffled(self.problems.train, config.seed)
 
     async def get_next_item(self) -> Problem:
-        """The next problem; each comes once before any comes again."""
+        """Return the next problem. Each problem comes once before any comes again."""
         return next(self.items)
 
     def state(self) -> dict[str, int]:
-        """How many problems were taken."""
+        """Return how many problems were taken."""
         return {"position": self.items.position}
 
     def restore(self, state: dict[str, int]) -> None:
-        """Goes on after them."""
+        """Continue after the problems that were taken."""
         self.items.position = state["position"]
 
     def prompt(self, item: Problem) -> str:
-        """Plain text: ``12+34=``."""
+        """Return plain text: ``12+34=``."""
         return item.prompt
 
     def sampling(self, room: int) -> Sampling:
-        """A few tokens at the configured temperature."""
+        """Return sampling of a few tokens at the configured temperature."""
         return Sampling(max_tokens=min(room, self.max_tokens), temperature=self.config.temperature)
 
     def score(self, item: Problem, answer: str) -> float:
-        """1.0 for the right number and nothing else."""
+        """Return 1.0 for the right number and nothing else."""
         return reward(item, answer)
 
     async def evaluate(self) -> dict[str, float]:
-        """Sampled accuracy on the held-out problems, which are never trained on."""
+        """Return the sampled accuracy on the held-out problems, which are never trained on."""
         samples = self.config.eval_samples
         answers = await asyncio.gather(*(self.complete(problem.prompt, samples) for problem in self.problems.held_out))
         scores = [

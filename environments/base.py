@@ -1,6 +1,6 @@
-"""`BaseEnv`: what there is to write for an environment of one's own.
+"""`BaseEnv`: the base class of environments.
 
-The least of them has items, a prompt for each and a score for each answer:
+The smallest environment has items, a prompt for each item and a score for each answer:
 
     class Capitals(BaseEnv[Country]):
         name = "capitals"
@@ -20,7 +20,7 @@ The least of them has items, a prompt for each and a score for each answer:
     if __name__ == "__main__":
         Capitals.cli()
 
-An environment that needs more than one question and one answer writes `collect_trajectories` itself.
+An environment that needs more than one question and one answer overrides `collect_trajectories`.
 """
 
 from abc import ABC, abstractmethod
@@ -49,28 +49,28 @@ Config = TypeVar("Config", bound=BaseEnvConfig, default=BaseEnvConfig)
 
 
 class BaseEnv(ABC, Generic[Item, Config]):
-    """An environment: where prompts come from and what answers are worth.
+    """An environment: the source of prompts and the scores of answers.
 
-    Names follow Atropos' `BaseEnv`. The runner calls `setup` once, `get_next_item` and `collect_trajectories` for
-    every group (several groups at a time, in one event loop), and `evaluate` when asked to.
+    Names follow Atropos' `BaseEnv`. The runner calls `setup` once, then `get_next_item` and `collect_trajectories` for
+    every group (several groups at a time, in one event loop), and `evaluate` when an evaluation is due.
 
     Attributes:
         config: The environment's settings.
         server: Client of the inference server.
         tokenizer: The model's tokenizer.
-        curr_step: The trainer's step, as last heard; 0 without a trainer.
-        measures: Figures to be told with each step: `self.measures.add("strict", 1.0)`.
-        threads: Calls functions that take their time: `await self.threads.call(function, argument)`.
-        scoring: Gives up a group that scores for too long: `await self.scoring.within(item, coroutine)`.
+        curr_step: The trainer's last known step; 0 without a trainer.
+        measures: Figures to report with each step: `self.measures.add("strict", 1.0)`.
+        threads: Calls slow functions: `await self.threads.call(function, argument)`.
+        scoring: Gives up a group that takes too long to score: `await self.scoring.within(item, coroutine)`.
     """
 
     name: ClassVar[str]
-    program: ClassVar[str | None] = None  # how messages call its command, where it is not the class's own module
+    program: ClassVar[str | None] = None  # its command in messages; None: the class's module
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
-    score_in_thread: ClassVar[bool] = True  # False: it takes no time, or uses signals, which only the main thread may
+    score_in_thread: ClassVar[bool] = True  # False: `score` is fast, or uses signals
 
     def __init__(self, config: Config, server: Inference, tokenizer: "PreTrainedTokenizerBase") -> None:
-        """Subclasses that need a constructor of their own call this one; most need only `setup`."""
+        """Create the environment. A subclass with a constructor must call this one; most need only `setup`."""
         self.config = config
         self.server = server
         self.tokenizer = tokenizer
@@ -79,41 +79,44 @@ class BaseEnv(ABC, Generic[Item, Config]):
         self.threads = Threads(config.max_threads)
         self.scoring = Scoring(config.score_timeout)
         self.teacher = Teacher.of(config)
-        self._text = lru_cache(maxsize=1024)(self._decode)  # each answer is wanted twice: to score and to show it
+        self._text = lru_cache(maxsize=1024)(self._decode)  # each answer is decoded twice: to score it and to show it
 
     async def setup(self) -> None:
-        """Loads what is needed, once, before anything else is called."""
+        """Load what the environment needs; called once, before any other method."""
         return
 
     @abstractmethod
     async def get_next_item(self) -> Item | None:
-        """The next item to work on; None when there are no more."""
+        """Return the next item; None if there are no more."""
 
     def state(self) -> dict[str, Any]:
-        """What to save beside the trainer's checkpoints, as JSON can hold it; empty: nothing."""
+        """Return what to save with the trainer's checkpoints, as JSON values; empty to save nothing."""
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on from what `state` gave in a run that is resumed; called after `setup`."""
+        """Continue from a saved `state` in a resumed run; called after `setup`."""
         return
 
     async def close(self) -> None:
-        """Gives back what `setup` took, once, after everything else; also when `setup` failed."""
+        """Release what `setup` took; called once, after everything else, also if `setup` failed."""
         return
 
     def prompt(self, item: Item) -> str | list[Message]:
-        """The item's prompt: plain text, or messages for the model's chat template."""
-        raise NotImplementedError(f"{type(self).__name__} writes neither prompt() nor collect_trajectories()")
+        """Return the item's prompt: plain text, or messages for the model's chat template."""
+        raise NotImplementedError(f"{type(self).__name__} overrides neither prompt() nor collect_trajectories()")
 
     def score(self, item: Item, answer: str) -> float:
-        """What one answer (see `decode`) is worth.
+        """Return the score of one answer (see `decode`).
 
-        Runs in a thread, the answers of a group one after another, several groups at a time (`score_in_thread`).
+        It runs in a thread: the answers of a group one after another, several groups at a time (`score_in_thread`).
         """
-        raise NotImplementedError(f"{type(self).__name__} writes neither score() nor collect_trajectories()")
+        raise NotImplementedError(f"{type(self).__name__} overrides neither score() nor collect_trajectories()")
 
     async def score_group(self, item: Item, completions: Sequence[Completion]) -> list[float]:
-        """What each answer of a group is worth: where `score` needs to wait, or to see how an answer ended."""
+        """Return the score of each answer of a group.
+
+        Override it where scoring must wait, or must see how an answer ended.
+        """
         answers = [self.decode(completion) for completion in completions]
         if self.score_in_thread:
             return await self.threads.call(self._scores, item, answers)
@@ -123,11 +126,11 @@ class BaseEnv(ABC, Generic[Item, Config]):
         return [self.score(item, answer) for answer in answers]
 
     def sampling(self, room: int) -> Sampling:
-        """How answers are sampled, where `room` tokens are left by the prompt; by default all, at temperature 1."""
+        """Return how to sample answers when the prompt leaves `room` tokens; by default all, at temperature 1."""
         return Sampling(max_tokens=room)
 
     async def collect_trajectories(self, item: Item) -> wire.ScoredData | None:
-        """One scored group for the item, or None if it came to nothing (which the runner counts)."""
+        """Return one scored group for the item, or None if there is none (the runner counts these)."""
         prompt = self.prompt(item)
         completions = await self.complete(prompt, self.config.group_size)
         with stage("score"):
@@ -136,35 +139,35 @@ class BaseEnv(ABC, Generic[Item, Config]):
         return scored_group([self.trajectory(prompt, completion, score) for completion, score in pairs])
 
     async def scored(self, item: Item) -> wire.ScoredData | None:
-        """The item's group as it is sent: with what a teacher says of it, if there is one."""
+        """Return the item's group for the trainer, annotated by the teacher if there is one."""
         group = await self.collect_trajectories(item)
         return group if group is None or self.teacher is None else await self.teacher.annotate(group)
 
     @abstractmethod
     async def evaluate(self) -> dict[str, float]:
-        """Metrics of the policy as it is now; `accuracy` should be among them."""
+        """Return metrics of the current policy; `accuracy` should be among them."""
 
     async def complete(self, prompt: str | list[Message], n: int) -> list[Completion]:
-        """`n` sampled answers to a prompt."""
+        """Return `n` sampled answers to a prompt."""
         token_ids = self.encode(prompt)
         room = self.config.max_token_length - len(token_ids)
         return await self.server.generate(token_ids, n, self.sampling(room))
 
     def trajectory(self, prompt: str | list[Message], completion: Completion, score: float) -> Trajectory:
-        """A completion with its score, and with its messages if they are wanted."""
+        """Return a completion with its score, and with its messages if the settings include them."""
         asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         said = {"role": "assistant", "content": self.decode(completion)}
         return Trajectory.of(completion, score, [*asked, said] if self.config.include_messages else [])
 
     def tokenize(self, prompt: str | list[Message]) -> list[int]:
-        """Token ids of a prompt, of whatever length."""
+        """Return the token ids of a prompt of any length."""
         if isinstance(prompt, str):
             return cast("list[int]", self.tokenizer.encode(prompt))
         token_ids = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
         return cast("list[int]", token_ids)
 
     def encode(self, prompt: str | list[Message]) -> list[int]:
-        """Token ids of a prompt.
+        """Return the token ids of a prompt.
 
         Raises:
             PromptTooLong: It leaves no room for an answer within `max_token_length`.
@@ -174,7 +177,7 @@ class BaseEnv(ABC, Generic[Item, Config]):
         return token_ids
 
     def check_room(self, token_ids: list[int]) -> None:
-        """Refuses a prompt that leaves no room.
+        """Refuse a prompt that leaves no room for an answer.
 
         Raises:
             PromptTooLong: It has `max_token_length` tokens or more.
@@ -188,12 +191,12 @@ class BaseEnv(ABC, Generic[Item, Config]):
             )
 
     def decode(self, completion: Completion) -> str:
-        """A completion's text without the token that ended it.
+        """Return a completion's text without its end token.
 
-        Other special tokens stay visible: a policy must not be paid for what nobody sees.
+        Other special tokens stay visible: a policy must not be rewarded for tokens that the score does not see.
         """
         token_ids = completion.token_ids
-        if not token_ids:  # a server that tells no ids: enough for an evaluation
+        if not token_ids:  # a server without token ids: enough for an evaluation
             return completion.text
         if token_ids[-1] == self.tokenizer.eos_token_id:
             token_ids = token_ids[:-1]
@@ -204,19 +207,19 @@ class BaseEnv(ABC, Generic[Item, Config]):
 
     @classmethod
     def cli(cls, arguments: Sequence[str] | None = None) -> None:
-        """Runs the environment as a program (``serve``, ``process`` or ``evaluate``) and exits."""
-        from environments.running.cli import main  # the command line knows environments, not the other way round
+        """Run the environment as a program (``serve``, ``process`` or ``evaluate``) and exit."""
+        from environments.running.cli import main  # imported here: the command line imports environments
 
         main(cls, arguments)
 
 
 def load_tokenizer(name: str) -> Any:
-    """The tokenizer of a model folder or hub name.
+    """Return the tokenizer of a model folder or hub name.
 
     Raises:
         ConfigError: There is none.
     """
-    from transformers import AutoTokenizer  # imports torch where it is installed: seconds, so not at the top
+    from transformers import AutoTokenizer  # imports torch if it is installed, which takes seconds
 
     try:
         return AutoTokenizer.from_pretrained(name)

@@ -1,7 +1,7 @@
-"""What an environment can be told, from the command line and from a TOML file, and nothing else.
+"""The settings of an environment, from the command line and from a TOML file.
 
 Flags are the paths of the settings: ``--env.group_size 8`` is `Settings.env.group_size`, and ``group_size = 8`` in the
-table ``[env]`` of a file given with ``--config``. Flags win over the file, the file wins over the defaults.
+table ``[env]`` of a file given with ``--config``. Flags override the file, and the file overrides the defaults.
 """
 
 import argparse
@@ -43,60 +43,62 @@ HttpUrls = Annotated[str, AfterValidator(_http_urls)]
 
 
 class BaseEnvConfig(BaseModel):
-    """Settings that every environment has (``--env.…``); an environment adds its own by subclassing."""
+    """Settings that every environment has (``--env.…``); subclasses add their own."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     tokenizer_name: str = Field(
         description="model whose tokenizer is used, a folder or hub name; unset: --openai.model_name"
     )
-    group_size: int = Field(default=8, ge=1, description="completions per item; they are scored against each other")
+    group_size: int = Field(default=8, ge=1, description="completions per item; advantages compare their scores")
     max_token_length: int = Field(default=2048, ge=2, description="longest sequence, prompt and completion, in tokens")
-    rollout_server_url: HttpUrl = Field(default="http://127.0.0.1:8000", description="where the rollout API listens")
-    rollout_api_key: str | None = Field(default=None, description="key of the rollout API, if it asks for one")
-    total_steps: int = Field(default=-1, ge=-1, description="stop at this step of the trainer; -1: at its last")
+    rollout_server_url: HttpUrl = Field(default="http://127.0.0.1:8000", description="URL of the rollout API")
+    rollout_api_key: str | None = Field(default=None, description="key of the rollout API, if it requires one")
+    total_steps: int = Field(default=-1, ge=-1, description="stop at this step of the trainer; -1: at its last step")
     max_concurrent_groups: int = Field(
         default=64,
         ge=1,
         validation_alias=AliasChoices("max_concurrent_groups", "max_num_workers"),
-        description="groups generated at the same time, at most",
+        description="limit of groups generated at the same time",
     )
     max_batches_offpolicy: int | None = Field(
         default=None,
         ge=1,
-        description="batches that may wait and be generated, at most; unset: as many as keep the server busy",
+        description="limit of batches that are queued or being generated; unset: enough to keep the server busy",
     )
     max_threads: int = Field(
-        default=16, ge=1, description="threads in which `score` and tools run that are no coroutines, at most"
+        default=16, ge=1, description="limit of threads for `score` and tools that are not coroutines"
     )
     score_timeout: float = Field(
-        default=120.0, gt=0.0, description="seconds that scoring a group may take before the group is given up"
+        default=120.0, gt=0.0, description="time limit of scoring a group, in seconds; the group is then given up"
     )
-    inference_weight: float = Field(default=1.0, ge=0.0, description="this environment's weight among several")
+    inference_weight: float = Field(default=1.0, ge=0.0, description="weight of this environment if there are several")
     min_batch_allocation: float | None = Field(
-        default=None, ge=0.0, le=1.0, description="share of each batch that is reserved for this environment"
+        default=None, ge=0.0, le=1.0, description="share of each batch reserved for this environment"
     )
     ensure_scores_are_not_same: bool = Field(
-        default=False, description="skip (and count) groups whose scores are all equal: they teach nothing"
+        default=False, description="skip (and count) groups whose scores are all equal, since their advantages are zero"
     )
-    include_messages: bool = Field(default=True, description="send the messages as text beside the tokens")
-    data_path_to_save_groups: Path | None = Field(default=None, description="JSONL file that groups are written to")
-    metrics_path: Path | None = Field(default=None, description="JSONL file that a line is added to with each step")
+    include_messages: bool = Field(default=True, description="send the messages as text, too")
+    data_path_to_save_groups: Path | None = Field(default=None, description="JSONL file for the groups")
+    metrics_path: Path | None = Field(default=None, description="JSONL file for metrics, a line a step")
     state_dir: Path | None = Field(
-        default=None, description="folder of the environment's own state; unset: beside the trainer's checkpoints"
+        default=None, description="folder for the environment's saved state; unset: in the trainer's checkpoint folder"
     )
-    steps_per_eval: int = Field(default=0, ge=0, description="evaluate every so many steps while serving; 0: never")
+    steps_per_eval: int = Field(default=0, ge=0, description="steps between evaluations while serving; 0: none")
     retry_timeout: float = Field(
-        default=300.0, gt=0.0, description="seconds that the rollout API or the server may be away before giving up"
+        default=300.0, gt=0.0, description="seconds to retry when the rollout API or the server does not answer"
     )
-    seed: int = Field(default=0, ge=0, description="seed of the order of items")
-    batch_size: int | None = Field(default=None, description="accepted for old scripts: it is the trainer's")
-    teacher_url: HttpUrl | None = Field(default=None, description="server of a teacher to distil from; unset: none")
-    teacher_model_name: str | None = Field(default=None, description="what to ask there; unset: what it serves")
-    teacher_api_key: str | None = Field(default=None, description="key of that server, if it asks for one")
-    teacher_top_k: int = Field(default=8, ge=1, le=20, description="of its likeliest tokens at each position, so many")
+    seed: int = Field(default=0, ge=0, description="seed of the item order")
+    batch_size: int | None = Field(default=None, description="accepted for old scripts; the trainer sets it")
+    teacher_url: HttpUrl | None = Field(
+        default=None, description="URL of a teacher's server to distil from; unset: none"
+    )
+    teacher_model_name: str | None = Field(default=None, description="the teacher's model name; unset: the served one")
+    teacher_api_key: str | None = Field(default=None, description="key of the teacher's server, if it requires one")
+    teacher_top_k: int = Field(default=8, ge=1, le=20, description="the teacher's likeliest tokens per position")
     use_wandb: bool = Field(default=False, description="log to Weights & Biases, in the trainer's project and group")
-    wandb_name: str | None = Field(default=None, description="name under which the environment registers")
+    wandb_name: str | None = Field(default=None, description="name for registration and W&B")
 
 
 ServerType = Literal["auto", "vllm", "openai", "sglang"]
@@ -109,19 +111,17 @@ class ServerConfig(BaseModel):
 
     base_url: HttpUrls = Field(
         default="http://127.0.0.1:9001/v1",
-        description="where the server listens; of several servers with the same policy: all, with commas between",
+        description="URL of the inference server; several servers with the same policy: URLs separated by commas",
     )
-    model_name: str | None = Field(default=None, description="model or adapter to ask; unset: the newest policy")
-    api_key: str | None = Field(default=None, description="key of the server, if it asks for one")
-    server_type: ServerType = Field(
-        default="auto", description="what kind of server it is; auto: found out by asking it"
-    )
-    timeout: float = Field(default=1200.0, gt=0.0, description="seconds that one request may take")
-    num_max_requests_at_once: int = Field(default=512, ge=1, description="requests in flight at a server, at most")
+    model_name: str | None = Field(default=None, description="model or adapter to sample; unset: the newest policy")
+    api_key: str | None = Field(default=None, description="key of the server, if it requires one")
+    server_type: ServerType = Field(default="auto", description="kind of server; auto: detected from its answers")
+    timeout: float = Field(default=1200.0, gt=0.0, description="time limit of one request, in seconds")
+    num_max_requests_at_once: int = Field(default=512, ge=1, description="limit of in-flight requests at a server")
 
     @property
     def each(self) -> tuple["ServerConfig", ...]:
-        """One for each server."""
+        """Return one configuration for each server."""
         return tuple(self.model_copy(update={"base_url": url}) for url in self.base_url.split(","))
 
 
@@ -149,7 +149,7 @@ class Settings(BaseSettings, Generic[EnvConfig]):
     @model_validator(mode="before")
     @classmethod
     def _tokenizer_of_the_model(cls, values: Any) -> Any:
-        """The model that is asked has the tokenizer, unless another is named."""
+        """Use the sampled model's tokenizer, unless another is named."""
         env, openai = values.get("env"), values.get("openai")
         if isinstance(env, dict) and isinstance(openai, dict) and openai.get("model_name"):
             return values | {"env": {"tokenizer_name": openai["model_name"]} | env}
@@ -164,7 +164,7 @@ class Settings(BaseSettings, Generic[EnvConfig]):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """The command line and the file only: a shell variable named ENV is none of our settings."""
+        """Read only the command line and the file: a shell variable named ENV is not a setting."""
         return (init_settings,)
 
 
@@ -175,16 +175,16 @@ class ProcessSettings(Settings[EnvConfig], Generic[EnvConfig]):
 
 
 def settings_class(env_config_cls: type[BaseEnvConfig], *, processes: bool) -> type[Settings[Any]]:
-    """The settings of an environment's commands; those of ``process`` have more."""
+    """Return the settings class of an environment's command; ``process`` has further settings."""
     return ProcessSettings[env_config_cls] if processes else Settings[env_config_cls]
 
 
 def parse_settings(settings_cls: type[Settings[Any]], prog: str, arguments: Sequence[str]) -> Settings[Any]:
-    """Settings from command-line arguments and the file that they may name.
+    """Return the settings from command-line arguments and the file that they may name.
 
     Raises:
         ConfigError: A key is unknown (the nearest is suggested), a value is not legal, or the file is not TOML.
-        SystemExit: ``--help`` was asked for, or a flag has no value.
+        SystemExit: ``--help`` was given, or a flag has no value.
     """
     names = sorted(_paths(settings_cls))
     for argument in arguments:
@@ -204,7 +204,7 @@ def parse_settings(settings_cls: type[Settings[Any]], prog: str, arguments: Sequ
 
 
 def check_table(table: str, model: type[BaseModel], values: Mapping[str, object]) -> None:
-    """Check what a table of a file holds, and not what it lacks: others may add to it.
+    """Check the keys that a table of a file has. Missing keys are allowed, because other sources may add them.
 
     Raises:
         ConfigError: A key is unknown (the nearest is suggested), or a value is not legal.
@@ -235,7 +235,7 @@ def _file_values(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every setting's path, ``env.group_size``; older names of a setting too."""
+    """Yield every setting's path, such as ``env.group_size``, and its older names."""
     for name, field in model.model_fields.items():
         nested = [t for t in (field.annotation, *get_args(field.annotation)) if t not in (None, NoneType)]
         for kind in nested:
@@ -250,13 +250,13 @@ def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 def _nearest(name: str, names: Sequence[str], flag: str) -> str:
     near = difflib.get_close_matches(name, names, n=1)
-    # A forgotten table is the likeliest slip: --group_size for --env.group_size.
+    # A missing table name is the likeliest mistake: --group_size for --env.group_size.
     near = near or [known for known in names if known.rpartition(".")[2] == name.rpartition(".")[2]]
     return f"did you mean {flag}{near[0]}?" if near else "--help lists them"
 
 
 def _explain(wrong: Any, names: Sequence[str]) -> Problem:
-    """One complaint of pydantic's; those of our validators begin with what was wanted, and end with the fix."""
+    """Return a pydantic error as a problem. Errors of our validators have the form `wanted …; FIX`."""
     path = ".".join(map(str, wrong["loc"]))
     if wrong["type"] == "extra_forbidden":
         return Problem(path, summary="no such setting", fix=_nearest(path, names, ""))

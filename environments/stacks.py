@@ -1,4 +1,4 @@
-"""Where code stands: the stacks of threads that run, and of tasks that wait."""
+"""Stacks of running threads and of waiting tasks."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def of_thread(ident: int, after: CodeType) -> str:
 
 
 def of_task(task: asyncio.Task[Any], after: CodeType) -> str:
-    """Return the stack of a task that waits: the coroutines that wait for each other, the innermost last."""
+    """Return the stack of a waiting task: the coroutines that await each other, the innermost last."""
     return _text(_waiting(task), after)
 
 
 def _waiting(task: asyncio.Task[Any]) -> list[FrameType]:
-    """`Task.get_stack` has only the outermost one."""
+    """Return the frames of all awaited coroutines; `Task.get_stack` has only the outermost one."""
     frames: list[FrameType] = []
     each: Any = task.get_coro()
     while (frame := getattr(each, "cr_frame", None) or getattr(each, "gi_frame", None)) is not None:
         frames.append(frame)
         each = getattr(each, "cr_await", None) or getattr(each, "gi_yieldfrom", None)
-    for child in getattr(getattr(task, "_fut_waiter", None), "_children", ()):  # it waits for asyncio.gather
+    for child in getattr(getattr(task, "_fut_waiter", None), "_children", ()):  # the task awaits asyncio.gather
         if isinstance(child, asyncio.Task) and not child.done():
             return frames + _waiting(child)
     return frames

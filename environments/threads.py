@@ -1,7 +1,7 @@
-"""Functions of an environment that are no coroutines: called in threads, so that nobody waits for them but who asked.
+"""Call an environment's blocking functions in threads, so that they do not block the event loop.
 
-A tool that fetches a page, or a score that asks a solver, takes seconds. In the event loop nothing else would be done
-meanwhile: no group generated, none posted, no question of the API answered.
+A tool that fetches a page, or a score that asks a solver, takes seconds. In the event loop it would block everything
+else meanwhile: generation, posting groups, and requests to the rollout API.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ WORKERS: ContextVar[set[int] | None] = ContextVar("workers", default=None)
 
 
 class Threads:
-    """Calls functions: coroutines where they are, all others in threads, so many at once.
+    """Calls functions: coroutines in the event loop, all others in threads, with a limit of concurrent threads.
 
-    The threads are daemons: no thread can be ended from outside, and one that hangs must not keep the program alive.
+    The threads are daemons: a thread cannot be ended from outside, and a hung one must not keep the program alive.
 
     Args:
-        at_once: calls in threads at the same time; others wait. One that is out of time counts no longer.
+        at_once: limit of concurrent calls in threads; others wait. A call that has timed out does not count.
     """
 
     def __init__(self, at_once: int) -> None:
@@ -37,13 +37,13 @@ class Threads:
         self._left_behind = 0
 
     async def call(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> Any:
-        """What the function returns, or what it raises.
+        """Return the function's result, or raise its error.
 
         Args:
-            timeout: seconds, from when it begins.
+            timeout: limit in seconds from the start of the call.
 
         Raises:
-            TimeoutError: it took longer.
+            TimeoutError: the call took longer.
         """
         if inspect.iscoroutinefunction(function):
             return await _within(timeout, function(*args))
@@ -55,7 +55,7 @@ class Threads:
             try:
                 result = await _within(timeout, done)
             except TimeoutError:
-                if done.cancelled():  # else it is the function's own
+                if done.cancelled():  # otherwise the function itself raised it
                     self._left_behind += 1
                     log.warning("%s did not return in time; threads left behind so far: %d", name, self._left_behind)
                 raise
@@ -74,27 +74,27 @@ async def _within(seconds: float | None, work: Any) -> Any:
 
 
 def run(done: asyncio.Future[Any], function: Callable[..., Any], args: Any) -> None:
-    """Call a function in this thread, and settle the future in its event loop."""
+    """Call a function in this thread, and set the future's result in its event loop."""
     workers, own = WORKERS.get(), threading.get_ident()
     if workers is not None:
         workers.add(own)
     try:
         result, error = function(*args), None
-    except BaseException as raised:  # handed on, whatever it is: a thread has nobody else to tell
+    except BaseException as raised:  # every error goes to the caller: a thread has no other way to report it
         result, error = None, raised
     finally:
         if workers is not None:
             workers.discard(own)
-    with suppress(RuntimeError):  # the loop has closed: nobody waits any more
+    with suppress(RuntimeError):  # the loop has closed, so no task waits for the result
         done.get_loop().call_soon_threadsafe(_settle, done, result, error)
 
 
 def _settle(done: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
     if done.done():
-        return  # out of time, or cancelled
+        return  # timed out or cancelled
     if error is None:
         done.set_result(result)
-    elif isinstance(error, StopIteration):  # which no future may hold
+    elif isinstance(error, StopIteration):  # a future cannot hold a StopIteration
         done.set_exception(RuntimeError(f"StopIteration: {error}"))
     else:
         done.set_exception(error)

@@ -1,4 +1,4 @@
-"""What an environment hands on: scored trajectories, and groups of them as the wire carries them."""
+"""Scored trajectories, and groups of them in the wire's form."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from environments.peers.http import PeerError
 from environments.peers.inference import Completion
 
 Message = dict[str, Any]
-"""One message of a conversation: `role`, `content` and whatever else a chat template knows."""
+"""One message of a conversation: `role`, `content` and further keys of a chat template."""
 
 NO_SPREAD = 1e-4
-"""A standard deviation of rewards below this is rounding."""
+"""A standard deviation of rewards below this counts as rounding error."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnReward:
-    """What one turn earned: the tokens up to `end` led to it, those after it did not."""
+    """The reward of one turn, which credits the tokens before `end`."""
 
     end: int
     value: float
@@ -32,13 +32,13 @@ class Trajectory:
 
     Attributes:
         tokens: Prompt and completion, or all turns of a conversation.
-        trained: Whether the policy sampled the token, and so is trained on it.
+        trained: Whether the policy sampled the token, so that it is trained on.
         rollout_logprobs: The sampling policy's logprob of each token; `wire.MASKED_LOGPROB` where not trained.
         score: The reward.
-        policy_version: Oldest version of the policy that sampled any of it; None if the server counts none.
+        policy_version: Oldest policy version that sampled a part of it; None if the server has no versions.
         messages: The same as text, for people to read.
-        temperature: At which it was sampled; the trainer's logits are divided by it, or ratios would be wrong.
-        turn_rewards: What single turns earned; `score` is their sum and the end's.
+        temperature: Sampling temperature. The trainer divides its logits by it, which correct ratios require.
+        turn_rewards: Rewards of single turns; `score` is their sum plus the reward of the end.
     """
 
     tokens: list[int]
@@ -52,10 +52,10 @@ class Trajectory:
 
     @classmethod
     def of(cls, completion: Completion, score: float, messages: Sequence[Message] = ()) -> Trajectory:
-        """One completion of one prompt.
+        """Return the trajectory of one completion of one prompt.
 
         Raises:
-            PeerError: The server gave text without token ids.
+            PeerError: The server returned text without token ids.
         """
         prompt, sampled = completion.prompt_token_ids, ids_of(completion)
         return cls(
@@ -69,7 +69,7 @@ class Trajectory:
         )
 
     def within(self, length: int) -> Trajectory:
-        """The same, cut after `length` tokens: what was heard last may not have left room for an answer."""
+        """Return the trajectory truncated to `length` tokens: the last message may have left no room for an answer."""
         rewards = tuple(replace(reward, end=min(reward.end, length)) for reward in self.turn_rewards)
         return replace(
             self,
@@ -81,14 +81,14 @@ class Trajectory:
 
 
 def ids_of(completion: Completion) -> list[int]:
-    """The sampled token ids.
+    """Return the sampled token ids.
 
     Raises:
-        PeerError: The server gave text without them.
+        PeerError: The server returned text without them.
     """
     if completion.text and not completion.token_ids:
         raise PeerError(
-            "text can be evaluated but not trained on, since tokenising it again gives other tokens",
+            "text can be evaluated but not trained on, since tokenising it again may give other tokens",
             field="the inference server",
             got="text without token ids",
             wanted="token_ids",
@@ -98,7 +98,7 @@ def ids_of(completion: Completion) -> list[int]:
 
 
 def scored_group(trajectories: Sequence[Trajectory]) -> wire.ScoredData:
-    """The trajectories of one item as the rollout API takes them."""
+    """Return the trajectories of one item in the rollout API's form."""
     messages = [trajectory.messages for trajectory in trajectories]
     temperatures = [trajectory.temperature for trajectory in trajectories]
     versions = [t.policy_version for t in trajectories if t.policy_version is not None]
@@ -120,11 +120,11 @@ def scored_group(trajectories: Sequence[Trajectory]) -> wire.ScoredData:
 
 
 def turn_advantages(trajectories: Sequence[Trajectory]) -> list[list[float]] | None:
-    """Advantages token by token where turns have rewards of their own; None where none has.
+    """Return per-token advantages if turns have rewards; None if none has.
 
-    All rewards of the group, each trajectory's end included, are put on one scale (less their mean, by their standard
-    deviation); a token's advantage is the sum of those that came after it. Source: process supervision with GRPO,
-    Z. Shao et al., DeepSeekMath, arXiv 2402.03300, section 4.1.3.
+    All rewards of the group, including those of the trajectories' ends, are normalised together (minus their mean,
+    divided by their standard deviation). A token's advantage is the sum of the rewards that came after it. Source:
+    process supervision with GRPO, Z. Shao et al., DeepSeekMath, arXiv 2402.03300, section 4.1.3.
     """
     if not any(trajectory.turn_rewards for trajectory in trajectories):
         return None
@@ -143,7 +143,7 @@ def turn_advantages(trajectories: Sequence[Trajectory]) -> list[list[float]] | N
 
 
 def _all_rewards(trajectory: Trajectory) -> list[TurnReward]:
-    """The turns' rewards and what is left of the score, which the end earned."""
+    """Return the turns' rewards, and the rest of the score as the reward of the end."""
     rest = trajectory.score - sum(reward.value for reward in trajectory.turn_rewards)
     end = len(trajectory.tokens)
     return [*trajectory.turn_rewards, *([TurnReward(end, rest)] if abs(rest) > 1e-9 else [])]

@@ -1,7 +1,7 @@
 """Environments of the `verifiers` library: ``grpo env verifiers --env-id ID …``.
 
-``grpo env verifiers install [PACKAGE …]`` makes the virtual environment in which they run, once; all other commands are
-those of every environment and go on in there.
+``grpo env verifiers install [PACKAGE …]`` creates their virtual environment, once. All other commands are those of
+every environment and run in it.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ HELP = {"-h", "--help"}
 
 
 def usage() -> str:
-    """What `--help` prints; needs no installation."""
-    commands = {"install": f"verifiers {VERSION}, once, into {folder()}; PACKAGEs too", **COMMANDS}
+    """Return the text of `--help`; this needs no installation."""
+    commands = {"install": f"install verifiers {VERSION} and PACKAGEs into {folder()}", **COMMANDS}
     lines = "\n".join(f"  {name:<10}{text}" for name, text in commands.items())
     return f"""usage: grpo env verifiers install [PACKAGE …]
        grpo env verifiers [serve] --env-id ID [--env.… …] [--openai.… …] [--config FILE.toml]
        grpo env verifiers process|evaluate --env-id ID [--env.… …] [--openai.… …] [--config FILE.toml]
 
-Environments of the `verifiers` library, in a virtual environment of their own.
+Environments of the `verifiers` library, in a separate virtual environment.
 
 {lines}
 
---env-id, short for --env.env_id: a taskset, as a module that Python finds or a package that was installed as above;
-ENV+TASKSET pairs an environment with one.
+--env-id, short for --env.env_id: a taskset, given as a module that Python finds or a package installed as above;
+ENV+TASKSET combines an environment with a taskset.
 
-Options of a command, once verifiers is installed: grpo env verifiers serve --help"""
+Options of a command, after verifiers is installed: grpo env verifiers serve --help"""
 
 
 def normalised(arguments: list[str]) -> list[str]:
-    """The command line as every environment has it: `serve` if no command is named, `--env-id` for `--env.env_id`."""
+    """Return the command line in the form of every environment: with `serve` as default, and `--env.env_id`."""
     if arguments and arguments[0].startswith("--") and arguments[0] != "--help":
         arguments = ["serve", *arguments]
     return [
@@ -46,7 +46,7 @@ def normalised(arguments: list[str]) -> list[str]:
 
 
 def main(arguments: list[str]) -> None:
-    """Says what there is, installs, or runs the environment, in the right virtual environment."""
+    """Print help, install, or run the environment in its virtual environment."""
     if not arguments or arguments[0] in HELP or (arguments[0] == "install" and HELP & {*arguments}):
         print(usage())
         sys.exit(0 if arguments else 2)

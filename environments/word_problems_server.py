@@ -1,7 +1,7 @@
 """Word problems: ``grpo env word_problems serve --env.tokenizer_name MODEL``.
 
-Needs no data set, and its reward is certain: 1 if an answer came to its end and its last number is the right one.
-`--env.level auto` draws problems of the level at which the policy is right between 20 and 80 % of the time.
+It needs no data set. Its reward is exact: 1 if an answer ended before its limit and its last number is right.
+`--env.level auto` draws problems of the levels at which the policy is right between 20 and 80 % of the time.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class WordProblemsConfig(BaseEnvConfig):
 
     level: str = Field(
         default="auto",
-        description=f"1 to {len(LEVELS)}, a range such as 1-2, or auto: where answers are right now and then",
+        description=f"1 to {len(LEVELS)}, a range such as 1-2, or auto: levels at which answers are sometimes right",
     )
     max_tokens: int = Field(default=64, ge=1, description="longest answer in tokens")
     temperature: float = Field(default=1.0, gt=0.0, description="sampling temperature of training groups")
     eval_questions: int = Field(default=200, ge=1, le=10_000, description="held-out problems of an evaluation")
-    eval_temperature: float = Field(default=0.0, ge=0.0, description="of an evaluation; 0: the likeliest token")
+    eval_temperature: float = Field(default=0.0, ge=0.0, description="evaluation temperature; 0: greedy")
 
 
 class WordProblemsEnv(BaseEnv[WordProblem, WordProblemsConfig]):
@@ -45,7 +45,7 @@ class WordProblemsEnv(BaseEnv[WordProblem, WordProblemsConfig]):
     score_in_thread = False
 
     async def setup(self) -> None:
-        """Finds the levels."""
+        """Read the levels from the settings."""
         try:
             levels = levels_of(self.config.level)
         except ValueError:
@@ -60,32 +60,32 @@ class WordProblemsEnv(BaseEnv[WordProblem, WordProblemsConfig]):
         self.position = 0
 
     async def get_next_item(self) -> WordProblem:
-        """The next problem: made up from the seed and its number, so that a resumed run goes on with others."""
+        """Return the next problem. Seed and number determine it, so a resumed run continues with new ones."""
         self.position += 1
         rng = random.Random(f"{self.config.seed}/{self.position}")
         level = self.ladder.draw(rng) if self.config.level == "auto" else rng.choice(self.levels)
         return make_problem(level, "train", rng)
 
     def state(self) -> dict[str, Any]:
-        """How many problems were made, and how well each level goes."""
+        """Return the number of generated problems and each level's mean reward."""
         return {"position": self.position, "means": {str(level): mean for level, mean in self.ladder.means.items()}}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on after them."""
+        """Continue after the problems that were generated."""
         self.position = state["position"]
         self.ladder = Ladder(self.levels, {int(level): mean for level, mean in state["means"].items()})
 
     def prompt(self, item: WordProblem) -> str | list[Message]:
-        """A chat where the model has a template for one, else plain text."""
+        """Return a chat if the model has a chat template, else plain text."""
         question = f"{item.text} {ASKED}"
         return [{"role": "user", "content": question}] if self.tokenizer.chat_template else f"{question}\nAnswer:"
 
     def sampling(self, room: int) -> Sampling:
-        """`max_tokens` at the configured temperature."""
+        """Return sampling of `max_tokens` at the configured temperature."""
         return Sampling(max_tokens=min(room, self.config.max_tokens), temperature=self.config.temperature)
 
     async def score_group(self, item: WordProblem, completions: Sequence[Completion]) -> list[float]:
-        """1 for each answer that ended with the right number, else 0."""
+        """Return 1 for each right answer that ended before its limit, else 0."""
         scores = [self._score(item, completion) for completion in completions]
         mean = fmean(scores)
         self.ladder.note(item.level, mean)
@@ -97,7 +97,7 @@ class WordProblemsEnv(BaseEnv[WordProblem, WordProblemsConfig]):
         return float(completion.finish_reason != "length" and is_right(item, self.decode(completion)))
 
     async def evaluate(self) -> dict[str, float]:
-        """Share of right answers to held-out problems of every level, with its 95 % confidence interval."""
+        """Return the share of right answers to held-out problems of every level, with its 95 % confidence interval."""
         problems = held_out_problems(self.levels, self.config.eval_questions)
         scores = await asyncio.gather(*(self._examine(problem) for problem in problems))
         share = fmean(scores)

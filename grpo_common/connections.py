@@ -1,9 +1,10 @@
-"""Connections of an HTTP server, bounded in number and in how long a client may leave one waiting.
+"""Limit how many connections an HTTP server has, and how long one may wait for its client.
 
-Each connection takes a descriptor. A process that has none left accepts no more connections, and its event loop does
-not log that. So some descriptors stay free: a connection that gets one of them takes the place of another that waits
-for its client, first of one without a whole request head, or is refused with 503. No connection whose request is being
-answered is closed for another.
+Each connection takes a file descriptor. A process without a free descriptor accepts no more connections, and its event
+loop does not log that. The server therefore keeps some descriptors free. When a new connection gets one of these, the
+server closes another connection that waits for its client: first one without a complete request head, then one between
+two requests. If there is none, the server refuses the new connection with 503. It never closes a connection whose
+request it is answering.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from grpo_common.errors import Problem
 
 MOST_DESCRIPTORS: Final = 1 << 16
-"""The limit of open descriptors is raised to this, or to the hard limit if that is lower."""
+"""The server raises its limit of open descriptors to this, or to the hard limit if that is lower."""
 SERVER_IDLE_S: Final = 75
-"""For how long a connection is kept between two requests: longer than clients keep it (httpx 5 s, aiohttp 15 s), so
-that no client sends a request on a connection that the server is closing."""
+"""Seconds that a connection stays open between two requests. Clients close theirs earlier (httpx 5 s, aiohttp 15 s), so
+no client sends a request on a connection that the server is closing."""
 HEAD_S: Final = 20.0
-"""For how long a client may take to send a request head, from its first byte or from the connection on."""
+"""Seconds that a client has to send a request head, counted from its first byte or from the connection on."""
 STALLED_S: Final = 60.0
-"""For how long a client may send no further byte of a body, or read nothing of an answer."""
+"""Seconds that a client may pause while it sends a body or reads an answer."""
 HEAD_BYTES: Final = 1 << 16
-"""The longest request head."""
+"""Size limit of a request head."""
 SWEEP_S = 1.0
 
 _LEAST_IDLE_S = 1.0  # a connection that was used a moment ago is likely to be used again
@@ -52,20 +53,20 @@ def raise_descriptor_limit() -> int:
 
 
 class Wait(Enum):
-    """What of its client a connection waits for."""
+    """What a connection waits for from its client."""
 
     HEAD = auto()
     """The request head, or the rest of it."""
     BODY = auto()
     """The rest of a body."""
     READING = auto()
-    """That it reads an answer."""
+    """The client reads an answer."""
     NEXT = auto()
-    """The next request: all that came is answered."""
+    """The next request: all earlier ones are answered."""
 
 
 class Client:
-    """The connections of one address: how many there are, and those that wait for it, the longest first."""
+    """The connections of one address: their number, and those that wait for this client, the longest wait first."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -74,7 +75,7 @@ class Client:
 
     @property
     def idle(self) -> tuple[int, int]:
-        """Connections without a whole request head, and those between two requests."""
+        """Return how many connections lack a complete request head, and how many are between two requests."""
         return len(self.waiting[Wait.HEAD]), len(self.waiting[Wait.NEXT])
 
 
@@ -83,17 +84,17 @@ class Connections:
 
     Args:
         descriptors: how many the process may have open.
-        log: where a warning goes when connections reach their bound.
+        log: gets a warning when connections reach a limit.
         head_s: see `HEAD_S`.
         stalled_s: see `STALLED_S`.
-        clock: seconds that nobody sets.
+        clock: returns monotonic seconds.
 
     Attributes:
-        highest: a connection whose descriptor is this or higher takes the place of another. The kernel gives the lowest
-            that is free, so all below are in use then, whatever for.
-        per_client: connections of one address.
-        backlog: for `listen`: connections that the kernel accepts before the server takes the first.
-        open: connections that are open.
+        highest: a connection whose descriptor is this or higher replaces another connection. The kernel assigns the
+            lowest free descriptor, so all lower ones are in use then.
+        per_client: limit of connections from one address.
+        backlog: argument for `listen`: connections that the kernel holds before the server accepts the first.
+        open: number of open connections.
     """
 
     def __init__(
@@ -119,17 +120,17 @@ class Connections:
         self._keeps_time = False
 
     def protocol(self) -> type[HttpToolsProtocol]:
-        """Return uvicorn's protocol class (`uvicorn.Config(http=…)`) for connections that are counted here."""
+        """Return uvicorn's protocol class (`uvicorn.Config(http=…)`) whose connections this object counts."""
         return type("BoundedHttp", (BoundedHttp,), {"bounds": self})
 
     def keep_time(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Close overdue connections from now on, once a `SWEEP_S`."""
+        """Start closing overdue connections, every `SWEEP_S` seconds."""
         if not self._keeps_time:
             self._keeps_time = True
             loop.call_later(SWEEP_S, self._sweep, loop)
 
     def admit(self, connection: BoundedHttp, address: str, descriptor: int) -> None:
-        """Count a new connection, and close another for it, or refuse it, where there are too many."""
+        """Count a new connection. Where there are too many, close another one for it, or refuse it."""
         client = connection.owner = self.clients.setdefault(address, Client(address))
         client.open += 1
         self.open += 1
@@ -146,7 +147,7 @@ class Connections:
             connection.refuse()
 
     def put(self, connection: BoundedHttp, wait: Wait | None) -> None:
-        """Note what a connection waits for from now on; None: for the server's answer."""
+        """Record what a connection waits for from now on. None: it waits for the server's answer."""
         client = connection.owner
         if client is None or (wait is connection.wait and wait is not Wait.BODY):
             return
@@ -157,7 +158,7 @@ class Connections:
             client.waiting[wait][connection] = self._clock()
 
     def forget(self, connection: BoundedHttp) -> None:
-        """A connection is closed, or speaks another protocol now."""
+        """Stop counting a connection that is closed or has changed to another protocol."""
         self.put(connection, None)
         client, connection.owner = connection.owner, None
         if client is not None:
@@ -172,7 +173,7 @@ class Connections:
             for wait in Wait:
                 for connection in list(self._overdue(client, wait)):
                     if wait is Wait.BODY and connection.flow.read_paused:
-                        self.put(connection, wait)  # it is the server that does not read
+                        self.put(connection, wait)  # the server has paused reading, not the client
                     else:
                         self.put(connection, None)
                         connection.transport.abort()
@@ -180,7 +181,8 @@ class Connections:
     def _overdue(self, client: Client, wait: Wait) -> Iterator[BoundedHttp]:
         now = self._clock()
         for connection, since in client.waiting[wait].items():
-            # uvicorn's own timer is earlier, but an answer before the end of a body leaves it unset.
+            # uvicorn's own keep-alive timer fires earlier, but uvicorn does not set it when an answer ends before
+            # the request's body does.
             limit = connection.timeout_keep_alive + SWEEP_S if wait is Wait.NEXT else self._limits[wait]
             if now - since < limit:
                 return
@@ -197,7 +199,7 @@ class Connections:
         loop.call_later(SWEEP_S, self._sweep, loop)
 
     def _make_room(self, least_s: float = 0.0) -> bool:
-        """Close a connection of the address that has most of those that wait; see `_close_one_of`."""
+        """Close a waiting connection of the address that has most of them; see `_close_one_of`."""
         halves = sum(client.idle[0] for client in self.clients.values())
         self._warn(
             f"{self.open} open, {halves} of them without a whole request",
@@ -207,7 +209,10 @@ class Connections:
         return most is not None and self._close_one_of(most, least_s)
 
     def _close_one_of(self, client: Client, least_s: float = 0.0) -> bool:
-        """Close the connection that has waited longest for a head, `least_s` or more, else for a next request."""
+        """Close the connection that has waited longest (at least `least_s`) for a head, else for a next request.
+
+        Return whether there was one.
+        """
         for wait, least in ((Wait.HEAD, least_s), (Wait.NEXT, _LEAST_IDLE_S)):
             connection, since = next(iter(client.waiting[wait].items()), (None, 0.0))
             if connection is not None and self._clock() - since >= least:
@@ -217,17 +222,17 @@ class Connections:
         return False
 
     def _warn(self, got: str, wanted: str) -> None:
-        """Warn once, and again only after half of the connections have gone."""
+        """Warn once, and again only after half of the connections have closed."""
         if self._warned_at is None:
             wanted = f"{wanted}, with a limit of {self.descriptors} open files"
             fix = "start the server with a higher limit (ulimit -n) if these connections are yours"
-            summary = "idle ones are closed for new ones, and new ones are refused where none is idle"
+            summary = "the server closes idle connections for new ones, and refuses new ones when none is idle"
             self._log.warning("%s", Problem("connections", got, wanted, fix, summary))
         self._warned_at = max(self._warned_at or 0, self.open)
 
 
 def _lowest_free() -> int:
-    """Return the descriptor that the next file gets."""
+    """Return the descriptor that the next opened file would get."""
     try:
         descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -237,7 +242,10 @@ def _lowest_free() -> int:
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """One connection. What its client owes is known by where the parser is and whether the last request is answered."""
+    """One connection.
+
+    The parser's position and the state of the last answer show what the connection waits for (`_put`).
+    """
 
     bounds: ClassVar[Connections]
 
@@ -294,7 +302,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._put()
 
     def refuse(self) -> None:
-        """Answer 503 to whatever the client is going to ask, and close."""
+        """Answer 503 before any request is read, and close."""
         body = b"too many connections"
         self.transport.write(_REFUSAL % (len(body), body))
         self.transport.close()

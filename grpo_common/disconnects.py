@@ -1,4 +1,4 @@
-"""Work for an HTTP client, ended when the client goes: both servers use it."""
+"""Cancel work for an HTTP client when the client disconnects. Both servers use it."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`; it is cancelled, and None returned, when the client goes away before.
+    """Return the result of `work`. If the client disconnects first, cancel `work` and return None.
 
-    Only after the body was read: until then the channel carries the body.
+    Call it only after the body was read: before that, `request.receive` returns the body's parts.
     """
 
     async def gone() -> None:

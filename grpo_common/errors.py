@@ -1,4 +1,4 @@
-"""Errors that a user can fix: what is wrong, as data, and one rendering of it for all packages."""
+"""Errors that a user can fix: the facts as data, and one rendering of them for all packages."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Problem:
     """One thing that is wrong.
 
     Attributes:
-        field: what it is about: a flag (`--dtype`), a key of a request, a file, a process; may be empty.
-        got: the value that came, or the state that was found.
-        wanted: what would have been right.
+        field: the subject: a flag (`--dtype`), a key of a request, a file, a process; may be empty.
+        got: the value received, or the state found.
+        wanted: the value or state that would have been right.
         fix: what the user can do, as an imperative.
         summary: what happened, where `got` and `wanted` do not say it.
     """
@@ -34,7 +34,10 @@ class Problem:
 
 
 def wanted_by_pydantic(message: str) -> str:
-    """Return what a message of pydantic's wants: `a number greater than 0` for `Input should be greater than 0`."""
+    """Return the wanted value that a pydantic message names.
+
+    For `Input should be greater than 0` that is `a number greater than 0`.
+    """
     text = message.removeprefix("Value error, ").removeprefix("Input should be ").partition(", unable to parse")[0]
     return f"a number {text}" if text.startswith(("greater", "less")) else text
 
@@ -43,7 +46,7 @@ class UserError(Exception):
     """Base of every error that a user can fix. A command prints its message instead of a traceback.
 
     Attributes:
-        problems: all that is wrong, at least one. `field`, `got`, `wanted`, `fix` and `summary` are those of the first.
+        problems: at least one. `field`, `got`, `wanted`, `fix` and `summary` are those of the first.
     """
 
     problems: tuple[Problem, ...]

@@ -1,13 +1,14 @@
-"""One gate before all routes of a server, also those of libraries: who may come in, and from where.
+"""Check every request before any route of a server, including the routes of libraries, runs.
 
-Without a key a server listens on loopback only. Programs of this machine may call it; web pages may not, although any
-page can make a browser send requests to loopback:
+Without a key a server listens on loopback only. Programs of this machine may call it. Web pages may not, although any
+page can make a browser send requests to loopback. The gate therefore requires:
 
-* The Host names this server. A page whose own name is made to resolve to 127.0.0.1 sends that name instead.
-* The request comes from no page of another origin. A browser says so in Origin or Sec-Fetch-Site.
-* A write with a body has a content type that a browser sends across origins only after the server has agreed.
+* The Host header names this server. If a page's domain name resolves to 127.0.0.1 (DNS rebinding), the browser sends
+  that domain name instead.
+* The request does not come from a page of another origin. A browser reports the origin in Origin or Sec-Fetch-Site.
+* A write with a body has a content type that a browser sends across origins only after a preflight request.
 
-With a key every request carries it, but for probes of health.
+With a key, every request except a health probe must carry it.
 """
 
 from __future__ import annotations
@@ -27,48 +28,48 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 """An ASGI application, without a web framework's types."""
 
 OPEN_PATHS: Final = frozenset({"/health", "/ping"})
-"""What is answered without the key: probes carry none, and learn nothing but a status."""
+"""Paths that need no key: health probes carry none, and the answer reveals only a status."""
 
 NAMES: Final = ("127.0.0.1", "localhost", "[::1]")
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 _SIMPLE = frozenset({"text/plain", "application/x-www-form-urlencoded", "multipart/form-data"})
-"""Content types that a browser lets any page send: https://fetch.spec.whatwg.org/#cors-safelisted-request-header"""
+"""Content types that a page may send across origins: https://fetch.spec.whatwg.org/#cors-safelisted-request-header"""
 _OWN_PAGES = frozenset({"same-origin", "none"})
 _DEFAULT_PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443}
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a request does not come in, and the HTTP status that says so."""
+    """Why the gate refuses a request, and the HTTP status of the answer."""
 
     status: int
     problem: Problem
 
 
 def is_loopback(host: str | None) -> bool:
-    """Return whether only programs of this machine reach a server that listens on `host`."""
+    """Return whether only programs of this machine can reach a server that listens on `host`."""
     if host == "localhost":
         return True
     try:
         return ipaddress.ip_address(host or "").is_loopback
     except ValueError:
-        return False  # a name: nobody knows what it resolves to elsewhere
+        return False  # a name may resolve to any address
 
 
 def from_browser(headers: Collection[tuple[bytes, bytes]]) -> bool:
-    """Return whether a request has headers that browsers send, and programs do not."""
+    """Return whether a request has headers that only browsers send."""
     return any(name == b"origin" or name.startswith(b"sec-fetch-") for name, _ in headers)
 
 
 class Gate:
-    """ASGI middleware, to stand before everything else.
+    """ASGI middleware. Install it as the outermost one.
 
     Args:
-        app: what stands behind it.
+        app: the application that gets the requests which pass.
         host: the address that the server listens on.
-        keys: bearer tokens; with none, the address must be a loopback one.
+        keys: bearer tokens; without any, the address must be a loopback one.
         origins: web origins (`https://example.org`) whose pages may call.
-        answer: makes the answer to a request that does not come in.
+        answer: makes the answer to a refused request.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Gate:
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
             await receive()
-            await send({"type": "websocket.close", "code": 1008})  # before it is accepted: the client gets a 403
+            await send({"type": "websocket.close", "code": 1008})  # closed before it is accepted: the client gets 403
         else:
             await self._answer(scope, refusal)(scope, receive, send)
 
@@ -121,7 +122,7 @@ class Gate:
             "Host",
             got=" and ".join(repr(one.decode("latin-1")[:100]) for one in hosts) or "none",
             wanted=f"127.0.0.1:{port}: this server has no key and answers programs of its own machine only",
-            fix="call it by this name, or start it with --api-key",
+            fix="use this name in the URL, or start the server with --api-key",
         )
 
     def _foreign_page(self, headers: dict[bytes, list[bytes]]) -> Problem | None:
@@ -133,7 +134,7 @@ class Gate:
         if _OWN_PAGES.issuperset(sites) and all(origin.partition("://")[2] == own for origin in origins):
             return None
         page = f"a page of {origins[0][:100]}" if origins else "a page of another site"
-        return Problem("Origin", got=page, wanted="this server's own page, or one of an origin that its user named")
+        return Problem("Origin", got=page, wanted="this server's own page, or a page of an allowed origin")
 
     def _named(self, headers: dict[bytes, list[bytes]]) -> bool:
         origins = _texts(headers, b"origin")
@@ -144,7 +145,7 @@ class Gate:
         if path in OPEN_PATHS or path.removeprefix(scope.get("root_path", "")) in OPEN_PATHS:
             return True
         if scope.get("method") == "OPTIONS" and b"access-control-request-method" in headers and self._named(headers):
-            return True  # a browser asks, without the key, whether the page may send a request: CORS answers
+            return True  # a CORS preflight carries no key; the CORS middleware answers it
         scheme, _, given = headers.get(b"authorization", [b""])[0].partition(b" ")
         matches = [hmac.compare_digest(given.strip(), key) for key in self._keys]
         return scheme.lower() == b"bearer" and any(matches)
@@ -163,7 +164,7 @@ def _simple_write(scope: Scope, headers: dict[bytes, list[bytes]]) -> Problem | 
         "Content-Type",
         got=" and ".join(kind[:100] for kind in kinds) or "none",
         wanted="application/json, or another type that a web page cannot send unasked",
-        fix="say what the body is, with curl by -H 'Content-Type: application/json'",
+        fix="name the body's type; with curl, -H 'Content-Type: application/json'",
     )
 
 
@@ -175,5 +176,5 @@ _NO_KEY = Problem(
     "Authorization",
     got="no valid key",
     wanted="Authorization: Bearer KEY",
-    fix="send the KEY that the server was started with (--api-key)",
+    fix="send the key that the server was started with (--api-key)",
 )

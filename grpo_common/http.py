@@ -1,4 +1,4 @@
-"""What the HTTP clients of a run share: time-outs, which failures may pass, and what an error answer says."""
+"""What the HTTP clients of a run share: time-outs, which failures are temporary, and how to read an error answer."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from typing import Any
 import msgspec
 
 CONNECT_S = 10.0
-"""Seconds that making a connection may take."""
+"""Time limit of a connection attempt, in seconds."""
 
 CLIENT_IDLE_S = 2.0
-"""A client does not use an idle connection again after this: plain uvicorn and vLLM close it after 5 s, maybe as a
-request is sent; our servers after 75 s."""
+"""A client does not reuse a connection that was idle for longer than this, in seconds. Plain uvicorn and vLLM close
+idle connections after 5 s, possibly while the client sends a request; our servers close them after 75 s."""
 
 _SAYS_NOTHING_OF_THE_REQUEST = frozenset({408, 425, 429, 499})
-"""4xx after which the same request may succeed; 499 is a server that ends and takes its clients for gone."""
+"""4xx statuses after which the same request may succeed. A server that shuts down answers 499: it treats its clients
+as disconnected."""
 _NOT_IMPLEMENTED = 501
 _LONGEST = 500
 
 
 def may_pass(status: int) -> bool:
-    """Return whether the same request may succeed later: a server in trouble (5xx), or one that is too busy."""
+    """Return whether the same request may succeed later: the server has an error (5xx), or is too busy."""
     return status in _SAYS_NOTHING_OF_THE_REQUEST or (status >= 500 and status != _NOT_IMPLEMENTED)
 
 
@@ -29,18 +30,21 @@ MSGPACK_TYPES = frozenset({"application/msgpack", "application/x-msgpack", "appl
 
 
 def is_msgpack(content_type: str | None) -> bool:
-    """Return whether a `Content-Type` (parameters and case aside) is MessagePack; all else is read as JSON."""
+    """Return whether a `Content-Type` is MessagePack, whatever its parameters and case.
+
+    Any other type is read as JSON.
+    """
     return content_type is not None and content_type.partition(";")[0].strip().lower() in MSGPACK_TYPES
 
 
 @dataclass(frozen=True, slots=True)
 class Complaint:
-    """What an error answer says.
+    """The content of an error answer.
 
     Attributes:
-        reason: all of it in words, at most 500 characters.
-        key: the key of the request at fault, where the server names it.
-        got, wanted, fix: the parts of the reason, where the server gives them.
+        reason: the whole message, at most 500 characters.
+        key: the request key at fault, if the server names it.
+        got, wanted, fix: parts of the reason, if the server gives them.
     """
 
     reason: str
@@ -51,7 +55,11 @@ class Complaint:
 
 
 def complaint(body: bytes, content_type: str | None) -> Complaint:
-    """Read an error answer: `detail` and `field` (rollout API), `error` (inference server), else its text."""
+    """Return the content of an error answer.
+
+    The rollout API sends `detail` and `field`, the inference server `error`. For any other answer the reason is its
+    text.
+    """
     packed = is_msgpack(content_type)
     said = _decoded(body, packed)
     if isinstance(error := said.get("error"), dict):
@@ -64,7 +72,7 @@ def complaint(body: bytes, content_type: str | None) -> Complaint:
 
 
 def _decoded(body: bytes, packed: bool) -> dict[str, Any]:
-    """Return the object that a body holds; an empty one for anything else."""
+    """Return the object in a body, or an empty one if the body is anything else."""
     try:
         said = msgspec.msgpack.decode(body) if packed else msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

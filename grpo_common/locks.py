@@ -1,4 +1,4 @@
-"""Files that one process holds at a time. The kernel lets go of one when its holder ends, however it ends."""
+"""Lock files that one process holds at a time. The kernel releases a lock when its process ends, for any reason."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class HeldError(Exception):
-    """Another process holds the file; `holder` is its pid as text, or `unknown`."""
+    """Another process holds the lock; `holder` is its pid as text, or `unknown`."""
 
     def __init__(self, holder: str) -> None:
         super().__init__(holder)
@@ -16,11 +16,11 @@ class HeldError(Exception):
 
 
 def hold(path: Path) -> int:
-    """Hold a file, made if need be, for this process. Return its descriptor: who closes it lets go.
+    """Lock a file for this process, and create it if it is missing. Return its descriptor; closing it unlocks the file.
 
     Raises:
-        HeldError: another process holds it.
-        OSError: the file cannot be made, or its file system knows no locks.
+        HeldError: another process holds the lock.
+        OSError: the file cannot be created, or its file system has no locks.
     """
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

@@ -1,9 +1,9 @@
 """Timeline of a run: what each process did and when, for Perfetto and `chrome://tracing`.
 
-All processes of a run append to one file in the trace event format of Chrome, one event a line. Times are those of the
-system's monotonic clock, which all processes of a machine share. Without the variable GRPO_TRACE nothing is recorded.
+All processes of a run append to one file in Chrome's trace event format, one event a line. Times are those of the
+system's monotonic clock, which all processes of a machine share. Without the variable GRPO_TRACE, nothing is recorded.
 
-Source: "Trace Event Format", the JSON array format, whose closing bracket may be missing.
+Source: "Trace Event Format", the JSON array format, whose closing bracket is optional.
 """
 
 import atexit
@@ -22,18 +22,18 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 FILE_VARIABLE, NAME_VARIABLE = "GRPO_TRACE", "GRPO_TRACE_NAME"
-"""The file that processes append to, and what the timeline calls a process."""
+"""Environment variables: the file that processes append to, and the name of a process in the timeline."""
 FLUSH_SECONDS, FLUSH_BYTES = 1.0, 1 << 16
-"""Events wait in memory for this long or until there are this many bytes of them."""
+"""Events stay in memory for this many seconds, or until they have this many bytes."""
 
 _lane: ContextVar[str | None] = ContextVar("lane", default=None)
 
 
 class Recorder:
-    """Appends this process's events to the file. A child process that is forked off gets a lane of its own."""
+    """Append this process's events to the file. A forked child process gets a separate lane."""
 
     def __init__(self, path: Path, name: str) -> None:
-        """Write nothing before the first event; `name` is what the timeline calls this process."""
+        """Write nothing before the first event; `name` is the name of this process in the timeline."""
         self._path = path
         self._name = name
         self._lock = threading.Lock()
@@ -44,7 +44,7 @@ class Recorder:
         self._failed = False
 
     def add(self, event: dict[str, Any]) -> None:
-        """Record an event; its process and thread are filled in."""
+        """Record an event; add its process and thread."""
         with self._lock:
             if self._pid != os.getpid():
                 self._begin()
@@ -53,7 +53,7 @@ class Recorder:
                 self._flush()
 
     def flush(self) -> None:
-        """Write what waits in memory."""
+        """Write the events that are still in memory."""
         with self._lock:
             self._flush()
 
@@ -68,7 +68,7 @@ class Recorder:
         self._bytes += len(line)
 
     def _flush(self) -> None:
-        """Append in one call, so that lines of several processes do not mix. What can't be written is left out."""
+        """Append in one call, so that lines of several processes do not mix. Drop events that cannot be written."""
         self._flushed_at = time.monotonic()
         if not self._lines or self._pid != os.getpid():
             return
@@ -87,14 +87,17 @@ class Recorder:
 
 @cache
 def _recorder() -> Recorder | None:
-    """This process's recorder, made at the first stage: a process may be forked before it is given its environment."""
+    """Return this process's recorder, or None without GRPO_TRACE.
+
+    It is created with the first stage: a process may be forked before its environment is set.
+    """
     path = os.environ.get(FILE_VARIABLE)
     return Recorder(Path(path), os.environ.get(NAME_VARIABLE, "process")) if path else None
 
 
 @contextmanager
 def lane(name: str) -> Iterator[None]:
-    """Stages within belong to a lane of this name: asyncio tasks share a thread, and their stages overlap."""
+    """Put stages of the block into a lane of this name: asyncio tasks share a thread, so their stages overlap."""
     outer = _lane.get()
     token = _lane.set(f"{outer}, {name}" if outer else name)
     try:
@@ -108,7 +111,7 @@ def stage(name: str, **arguments: Any) -> Iterator[dict[str, Any]]:
     """Record how long the block takes.
 
     Args:
-        arguments: shown with the stage; the block may add more to the dictionary that it gets.
+        arguments: shown with the stage; the block may add more to the dictionary that it receives.
     """
     if _recorder() is None:
         yield arguments
@@ -124,7 +127,7 @@ def since(name: str, started: float, lane: str | None = None, **arguments: Any) 
     """Record a stage that began at `started` (seconds of the monotonic clock) and ends now.
 
     Args:
-        lane: stages of one lane do not overlap; None: the lane of this thread.
+        lane: where the stage is shown; stages of one lane do not overlap. None: the lane of this thread.
     """
     recorder = _recorder()
     if recorder is None:
@@ -138,7 +141,7 @@ def since(name: str, started: float, lane: str | None = None, **arguments: Any) 
 
 
 def begin_file(path: Path) -> None:
-    """Begin a timeline anew: an empty list of events.
+    """Start a new timeline: an empty list of events.
 
     Raises:
         OSError: the file cannot be written.
@@ -147,18 +150,18 @@ def begin_file(path: Path) -> None:
 
 
 def end_file(path: Path) -> None:
-    """Close the list, which makes the file plain JSON. A file that was deleted meanwhile stays so."""
+    """Close the list, which makes the file valid JSON. Do nothing if the file was deleted."""
     with suppress(FileNotFoundError), path.open("r+") as file:
         file.seek(0, os.SEEK_END)
         file.write('{"ph":"M","pid":0,"name":"process_sort_index","args":{"sort_index":0}}\n]\n')
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a timeline, also of one that is still being written.
+    """Return the events of a timeline, also while processes still write it.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no timeline.
+        ValueError: the file is not a timeline.
     """
     text = path.read_text()
     whole, _, _rest = text.rpartition(",\n")

@@ -9,12 +9,15 @@ from vllm_server.start_checks import check_key, check_model_path, check_port_fre
 
 
 def main(argv: list[str]) -> int:
-    """Serve until a signal comes. The exit status: 0 after a signal, 2 a wrong command, 1 anything else."""
+    """Serve until a signal arrives.
+
+    Return the exit status: 0 after a signal, 2 for a wrong command, 1 for any other failure.
+    """
     try:
-        # What can be told at once is told before vLLM is imported (seconds) and the model loaded (more).
+        # Cheap checks run first: importing vLLM takes seconds, and loading the model takes longer.
         early = arguments.early_arguments(argv)
         if early.uds is None:
-            if early.config is None:  # which may hold any of these; `_serve` looks again
+            if early.config is None:  # a config file may set any of these; `_serve` checks again
                 check_key(early.host, keys_of(early.api_key))
             check_port_free(early.host, early.port)
         if early.model is not None:
@@ -27,7 +30,7 @@ def main(argv: list[str]) -> int:
         print(f"vllm_server: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except Exception as error:
-        # Unforeseen, or vLLM's refusal of a flag: its traceback helps to find it, the last line says what it is.
+        # An unexpected error, or vLLM's refusal of a flag: the traceback helps to locate it, the last line names it.
         traceback.print_exc()
         print(f"vllm_server: {gist(error)}", file=sys.stderr, flush=True)
         return 1

@@ -1,7 +1,7 @@
-"""Is this a PEFT LoRA adapter that the engine can serve? Read before the engine sees it.
+"""Check whether the engine can serve a PEFT LoRA adapter, before the engine reads it.
 
-Only the JSON text and the safetensors header are read: no torch, milliseconds whatever the adapter's size.
-The engine would refuse most of these cases too, but by a stack trace, and some it would serve wrongly.
+The checks read only the JSON text and the safetensors header: no torch, and milliseconds for any adapter size.
+The engine would refuse most bad adapters too, but with a stack trace, and it would serve some of them wrongly.
 """
 
 import json
@@ -19,7 +19,7 @@ from vllm_server.protocol.flat import Header, decode_header, read_header
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _CONFIG = "adapter_config.json"
-CONFIG_KEY = "adapter_config"  # where a body of safetensors holds the configuration: in its metadata
+CONFIG_KEY = "adapter_config"  # key of a safetensors body's metadata that holds the configuration
 
 
 _CONFIG_LIMIT = 1 << 20  # bytes of adapter_config.json
@@ -29,15 +29,15 @@ _UNDERSTOOD = (*SERVABLE, "r", "lora_alpha", "target_modules", "use_rslora")
 
 
 def allowed_path(adapter_path: str, roots: tuple[Path, ...]) -> Path:
-    """The adapter's real folder: once symbolic links are followed, it lies under one of `roots` (real paths).
+    """Return the adapter's real folder. With symbolic links resolved, it is under one of `roots` (real paths).
 
     Raises:
-        ServeError: 403 outside the roots, 404 no such folder, 422 no path at all.
+        ServeError: 403 outside the roots, 404 no such folder, 422 not a path.
     """
     try:
         path = Path(adapter_path).expanduser().resolve()
         is_there = path.is_dir()
-    except (OSError, ValueError, RuntimeError) as error:  # too long, a zero byte, no such user, links in a circle
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a zero byte, an unknown user, circular links
         raise ServeError(
             422, "adapter_path", got=f"{adapter_path[:_SHOWN]!r} ({_reason(error)})", wanted="a folder's path",
             fix="correct it",
@@ -66,10 +66,10 @@ def _check_inside(path: Path, roots: tuple[Path, ...]) -> None:
 
 
 def check_folder(path: Path, roots: tuple[Path, ...], *, max_rank: int) -> tuple[dict[str, Any], Path]:
-    """The configuration and the weights' real file of the adapter in a folder, if the engine can serve it.
+    """Return an adapter folder's configuration and the real path of its weights, if the engine can serve it.
 
     Raises:
-        ServeError: 403 a file lies outside the roots, 404 one is missing, 422 one is damaged or not servable.
+        ServeError: 403 a file is outside the roots, 404 a file is missing, 422 a file is damaged or not servable.
     """
     with _opened(path / _CONFIG, roots) as stream:
         config = _read_config(stream)
@@ -81,9 +81,10 @@ def check_folder(path: Path, roots: tuple[Path, ...], *, max_rank: int) -> tuple
 
 @contextmanager
 def _opened(path: Path, roots: tuple[Path, ...]) -> Iterator[BinaryIO]:
-    """A file of an adapter's folder: a regular one under `roots`, opened without waiting for anybody.
+    """Open a file of an adapter's folder: a regular file under `roots`. Opening never blocks.
 
-    A link is followed while it stays under the roots. The open file is checked: the path may change meanwhile.
+    A symbolic link may point anywhere under the roots. The check runs on the open file, because the path may change
+    between the check and the opening.
     """
     try:
         real = path.resolve(strict=True)
@@ -114,15 +115,15 @@ def _reason(error: Exception) -> str:
 
 
 def understood(config: dict[str, Any]) -> dict[str, Any]:
-    """What of an adapter's configuration this server has checked."""
+    """Return the part of an adapter's configuration that this server has checked."""
     return {key: config[key] for key in _UNDERSTOOD if key in config}
 
 
 def check_file(file: Path, *, max_rank: int) -> dict[str, Any]:
-    """The same for a safetensors file that holds its configuration in its metadata.
+    """Check a safetensors file whose metadata holds the configuration. Return the configuration.
 
     Raises:
-        ServeError: 422, it is damaged or not servable.
+        ServeError: 422, the file is damaged or not servable.
     """
     with file.open("rb") as stream:
         header = _read_header(stream)
@@ -142,7 +143,7 @@ def check_config(config: dict[str, Any], *, max_rank: int) -> None:
     """Raise a ServeError, 422, if the engine cannot serve an adapter with this adapter_config.json."""
     for refusal in refusals(config, max_rank):
         raise ServeError(422, refusal.field, got=refusal.got[:_SHOWN], wanted=refusal.wanted, fix=refusal.fix)
-    # vLLM reads these two without a default, where PEFT has one.
+    # PEFT has a default for these two, and vLLM does not.
     alpha, modules = config.get("lora_alpha"), config.get("target_modules")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= _LARGEST_ALPHA:
         raise _no_field("lora_alpha", alpha, "a number")
@@ -174,10 +175,10 @@ def _read_config(stream: BinaryIO) -> dict[str, Any]:
 
 
 def check_header(header: Header, rank: int) -> None:
-    """Every LoRA A has `rank` rows and every B `rank` columns, and each has its partner.
+    """Check that every LoRA A has `rank` rows and every B `rank` columns, and that A and B come in pairs.
 
     Raises:
-        ServeError: 422, it is not so.
+        ServeError: 422, one of these does not hold.
     """
     modules: dict[str, set[str]] = {}
     for span in header.spans:

@@ -1,4 +1,4 @@
-"""Our routes on vLLM's app."""
+"""Add this server's routes to vLLM's app."""
 
 import asyncio
 from argparse import Namespace
@@ -20,7 +20,7 @@ from vllm_server.start_checks import keys_of
 
 
 def extend(app: Starlette, args: Namespace) -> None:
-    """Put our routes before vLLM's, whose /health knows nothing of publishes; gate and shares before all of them."""
+    """Put our routes before vLLM's, whose /health ignores publishes; put gate and shares before all routes."""
     ours = [
         Route(protocol.HEALTH_ROUTE, guarded(bridge.health)),
         Route(protocol.HEALTH_GENERATE_ROUTE, guarded(generate.health_generate)),
@@ -44,7 +44,7 @@ def extend(app: Starlette, args: Namespace) -> None:
         Route(protocol.BRIDGE_LIST_ENDPOINTS_ROUTE, guarded(bridge.list_endpoints)),
     ]
     app.router.routes[:0] = ours
-    # Not by `add_middleware`: vLLM may have built the stack already, and the gate stands before whatever is in it.
+    # Not by `add_middleware`: vLLM may have built the stack already, and the gate must run before everything in it.
     stack = app.middleware_stack or app.build_middleware_stack()
     keys, origins = keys_of(args.api_key), args.allowed_origins
     app.middleware_stack = Gate(ShareOfRequest(stack), host=args.host, keys=keys, origins=origins, answer=_refuse)
@@ -57,7 +57,7 @@ def _refuse(_: Scope, refusal: Refusal) -> Response:
 
 
 def serve(args: Namespace) -> None:
-    """Serve until a signal comes; blocks."""
+    """Serve until a signal arrives; block until then."""
     announcing: list[asyncio.Task[None]] = []
     servers: list[PolicyServer] = []
 

@@ -14,26 +14,27 @@ from vllm_server.worker import LOGITS_VARIABLE
 PROGRAM = "grpo serve"
 DEFAULT_HOST = "127.0.0.1"
 
-SPARE_ADAPTERS = 4  # for one being loaded, and versions outside the window on which requests still run
+SPARE_ADAPTERS = 4  # for the adapter being loaded, and for old versions that still have in-flight requests
 
 WORKER_EXTENSION = "vllm_server.worker.extension.PolicyWorker"
 SHARING_WORKER_EXTENSION = "vllm_server.worker.sharing.SharingWorker"
 
-CPU_CACHE_BYTES = 512 << 20  # vLLM's own default, a share of all memory, is touched at start
+CPU_CACHE_BYTES = 512 << 20  # vLLM's default is a share of all memory, and vLLM allocates it at start
 
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(SERVER_IDLE_S),
-    # On a CPU several processes share few cores: bind none, and let idle OpenMP threads sleep, not spin.
+    # On a CPU several processes share few cores: do not bind threads to cores, and let idle OpenMP threads sleep
+    # instead of spinning.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_WAIT_POLICY": "passive",
 }
 
-_COUNT_NANS = "VLLM_COMPUTE_NANS_IN_LOGITS"  # `soundness` refuses what has some: nobody may turn it off
+_COUNT_NANS = "VLLM_COMPUTE_NANS_IN_LOGITS"  # `soundness` needs these counts, so the user cannot turn them off
 
 
 def early_arguments(argv: list[str]) -> Namespace:
-    """Host, port, keys and model, read without importing vLLM; the rest is left for `parse`."""
+    """Return host, port, keys and model without importing vLLM; `parse` reads the rest."""
     parser = argparse.ArgumentParser(PROGRAM, add_help=False, allow_abbrev=False)
     parser.add_argument("--host", default=DEFAULT_HOST)
     parser.add_argument("--port", type=int, default=DEFAULT_PORT)
@@ -45,7 +46,7 @@ def early_arguments(argv: list[str]) -> Namespace:
 
 
 def set_environment() -> None:
-    """What vLLM reads from the environment, unless the user set it. Call before vLLM is imported."""
+    """Set vLLM's environment variables, except those that the user set. Call this before vLLM is imported."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ[_COUNT_NANS] = "1"
@@ -53,7 +54,7 @@ def set_environment() -> None:
 
 
 def parse(argv: list[str]) -> Namespace:
-    """The whole command line. Exits with argparse's message if it is wrong."""
+    """Return the parsed command line. Exit with argparse's message if it is wrong."""
     parser = compat.server_parser(PROGRAM, "vLLM's OpenAI server, plus the routes of a GRPO trainer's policy.")
     _add_policy_options(parser.add_argument_group("policy"))
     unset = {"model": None, "max_lora_rank": None, "max_loras": None, "max_cpu_loras": None}
@@ -61,9 +62,9 @@ def parse(argv: list[str]) -> Namespace:
     parser.set_defaults(
         host=DEFAULT_HOST,
         port=DEFAULT_PORT,
-        logprobs_mode="processed_logprobs",  # those of the distribution that was sampled from
+        logprobs_mode="processed_logprobs",  # logprobs of the distribution that tokens are sampled from
         generation_config="vllm",  # no hidden top_p or top_k from the model's generation_config.json
-        disable_access_log_for_endpoints="/health",  # asked once a second by everyone
+        disable_access_log_for_endpoints="/health",  # clients poll it every second
         **unset,
         **(_cpu_defaults() if compat.device_type() == "cpu" else {}),
     )
@@ -77,7 +78,7 @@ def parse(argv: list[str]) -> Namespace:
         raise FatalError(
             field="--worker-extension-cls",
             got=args.worker_extension_cls,
-            wanted="none, since the policy's own takes the place",
+            wanted="none, since the server sets its own extension",
             fix="leave it out",
         )
     args.worker_extension_cls = SHARING_WORKER_EXTENSION if args.shared_weights else WORKER_EXTENSION
@@ -91,66 +92,66 @@ def parse(argv: list[str]) -> Namespace:
 
 
 def _add_policy_options(group: argparse._ArgumentGroup) -> None:
-    """Ours."""
+    """Add this server's options."""
     group.add_argument(
         "--lora-name",
         default=DEFAULT_LORA_NAME,
-        help="versions are named <lora-name>-v<N>",
+        help="name prefix of versions: <lora-name>-v<N>",
     )
     group.add_argument(
         "--lora-root",
         action="append",
         default=argparse.SUPPRESS,
         metavar="DIR",
-        help="adapters may be loaded from under here (repeatable; default: the current folder)",
+        help="folder that adapters may be loaded from, with its subfolders (repeatable; default: the current folder)",
     )
     group.add_argument(
         "--lora-keep-versions",
         type=_positive,
         default=DEFAULT_KEEP_VERSIONS,
         metavar="N",
-        help="how many versions stay loaded",
+        help="number of newest versions that stay loaded",
     )
     group.add_argument(
         "--lora-kernels",
         choices=("grpo", "vllm"),
         default="grpo",
-        help="what adds adapters to layers on an NVIDIA GPU: our kernels, made for tokens of many versions, or vLLM's",
+        help="LoRA kernels on an NVIDIA GPU: grpo (faster when a batch has tokens of several versions) or vllm",
     )
     group.add_argument(
         "--logits-dtype",
         choices=("auto", "float32", "model"),
         default="auto",
-        help="float32: logits are not rounded to the model's 16 bits, and logprobs are as exact as the trainer's; "
-        "auto: so on a GPU, which sums in float32 anyway; model: as vLLM does",
+        help="float32: logits are not rounded to the model's 16 bits, so logprobs are as exact as the trainer's; "
+        "model: logits have the model's dtype, as in vLLM; auto: float32 on a GPU, model on a CPU",
     )
     group.add_argument(
         "--policy-version",
         type=_version,
         default=0,
         metavar="N",
-        help="version of the model in --model: what it counts as in answers",
+        help="policy version number of the model in --model",
     )
     group.add_argument(
         "--shared-weights",
         action="store_true",
         default=os.environ.get("VLLM_ENABLE_SHARED_WEIGHTS", "").lower() in ("1", "true", "yes"),
-        help="let a trainer on this machine bind its model to the weights in memory (VLLM_ENABLE_SHARED_WEIGHTS=1)",
+        help="share the weights in memory with a trainer on this machine (or set VLLM_ENABLE_SHARED_WEIGHTS=1)",
     )
     group.add_argument(
         "--bridge-config-path",
         metavar="FILE",
-        help="where to tell the trainer of them (default: VLLM_BRIDGE_CONFIG_PATH, $LOGDIR, or the folder "
+        help="file that describes shared weights to trainers (default: VLLM_BRIDGE_CONFIG_PATH, $LOGDIR, or the folder "
         "atropos_bridge in the system's temporary folder)",
     )
 
 
 def _plan_lora(args: Namespace, plain: dict[str, object]) -> None:
-    """LoRA is on if its rank is given; slots and cache are sized from the number of versions to keep."""
+    """Enable LoRA if its rank is given; derive the number of slots from the number of versions to keep."""
     if args.max_lora_rank is not None:
         args.enable_lora = True
     if args.enable_lora:
-        # A version lives in its slot and nowhere else, so there are as many slots as versions at one time.
+        # A version exists only in its slot, so there must be as many slots as versions at one time.
         args.max_loras = args.max_loras or args.lora_keep_versions + SPARE_ADAPTERS
         if args.max_loras <= args.lora_keep_versions:
             raise FatalError(
@@ -173,21 +174,21 @@ def _plan_lora(args: Namespace, plain: dict[str, object]) -> None:
 
 
 def _cpu_defaults() -> dict[str, object]:
-    """float32 (16 bit is no faster), no compilation, and a cache of a size that any machine has."""
+    """Return defaults for a CPU: float32 (16 bits are no faster), no compilation, and a small KV cache."""
     return {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
 
 
 def _logits_dtype(asked: str) -> str:
-    """A CPU would convert the head's weights at each step."""
+    """Return the dtype of logits. "auto" avoids float32 on a CPU, where each step would convert the head's weights."""
     if asked != "auto":
         return asked
     return "float32" if compat.device_type() == "cuda" else "model"
 
 
 def _keep_worker_in_engine(args: Namespace) -> None:
-    """On the CPU the worker runs in the engine's process, unless the user says otherwise.
+    """Run the worker in the engine's process on a CPU, unless the user sets another executor.
 
-    In one of its own it starts 10 s later and passes each step through shared memory, for which both sides spin:
+    A worker process starts 10 s later. It receives each step through shared memory, and both sides busy-wait for it:
     on two cores that halves the tokens per second of a small model.
     """
     alone = args.tensor_parallel_size * args.pipeline_parallel_size * args.data_parallel_size == 1

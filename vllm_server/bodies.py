@@ -1,4 +1,4 @@
-"""Bodies of requests in files in memory, which the engine's processes can read without a copy by way of the engine."""
+"""Keep request bodies in memory files, which the engine's processes read without another copy."""
 
 import mmap
 import os
@@ -10,11 +10,11 @@ from vllm_server.adapters import WEIGHTS_FILE
 from vllm_server.errors import ServeError
 
 FIRST_BYTES = 1 << 20
-TRUSTED_BYTES = 8 << 30  # a promise of more is not reserved: the file grows with what really comes
+TRUSTED_BYTES = 8 << 30  # a larger Content-Length is not reserved in advance: the file grows with the bytes received
 
 
 class MemoryFile:
-    """A file that has no name and no disk; other processes of the same user open it by `path`."""
+    """A file without a name and not on disk; other processes of the same user open it by `path`."""
 
     def __init__(self) -> None:
         self._descriptor = os.memfd_create("adapter")
@@ -23,37 +23,37 @@ class MemoryFile:
         self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def reserve(self, nbytes: int) -> None:
-        """Make it so long; what is in it stays, as far as it reaches."""
+        """Resize the file to `nbytes`; keep its content up to that length."""
         if nbytes != len(self._mapped):
             self._mapped.resize(nbytes)
 
     def write(self, offset: int, piece: bytes) -> None:
-        """Write, growing if need be."""
+        """Write `piece` at `offset`; grow the file if needed."""
         if offset + len(piece) > len(self._mapped):
             self.reserve(max(offset + len(piece), 2 * len(self._mapped)))
         self._mapped[offset : offset + len(piece)] = piece
 
     def close(self) -> None:
-        """Let go of it; who has it open keeps it."""
+        """Close the file; processes that have it open can still read it."""
         self._mapped.close()
         os.close(self._descriptor)
 
 
 @dataclass
 class Bodies:
-    """Files for bodies. The last one is kept for the next body: new pages cost more than the copy into them."""
+    """Files for bodies. The last file is reused: allocating new pages costs more than copying the body into them."""
 
     _idle: list[MemoryFile] = field(default_factory=list)
 
     @asynccontextmanager
     async def holding(self, pieces: AsyncIterator[bytes], nbytes: int | None) -> AsyncIterator[str]:
-        """The path of a file with exactly these bytes, until the block is left.
+        """Yield the path of a file that has exactly these bytes while the block runs.
 
         Args:
-            nbytes: how many there will be, if that is known.
+            nbytes: the expected number of bytes, if known.
 
         Raises:
-            ServeError: 422, there were none.
+            ServeError: 422, the body is empty.
         """
         file = self._idle.pop() if self._idle else MemoryFile()
         try:
@@ -65,7 +65,7 @@ class Bodies:
                 end += len(piece)
             if not end:
                 raise ServeError(422, WEIGHTS_FILE, got="0 bytes", wanted="a whole safetensors file", fix="send it")
-            file.reserve(end)  # nothing of an earlier, longer body behind it
+            file.reserve(end)  # drop the rest of an earlier, longer body
             yield file.path
         finally:
             if self._idle:

@@ -1,4 +1,4 @@
-"""Where `vllm_bridge_config.json` goes, and its coming and going: whole or not at all, for its owner only."""
+"""Choose the place of `vllm_bridge_config.json`, write it atomically with access for its owner only, and remove it."""
 
 import contextlib
 import os
@@ -20,16 +20,19 @@ FOLDER = "atropos_bridge"  # in the system temporary folder
 
 @dataclass(frozen=True)
 class BridgeFile:
-    """The place of one server's file. `own_folder`: it is ours, made on demand and removed when it is empty."""
+    """The path of one server's file.
+
+    `own_folder`: the folder is this project's; the server creates it on demand and removes it when it is empty.
+    """
 
     path: Path
     own_folder: bool = False
 
     @classmethod
     def choose(cls, flag: str | None, environment: Mapping[str, str], temporary: Path | None = None) -> "BridgeFile":
-        """By flag, VLLM_BRIDGE_CONFIG_PATH or $LOGDIR, in this order, or else in the temporary folder.
+        """Return the place from flag, VLLM_BRIDGE_CONFIG_PATH or $LOGDIR, in this order, or in the temporary folder.
 
-        A path that is a folder stands for the file of the usual name in it.
+        If the path is a folder, the file has its usual name in that folder.
         """
         said = flag or environment.get("VLLM_BRIDGE_CONFIG_PATH")
         if said:
@@ -40,7 +43,7 @@ class BridgeFile:
         return cls((temporary or Path(tempfile.gettempdir())) / FOLDER / FILE_NAME, own_folder=True)
 
     def check(self) -> None:
-        """Raise a FatalError if the file cannot be written here, or a server that lives has written it."""
+        """Raise a FatalError if the file cannot be written here, or if it is the file of a running server."""
         folder = self.path.parent
         if self.own_folder:
             self._check_owner(folder)
@@ -56,10 +59,10 @@ class BridgeFile:
             )  # fmt: skip
 
     def write(self, config: BridgeConfigFile) -> None:
-        """Put the file in its place, for this user's eyes only.
+        """Write the file atomically, readable by this user only.
 
         Raises:
-            FatalError: it cannot be written; see `check`.
+            FatalError: the file cannot be written; see `check`.
         """
         folder = self.path.parent
         try:
@@ -81,7 +84,7 @@ class BridgeFile:
             raise self._refused(str(error), "a place to write to", "choose another") from error
 
     def remove(self, boot_id: str) -> None:
-        """Take the file away, unless another server's stands there now."""
+        """Remove the file, unless another server has replaced it."""
         config = self._read()
         if config is not None and config.boot_id == boot_id:
             self.path.unlink(missing_ok=True)
@@ -90,14 +93,14 @@ class BridgeFile:
                 self.path.parent.rmdir()
 
     def _read(self) -> BridgeConfigFile | None:
-        """What stands there; None if nothing or something else does, which is overwritten."""
+        """Return the file's content, or None if there is no file or it is of another kind. `write` overwrites that."""
         try:
             return msgspec.json.decode(self.path.read_bytes(), type=BridgeConfigFile)
         except (OSError, msgspec.DecodeError):
             return None
 
     def _check_owner(self, folder: Path) -> None:
-        """In a folder that everyone may write to, somebody else may have been there first."""
+        """Refuse a folder of another user: in a shared temporary folder another user may have created it first."""
         try:
             found = folder.lstat()
         except FileNotFoundError:
@@ -113,7 +116,7 @@ class BridgeFile:
 
 
 def _is_alive(config: BridgeConfigFile, path: Path) -> bool:
-    """Whether the server that wrote the file runs; a process that is younger than the file is another."""
+    """Return whether the server that wrote the file runs. A process younger than the file is another process."""
     if config.machine != machine_id():
         return False
     try:

@@ -1,8 +1,7 @@
-"""Every seam between this server and vLLM, in one place.
+"""Every place where this server depends on vLLM's internals.
 
-vLLM 0.25 to 0.33 keep the same things in different modules. Each seam is looked for by capability, never
-by version number, and `assert_seams` runs at start: a vLLM that moved something is refused with the symbol's
-name, instead of serving without it.
+vLLM 0.25 to 0.33 have the same things in different modules. Each seam is found by capability, never by version
+number. `assert_seams` runs at start: if a vLLM has moved something, the server refuses to start and names the symbol.
 """
 
 import asyncio
@@ -34,19 +33,19 @@ _LAUNCHERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.o
 _CLI_ARGS = ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args")
 _PARSERS = ("vllm.utils.argparse_utils", "vllm.utils")
 
-# In the launcher: who calls what we replace.
+# In the launcher: callers of the functions that we replace.
 _REPLACED = (
     ("build_and_serve", "build_app"),
     ("build_and_serve", "init_app_state"),
     ("run_server", "run_server_worker"),
 )
 
-# Who starts an engine's process, by the context that `get_mp_context` names.
+# Modules that start engine processes, with the context that `get_mp_context` returns.
 _STARTERS = ("vllm.v1.engine.utils", "vllm.v1.engine.coordinator")
 
-_LAST_WORDS_S = 2  # how long running requests may take to end once the server was told to stop
+_LAST_WORDS_S = 2  # time limit for in-flight requests after the server was asked to stop
 
-# What we call on the engine, and the parameters that we pass by name.
+# Engine methods that we call, and the parameters that we pass by name.
 _ENGINE_SEAMS: dict[str, tuple[str, ...]] = {
     "generate": ("prompt", "sampling_params", "request_id", "lora_request", "prompt_text"),
     "collective_rpc": ("method", "args", "kwargs"),
@@ -92,17 +91,17 @@ class Engine(Protocol):
 
 
 def seam(modules: tuple[str, ...], *names: str) -> ModuleType:
-    """The first of `modules` that exists; it must have all `names`.
+    """Return the first of `modules` that exists; it must have all `names`.
 
     Raises:
-        FatalError: none exists, or a name is missing; the message says which.
+        FatalError: none exists, or a name is missing; the message names it.
     """
     for module_name in modules:
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
             if not module_name.startswith(error.name or "\0"):
-                raise  # the module is there, something that it needs is not
+                raise  # the module exists, but one of its imports does not
             continue
         missing = [name for name in names if not hasattr(module, name)]
         if missing:
@@ -112,49 +111,49 @@ def seam(modules: tuple[str, ...], *names: str) -> ModuleType:
 
 
 def moved(symbol: str) -> IncompatibleError:
-    """The error for a symbol that this vLLM does not have."""
+    """Return the error for a symbol that this vLLM does not have."""
     return IncompatibleError(
         f"has no {symbol}", field=f"vLLM {vllm_version()}", wanted="vLLM 0.25 to 0.33", fix="install one of them"
     )
 
 
 def vllm_version() -> str:
-    """By vLLM's own word: the CPU build's distribution has another name, so its metadata is no help."""
+    """Return vLLM's version from its module: the CPU build's distribution has another name in its metadata."""
     return importlib.import_module("vllm.version").__version__
 
 
 def device_type() -> Literal["cpu", "cuda"]:
-    """The platform that this vLLM serves on."""
+    """Return the platform that this vLLM serves on."""
     platform = importlib.import_module("vllm.platforms").current_platform
     return "cpu" if platform.is_cpu() else "cuda"
 
 
 def dispatch_key() -> str:
-    """Under which torch finds the operators of this platform."""
+    """Return the dispatch key of this platform's torch operators."""
     return importlib.import_module("vllm.platforms").current_platform.dispatch_key
 
 
 def cpu_head_sizes() -> list[int]:
-    """Head sizes for which the CPU build has attention kernels; empty if it does not say."""
+    """Return head sizes for which the CPU build has attention kernels; empty if it does not list them."""
     backend = importlib.import_module("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend
     sizes = getattr(backend, "get_supported_head_sizes", list)
     return list(sizes())
 
 
 def server_parser(program: str, description: str) -> ArgumentParser:
-    """vLLM's own argument parser, with every flag of `vllm serve`."""
+    """Return vLLM's argument parser, with every flag of `vllm serve`."""
     parser_class = seam(_PARSERS, "FlexibleArgumentParser").FlexibleArgumentParser
     cli = seam(_CLI_ARGS, "make_arg_parser", "validate_parsed_serve_args")
     return cli.make_arg_parser(parser_class(prog=program, description=description))
 
 
 def validate_args(args: Namespace) -> None:
-    """vLLM's own checks of parsed arguments."""
+    """Run vLLM's checks of parsed arguments."""
     seam(_CLI_ARGS, "validate_parsed_serve_args").validate_parsed_serve_args(args)
 
 
 def assert_seams() -> None:
-    """Everything below is there, or a FatalError names what is not."""
+    """Raise a FatalError that names the first seam this vLLM does not have."""
     if not hasattr(seam(("vllm.renderers.base",), "BaseRenderer").BaseRenderer, "render_cmpl_async"):
         raise moved("BaseRenderer.render_cmpl_async")
     _launcher()
@@ -171,7 +170,7 @@ def assert_seams() -> None:
 
 
 def assert_callable(module: str, owner: str, methods: dict[str, tuple[str, ...]]) -> None:
-    """The class has these methods with these parameters, or a FatalError names the first that it has not."""
+    """Raise a FatalError if the class lacks one of these methods, or a method lacks one of its parameters."""
     engine = getattr(seam((module,), owner), owner)
     for method, parameters in methods.items():
         function = getattr(engine, method, None)
@@ -183,7 +182,7 @@ def assert_callable(module: str, owner: str, methods: dict[str, tuple[str, ...]]
 
 def _launcher() -> ModuleType:
     module = seam(_LAUNCHERS, "build_app", "init_app_state", "run_server", "run_server_worker")
-    # They are replaced in the module, which helps only if the launcher looks them up there when it runs.
+    # We replace module attributes, which has an effect only if the launcher looks them up when it runs.
     for caller, called in _REPLACED:
         if f"{called}(" not in inspect.getsource(seam(_LAUNCHERS, caller).__dict__[caller]):
             raise moved(f"{module.__name__}.{caller} that calls {called}")
@@ -204,9 +203,10 @@ def run(
     extend: Callable[[Starlette], None],
     ready_state: Callable[[Starlette, Engine], Awaitable[None]],
 ) -> None:
-    """vLLM's own server, with `extend` called on its app and `ready_state` when the engine is up; blocks.
+    """Run vLLM's server; block until it ends. Call `extend` with its app and `ready_state` when the engine is up.
 
-    `extend` runs after vLLM's routes are in; `ready_state` after `app.state` is filled, before requests come.
+    `extend` runs after vLLM has added its routes. `ready_state` runs after `app.state` is filled and before the first
+    request.
 
     Raises:
         FatalError: the engine died.
@@ -214,10 +214,11 @@ def run(
     launcher = _launcher()
     _extend_app(launcher, extend, ready_state)
     _end_promptly(launcher)
-    if not getattr(args, "numa_bind", False):  # which takes effect on a program that starts, not on a fork
+    if not getattr(args, "numa_bind", False):  # NUMA binding works on a new program, not on a fork
         _fork_engines()
     seam(("vllm.entrypoints.serve.utils.api_utils",), "cli_env_setup").cli_env_setup()
-    # vLLM stops the engine first and then waits, by default for ever, for requests that it will never answer.
+    # vLLM stops the engine first and then waits for in-flight requests, by default without a limit. A stopped engine
+    # never answers them.
     connections = Connections(raise_descriptor_limit(), logging.getLogger("vllm.grpo.connections"))
     serving = launcher.run_server(
         args,
@@ -230,7 +231,7 @@ def run(
 
 
 def _replace(owner: Any, name: str, value: object) -> Any:
-    """Put `value` in the place of `owner.name`, in this process only; what was there."""
+    """Replace `owner.name` by `value` in this process only; return the old value."""
     replaced = getattr(owner, name)
     setattr(owner, name, value)
     return replaced
@@ -258,27 +259,27 @@ def _extend_app(
 
 
 def _end_promptly(launcher: ModuleType) -> None:
-    """A signal ends the server at any time, and the server's end ends the engine."""
+    """Make a signal end the server at any time, and the server's end end the engine."""
 
     async def start_killable(*positional: Any, **named: Any) -> None:
-        # vLLM raises KeyboardInterrupt from its handler, which a main thread that waits for the engine in C
-        # never comes to run. Until it is ready the server just dies, and lifeline ends the engine; then vLLM
-        # installs handlers that stop it in order.
+        # vLLM's handler raises KeyboardInterrupt. A main thread that waits for the engine in C code never runs that
+        # handler. Until the engine is ready, a signal therefore kills the server, and lifeline ends the engine. Then
+        # vLLM installs handlers for an orderly shutdown.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         await run_server_worker(*positional, **named)
 
     run_server_worker = _replace(launcher, "run_server_worker", start_killable)
-    # vLLM's handlers are on the loop. Uvicorn's own, which would take their place in vLLM 0.25, wait for running
-    # requests before the engine is told to stop; later vLLMs keep them away just so.
+    # vLLM's handlers are on the event loop. With vLLM 0.25 uvicorn's handlers would replace them, and these wait for
+    # in-flight requests before the engine stops. Later vLLMs disable uvicorn's handlers in the same way.
     _replace(uvicorn.Server, "capture_signals", _leave_signals)
-    # An engine's process, however it is started, finds vLLM's own function in place, and lifeline's calls that.
+    # An engine process, forked or spawned, sees vLLM's original function, and lifeline's stand-in calls that.
     stand_in = staticmethod(lifeline.run_engine_core)
     lifeline.replaced = _replace(_engine_process(), "run_engine_core", stand_in)
 
 
 def _fork_engines() -> None:
-    """Engines are forked from the process that has imported what they need, if that is fit."""
+    """Have vLLM fork engines from the preloaded process, if a fork is safe."""
     for name in _STARTERS:
         module = seam((name,), "get_mp_context")
 
@@ -290,7 +291,7 @@ def _fork_engines() -> None:
 
 @contextmanager
 def _told_to_stop() -> Iterator[None]:
-    """Raise a FatalError if the HTTP server ends by itself: vLLM lets it, with status 0, when the engine died."""
+    """Raise a FatalError if the HTTP server ends without a signal: after the engine died, vLLM exits with status 0."""
     ended_by_itself = False
 
     async def serve(self: uvicorn.Server, sockets: list[socket.socket] | None = None) -> None:
@@ -310,10 +311,10 @@ def _leave_signals(_: uvicorn.Server) -> Iterator[None]:
 
 
 async def rendered(engine: Engine, prompt: str | list[int]) -> Any:
-    """The prompt as the engine takes it: tokenised if it is text, and checked.
+    """Return the prompt as the engine takes it: text is tokenised, and the prompt is checked.
 
     Raises:
-        One of `request_errors`: it is too long, or no prompt for this model.
+        One of `request_errors`: the prompt is too long or not valid for this model.
     """
     raw = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
     (ready,) = await engine.renderer.render_cmpl_async([raw])
@@ -321,43 +322,43 @@ async def rendered(engine: Engine, prompt: str | list[int]) -> Any:
 
 
 def sampling_params_class() -> Any:
-    """`SamplingParams`, whose fields are the sampling keys that a request may use."""
+    """Return `SamplingParams`, whose fields are the sampling keys that a request may use."""
     return seam(("vllm.sampling_params",), "SamplingParams", "RequestOutputKind").SamplingParams
 
 
 def output_kind(*, stream: bool) -> Any:
-    """What a request is to yield: what is new each time, or all of it once, at the end."""
+    """Return vLLM's output kind: new tokens each time for a stream, else all tokens once at the end."""
     kinds = seam(("vllm.sampling_params",), "RequestOutputKind").RequestOutputKind
     return kinds.DELTA if stream else kinds.FINAL_ONLY
 
 
 def lora_request_class() -> Any:
-    """`LoRARequest`: build it by keyword only, its fields have moved about."""
+    """Return `LoRARequest`. Build it by keyword only: vLLM versions order its fields differently."""
     return seam(("vllm.lora.request",), "LoRARequest").LoRARequest
 
 
 def request_errors() -> tuple[type[Exception], ...]:
-    """What vLLM raises for a request that it does not take: ValueErrors once, a family of their own later."""
+    """Return what vLLM raises for a bad request: ValueErrors in older versions, a separate family in newer ones."""
     own = getattr(importlib.import_module("vllm.exceptions"), "VLLMClientError", ValueError)
     return (ValueError, TypeError, own)
 
 
 def engine_dead_error() -> type[Exception]:
-    """What the engine raises once its process is gone."""
+    """Return the error that the engine raises when its process is gone."""
     return seam(("vllm.v1.engine.exceptions",), "EngineDeadError").EngineDeadError
 
 
 def engine_generate_error() -> type[Exception]:
-    """What the engine raises for any other failure of one request, which is its cause."""
+    """Return the error that the engine raises for any other failure of one request; the failure is its cause."""
     return seam(("vllm.v1.engine.exceptions",), "EngineGenerateError").EngineGenerateError
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """The engine's adapters, and the table by which vLLM's own /v1 routes find them by name.
+    """The engine's adapters, and the table in which vLLM's /v1 routes find them by name.
 
-    `models` is vLLM's OpenAIServingModels. Ids come from its counter, so that adapters which came by vLLM's
-    own `--lora-modules` or load route never share one with ours.
+    `models` is vLLM's OpenAIServingModels. Ids come from its counter, so adapters loaded by vLLM's own `--lora-modules`
+    or load route never share an id with ours.
     """
 
     engine: Engine
@@ -369,20 +370,20 @@ class Adapters:
                 raise moved(f"OpenAIServingModels.{name}")
 
     def next_id(self) -> int:
-        """An adapter id that was never used in this process."""
+        """Return an adapter id that this process has never used."""
         return self.models.lora_id_counter.inc(1)
 
     async def add(self, name: str, adapter_id: int, delivery: Delivery) -> Installed:
-        """Write it into a slot of every worker now; then make it known to /v1.
+        """Write the adapter into a slot of every worker, then register it for /v1.
 
         Raises:
-            ServeError: 422, it is not finite.
-            Exception: whatever the engine says; the adapter may be there or not (`remove` it).
+            ServeError: 422, the adapter is not finite.
+            Exception: any error of the engine. The adapter may be installed or not; `remove` it.
         """
         config = msgspec.json.encode(delivery.config).decode()
         where = {"file": delivery.file, "channel": delivery.channel}
         answers = await self._call("grpo_install_adapter", adapter_id, config, **where)
-        # A pipeline's worker has only its own layers: what no worker has a place for is not served.
+        # With pipeline parallelism a worker has only some layers. A module is unserved if no worker has a place for it.
         unserved = set.intersection(*(set(answer["unserved"]) for answer in answers))
         if unserved:
             raise RuntimeError(f"no place in this model for {', '.join(sorted(unserved)[:5])} ({len(unserved)} in all)")
@@ -397,7 +398,7 @@ class Adapters:
         """Have every worker map the trainer's memory, or join its communicator.
 
         Raises:
-            ServeError: 422, a worker can't; none keeps it open then.
+            ServeError: 422, a worker cannot; the channel is then closed in all workers.
         """
         try:
             await self._call("grpo_open_channel", name, msgspec.json.encode(request).decode())
@@ -409,11 +410,11 @@ class Adapters:
             ) from error  # fmt: skip
 
     async def close_channel(self, name: str) -> None:
-        """Let every worker go of it."""
+        """Close the channel in every worker."""
         await self.engine.collective_rpc("grpo_close_channel", args=(name,))
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
-        """A call to the extension of every worker; a refusal of one of them is raised."""
+        """Call a method of every worker's extension. Raise if a worker refuses."""
         answers = await self.engine.collective_rpc(method, args=args, kwargs=kwargs)
         for answer in answers:
             if "refused" in answer:
@@ -422,27 +423,27 @@ class Adapters:
 
     @staticmethod
     def _refusal(refused: str, field: str | None = None) -> Exception:
-        """A worker's refusal, as it says it; with a field it is about values that are not finite."""
+        """Return a worker's refusal as an error. A refusal with a field is about values that are not finite."""
         return RuntimeError(refused) if field is None else not_finite(field, refused)
 
     async def remove(self, name: str, adapter_id: int) -> None:
-        """Free its slot and its place in the engine's cache. No request may be running on it."""
+        """Free the adapter's slot and its place in the engine's cache. No in-flight request may use it."""
         self.models.lora_requests.pop(name, None)
         await self.engine.remove_lora(adapter_id)
 
     def request(self, name: str, adapter_id: int, path: str) -> Any:
-        """What a request carries to be answered by this adapter."""
+        """Return the `LoRARequest` of a request that this adapter answers."""
         return lora_request_class()(lora_name=name, lora_int_id=adapter_id, lora_path=path)
 
 
 async def describe_workers(engine: Engine) -> tuple[WorkerInfo, ...]:
-    """The engine's workers, by rank."""
+    """Return the engine's workers, ordered by rank."""
     found = await engine.collective_rpc("grpo_describe")
     return tuple(sorted((msgspec.convert(worker, WorkerInfo) for worker in found), key=lambda worker: worker.rank))
 
 
 async def announce(app: Starlette, scheme: str, host: str) -> None:
-    """Print uvicorn's line once requests are accepted: uvicorn is silent when it is handed a socket."""
+    """Print uvicorn's line when the server accepts requests: uvicorn prints none when it is given a socket."""
     while not (getattr(app.state, "server", None) and app.state.server.started):
         await asyncio.sleep(0.02)
     sockets = [sock for server in app.state.server.servers for sock in server.sockets]

@@ -1,4 +1,4 @@
-"""How an adapter comes to the engine: out of a folder, the body of a request, or a channel; checked here first."""
+"""The ways an adapter reaches the engine: a folder, a request body or a channel. Each is checked here first."""
 
 import asyncio
 from base64 import b64decode
@@ -15,13 +15,13 @@ from vllm_server.protocol.flat import decode_header
 
 @dataclass(frozen=True)
 class Delivery:
-    """One adapter on its way.
+    """One adapter to install.
 
     Attributes:
         origin: where it comes from, as users see it: a folder, or `memory://…`, `cuda_ipc://…`, `nccl://…`.
         config: its adapter_config.json.
-        file: the safetensors file that the engine reads, or
-        channel: the open channel that it receives from.
+        file: the safetensors file that the engine reads; empty for a channel.
+        channel: the open channel that the engine receives from; empty for a file.
     """
 
     transport: Transport
@@ -32,19 +32,23 @@ class Delivery:
 
     @property
     def said_by(self) -> str:
-        """The part of the request that named it: what an error is about."""
+        """Return the part of the request that names the adapter; errors refer to it."""
         return {"disk": "adapter_path", "memory": "body"}.get(self.transport, "channel")
 
 
 class ChannelEngine(Protocol):
-    """What channels need of the engine."""
+    """The engine's methods that channels use."""
 
     async def open_channel(self, name: str, request: ChannelRequest) -> None: ...
     async def close_channel(self, name: str) -> None: ...
 
 
 async def from_folder(adapter_path: str, roots: tuple[Path, ...], max_rank: int) -> Delivery:
-    """Raises ServeError: 403, 404 or 422; see `adapters`."""
+    """Return the delivery of an adapter in a folder.
+
+    Raises:
+        ServeError: 403, 404 or 422; see `adapters`.
+    """
 
     def check() -> Delivery:
         path = allowed_path(adapter_path, roots)
@@ -55,10 +59,10 @@ async def from_folder(adapter_path: str, roots: tuple[Path, ...], max_rank: int)
 
 
 def from_body(file: str, max_rank: int) -> Delivery:
-    """A safetensors body, kept in the memory file at `file`; its configuration is in its metadata.
+    """Return the delivery of a safetensors body in the memory file `file`; its metadata holds the configuration.
 
     Raises:
-        ServeError: 422, it is damaged or not servable.
+        ServeError: 422, the body is damaged or not servable.
     """
     config = check_file(Path(file), max_rank=max_rank)
     return Delivery("memory", f"memory://{uuid4().hex[:8]}", config, file=file)
@@ -66,22 +70,22 @@ def from_body(file: str, max_rank: int) -> Delivery:
 
 @dataclass
 class Channels:
-    """The open channel, if there is one: a server has one trainer, so a new one takes the place of the last."""
+    """The open channel, if there is one. A server has one trainer, so a new channel replaces the previous one."""
 
     engine: ChannelEngine
     _open: dict[str, ChannelRequest] = field(default_factory=dict)
 
     async def open(self, request: ChannelRequest, max_rank: int) -> str:
-        """Have the engine map or join it; its name.
+        """Open the channel in the engine; return its name.
 
         Raises:
-            ServeError: 422, the adapter is not servable, or the engine cannot take this transport.
+            ServeError: 422, the adapter is not servable, or the engine does not support this transport.
         """
         try:
             header = decode_header(b64decode(request.header, validate=True))
         except ValueError as error:
             raise ServeError(
-                422, "header", got=error, wanted="the header of a safetensors file in base64", fix="encode it so"
+                422, "header", got=error, wanted="the header of a safetensors file in base64", fix="encode it"
             ) from error
         check_config(request.adapter_config, max_rank=max_rank)
         check_header(header, request.adapter_config["r"])
@@ -101,15 +105,15 @@ class Channels:
         return name
 
     async def close(self, name: str) -> None:
-        """Let go of it; one that is not open is closed already."""
+        """Close the channel. A channel that is not open needs no closing."""
         if self._open.pop(name, None) is not None:
             await self.engine.close_channel(name)
 
     def delivery(self, name: str) -> Delivery:
-        """What lies in it.
+        """Return the delivery of the adapter in the channel.
 
         Raises:
-            ServeError: 404, it is not open.
+            ServeError: 404, the channel is not open.
         """
         request = self._open.get(name)
         if request is None:
@@ -125,10 +129,10 @@ class Channels:
 
 
 def delivered_by(request: LoraLoadRequest, body: str | None) -> str:
-    """Which of the three ways a request says: "body", "channel" or "folder".
+    """Return which way a request uses: "body", "channel" or "folder".
 
     Raises:
-        ServeError: 422, none or more than one.
+        ServeError: 422, the request names none or several.
     """
     said = [
         way

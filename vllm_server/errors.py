@@ -1,4 +1,4 @@
-"""Refusals: each names the field, what came, what was wanted, and the fix."""
+"""Refusals: each names the field, the value received, the value wanted, and the fix."""
 
 from grpo_common.errors import UserError
 from vllm_server.protocol import ErrorDetail, ErrorResponse
@@ -16,15 +16,15 @@ _TYPES = {
 
 
 class ServeError(UserError, ValueError):
-    """A request that cannot be served, with its HTTP status."""
+    """A request that the server cannot serve, with its HTTP status."""
 
     def __init__(self, status: int, field: str, *, got: object, wanted: str, fix: str) -> None:
         self.status = status
-        # JSON holds no half of a character: a path that is no UTF-8 has them.
+        # JSON cannot hold lone surrogates, which a path that is not UTF-8 contains.
         super().__init__(field=field, got=str(got).encode(errors="replace").decode(), wanted=wanted, fix=fix)
 
     def response(self) -> ErrorResponse:
-        """The body that the client gets."""
+        """Return the body of the answer."""
         return ErrorResponse(
             ErrorDetail(
                 message=str(self),
@@ -39,12 +39,12 @@ class ServeError(UserError, ValueError):
 
 
 def engine_is_dead() -> ServeError:
-    """The refusal of whatever needs the engine once its process is gone."""
+    """Return the refusal of requests that need the engine after its process has ended."""
     return ServeError(503, "engine", got="its process has ended", wanted="a live engine", fix="restart the server")
 
 
 def not_finite(field: str, got: str) -> ServeError:
-    """The refusal of an adapter with values that are not finite, or are not once they are scaled."""
+    """Return the refusal of an adapter with values that are not finite, before or after scaling."""
     return ServeError(
         422, field, got=got,
         wanted="an adapter that is finite in the dtype in which it is served, multiplied by its scale as well",
@@ -53,7 +53,7 @@ def not_finite(field: str, got: str) -> ServeError:
 
 
 class FatalError(UserError):
-    """The server cannot start or continue. The message is all that the user needs."""
+    """The server cannot start or continue. Its message is printed without a traceback."""
 
     exit_code = 2  # a wrong command
 
@@ -65,13 +65,13 @@ class IncompatibleError(FatalError):
 
 
 class EngineEndedError(FatalError):
-    """The engine's process has ended by itself."""
+    """The engine's process has ended unexpectedly."""
 
     exit_code = 1
 
 
 def gist(error: BaseException) -> str:
-    """The one line of a long message (pydantic's, say) that tells what is wrong."""
+    """Return the line of a long message (of pydantic, for example) that names the problem."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
     told = next((line for line in lines if line.startswith("Value error, ")), lines[0])
     return told.removeprefix("Value error, ").split(" [type=")[0][:300]

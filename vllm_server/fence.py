@@ -1,10 +1,11 @@
-"""The fence around an update of shared weights: nothing is computed while a trainer writes them.
+"""The fence around an update of shared weights: the engine computes nothing while a trainer writes them.
 
-    begin ──▶ (no forward pass is under way: the trainer writes) ──▶ end ──▶ generation goes on as the new version
-      └──▶ torn, by the trainer's word or when time is up ──▶ poisoned: refused, until an update has ended well
+    begin ──▶ (no forward pass runs: the trainer writes) ──▶ end ──▶ generation resumes with the new version
+      └──▶ torn, by the trainer's report or by time-out ──▶ poisoned: refused until an update has completed
 
-New requests wait at `passage`, so that each begins on one side of an update; those that run are held in the engine.
-Caches are keyed by `salt`, which changes with each update: no request finds what was computed before it began.
+New requests wait at `passage`, so each begins entirely before or after an update. In-flight requests are held in the
+engine. `salt` is part of every cache key and changes with each update, so no request finds cache entries that were
+computed before the update.
 """
 
 import asyncio
@@ -31,21 +32,21 @@ logger = logging.getLogger("vllm.grpo.fence")  # below "vllm": vLLM's handler an
 
 
 class FencedEngine(Protocol):
-    """What the fence needs of the engine; `compat.SharedEngine` is it."""
+    """The engine's methods that the fence uses; `compat.SharedEngine` implements them."""
 
     async def hold(self, *, abort: bool) -> None:
-        """Schedule nothing more, end running requests early if `abort`, and wait for the forward pass under way."""
+        """Stop scheduling, and wait for the current forward pass. With `abort`, end in-flight requests early."""
 
     async def renew(self, *, recompute: bool) -> None:
-        """Drop what was computed from the old weights; of running requests too, to be made anew, if `recompute`."""
+        """Drop caches of the old weights. With `recompute`, also recompute the caches of in-flight requests."""
 
     async def release(self) -> None:
-        """Go on."""
+        """Resume scheduling."""
 
 
 @dataclass(eq=False)
 class Update:
-    """The one under way."""
+    """The current update."""
 
     token: str
     in_flight: InFlight
@@ -61,11 +62,11 @@ class Fence:
     """One server's fence.
 
     Attributes:
-        shared: whether there are shared weights at all.
-        on_version: told the version that the weights are of once an update has ended well.
-        fault: why the weights are in no known state (None: they are in one).
-        updates: how many have ended well.
-        paused: generation was paused from outside: an update that ends leaves it so.
+        shared: whether the server shares its weights.
+        on_version: called with the weights' version after each completed update.
+        fault: why the state of the weights is unknown; None if it is known.
+        updates: number of completed updates.
+        paused: a client paused generation: it stays paused after an update ends.
     """
 
     boot_id: str
@@ -83,29 +84,29 @@ class Fence:
 
     @property
     def salt(self) -> str:
-        """Keys the engine's caches; the same from one update to the next."""
+        """Return the current part of cache keys; it changes with each update."""
         return f"{self.boot_id[:8]}-{self.updates}"
 
     @property
     def updating(self) -> bool:
-        """Whether an update is under way."""
+        """Return whether an update is in progress."""
         return self._update is not None
 
     # -------------------------------------------------------------------------------------------- requests
 
     def check_healthy(self) -> None:
-        """Raise a ServeError, 503, while the weights are in no known state."""
+        """Raise a ServeError, 503, while the state of the weights is unknown."""
         if self.fault is not None:
             raise ServeError(
                 503, "weights", got=self.fault, wanted="weights in a known state",
-                fix="end an update that writes all of them (the trainer does when it is started again)",
+                fix="complete an update that writes all of them (a restarted trainer does that)",
             )  # fmt: skip
 
     async def passage(self) -> None:
-        """Wait while an update is under way.
+        """Wait while an update is in progress.
 
         Raises:
-            ServeError: 503, the weights are in no known state.
+            ServeError: 503, the state of the weights is unknown.
         """
         self.check_healthy()
         while self.updating:
@@ -113,17 +114,17 @@ class Fence:
             self.check_healthy()
 
     def check_idle(self) -> None:
-        """Raise a ServeError, 409, while an update is under way: what holds generation is not for others to change."""
+        """Raise a ServeError, 409, during an update: only the update may pause or resume generation then."""
         if self._update is not None:
             raise self._busy(self._update)
 
     # --------------------------------------------------------------------------------------------- updates
 
     async def begin(self, asked: UpdateBeginRequest) -> UpdateBeginResponse:
-        """Hold generation; when this returns nothing reads the weights, and nothing will before `end`.
+        """Hold generation. After this returns, nothing reads the weights before `end`.
 
         Raises:
-            ServeError: 409 nothing is shared, another server was meant, or an update is under way; 422 no time limit.
+            ServeError: 409 nothing is shared, another server was meant, or an update is in progress; 422 no time limit.
         """
         if not self.shared:
             raise ServeError(
@@ -139,7 +140,7 @@ class Fence:
             raise ServeError(422, "timeout_s", got=asked.timeout_s, wanted="more than 0 seconds", fix="raise it")
         self.check_idle()
         update = Update(uuid4().hex, asked.in_flight, asked.timeout_s, time.monotonic())
-        self._update = update  # at once: whoever comes while we wait for the engine is refused
+        self._update = update  # set before the first await: a second update that begins meanwhile is refused
         self._settled.clear()
         try:
             await self.engine.hold(abort=asked.in_flight == "abort")
@@ -155,22 +156,22 @@ class Fence:
         return UpdateBeginResponse(token=update.token, pause_seconds=time.monotonic() - update.started)
 
     async def end(self, asked: UpdateEndRequest) -> UpdateEndResponse:
-        """Let generation go on with the weights as they are now; or, if they are torn, refuse it from now on.
+        """Resume generation with the current weights. If they are torn, refuse generation from now on.
 
         Raises:
-            ServeError: 409, no such update is under way (any more).
+            ServeError: 409, the token is not that of an update in progress.
         """
         update = self._update
         if update is None or not update.held or update.ending or asked.token != update.token:
             raise ServeError(
-                409, "token", got=asked.token, wanted="the token of the update that is under way",
+                409, "token", got=asked.token, wanted="the token of the update in progress",
                 fix=f"begin another ({self.fault})" if self.fault else "begin an update first",
             )  # fmt: skip
         if asked.version != PROOF_VERSION:
             check_version(asked.version)
         self._stop_clock(update)
         if asked.torn:
-            await self._tear(update, "its trainer says that it did not come to its end")
+            await self._tear(update, "the trainer reported that its write was not completed")
         else:
             await self._finish(update, asked.version)
         stall = self.last_stall_seconds = time.monotonic() - update.started
@@ -187,7 +188,7 @@ class Fence:
             if not self.paused:
                 await self.engine.release()
         except BaseException as error:
-            self.fault = f"generation could not go on after an update ({error!r})"
+            self.fault = f"generation could not resume after an update ({error!r})"
             raise
         finally:
             self._settle()
@@ -198,13 +199,13 @@ class Fence:
 
     def _time_is_up(self, update: Update) -> None:
         self._stop_clock(update)
-        why = f"it had not ended after {update.timeout_s:g} s: its trainer is taken for dead"
+        why = f"it did not end within {update.timeout_s:g} s: the trainer is presumed dead"
         tearing = asyncio.get_running_loop().create_task(self._tear(update, why))
         self._tearing.add(tearing)
         tearing.add_done_callback(self._tearing.discard)
 
     async def _tear(self, update: Update, why: str) -> None:
-        """Poison, and end what still runs: nobody knows when there will be weights for it."""
+        """Poison the weights and end in-flight requests: they may never get valid weights."""
         self.fault = f"an update of the weights is torn: {why}"
         logger.error("Generation is refused: %s", self.fault)
         try:
@@ -224,6 +225,6 @@ class Fence:
     def _busy(self, update: Update) -> ServeError:
         seconds = time.monotonic() - update.started
         return ServeError(
-            409, "update", got=f"an update that began {seconds:.1f} s ago and has not ended", wanted="none under way",
+            409, "update", got=f"an update that began {seconds:.1f} s ago and has not ended", wanted="none in progress",
             fix=f"end it, or wait: after {update.timeout_s:g} s it counts as torn",
         )  # fmt: skip

@@ -1,12 +1,12 @@
-"""Engines are forked from a process that has imported what they need, instead of importing it themselves.
+"""Fork engines from a process that has made their imports, instead of importing in each engine.
 
-vLLM's own server spawns the engine's process, which then imports for 6 s (a fast machine) to 16 s what the server has
-imported just before. Here a process of multiprocessing's "forkserver" imports it at the same time as the server imports
-its own half. It was started before the server knew its arguments: each process forked from it first takes over the
-environment that the server has at that moment, as a spawned one would. vLLM reads its variables when they are asked for
-(it keeps them only once an engine is up); for what libraries read while being loaded, see `too_late`.
+vLLM's own server spawns the engine's process. That process then imports for 6 s (a fast machine) to 16 s what the
+server has just imported. Here a process of multiprocessing's "forkserver" makes these imports while the server makes
+its own. The forkserver starts before the server knows its arguments. Each process forked from it therefore first copies
+the environment that the server has at that moment, as a spawned process would. vLLM reads its variables on use (it
+caches them only once an engine is up); for variables that libraries read while they load, see `too_late`.
 
-Nothing is forked where this could go wrong: `context` asks first, and is None then.
+Where a fork is not safe, `context` returns None and the engine is spawned.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ THREADS_VARIABLE = "OMP_NUM_THREADS"
 
 _READ_WHEN_LOADED = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "PROMETHEUS_")
 _MAY_CHANGE = {THREADS_VARIABLE, "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
-"""Threads are set anew. The others are set by scikit-learn, which transformers imports where it is installed: they keep
-Intel's OpenMP from ending a process that loads a second one, and from preparing for a fork. One that is loaded already
-has read neither, as in a server that scikit-learn was imported into after torch."""
+"""Variables that may differ. `_taken_over` sets the number of threads again. scikit-learn, which transformers imports
+if it is installed, sets the others. They stop Intel's OpenMP from ending a process that loads a second OpenMP, and
+from preparing for a fork. A server that imports scikit-learn after torch has an OpenMP that read neither of them,
+too."""
 _FOR_SPAWNED = (METHOD_VARIABLE, "VLLM_ENABLE_CUDA_COMPATIBILITY")
-"""Set where the user wants another start method, or libraries that are found by an LD_LIBRARY_PATH of vLLM's."""
+"""Variables that require a spawned engine: another start method, or libraries from vLLM's own LD_LIBRARY_PATH."""
 
 _PR_SET_PDEATHSIG = 1
 _CUDA_NOT_INITIALISED = 3
@@ -50,7 +51,7 @@ _preloaded: str | None = None
 
 
 class _Forked(ForkServerProcess):
-    """A process that takes over the environment before anything else of it is unpickled."""
+    """A process that copies the server's environment before the rest of its state is unpickled."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _taken_over, (dict(os.environ), type(self), bytes(ForkingPickler.dumps(self.__dict__)))
@@ -61,22 +62,23 @@ class _Context(ForkServerContext):
 
 
 def _taken_over(environment: dict[str, str], kind: type, state: bytes) -> Any:
-    """In the new process."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # as a spawned one has it
+    """Rebuild the process object, in the forked process."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a spawned process
     threads = os.environ.get(THREADS_VARIABLE)
     os.environ.clear()
     os.environ.update(environment)
     if environment.get(THREADS_VARIABLE, threads) != threads and "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(int(environment[THREADS_VARIABLE]))  # OpenMP has read it, once for all
+        sys.modules["torch"].set_num_threads(int(environment[THREADS_VARIABLE]))  # OpenMP read it only when loaded
     process = object.__new__(kind)
     process.__dict__.update(pickle.loads(state))
     return process
 
 
 def start(preload: str = PRELOAD) -> None:
-    """Start the process that imports `preload`; once is enough. Call it early, and with the environment set.
+    """Start the process that imports `preload`, after the environment is set and as early as possible.
 
-    Not if the user has chosen otherwise, and not under WSL, whose NVML stands no fork.
+    A second call does nothing. Neither does a call if the user has chosen another start method, or under WSL, whose
+    NVML does not survive a fork.
     """
     global _preloaded
     if _preloaded or any(map(os.environ.get, _FOR_SPAWNED)) or "microsoft" in os.uname().release.lower():
@@ -87,20 +89,21 @@ def start(preload: str = PRELOAD) -> None:
 
 
 def context() -> ForkServerContext | None:
-    """By which to start an engine's process; waits for the imports. None: none may be forked, the log says why."""
+    """Return the context that forks an engine's process; wait for the imports.
+
+    Return None if a fork is not safe; the log says why.
+    """
     if _preloaded is None:
         return None
     forked = _Context()
     if reason := _ask(forked, _preloaded):
-        logger.warning(
-            "the engine's process is spawned, and will import all that it needs, instead of forked: %s", reason
-        )
+        logger.warning("the engine's process is spawned instead of forked, and makes its own imports: %s", reason)
         return None
     return forked
 
 
 def _ask(forked: _Context, preload: str) -> str:
-    """Have a process forked, and let it say what speaks against it."""
+    """Fork a test process; return its reason against forking engines, or an empty string."""
     ours, theirs = forked.Pipe(duplex=False)
     process = forked.Process(target=_answer, args=(theirs, preload), name="fit")
     try:
@@ -120,7 +123,7 @@ def _answer(answers: Connection, preload: str) -> None:
 
 
 def too_late(started_with: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """Which variable a process can't take over once it has loaded its libraries; empty if there is none."""
+    """Return which change of a variable comes too late for libraries that are loaded already; empty if none does."""
     changed = {name for name in {*started_with, *now} if started_with.get(name) != now.get(name)}
     for name in sorted(changed - _MAY_CHANGE):
         if name.startswith(_READ_WHEN_LOADED):
@@ -132,13 +135,13 @@ def too_late(started_with: Mapping[str, str], now: Mapping[str, str]) -> str:
 
 
 def end_with_parent() -> None:
-    """Have the kernel end this process with the one that started it, in the midst of its imports, too."""
+    """Have the kernel kill this process when its parent ends, also during imports."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Nothing reaches stdout and stderr."""
+    """Discard what the block writes to stdout and stderr, also from C code."""
     kept = {number: os.dup(number) for number in (1, 2)}
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number in kept:
@@ -155,21 +158,21 @@ def silence() -> Iterator[None]:
 
 
 def spoiled() -> str:
-    """Why nothing may be forked from this process, after its imports; empty if nothing speaks against it."""
+    """Return why a fork of this process is not safe after its imports; empty if it is safe."""
     if threading.active_count() > 1:
         return f"its imports have started threads ({', '.join(thread.name for thread in threading.enumerate())})"
     if cuda_is_initialised():
         return "its imports have initialised CUDA"
     gc.collect()
-    gc.freeze()  # the collector writes into all that it looks at: kept from it, memory stays shared
+    gc.freeze()  # the collector writes to objects that it visits: frozen ones keep their pages shared
     return ""
 
 
 def cuda_is_initialised() -> bool:
-    """By the driver's own word, which does not initialise it."""
+    """Return whether CUDA is initialised. This query does not initialise it."""
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD)
     except OSError:
-        return False  # not even loaded
+        return False  # the driver is not loaded
     count = ctypes.c_int()
     return driver.cuDeviceGetCount(ctypes.byref(count)) != _CUDA_NOT_INITIALISED

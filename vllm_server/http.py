@@ -1,4 +1,4 @@
-"""What all routes share: bodies in and out, and refusals."""
+"""What all routes share: request bodies, answers and refusals."""
 
 from collections.abc import Awaitable, Callable
 from functools import wraps
@@ -16,24 +16,24 @@ Handler = Callable[[Request], Awaitable[Response]]
 NDJSON = "application/x-ndjson"
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What decoding JSON raises; a ValidationError is a DecodeError."""
+"""What decoding JSON raises. A ValidationError is a DecodeError."""
 
 
 def json_response(value: Any, status: int = 200) -> Response:
-    """A struct (or anything that msgspec encodes) as JSON."""
+    """Return a struct (or anything that msgspec encodes) as JSON."""
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 def error_response(error: ServeError) -> Response:
-    """The answer to a request that raised it."""
+    """Return the answer to a request that raised the error."""
     return json_response(error.response(), error.status)
 
 
 async def read_body(request: Request, kind: type[T]) -> T:
-    """The request's JSON body; an empty one counts as `{}`.
+    """Return the request's JSON body; an empty one counts as `{}`.
 
     Raises:
-        ServeError: 422, it is no JSON or not of that kind.
+        ServeError: 422, the body is not JSON or not of that kind.
     """
     return parse_body(await request.body(), kind)
 
@@ -49,7 +49,7 @@ def parse_body(body: bytes, kind: type[T]) -> T:
 
 
 def guarded(handler: Handler) -> Handler:
-    """Return `handler` that answers its refusals itself, because vLLM's app is closed to further exception handlers."""
+    """Return `handler` with its refusals answered here: vLLM's app does not accept further exception handlers."""
 
     @wraps(handler)
     async def handle(request: Request) -> Response:
@@ -58,8 +58,8 @@ def guarded(handler: Handler) -> Handler:
         except ServeError as error:
             return error_response(error)
         except ClientDisconnect:  # in the middle of its body
-            return Response(status_code=499)  # nobody reads it
-        except RecursionError:  # of what reads or writes the values of a body, however deep they are
+            return Response(status_code=499)  # the client has disconnected
+        except RecursionError:  # from reading or writing deeply nested values of a body
             return error_response(_TOO_DEEP)
 
     return handle

@@ -1,12 +1,12 @@
-"""The versions of the policy that a server holds: which request gets which, and which may leave.
+"""The versions of the policy that a server holds: which request gets which, and which may be removed.
 
-A pure state machine: no engine, no clock of its own, no asyncio. Its life cycle for one version:
+A pure state machine without engine, clock or asyncio. The life cycle of one version:
 
     reserve ──▶ activate ──▶ (begin … end)* ──▶ retire ──▶ idle ──▶ remove
        └──▶ dropped, if its load fails            by the keep window, or by request
 
-A name is never activated twice: the engine's caches are keyed by it. A version with requests in flight
-is never handed out by `removable`.
+A name is never activated twice, because it is the key of the engine's caches. `removable` never returns a version with
+in-flight requests.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from vllm_server.protocol import HIGHEST_VERSION, LONGEST_NAME, parse_version, v
 class Version:
     """One version in the engine. `adapter_id` is the engine's key; the base model has id 0 and no path.
 
-    `unhealthy` says what its weights do that no request may get (None: nothing is known of them).
+    `unhealthy` says why no request may get it; None if no fault is known.
     """
 
     name: str
@@ -31,11 +31,11 @@ class Version:
     in_flight: int = 0
     served: int = 0
     retired: bool = False
-    by_name_only: bool = False  # for those who ask for it; never what "the newest" means
+    by_name_only: bool = False  # only for requests that name it; never "the newest"
     unhealthy: str | None = None
 
     def check_healthy(self) -> None:
-        """Raise a ServeError, 503, if its weights are unhealthy."""
+        """Raise a ServeError, 503, if the version is unhealthy."""
         if self.unhealthy is not None:
             raise ServeError(
                 503, "policy_version", got=f"{self.version} ({self.name}): {self.unhealthy}",
@@ -45,19 +45,19 @@ class Version:
 
 @dataclass(frozen=True)
 class Lease:
-    """A request's hold on the version that answers it. The base model's number may change meanwhile: `rebase`."""
+    """A request's hold on the version that answers it. `rebase` may change the base model's number meanwhile."""
 
     version: Version
     began_with: int
 
     @property
     def ended_with(self) -> int | None:
-        """The number now, if it is another than at the beginning."""
+        """Return the current number if it differs from that at the beginning, else None."""
         return None if self.version.version == self.began_with else self.version.version
 
 
 def check_version(version: int) -> None:
-    """Raise a ServeError, 422, if this is no policy's number."""
+    """Raise a ServeError, 422, if the number is out of range."""
     if not 0 <= version <= HIGHEST_VERSION:
         raise ServeError(422, "version", got=version, wanted=f"0 to {HIGHEST_VERSION}", fix="count versions from 1")
 
@@ -77,12 +77,12 @@ class PolicyRegistry:
     """Versions by name, in the order in which they were published.
 
     Args:
-        served_name: what clients call the model; names the base model here.
+        served_name: the base model's name, as clients use it.
         lora_name: versions are named `<lora_name>-v<N>`.
         aliases: further names that mean "the newest version".
         keep: how many versions stay loaded; older ones retire.
         capacity: how many adapters the engine can hold at once; more than `keep`, for the one being loaded.
-        base_version: what the base model counts as.
+        base_version: the base model's version number.
     """
 
     def __init__(
@@ -109,24 +109,24 @@ class PolicyRegistry:
 
     @property
     def newest(self) -> Version:
-        """What a request that names no version gets."""
+        """Return the version for requests that name none."""
         return next((v for v in reversed(self._live.values()) if not (v.retired or v.by_name_only)), self.base)
 
     @property
     def versions(self) -> list[Version]:
-        """All that the engine holds beside the base model, oldest first."""
+        """Return all adapters that the engine holds, oldest first."""
         return list(self._live.values())
 
     # ------------------------------------------------------------------------------------------- publishing
 
     def name_for(self, name: str | None, version: int | None) -> tuple[str, int]:
-        """The name and number of the next version, from what the publisher said of them.
+        """Return name and number of the next version, from those that the publisher gave.
 
         Raises:
-            ServeError: the number is negative or too large, contradicts the name, or the name cannot be used (again).
+            ServeError: the number is negative or too large or contradicts the name, or the name is invalid or was used.
         """
         if name in self._newest_aliases:
-            name = None  # "policy" asks for the next version of it
+            name = None  # an alias such as "policy" asks for its next version
         if name is not None:
             _check_name(name)
         named = parse_version(name, self.lora_name) if name is not None else None
@@ -143,7 +143,7 @@ class PolicyRegistry:
                 409,
                 "adapter_name",
                 got=name,
-                wanted="a name that this server has never had, since caches are keyed by it",
+                wanted="a name that this server has never used, since it is the key of caches",
                 fix=f"publish version {self._highest + 1}",
             )
         return name, version
@@ -151,10 +151,10 @@ class PolicyRegistry:
     def reserve(
         self, name: str, version: int, *, adapter_id: int, path: str, now: float, by_name_only: bool = False
     ) -> Version:
-        """A version that is about to be loaded: `activate` it then, or forget it.
+        """Return a version to load. `activate` it after the load, or drop it.
 
         Raises:
-            ServeError: 409, a version that is still held came from the same path.
+            ServeError: 409, a loaded version came from the same path.
         """
         assert adapter_id > 0, "id 0 is the base model"
         assert name not in self._used_names, name
@@ -170,9 +170,9 @@ class PolicyRegistry:
         return Version(name, version, adapter_id, path, loaded_at=now, by_name_only=by_name_only)
 
     def activate(self, version: Version) -> None:
-        """The engine has loaded it: from now on it is the newest, and versions outside the window retire.
+        """Make a loaded version the newest; versions outside the window retire.
 
-        One that is served by name only changes neither.
+        A version that is served by name only changes neither.
         """
         assert version.name not in self._used_names, version.name
         self._live[version.name] = version
@@ -186,13 +186,15 @@ class PolicyRegistry:
             old.retired = True
 
     def rebase(self, version: int) -> None:
-        """The base model's weights were changed in place: they count as `version` from now on."""
+        """Set the base model's version after its weights were changed in place."""
         self.base.version, self.base.unhealthy = version, None
         self._highest = max(self._highest, version)
 
     def condemn(self, name: str | None, why: str) -> bool:
-        """A version (None: the base model) is unhealthy: no request gets it any more. False: that was known, or it is
-        none of ours."""
+        """Mark a version (None: the base model) as unhealthy: no further request gets it.
+
+        Return False if that was known already, or if the version is unknown.
+        """
         version = self.base if name is None else self._live.get(name)
         if version is None or version.unhealthy is not None:
             return False
@@ -200,13 +202,13 @@ class PolicyRegistry:
         return True
 
     def make_room(self) -> bool:
-        """Retire idle versions, oldest first, until one more adapter fits once `removable` ones are gone.
+        """Retire idle versions, oldest first, until one more adapter fits after the `removable` ones are removed.
 
-        False: it does not fit, because requests run on too many of them; ask again when some have ended.
+        Return False if too many versions have in-flight requests. Call again after some requests have ended.
         """
         staying = [v for v in self._live.values() if not (v.retired and v.in_flight == 0)]
-        # The newest stays: new requests are routed to it until the next is there. So does what was not published
-        # in turn: who loaded it unloads it.
+        # The newest stays, because new requests get it until the next one is loaded. A version served by name only
+        # stays, too: the client that loaded it unloads it.
         idle = [v for v in staying if v.in_flight == 0 and v is not self.newest and not v.by_name_only]
         for old in idle[: max(0, len(staying) - self.capacity + 1)]:
             old.retired = True
@@ -216,10 +218,10 @@ class PolicyRegistry:
     # -------------------------------------------------------------------------------------------- requests
 
     def resolve(self, model: str | None = None, policy_version: int | None = None) -> Version:
-        """Which version answers a request that says `model` and `policy_version` (None: unsaid).
+        """Return the version for a request with this `model` and `policy_version` (None: not given).
 
         Raises:
-            ServeError: 404, no such version is served (any more), or 422, the two contradict each other.
+            ServeError: 404, the server has no such version (any more), or 422, the two contradict each other.
         """
         by_name = None if model is None or model in self._newest_aliases else self._find(model)
         by_number = None if policy_version is None else self._find_number(policy_version)
@@ -227,24 +229,24 @@ class PolicyRegistry:
             raise ServeError(
                 422,
                 "policy_version",
-                got=f"{policy_version} beside model {model}",
+                got=f"{policy_version} with model {model}",
                 wanted=f"{by_name.version}",
                 fix="leave one of them out",
             )
         return by_name or by_number or self.newest
 
     def serves(self, model: str | None) -> bool:
-        """Whether `resolve` finds a version for this name."""
+        """Return whether `resolve` finds a version for this name."""
         return model is None or model in self._newest_aliases or (model in self._live and not self._live[model].retired)
 
     def begin(self, version: Version) -> None:
-        """A request starts on `version`: it will not leave before `end`."""
+        """Count a request on `version`, which stays loaded until `end`."""
         assert version is self.base or version.name in self._live, version.name
         version.in_flight += 1
         version.served += 1
 
     def end(self, version: Version) -> bool:
-        """A request on `version` has ended. True if the version may leave now."""
+        """Count the end of a request on `version`. Return whether the version may be removed now."""
         assert version.in_flight > 0, version.name
         version.in_flight -= 1
         return version.retired and version.in_flight == 0
@@ -252,9 +254,9 @@ class PolicyRegistry:
     # --------------------------------------------------------------------------------------------- leaving
 
     def retire(self, name: str | None = None) -> Version | None:
-        """Withdraw the version `name` (by default the newest); None if there is nothing to withdraw.
+        """Withdraw the version `name` (by default the newest). Return None if there is none to withdraw.
 
-        A name that was withdrawn before stays so: who asks again may not have heard the answer.
+        Withdrawing a withdrawn name again is no error: a client may repeat the request after a lost answer.
 
         Raises:
             ServeError: 404, there never was such a version.
@@ -268,11 +270,11 @@ class PolicyRegistry:
         return version
 
     def removable(self) -> list[Version]:
-        """Retired versions that nothing runs on; `remove` each when the engine has let it go."""
+        """Return retired versions without in-flight requests. Call `remove` for each that the engine has freed."""
         return [v for v in self._live.values() if v.retired and v.in_flight == 0]
 
     def remove(self, version: Version) -> None:
-        """The engine no longer holds it."""
+        """Forget a version that the engine no longer holds."""
         assert version.retired and version.in_flight == 0, version.name
         del self._live[version.name]
 

@@ -1,8 +1,7 @@
-"""Would the installed vLLM serve this model? `python -m vllm_server.preflight MODEL` prints one JSON line.
+"""Check whether the installed vLLM serves a model. `python -m vllm_server.preflight MODEL` prints one JSON line.
 
-For launchers, which refuse what cannot be served before they start anything. It loads no weights. An
-architecture that vLLM's tables know is answered from them; any other by vLLM's own full check, which takes
-longer.
+Launchers use it to refuse a model before they start anything. It loads no weights. If vLLM's tables list the
+architecture, they decide; otherwise vLLM's full check does, which takes longer.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ from vllm_server.start_checks import check_model_path
 
 
 def inspect_model(model: str, *, trust_remote_code: bool = False) -> PreflightReport:
-    """What vLLM says of the model at a path, or of that name on the hub."""
+    """Return the report for a model by path or by name on the hub."""
     try:
         check_model_path(model)
     except FatalError as error:
@@ -42,10 +41,10 @@ def inspect_model(model: str, *, trust_remote_code: bool = False) -> PreflightRe
 
 
 def read_config(model: str) -> dict[str, Any]:
-    """The model's config.json: from its folder, or else through transformers' cache and the hub.
+    """Return the model's config.json, from its folder, or else through transformers' cache and the hub.
 
     Raises:
-        OSError, ValueError: there is none, or it is no JSON object.
+        OSError, ValueError: the file is missing, or is not a JSON object.
     """
     if Path(model).is_dir():
         config = json.loads((Path(model) / "config.json").read_text())
@@ -57,13 +56,13 @@ def read_config(model: str) -> dict[str, Any]:
 
 
 def _text_generators() -> frozenset[str]:
-    """Architectures that vLLM itself implements for text generation."""
+    """Return architectures that vLLM implements for text generation."""
     registry = importlib.import_module("vllm.model_executor.models.registry")
     return frozenset(getattr(registry, "_TEXT_GENERATION_MODELS", ()))  # empty: the full check decides
 
 
 def _full_check(model: str, architectures: list[str], trust_remote_code: bool) -> str:
-    """Why vLLM would refuse the model; empty if it would not."""
+    """Return why vLLM would refuse the model; empty if it would not."""
     engine_args = importlib.import_module("vllm.engine.arg_utils").EngineArgs
     names = ", ".join(architectures)
     wanted = "wanted a decoder-only causal language model that vLLM serves; choose another model"
@@ -79,7 +78,10 @@ def _full_check(model: str, architectures: list[str], trust_remote_code: bool) -
 
 
 def _cpu_head_check(config: dict[str, Any]) -> str:
-    """Why attention on the CPU would refuse the model (with the first request, which kills the engine)."""
+    """Return why attention on the CPU would refuse the model; empty if it would not.
+
+    vLLM itself fails only with the first request, and the engine dies.
+    """
     heads = config.get("num_attention_heads")
     size = config.get("head_dim") or (heads and config.get("hidden_size", 0) // heads)
     if compat.device_type() != "cpu" or not size:
@@ -107,13 +109,13 @@ def _report(model: str, architectures: list[str], reason: str, *, by_tables: boo
 
 
 def main(argv: list[str]) -> int:
-    """Print the report: exit 0 if the model is served, 1 if not, 2 for a wrong command."""
+    """Print the report. Return 0 if vLLM serves the model, 1 if not, 2 for a wrong command."""
     if len(argv) != 1:
         print("usage: python -m vllm_server.preflight MODEL", file=sys.stderr)
         return 2
     set_environment()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the one line
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is only for the JSON line
         report = inspect_model(argv[0])
     print(msgspec.json.encode(report).decode())
     return 0 if report.supported else 1

@@ -1,7 +1,7 @@
-"""Publishing a version: check the adapter, load it into the engine, route to it, let old ones go.
+"""Publish a version: check the adapter, load it into the engine, route requests to it, remove old versions.
 
-One publish at a time. Generation goes on meanwhile: a request finishes on the version that it began with,
-and the new one takes over for whoever comes after its load.
+Publishes run one at a time. Generation continues meanwhile: an in-flight request finishes on the version that it began
+with, and requests that arrive after the load get the new one.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ from vllm_server.protocol import (
 
 logger = logging.getLogger("vllm.grpo.publisher")  # below "vllm": vLLM's handler and format
 
-ROOM_TIMEOUT_S = 90.0  # less than what the trainer waits for an answer: it shall hear the reason
+ROOM_TIMEOUT_S = 90.0  # shorter than the trainer's time-out, so that the trainer gets the reason
 
 
 @dataclass(frozen=True)
 class Installed:
-    """What the engine did with an adapter: see `LoraLoadResponse`."""
+    """The engine's report of an installed adapter: see `LoraLoadResponse`."""
 
     slot: int
     replayed: bool
@@ -43,7 +43,7 @@ class Installed:
 
 
 class AdapterEngine(ChannelEngine, Protocol):
-    """What publishing needs of the engine; `compat.Adapters` is it."""
+    """The engine's methods that publishing uses; `compat.Adapters` implements them."""
 
     def next_id(self) -> int: ...
     async def add(self, name: str, adapter_id: int, delivery: Delivery) -> Installed: ...
@@ -52,10 +52,10 @@ class AdapterEngine(ChannelEngine, Protocol):
 
 @dataclass
 class Publisher:
-    """The registry and the engine, kept in step.
+    """Keeps the registry and the engine consistent.
 
-    `fault` says why the engine's adapters are in an unknown state (None: they are not); a publish that
-    succeeds clears it. `max_rank` is None when the engine was started without LoRA.
+    `fault` says why the state of the engine's adapters is unknown; None if it is known. A successful publish clears it.
+    `max_rank` is None if the engine was started without LoRA.
     """
 
     registry: PolicyRegistry
@@ -68,7 +68,7 @@ class Publisher:
     bodies: Bodies = field(default_factory=Bodies)
     _channels: Channels = field(init=False)
     _publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _answered: tuple[str | None, LoraLoadResponse | None] = (None, None)  # the last publish that was named
+    _answered: tuple[str | None, LoraLoadResponse | None] = (None, None)  # the last publish with a request id
     _request_ended: asyncio.Event = field(default_factory=asyncio.Event)
     _sweeps: set[asyncio.Task[list[str]]] = field(default_factory=set)
 
@@ -77,7 +77,7 @@ class Publisher:
 
     @contextmanager
     def serving(self, model: str | None = None, policy_version: int | None = None) -> Iterator[Version]:
-        """The version that answers a request, held in the engine until the block is left.
+        """Yield the version that answers a request; the engine holds it while the block runs.
 
         Raises:
             ServeError: 404 no such version, 503 a publish failed half-way, or the version is unhealthy.
@@ -94,7 +94,7 @@ class Publisher:
             self._request_ended.set()
 
     def check_healthy(self) -> None:
-        """Raise a ServeError, 503, while a publish that failed half-way has not been made good."""
+        """Raise a ServeError, 503, after a publish failed half-way and until another succeeds."""
         if self.fault is not None:
             raise ServeError(
                 503,
@@ -105,18 +105,18 @@ class Publisher:
             )
 
     async def load(self, request: LoraLoadRequest, body: str | None = None) -> LoraLoadResponse:
-        """Publish a version; when this returns, every new request gets it (or those that name it).
+        """Publish a version. After this returns, every new request (or only those that name it) gets it.
 
         Args:
-            body: the file in memory that holds the adapter, if it came with the request.
+            body: the memory file that holds the adapter, if the request's body is the adapter.
 
         Raises:
-            ServeError: 403, 404, 409 or 422 for what is wrong with the request or the adapter, 503 if
-                requests held every place in the engine for too long.
+            ServeError: 403, 404, 409 or 422 for an error in the request or the adapter; 503 if in-flight requests kept
+                every slot of the engine for too long.
         """
         way = delivered_by(request, body)
         max_rank = self._require_lora()
-        async with self._publishing:  # one that is sent again waits for the first
+        async with self._publishing:  # a repeated request waits for the first one, then gets its answer
             named, answer = self._answered
             if answer is not None and named == request.request_id:
                 return answer
@@ -133,7 +133,7 @@ class Publisher:
             return answer
 
     async def _publish(self, request: LoraLoadRequest, delivery: Delivery) -> LoraLoadResponse:
-        """Load it and route to it. Held: `_publishing`."""
+        """Load the adapter and route requests to it. The caller holds `_publishing`."""
         name, number = self.registry.name_for(request.adapter_name, request.version)
         version = self.registry.reserve(
             name,
@@ -176,17 +176,17 @@ class Publisher:
         )
 
     async def open_channel(self, request: ChannelRequest) -> ChannelResponse:
-        """Open a channel, in the place of the one that is open.
+        """Open a channel; it replaces the open one.
 
         Raises:
-            ServeError: 422, the adapter is not servable or the engine cannot take it this way.
+            ServeError: 422, the adapter is not servable, or the engine does not support this transport.
         """
         max_rank = self._require_lora()
         async with self._publishing:
             return ChannelResponse(await self._channels.open(request, max_rank))
 
     async def close_channel(self, name: str) -> None:
-        """Close a channel; one that is not open is closed already."""
+        """Close a channel. A channel that is not open needs no closing."""
         async with self._publishing:
             await self._channels.close(name)
 
@@ -202,7 +202,7 @@ class Publisher:
         return self.max_rank
 
     async def unload(self, request: LoraUnloadRequest) -> LoraUnloadResponse:
-        """Withdraw a version; it leaves the engine now, or with the last request that runs on it.
+        """Withdraw a version. The engine frees it now, or when the last request on it has ended.
 
         Raises:
             ServeError: 404, no such version.
@@ -219,14 +219,14 @@ class Publisher:
         )
 
     async def _load_into_engine(self, version: Version, delivery: Delivery) -> Installed:
-        """After a failure, what the engine may have kept of it is taken out."""
+        """Load the adapter. After a failure, remove any part that the engine has kept."""
         try:
             return await self.engine.add(version.name, version.adapter_id, delivery)
         except Exception as error:
             try:
                 await self.engine.remove(version.name, version.adapter_id)
             except Exception as second:
-                self.fault = f"loading {version.name} failed ({error}) and so did taking it out ({second})"
+                self.fault = f"loading {version.name} failed ({error}), and so did removing it ({second})"
                 logger.exception("Publish failed half-way: %s", self.fault)
                 self.check_healthy()
             if isinstance(error, ServeError):
@@ -240,7 +240,7 @@ class Publisher:
             ) from error
 
     async def _make_room(self) -> None:
-        """Wait until the engine can hold one more adapter without pushing out one that requests run on."""
+        """Wait until the engine can hold one more adapter without evicting one that has in-flight requests."""
         deadline = asyncio.get_running_loop().time() + self.room_timeout_s
         while not self.registry.make_room():
             self._request_ended.clear()
@@ -256,20 +256,20 @@ class Publisher:
                     fix="publish less often, shorten max_tokens, or raise --max-loras",
                 ) from None
         await self._sweep()
-        if self._sweeps:  # the registry has let go of these, the engine may hold them still
+        if self._sweeps:  # the registry has dropped these versions, but the engine may still hold them
             await asyncio.gather(*self._sweeps)
 
     def _sweep_later(self) -> None:
-        """Let go of what may leave while others go on: nobody waits for it."""
+        """Remove removable versions in the background."""
         sweep = asyncio.get_running_loop().create_task(self._sweep())
         self._sweeps.add(sweep)
         sweep.add_done_callback(self._sweeps.discard)
 
     async def _sweep(self) -> list[str]:
-        """Take versions that may leave out of the engine; their names. Best effort: a failure is logged."""
+        """Remove removable versions from the engine; return their names. A failure is only logged."""
         gone = self.registry.removable()
         for version in gone:
-            self.registry.remove(version)  # first: while we wait for the engine nobody else may sweep it
+            self.registry.remove(version)  # before the first await, so that no concurrent sweep removes it again
         for version in gone:
             try:
                 await self.engine.remove(version.name, version.adapter_id)

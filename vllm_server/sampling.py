@@ -1,4 +1,4 @@
-"""From the sampling keys of a request to vLLM's SamplingParams, with nothing silently ignored."""
+"""Convert a request's sampling keys to vLLM's SamplingParams; refuse unknown keys."""
 
 import difflib
 import re
@@ -10,7 +10,7 @@ import msgspec
 from vllm_server import compat
 from vllm_server.errors import ServeError
 
-# Fields of SamplingParams that are the server's own business, or that would change the shape of the answer.
+# Fields of SamplingParams that the server sets itself, or that would change the answer's structure.
 _NOT_FOR_REQUESTS = frozenset(
     {"output_kind", "skip_clone", "output_text_buffer_length", "flat_logprobs", "prompt_logprob_token_ids"}
 )
@@ -19,13 +19,13 @@ _ROUTING_KEYS = ("prompt", "stream", "model", "policy_version")
 
 @cache
 def known_keys() -> frozenset[str]:
-    """The sampling keys of the installed vLLM."""
+    """Return the sampling keys of the installed vLLM."""
     fields = compat.sampling_params_class().__struct_fields__
     return frozenset(name for name in fields if not name.startswith("_")) - _NOT_FOR_REQUESTS
 
 
 def check_integers(body: dict[str, Any]) -> None:
-    """Raise a ServeError, 422, if a number is too large for the engine, whose messages and tensors have 64 bits."""
+    """Raise a ServeError, 422, if an integer does not fit the 64 bits of the engine's messages and tensors."""
     for key, value in body.items():
         if _too_large(value):
             raise ServeError(
@@ -42,10 +42,10 @@ def _too_large(value: object) -> bool:
 
 
 def build_sampling_params(sampling: dict[str, Any], *, stream: bool) -> Any:
-    """vLLM's SamplingParams with these values and vLLM's defaults for the rest.
+    """Return vLLM's SamplingParams with these values, and vLLM's defaults for the rest.
 
     Raises:
-        ServeError: 422, an unknown key (with the nearest known one), or a value that is not legal.
+        ServeError: 422, an unknown key (the error names the nearest known one), or an illegal value.
     """
     for key in sampling:
         if key not in known_keys():
@@ -59,7 +59,7 @@ def build_sampling_params(sampling: dict[str, Any], *, stream: bool) -> Any:
             )
     try:
         params = msgspec.convert(sampling, compat.sampling_params_class(), str_keys=True)
-    except compat.request_errors() as error:  # msgspec's are ValueErrors and say `$.key`; vLLM's name the key
+    except compat.request_errors() as error:  # msgspec's are ValueErrors and contain `$.key`; vLLM's name the key
         place = re.search(r"`\$\.(\w+)", str(error))
         field = place.group(1) if place else next((k for k in sampling if k in str(error)), "sampling")
         raise ServeError(
@@ -70,11 +70,12 @@ def build_sampling_params(sampling: dict[str, Any], *, stream: bool) -> Any:
             422,
             "prompt_logprobs",
             got="stream",
-            wanted="no stream",
-            fix="ask for prompt_logprobs without stream",
+            wanted="a request without stream",
+            fix="omit stream or prompt_logprobs",
         )
     params.output_kind = compat.output_kind(stream=stream)
-    # One list for all positions instead of objects for each: less time, and less for the garbage collector.
-    # Not for streams: vLLM up to 0.25 fails on empty slices. Not for prompts: the leading None is lost.
+    # Flat logprobs are one list for all positions instead of many small objects: faster, and less work for the garbage
+    # collector. Not for streams: vLLM up to 0.25 fails on empty slices. Not for prompts: the flat form loses the first
+    # position's None.
     params.flat_logprobs = not stream and params.prompt_logprobs is None
     return params

@@ -1,4 +1,4 @@
-"""One running server: the engine, the versions in it, and what it says of itself."""
+"""One running server: the engine, its versions, and the reports about them."""
 
 import logging
 import os
@@ -31,7 +31,7 @@ logger = logging.getLogger("vllm.grpo.server")  # below "vllm": vLLM's handler a
 
 @dataclass(frozen=True)
 class PolicyServer:
-    """Held in `app.state.policy_server`; `boot_id` is new for each process."""
+    """The server object in `app.state.policy_server`; `boot_id` is new for each process."""
 
     engine: compat.Engine
     adapters: compat.Adapters
@@ -45,7 +45,7 @@ class PolicyServer:
 
     @classmethod
     async def start(cls, app: Starlette, engine: compat.Engine, args: Namespace) -> "PolicyServer":
-        """Made when vLLM has filled `app.state`, before the first request.
+        """Create the server, after vLLM has filled `app.state` and before the first request.
 
         Raises:
             FatalError: the weights cannot be shared.
@@ -88,13 +88,13 @@ class PolicyServer:
         return server
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Remove the bridge file."""
         if self.bridge_file is not None:
             self.bridge_file.remove(self.boot_id)
 
     @classmethod
     def of(cls, request: Request) -> "PolicyServer":
-        """The server that a request came to."""
+        """Return the server that handles a request."""
         return request.app.state.policy_server
 
     @property
@@ -103,7 +103,7 @@ class PolicyServer:
 
     @asynccontextmanager
     async def serving(self, model: str | None = None, policy_version: int | None = None) -> AsyncIterator[Lease]:
-        """The version that answers a request, held until the block is left; waits while weights are written.
+        """Yield the version that answers a request; wait while a trainer writes weights.
 
         Raises:
             ServeError: 404 no such version, 503 a publish or an update of shared weights failed half-way, or the
@@ -114,7 +114,7 @@ class PolicyServer:
             yield Lease(version, version.version)
 
     def check_healthy(self) -> None:
-        """Raise a ServeError, 503, while weights or adapters are in no known state, or the newest are unhealthy."""
+        """Raise a ServeError, 503, if weights or adapters are in an unknown state or the newest version unhealthy."""
         self.publisher.check_healthy()
         self.fence.check_healthy()
         self.registry.newest.check_healthy()
@@ -122,7 +122,7 @@ class PolicyServer:
     async def generate(
         self, prompt: str | list[int], params: Any, request_id: str, version: Version
     ) -> AsyncGenerator[Any, None]:
-        """The engine's outputs for a prompt, answered by `version`; closing it aborts the request."""
+        """Yield the engine's outputs for a prompt, answered by `version`. Closing the generator aborts the request."""
         lora = None
         if version is not self.registry.base:
             lora = self.adapters.request(version.name, version.adapter_id, version.path)
@@ -133,18 +133,18 @@ class PolicyServer:
         ) as outputs:
             async for output in outputs:
                 if any(part.finish_reason == "abort" for part in output.outputs):
-                    self.fence.check_healthy()  # ended because weights are torn
+                    self.fence.check_healthy()  # raises if torn weights ended the request
                 if any(part.finish_reason == "error" for part in output.outputs):
                     version.check_healthy()
                     raise _ended(by_weights=any(part.stop_reason == NOT_FINITE for part in output.outputs))
                 yield output
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text of a prompt that came as tokens."""
+        """Return the text of a prompt given as tokens."""
         return self.engine.get_tokenizer().decode(token_ids)
 
     def lora_status(self) -> LoraStatus:
-        """`GET /lora/status`."""
+        """Return the answer of `GET /lora/status`."""
         registry, now = self.registry, time.monotonic()
         newest = registry.newest
         active = newest if newest is not registry.base else None
@@ -175,7 +175,7 @@ class PolicyServer:
         )
 
     def bridge_info(self) -> BridgeInfo:
-        """`GET /bridge/info`."""
+        """Return the answer of `GET /bridge/info`."""
         config = self.engine.vllm_config
         model, lora = config.model_config, config.lora_config
         return BridgeInfo(
@@ -206,7 +206,7 @@ class PolicyServer:
         )
 
     async def bridge_debug(self) -> BridgeDebug:
-        """`GET /bridge/debug`."""
+        """Return the answer of `GET /bridge/debug`."""
         return BridgeDebug(
             info=self.bridge_info(),
             uptime_seconds=time.monotonic() - self.started,
@@ -219,12 +219,12 @@ class PolicyServer:
 
 
 def _ended(*, by_weights: bool) -> ServeError:
-    """The refusal of a request that the engine ended: by weights that are gone meanwhile, or by the request itself."""
+    """Return the refusal of a request that the engine ended, because of its weights or because of the request."""
     if by_weights:
         return ServeError(503, "request", got=NOT_FINITE, wanted="a whole completion", fix="send it again")
     return ServeError(
-        422, "request", got="an end by an error of the engine", wanted="a request that it can complete",
-        fix="leave out structured outputs that no token fits",
+        422, "request", got="an error of the engine", wanted="a request that it can complete",
+        fix="omit structured outputs that no token can satisfy",
     )  # fmt: skip
 
 
@@ -235,7 +235,7 @@ def _condemn(registry: PolicyRegistry, name: str | None) -> None:
 
 
 def _logits_dtype(model_config: Any) -> str | None:
-    """Of the logits that workers give; of a quantized model's head nobody knows before it is loaded."""
+    """Return the dtype of the workers' logits; None for a quantized model, whose head is not known before the load."""
     if model_config.quantization is not None:
         return None
     return "float32" if logits_are_exact() else str(model_config.dtype).removeprefix("torch.")

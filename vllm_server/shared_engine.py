@@ -1,4 +1,4 @@
-"""vLLM's end of shared weights: the seams beside those of `compat`, and asserted with them when weights are shared."""
+"""vLLM's side of shared weights: further seams, checked like those of `compat` when weights are shared."""
 
 import inspect
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _CORE_SEAMS: dict[str, tuple[str, ...]] = {
 
 
 def assert_seams() -> None:
-    """As `compat.assert_seams`, for what is called here.
+    """Check the seams that this module uses, as `compat.assert_seams` does.
 
     Raises:
         FatalError: names what this vLLM does not have.
@@ -38,23 +38,29 @@ def assert_seams() -> None:
 
 @dataclass(frozen=True)
 class SharedEngine:
-    """The engine as the fence holds it.
+    """The engine, as the fence uses it.
 
-    The engine's core is told directly: `AsyncLLM.pause_generation` sleeps 20 ms after the pause, to no end here.
+    It calls the engine's core directly: `AsyncLLM.pause_generation` sleeps another 20 ms after the pause.
     """
 
     engine: compat.Engine
 
     async def hold(self, *, abort: bool) -> None:
-        """vLLM answers a pause when its queue of batches is empty; what they launched on the device may still run."""
+        """Hold scheduling.
+
+        vLLM confirms a pause when its queue of batches is empty. Their kernels may still run on the device, so wait for
+        the device.
+        """
         mode = "abort" if abort else "keep"
         await self.engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
         await self.engine.collective_rpc("grpo_synchronize")
 
     async def renew(self, *, recompute: bool) -> None:
-        """Requests that begin now find nothing old by their salt. What runs loses its cache only if it is put back
-        into the queue; without that vLLM resets nothing while anything runs. Of images, encoded ones are kept by
-        content alone: they go, and whoever runs on them is put back.
+        """Drop caches of the old weights.
+
+        New requests cannot match old prefix-cache entries, because the salt differs. In-flight requests lose their
+        caches only if they return to the queue; otherwise vLLM resets nothing while a request runs. Encoded images are
+        cached by content alone. That cache must be cleared, and in-flight requests must return to the queue.
         """
         images = self.engine.vllm_config.model_config.is_multimodal_model
         if recompute or images:
@@ -63,11 +69,11 @@ class SharedEngine:
             await self.engine.engine_core.reset_encoder_cache_async()
 
     async def release(self) -> None:
-        """The scheduler goes on."""
+        """Resume the scheduler."""
         await self.engine.engine_core.resume_scheduler_async()
 
     def salt_caches(self, salt: Callable[[], str]) -> None:
-        """Key every request's cache by what `salt` says when the engine gets it, whichever route it came by."""
+        """Add `salt()` to the cache key of every request, from any route, when it is passed to the engine."""
         core = self.engine.engine_core
         add = core.add_request_async
 
@@ -81,7 +87,7 @@ class SharedEngine:
         """Have the worker share its parameters.
 
         Raises:
-            FatalError: it can't; the message says why.
+            FatalError: the worker cannot; the message says why.
         """
         (answer,) = await self.engine.collective_rpc("grpo_export_weights")
         if "refused" in answer:
@@ -90,7 +96,7 @@ class SharedEngine:
 
 
 async def parameters(engine: compat.Engine) -> dict[str, ParameterInfo]:
-    """The parameters of all workers by name; those of one shard of a tensor have its shape."""
+    """Return the parameters of all workers by name. A sharded tensor has the shape of one shard."""
     found: dict[str, ParameterInfo] = {}
     for answer in await engine.collective_rpc("grpo_parameters"):
         found |= msgspec.convert(answer, dict[str, ParameterInfo])

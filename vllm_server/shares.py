@@ -1,12 +1,12 @@
-"""What one HTTP request may take of the engine: a bounded number of tokens, and a share of its places at one time.
+"""Limit what one HTTP request may use of the engine: its number of tokens, and its share of concurrent sequences.
 
-vLLM's scheduler begins completions in the order in which they came. Without shares, a later request waits until all
+vLLM's scheduler begins completions in the order of their arrival. Without shares, a later request waits until all
 completions of a large one have begun. With them, a request has a bounded number of completions in the engine. Its
-other completions wait here, each until an earlier one of the same request ends, and then join the end of the engine's
-queue. They do not stand before requests that came meanwhile.
+other completions wait here until an earlier one of the same request ends. They then join the end of the engine's
+queue, behind requests that arrived meanwhile.
 
-All routes that generate, vLLM's own included, call `generate` of the engine. It sends each completion to the
-engine's process by `add_request_async`. `Shares.install` takes the place of both.
+All routes that generate, vLLM's own included, call `generate` of the engine, which passes each completion to the
+engine's process by `add_request_async`. `Shares.install` replaces both.
 """
 
 import asyncio
@@ -22,22 +22,22 @@ from vllm_server.errors import ServeError
 from vllm_server.http import error_response
 
 LEAST_PLACES = 64
-"""A group of this size is never divided, however few places the engine has."""
+"""A request with up to this many completions is never divided, however few sequences the engine runs at once."""
 
 FULL_LENGTHS = 1024
-"""A request may ask for as many tokens as this many completions of the model's full length have."""
+"""Limit of a request's tokens, as a number of completions of the model's full length."""
 
-_LOOK_S = 0.005  # between two looks whether a completion of a large request has ended
+_LOOK_S = 0.005  # interval of checks whether a completion of a large request has ended
 
 
 @dataclass(eq=False)
 class Share:
-    """What one HTTP request has asked for, over all its prompts.
+    """What one HTTP request uses, over all its prompts.
 
     Attributes:
-        tokens: the number of tokens.
+        tokens: the number of tokens that it asked for.
         running: the engine's ids of its completions in the engine; some may have ended.
-        door: held by the completion that is next to begin.
+        door: a lock, held by the completion that begins next.
         refusal: why the request is refused.
     """
 
@@ -51,9 +51,9 @@ _OF_REQUEST: ContextVar[Share | None] = ContextVar("share", default=None)
 
 
 class ShareOfRequest:
-    """ASGI middleware: gives each HTTP request its share, and answers a request that its share refuses.
+    """ASGI middleware that gives each HTTP request a share, and answers a request that exceeds it.
 
-    vLLM's routes would answer the refusal with 400 and in their own words.
+    vLLM's routes would answer such a refusal with 400 and another message.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -64,7 +64,7 @@ class ShareOfRequest:
             await self.app(scope, receive, send)
             return
         share, begun = Share(), False
-        _OF_REQUEST.set(share)  # of this request alone: uvicorn handles each in a task
+        _OF_REQUEST.set(share)  # visible to this request only: uvicorn handles each request in a task
 
         async def answer(message: Message) -> None:
             nonlocal begun
@@ -79,14 +79,14 @@ class ShareOfRequest:
 
 @dataclass(frozen=True)
 class Shares:
-    """The rules for one engine.
+    """The limits of one engine.
 
     Attributes:
         places: how many completions of a request may be in the engine at once.
-        longest: tokens of the longest sequence that the model takes.
+        longest: tokens of the longest sequence that the model supports.
         unfinished: the engine's ids of all completions that have not ended.
         passage: waits while no request may begin; raises a ServeError if none can.
-        forget: takes a completion that was not begun out of vLLM's tables.
+        forget: removes a completion that has not begun from vLLM's tables.
     """
 
     places: int
@@ -97,7 +97,7 @@ class Shares:
 
     @classmethod
     def install(cls, engine: compat.Engine, passage: Callable[[], Awaitable[None]]) -> None:
-        """Put every request of this engine under the rules.
+        """Apply the limits to every request of this engine.
 
         Raises:
             FatalError: this vLLM has no table of unfinished requests.
@@ -119,7 +119,7 @@ class Shares:
         owner.engine_core.add_request_async = shares.in_turn(engine.engine_core.add_request_async)
 
     def counted(self, generate: Callable[..., AsyncGenerator[Any, None]]) -> Callable[..., AsyncGenerator[Any, None]]:
-        """Return `generate` that refuses a request for too many tokens, before anything of its answer is sent."""
+        """Return `generate` with a check: it refuses a request for too many tokens before it sends any answer."""
 
         def counted(prompt: Any, sampling_params: Any, *given: Any, **named: Any) -> AsyncGenerator[Any, None]:
             self.count(_OF_REQUEST.get() or Share(), sampling_params)
@@ -128,7 +128,7 @@ class Shares:
         return counted
 
     def count(self, share: Share, params: Any) -> None:
-        """Add the completions of one prompt to the request's share.
+        """Add the completions of one prompt to the request's tokens.
 
         Raises:
             ServeError: 422, the request asks for too many tokens.
@@ -147,7 +147,7 @@ class Shares:
             raise share.refusal
 
     def in_turn(self, add: Callable[[Any], Awaitable[None]]) -> Callable[[Any], Awaitable[None]]:
-        """Return `add` that waits while the request has as many completions in the engine as its share allows."""
+        """Return `add` with a wait: a completion begins when fewer than `places` of its request are in the engine."""
 
         async def add_in_turn(request: Any) -> None:
             share = _OF_REQUEST.get()
@@ -158,18 +158,19 @@ class Shares:
         return add_in_turn
 
     async def _enter(self, share: Share, name: str) -> None:
-        """Return when the request's completion of this name may begin; vLLM knows of it already."""
+        """Wait until the completion of this name may begin. vLLM has registered it already."""
         try:
             async with share.door:
                 if len(share.running) >= self.places:
                     await self._wait(share)
                 share.running.add(name)
         except BaseException:
-            self.forget(name)  # vLLM itself forgets only what its engine has begun
+            self.forget(name)  # vLLM removes only completions that its engine has begun
             raise
 
     async def _wait(self, share: Share) -> None:
         while True:
+            # Polled: vLLM signals the end of a completion only to its own consumer.
             share.running = {name for name in share.running if name in self.unfinished}
             if len(share.running) < self.places:
                 break

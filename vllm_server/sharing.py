@@ -1,4 +1,4 @@
-"""A server that shares its weights: what it checks, tells the trainer, and takes back at its end."""
+"""A server that shares its weights: its checks at the start, and its bridge file for the trainer."""
 
 import logging
 import os
@@ -14,11 +14,11 @@ logger = logging.getLogger("vllm.grpo.sharing")
 
 _WITHOUT_EFFECT = ("VLLM_SKIP_WEIGHT_DAEMON", "NUM_INFERENCE_NODES")
 
-_REACHED_BY = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # for those who listen on all addresses
+_REACHED_BY = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # servers that listen on all addresses
 
 
 def prepare(args: Namespace) -> None:
-    """Refuse what cannot work before anything is loaded, and settle what sharing needs of vLLM's flags.
+    """Refuse unsupported settings before anything is loaded, and set the vLLM flags that sharing needs.
 
     Raises:
         FatalError: see `sharing_checks`, `bridge_file` and `shared_engine`.
@@ -31,25 +31,25 @@ def prepare(args: Namespace) -> None:
     try:
         config = preflight.read_config(args.model)
     except (OSError, ValueError):
-        config = {}  # preflight says what is wrong with it
+        config = {}  # preflight reports the error
     device = compat.device_type()
     sharing_checks.check_shareable(args, config, device, os.environ, os.uname().release)
     bridge_file(args).check()
     shared_engine.assert_seams()
     if device == "cuda":
-        args.moe_backend = "triton"  # leaves experts' weights as they were saved
+        args.moe_backend = "triton"  # the triton backend does not reorder experts' weights
 
 
 def bridge_file(args: Namespace) -> BridgeFile:
-    """Where this server tells of its weights."""
+    """Return the place of this server's bridge file."""
     return BridgeFile.choose(args.bridge_config_path, os.environ)
 
 
 async def export(engine: SharedEngine, args: Namespace, boot_id: str, gpu_uuid: str) -> BridgeFile:
-    """Share the weights, and say so in the bridge file.
+    """Share the weights and write the bridge file.
 
     Raises:
-        FatalError: they cannot be shared, or the file not written.
+        FatalError: the weights cannot be shared, or the file cannot be written.
     """
     exported = await engine.export()
     handles = exported.handles
@@ -84,7 +84,7 @@ async def export(engine: SharedEngine, args: Namespace, boot_id: str, gpu_uuid: 
 
 
 def server_url(args: Namespace) -> str:
-    """Where a trainer on this machine reaches the server."""
+    """Return the URL by which a trainer on this machine reaches the server."""
     if args.uds:
         return f"unix:{args.uds}"
     host = args.host or ""

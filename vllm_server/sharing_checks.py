@@ -1,4 +1,4 @@
-"""What cannot work with shared weights, told before anything is loaded. Pure: no vLLM, no torch."""
+"""Refuse settings that do not work with shared weights, before anything is loaded. Pure: no vLLM, no torch."""
 
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -17,7 +17,7 @@ _REPACKING_FORMATS = ("bitsandbytes", "gguf")
 def check_shareable(
     args: Namespace, config: Mapping[str, Any], device: str, environment: Mapping[str, str], kernel: str
 ) -> None:
-    """Refuse what cannot work.
+    """Raise for the first setting that does not work with shared weights.
 
     Args:
         args: the parsed command line.
@@ -47,7 +47,7 @@ def _refusals(
     if args.load_format in _REPACKING_FORMATS:
         yield Problem(
             got=f"--load-format {args.load_format}",
-            wanted="weights as they are, since packed ones cannot be trained in place",
+            wanted="plain weights, since packed ones cannot be trained in place",
             fix="use safetensors",
         )
     for text in (config, config.get("text_config") or {}):
@@ -87,11 +87,11 @@ def _model_refusals(config: Mapping[str, Any]) -> Iterator[Problem]:
     if config.get("kv_lora_rank"):
         yield Problem(
             got=f"a model with multi-head latent attention (kv_lora_rank {config['kv_lora_rank']})",
-            wanted="one without, since vLLM computes from products of its weights, which would not change with them",
+            wanted="a model without it, since vLLM precomputes products of its weights that an update does not change",
             fix="use lora_only",
         )
 
 
 def flag(name: str) -> str:
-    """The flag of a parsed argument's name."""
+    """Return the flag of a parsed argument's name."""
     return "--" + name.replace("_", "-")

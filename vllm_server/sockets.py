@@ -1,4 +1,4 @@
-"""Where Unix sockets lie: a kernel takes no path of more than 107 bytes, and a TMPDIR may be as long as that alone."""
+"""Choose the folder of Unix sockets: the kernel limits their paths to 107 bytes, and TMPDIR may be longer."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 import tempfile
 
 FOLDER_VARIABLE = "VLLM_RPC_BASE_PATH"
-"""By which vLLM is told where its sockets go; unset: the temporary folder."""
+"""vLLM's variable for the folder of its sockets; unset: the temporary folder."""
 
 _LONGEST = 107 - len("/pymp-12345678/listener-12345678") - 5  # vLLM's own, /<uuid>, are 5 longer
 _SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def folder() -> str:
-    """The temporary folder, or one with a shorter path where that is too long; sockets need no space."""
+    """Return the temporary folder, or a folder with a shorter path if that is too long. Sockets need no disk space."""
     usual = tempfile.gettempdir()
     if len(os.fsencode(usual)) <= _LONGEST:
         return usual
@@ -22,13 +22,13 @@ def folder() -> str:
 
 
 def prepare() -> None:
-    """Have those of vLLM and of multiprocessing lie there, unless the user has said where vLLM's do."""
+    """Put the sockets of vLLM and multiprocessing there, unless the user has set vLLM's folder."""
     chosen, usual = folder(), tempfile.gettempdir()
     if chosen == usual:
         return
     os.environ.setdefault(FOLDER_VARIABLE, chosen)
     tempfile.tempdir = chosen
     try:
-        multiprocessing.util.get_temp_dir()  # makes its folder once for all
+        multiprocessing.util.get_temp_dir()  # creates multiprocessing's folder, which it keeps using
     finally:
         tempfile.tempdir = usual

@@ -1,7 +1,7 @@
-"""Requests whose forward pass gave logits that are not finite: each ends by an error, and its version is unhealthy.
+"""End each request whose forward pass gave logits that are not finite, and mark its version unhealthy.
 
-vLLM's workers count such logits (`worker/finite.py` marks them), and the count comes with each token. It is looked at
-where vLLM's own outputs begin, before a token of it is text: whichever route asked, none of it is answered.
+vLLM's workers count such logits (`worker/finite.py` marks them), and each token carries its count. The check runs where
+vLLM starts to process outputs, before tokens become text. No route therefore returns any part of such an output.
 """
 
 import importlib
@@ -15,7 +15,7 @@ NOT_FINITE = "a forward pass gave logits that are not finite"
 
 
 def assert_seams() -> None:
-    """As `compat.assert_seams`, for what is used here and in `worker/finite.py`.
+    """Check the seams that this module and `worker/finite.py` use, as `compat.assert_seams` does.
 
     Raises:
         FatalError: names what this vLLM does not have.
@@ -31,11 +31,11 @@ def assert_seams() -> None:
 
 @dataclass
 class OutputWatch:
-    """Looks at all that the engine puts out.
+    """Checks all outputs of the engine.
 
     Args:
-        processor: vLLM's OutputProcessor, which hands outputs to the requests that wait for them.
-        condemn: told the name of the adapter whose logits were not finite; None: the base model's.
+        processor: vLLM's OutputProcessor, which passes outputs to the waiting requests.
+        condemn: called with the name of the adapter whose logits were not finite; None for the base model.
     """
 
     processor: Any
@@ -43,30 +43,30 @@ class OutputWatch:
     _older: frozenset[str] = frozenset()
 
     def start(self) -> None:
-        """Look from now on."""
+        """Start checking."""
         vllms = self.processor.process_outputs
 
         def process_outputs(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             running = [output.request_id for output in outputs if _is_unsound(output) and self._end(output)]
             processed = vllms(outputs, *args, **kwargs)
-            processed.reqs_to_abort.extend(running)  # vLLM tells the engine
+            processed.reqs_to_abort.extend(running)  # vLLM aborts them in the engine
             return processed
 
         self.processor.process_outputs = process_outputs
 
     def weights_changed(self) -> None:
-        """What runs now has a cache of weights that are gone: what comes of it is not the new ones' fault."""
+        """Remember the in-flight requests: their KV cache is of the old weights and says nothing about the new ones."""
         self._older = frozenset(self.processor.request_states)
 
     def _end(self, output: Any) -> bool:
-        """Make it the request's end, by an error; whether the engine still runs the request."""
+        """Turn the output into an error that ends the request. Return whether the engine still runs the request."""
         state = self.processor.request_states.get(output.request_id)
         if state is None:
             return False
         if output.request_id not in self._older:
             self.condemn(state.lora_name)
         runs = output.finish_reason is None
-        output.stop_reason = NOT_FINITE  # tells this end from an error of the request's own
+        output.stop_reason = NOT_FINITE  # distinguishes this end from an error caused by the request
         output.finish_reason = importlib.import_module("vllm.v1.engine").FinishReason.ERROR
         output.new_token_ids, output.new_logprobs, output.new_prompt_logprobs_tensors = [], None, None
         return runs

@@ -1,7 +1,8 @@
-"""`python -m vllm_server.standby`: a server that imports vLLM now and is told later what to serve.
+"""`python -m vllm_server.standby`: a server that imports vLLM now and gets its arguments later.
 
-It reads one line from its standard input: the arguments of `python -m vllm_server` as a JSON list of strings, which it
-then is. The input's end instead of a line ends it. Until the line comes it holds neither a port nor memory of a GPU.
+It reads one line from standard input: the arguments of `python -m vllm_server` as a JSON list of strings. With them it
+becomes that server. If the input ends without a line, the process exits. Until the line arrives it holds no port and no
+GPU memory.
 """
 
 import sys
@@ -15,7 +16,7 @@ from vllm_server.start_checks import check_vllm_installed
 
 
 def main() -> int:
-    """The server's exit status; 0 if there was nothing to serve."""
+    """Return the server's exit status; 0 if there was nothing to serve."""
     try:
         check_vllm_installed()
         arguments.set_environment()
@@ -23,8 +24,8 @@ def main() -> int:
         import_all()
         if forking.cuda_is_initialised():
             print(
-                "vllm_server: while this process waits to be told what to serve it holds memory of a GPU, since its "
-                "imports have initialised CUDA; --no-vllm-standby does without it",
+                "vllm_server: this standby process holds GPU memory while it waits for its arguments, since its "
+                "imports have initialised CUDA; use --no-vllm-standby to start none",
                 file=sys.stderr,
                 flush=True,
             )
@@ -35,13 +36,13 @@ def main() -> int:
     except FatalError as error:
         print(f"vllm_server: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-    sys.argv[1:] = argv  # vLLM looks there
+    sys.argv[1:] = argv  # vLLM reads them there
     return serve(argv)
 
 
 def import_all() -> None:
-    """Import all that a server imports before it starts its engine, and after."""
-    from vllm_server import app, compat, preflight, sharing  # noqa: F401  # they import on
+    """Import what a server imports before and after it starts its engine."""
+    from vllm_server import app, compat, preflight, sharing  # noqa: F401  # these import the rest
 
     compat.assert_seams()
     compat.server_parser(arguments.PROGRAM, "")

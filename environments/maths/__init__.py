@@ -1,1 +1,1 @@
-"""Word problems with a number for an answer: GSM8K, and who judges answers."""
+"""Word problems whose answer is a number: GSM8K, and the judge of answers."""

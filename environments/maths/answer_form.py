@@ -1,4 +1,4 @@
-"""Where in an answer the result is asked for, and where a reader would look for it."""
+"""Find the result in an answer: in the form that was asked for, or as the last number."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 from typing import Final, Literal
 
 AnswerForm = Literal["boxed", "hashes"]
-"""`\\boxed{18}`, or `#### 18` on a line of its own."""
+"""`\\boxed{18}`, or `#### 18` on a separate line."""
 
 NUMBER: Final = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+")
 
 
 def in_the_asked_form(answer: str, form: AnswerForm) -> str | None:
-    """What stands where the answer was asked for, if anything: in the last `\\boxed{…}`, or after the last ####."""
+    """Return the text in the last `\\boxed{…}` or after the last ####; None if the answer does not have this form."""
     if form == "hashes":
         _, marker, after = answer.rpartition("####")
         lines = after.strip().splitlines()
@@ -29,6 +29,6 @@ def in_the_asked_form(answer: str, form: AnswerForm) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-    """The last number in a text, without thousands' commas and dollar signs."""
+    """Return the last number in a text, without thousands separators and dollar signs."""
     numbers = NUMBER.findall(text)
     return numbers[-1].replace(",", "").replace("$", "") if numbers else None

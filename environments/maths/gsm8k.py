@@ -1,4 +1,4 @@
-"""GSM8K: rows, prompts and what an answer is worth, apart from servers and judges.
+"""GSM8K: rows, prompts and length penalty, without servers and judges.
 
 Source: K. Cobbe et al., Training Verifiers to Solve Math Word Problems, arXiv 2110.14168. Its solutions end in
 `#### NUMBER`.
@@ -38,7 +38,7 @@ class Question:
 
     @classmethod
     def of(cls, question: str, answer: str) -> Question:
-        """A row of the data set.
+        """Return the question of a row of the data set.
 
         Raises:
             ValueError: The solution does not end in `#### NUMBER`.
@@ -50,10 +50,10 @@ class Question:
 
 
 def read_questions(path: Path, split: Split) -> list[Question]:
-    """The questions in `path/SPLIT.jsonl`, or, of the training split, in the file `path` itself.
+    """Return the questions in `path/SPLIT.jsonl`. For the training split `path` may also be the file itself.
 
     Raises:
-        ConfigError: There is no such file, or a line is no row of GSM8K.
+        ConfigError: There is no such file, or a line is not a row of GSM8K.
     """
     file = path / f"{split}.jsonl" if path.is_dir() else path
     if not file.is_file() or (split == "test" and file == path):
@@ -69,7 +69,7 @@ def read_questions(path: Path, split: Split) -> list[Question]:
         try:
             row = msgspec.json.decode(line, type=_Row)
             questions.append(Question.of(row.question, row.answer))
-        except ValueError as error:  # msgspec's errors are among them
+        except ValueError as error:  # includes msgspec's errors
             raise ConfigError(
                 field=f"--env.dataset_path {file}, line {number}", got=error, wanted="a row of GSM8K"
             ) from None
@@ -77,16 +77,16 @@ def read_questions(path: Path, split: Split) -> list[Question]:
 
 
 def download_questions(name: str, split: Split) -> list[Question]:
-    """The questions of a data set on the hub.
+    """Return the questions of a data set on the hub.
 
     Raises:
-        ConfigError: `datasets` is not installed, or the hub does not give them.
+        ConfigError: `datasets` is not installed, or the hub does not return them.
     """
     try:
         from datasets import load_dataset
     except ImportError:
         raise ConfigError(
-            "is not set, and `datasets`, which asks the hub, is not installed",
+            "is not set, and `datasets`, which downloads from the hub, is not installed",
             field="--env.dataset_path",
             fix="pip install datasets, or name a folder with train.jsonl and test.jsonl",
         ) from None
@@ -98,18 +98,18 @@ def download_questions(name: str, split: Split) -> list[Question]:
             "cannot be loaded",
             field=f"--env.dataset_name {name}",
             got=reason,
-            fix="name a folder with train.jsonl and test.jsonl by --env.dataset_path",
+            fix="set --env.dataset_path to a folder with train.jsonl and test.jsonl",
         ) from None
     return [Question.of(str(row["question"]), str(row["answer"])) for row in rows]
 
 
 def after_thinking(answer: str) -> str:
-    """What an answer says when its thinking, if it marks any, is over."""
+    """Return an answer's text after its thinking, if it has any."""
     return answer.rpartition(END_OF_THOUGHT)[2]
 
 
 def too_long(tokens: int, room: int, free: float) -> float:
-    """How far an answer of `tokens` is into the part of its room that costs: 0 up to the share `free`, 1 at its end.
+    """Return how much of the penalised part of its room an answer uses: 0 up to the share `free`, 1 at the end.
 
     Linear, as in C. Yu et al., DAPO, arXiv 2503.14476, section 3.4.
     """

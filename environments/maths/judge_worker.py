@@ -1,7 +1,8 @@
-"""`python -m environments.maths.judge_worker`: judges answers, one JSON object a line in and one out.
+"""`python -m environments.maths.judge_worker`: judge answers, one JSON object per line in and out.
 
-A process of its own: math-verify stops itself by SIGALRM, which only the main thread hears and long arithmetic in C
-does not; whoever asks (`environments.maths.judge`) ends this process when no answer comes, and starts another.
+This is a separate process because math-verify stops itself by SIGALRM. Only the main thread handles that signal, and
+long arithmetic in C delays it. If no answer comes, the environment (`environments.maths.judge`) kills this process and
+starts another.
 
 In:  {"gold": "18", "answer": "… \\boxed{18}", "form": "boxed"}
 Out: {"strict": true, "lenient": true}
@@ -19,20 +20,20 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from environments.maths.answer_form import AnswerForm, in_the_asked_form, last_number
 
 PATIENCE_S: Final = 2
-"""For each parse and each comparison."""
+"""Time limit of each parse and each comparison."""
 MEMORY_BYTES: Final = 4 << 30
-"""An answer such as 9^(9^9) may want any amount."""
+"""Memory limit: an answer such as 9^(9^9) could use any amount."""
 
 
 def equal(gold: list[Any], text: str) -> bool:
-    """Whether math-verify reads the gold answer in a text."""
+    """Return whether math-verify finds the gold answer in a text."""
     configs = (LatexExtractionConfig(), ExprExtractionConfig())
     found = parse(text, extraction_config=configs, parsing_timeout=PATIENCE_S)
     return bool(verify(gold, found, timeout_seconds=PATIENCE_S))
 
 
 def judge(gold: str, answer: str, form: AnswerForm) -> dict[str, bool]:
-    """Strict: equal, and in the form that was asked for. Lenient: equal to what anyone would read as the answer."""
+    """Return the verdicts. Strict: equal, and in the form that was asked for. Lenient: equal in any form."""
     wanted = parse(f"\\boxed{{{gold}}}", parsing_timeout=PATIENCE_S)
     final = in_the_asked_form(answer, form)
     strict = final is not None and equal(wanted, f"\\boxed{{{final}}}")
@@ -42,9 +43,9 @@ def judge(gold: str, answer: str, form: AnswerForm) -> dict[str, bool]:
 
 
 def main() -> None:
-    """Judges until the input ends."""
+    """Judge until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    print("{}", flush=True)  # ready: the imports took most of a second
+    print("{}", flush=True)  # the sign that the worker is ready: its imports take most of a second
     for line in sys.stdin:
         print(json.dumps(judge(**json.loads(line))), flush=True)
 

@@ -1,1 +1,1 @@
-"""Clients of what an environment talks to: the rollout API, the inference server, a teacher's server."""
+"""Clients of an environment's peers: the rollout API, the inference server, a teacher's server."""

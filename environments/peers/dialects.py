@@ -1,12 +1,12 @@
-"""The inference servers that environments can ask, and how each is asked for token ids with their logprobs.
+"""The inference servers that environments support, and how to request token ids and logprobs from each.
 
 | dialect | route | ids and logprobs from |
 |---|---|---|
 | grpo's own server | `/generate` | `token_ids`, `logprobs` |
-| vLLM as it comes, OpenAI-compatible | `/v1/completions` | `token_ids` (`return_token_ids`), `token_logprobs` |
+| stock vLLM, OpenAI-compatible | `/v1/completions` | `token_ids` (`return_token_ids`), `token_logprobs` |
 | SGLang | `/generate` | `meta_info.output_token_logprobs` |
 
-Text is never tokenised again. A server that gives no ids can be evaluated, not trained from.
+Text is never tokenised again. A server that returns no ids works for evaluations, but not for training.
 
 Sources: https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html,
 https://docs.sglang.ai/basic_usage/native_api.html.
@@ -32,8 +32,8 @@ COMPLETIONS_ROUTE = "/v1/completions"
 class Sampling:
     """How to sample. The defaults are the plain distribution of the policy, which GRPO's ratios assume.
 
-    Nucleus and top-k sampling are switched off in so many words: servers take a model's own defaults otherwise,
-    and the logprobs would then be of another distribution than the one sampled from.
+    Requests turn off nucleus and top-k sampling explicitly. Otherwise servers apply a model's own defaults, and the
+    logprobs would be of another distribution than the one sampled from.
     """
 
     max_tokens: int
@@ -44,7 +44,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
 
     def to_body(self) -> dict[str, Any]:
-        """The sampling keys of vLLM's bodies."""
+        """Return the sampling keys of vLLM's request bodies."""
         body: dict[str, Any] = {
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
@@ -60,13 +60,13 @@ class Completion:
     """One sampled answer.
 
     Attributes:
-        prompt_token_ids: The prompt as the server read it.
-        token_ids: What was sampled, the token that ended it included; empty where the server tells no ids.
+        prompt_token_ids: The prompt as the server tokenised it.
+        token_ids: The sampled tokens with the end token; empty if the server returns no ids.
         rollout_logprobs: Logprob of each sampled token under the policy that sampled it.
-        text: The server's rendering, without special tokens; may be empty where it tells ids.
-        finish_reason: ``stop`` or ``length``, as vLLM says it.
-        policy_version: Version of the policy that sampled; None where the server counts none.
-        temperature: At which it was sampled, and at which the logprobs are.
+        text: The server's rendering, without special tokens; may be empty if it returns ids.
+        finish_reason: ``stop`` or ``length``, by vLLM's names.
+        policy_version: Version of the policy that sampled; None if the server has no versions.
+        temperature: Temperature of the sampling and of the logprobs.
     """
 
     prompt_token_ids: list[int]
@@ -79,21 +79,21 @@ class Completion:
 
 
 class Dialect(Protocol):
-    """How one kind of server is asked."""
+    """The requests for one kind of server."""
 
     async def generate(self, peer: Peer, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
-        """`n` completions of one prompt; errors as `Peer.request`, and PeerError for an answer that is not sound."""
+        """Return `n` completions of one prompt; raise as `Peer.request`, and PeerError for an unsound answer."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class GrpoServer:
-    """`grpo serve`: says which version of the policy answered. `model` None: the newest."""
+    """`grpo serve`, which returns policy versions. `model` None: the newest version."""
 
     model: str | None
 
     async def generate(self, peer: Peer, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
-        """By `POST /generate`. Text is asked for only if `stop` strings need it: it is half of a token's CPU time."""
+        """Use `POST /generate`. Request text only if `stop` strings need it: text is half of a token's CPU time."""
         wanted = {"n": n, "logprobs": 0, "detokenize": bool(sampling.stop), **sampling.to_body()}
         request = GenerateRequest(prompt=TokenPrompt(prompt_token_ids), model=self.model, sampling=wanted)
         response = await peer.request("POST", GENERATE_ROUTE, json=request.to_body())
@@ -104,7 +104,7 @@ class GrpoServer:
                 field=_route(peer, GENERATE_ROUTE),
                 got=error,
                 wanted="the answer of grpo's server",
-                fix="start it with `grpo serve`, or let --openai.server_type auto find out what it is",
+                fix="start the server with `grpo serve`, or detect its kind with --openai.server_type auto",
             ) from None
         if answer.logprobs is None or not len(answer.token_ids) == len(answer.logprobs) == n:
             got = "no logprobs" if answer.logprobs is None else f"{len(answer.token_ids)} completions"
@@ -124,7 +124,7 @@ class GrpoServer:
         ]
 
     async def prompt_logprobs(self, peer: Peer, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
-        """The likeliest tokens at each place of a sequence."""
+        """Return the likeliest tokens at each position of a sequence."""
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top_k}
         request = GenerateRequest(prompt=TokenPrompt(token_ids), model=self.model, sampling=sampling)
         response = await peer.request("POST", GENERATE_ROUTE, json=request.to_body())
@@ -161,12 +161,12 @@ class _Completions(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class CompletionsServer:
-    """vLLM as it comes, or another server with OpenAI's routes, asked for ids by vLLM's `return_token_ids`."""
+    """Stock vLLM, or another server with OpenAI's routes; ids come by vLLM's `return_token_ids`."""
 
     model: str
 
     async def generate(self, peer: Peer, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
-        """By `POST /v1/completions`, the prompt as ids."""
+        """Use `POST /v1/completions`, with the prompt as ids."""
         body = {"model": self.model, "prompt": prompt_token_ids, "n": n, "logprobs": 0, "return_token_ids": True}
         response = await peer.request("POST", COMPLETIONS_ROUTE, json=body | sampling.to_body())
         try:
@@ -190,7 +190,7 @@ class CompletionsServer:
         ]
 
     async def prompt_logprobs(self, peer: Peer, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
-        """The likeliest tokens at each place of a sequence, by vLLM's `prompt_logprobs`."""
+        """Return the likeliest tokens at each position of a sequence, by vLLM's `prompt_logprobs`."""
         body = {"model": self.model, "prompt": token_ids, "max_tokens": 1, "prompt_logprobs": top_k}
         response = await peer.request("POST", COMPLETIONS_ROUTE, json=body)
         (choice,) = msgspec.json.decode(response.content, type=_Completions).choices
@@ -227,10 +227,10 @@ class _SglangAnswer(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SglangServer:
-    """SGLang by its own route; a whole number as its `weight_version` is taken for the policy's version."""
+    """SGLang by its native route. If `weight_version` is a whole number, it is the policy's version."""
 
     async def generate(self, peer: Peer, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
-        """By `POST /generate` of SGLang."""
+        """Use `POST /generate` of SGLang."""
         params = sampling.to_body() | {"n": n, "skip_special_tokens": False}
         params["max_new_tokens"] = params.pop("max_tokens")
         body = {"input_ids": prompt_token_ids, "sampling_params": params, "return_logprob": True}
@@ -264,12 +264,12 @@ def _of_sglang(peer: Peer, answer: _SglangAnswer, prompt_token_ids: list[int], t
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a server turned out to be.
+    """The detected kind of a server.
 
     Attributes:
-        dialect: How it is asked.
-        description: What it said of itself, for people.
-        raw_logprobs: Its logprobs are the model's own, at temperature 1, whatever temperature it sampled at.
+        dialect: Its requests.
+        description: Its description of itself, for people.
+        raw_logprobs: Its logprobs are the model's own, at temperature 1, whatever the sampling temperature.
     """
 
     dialect: Dialect
@@ -278,12 +278,12 @@ class Found:
 
 
 async def find_dialect(peer: Peer, model: str | None) -> Found:
-    """Asks a server what it is; waits for one that is not there yet.
+    """Detect the kind of a server; wait for a server that does not answer yet.
 
     Raises:
-        PeerGone: It was away for longer than the patience.
-        PeerRefused: It wants another key.
-        PeerError: It is no inference server that is known here.
+        PeerGone: It did not answer within the patience.
+        PeerRefused: It requires another key.
+        PeerError: It is not a known kind of inference server.
     """
     if "boot_id" in (info := await _ask(peer, "/bridge/info")):
         return Found(GrpoServer(model), f"grpo's own server, policy version {info.get('policy_version')}")
@@ -318,7 +318,7 @@ def _not_theirs(peer: Peer, path: str, logprobs: int, tokens: int) -> PeerError:
 
 
 async def _ask(peer: Peer, path: str) -> dict[str, Any]:
-    """A JSON object from a route that may not be there."""
+    """Return the JSON object of a route, or an empty one if the route does not exist."""
     try:
         response = await peer.request("GET", path)
     except PeerRefused as refusal:

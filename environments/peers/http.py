@@ -1,4 +1,4 @@
-"""HTTP to the other processes of a run: they may be away for a while, and that is no error yet."""
+"""HTTP requests to the other processes of a run; a process that is away for a while is not an error."""
 
 import asyncio
 import itertools
@@ -22,15 +22,15 @@ _JSON = {"Content-Type": "application/json"}
 
 
 class PeerError(UserError, RuntimeError):
-    """Another process did not do what it was asked for. `field` names it: `the rollout API at http://…`."""
+    """A request to another process failed. `field` names the process: `the rollout API at http://…`."""
 
 
 class PeerGone(PeerError):
-    """It could not be reached, or kept failing, for as long as we were willing to wait."""
+    """The process could not be reached, or kept failing, until the patience ran out."""
 
 
 class PeerRefused(PeerError):
-    """It refused the request (4xx): asking again would not help. `key` is what it found fault with, if it said so."""
+    """The process refused the request (4xx); a retry would not help. `key` is the request key at fault, if named."""
 
     def __init__(self, summary: str, status: int, *, field: str = "", got: str = "", key: str | None = None) -> None:
         super().__init__(summary, field=field, got=got)
@@ -39,12 +39,12 @@ class PeerRefused(PeerError):
 
 
 class _Trouble(Exception):
-    """A failure that may pass."""
+    """A temporary failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer that is all there. Names of headers may be asked for in upper or lower case."""
+    """A complete answer. Header names are case-insensitive."""
 
     status: int
     headers: Mapping[str, str]
@@ -52,10 +52,10 @@ class Answer:
 
 
 class Peer:
-    """One HTTP server, asked with patience.
+    """One HTTP server, with retries.
 
-    A request that fails for a reason that may pass (no connection, time-out, 5xx, 429) is repeated for up to
-    `patience` seconds; the wait is logged when it begins, every half minute, and when it is over.
+    A request that fails temporarily (no connection, time-out, 5xx, 429) is repeated for up to `patience` seconds. The
+    log reports the wait when it begins, every half minute, and when it is over.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class Peer:
         api_key: str | None = None,
         connections: int = 100,
     ) -> None:
-        """Connect to nothing yet.
+        """Store the settings; the first request connects.
 
         Args:
-            name: how messages call the server.
+            name: the server's name in messages.
             timeout: seconds that the server may be silent in one attempt.
-            connections: the most at a time; a request beyond them waits for one.
+            connections: limit of concurrent connections; further requests wait.
         """
         self.name = name
         self.url = url
@@ -95,11 +95,11 @@ class Peer:
         headers: Mapping[str, str] | None = None,
         patience: float | None = None,
     ) -> Answer:
-        """Return the answer, once there is one. The body is `json`, encoded, or `content` as it is.
+        """Return the answer, as soon as there is one. The body is `json`, encoded, or `content`, unchanged.
 
         Raises:
             PeerGone: No answer within the patience.
-            PeerRefused: The answer was an error that will not pass.
+            PeerRefused: The answer was a permanent error.
         """
         if json is not None:
             content, headers = msgspec.json.encode(json), {**_JSON, **(headers or {})}
@@ -157,14 +157,14 @@ class Peer:
         return answer
 
     def _session(self) -> aiohttp.ClientSession:
-        """Return the session; it belongs to the event loop of the first request, so it is made there."""
+        """Return the session. The first request creates it, because it belongs to that request's event loop."""
         if self._http is None:
             self._http = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=self._connections, keepalive_timeout=CLIENT_IDLE_S),
                 timeout=self._timeout,
                 headers=self._headers,
                 cookie_jar=aiohttp.DummyCookieJar(),
-                # Peers are named by URL; a proxy from the shell's variables would see loopback addresses.
+                # Ignore proxies of environment variables: peers are on loopback addresses or named by URL.
                 trust_env=False,
             )
         return self._http

@@ -1,4 +1,4 @@
-"""Asks the inference server for completions: token ids, logprobs and policy version as the server has them."""
+"""Request completions from the inference server: token ids, logprobs and policy version."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ ASK_AGAIN_S = 0.5
 
 
 class Inference(Protocol):
-    """What generates: one server, or several."""
+    """One inference server, or several."""
 
     async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
-        """`n` completions of one prompt, all of one policy version; errors as of `InferenceClient`."""
+        """Return `n` completions of one prompt, all of one policy version; raise as `InferenceClient`."""
         ...
 
     async def prompt_logprobs(self, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
-        """The `top_k` likeliest tokens, and the one that stands there, at each place of a sequence but the first."""
+        """Return, for each position but the first, the `top_k` likeliest tokens and the actual one."""
         ...
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         ...
 
 
 def inference(config: ServerConfig, *, patience: float) -> Inference:
-    """The client of the servers that `--openai.base_url` names."""
+    """Return the client of the servers in `--openai.base_url`."""
     clients = [InferenceClient(each, patience=patience) for each in config.each]
     return clients[0] if len(clients) == 1 else InferenceServers(clients)
 
 
 class InferenceServers:
-    """Several servers with the same policy: each request goes to the one with the fewest completions under way.
+    """Several servers with the same policy: each request goes to the one with the fewest completions in flight.
 
-    One that is away keeps what waits for it, and so gets little more.
+    Requests to a server that is away stay in flight, so it gets few new ones.
     """
 
     def __init__(self, clients: Sequence[Inference]) -> None:
@@ -76,7 +76,7 @@ class InferenceServers:
 
 
 class InferenceClient:
-    """Client of an inference server of whatever kind (`environments.peers.dialects`)."""
+    """Client of an inference server of any kind (`environments.peers.dialects`)."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class InferenceClient:
         patience: float,
         name: str = "the inference server",
     ) -> None:
-        """`patience`: seconds that the server may be away. `base_url` may end in ``/v1``, as OpenAI clients have it.
+        """`patience`: seconds that the server may be away. `base_url` may end in ``/v1``, as for OpenAI's clients.
 
         Raises:
             ConfigError: An OpenAI-compatible server needs a model's name.
@@ -104,18 +104,18 @@ class InferenceClient:
         )
 
     async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
-        """`n` completions of one prompt, all of one policy version.
+        """Return `n` completions of one prompt, all of one policy version.
 
         Raises:
             PeerGone: The server was away for longer than the patience.
             PeerRefused: The server refused the request.
-            PeerError: It is no inference server, or its answer is not sound.
+            PeerError: It is not an inference server, or its answer is not sound.
         """
         dialect = await self._dialect(sampling)
         async with self._slots:
             with stage("generate", completions=n) as found:
                 completions = await dialect.generate(self._peer, prompt_token_ids, n, sampling)
-                # Cut short by a server that is being stopped: no sample of a policy.
+                # A server that is shutting down aborts completions; these are not samples of the policy.
                 while any(completion.finish_reason == "abort" for completion in completions):
                     await asyncio.sleep(ASK_AGAIN_S)
                     completions = await dialect.generate(self._peer, prompt_token_ids, n, sampling)
@@ -124,10 +124,10 @@ class InferenceClient:
         return completions
 
     async def prompt_logprobs(self, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
-        """The `top_k` likeliest tokens, and the one that stands there, at each place of a sequence but the first.
+        """Return, for each position but the first, the `top_k` likeliest tokens and the actual one.
 
         Raises:
-            ConfigError: This kind of server does not tell them.
+            ConfigError: This kind of server does not return them.
             PeerError: As for `generate`.
         """
         dialect = await self._dialect(Sampling(max_tokens=1))
@@ -135,14 +135,14 @@ class InferenceClient:
             raise ConfigError(
                 field=f"{self._peer.name} at {self._peer.url}",
                 got=type(dialect).__name__,
-                wanted="a server that tells the logprobs of a prompt",
+                wanted="a server that returns the logprobs of a prompt",
                 fix="use vLLM",
             )
         async with self._slots:
             return await dialect.prompt_logprobs(self._peer, token_ids, top_k)
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         await self._peer.close()
 
     async def _dialect(self, sampling: Sampling) -> Dialect:
@@ -157,12 +157,12 @@ class InferenceClient:
                     sampling.temperature,
                     sampling.temperature,
                 )
-                self._found = Found(self._found.dialect, self._found.description)  # said once
+                self._found = Found(self._found.dialect, self._found.description)  # warned once
         return self._found.dialect
 
 
 def _told(config: ServerConfig) -> Found | None:
-    """What the settings say that the server is, if they do."""
+    """Return the kind of server in the settings; None if it must be detected."""
     match config.server_type:
         case "auto":
             return None

@@ -1,4 +1,4 @@
-"""The environment's side of the rollout API: register, ask how much is wanted, post groups, take leave."""
+"""The environment's client of the rollout API: register, ask for demand, post groups, disconnect."""
 
 import gzip
 import logging
@@ -21,18 +21,18 @@ T = TypeVar("T")
 
 
 class NotRegistered(PeerError):
-    """The API does not know this environment (any more): it was restarted, and we must register again."""
+    """The API does not know this environment (any more): it was restarted, and the environment must register again."""
 
 
 class RolloutApi:
     """Client of the rollout API for one environment.
 
-    Answers are asked for in MessagePack. Our API gives them so, and then gets the groups so; the original protocol
-    answers in JSON all the same, and gets JSON.
+    It asks for answers in MessagePack. Our API then answers in MessagePack and gets groups in it. An API of the
+    original protocol answers in JSON, and gets JSON.
     """
 
     def __init__(self, config: BaseEnvConfig) -> None:
-        """Connects to nothing yet."""
+        """Store the settings; the first request connects."""
         self._config = config
         self._body_type = wire.JSON
         self._peer = Peer(
@@ -43,7 +43,7 @@ class RolloutApi:
         )
 
     async def register(self, name: str) -> wire.RegisterEnvResponse:
-        """Asks to be registered; the answer's `status` says whether a trainer is there yet."""
+        """Register; the answer's `status` says whether a trainer is there yet."""
         config = self._config
         body = wire.RegisterEnv(
             max_token_length=config.max_token_length,
@@ -55,19 +55,19 @@ class RolloutApi:
         return await self._ask("POST", "/register-env", wire.RegisterEnvResponse, body)
 
     async def info(self) -> wire.Info:
-        """The trainer's batch size and longest sequence."""
+        """Return the trainer's batch size and longest sequence."""
         return await self._ask("GET", "/info", wire.Info)
 
     async def wandb_info(self) -> wire.WandbInfo:
-        """The trainer's W&B project and group."""
+        """Return the trainer's W&B project and group."""
         return await self._ask("GET", "/wandb_info", wire.WandbInfo)
 
     async def status(self, env_id: int, *, wait: float = 0.0, seen: str = "") -> wire.StatusEnv:
-        """The trainer's step and what is queued.
+        """Return the trainer's step and the queue's state.
 
         Args:
-            wait: seconds to wait for news, if what is known is that of the answer with this `seen`. An API of the
-                original protocol answers at once, and its answers have no `seen`.
+            wait: seconds to wait for a change since the answer that had this `seen`. An API of the original protocol
+                answers at once, and its answers have no `seen`.
 
         Raises:
             NotRegistered: The API does not know `env_id`.
@@ -81,12 +81,12 @@ class RolloutApi:
             raise
 
     async def post(self, group: wire.ScoredData) -> None:
-        """Hands over one scored group, trying as long as the patience lasts.
+        """Post one scored group; retry until the patience runs out.
 
-        Every post bears a key of its own, so that one whose answer was lost is not counted twice when repeated.
+        Every post has an idempotency key. If its answer is lost and it is repeated, it counts once.
 
         Raises:
-            PeerRefused: The API finds fault with the group.
+            PeerRefused: The API refuses the group.
         """
         body = wire.encode_group(group, self._body_type)
         headers = {"Content-Type": self._body_type, "Idempotency-Key": uuid.uuid4().hex}
@@ -96,21 +96,21 @@ class RolloutApi:
         await self._peer.request("POST", "/scored_data", content=body, headers=headers)
 
     async def post_evaluation(self, env_id: int, step: int, metrics: dict[str, float]) -> None:
-        """Hands over figures on held-out prompts. Best effort: an API of the original protocol takes none."""
+        """Post metrics of an evaluation. Best effort: an API of the original protocol does not accept them."""
         finite = {key: float(value) for key, value in metrics.items() if math.isfinite(value)}
         body = wire.Evaluation(env_id=env_id, step=step, metrics=finite)
         try:
             await self._ask("POST", "/evaluation", wire.EvaluationResponse, body, patience=_EVALUATION_PATIENCE_S)
         except PeerError as error:
-            log.info("the rollout API did not take the evaluation of step %d: %s", step, error)
+            log.info("the rollout API did not accept the evaluation of step %d: %s", step, error)
 
     async def disconnect(self, env_id: int, patience: float) -> None:
-        """Takes leave, so that the API reserves nothing for this environment any more."""
+        """Disconnect, so that the API reserves nothing more for this environment."""
         body = wire.EnvIdentifier(env_id=env_id)
         await self._ask("POST", "/disconnect-env", wire.DisconnectResponse, body, patience=patience)
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         await self._peer.close()
 
     async def _ask(

@@ -1,7 +1,7 @@
-"""A teacher for distillation: its likeliest tokens in the place of each token that is trained.
+"""A teacher for distillation: its likeliest tokens at the position of each trained token.
 
-The trainer learns from them with `--distill-coef`. The teacher is another model behind another server, with the same
-vocabulary; nothing of what it would say is sampled, it only reads what the policy wrote.
+The trainer learns from them with `--distill-coef`. The teacher is another model on another server, with the same
+vocabulary. It generates no text: it only computes logprobs of the policy's sequences.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from environments.config import BaseEnvConfig, ConfigError, ServerConfig
 from environments.peers.inference import InferenceClient
 
 TopK = dict[int, float]
-"""Token id to logprob, natural log, at temperature 1."""
+"""Maps token id to logprob, natural log, at temperature 1."""
 
 
 class Teacher:
     """Client of the teacher's server."""
 
     def __init__(self, server: InferenceClient, top_k: int) -> None:
-        """Use `of`."""
+        """Create the client; the settings are turned into one by `of`."""
         self._server = server
         self._top_k = top_k
 
     @classmethod
     def of(cls, config: BaseEnvConfig) -> Teacher | None:
-        """The teacher that the settings name, if they name one."""
+        """Return the teacher in the settings; None if there is none."""
         if config.teacher_url is None:
             return None
         server = ServerConfig(
@@ -39,13 +39,13 @@ class Teacher:
         return cls(client, config.teacher_top_k)
 
     async def annotate(self, group: wire.ScoredData) -> wire.ScoredData:
-        """The group with what the teacher would have put in the place of each trained token.
+        """Return the group with the teacher's likeliest tokens at each trained position.
 
-        A group's own `group_overrides` may say otherwise, as in Atropos: `teacher_top_k`, `skip_teacher_top_k`.
+        The group's `group_overrides` may change this, as in Atropos: `teacher_top_k`, `skip_teacher_top_k`.
 
         Raises:
-            ConfigError: The teacher's server tells no logprobs of a prompt.
-            PeerError: It is gone, or refuses; its sequences must be one token longer than those of the policy.
+            ConfigError: The teacher's server returns no logprobs of a prompt.
+            PeerError: The server is gone, or refuses; its limit must be one token longer than the policy's sequences.
         """
         overrides: dict[str, Any] = group.group_overrides or {}
         top_k = int(overrides.get("teacher_top_k", self._top_k))
@@ -60,11 +60,11 @@ class Teacher:
         )
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         await self._server.close()
 
     async def _read(self, tokens: list[int], mask: list[int], top_k: int) -> list[TopK]:
-        """Position by position, likeliest first; nothing where the policy did not speak."""
+        """Return the likeliest tokens by position, likeliest first; none where the policy did not sample."""
         positions = await self._server.prompt_logprobs(tokens, top_k)
         if len(positions) != len(tokens):
             raise ConfigError(
@@ -80,5 +80,5 @@ class Teacher:
 
 
 def _likeliest(position: TopK, top_k: int) -> TopK:
-    """The k likeliest: vLLM adds the token that stood there, likely or not."""
+    """Return the k likeliest tokens: vLLM also returns the actual token, likely or not."""
     return dict(sorted(position.items(), key=lambda pair: -pair[1])[:top_k])

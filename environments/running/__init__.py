@@ -1,1 +1,1 @@
-"""What makes a program of an environment: its command line, `serve` and its backpressure, files, figures, state."""
+"""Run an environment as a program: command line, `serve` and its backpressure, files, metrics, state."""

@@ -29,8 +29,8 @@ from environments.scoring import ScoreTimeout, allow_interrupts
 log = logging.getLogger(__name__)
 
 COMMANDS = {
-    "serve": "supply a trainer with scored groups, by way of the rollout API",
-    "process": "write scored groups to a JSONL file and a page to read; needs no trainer and no rollout API",
+    "serve": "supply a trainer with scored groups through the rollout API",
+    "process": "write scored groups to a JSONL file and an HTML page; needs no trainer and no rollout API",
     "evaluate": "print the policy's metrics as one line of JSON",
 }
 
@@ -38,11 +38,11 @@ BLOCKED_S = 1.0
 """Seconds after which a signal interrupts code that blocks the event loop."""
 
 CALLED_AS = "GRPO_CALLED_AS"
-"""The command that became this one, if another did: `grpo env NAME`; messages call it so, too."""
+"""Environment variable with the command that replaced itself by this one, if any: `grpo env NAME`. Messages show it."""
 
 
 def main(env_cls: type[BaseEnv[Any, Any]], arguments: Sequence[str] | None = None) -> None:
-    """Runs a command and exits: 0 done, 1 it failed, 2 the command line is wrong."""
+    """Run a command and exit: 0 done, 1 failed, 2 wrong command line."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     prog = _prog(env_cls)
     try:
@@ -83,7 +83,7 @@ def _run(env_cls: type[BaseEnv[Any, Any]], prog: str, arguments: list[str]) -> i
     settings = parse_settings(settings_cls, f"{prog} {command}", arguments[1:])
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    # The tokenizer is read before the event loop starts: that takes seconds, in which no signal would be heard.
+    # The tokenizer is loaded before the event loop starts: that takes seconds, in which signals would be ignored.
     tokenizer = load_tokenizer(settings.env.tokenizer_name)
     asyncio.run(_command(command, env_cls, settings, tokenizer))
     return 0
@@ -134,7 +134,7 @@ def _stop_on_signals(stop: asyncio.Event, status: int) -> None:
 
 
 async def _until(stop: asyncio.Event, work: Any) -> None:
-    """Does the work, unless asked to stop before it is done."""
+    """Do the work, unless `stop` is set before it is done."""
     task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
     await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
@@ -148,11 +148,11 @@ async def _until(stop: asyncio.Event, work: Any) -> None:
 
 
 async def process(env: BaseEnv[Any, Any], groups: int) -> None:
-    """Writes `groups` scored groups to the file named in the settings.
+    """Write `groups` scored groups to the file in the settings.
 
     Raises:
-        ConfigError: No file is named, or it cannot be written.
-        EnvironmentFailed: The items are used up before.
+        ConfigError: No file is set, or it cannot be written.
+        EnvironmentFailed: There are not enough items.
     """
     path = env.config.data_path_to_save_groups
     if path is None:
@@ -176,9 +176,7 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
                     written.append(outcome)
                     in_a_row = 0
             if in_a_row >= LOST_IN_A_ROW:
-                raise EnvironmentFailed(
-                    f"{in_a_row} groups in a row came to nothing", field=env.name, got=dict(dropped)
-                )
+                raise EnvironmentFailed(f"{in_a_row} groups in a row were lost", field=env.name, got=dict(dropped))
     finally:
         file.close()
         page = path.with_suffix(".html")
@@ -189,7 +187,7 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
 
 
 async def _collect(env: BaseEnv[Any, Any], item: Any) -> wire.ScoredData | str:
-    """A group for the item, with the teacher's word if there is one; else why there is none."""
+    """Return a group for the item, annotated by the teacher if there is one; else the reason why there is none."""
     try:
         group = await env.scored(item)
     except (PromptTooLong, ScoreTimeout) as error:
@@ -197,7 +195,7 @@ async def _collect(env: BaseEnv[Any, Any], item: Any) -> wire.ScoredData | str:
         return LOSSES[type(error)]
     except (PeerError, ConfigError):
         raise
-    except Exception as error:  # the environment's own code: one bad item must not lose the rest
+    except Exception as error:  # an error in the environment's code for one item must not lose the rest
         log.exception("%s failed for %r", env.name, item)
         return f"failed: {error!r}"
     if group is None:
@@ -206,7 +204,7 @@ async def _collect(env: BaseEnv[Any, Any], item: Any) -> wire.ScoredData | str:
 
 
 async def evaluate(env: BaseEnv[Any, Any]) -> None:
-    """Prints the environment's metrics as one line of JSON."""
+    """Print the environment's metrics as one line of JSON."""
     await env.setup()
     metrics = await env.evaluate()
     print(json.dumps({"env": env.name, **metrics}), flush=True)

@@ -1,4 +1,4 @@
-"""Groups as lines of a JSONL file."""
+"""Write groups as lines of a JSONL file."""
 
 from pathlib import Path
 from typing import IO
@@ -12,15 +12,15 @@ _OPTION = "--env.data_path_to_save_groups"
 
 
 class GroupFile:
-    """A JSONL file of scored groups, or nowhere."""
+    """A JSONL file of scored groups; without a file, groups are discarded."""
 
     def __init__(self, file: IO[bytes] | None) -> None:
-        """Use `append` or `create`."""
+        """Create one by `append` or `create`."""
         self._file = file
 
     @classmethod
     def append(cls, path: Path | None) -> "GroupFile":
-        """Goes on with a file, or writes nowhere if there is no path.
+        """Open a file to append to; without a path, discard groups.
 
         Raises:
             ConfigError: The file cannot be written.
@@ -29,21 +29,21 @@ class GroupFile:
 
     @classmethod
     def create(cls, path: Path) -> "GroupFile":
-        """A new file.
+        """Create a new file.
 
         Raises:
-            ConfigError: It is there already, or cannot be written.
+            ConfigError: It exists already, or cannot be written.
         """
         return cls(_open(path, "xb"))
 
     def write(self, group: wire.ScoredData) -> None:
-        """Writes one group as one line, at once: what is written survives whatever happens to us."""
+        """Write one group as one line and flush it, so that it survives a crash of this process."""
         if self._file is not None:
             self._file.write(msgspec.json.encode(group) + b"\n")
             self._file.flush()
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 
@@ -61,5 +61,5 @@ def _open(path: Path, mode: str) -> IO[bytes]:
             "cannot be written",
             field=f"{_OPTION} {path}",
             got=error.strerror,
-            fix="name a file in a folder that you may write",
+            fix="name a file in a folder that you may write to",
         ) from None

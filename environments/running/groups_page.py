@@ -1,4 +1,4 @@
-"""Scored groups as one HTML file that stands alone: prompts, answers, scores, tokens; no request goes out from it."""
+"""Show scored groups in one self-contained HTML file: prompts, answers, scores, tokens. It loads nothing else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from environments.api import wire
 
 BARS: Final = 20
 MOST_GROUPS: Final = 200
-"""Of more groups the first so many are shown: a browser has to hold them."""
+"""Limit of groups on a page: a browser must hold them in memory."""
 
 STYLE: Final = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8882; --accent: #3b7dd8; --good: #2e9e5b; --bad: #c9503c }
@@ -34,7 +34,7 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .3rem 0; padding: 
 
 
 def groups_page(title: str, groups: Sequence[wire.ScoredData]) -> str:
-    """The page: figures of all groups, then each group with its prompt once and its answers by score."""
+    """Return the page: figures of all groups, then each group with its prompt once and its answers by score."""
     scores = [score for group in groups for score in group.scores]
     body = [f"<h1>{html.escape(title)}</h1>", _figures(groups, scores), _histogram(scores)]
     body += [_group(number, group) for number, group in enumerate(groups[:MOST_GROUPS], start=1)]
@@ -89,7 +89,7 @@ def _group(number: int, group: wire.ScoredData) -> str:
 
 
 def _shared(conversations: Sequence[Sequence[dict[str, Any]]]) -> int:
-    """With how many messages all of them begin alike; what the policy said is its own even if all said the same."""
+    """Return how many first messages all conversations share. The policy's messages are never shared, even if equal."""
     shared = 0
     for messages in zip(*conversations, strict=False):
         if messages[0].get("role") == "assistant" or any(message != messages[0] for message in messages):
@@ -115,7 +115,7 @@ def _messages(messages: Sequence[dict[str, Any]]) -> str:
 
 
 def _text(content: Any) -> str:
-    """A message's content; of the parts of a multimodal one the texts."""
+    """Return a message's content; for a multimodal message, the texts of its parts."""
     if isinstance(content, list):
         return "\n".join(str(part.get("text", f"[{part.get('type')}]")) for part in content if isinstance(part, dict))
     return "" if content is None else str(content)

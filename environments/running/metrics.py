@@ -1,4 +1,4 @@
-"""What an environment did between two steps of the trainer, told on the console, in a file and to W&B."""
+"""Report an environment's work between two steps of the trainer: on the console, in a file and to W&B."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Tally:
-    """Counts of groups sent and of groups that were not, by reason."""
+    """Counts of sent groups, and of dropped groups by reason."""
 
     groups: int = 0
     scores: list[float] = field(default_factory=list)
@@ -27,14 +27,14 @@ class Tally:
     measures: dict[str, float] = field(default_factory=dict)
 
     def add(self, group: wire.ScoredData) -> None:
-        """Counts a group that was sent."""
+        """Count a group that was sent."""
         self.groups += 1
         self.scores += group.scores
         self.lengths += [sum(entry != wire.IGNORED for entry in mask) for mask in group.masks]
         self.versions.update(group.policy_versions or [])
 
     def metrics(self) -> dict[str, float]:
-        """The counts as numbers with names."""
+        """Return the counts as metrics."""
         metrics: dict[str, float] = {"groups_sent": self.groups, "groups_dropped": self.dropped.total()}
         if self.scores:
             metrics["score_mean"] = fmean(self.scores)
@@ -45,7 +45,7 @@ class Tally:
         return metrics | self.measures
 
     def line(self) -> str:
-        """The counts as a phrase."""
+        """Return the counts as text."""
         parts = [f"{self.groups} groups sent"]
         if self.scores:
             parts.append(f"mean score {fmean(self.scores):.3f}, {fmean(self.lengths):.1f} tokens")
@@ -58,20 +58,20 @@ class Tally:
 
 
 class Sink(Protocol):
-    """Where metrics go besides the console."""
+    """A destination of metrics besides the console."""
 
     def log(self, data: dict[str, Any], step: int) -> Any:
-        """Records the metrics of a step."""
+        """Record the metrics of a step."""
 
     def finish(self) -> Any:
-        """Ends the record."""
+        """Finish the record."""
 
 
 class JsonlSink:
-    """A JSON object a line: the step and the metrics."""
+    """Writes one JSON object a line: the step and the metrics."""
 
     def __init__(self, path: Path) -> None:
-        """Goes on with a file, or makes it.
+        """Open a file to append to; create it if it is missing.
 
         Raises:
             ConfigError: It cannot be written.
@@ -85,44 +85,44 @@ class JsonlSink:
             ) from None
 
     def log(self, data: dict[str, Any], step: int) -> None:
-        """Writes one line, at once."""
+        """Write one line and flush it."""
         self._file.write(json.dumps({"step": step, **data}) + "\n")
         self._file.flush()
 
     def finish(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()
 
 
 class Reporter:
-    """Keeps the tally of the current step and tells it when the step is over."""
+    """Keeps the tally of the current step and reports it when the step is over."""
 
     def __init__(self, name: str, sinks: Sequence[Sink] = ()) -> None:
-        """`name` stands before each metric's name in the sinks, which several environments may share."""
+        """`name` is a prefix of each metric's name in the sinks, which several environments may share."""
         self.tally = Tally()
         self._name = name
         self._sinks = sinks
 
     def end_step(self, step: int, measures: dict[str, float]) -> None:
-        """Tells what was done since the last call and what was measured, and starts a new tally."""
+        """Report work and measures since the last call, and start a new tally."""
         self.tally.measures = measures
         log.info("step %d: %s", step, self.tally.line())
         self.record(step, self.tally.metrics())
         self.tally = Tally()
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
-        """Hands metrics to the sinks."""
+        """Pass metrics to the sinks."""
         for sink in self._sinks:
             sink.log({f"{self._name}/{key}": value for key, value in metrics.items()}, step=step)
 
     def close(self) -> None:
-        """Ends the records."""
+        """Finish the records."""
         for sink in self._sinks:
             sink.finish()
 
 
 def open_wandb(config: BaseEnvConfig, name: str, info: wire.WandbInfo) -> Sink:
-    """A W&B run in the trainer's project and group.
+    """Return a W&B run in the trainer's project and group.
 
     Raises:
         ConfigError: wandb is not installed or does not start.
@@ -133,4 +133,4 @@ def open_wandb(config: BaseEnvConfig, name: str, info: wire.WandbInfo) -> Sink:
         settings = config.model_dump(mode="json", exclude={"rollout_api_key"})
         return wandb.init(project=info.project, group=info.group, name=name, config=settings)
     except (ImportError, RuntimeError, OSError) as error:
-        raise ConfigError(field="--env.use_wandb", got=error, fix="log in to W&B, or leave the option out") from None
+        raise ConfigError(field="--env.use_wandb", got=error, fix="log in to W&B, or omit the option") from None

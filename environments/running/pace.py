@@ -1,4 +1,4 @@
-"""How far ahead of the trainer an environment works: how many groups it may start now. Pure."""
+"""How many groups an environment may start now, so that it stays close enough to the trainer. Pure."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from environments.api import wire
 from environments.config import BaseEnvConfig
 
 OVERTAKEN = 3
-"""Versions that a group may lag by default where others overtake it; one that is not overtaken lags 2 at most."""
+"""Default limit of a group's staleness, in versions, if newer groups can overtake it; otherwise it is at most 2."""
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What the API told us when it took us in.
+    """The API's answer to a registration.
 
     Attributes:
-        env_id: Our number there.
-        name: Our name there.
+        env_id: This environment's number.
+        name: This environment's name.
         batch_size: Sequences in the trainer's batch.
         max_token_len: The trainer's longest sequence, or -1.
-        last_step: The step at which there is nothing left to do, or -1 if the trainer names none.
-        first_step: The trainer's step when we came.
-        checkpoint_dir: Where the trainer saves, if it said so.
-        checkpoint_interval: After how many steps it saves; 0: only at its end.
-        eval_every: After how many steps the trainer wants an evaluation; 0: it does not ask.
-        max_staleness: Versions that a group may lag when it is trained on; None: the trainer names no limit.
+        last_step: The step at which training ends, or -1 if the trainer does not name it.
+        first_step: The trainer's step at registration.
+        checkpoint_dir: The trainer's checkpoint folder, if known.
+        checkpoint_interval: Steps between checkpoints; 0: only one at the end.
+        eval_every: Steps between evaluations that the trainer asks for; 0: none.
+        max_staleness: Limit of a group's staleness in versions when it is trained on; None: no limit.
     """
 
     env_id: int
@@ -46,7 +46,7 @@ class InFlight:
     """Groups that are generated, scored or posted.
 
     Attributes:
-        groups: How many.
+        groups: Their number.
         oldest_step: The trainer's step when the oldest of them was started; None: there is none.
     """
 
@@ -57,14 +57,15 @@ class InFlight:
 def groups_to_start(
     status: wire.StatusEnv, registration: Registration, config: BaseEnvConfig, in_flight: InFlight
 ) -> int:
-    """Return how many groups to start now, with `in_flight` counted *before* `status` was asked for.
+    """Return how many groups to start now. Count `in_flight` *before* the request for `status`.
 
-    One batch of groups is kept in flight until the trainer's next batch is complete, so that the server does not
-    drain while a batch's last groups finish. With `max_batches_offpolicy`, among several environments, and with an API
-    that does not say what the trainer holds, groups that wait and groups in flight stay within that many batches (1).
-    No group is started that could be older than `Registration.max_staleness` when it is trained on, or that the
-    remaining steps do not need. A share reserved by `min_batch_allocation` is filled however full the queue is: the
-    trainer would wait for it.
+    One batch of groups is kept in flight until the trainer's next batch is complete, so that the server does not drain
+    while a batch's last groups finish. With `max_batches_offpolicy`, with several environments, or with an API that
+    does not report the trainer's leases, queued and in-flight groups stay within that many batches (default 1).
+
+    No group is started that could exceed `Registration.max_staleness` when it is trained on, or that the remaining
+    steps do not need. A share reserved by `min_batch_allocation` is filled even if the queue is full, because the
+    trainer waits for it.
     """
     batch = registration.batch_size / config.group_size
     left = registration.last_step - status.current_step if registration.last_step >= 0 else math.inf
@@ -86,12 +87,15 @@ def groups_to_start(
 
 
 def _to_keep_a_batch_in_flight(status: wire.StatusEnv, batch: float, in_flight: InFlight) -> int:
-    complete = max(0.0, (status.leased or 0) - batch) + status.queue_size  # beyond the batch that is being trained
+    complete = max(0.0, (status.leased or 0) - batch) + status.queue_size  # groups beyond the batch in training
     return math.ceil(batch) - in_flight.groups if complete < batch else 0
 
 
 def _within_batches(status: wire.StatusEnv, batch: float, batches: float, in_flight: InFlight) -> int:
-    """Among several environments each stays within its weight's share, so that batches are mixed as weights say."""
+    """Return the room within a limit of batches; an environment's part of it is its weight's share.
+
+    With shares, batches of several environments are mixed by their weights.
+    """
     share = math.ceil(batches * batch * min(1.0, status.env_weight)) - status.self_queue_size
     return min(math.ceil(batches * batch) - status.queue_size, share) - in_flight.groups
 
@@ -99,13 +103,13 @@ def _within_batches(status: wire.StatusEnv, batch: float, batches: float, in_fli
 def _within_lag(status: wire.StatusEnv, batch: float, lag: int, in_flight: InFlight) -> int:
     """Return the room that keeps the oldest group in flight, and so every younger one, within `lag` versions.
 
-    Everything that is at hand may be trained on before it. So the steps since it was started, and those that what is at
-    hand is enough for, are at most `lag` and the one that trains on it.
+    All available groups may be trained on before it. The steps since its start, plus the steps that these groups
+    suffice for, must be at most `lag` plus the step that trains on it.
     """
     age = 0 if in_flight.oldest_step is None else max(0, status.current_step - in_flight.oldest_step)
     return math.ceil((lag + 1 - age) * batch) - _ahead(status, in_flight)
 
 
 def _ahead(status: wire.StatusEnv, in_flight: InFlight) -> int:
-    """Groups that may be trained on before one that is started now."""
+    """Return the number of groups that may be trained on before one that is started now."""
     return (status.leased or 0) + status.queue_size + in_flight.groups

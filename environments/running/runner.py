@@ -1,4 +1,4 @@
-"""``serve``: keeps the trainer supplied with groups, and not further ahead than it should be."""
+"""``serve``: supply the trainer with groups, with a limit on how far ahead of it they are."""
 
 import asyncio
 import logging
@@ -25,30 +25,30 @@ from grpo_common.trace import lane, stage
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-"""Between two questions to an API that does not say when there is something new."""
+"""Seconds between status requests to an API that does not support waiting for changes."""
 WAIT_S = 20.0
-"""How long one that does holds a request."""
+"""Seconds that an API with such support may hold a status request."""
 REGISTER_AGAIN_S = 0.25
 SAY_WAITING_EVERY_S = 60.0
 GOODBYE_S = 0.8
-"""On the way out: how long groups already scored may take to be posted, and then the leave-taking."""
+"""Shutdown limits in seconds: for posting groups that are already scored, and then for disconnecting."""
 LOST_IN_A_ROW = 16
-"""So many groups that came to nothing one after another mean that the environment does not work."""
+"""After this many lost groups in a row, the environment counts as broken."""
 
 LOSSES = {PeerRefused: "refused by the server", PromptTooLong: "prompt too long", ScoreTimeout: "scored for too long"}
-"""Errors that cost one group, and what the group is counted as."""
+"""Errors that lose one group, and the reason under which it is counted."""
 ALL_EQUAL = "all scores equal"
 
 Tasks = dict[asyncio.Task[None], int]
-"""Tasks, each with the trainer's step when its group was started."""
+"""Maps each task to the trainer's step when its group was started."""
 
 
 class EnvironmentFailed(PeerError):
-    """The environment's own code fails for group after group."""
+    """The environment's code fails for one group after another."""
 
 
 def unfit(group: wire.ScoredData, config: BaseEnvConfig, max_token_len: int) -> str | None:
-    """Why a group should not be sent, if it should not."""
+    """Return why a group must not be sent; None if it may be."""
     expected = (group.group_overrides or {}).get("group_size", config.group_size)
     if len(group.tokens) != expected:
         return f"{len(group.tokens)} sequences for {expected}"
@@ -62,7 +62,7 @@ def unfit(group: wire.ScoredData, config: BaseEnvConfig, max_token_len: int) -> 
 
 
 async def serve(env: BaseEnv[Any, Any], api: RolloutApi, stop: asyncio.Event) -> None:
-    """Serves until the trainer has done its steps, the items are used up, or `stop` is set.
+    """Serve until the trainer has done its steps, there are no more items, or `stop` is set.
 
     Raises:
         ConfigError: The settings do not fit the trainer's.
@@ -72,10 +72,10 @@ async def serve(env: BaseEnv[Any, Any], api: RolloutApi, stop: asyncio.Event) ->
     stopped = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    finally:  # also where the program is interrupted: the environment leaves before its connections are closed
+    finally:  # also after an interrupt: the environment disconnects before its connections close
         stopped.cancel()
         if not work.done():
-            log.info("asked to stop")
+            log.info("stop requested")
             if not work.cancelling():
                 work.cancel()
             await asyncio.wait({work})
@@ -84,10 +84,10 @@ async def serve(env: BaseEnv[Any, Any], api: RolloutApi, stop: asyncio.Event) ->
 
 
 class Runner:
-    """One environment at work for one trainer."""
+    """Runs one environment for one trainer."""
 
     def __init__(self, env: BaseEnv[Any, Any], api: RolloutApi) -> None:
-        """Starts nothing yet."""
+        """Prepare the state; `run` starts the work."""
         self.env = env
         self.config: BaseEnvConfig = env.config
         self.api = api
@@ -107,7 +107,7 @@ class Runner:
         self._moved_at = time.monotonic()
 
     async def run(self) -> None:
-        """Sets up, registers, works, and takes leave whatever happens."""
+        """Set up, register and work; disconnect at the end, also after an error."""
         try:
             await self.env.setup()
             self._registration = await self._register()
@@ -123,7 +123,7 @@ class Runner:
         while answer.status != "success":
             if time.monotonic() - said_at >= SAY_WAITING_EVERY_S:
                 said_at = time.monotonic()
-                log.info("%s: the rollout API is there, waiting for the trainer", self.env.name)
+                log.info("%s: the rollout API answers, waiting for the trainer", self.env.name)
             await asyncio.sleep(REGISTER_AGAIN_S)
             answer = await self.api.register(self.env.name)
         info = await self.api.info()
@@ -171,14 +171,14 @@ class Runner:
         return sinks
 
     def _state_files(self, registration: Registration) -> StateFiles | None:
-        """Beside the trainer's checkpoints, where those can be seen from here, unless told otherwise."""
+        """Return the state files, in the folder of the settings or else in the trainer's checkpoints, if visible."""
         folder = self.config.state_dir
         if folder is None and registration.checkpoint_dir and Path(registration.checkpoint_dir).is_dir():
             folder = Path(registration.checkpoint_dir) / FOLDER
         return StateFiles(folder, self.config.wandb_name or self.env.name) if folder else None
 
     def _restore(self, registration: Registration) -> None:
-        """Goes on where a resumed run stood."""
+        """Restore the state of a resumed run."""
         files = self._state_files(registration)
         if files and registration.first_step and (state := files.newest(registration.first_step)) is not None:
             self.env.restore(state)
@@ -216,11 +216,11 @@ class Runner:
             log.info("no more items")
             return True
         if self._items_left and groups_to_start(status, registration, self.config, self._in_flight()):
-            self._woken.set()  # groups that were posted meanwhile may have been counted twice
+            self._woken.set()  # groups posted since the status may have been counted twice
         return False
 
     async def _until_news(self) -> None:
-        """Return when asking again may make a difference: by what the API says, or by what became of a group here."""
+        """Wait until the API reports a change, or a group here has been posted, dropped or lost."""
         if self._woken.is_set() or self._seen is None or self._registration is None:
             return
         if self._seen.seen is None:  # an API that answers at once
@@ -234,7 +234,7 @@ class Runner:
         woken.cancel()
         if self._news.done():
             news, self._news = self._news, None
-            with suppress(NotRegistered):  # the next question registers again
+            with suppress(NotRegistered):  # the next status request registers again
                 news.result()
 
     def _in_flight(self) -> InFlight:
@@ -242,7 +242,7 @@ class Runner:
         return InFlight(len(steps), min(steps, default=None))
 
     async def _status(self) -> wire.StatusEnv | None:
-        """The API's status, or None where we had to register again first."""
+        """Return the API's status, or None if the environment had to register again first."""
         assert self._registration is not None, "the work begins after the registration"
         try:
             return await self.api.status(self._registration.env_id)
@@ -252,14 +252,14 @@ class Runner:
             return None
 
     def _notice(self, status: wire.StatusEnv) -> None:
-        """Tells of a new step, starts the evaluation that is due, and says so when nothing moves."""
+        """Report a new step, start an evaluation that is due, and warn if nothing changes."""
         now, before = time.monotonic(), self._seen
         if before is None or (status.current_step, status.queue_size) != (before.current_step, before.queue_size):
             self._moved_at = now
         elif now - self._moved_at >= SAY_WAITING_EVERY_S:
             self._moved_at = now
             log.warning(
-                "nothing has moved for %.0f s: the trainer is at step %d, %d groups are queued, %d in flight; %s",
+                "no progress for %.0f s: the trainer is at step %d, %d groups are queued, %d in flight; %s",
                 SAY_WAITING_EVERY_S,
                 status.current_step,
                 status.queue_size,
@@ -280,11 +280,11 @@ class Runner:
             self._evaluation = asyncio.create_task(self._evaluate(status.current_step))
 
     async def _evaluate(self, step: int) -> None:
-        """Evaluates and tells; an evaluation that fails is one point less in a plot, and no reason to stop training."""
+        """Evaluate and report. A failed evaluation only leaves a gap in a plot, so it does not stop training."""
         try:
             await self._evaluate_and_tell(step)
         except Exception:
-            log.exception("the evaluation at step %d failed; the next one is tried as if nothing had been", step)
+            log.exception("the evaluation at step %d failed; training and later evaluations continue", step)
 
     async def _evaluate_and_tell(self, step: int) -> None:
         metrics = await self.env.evaluate()
@@ -306,7 +306,7 @@ class Runner:
             return
         except (PeerError, ConfigError):
             raise
-        except Exception as error:  # the environment's own code: one bad item must not end a long run
+        except Exception as error:  # an error in the environment's code for one item must not end a long run
             log.exception("%s failed for %.200r", self.env.name, item)
             self._lose("failed", repr(error), said=True)
             return
@@ -314,7 +314,7 @@ class Runner:
         if group is None:
             self._drop("came to nothing")
         elif (reason := unfit(group, self.config, self._registration.max_token_len)) == ALL_EQUAL:
-            self._drop(reason)  # the task may be too easy or too hard, but it works
+            self._drop(reason)  # the task may be too easy or too hard, but the environment works
         elif reason is not None:
             self._lose(reason, f"a group of {self.env.name} is not sent: {reason}")
         else:
@@ -329,7 +329,7 @@ class Runner:
                 with stage("post", versions=group.policy_versions):
                     await self.api.post(msgspec.structs.replace(group, env_id=registration.env_id))
             except PeerRefused as refusal:
-                if refusal.key == "env_id":  # the API was restarted: the next status makes us register again
+                if refusal.key == "env_id":  # the API was restarted: wait for the new registration
                     self._woken.set()
                     while self._registration is registration:
                         await asyncio.sleep(POLL_S)
@@ -338,24 +338,24 @@ class Runner:
                 return
             self._lost = 0
             self.reporter.tally.add(group)
-            self._woken.set()  # one fewer is in flight, so another may be started
+            self._woken.set()  # one group fewer is in flight, so another may start
             return
 
     def _lose(self, reason: str, trouble: object, *, said: bool = False) -> None:
-        if not said and not self.reporter.tally.dropped[reason]:  # each one would be a line; once a step says enough
+        if not said and not self.reporter.tally.dropped[reason]:  # one line for each reason and step is enough
             log.warning("%s", trouble)
         self._drop(reason)
         self._lost += 1
         if self._lost >= LOST_IN_A_ROW:
-            raise EnvironmentFailed(f"{self._lost} groups in a row came to nothing", field=self.env.name, got=trouble)
+            raise EnvironmentFailed(f"{self._lost} groups in a row were lost", field=self.env.name, got=trouble)
 
     def _drop(self, reason: str) -> None:
-        """Count a group that is not sent; another may be started in its place."""
+        """Count a group that is not sent; another may start in its place."""
         self.reporter.tally.dropped[reason] += 1
         self._woken.set()
 
     def _start(self, tasks: Tasks, step: int, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
-        """Have a task do some work. It is among `tasks` to its very end: they are counted."""
+        """Run some work in a task. The task stays in `tasks` until it has ended, because tasks are counted."""
 
         async def run() -> None:
             try:
@@ -371,7 +371,7 @@ class Runner:
         tasks[task] = step
 
     def _reap(self) -> None:
-        """Raise what a task raised: it ends the run."""
+        """Raise the error of a failed task, which ends the run."""
         if self._failure is not None:
             raise self._failure
         if self._evaluation is not None and self._evaluation.done():
@@ -379,7 +379,7 @@ class Runner:
             finished.result()
 
     async def _leave(self) -> None:
-        """Ends generation, posts what is scored, disconnects; within about two seconds."""
+        """Stop generation, post scored groups and disconnect, within about two seconds."""
         ended = [*self._generating, *filter(None, [self._evaluation, self._news])]
         for task in ended:
             task.cancel()
@@ -391,27 +391,27 @@ class Runner:
             task.cancel()
         await asyncio.gather(*unsent, return_exceptions=True)
         if unsent:
-            log.warning("%d scored groups could not be handed over", len(unsent))
+            log.warning("%d scored groups could not be posted", len(unsent))
         if self._registration is not None:
             await self._take_leave(self._registration)
         if self.reporter.tally.groups or self.reporter.tally.dropped:
             self.reporter.tally.measures = self.env.measures.take()
-            log.info("since then: %s", self.reporter.tally.line())
+            log.info("since the last step: %s", self.reporter.tally.line())
         self.reporter.close()
         self._file.close()
 
     async def _take_leave(self, registration: Registration) -> None:
-        """Saves the state as of the trainer's step, which may have moved since the last look, and disconnects."""
+        """Save the state at the trainer's current step, which may be newer than the last status, and disconnect."""
         status = self._seen
         try:
             async with asyncio.timeout(GOODBYE_S / 2):
                 status = await self.api.status(registration.env_id)
         except (PeerError, TimeoutError):
-            log.info("leaving, the trainer's step was last heard of as %s", status.current_step if status else "none")
+            log.info("disconnecting; the trainer's last known step is %s", status.current_step if status else "none")
         if status is not None:
             self._save_state(status.current_step)
         try:
             async with asyncio.timeout(GOODBYE_S):
                 await self.api.disconnect(registration.env_id, patience=GOODBYE_S / 2)
         except (PeerError, TimeoutError) as error:
-            log.info("left without taking leave: %s", error or "no answer")
+            log.info("could not disconnect from the rollout API: %s", error or "no answer")

@@ -1,6 +1,6 @@
-"""Are the settings of a built-in environment sound? Asked before anything is started: loads no model, no data set.
+"""Check the settings of a built-in environment before anything is started. Loads no model and no data set.
 
-What the environment itself would say, seconds or minutes later, is said here from the classes of its settings alone.
+The environment itself would report errors seconds or minutes later. This check needs only the settings classes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _SETTINGS: Final = MappingProxyType(
         "word_problems": ("environments.word_problems_server", "WordProblemsConfig"),
     }
 )
-"""By short name: where the class of an environment's settings stands, in modules that import nothing heavy."""
+"""Maps an environment's short name to module and name of its settings class. These modules import nothing heavy."""
 
 
 def check(name: str, values: Mapping[str, object]) -> None:
-    """Check the table `[env]` of an environment: what `--env.KEY VALUE` gives it.
+    """Check the table `[env]` of an environment, which is the same as its flags `--env.KEY VALUE`.
 
-    Values may be as they were typed (`"8"`). Keys that are required and not there are left to the environment, since a
-    run adds some. Of an environment of the user's own nothing is known before it runs: it is not checked.
+    Values may be text, as typed (`"8"`). Missing required keys are left to the environment, because a run adds some.
+    The settings of a user's own environment are unknown before it runs, so they are not checked.
 
     Raises:
         ConfigError: A key is unknown (the nearest is suggested), or a value is not legal.
@@ -48,7 +48,7 @@ def check_server(values: Mapping[str, object]) -> None:
 
 
 def group_size(name: str, values: Mapping[str, object]) -> int | None:
-    """Completions per item that an environment with this table makes; None where that is not known before it runs."""
+    """Return the completions per item of an environment with this table; None if that is not known before it runs."""
     if "group_size" in values:
         return int(str(values["group_size"]))
     return cast("int", _class(name).model_fields["group_size"].default) if name in _SETTINGS else None

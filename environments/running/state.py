@@ -1,4 +1,4 @@
-"""An environment's own state beside the trainer's checkpoints, so that a resumed run goes on where it stood."""
+"""An environment's saved state in the trainer's checkpoint folder, so that a resumed run continues from it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 FOLDER = "environments"
-"""Within the trainer's folder of checkpoints."""
+"""Subfolder of the trainer's checkpoint folder."""
 
 
 class StateFiles:
     """`FOLDER/NAME/step-N.json`, one for each step at which state was saved."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        """`folder` is made when something is saved; `name` is the environment's."""
+        """`folder` is created with the first save; `name` is the environment's."""
         self._folder = folder / re.sub(r"[^\w.-]", "_", name)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Writes the state as of a step of the trainer; what can't be written is told and the run goes on."""
+        """Write the state at a step of the trainer. If that fails, log a warning and continue."""
         path = self._folder / f"step-{step}.json"
         partial = path.with_suffix(".partial")
         try:
@@ -30,11 +30,11 @@ class StateFiles:
             partial.write_text(json.dumps(state))
             partial.replace(path)
         except OSError as error:
-            # The trainer's folder may be on another machine: a run without saved state is better than none.
+            # The trainer's folder may be on another machine. A run without saved state is better than a failed run.
             log.warning("state at step %d not saved to %s (%s); --env.state_dir names a folder", step, path, error)
 
     def newest(self, step: int) -> dict[str, Any] | None:
-        """The newest state that is not from after a step."""
+        """Return the newest state that is not later than a step; None if there is none."""
         saved = {int(path.stem.removeprefix("step-")): path for path in self._folder.glob("step-*.json")}
         known = [at for at in saved if at <= step]
         if not known:

@@ -103,7 +103,7 @@ def test_an_environment_that_failed() -> None:
         asyncio.run(scene())
     said = re.sub(r"http://127.0.0.1:\d+", "URL", str(error.value))
     assert said == (
-        "sums: 16 groups in a row came to nothing; got the rollout API at URL: "
+        "sums: 16 groups in a row were lost; got the rollout API at URL: "
         "refused POST /scored_data; got 422: scores[0]: nan, expected a finite number"
     )
 

@@ -1,9 +1,9 @@
-"""Which tokens of a step belong to which adapter, computed where it is known: on the host.
+"""Group a step's tokens by adapter, on the host, where the adapters are known.
 
-vLLM sends each token's slot to the GPU and lets the GPU sort, count and tell the host how many there are. For the
-answer the host waits until the GPU has done all that it was told, the step before included: then nothing is prepared
-ahead, and the GPU stands still for a moment between steps. It happens whenever the slots are not those of the step
-before: with one version when requests come or go, with several also when one takes the place of another.
+vLLM sends each token's slot to the GPU, which sorts and counts the tokens and returns the counts. The host waits for
+the counts until the GPU has finished all earlier work, the previous step included. Meanwhile the host cannot prepare
+the next step, so the GPU idles between steps. This happens whenever the slots differ from those of the previous step:
+with one version when requests begin or end, and with several versions also when one replaces another.
 """
 
 from __future__ import annotations
@@ -21,30 +21,32 @@ NO_ADAPTER = -1
 
 @dataclass(frozen=True)
 class Groups:
-    """A batch's tokens by slot, as the kernels want them; arrays of int32."""
+    """A batch's tokens by slot, in the form that the kernels use; arrays of int32."""
 
     slots_M: np.ndarray
-    """Slot of each token; -1: no adapter."""
+    """Slot of each token; -1 for no adapter."""
     order_M: np.ndarray
-    """Tokens, sorted by slot, those of one slot in their own order."""
+    """Tokens sorted by slot; the sort is stable."""
     active: np.ndarray
-    """Slots that occur, ascending, -1 among them."""
+    """Slots that occur, ascending; includes -1."""
     counts: np.ndarray
-    """Tokens of each of them."""
+    """Number of tokens of each active slot."""
 
     @property
     def starts(self) -> np.ndarray:
-        """Where each slot's tokens begin in `order_M`, and at last where they end."""
+        """Return where each slot's tokens begin in `order_M`, and as the last entry where they end."""
         return np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int32)
 
     @property
     def none(self) -> bool:
-        """No token has an adapter."""
+        """Return whether no token has an adapter."""
         return bool((self.slots_M == NO_ADAPTER).all())
 
 
 def slots_of(adapters: Sequence[int], slot_adapters: Sequence[int | None]) -> np.ndarray:
-    """The slot of each token's adapter (0: none, which gives -1); `slot_adapters` says which adapter a slot holds.
+    """Return the slot of each token's adapter. Adapter 0 means none and gives -1.
+
+    `slot_adapters` has the adapter of each slot.
 
     Raises:
         KeyError: an adapter is in no slot.
@@ -56,16 +58,17 @@ def slots_of(adapters: Sequence[int], slot_adapters: Sequence[int | None]) -> np
 
 
 def group(slots_M: np.ndarray) -> Groups:
-    """Sort and count, of a batch of at least one token."""
+    """Sort and count the tokens of a batch of at least one token."""
     active, counts = np.unique(slots_M, return_counts=True)
     order_M = np.argsort(slots_M, kind="stable")
     return Groups(slots_M, order_M.astype(np.int32), active.astype(np.int32), counts.astype(np.int32))
 
 
 def write(meta: Any, groups: Groups) -> None:
-    """Into vLLM's `LoRAKernelMeta`, whose tensors captured graphs read: what its `prepare_tensors` would write.
+    """Write groups into vLLM's `LoRAKernelMeta`, whose tensors captured graphs read, as its `prepare_tensors` does.
 
-    The copies are queued, not waited for: their source is pinned memory of their own.
+    The copies are queued without a wait. Their source is newly allocated pinned memory, so nothing overwrites it while
+    they run.
     """
     meta.no_lora_flag_cpu.fill_(groups.none)
     meta.num_active_loras_cpu.fill_(0 if groups.none else _captured(len(groups.active), meta.captured_lora_counts))
@@ -83,7 +86,7 @@ def write(meta: Any, groups: Groups) -> None:
 
 
 def _captured(active: int, counts: list[int]) -> int:
-    """The number of slots that a graph was captured for: the next one that is known, or the very number."""
+    """Return the next number of slots for which a graph was captured, or `active` itself if there is none."""
     place = bisect.bisect_left(counts, active)
     return counts[place] if place < len(counts) else active
 

@@ -1,4 +1,4 @@
-"""What of this folder a worker takes up before its model is loaded, on an NVIDIA GPU."""
+"""Install these kernels in a worker before its model is loaded, on an NVIDIA GPU."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ logger = logging.getLogger("vllm.grpo.lora_kernels")
 
 
 def prepare_worker() -> None:
-    """Group tokens on the host; and put our kernels in place of vLLM's if the server was told to (`--lora-kernels`)."""
+    """Group tokens on the host. With `--lora-kernels grpo`, also replace vLLM's kernels by ours."""
     module = compat.seam(("vllm.lora.punica_wrapper.punica_gpu",), "PunicaWrapperGPU")
     module.PunicaWrapperGPU.update_metadata = update_metadata
     if os.environ.get(KERNELS_VARIABLE) != "grpo":
         return
     if is_batch_invariant():
-        logger.warning("VLLM_BATCH_INVARIANT: adapters are added by vLLM's kernels; ours sum in no fixed order")
+        logger.warning("VLLM_BATCH_INVARIANT: vLLM's kernels add adapters, since ours sum in no fixed order")
         return
     from vllm_server.lora_kernels import operators  # needs Triton
 
@@ -32,11 +32,11 @@ def prepare_worker() -> None:
 def update_metadata(
     self: Any, mapping: Any, lora_index_to_id: Sequence[int | None], max_loras: int, vocab_size: int, **_: object
 ) -> None:
-    """Stands in for `PunicaWrapperGPU.update_metadata`, whose tensors it fills without asking the GPU for anything."""
+    """Replace `PunicaWrapperGPU.update_metadata`: fill its tensors without waiting for the GPU."""
     self.is_prefill = mapping.is_prefill
     self._update_base_metadata(mapping, lora_index_to_id, max_loras, vocab_size)
     tokens = group(slots_of(mapping.index_mapping, lora_index_to_id))
-    same = mapping.prompt_mapping == mapping.index_mapping  # one sampled token for each: a step of decoding
+    same = mapping.prompt_mapping == mapping.index_mapping  # one sampled token per sequence: a decode step
     prompts = tokens if same else group(slots_of(mapping.prompt_mapping, lora_index_to_id))
     write(self.token_mapping_meta, tokens)
     write(self.prompt_mapping_meta, prompts)

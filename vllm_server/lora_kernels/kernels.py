@@ -1,16 +1,16 @@
-"""Two Triton kernels that add a LoRA adapter to a linear layer's output, for tokens of several versions at once.
+"""Two Triton kernels that add LoRA adapters to a linear layer's output, for tokens of several versions at once.
 
-`shrink` is `middle += scaling * x A`, `expand` is `y += middle B`, where each token has the A and B of its own slot.
+`shrink` is `middle += scaling * x A`, `expand` is `y += middle B`. Each token uses the A and B of its slot.
 
-Other than vLLM's, which follow Punica (Chen et al., 2023, arXiv:2310.18547) and gather the tokens of each adapter,
-these go through the tokens in their own order: a program reads its rows of `x` or `y` as they lie in memory, and
-multiplies them with each slot that some of them have, the others' rows set to zero. At ranks of 16 to 64 the products
-cost next to nothing beside reading and writing `y`; tokens of four versions need no more programs than those of one.
+vLLM's kernels follow Punica (Chen et al., 2023, arXiv:2310.18547) and gather the tokens of each adapter. These kernels
+process the tokens in their original order. A program reads contiguous rows of `x` or `y`. For each slot that occurs
+among its rows, it sets the rows of other slots to zero and multiplies. At ranks of 16 to 64 these products cost almost
+nothing compared with reading and writing `y`, and tokens of four versions need no more programs than tokens of one.
 
-Letters of shapes: M tokens, K inputs, N outputs of one slice, R rank, S slots.
+Shape letters: M tokens, K inputs, N outputs of one slice, R rank, S slots.
 """
 
-# Triton compiles these functions; what it declares is for Python's interpreter:
+# Triton compiles these functions; a type checker does not understand its declarations:
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
 
 import triton
@@ -25,8 +25,8 @@ def shrink(
     a2_SRK,
     middle,  # fp32, [slices, M, R], zeros
     slots_M,  # int32, of each token; -1: no adapter
-    active_slots,  # int32, those that occur, filled up with -1
-    active,  # how many of them to look at
+    active_slots,  # int32, the slots that occur, padded with -1
+    active,  # number of slots to visit
     scaling,
     tokens,
     inputs,
@@ -35,7 +35,7 @@ def shrink(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    STEPS: tl.constexpr,  # blocks of inputs that one program goes through
+    STEPS: tl.constexpr,  # blocks of inputs per program
 ):
     part = tl.program_id(2)
     chunks: tl.constexpr = (RANK + BLOCK_R - 1) // BLOCK_R
@@ -60,10 +60,12 @@ def shrink(
             mine = slots == slot
             if (slot >= 0) & (tl.max(mine.to(tl.int32), axis=0) > 0):
                 places = slot.to(tl.int64) * RANK * inputs + ranks[None, :] * inputs + columns[:, None]
+                # Only slots of this block's rows get here: no other slot's A is read.
                 inside = (ranks < RANK)[None, :] & (columns < inputs)[:, None]
                 a_KR = tl.load(a + places, mask=inside, other=0.0)
                 total += tl.dot(tl.where(mine[:, None], x, 0.0), a_KR)
     out = middle + (slice_id * tokens + rows[:, None]) * RANK + ranks[None, :]
+    # Several programs share one output, because the inputs are split between them.
     tl.atomic_add(out, total * scaling, mask=(slots >= 0)[:, None] & (ranks < RANK)[None, :], sem="relaxed")
 
 
@@ -85,7 +87,7 @@ def expand(
     width1,
     width2,
     y_stride,
-    ADD: tl.constexpr,  # to what `y` holds
+    ADD: tl.constexpr,  # add to `y` instead of overwriting it
     RANK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -106,7 +108,7 @@ def expand(
         mask = (slots >= 0)[:, None] & (columns < width)[None, :]
         out = y + rows.to(tl.int64)[:, None] * y_stride + (start + columns)[None, :]
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        if ADD:  # asked for first, so that it comes while the rest is computed
+        if ADD:  # loaded first, so that the load overlaps with the products
             total += tl.load(out, mask=mask, other=0.0).to(tl.float32)
         middle_rows = middle + (slice_id * tokens + rows[:, None]) * RANK
         for chunk in tl.static_range((RANK + BLOCK_R - 1) // BLOCK_R):

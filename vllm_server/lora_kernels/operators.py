@@ -1,7 +1,7 @@
-"""vLLM's two LoRA operators, done by our kernels; and its tokens' groups, by our host code.
+"""Run vLLM's two LoRA operators with our kernels.
 
-The operators keep vLLM's names and arguments: models that are compiled or captured already find the new code under the
-old name.
+The operators keep vLLM's names and arguments, so compiled models and captured graphs find the new code under the old
+names.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from vllm_server import compat
 from vllm_server.lora_kernels import kernels
 
 MOST_SLICES = 3
-"""Query, key and value in one matrix; gate and up are two."""
+"""The limit is query, key and value in one matrix; gate and up are two slices."""
 
-_SHRINK: Any = kernels.shrink  # launched as `kernel[grid](…)`, by Triton's own options as well
+_SHRINK: Any = kernels.shrink  # launched as `kernel[grid](…)`, with Triton's own options
 _EXPAND: Any = kernels.expand
 
 _library: torch.library.Library | None = None
-"""Kept: with it the replacements would go."""
+"""Held for the life of the process: torch removes the operators when this object is freed."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Sizes of what one program does, and on how many warps of 32 threads."""
+    """Block sizes of one program, and its number of warps (32 threads each)."""
 
     tokens: int
     outer: int
@@ -37,15 +37,16 @@ class Blocks:
 
 
 NARROW = 4096
-"""Inputs or outputs of a matrix, up to which its programs are fewer."""
+"""Up to this many inputs or outputs a matrix counts as narrow: it needs fewer programs."""
 DECODING = 512
-"""Tokens of the largest step in which sequences only go on."""
+"""Up to this many tokens a step counts as a decode step."""
 
 
 def shrink_blocks(tokens: int, inputs: int) -> Blocks:
-    """The fastest of 72 on an H200, r 16, summed over the layers of a 7B shape, of one version and of four mixed.
+    """Return the fastest of 72 block sizes, measured on an H200 with rank 16.
 
-    A step of decoding is too small to fill the GPU by its tokens: the inputs are split, and the parts added up.
+    The times were summed over the layers of a 7B shape, for one version and for four mixed. The tokens of a decode step
+    are too few to fill the GPU, so the inputs are split between programs and their sums added.
     """
     if inputs <= NARROW:
         return Blocks(32, 128 if tokens <= 64 else 256, warps=4)
@@ -55,7 +56,7 @@ def shrink_blocks(tokens: int, inputs: int) -> Blocks:
 
 
 def expand_blocks(tokens: int, outputs: int) -> Blocks:
-    """The fastest of 22, found alike: small enough that many programs wait for memory at once.
+    """Return the fastest of 22 block sizes, measured as for `shrink`: small blocks, so that many loads overlap.
 
     Args:
         outputs: of the widest slice.
@@ -66,12 +67,12 @@ def expand_blocks(tokens: int, outputs: int) -> Blocks:
 
 
 def rank_block(rank: int) -> int:
-    """Ranks at a time; Triton multiplies matrices of 16 at the least."""
+    """Return the ranks per block; Triton multiplies matrices of at least 16 by 16."""
     return min(64, max(16, 1 << (rank - 1).bit_length()))
 
 
 def can_run(weights: Sequence[torch.Tensor]) -> bool:
-    """Whether the kernels take a layer's A or B, of 16 bits and of three slices at the most."""
+    """Return whether the kernels support a layer's A or B: 16 bits and at most three slices."""
     return len(weights) <= MOST_SLICES and all(w.dtype in (torch.float16, torch.bfloat16) for w in weights)
 
 
@@ -86,7 +87,7 @@ def run_shrink(
     *,
     blocks: Blocks | None = None,
 ) -> None:
-    """`middle[s, m] = scaling * x[m] A_s[slot of m]`, zeros for tokens without an adapter.
+    """Compute `middle[s, m] = scaling * x[m] A_s[slot of m]`, with zeros for tokens without an adapter.
 
     `a`: each `[S, (1,) R, K]`, contiguous; `middle`: `[slices, M, R]`, float32.
     """
@@ -128,9 +129,9 @@ def run_expand(
     *,
     blocks: Blocks | None = None,
 ) -> None:
-    """`y[m, columns of s] (+)= middle[s, m] B_s[slot of m]`; rows without an adapter stay as they are.
+    """Compute `y[m, columns of s] (+)= middle[s, m] B_s[slot of m]`. Rows without an adapter do not change.
 
-    `b`: each `[S, (1,) N_s, R]`, contiguous; `y`: `[M, N]`, the slices side by side from column `start` on.
+    `b`: each `[S, (1,) N_s, R]`, contiguous; `y`: `[M, N]`, the slices next to each other from column `start` on.
     """
     tokens, rank = middle.shape[1], middle.shape[2]
     widths = [w.shape[-2] for w in b]
@@ -162,7 +163,7 @@ def _three(values: Sequence[Any]) -> list[Any]:
 
 
 def install() -> None:
-    """Put them into vLLM, in the worker's process, before its model is loaded.
+    """Replace vLLM's operators in the worker's process, before its model is loaded.
 
     Raises:
         FatalError: this vLLM has its LoRA operators elsewhere.
@@ -193,7 +194,7 @@ def _shrink_in_place_of(vllms: Callable[..., None]) -> Callable[..., None]:
 def _expand_in_place_of(vllms: Callable[..., None]) -> Callable[..., None]:
     def lora_expand(middle: torch.Tensor, b: list[torch.Tensor], y: torch.Tensor, *rest: Any) -> None:
         slots, _, _, _, active_slots, none, active, *options = rest
-        start = options[0] if options else 0  # torch leaves out what is as the operator's declaration says anyway
+        start = options[0] if options else 0  # torch omits arguments that equal the operator's defaults
         add = len(options) > 1 and options[1]
         if none.item():
             return

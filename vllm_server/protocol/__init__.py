@@ -1,13 +1,12 @@
-"""What the inference server says and hears: the contract between it, the trainer and the environments.
+"""The inference server's HTTP contract with the trainer and the environments.
 
-Imports neither torch nor vLLM, so that both sides may read it. Bodies are JSON; encode and decode them
-with `msgspec.json`. Every struct that comes *from* a client refuses unknown fields; every struct that goes
-*to* one may grow, so readers must (and msgspec does) ignore fields they do not know.
+It imports neither torch nor vLLM, so that both sides can use it. Bodies are JSON; encode and decode them with
+`msgspec.json`. Structs that come *from* a client forbid unknown fields. Structs that go *to* a client may get new
+fields, so readers must ignore unknown fields, as msgspec does.
 
-Versions. The policy is published as numbered versions, each under a name that is never used twice within
-the life of a server process: `<lora-name>-v<N>`. Version 0 is the base model, until an adapter is published
-as version 0. A request that names no adapter is answered by the version published last, and every answer
-says by which.
+Versions. The policy is published as numbered versions, each with a name that a server process never uses twice:
+`<lora-name>-v<N>`. Version 0 is the base model, until an adapter is published as version 0. A request that names no
+adapter gets the version published last, and every answer names its version.
 """
 
 from vllm_server.protocol.bridge import (

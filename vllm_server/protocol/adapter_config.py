@@ -1,8 +1,8 @@
-"""Which LoRA adapters vLLM serves, told from PEFT's `adapter_config.json` alone.
+"""Decide which LoRA adapters vLLM serves, from PEFT's `adapter_config.json` alone.
 
-One table for both sides: the server refuses what it can't serve, and the trainer refuses to start with it. Read from
-vLLM 0.25 and 0.32 (`vllm/lora/peft_helper.py`): what they refuse themselves, and what they would serve wrongly without
-a word, because they do not read the field.
+Both sides use one table: the server refuses an adapter that it cannot serve, and the trainer refuses to start with it.
+The table follows vLLM 0.25 and 0.32 (`vllm/lora/peft_helper.py`). It has the fields that vLLM refuses, and the fields
+that vLLM ignores and would therefore serve wrongly.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ SERVABLE: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
     "alpha_pattern": ((None, {}), "train with one lora_alpha for all modules"),
     "rank_pattern": ((None, {}), "train with one rank for all modules"),
 }
-"""Field of `adapter_config.json` to (the values that are servable, what to do about another one)."""
+"""Maps a field of `adapter_config.json` to (its servable values, the fix for any other value)."""
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """A field that keeps an adapter from being served: `got` and `wanted` as a user reads them."""
+    """A field that makes an adapter unservable; `got` and `wanted` are texts for users."""
 
     field: str
     got: str
@@ -52,10 +52,10 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 def refusals(adapter_config: Mapping[str, Any], max_rank: int) -> list[Refusal]:
-    """Everything in an adapter's configuration that can't be served, the worst first; empty if it can be.
+    """Return everything in an adapter's configuration that cannot be served, the worst first; empty if it is servable.
 
     Args:
-        adapter_config: the object in `adapter_config.json`; a field that is not there has a servable default.
+        adapter_config: the object in `adapter_config.json`; a missing field has a servable default.
         max_rank: the server's `--max-lora-rank`.
     """
     found = [

@@ -1,4 +1,4 @@
-"""`/bridge/…`: who the server is, and what it is doing."""
+"""`/bridge/…`: identity and state of the server."""
 
 from pathlib import Path
 from typing import Literal
@@ -7,7 +7,10 @@ import msgspec
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One of the engine's workers. `gpu_uuid` is empty on a CPU; `visible_gpus` are all that its process may use."""
+    """One of the engine's workers.
+
+    `gpu_uuid` is empty on a CPU; `visible_gpus` lists the GPUs that its process may use.
+    """
 
     rank: int
     gpu_uuid: str
@@ -15,18 +18,18 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def machine_id() -> str:
-    """The same for two processes if they run on one machine, since one boot of it."""
+    """Return the id of this machine's current boot; it is equal for all processes of the machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 class BridgeInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """`GET /bridge/info`: who this server is and what it can take.
+    """`GET /bridge/info`: identity and limits of this server.
 
-    `boot_id` is new for each server process: versions of another boot mean nothing here. `max_lora_rank` is
-    null when the server was started without LoRA, `lora_dtype` too. `last_update_time`: Unix seconds, 0.0 before a
-    publish. `machine` is the server's `machine_id()`; `bridge_config_path` is set while weights are shared.
-    `logits_dtype`: of those that logprobs come from; null if it is not known. `max_num_seqs`: sequences that the engine
-    works on at once, at most; null: an older server.
+    `boot_id` is new for each server process: versions of another boot are unknown here. `max_lora_rank` and
+    `lora_dtype` are null if the server was started without LoRA. `last_update_time` is in Unix seconds, 0.0 before a
+    publish. `machine` is the server's `machine_id()`. `bridge_config_path` is set while weights are shared.
+    `logits_dtype` is the dtype of the logits behind logprobs; null if it is not known. `max_num_seqs` is the engine's
+    limit of concurrent sequences; null for an older server.
     """
 
     enabled: bool
@@ -62,7 +65,7 @@ class PausedState(msgspec.Struct, frozen=True):
 
 
 class PauseRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """`POST /bridge/pause`: what becomes of running requests: frozen, waited for, or ended early."""
+    """`POST /bridge/pause`. `mode`: freeze in-flight requests (keep), wait for them, or abort them."""
 
     mode: Literal["keep", "wait", "abort"] = "keep"
 
@@ -80,21 +83,21 @@ class SleepingState(msgspec.Struct, frozen=True):
 
 
 class ParameterInfo(msgspec.Struct, frozen=True):
-    """A parameter in the engine; `dtype` by torch's name without `torch.`."""
+    """A parameter in the engine; `dtype` is torch's name without `torch.`."""
 
     shape: list[int]
     dtype: str
 
 
 class StateDictInfo(msgspec.Struct, frozen=True):
-    """`GET /bridge/state_dict_info`: the model's parameters by vLLM's names, tied ones under each of theirs."""
+    """`GET /bridge/state_dict_info`: the model's parameters by vLLM's names, tied ones under each of their names."""
 
     num_params: int
     params: dict[str, ParameterInfo]
 
 
 class BridgeDebug(msgspec.Struct, frozen=True, kw_only=True):
-    """`GET /bridge/debug`: what holds generation, and since when. `fault` says why it is refused, if it is."""
+    """`GET /bridge/debug`: what holds generation, and for how long. `fault` is the reason if generation is refused."""
 
     info: BridgeInfo
     uptime_seconds: float

@@ -1,10 +1,10 @@
-"""`vllm_bridge_config.json`: where a server's weights lie, for a trainer that binds its model to them.
+"""`vllm_bridge_config.json`: where a server's weights are in memory, for a trainer that binds its model to them.
 
-The fields of the Atropos example server are kept by name; ours are added. Written by the server whole or not at all,
-for its owner only; read by the trainer, which checks that the server it speaks of is alive and of this boot.
+The field names of the Atropos example server are kept; further fields are added. The server writes the file atomically,
+for its owner only. The trainer reads it and checks that the server in it runs and has this boot id.
 
-A handle is of one of two kinds: `cuda_ipc` opens a storage in another process's GPU memory, `file` is a place in a file
-that both processes map (the same bridge on a CPU).
+A handle is of one of two kinds. `cuda_ipc` opens a storage in another process's GPU memory. `file` is a place in a file
+that both processes map, for the same bridge on a CPU.
 """
 
 from typing import Final, Literal
@@ -16,7 +16,7 @@ SCHEMA_VERSION: Final = 1
 
 
 class ParamMapping(msgspec.Struct, frozen=True, kw_only=True):
-    """What a parameter is in vLLM. `dtype` by torch's name without `torch.`, `device` as torch writes it."""
+    """A parameter in vLLM. `dtype` is torch's name without `torch.`, `device` is torch's text for it."""
 
     vllm_name: str
     shape: list[int]
@@ -25,7 +25,7 @@ class ParamMapping(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CudaIpcHandle(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="cuda_ipc"):
-    """What `torch.UntypedStorage._share_cuda_()` gave, bytes in base64, and the tensor's place in that storage.
+    """The result of `torch.UntypedStorage._share_cuda_()`, bytes in base64, and the tensor's place in that storage.
 
     `storage_size` and `storage_offset` are in bytes, `tensor_offset` and `stride` in elements of `dtype`.
     """
@@ -45,7 +45,7 @@ class CudaIpcHandle(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind",
 
 
 class FileHandle(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="file"):
-    """A place in a file of the memory that both map: `offset` in bytes, `stride` in elements."""
+    """A place in a memory file that both processes map: `offset` in bytes, `stride` in elements."""
 
     path: str
     offset: int
@@ -60,8 +60,8 @@ Handle = CudaIpcHandle | FileHandle
 class BridgeConfigFile(msgspec.Struct, frozen=True, kw_only=True):
     """The whole file.
 
-    `param_mappings` and `ipc_handles` are keyed by `param_names`, vLLM's own names. Two names of one tensor (a tied
-    output layer) have handles of one place. `server_url` is where the server listens; `boot_id` is that of
+    The keys of `param_mappings` and `ipc_handles` are `param_names`, vLLM's own names. Two names of one tensor (a tied
+    output layer) have handles of the same place. `server_url` is where the server listens; `boot_id` is that of
     `/bridge/info`, `machine` its `machine_id()`; `gpu_uuid` is empty on a CPU.
     """
 

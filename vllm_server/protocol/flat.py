@@ -1,8 +1,8 @@
-"""One layout for an adapter on its way: that of a safetensors file, whatever carries it.
+"""One layout for an adapter on every transport: that of a safetensors file.
 
     8 bytes, little endian: length of the header │ header, JSON, padded with spaces │ the tensors' data, without gaps
 
-The header alone describes the data, so a file, a request's body, GPU memory and a broadcast are read by the same code.
+The header alone describes the data, so the same code reads a file, a request's body, GPU memory and a broadcast.
 Format: https://github.com/huggingface/safetensors (README, "Format"). No torch here.
 """
 
@@ -14,7 +14,7 @@ from math import prod
 from typing import Any, BinaryIO
 
 ITEM_SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-HEADER_LIMIT = 100 << 20  # bytes; safetensors' own
+HEADER_LIMIT = 100 << 20  # bytes; safetensors' own limit
 _ALIGNMENT = 64
 
 
@@ -36,7 +36,7 @@ class TensorSpan:
 
 @dataclass(frozen=True)
 class Header:
-    """What a header says; `size` counts its bytes with the length before it: there the data starts."""
+    """A decoded header. `size` is its bytes with the length field, so the data starts there."""
 
     spans: tuple[TensorSpan, ...]
     metadata: Mapping[str, str]
@@ -44,12 +44,12 @@ class Header:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data."""
+        """Return the number of bytes of data."""
         return max((span.end for span in self.spans), default=0)
 
 
 def lay_out(tensors: Iterable[tuple[str, tuple[int, ...]]], dtype: str) -> tuple[TensorSpan, ...]:
-    """Place tensors of one dtype one after the other."""
+    """Return places for tensors of one dtype, one after the other."""
     spans, start = [], 0
     for name, shape in tensors:
         end = start + prod(shape) * ITEM_SIZES[dtype]
@@ -59,7 +59,7 @@ def lay_out(tensors: Iterable[tuple[str, tuple[int, ...]]], dtype: str) -> tuple
 
 
 def encode_header(spans: Iterable[TensorSpan], metadata: Mapping[str, str]) -> bytes:
-    """Length and header, so padded that the data starts at a multiple of 64 bytes."""
+    """Return length and header, padded so that the data starts at a multiple of 64 bytes."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     entries |= {s.name: {"dtype": s.dtype, "shape": list(s.shape), "data_offsets": [s.start, s.end]} for s in spans}
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -68,10 +68,10 @@ def encode_header(spans: Iterable[TensorSpan], metadata: Mapping[str, str]) -> b
 
 
 def header_size(head: bytes) -> int:
-    """Bytes of length and header together, from the first eight.
+    """Return the size of length and header together, from the first eight bytes.
 
     Raises:
-        ValueError: this is no safetensors file.
+        ValueError: this is not a safetensors file.
     """
     if len(head) < 8:
         raise ValueError(f"{len(head)} bytes")
@@ -82,20 +82,20 @@ def header_size(head: bytes) -> int:
 
 
 def read_header(stream: BinaryIO) -> bytes:
-    """Length and header from the beginning of a file, which is left where its data starts; for `decode_header`.
+    """Return length and header from the beginning of a file, for `decode_header`. The stream then is at the data.
 
     Raises:
-        ValueError: this is no safetensors file.
+        ValueError: this is not a safetensors file.
     """
     head = stream.read(8)
     return head + stream.read(header_size(head) - 8)
 
 
 def decode_header(data: bytes) -> Header:
-    """Read length and header; `data` may go on behind them.
+    """Decode length and header; more bytes may follow them in `data`.
 
     Raises:
-        ValueError: they are damaged; the message says in what.
+        ValueError: they are damaged; the message says how.
     """
     size = header_size(data)
     if len(data) < size:
@@ -108,9 +108,9 @@ def decode_header(data: bytes) -> Header:
             for name, entry in entries.items()
         )
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"a header that is none ({error})") from error
+        raise ValueError(f"an invalid header ({error})") from error
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("__metadata__ that is no object of texts")
+        raise ValueError("__metadata__ that is not an object of strings")
     for span in spans:
         _check(span)
     _check_order(spans)
@@ -128,7 +128,7 @@ def _check(span: TensorSpan) -> None:
 
 
 def _check_order(spans: Iterable[TensorSpan]) -> None:
-    """The data has neither gaps nor bytes that belong to two tensors."""
+    """Raise a ValueError if the data has gaps, or bytes that belong to two tensors."""
     end = 0
     for span in sorted(spans, key=lambda span: (span.start, span.end)):
         if span.start != end:

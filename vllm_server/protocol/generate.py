@@ -6,17 +6,17 @@ import msgspec
 
 
 class TokenPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A prompt that is tokenised already; `prompt_token_ids` must not be empty."""
+    """A tokenised prompt; `prompt_token_ids` must not be empty."""
 
     prompt_token_ids: list[int]
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`POST /generate`. On the wire the body is flat: `sampling`'s keys stand beside `prompt`.
+    """`POST /generate`. On the wire the body is flat: the keys of `sampling` are next to `prompt`.
 
-    `sampling` holds vLLM's SamplingParams by their own names (`n`, `max_tokens`, `temperature`, `stop`,
-    `seed`, `logprobs`, `prompt_logprobs`, …). `model` or `policy_version` pins a version; without them, or
-    with the served model's name, the newest version answers.
+    `sampling` holds vLLM's SamplingParams by their own names (`n`, `max_tokens`, `temperature`, `stop`, `seed`,
+    `logprobs`, `prompt_logprobs`, …). `model` or `policy_version` selects a version. Without them, or with the served
+    model's name, the newest version answers.
     """
 
     prompt: str | TokenPrompt
@@ -26,14 +26,14 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: dict[str, Any] = {}
 
     def to_body(self) -> dict[str, Any]:
-        """The flat JSON object that goes over the wire."""
+        """Return the flat JSON object for the wire."""
         prompt = self.prompt if isinstance(self.prompt, str) else msgspec.to_builtins(self.prompt)
         routing = {"stream": self.stream or None, "model": self.model, "policy_version": self.policy_version}
         return self.sampling | {"prompt": prompt} | {key: v for key, v in routing.items() if v is not None}
 
     @classmethod
     def from_body(cls, body: dict[str, Any]) -> "GenerateRequest":
-        """Split a flat body; which sampling keys are known depends on the server's vLLM, so any may come.
+        """Return the request in a flat body. Any sampling key is accepted here, because the known ones depend on vLLM.
 
         Raises:
             msgspec.ValidationError: a routing key is missing or has the wrong type; the message names it.
@@ -45,17 +45,17 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 TokenLogprobs = dict[int, float]
-"""Token id (text on the wire) to its logprob, natural log, of the distribution that was sampled from."""
+"""Maps a token id (a string on the wire) to its logprob, natural log, in the distribution that was sampled from."""
 
 
 class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Answer of `/generate`; lists run over the `n` completions.
 
-    `logprobs[out][pos]` is a list of one object `{"<token id>": logprob}` whose first key is the sampled
-    token (asked with `logprobs: 0` it is the only one; with `logprobs: k` the k likeliest follow).
-    `prompt_logprobs[pos]` is null at the first position. `token_ids` includes the stop token that ended a
-    completion, if one did. `policy_version` is the version that the request began with; if shared weights changed
-    while it ran, `policy_version_end` is the one that it ended with, and the completions are a mixture.
+    `logprobs[out][pos]` is a list of one object `{"<token id>": logprob}` whose first key is the sampled token. With
+    `logprobs: 0` it is the only key; with `logprobs: k` the k likeliest tokens follow. `prompt_logprobs[pos]` is null
+    at the first position. `token_ids` includes the stop token if one ended the completion. `policy_version` is the
+    version at the request's start. If shared weights changed during the request, `policy_version_end` is the version at
+    its end, and the completions are a mixture of both.
     """
 
     text: list[str]
@@ -71,10 +71,11 @@ class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
 
 class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line of a streamed `/generate` (newline-delimited JSON): what completion `index` gained.
+    """One line of a streamed `/generate` (newline-delimited JSON): the new tokens of completion `index`.
 
-    A completion has ended when its `finish_reason` is there. `policy_version_end` is there once shared weights have
-    changed since the request began: the version by then.
+    `finish_reason` is set in a completion's last chunk. `policy_version_end` is set if shared weights have changed
+    since
+    the request began: the version at that moment.
     """
 
     index: int

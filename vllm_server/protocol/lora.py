@@ -1,29 +1,31 @@
-"""`/lora/…`: adapters are published, and slots looked at."""
+"""`/lora/…`: publish adapters, and show slots."""
 
 from typing import Any, Final, Literal
 
 import msgspec
 
 Transport = Literal["disk", "memory", "cuda_ipc", "nccl"]
-"""How an adapter's tensors come to the engine: a folder, the body of the request, the trainer's own GPU memory, or a
-broadcast between GPUs. All four carry one layout, that of a safetensors file (`vllm_server.protocol.flat`)."""
+"""How an adapter's tensors reach the engine: a folder, the request's body, the trainer's GPU memory, or a broadcast
+between GPUs. All four have one layout, that of a safetensors file (`vllm_server.protocol.flat`)."""
 
 SAFETENSORS_MEDIA_TYPE: Final = "application/x-safetensors"
-"""Content type of a `/lora/load` whose body is the adapter itself; name, version and activate are in the query."""
+"""Content type of a `/lora/load` whose body is the adapter; name, version and activate are in the query string."""
 
 
 class LoraLoadRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """`POST /lora/load`: publish the PEFT checkpoint at `adapter_path` (a folder that the server can read), or what
-    lies in an open `channel` now. With a body of safetensors bytes neither is said.
+    """`POST /lora/load`: publish an adapter.
 
-    Without a name it is `version_name(lora_name, version)`; without a version it is the one in the name, or
-    else one more than the highest. A name that was used before is refused (409): caches are keyed by it.
+    The adapter is the PEFT checkpoint at `adapter_path` (a folder that the server can read), the current content of an
+    open `channel`, or the request's body of safetensors bytes.
 
-    With `activate: false` only requests that name it get it, until it is unloaded: for trying an adapter on a
-    server that others use.
+    The default name is `version_name(lora_name, version)`. The default version is the one in the name, or else one more
+    than the highest. A name that was used before is refused (409), because it is the key of caches.
 
-    `request_id`, of the publisher's own making, names this publish: sent again with the same one, because no answer
-    came, it gets the answer of the first.
+    With `activate: false` only requests that name the adapter get it, until it is unloaded. That serves to try an
+    adapter on a server that others use.
+
+    `request_id` is chosen by the publisher and identifies this publish. If no answer arrived and the publisher repeats
+    the request with the same id, it gets the answer of the first.
     """
 
     adapter_path: str | None = None
@@ -35,11 +37,11 @@ class LoraLoadRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class LoraLoadResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """Sent once the adapter is in the engine and every new request gets it.
+    """Sent when the adapter is in the engine and every new request gets it.
 
-    `load_seconds` is the engine's part of it, of which generation stood still for `stall_seconds`; `slot` is its place
-    among the engine's adapters; `replayed` says that the slot was written by copies recorded before (the first adapter
-    of its shapes in a slot goes through vLLM's own code). `unloaded` names the versions that leave to make room.
+    `load_seconds` is the time in the engine; generation was held for `stall_seconds` of it. `slot` is the adapter's
+    place in the engine. `replayed` says that recorded copies wrote the slot (the first adapter of its shapes in a slot
+    goes through vLLM's own code). `unloaded` names the versions that are removed to make room.
     """
 
     status: Literal["success"] = "success"
@@ -62,8 +64,8 @@ class CudaIpcChannel(
 ):
     """`POST /lora/channel`: the trainer's packed adapter, in GPU memory that the engine maps.
 
-    `handle` is what `torch.UntypedStorage._share_cuda_()` gave, its bytes in base64; the storage's first `nbytes` are
-    the tensors' data. `header` is the layout (the header of a safetensors file), in base64.
+    `handle` is the result of `torch.UntypedStorage._share_cuda_()`, its bytes in base64. The first `nbytes` of the
+    storage are the tensors' data. `header` is the layout (the header of a safetensors file), in base64.
     """
 
     gpu_uuid: str
@@ -74,9 +76,9 @@ class CudaIpcChannel(
 
 
 class NcclChannel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="nccl"):
-    """`POST /lora/channel`: a NCCL communicator of the trainer (rank 0) and all of the engine's workers.
+    """`POST /lora/channel`: an NCCL communicator of the trainer (rank 0) and all of the engine's workers.
 
-    `unique_id`: base64 of `ncclUniqueId`; `nbytes`: how much one publish broadcasts; `header` as above.
+    `unique_id` is `ncclUniqueId` in base64, `nbytes` the size of one publish's broadcast, `header` as above.
     """
 
     unique_id: str
@@ -91,13 +93,13 @@ ChannelRequest = CudaIpcChannel | NcclChannel
 
 
 class ChannelResponse(msgspec.Struct, frozen=True):
-    """Answer of `/lora/channel`: what `LoraLoadRequest.channel` says from now on."""
+    """Answer of `/lora/channel`: the value for `LoraLoadRequest.channel`."""
 
     channel: str
 
 
 class ChannelCloseRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`POST /lora/channel/close`: let go of the trainer's memory or communicator. Unknown ones are closed."""
+    """`POST /lora/channel/close`: release the trainer's memory or communicator. An unknown channel counts as closed."""
 
     channel: str
 
@@ -115,10 +117,10 @@ class LoraUnloadRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
 
 class LoraUnloadResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """`previous_*` is what was withdrawn (null if nothing was loaded).
+    """`previous_*` is the withdrawn version (null if there was none).
 
-    `status` is "draining" while requests still run on it: it leaves the engine with the last of them.
-    `policy_version` is the version that new requests get from now on.
+    `status` is "draining" while in-flight requests use it: the engine removes it after the last of them.
+    `policy_version` is the version that new requests get now.
     """
 
     status: Literal["success", "draining"]
@@ -128,9 +130,9 @@ class LoraUnloadResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One version that the engine holds. `draining`: no new request gets it, it leaves with its last one.
+    """One version that the engine holds. `draining`: no new request gets it, and it is removed after its last request.
 
-    `unhealthy`: why requests for it are refused (null: they are not).
+    `unhealthy`: why requests for it are refused; null if they are not.
     """
 
     name: str

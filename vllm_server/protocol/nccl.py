@@ -1,8 +1,8 @@
-"""The few NCCL calls with which trainer and server meet, for both ends.
+"""The few NCCL calls that connect trainer and server, for both sides.
 
-torch.distributed is no help here: its process groups hold one program's processes, and vLLM has one of its own already.
-NCCL itself needs no more than a unique id (128 bytes, sent over HTTP) and one call at each end. The library is the one
-that torch has loaded. Communicators are non-blocking, so that a partner who never comes is an error, not a hang.
+torch.distributed does not help here: its process groups hold the processes of one program, and vLLM has one already.
+NCCL itself needs only a unique id (128 bytes, sent over HTTP) and one call on each side. The library is the one that
+torch has loaded. Communicators are non-blocking, so that a missing partner is an error and not a hang.
 
 Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html (2.18 and later).
 """
@@ -23,9 +23,9 @@ _POLL_S = 0.0002
 
 
 class NcclError(UserError, RuntimeError):
-    """NCCL refused, or a partner did not answer in time; the communicator cannot be used any more.
+    """NCCL failed, or a partner did not answer in time; the communicator is unusable.
 
-    `field` is what was tried: `NCCL broadcast`.
+    `field` is the attempted operation: `NCCL broadcast`.
     """
 
 
@@ -34,7 +34,7 @@ class _UniqueId(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """ncclConfig_t as of 2.14: later libraries take it by its size and version."""
+    """ncclConfig_t of NCCL 2.14; later libraries accept it because it carries its size and version."""
 
     _fields_ = [
         ("size", ctypes.c_size_t),
@@ -50,16 +50,16 @@ def _non_blocking() -> _Config:
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The NCCL of this process.
+    """Return this process's NCCL library.
 
     Raises:
         NcclError: there is none.
     """
     try:
-        found = ctypes.CDLL("libnccl.so.2")  # torch has loaded it: found by its name, wherever it lies
+        found = ctypes.CDLL("libnccl.so.2")  # torch has loaded it, so its name finds it in any folder
     except OSError as error:
         raise NcclError(
-            field="NCCL", got=error, wanted="the library of a CUDA build of torch that is imported before"
+            field="NCCL", got=error, wanted="the library of a CUDA build of torch, which must be imported first"
         ) from error
     found.ncclGetErrorString.restype = ctypes.c_char_p
     found.ncclCommInitRankConfig.argtypes = [
@@ -91,20 +91,20 @@ def _check(status: int, doing: str) -> None:
 
 
 def unique_id() -> bytes:
-    """A new communicator's name; the process that made it must take part, as rank 0."""
+    """Return a new communicator's id. The process that calls this must take part, as rank 0."""
     made = _UniqueId()
     _check(library().ncclGetUniqueId(ctypes.byref(made)), "unique id")
     return bytes(made.internal)
 
 
 class Communicator:
-    """One rank of a communicator on the current CUDA device; made together with all others.
+    """One rank of a communicator on the current CUDA device; all ranks are created together.
 
     Args:
-        abandoned: asked while waiting for the others; raises when it is known that they won't come.
+        abandoned: called while waiting for the others; raises if they are known not to come.
 
     Raises:
-        NcclError: the others were not there in time.
+        NcclError: the others did not answer in time.
     """
 
     def __init__(self, name: bytes, rank: int, size: int, abandoned: Callable[[], None] = lambda: None) -> None:
@@ -119,17 +119,17 @@ class Communicator:
     def broadcast(
         self, pointer: int, nbytes: int, *, root: int, stream: int, abandoned: Callable[[], None] = lambda: None
     ) -> None:
-        """Enqueue on a CUDA stream: root's bytes come to every rank's memory at `pointer`."""
-        self._async_status()  # raises if it is gone
+        """Enqueue a broadcast on a CUDA stream: root's bytes are copied to `pointer` on every rank."""
+        self._async_status()  # raises if the communicator was aborted
         status = library().ncclBroadcast(pointer, pointer, nbytes, _UINT8, root, self._handle, stream)
         _check(status, "broadcast")
         self._settle("broadcast", BROADCAST_TIMEOUT_S, abandoned)
 
     def wait(self, done: Callable[[], bool], abandoned: Callable[[], None] = lambda: None) -> None:
-        """Until `done()` (a stream's query) says that what was enqueued has come.
+        """Wait until `done()` (a stream's query) reports that the enqueued work has finished.
 
         Raises:
-            NcclError: it did not in time, or a rank failed.
+            NcclError: it did not finish in time, or a rank failed.
         """
         self._until(done, "broadcast", BROADCAST_TIMEOUT_S, abandoned)
 
@@ -159,11 +159,11 @@ class Communicator:
         return status.value
 
     def abort(self) -> None:
-        """End it without the others: kernels that wait for them return."""
+        """Abort without the others: kernels that wait for them return."""
         if self._handle:
             handle, self._handle = self._handle, ctypes.c_void_p()
             library().ncclCommAbort(handle)
 
     def close(self) -> None:
-        """Leave it. Not together with the others, who may be gone: so by aborting what is idle."""
+        """Leave the communicator by an abort: an orderly close would need the others, which may have exited."""
         self.abort()

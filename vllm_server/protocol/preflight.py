@@ -1,4 +1,4 @@
-"""What `python -m vllm_server.preflight` says."""
+"""The report of `python -m vllm_server.preflight`."""
 
 from typing import Literal
 
@@ -9,8 +9,8 @@ class PreflightReport(msgspec.Struct, frozen=True, kw_only=True):
     """The one JSON line of `python -m vllm_server.preflight MODEL`.
 
     Attributes:
-        reason: why it is not served; empty if it is.
-        by_tables: vLLM's tables and the config.json alone have answered: as long as they stay, so does the answer.
+        reason: why the model is not served; empty if it is.
+        by_tables: only vLLM's tables and config.json decided, so the answer is valid as long as both stay the same.
     """
 
     model: str

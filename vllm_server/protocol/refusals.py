@@ -4,7 +4,7 @@ import msgspec
 
 
 class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """Which field was wrong, what came, what was wanted, and how to mend it; `message` says all four."""
+    """The field at fault, the value received, the value wanted, and the fix; `message` contains all four."""
 
     message: str
     type: str
@@ -16,6 +16,6 @@ class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErrorResponse(msgspec.Struct, frozen=True):
-    """The body of every refusal of our routes; the shape is that of OpenAI errors with three fields more."""
+    """The body of every refusal of our routes: OpenAI's error shape with three further fields."""
 
     error: ErrorDetail

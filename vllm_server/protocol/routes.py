@@ -1,15 +1,15 @@
-"""Where the server listens: its routes and headers."""
+"""Routes, headers and default port of the server."""
 
 from typing import Final
 
 DEFAULT_PORT: Final = 9001
 
 VERSION_HEADER: Final = "x-policy-version"
-"""Response header of vLLM's own /v1 completion routes: the version that answered."""
+"""Response header of vLLM's /v1 completion routes: the version that answered."""
 
 VERSION_END_HEADER: Final = "x-policy-version-end"
-"""Beside it if shared weights changed while the request ran (not for streams, whose headers go first): the version at
-its end. What was answered is a mixture."""
+"""A second header if shared weights changed during the request: the version at its end. The answer is then a mixture of
+both. Streams do not have it, because their headers are sent first."""
 
 GENERATE_ROUTE: Final = "/generate"
 HEALTH_ROUTE: Final = "/health"

@@ -5,15 +5,15 @@ from typing import Literal
 import msgspec
 
 InFlight = Literal["keep", "recompute", "abort"]
-"""What becomes of requests that run while shared weights change: they go on as they are (keep), go on after the cache
-of what they have so far was made anew under the new weights (recompute), or end early (abort)."""
+"""What happens to in-flight requests while shared weights change: they continue with their KV cache (keep), continue
+after their KV cache is recomputed with the new weights (recompute), or are aborted (abort)."""
 
 
 class UpdateBeginRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`POST /bridge/update/begin`: hold generation still, because the shared weights are about to be written.
+    """`POST /bridge/update/begin`: hold generation, because the trainer is about to write the shared weights.
 
     `boot_id` must be the server's own (409 otherwise). An update that has not ended after `timeout_s` counts as torn:
-    its trainer is taken for dead, and generation is refused until a whole update has ended well.
+    the trainer is presumed dead, and generation is refused until a whole update has completed.
     """
 
     boot_id: str
@@ -22,20 +22,20 @@ class UpdateBeginRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
 
 class UpdateBeginResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """Sent once no forward pass is under way. `token` names the update; `pause_seconds` is what it took."""
+    """Sent when no forward pass runs any more. `token` names the update; `pause_seconds` is how long the pause took."""
 
     token: str
     pause_seconds: float
 
 
 class UpdateEndRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """`POST /bridge/update/end`: the weights are those of `version`; generation goes on with a fresh prefix cache.
+    """`POST /bridge/update/end`: the weights are those of `version`; generation resumes with a new prefix cache.
 
-    Any version will do, an older one again, too: a trainer's proof writes weights that are no policy's
-    (`PROOF_VERSION`), and then those of before.
+    Any version is accepted, also an older one. A negative version (`PROOF_VERSION`) says that the weights are not a
+    policy's: a trainer writes such weights to prove that the server uses them, and then restores the old ones.
 
-    With `torn` they are in no known state: generation is refused (503) until an update has ended without it. A negative
-    version says that they are no policy's, as while a trainer proves that the server uses what it writes.
+    With `torn` the state of the weights is unknown: generation is refused (503) until an update has ended without
+    `torn`.
     """
 
     token: str
@@ -44,7 +44,7 @@ class UpdateEndRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
 
 class UpdateEndResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """`stall_seconds`: from the pause until generation went on."""
+    """`stall_seconds`: time from the pause until generation resumed."""
 
     policy_version: int
     stall_seconds: float

@@ -1,4 +1,4 @@
-"""`/bridge/…` and `/health`: who this server is, whether it is well, and holding generation still."""
+"""`/bridge/…` and `/health`: identity, health, and holding generation."""
 
 from collections.abc import Iterator, Sequence
 
@@ -24,7 +24,7 @@ from vllm_server.server import PolicyServer
 
 
 async def health(request: Request) -> Response:
-    """200, or 503 when the engine is dead, or a publish or an update of shared weights failed half-way."""
+    """Answer 200, or 503 if the engine is dead, or a publish or an update of shared weights failed half-way."""
     server = PolicyServer.of(request)
     server.check_healthy()
     try:
@@ -35,27 +35,27 @@ async def health(request: Request) -> Response:
 
 
 async def info(request: Request) -> Response:
-    """Who this server is, as `BridgeInfo`."""
+    """Return the server's `BridgeInfo`."""
     return json_response(PolicyServer.of(request).bridge_info())
 
 
 async def is_paused(request: Request) -> Response:
-    """Whether generation stands still."""
+    """Return whether generation is paused."""
     return json_response(PausedState(await PolicyServer.of(request).engine.is_paused()))
 
 
 async def pause(request: Request) -> Response:
-    """Hold generation still; what becomes of running requests is `PauseRequest.mode`."""
+    """Pause generation; `PauseRequest.mode` decides what happens to in-flight requests."""
     server, mode = PolicyServer.of(request), (await read_body(request, PauseRequest)).mode
     server.fence.check_idle()
     server.fence.paused = True
-    # vLLM's docstring says that "keep" leaves the cache alone; its code resets it unless told otherwise.
+    # vLLM's docstring says that "keep" keeps the cache, but its code clears it by default.
     await server.engine.pause_generation(mode=mode, clear_cache=mode != "keep")
     return json_response(BridgeStatus("paused"))
 
 
 async def resume(request: Request) -> Response:
-    """Let generation go on."""
+    """Resume generation."""
     server = PolicyServer.of(request)
     server.fence.check_idle()
     server.fence.check_healthy()
@@ -65,7 +65,7 @@ async def resume(request: Request) -> Response:
 
 
 async def begin_update(request: Request) -> Response:
-    """Hold generation for an `UpdateBeginRequest`: shared weights are about to be written."""
+    """Hold generation for an `UpdateBeginRequest`: a trainer is about to write shared weights."""
     asked = await read_body(request, UpdateBeginRequest)
     try:
         return json_response(await PolicyServer.of(request).fence.begin(asked))
@@ -74,7 +74,7 @@ async def begin_update(request: Request) -> Response:
 
 
 async def end_update(request: Request) -> Response:
-    """Let generation go on, or refuse it, as the `UpdateEndRequest` says."""
+    """Resume generation, or refuse it, as the `UpdateEndRequest` says."""
     asked = await read_body(request, UpdateEndRequest)
     try:
         return json_response(await PolicyServer.of(request).fence.end(asked))
@@ -83,7 +83,7 @@ async def end_update(request: Request) -> Response:
 
 
 async def sleep(request: Request) -> Response:
-    """Free the GPU's memory until `wake_up`: vLLM's sleep mode, if the server was started with it."""
+    """Free GPU memory until `wake_up`. This is vLLM's sleep mode, which the server must be started with."""
     server = PolicyServer.of(request)
     _check_may_sleep(server)
     await server.engine.sleep(1)
@@ -99,7 +99,7 @@ async def wake_up(request: Request) -> Response:
 
 
 async def is_sleeping(request: Request) -> Response:
-    """Whether the server sleeps."""
+    """Return whether the server sleeps."""
     server = PolicyServer.of(request)
     sleeping = server.args.enable_sleep_mode and await server.engine.is_sleeping()
     return json_response(SleepingState(sleeping))
@@ -108,8 +108,8 @@ async def is_sleeping(request: Request) -> Response:
 def _check_may_sleep(server: PolicyServer) -> None:
     if server.fence.shared:
         raise ServeError(
-            409, "sleep", got="a server that shares its weights", wanted="one that keeps them to itself",
-            fix="the trainer computes with this memory: end the trainer and the server instead",
+            409, "sleep", got="a server that shares its weights", wanted="one that does not share them",
+            fix="stop the trainer and the server instead, since the trainer computes in this memory",
         )  # fmt: skip
     if not server.args.enable_sleep_mode:
         raise ServeError(
@@ -122,24 +122,24 @@ def _check_may_sleep(server: PolicyServer) -> None:
 
 
 async def state_dict_info(request: Request) -> Response:
-    """The model's parameters, as `StateDictInfo`."""
+    """Return the model's parameters, as `StateDictInfo`."""
     params = await shared_engine.parameters(PolicyServer.of(request).engine)
     return json_response(StateDictInfo(len(params), params))
 
 
 async def debug(request: Request) -> Response:
-    """What holds generation, as `BridgeDebug`."""
+    """Return what holds generation, as `BridgeDebug`."""
     return json_response(await PolicyServer.of(request).bridge_debug())
 
 
 async def list_endpoints(request: Request) -> Response:
-    """Every route of the server, vLLM's own among them, as `EndpointList`."""
+    """Return every route of the server, vLLM's included, as `EndpointList`."""
     found = set(_endpoints(request.app.routes))
     return json_response(EndpointList(sorted(found, key=lambda line: line.partition(" ")[::-1])))
 
 
 def _endpoints(routes: Sequence[BaseRoute], prefix: str = "") -> Iterator[str]:
-    """ "METHOD /path" of each route; a mounted application without routes that can be seen counts as one."""
+    """Yield "METHOD /path" of each route. A mounted application whose routes are not visible counts as one route."""
     for route in routes:
         path = prefix + getattr(route, "path", "")
         if isinstance(route, WebSocketRoute):

@@ -1,4 +1,4 @@
-"""`POST /generate`: tokens in, tokens and their logprobs out, and which policy version made them."""
+"""`POST /generate`: tokens in; tokens, their logprobs and their policy version out."""
 
 import asyncio
 import math
@@ -21,20 +21,20 @@ from vllm_server.protocol import GenerateChunk, GenerateRequest, GenerateRespons
 from vllm_server.sampling import build_sampling_params, check_integers
 from vllm_server.server import PolicyServer
 
-# JSON has no −∞: a token outside top_p or top_k gets this instead, as in vLLM's own /v1 answers.
+# JSON has no −∞. A token outside top_p or top_k gets this value instead, as in vLLM's own /v1 answers.
 _FLOOR = -9999.0
 
 _HEALTH_LIMIT_S = 30.0
 
 _UNCHECKED = (AttributeError, KeyError, OverflowError)
-"""What vLLM runs into where it reads parts of a request that it does not check: `extra_args`, say."""
+"""What vLLM raises when it reads parts of a request that it does not check, for example `extra_args`."""
 
 
 async def generate(request: Request) -> Response:
-    """Answer `GenerateRequest` by `GenerateResponse`, or line by line by `GenerateChunk` if it says `stream`.
+    """Answer a `GenerateRequest` by a `GenerateResponse`, or by one `GenerateChunk` a line if it sets `stream`.
 
     Raises:
-        ServeError: 404 no such version, 422 a key or value that is not legal, 503 not able to generate.
+        ServeError: 404 no such version, 422 an illegal key or value, 503 the server cannot generate.
     """
     server = PolicyServer.of(request)
     body = parse_body(await request.body(), dict[str, Any])
@@ -52,17 +52,17 @@ async def generate(request: Request) -> Response:
         if not asked.stream:
             final = await unless_disconnected(request, _last(outputs))
         else:
-            # Taken before the headers go out, so that what is wrong with the request is a status, not a line.
+            # The first output is fetched before the headers are sent, so that a bad request gets an error status.
             final = await unless_disconnected(request, _next(outputs))
             if final is not None:
                 return _HeldStream(_lines(final, outputs, lease), held.pop_all())
     if final is None:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # the client has disconnected
     return json_response(_response(server, final, params, lease))
 
 
 async def health_generate(request: Request) -> Response:
-    """200 after the newest version has made one token; 503 if it cannot, or not in time."""
+    """Answer 200 after the newest version has generated one token; 503 if it cannot, or not in time."""
     server = PolicyServer.of(request)
     asked = GenerateRequest(prompt=TokenPrompt([0]), sampling={"max_tokens": 1, "temperature": 0.0})
     params = build_sampling_params(asked.sampling, stream=False)
@@ -71,14 +71,14 @@ async def health_generate(request: Request) -> Response:
             await unless_disconnected(request, _last(_outputs(server, asked, params, lease.version)))
     except TimeoutError:
         wanted = f"one token within {_HEALTH_LIMIT_S:.0f} s"
-        raise ServeError(503, "engine", got="no token", wanted=wanted, fix="resume it, or wait") from None
+        raise ServeError(503, "engine", got="no token", wanted=wanted, fix="resume generation, or wait") from None
     return Response(status_code=200)
 
 
 async def _outputs(
     server: PolicyServer, asked: GenerateRequest, params: Any, version: Version
 ) -> AsyncGenerator[Any, None]:
-    """The engine's outputs; its complaints about the request become refusals."""
+    """Yield the engine's outputs; turn its complaints about the request into refusals."""
     prompt = asked.prompt if isinstance(asked.prompt, str) else asked.prompt.prompt_token_ids
     try:
         async with aclosing(server.generate(prompt, params, str(uuid4()), version)) as outputs:
@@ -124,9 +124,9 @@ def _response(server: PolicyServer, final: Any, params: Any, lease: Lease) -> Ge
 
 
 class _HeldStream(StreamingResponse):
-    """Lines of JSON; what `held` holds (version and engine request) is let go when the response is over.
+    """Lines of JSON. `held` (version and engine request) is released after the response.
 
-    Not in the lines' generator: that may never start, if the client leaves early.
+    The lines' generator cannot release it: it never starts if the client disconnects early.
     """
 
     def __init__(self, lines: AsyncIterator[bytes], held: AsyncExitStack) -> None:
@@ -139,12 +139,12 @@ class _HeldStream(StreamingResponse):
 
 
 async def _lines(first: Any, rest: AsyncIterator[Any], lease: Lease) -> AsyncIterator[bytes]:
-    """One line for what each completion gained in each engine step."""
+    """Yield one line for the new tokens of each completion in each engine step."""
     try:
         yield _chunks(first, lease)
         async for output in rest:
             yield _chunks(output, lease)
-    except ServeError as error:  # the status is sent already: say it in a line
+    except ServeError as error:  # the status is sent already, so the error is a line
         yield msgspec.json.encode(error.response()) + b"\n"
 
 
@@ -166,7 +166,7 @@ def _chunks(output: Any, lease: Lease) -> bytes:
 
 
 def _positions(logprobs: Any) -> list[list[TokenLogprobs]]:
-    """vLLM puts the sampled token first in each position's mapping, and so does the wire.
+    """Return logprobs by position. vLLM puts the sampled token first in each position, and so does the wire.
 
     Args:
         logprobs: vLLM's FlatLogprobs, or a sequence of mappings.
@@ -187,16 +187,16 @@ def _prompt_logprobs(logprobs: Sequence[Mapping[int, Any] | None]) -> list[Token
 
 
 def _plain(position: Mapping[int, Any]) -> TokenLogprobs:
-    """As JSON has it; raises as `_check_not_nan`."""
+    """Return a position's logprobs for JSON; raise as `_check_not_nan`."""
     found = {token: max(entry.logprob, _FLOOR) for token, entry in position.items()}
     _check_not_nan(found.values())
     return found
 
 
 def _check_not_nan(values: Iterable[float]) -> None:
-    """Raise a ServeError, 422, if one is NaN: logits were finite before the request's own parameters changed them."""
+    """Raise a ServeError, 422, for NaN: logits were finite before the request's own parameters changed them."""
     if any(map(math.isnan, values)):
         raise ServeError(
-            422, "sampling", got="logprobs that are not finite", wanted="penalties that leave logits finite",
-            fix="choose milder ones",
+            422, "sampling", got="logprobs that are not finite", wanted="penalties that keep logits finite",
+            fix="choose smaller penalties",
         )  # fmt: skip

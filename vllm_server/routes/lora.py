@@ -1,4 +1,4 @@
-"""`/lora/…`: publish a version, withdraw one, see which are there."""
+"""`/lora/…`: publish a version, withdraw a version, list versions."""
 
 import logging
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("vllm.grpo.publisher")  # below "vllm": vLLM's handle
 
 
 async def load(request: Request) -> Response:
-    """Publish the adapter of a `LoraLoadRequest`, or the one in the body; not cut short if the client leaves."""
+    """Publish the adapter of a `LoraLoadRequest`, or the one in the body, even if the client disconnects meanwhile."""
     publisher = PolicyServer.of(request).publisher
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != SAFETENSORS_MEDIA_TYPE:
@@ -37,7 +37,11 @@ async def load(request: Request) -> Response:
 
 
 async def _from_json(request: Request, kind: str) -> LoraLoadRequest:
-    """The JSON body, whatever it is called; one that is none and is not called so may be an adapter sent wrongly."""
+    """Return the request in a JSON body, whatever its content type.
+
+    A body that is neither JSON nor declared as JSON may be an adapter with a wrong content type, so the error names
+    both types.
+    """
     try:
         return await read_body(request, LoraLoadRequest)
     except ServeError as error:
@@ -45,7 +49,7 @@ async def _from_json(request: Request, kind: str) -> LoraLoadRequest:
             raise
         raise ServeError(
             422, "content-type", got=f"{kind} ({error.got})", wanted=f"application/json or {SAFETENSORS_MEDIA_TYPE}",
-            fix="say which of them the body is",
+            fix="set the content type to that of the body",
         ) from error  # fmt: skip
 
 
@@ -59,7 +63,7 @@ def _from_query(request: Request) -> LoraLoadRequest:
 
 
 async def open_channel(request: Request) -> Response:
-    """Open the channel of a `ChannelRequest`: the trainer's GPU memory, or a communicator with it."""
+    """Open the channel of a `ChannelRequest`: the trainer's GPU memory, or an NCCL communicator."""
     asked = await read_body(request, ChannelRequest)  # pyright: ignore[reportArgumentType]  # a union
     return json_response(await PolicyServer.of(request).publisher.open_channel(asked))
 
@@ -78,5 +82,5 @@ async def unload(request: Request) -> Response:
 
 
 async def status(request: Request) -> Response:
-    """The versions that the engine holds, as `LoraStatus`."""
+    """Return the versions that the engine holds, as `LoraStatus`."""
     return json_response(PolicyServer.of(request).lora_status())

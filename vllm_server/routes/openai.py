@@ -1,7 +1,7 @@
-"""vLLM's own /v1 completion routes, on the newest version.
+"""Serve vLLM's /v1 completion routes with the newest version.
 
-A request that names the served model (or none) is answered by the newest version: its `model` is rewritten
-on the way in. The answer's `model` and the header `x-policy-version` say which that was.
+A request that names the served model (or none) gets the newest version: the middleware rewrites its `model`. The
+answer's `model` and the header `x-policy-version` name that version.
 """
 
 import msgspec
@@ -24,7 +24,7 @@ class _Model(msgspec.Struct):
 
 
 class RouteToNewest:
-    """ASGI middleware; holds the version until the whole answer, streamed or not, has gone out."""
+    """ASGI middleware that holds the version until the whole answer, streamed or not, is sent."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -36,10 +36,10 @@ class RouteToNewest:
         try:
             asked = msgspec.json.decode(body, type=_Model).model
         except UNREADABLE:
-            asked = None  # vLLM says what is wrong with it
+            asked = None  # vLLM reports the error
         app: Starlette = scope["app"]
         server: PolicyServer = app.state.policy_server
-        if not server.registry.serves(asked):  # no version of ours: an adapter of vLLM's --lora-modules, or unknown
+        if not server.registry.serves(asked):  # an adapter of vLLM's --lora-modules, or unknown
             return await self.app(scope, _replay(body, receive), send)
         try:
             async with server.serving(asked) as lease:
@@ -73,7 +73,7 @@ def _with_length(scope: Scope, length: int) -> Scope:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """The body once, then whatever the client really does next (leave, mostly)."""
+    """Return a `receive` that yields the body once and then the client's real messages, usually its disconnect."""
     sent = False
 
     async def replay() -> Message:
@@ -98,7 +98,7 @@ def _telling(lease: Lease, send: Send) -> Send:
 
 
 def _refusing(lease: Lease, scope: Scope, receive: Receive, send: Send) -> Send:
-    """Puts our own refusal in the place of vLLM's failure if the version has turned out to be unhealthy."""
+    """Return a `send` that replaces vLLM's 500 by our refusal if the version has become unhealthy."""
     refused = False
 
     async def answer(message: Message) -> None:

@@ -1,16 +1,16 @@
-"""What runs inside vLLM's engine processes, not in the server's own."""
+"""Code that runs inside vLLM's engine processes, not in the server's own."""
 
 import os
 
 LOGITS_VARIABLE = "GRPO_LOGITS_DTYPE"
-"""How `--logits-dtype` reaches the workers: their processes inherit it."""
+"""Carries `--logits-dtype` to the worker processes, which inherit the environment."""
 
 
 def logits_are_exact() -> bool:
-    """Whether workers give logits in fp32: vLLM's product of a fixed order gives nothing but the model's dtype."""
+    """Return whether workers give logits in fp32. vLLM's batch-invariant product gives only the model's dtype."""
     return os.environ.get(LOGITS_VARIABLE) == "float32" and not is_batch_invariant()
 
 
 def is_batch_invariant() -> bool:
-    """Whether vLLM was told to compute each request the same way whatever else is served."""
+    """Return whether vLLM computes each request independently of the rest of the batch."""
     return os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0")

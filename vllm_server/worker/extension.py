@@ -1,8 +1,8 @@
-"""What vLLM's worker can do beyond vLLM: named in `--worker-extension-cls`, called by `collective_rpc`.
+"""Methods that this server adds to vLLM's worker: named in `--worker-extension-cls`, called by `collective_rpc`.
 
-vLLM mixes the class into its worker, where a name that is taken is an error: hence the prefix. It stays thin; what the
-calls need is kept in one object. Arguments are JSON (vLLM passes text and bytes, but not structs of ours), results are
-plain values. A refusal comes back as `{"refused": reason}`: an exception would be a fault of the engine.
+vLLM mixes the class into its worker and fails on a name that is taken: hence the prefix. The class has only methods;
+their state is in one object. Arguments are JSON, because vLLM passes text and bytes but not our structs. Results are
+plain values. A refusal is returned as `{"refused": reason}`: an exception would count as a fault of the engine.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PolicyState:
 
 
 def settings_of(config: dict[str, Any]) -> str:
-    """What of an adapter's configuration changes how its tensors are used."""
+    """Return the settings that change how an adapter's tensors are used, as text."""
     return f"r{config['r']} alpha{config['lora_alpha']} rslora{bool(config.get('use_rslora'))}"
 
 
@@ -71,7 +71,7 @@ class PolicyWorker:
     device: torch.device
 
     def grpo_describe(self) -> dict[str, Any]:
-        """As `WorkerInfo`."""
+        """Return this worker's `WorkerInfo`."""
         if self.device.type != "cuda":
             return {"rank": self.rank, "gpu_uuid": "", "visible_gpus": []}
         visible = [gpu_uuid(index) for index in range(torch.cuda.device_count())]
@@ -79,7 +79,7 @@ class PolicyWorker:
         return {"rank": self.rank, "gpu_uuid": gpu_uuid(index), "visible_gpus": visible}
 
     def grpo_parameters(self) -> dict[str, dict[str, Any]]:
-        """Shape and dtype of all parameters, each as `ParameterInfo`."""
+        """Return shape and dtype of all parameters, each as `ParameterInfo`."""
         found = plain_parameters(self.get_model())  # type: ignore[attr-defined]  # the worker's own
         return {name: {"shape": list(p.shape), "dtype": dtype_name(p)} for name, p in found.items()}
 
@@ -91,12 +91,12 @@ class PolicyWorker:
         try:
             with state.slots.writing():
                 state.channels[name] = _receiver(asked, settings, self.device, self.rank)
-        except (ValueError, TypeError, RuntimeError) as error:  # no handle, no such memory, no NCCL, …
+        except (ValueError, TypeError, RuntimeError) as error:  # a bad handle, missing memory, no NCCL, …
             return {"refused": str(error)}
         return {}
 
     def grpo_close_channel(self, name: str) -> None:
-        """Let go of it; one that is not open is no error."""
+        """Close the channel. A channel that is not open needs no closing."""
         state = self._grpo()
         receiver = state.channels.pop(name, None)
         if receiver is not None:
@@ -104,7 +104,7 @@ class PolicyWorker:
             receiver.close()
 
     def grpo_install_adapter(self, adapter_id: int, config: str, *, file: str, channel: str) -> dict[str, Any]:
-        """Write the adapter that lies in a safetensors file or a channel into a slot; an `Installed` as a dict."""
+        """Write the adapter of a safetensors file or a channel into a slot; return `Installed` as a dict."""
         started = time.perf_counter()
         state = self._grpo()
         settings = msgspec.json.decode(config)
@@ -122,7 +122,7 @@ class PolicyWorker:
             return {"refused": str(error)}
         except NotFiniteError as error:
             return {"refused": error.got, "field": error.field}
-        except (ValueError, RuntimeError) as error:  # vLLM's own words for an adapter that it does not take
+        except (ValueError, RuntimeError) as error:  # vLLM refuses the adapter
             return {"refused": str(error)}
         return {**asdict(installed), "seconds": time.perf_counter() - started}
 

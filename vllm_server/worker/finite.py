@@ -1,8 +1,8 @@
-"""Nothing that is not finite is served: adapters that are refused, logits that are marked, KV blocks that are cleaned.
+"""Serve only finite values: refuse adapters, mark logits, and clean KV blocks.
 
-NaN spreads: its product with 0 is NaN, too. From a slot it reaches tokens of other adapters, which our kernels multiply
-by 0 there. From a KV block it reaches the next request that has the block: on a CPU, attention multiplies what lies
-behind a sequence's end by 0 instead of leaving it out.
+NaN spreads, because NaN times 0 is NaN. From a slot it would reach tokens of other adapters: our kernels multiply them
+by 0 there. From a KV block it would reach the next request that gets the block: on a CPU, attention multiplies the
+entries behind a sequence's end by 0 instead of skipping them.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class NotFiniteError(ValueError):
 
 
 def scaling_of(config: Mapping[str, Any]) -> float:
-    """What an adapter's product is multiplied by, from its adapter_config.json."""
+    """Return the factor of an adapter's product, from its adapter_config.json."""
     rank = config["r"]
     return config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def check_finite(adapter: PackedAdapter, scaling: float) -> None:
-    """Refuse what is not finite, or is not once it is multiplied by `scaling`, in the dtype of the buffer.
+    """Raise if a value is not finite in the buffer's dtype, before or after multiplication by `scaling`.
 
-    One reduction over the whole buffer. The host waits for its result, so nothing is written before.
+    The check is one reduction over the whole buffer. The host waits for its result, so nothing is written before.
 
     Raises:
         NotFiniteError: names the first tensor.
@@ -58,10 +58,10 @@ def check_finite(adapter: PackedAdapter, scaling: float) -> None:
 
 
 def mark_logits() -> None:
-    """Before a model is loaded: have each row of logits without a finite maximum contain NaN, which vLLM counts.
+    """Put NaN into each row of logits whose maximum is not finite, which vLLM counts. Call before a model is loaded.
 
     Raises:
-        FatalError: this vLLM makes logits elsewhere.
+        FatalError: this vLLM computes logits elsewhere.
     """
     name = "LogitsProcessor"
     processor = getattr(compat.seam(("vllm.model_executor.layers.logits_processor",), name), name)
@@ -73,27 +73,30 @@ def mark_logits() -> None:
 
     processor.forward = forward
     runner = compat.seam(("vllm.v1.worker.gpu_model_runner",))
-    if hasattr(runner, "count_nans_per_row"):  # which makes a mask of all logits, and adds it up
+    if hasattr(runner, "count_nans_per_row"):  # vLLM's own makes a mask of all logits
         vars(runner)["count_nans_per_row"] = rows_with_nan
 
 
 def marked(logits_NV: Tensor) -> Tensor:
-    """The same tensor; the first logit of a row is NaN where the row has NaN, +inf, or -inf alone.
+    """Set a row's first logit to NaN if the row has NaN, +inf, or only -inf; return the same tensor.
 
-    Counted before sampling: what a request's own sampling parameters do to its logits is no fault of the weights.
+    The count happens before sampling: a request's own sampling parameters may make logits infinite without a fault of
+    the weights.
     """
     largest_N = logits_NV.amax(-1)
-    logits_NV[..., 0] += largest_N - largest_N  # 0 of a finite number, else NaN
+    logits_NV[..., 0] += largest_N - largest_N  # 0 if the maximum is finite, else NaN, without a wait for the GPU
     return logits_NV
 
 
 def rows_with_nan(logits_NV: Tensor) -> Tensor:
-    """1 for each row that has NaN, else 0; int32, on the device."""
+    """Return 1 for each row that has NaN, else 0; int32, on the device."""
     return logits_NV.amax(-1).isnan().to(torch.int32)
 
 
 def zero_new_blocks() -> None:
-    """Have vLLM zero each KV block before a request gets it, as it does for some models; in each process of the engine.
+    """Have vLLM zero each KV block before a request gets it, as it does for some models.
+
+    Call this in each process of the engine.
 
     Raises:
         FatalError: this vLLM has no such switch.

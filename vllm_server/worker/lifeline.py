@@ -1,7 +1,7 @@
-"""The engine's process ends when the server's has, however that came about.
+"""End the engine's process when the server's process has ended, for any reason.
 
-vLLM's engine process waits for requests on a socket and does not notice that the server was killed: it would stay,
-with the model in memory. Its own workers do notice when *it* ends.
+vLLM's engine process waits for requests on a socket and does not notice that the server was killed: it would keep
+running, with the model in memory. vLLM's worker processes notice the end of the engine themselves.
 """
 
 import multiprocessing
@@ -15,23 +15,23 @@ from typing import Any
 GRACE_S = 5.0
 
 replaced: Callable[..., None] | None = None
-"""What `run_engine_core` stands in for, in the server's process; an engine's own finds vLLM's in place."""
+"""The function that `run_engine_core` replaces, in the server's process; an engine's process finds vLLM's own."""
 
 
 def run_engine_core(*args: Any, **kwargs: Any) -> None:
-    """Stands in for `EngineCoreProc.run_engine_core` as the target of the engine's process."""
+    """Run vLLM's engine with the checks of this server; replaces `EngineCoreProc.run_engine_core` as process target."""
     from vllm.v1.engine.core import EngineCoreProc
 
     from vllm_server.worker import finite
 
     threading.Thread(target=_end_with_parent, name="lifeline", daemon=True).start()
-    finite.zero_new_blocks()  # its scheduler says which; workers in processes of their own do it in `extension`
+    finite.zero_new_blocks()  # for the scheduler in this process; worker processes do it in `extension`
     run = replaced or EngineCoreProc.run_engine_core
     run(*args, **kwargs)
 
 
 def _end_with_parent() -> None:
-    """Wait for the parent's end; then ask this process to stop, and insist if it does not."""
+    """Wait for the parent's end. Then send SIGTERM to this process, and SIGKILL after a grace period."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "runs in a process that multiprocessing started"
     parent.join()

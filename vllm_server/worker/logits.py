@@ -1,8 +1,8 @@
-"""Logits in fp32: what the head's product is summed in anyway, before vLLM rounds it to the model's 16 bits.
+"""Logits in fp32: the head's product is summed in fp32, and vLLM rounds the sum to the model's 16 bits.
 
-A logit of 10 in bfloat16 is off by up to 0.03: half of what a bfloat16 model is off by in all, measured on the demo
-model. The trainer's logits are fp32, too (`grpo_trainer.model.head`). vLLM 0.32, unlike 0.25, has this as
-`--hf-overrides '{"head_dtype": "float32"}'`; done here it works in both and is not the user's to remember.
+A logit of 10 in bfloat16 is off by up to 0.03: half of the total error of a bfloat16 model, measured on the demo model.
+The trainer's logits are fp32, too (`grpo_trainer.model.head`). vLLM 0.32, unlike 0.25, has this as
+`--hf-overrides '{"head_dtype": "float32"}'`. The change here works in both, and users need no flag.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ logger = logging.getLogger("vllm.grpo.logits")
 
 
 def prepare_worker() -> None:
-    """Before a model is loaded: have heads give fp32 if the server was told to."""
+    """Make heads return fp32 logits if `--logits-dtype` says so. Call before a model is loaded."""
     if os.environ.get(LOGITS_VARIABLE) != "float32":
         return
     if is_batch_invariant():
-        logger.warning("VLLM_BATCH_INVARIANT: logits are rounded to the model's dtype; its product gives no other")
+        logger.warning("VLLM_BATCH_INVARIANT: logits have the model's dtype, the only one of its product")
         return
     name = "UnquantizedEmbeddingMethod"
     method = getattr(compat.seam(("vllm.model_executor.layers.vocab_parallel_embedding",), name), name)
@@ -35,7 +35,7 @@ def prepare_worker() -> None:
 
 
 def exact_in_place_of(vllms: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """What stands for a method's `apply`, which heads that are not quantized make their logits with."""
+    """Return a replacement for a method's `apply`, by which unquantized heads compute their logits."""
 
     def apply(self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.dtype not in (torch.bfloat16, torch.float16) or layer.weight.dtype != x.dtype:
@@ -46,7 +46,7 @@ def exact_in_place_of(vllms: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def product(x: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
-    """`x @ weight.T + bias` in fp32, of factors in 16 bits: [..., V] of [..., H]."""
+    """Return `x @ weight.T + bias` in fp32, with factors in 16 bits: [..., V] from [..., H]."""
     if not x.is_cuda:
         wide = None if bias_V is None else bias_V.float()
         return functional.linear(x.float(), weight_VH.float(), wide)

@@ -1,4 +1,4 @@
-"""An adapter's tensors as the worker has them: one flat buffer, and where each tensor lies in it."""
+"""An adapter's tensors in the worker: one flat buffer, and each tensor's place in it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies: elements from the start of the buffer."""
+    """A tensor's place, in elements from the start of the buffer."""
 
     offset: int
     shape: tuple[int, ...]
@@ -28,7 +28,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """Names, places, and one dtype; `key` is the same for equal layouts with equal settings of the adapter."""
+    """Names, places, and one dtype; `key` is equal for equal layouts with equal settings of the adapter."""
 
     key: str
     dtype: torch.dtype
@@ -41,10 +41,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class PackedAdapter:
-    """
+    """A layout and the buffer that has its elements.
+
     Attributes:
-        buffer_E: all elements, in the layout's dtype, on the device that it came to.
-        lasting: the next adapter of this layout comes in the same buffer: views of it are worth keeping.
+        buffer_E: all elements, in the layout's dtype, on the receiving device.
+        lasting: the next adapter of this layout arrives in the same buffer, so views of it can be reused.
     """
 
     layout: Layout
@@ -52,20 +53,20 @@ class PackedAdapter:
     lasting: bool = False
 
     def tensors(self, buffer_E: Tensor | None = None) -> dict[str, Tensor]:
-        """Views by name, of this buffer or of another one of the same layout."""
+        """Return views by name, of this buffer or of another one with the same layout."""
         buffer_E = self.buffer_E if buffer_E is None else buffer_E
         return {name: buffer_E[p.offset : p.end].view(p.shape) for name, p in self.layout.places.items()}
 
 
 def layout_of(header: bytes, settings: str) -> Layout:
-    """The layout that a header describes.
+    """Return the layout that a header describes.
 
     Args:
         header: length and header of a safetensors file.
-        settings: whatever else the engine's use of the tensors depends on (rank, alpha, …), as text.
+        settings: further settings that the engine's use of the tensors depends on (rank, alpha, …), as text.
 
     Raises:
-        ValueError: a tensor's dtype is none of floats, or there are several.
+        ValueError: a tensor's dtype is not a float, or the dtypes differ.
     """
     parsed = decode_header(header)
     dtypes = {span.dtype for span in parsed.spans}
@@ -79,8 +80,8 @@ def layout_of(header: bytes, settings: str) -> Layout:
 
 
 def cast(adapter: PackedAdapter, dtype: torch.dtype) -> PackedAdapter:
-    """The same adapter in another dtype."""
+    """Return the same adapter in another dtype."""
     if adapter.layout.dtype == dtype:
         return adapter
     layout = Layout(f"{adapter.layout.key}:{dtype}", dtype, adapter.layout.places)
-    return PackedAdapter(layout, adapter.buffer_E.to(dtype))  # a new buffer each time: none that lasts
+    return PackedAdapter(layout, adapter.buffer_E.to(dtype))  # a new buffer each time, so not lasting

@@ -1,8 +1,8 @@
-"""Keeping vLLM's weights on a CPU as they are.
+"""Keep vLLM's weights on a CPU in their plain layout.
 
-vLLM packs them for its own kernels when they are loaded, and computes from the packed copy: what is written into the
-parameter afterwards changes nothing. Here it is told that those kernels are not there. Only in this process, and only
-for servers that share their weights.
+vLLM packs weights for its own kernels when it loads them, and computes from the packed copy: later writes to the
+parameter have no effect. This module tells vLLM that those kernels are missing, only in this process, and only for
+servers that share their weights.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch.nn.functional import linear
 
 
 class PlainExperts:
-    """Stands in for two methods of vLLM's CPU kernel for experts."""
+    """Replaces two methods of vLLM's CPU kernel for experts."""
 
     w1_bias: Tensor | None
     w2_bias: Tensor | None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Nothing is packed or padded."""
+        """Do not pack or pad the weights."""
 
     def apply(
         self,
@@ -38,7 +38,7 @@ class PlainExperts:
         apply_router_weight_on_input: bool,
         **__: Any,
     ) -> None:
-        """Expert by expert, as transformers computes it.
+        """Compute the experts one by one, as transformers does.
 
         Args:
             output: [token, hidden], written.
@@ -59,7 +59,7 @@ class PlainExperts:
 
 
 def keep_weights_plain() -> None:
-    """Call before the model is loaded.
+    """Turn off vLLM's packing. Call before the model is loaded.
 
     Raises:
         AttributeError: vLLM has moved one of the switches.
@@ -68,7 +68,7 @@ def keep_weights_plain() -> None:
     utils = importlib.import_module("vllm.model_executor.layers.utils")
     for module, name in ((operators, "_supports_onednn"), (utils, "check_cpu_sgl_kernel")):
         if not hasattr(module, name):
-            raise AttributeError(f"this vLLM has no {module.__name__}.{name}, by which its packing is turned off")
+            raise AttributeError(f"this vLLM has no {module.__name__}.{name}, which turns off its packing")
     vars(operators)["_supports_onednn"] = False
     vars(utils)["check_cpu_sgl_kernel"] = lambda n, k, dtype: False
     try:

@@ -1,8 +1,8 @@
-"""Sharing a worker's parameters with a trainer: handles by which another process opens the same memory.
+"""Share a worker's parameters with a trainer: handles by which another process opens the same memory.
 
-On a GPU that is CUDA IPC of the storages as they are, captured graphs and all. On a CPU every storage is moved into one
-file in memory that both map. The file has no name: it is reached through /proc by processes of the same user, and is
-gone with the last of them that has it open or mapped, however they end.
+On a GPU the handles are CUDA IPC of the unchanged storages, so captured graphs stay valid. On a CPU every storage moves
+into one memory file that both processes map. The file has no name: processes of the same user reach it through /proc.
+The kernel frees it when no process has it open or mapped.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch import Tensor
 
 from vllm_server.protocol.bridge_config import CudaIpcHandle, FileHandle, Handle
 
-_ALIGNMENT = 4096  # bytes: a page, more than any kernel asks for
+_ALIGNMENT = 4096  # bytes: a page, more than any kernel requires
 
-_LORA_WRAPPER = ".base_layer."  # what vLLM's LoRA layers call the layer within
+_LORA_WRAPPER = ".base_layer."  # vLLM's LoRA layers wrap the original layer under this name
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Parameters by vLLM's names, and what opens them; `descriptor` is that of the file in memory, if there is one."""
+    """Handles by vLLM's names; `descriptor` is that of the memory file, if there is one."""
 
     handles: dict[str, Handle]
     descriptor: int | None = None
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
-    """What goes to the server's process: handles by vLLM's names, `device` as torch writes it."""
+    """The answer to the server's process: handles by vLLM's names, `device` as torch writes it."""
 
     handles: dict[str, Handle]
     device: str
@@ -41,7 +41,7 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plain_parameters(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The model's parameters by their names without LoRA, a tied one under each of its names.
+    """Return the model's parameters by their names without LoRA wrappers; a tied one is under each of its names.
 
     Raises:
         ValueError: two parameters have one name.
@@ -55,10 +55,10 @@ def plain_parameters(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def check_shareable(parameters: dict[str, Tensor], device: torch.device) -> None:
-    """Refuse what a trainer could not write to as to the model's own weights.
+    """Refuse parameters that a trainer cannot write in place.
 
     Raises:
-        ValueError: names the first parameter that was packed away or quantised, or lies elsewhere.
+        ValueError: names the first parameter that is packed, quantised or on another device.
     """
     for name, parameter in parameters.items():
         if parameter.numel() == 0:
@@ -70,12 +70,12 @@ def check_shareable(parameters: dict[str, Tensor], device: torch.device) -> None
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """Torch's name of it without `torch.`."""
+    """Return the dtype by torch's name without `torch.`."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def share(parameters: dict[str, Tensor], device: torch.device) -> Shared:
-    """Handles of all of them. On a CPU their `data` is moved, so nothing may hold on to where it was.
+    """Return handles of all parameters. On a CPU this moves their `data`, so old references to it become invalid.
 
     Raises:
         ValueError: see `check_shareable`.
@@ -136,7 +136,7 @@ def _share_file(parameters: dict[str, Tensor]) -> Shared:
 
 
 def _layout(parameters: Iterable[Tensor]) -> tuple[dict[int, int], int]:
-    """Where each storage goes (bytes, by its address), and the size of it all."""
+    """Return each storage's place (in bytes, by its address) and the total size."""
     places: dict[int, int] = {}
     size = 0
     for parameter in parameters:

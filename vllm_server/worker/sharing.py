@@ -1,6 +1,6 @@
-"""The worker of a server that shares its weights: the policy's own, and handles of its parameters.
+"""The worker of a server that shares its weights: the policy's worker, plus handles of its parameters.
 
-Imported before the model is loaded: on a CPU the weights are kept plain from here on.
+vLLM imports it before the model is loaded. On a CPU this import keeps the weights plain.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class SharingWorker(PolicyWorker):
     """Mixed into vLLM's worker."""
 
     def grpo_export_weights(self) -> dict[str, Any]:
-        """Share all parameters, once: `Exported` as JSON, or why not."""
+        """Share all parameters, once. Return `Exported` as JSON, or the refusal."""
         shared: Shared | None = self.__dict__.get("_grpo_shared")
         try:
             with torch.no_grad():
@@ -35,6 +35,6 @@ class SharingWorker(PolicyWorker):
         return {"exported": msgspec.json.encode(exported)}
 
     def grpo_synchronize(self) -> None:
-        """Wait until the device has done all that it was told."""
+        """Wait until the device has finished all queued work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -1,9 +1,9 @@
-"""Writing an adapter into vLLM's slots: where its kernels read, and nowhere else.
+"""Write adapters into vLLM's slots, the buffers that its kernels read, and keep no other copy.
 
-vLLM keeps each adapter twice: on the CPU, tensor by tensor, and in a slot of buffers on the device, into which
-hundreds of small copies go. Here the slot is the only place, and the first adapter that comes to a slot goes through
-vLLM's own code (which merges q, k and v, cuts shards, scales B) while its copies are recorded: which piece of the
-packed buffer went where. Every later adapter of the same shapes is written by repeating them all in one call.
+vLLM keeps each adapter twice: on the CPU, tensor by tensor, and in a slot of device buffers, which hundreds of small
+copies fill. Here the slot is the only copy. The first adapter in a slot goes through vLLM's own code, which merges q, k
+and v, shards the tensors and scales B. A recorder notes its copies: which piece of the packed buffer went where. Every
+later adapter of the same shapes repeats all recorded copies in one call.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ logger = logging.getLogger("vllm.grpo.slots")
 
 @dataclass(frozen=True)
 class Installed:
-    """What was done.
+    """The result of an installation.
 
     Attributes:
-        seconds: the engine did nothing else meanwhile.
+        seconds: how long it took; the engine did nothing else meanwhile.
         unserved: modules of the adapter for which this worker has no place.
     """
 
@@ -44,7 +44,7 @@ class Installed:
 
 @dataclass(frozen=True)
 class Source:
-    """A piece of a packed buffer: offset in elements, size and stride as of `torch.as_strided`."""
+    """A piece of a packed buffer: offset in elements, size and stride as in `torch.as_strided`."""
 
     offset: int
     size: tuple[int, ...]
@@ -56,7 +56,7 @@ class Source:
 
 @dataclass
 class CopyPlan:
-    """The copies that write one slot, and the targets that are multiplied by the adapter's scaling afterwards."""
+    """The copies that write one slot, and the targets to multiply by the adapter's scaling afterwards."""
 
     targets: list[Tensor]
     sources: list[Source]
@@ -70,23 +70,24 @@ class CopyPlan:
             torch._foreach_mul_(self.scaled, self.scaling)  # pyright: ignore
 
     def _pieces(self, adapter: PackedAdapter) -> list[Tensor]:
-        """Views of the sources. Those of a buffer that comes again are kept: to make hundreds takes a while."""
+        """Return views of the sources. Views of a lasting buffer are cached, because creating hundreds is slow."""
         if self._bound is not None and self._bound[0] == adapter.buffer_E.data_ptr():
-            return self._bound[1]  # the memory is the same: while views of it are held, it is nobody else's
+            return self._bound[1]  # its views keep the memory allocated: no other buffer has its address
         pieces = [source.of(adapter.buffer_E) for source in self.sources]
         self._bound = (adapter.buffer_E.data_ptr(), pieces) if adapter.lasting else None
         return pieces
 
     def forget_views(self) -> None:
-        """Let go of the buffer."""
+        """Drop cached views, so that the buffer can be freed."""
         self._bound = None
 
 
 class SlotResident(LoRAModel):
-    """An adapter whose tensors are in its slot only.
+    """An adapter whose tensors are only in its slot.
 
-    vLLM asks an adapter for tensors when it moves it into a slot. This one is in a slot as long as it is registered;
-    were it ever moved, it would have nothing to give, and the base model would answer in its name: so it raises.
+    vLLM reads an adapter's tensors when it moves the adapter into a slot. This one is in a slot as long as it is
+    registered. If vLLM moved it again, there would be no tensors, and the base model would answer under the adapter's
+    name. Therefore it raises.
     """
 
     sealed = False
@@ -102,7 +103,7 @@ class SlotResident(LoRAModel):
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes every copy out of a buffer while it is in force."""
+    """Records every copy out of a buffer while it is active."""
 
     def __init__(self, buffer_E: Tensor) -> None:
         super().__init__()
@@ -140,12 +141,15 @@ class AdapterSlots:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the slots hold."""
+        """Return the slots' dtype."""
         return self._manager.lora_config.lora_dtype
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """On a GPU: beside the forward passes under way, none of which reads the slot; done when the block is left."""
+        """Write on a separate stream on a GPU, concurrently with forward passes that do not read the slot.
+
+        The writes are complete when the block ends.
+        """
         if self._stream is None:
             with torch.no_grad():
                 yield
@@ -159,8 +163,8 @@ class AdapterSlots:
 
         Raises:
             RuntimeError: no slot is free.
-            ValueError: vLLM does not take the adapter, or it is another model's, or (`NotFiniteError`) not finite; of
-                one that is not finite nothing was written.
+            ValueError: vLLM refuses the adapter, it is of another model, or it is not finite (`NotFiniteError`: nothing
+                was written).
         """
         started = time.perf_counter()
         adapter = cast(adapter, self.dtype)
@@ -169,6 +173,7 @@ class AdapterSlots:
         free = [slot for slot, holder in enumerate(self._manager.lora_index_to_id) if holder is None]
         if not free:
             raise RuntimeError(f"all {len(self._manager.lora_index_to_id)} adapter slots are taken")
+        # Recorded copies write only what this layout covers, so they need a slot that the same layout wrote last.
         known = [slot for slot in free if (slot, key) in self._plans and self._written.get(slot) == key]
         if known:
             slot, unserved = known[0], ()
@@ -188,7 +193,7 @@ class AdapterSlots:
     def _install_by_vllm(
         self, adapter_id: int, adapter: PackedAdapter, config: dict[str, Any]
     ) -> tuple[int, tuple[str, ...]]:
-        """By vLLM's own code, recording what it copies; the slot, and the modules that it has no place for."""
+        """Install by vLLM's own code and record its copies. Return the slot and the modules that have no place."""
         manager = self._manager
         helper = PEFTHelper.from_dict({**config, "vllm_max_position_embeddings": None})
         helper.validate_legal(manager.lora_config)
@@ -205,7 +210,7 @@ class AdapterSlots:
         )
         assert isinstance(lora, SlotResident)
         _check_sizes(manager, lora)
-        manager.add_adapter(lora)  # merges what vLLM has merged
+        manager.add_adapter(lora)  # merges the modules that vLLM's layers merge
         unserved = tuple(sorted(set(lora.loras) - set(manager.modules)))
         with _Recorder(buffer_E) as recorder:
             manager.activate_adapter(adapter_id)
@@ -218,37 +223,37 @@ class AdapterSlots:
         return slot, unserved
 
     def _activate_by_vllm(self, adapter_id: int) -> bool:
-        """vLLM's own way into a slot, for whatever adapter: nothing recorded holds for that slot afterwards.
+        """Activate an adapter by vLLM's own code, and drop the slot's recorded copies.
 
-        vLLM clears the slot first. Copies that are repeated do not, and need not, as long as those before them were to
-        the same places: so what is written here, or half written and refused, must not be taken for one of them.
+        vLLM clears the slot first. Repeated copies do not clear it, and need not while they follow copies to the same
+        places. After vLLM has written the slot, even partly, they may no longer be used for it.
         """
         manager = self._manager
         if adapter_id not in manager._active_adapters:
             if None not in manager.lora_index_to_id:
                 self._refuse_to_evict()
-            self._forget_slot(manager.lora_index_to_id.index(None))  # vLLM takes the first that is free, too
+            self._forget_slot(manager.lora_index_to_id.index(None))  # vLLM also takes the first free slot
         return self._activate(adapter_id)
 
     def _refuse_to_evict(self) -> bool:
-        """vLLM would make room for adapters that come by its own routes; a version pushed out is nowhere else."""
+        """Raise instead of evicting: adapters of vLLM's routes would evict a version that exists nowhere else."""
         slots = len(self._manager.lora_index_to_id)
         raise RuntimeError(f"all {slots} adapter slots are taken; raise --max-loras to load adapters of your own")
 
     def forget_views(self) -> None:
-        """Let go of all buffers that adapters came in."""
+        """Drop all cached views, so that received buffers can be freed."""
         for plan in self._plans.values():
             plan.forget_views()
 
     def _forget_slot(self, slot: int) -> None:
-        """One layout a slot is kept: the one in it."""
+        """Drop a slot's recorded copies; a slot has the copies of one layout, its current one."""
         for key in [key for key in self._plans if key[0] == slot]:
             del self._plans[key]
         self._written.pop(slot, None)
 
 
 def _renames(model: Any) -> Any:
-    """vLLM's renaming of checkpoint names to its own, without its merging of q, k, v and gate, up."""
+    """Return vLLM's renaming of checkpoint names, without its merging of q, k, v and of gate, up."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     for method in ("get_rename_mapper", "get_unstacked_mapper"):  # 0.32, 0.25
         if hasattr(mapper, method):
@@ -257,13 +262,13 @@ def _renames(model: Any) -> Any:
 
 
 def _check_sizes(manager: Any, lora: LoRAModel) -> None:
-    """Refuse an adapter of another model: vLLM copies what is too small for a layer into a part of its place.
+    """Refuse an adapter of another model: vLLM would copy a tensor that is too small into a part of its place.
 
     Args:
-        lora: before what vLLM has merged is merged.
+        lora: the adapter before its modules are merged.
 
     Raises:
-        ValueError: a module of it is of another size.
+        ValueError: a module has another size than the model's.
     """
     for name, weights in lora.loras.items():
         parent, _, part = name.rpartition(".")
@@ -280,8 +285,8 @@ def _check_sizes(manager: Any, lora: LoRAModel) -> None:
 
 
 def _outputs(base: Any, parts: int) -> list[Any] | None:
-    """Rows of B for each part of a (merged) linear layer, over all shards; None if it is something else."""
-    if hasattr(base, "total_num_kv_heads"):  # its `output_sizes` count the copies of kv heads on several GPUs
+    """Return the rows of B for each part of a (merged) linear layer, over all shards; None for other layers."""
+    if hasattr(base, "total_num_kv_heads"):  # `output_sizes` counts replicated kv heads on several GPUs
         heads = (base.total_num_heads, base.total_num_kv_heads, base.total_num_kv_heads)
         return [count * base.head_size for count in heads] if parts == 3 else None
     sizes = list(getattr(base, "output_sizes", None) or [getattr(base, "output_size", None)])
@@ -289,10 +294,10 @@ def _outputs(base: Any, parts: int) -> list[Any] | None:
 
 
 def _plan(copies: list[tuple[Tensor, Source]], layout: Layout, scaling: float) -> CopyPlan | None:
-    """The recorded copies as a plan; None if they are not all of it.
+    """Return the recorded copies as a plan, or None if they do not cover the adapter.
 
-    Where vLLM makes new tensors on the way (it joins the shards of a fused layer, stacks experts), what it copies does
-    not come from the buffer, and only its own code can write the slot.
+    Where vLLM creates new tensors (it joins the shards of a fused layer, or stacks experts), it does not copy from the
+    buffer, and only vLLM's own code can write the slot.
     """
     owners = sorted((place.offset, place.end, name) for name, place in layout.places.items())
     starts = torch.tensor([start for start, _, _ in owners])
@@ -306,6 +311,6 @@ def _plan(copies: list[tuple[Tensor, Source]], layout: Layout, scaling: float) -
         if ".lora_B" in name or "lora_embedding_B" in name:
             scaled.append(target)
     if seen != set(layout.places):
-        logger.info("this model's adapters go through vLLM's own loading each time: not all copies can be repeated")
+        logger.info("vLLM's own code loads each adapter of this model: not all of its copies can be repeated")
         return None
     return CopyPlan([target for target, _ in copies], [source for _, source in copies], scaled, scaling)

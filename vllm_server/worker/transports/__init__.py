@@ -1,1 +1,1 @@
-"""The engine's end of each transport, by the names of the trainer's (`grpo_trainer/weights/transports`)."""
+"""The engine's side of each transport, by the trainer's names (`grpo_trainer/weights/transports`)."""

@@ -1,4 +1,4 @@
-"""Transport `cuda_ipc`: the trainer's packed adapter, mapped here; copied GPU memory to GPU memory."""
+"""Transport `cuda_ipc`: map the trainer's packed adapter and copy it from GPU memory to GPU memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm_server.worker.packed import Layout, PackedAdapter, layout_of
 
 
 def gpu_uuid(index: int) -> str:
-    """A GPU's identity, the same in every process whatever CUDA_VISIBLE_DEVICES says."""
+    """Return a GPU's UUID, which does not depend on CUDA_VISIBLE_DEVICES."""
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
@@ -27,23 +27,23 @@ class CudaIpcReceiver:
         visible = {gpu_uuid(index): index for index in range(torch.cuda.device_count())}
         if channel.gpu_uuid not in visible:
             raise ValueError(f"the trainer's GPU {channel.gpu_uuid}, while this worker sees {', '.join(visible)}")
-        # CUDA must be up in this process before a handle is opened, which the worker's own tensors have seen to.
+        # CUDA must be initialised in this process before a handle is opened. The worker's own tensors ensure that.
         _, *rest = (b64decode(field) if isinstance(field, str) else field for field in channel.handle)
         storage = torch.UntypedStorage._new_shared_cuda(visible[channel.gpu_uuid], *rest)
         self._layout: Layout = layout_of(b64decode(channel.header), settings)
         bytes_B = torch.empty(0, dtype=torch.uint8, device=storage.device)
         bytes_B.set_(storage, 0, (channel.nbytes,), (1,))  # pyright: ignore[reportArgumentType, reportCallIssue]
         self._theirs_E: Tensor = bytes_B.view(self._layout.dtype)
-        # From another GPU one large copy is quicker than hundreds of small ones.
+        # From another GPU one large copy is faster than hundreds of small ones.
         self._own_E = None if storage.device == device else torch.empty_like(self._theirs_E, device=device)
 
     def receive(self) -> PackedAdapter:
-        """What the trainer has packed last; it waits for our answer before it packs again."""
+        """Return the adapter that the trainer packed last. The trainer packs the next one only after our answer."""
         if self._own_E is None:
             return PackedAdapter(self._layout, self._theirs_E, lasting=True)
         self._own_E.copy_(self._theirs_E, non_blocking=True)
         return PackedAdapter(self._layout, self._own_E, lasting=True)
 
     def close(self) -> None:
-        """Unmap the trainer's memory (once nobody holds a view of it)."""
+        """Unmap the trainer's memory (it stays mapped while a view exists)."""
         del self._theirs_E, self._own_E

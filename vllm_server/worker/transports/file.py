@@ -1,4 +1,4 @@
-"""Transports `disk` and `memory`: to the worker both are a safetensors file, the one on a disk, the other in memory."""
+"""Transports `disk` and `memory`: the worker reads a safetensors file, on a disk or in memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from vllm_server.worker.packed import Layout, PackedAdapter, layout_of
 
 
 class FileReader:
-    """Reads files of one layout after the other into the same memory.
+    """Reads files of one layout into the same memory, one after the other.
 
-    A file goes in one piece into pinned memory and from there to the GPU: mapping it would cost more, in page faults.
+    A file is read in one piece into pinned memory and copied from there to the GPU: mapping it costs more, in page
+    faults.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -25,10 +26,10 @@ class FileReader:
         self._device_E = self._host_E
 
     def read(self, path: Path, settings: str) -> PackedAdapter:
-        """What is in the file now; valid until the next read.
+        """Return the file's adapter, which is valid until the next read.
 
         Raises:
-            ValueError: it is damaged; the message says in what.
+            ValueError: the file is damaged; the message says how.
         """
         with path.open("rb") as stream:
             layout = self._layout_of(read_header(stream), settings)

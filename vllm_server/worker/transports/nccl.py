@@ -12,23 +12,23 @@ from vllm_server.worker.packed import PackedAdapter, layout_of
 
 
 class NcclReceiver:
-    """One rank of the communicator, 1 + the worker's own: the trainer is rank 0.
+    """One rank of the communicator: 1 + the worker's rank, since the trainer is rank 0.
 
     Raises:
-        NcclError: the communicator could not be made in time.
+        NcclError: the communicator could not be created in time.
     """
 
     def __init__(self, channel: NcclChannel, settings: str, device: torch.device, worker_rank: int) -> None:
         self._layout = layout_of(b64decode(channel.header), settings)
         self._buffer_E = torch.empty(self._layout.numel, dtype=self._layout.dtype, device=device)
         self._communicator = Communicator(b64decode(channel.unique_id), 1 + worker_rank, channel.world_size)
-        self._receive()  # the first broadcast connects the ranks, which takes longest
+        self._receive()  # the first broadcast connects the ranks, and takes longest
 
     def receive(self) -> PackedAdapter:
-        """What the trainer broadcasts now.
+        """Return the adapter that the trainer broadcasts now.
 
         Raises:
-            NcclError: it did not come in time; the communicator is gone then.
+            NcclError: it did not arrive in time; the communicator is unusable then.
         """
         self._receive()
         return PackedAdapter(self._layout, self._buffer_E, lasting=True)
