@@ -92,6 +92,11 @@ def _recorder() -> Recorder | None:
     return Recorder(Path(path), os.environ.get(NAME_VARIABLE, "process")) if path else None
 
 
+def recording() -> bool:
+    """Return whether this process records a timeline."""
+    return _recorder() is not None
+
+
 @contextmanager
 def lane(name: str) -> Iterator[None]:
     """Stages within belong to a lane of this name: asyncio tasks share a thread, and their stages overlap."""
@@ -110,7 +115,7 @@ def stage(name: str, **arguments: Any) -> Iterator[dict[str, Any]]:
     Args:
         arguments: shown with the stage; the block may add more to the dictionary that it gets.
     """
-    if _recorder() is None:
+    if not recording():
         yield arguments
         return
     started = time.monotonic()

@@ -20,13 +20,13 @@ from starlette.types import ASGIApp, Scope
 from environments.api import intake, wire
 from environments.api.answers import json_batch, json_group, packed_batch
 from environments.api.http import ApiError, BodyReader, in_turns, respond, respond_bytes, stream
+from environments.api.limit import RETRY_AFTER_S, QueueFull
 from environments.api.metrics import Metrics
 from environments.api.openapi import openapi
 from environments.api.page import DOCS_HTML, PAGE_HEADERS, STATUS_HTML
 from environments.api.polling import StatusEnvShortcut
 from environments.api.queue import RolloutQueue
 from environments.api.records import LeaseError, NotRegistered, Run, UnknownEnvironment
-from environments.api.room import RETRY_AFTER_S, QueueFull
 from environments.api.service import Served, Service
 from environments.api.store import StoreError
 from environments.api.waiting import LONGEST_WAIT_S, while_there
@@ -135,7 +135,7 @@ class Api:
         try:
             status = self.service.status_env(int(env_id), waits=waits)
             if waits and status.seen == seen:
-                news = self.service.room.until(lambda: self.service.seen != seen, self._wait(request))
+                news = self.service.news_waiters.until(lambda: self.service.seen != seen, self._wait(request))
                 await while_there(request, news)
                 status = self.service.status_env(int(env_id), waits=waits)
             return respond(request, status)
@@ -223,9 +223,9 @@ class Api:
             run = queue.run
             served = await service.next_batch(lease, key, uuid)
             left = until - service.timer()
-            if served is not None or left <= 0 or service.groups.ended:
+            if served is not None or left <= 0 or service.batch_waiters.ended:
                 return served
-            await while_there(request, service.groups.until(partial(_may_answer, queue, run), left))
+            await while_there(request, service.batch_waiters.until(partial(_may_answer, queue, run), left))
 
     def _wait(self, request: Request) -> float:
         """How long a request may be held: an environment must be heard of several times within its time-out."""
@@ -243,9 +243,9 @@ class Api:
         nobody waits for more than one of them.
         """
         content_type, key = request.headers.get("content-type"), _post_key(request)
-        self.service.capacity.check()  # first without the body: who is refused comes again, and many do
+        self.service.limit.check()  # first without the body: who is refused comes again, and many do
         async with self.bodies.read(request) as body, self.parsing:
-            self.service.capacity.check()
+            self.service.limit.check()
             steps = take(self.service, body, content_type, key)
             answer = await in_turns(steps)
         await self.service.written()
