@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import TypeVar
 
@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Scope
 
 from environments.api import intake, wire
 from environments.api.answers import json_batch, json_group, packed_batch
-from environments.api.http import ApiError, BodyReader, in_turns, respond, respond_bytes, stream
+from environments.api.http import ApiError, BodyReader, respond, respond_bytes, stream
 from environments.api.limit import RETRY_AFTER_S, QueueFull
 from environments.api.metrics import Metrics
 from environments.api.openapi import openapi
@@ -36,8 +36,8 @@ from grpo_common.gate import Gate, Refusal, from_browser
 log = logging.getLogger("rollout-api")
 
 MAX_LEASE_S = 24 * 3600.0
+Read = TypeVar("Read")
 Answer = TypeVar("Answer")
-Taking = Callable[[Service, bytes, str | None, bytes | None], Generator[None, None, Answer]]
 _PAGES = {"/": STATUS_HTML, "/docs": DOCS_HTML}
 _EMPTY_EXAMPLE: dict[str, list[object]] = {
     name: []
@@ -143,10 +143,10 @@ class Api:
             raise ApiError(404, error.problems[0], "env_id") from None
 
     async def scored_data(self, request: Request) -> Response:
-        return respond(request, await self._take(request, intake.take_one))
+        return respond(request, await self._take(request, intake.read_one, intake.take_one))
 
     async def scored_data_list(self, request: Request) -> Response:
-        answer = await self._take(request, intake.take_list)
+        answer = await self._take(request, intake.read_list, intake.take_list)
         return respond(request, answer, 422 if answer.rejected else 200)
 
     async def evaluation(self, request: Request) -> Response:
@@ -236,7 +236,12 @@ class Api:
         async with self.bodies.read(request) as body:
             return intake.decode(body, message_type, request.headers.get("content-type"))
 
-    async def _take(self, request: Request, take: "Taking[Answer]") -> "Answer":
+    async def _take(
+        self,
+        request: Request,
+        read: Callable[[bytes, str | None], Read],
+        take: Callable[[Service, Read, bytes | None], Answer],
+    ) -> Answer:
         """Read a body, take its groups in and answer when they are written.
 
         Bodies are parsed one at a time with a turn for all others between two: however many clients post at once,
@@ -246,8 +251,10 @@ class Api:
         self.service.limit.check()  # first without the body: who is refused comes again, and many do
         async with self.bodies.read(request) as body, self.parsing:
             self.service.limit.check()
-            steps = take(self.service, body, content_type, key)
-            answer = await in_turns(steps)
+            long = len(body) >= intake.LONG_BODY
+            posted = await asyncio.to_thread(read, body, content_type) if long else read(body, content_type)
+            answer = take(self.service, posted, key)
+            await asyncio.sleep(0)
         await self.service.written()
         return answer
 

@@ -12,6 +12,7 @@ from statistics import fmean
 from msgspec import Struct
 
 from environments.api import wire
+from environments.api.checks import encode_checked
 from environments.api.explain import Explainer
 from environments.api.history import History, Overview
 from environments.api.leases import REMEMBERED_LEASES
@@ -22,7 +23,6 @@ from environments.api.records import Lease
 from environments.api.settings import Settings
 from environments.api.store import REMEMBERED_POSTS_S, Store, StoreError
 from environments.api.timeline import Timeline
-from environments.api.validate import encode_checked
 from environments.api.waiting import Waiters
 
 log = logging.getLogger("rollout-api")
@@ -208,7 +208,7 @@ class Service:
 
         Args:
             key: names this post: a second one with the same key is answered alike and not kept.
-            payload: the group's bytes (`validate.encode_checked`), where they were made in a turn of their own.
+            payload: the group's bytes (`checks.encode_checked`), where they are at hand.
 
         Raises:
             UnknownEnvironment: its env_id was never given out.

@@ -251,6 +251,14 @@ class PackedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
     policy_versions: list[_Int] | None = None
 
 
+class UnreadGroup(PackedGroup, frozen=True, kw_only=True, omit_defaults=True):
+    """A packed group with the rows of its longest fields left encoded."""
+
+    messages: list[msgspec.Raw] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    distill_token_ids: list[msgspec.Raw] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    distill_logprobs: list[msgspec.Raw] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
 class ScoredDataResponse(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Answer to POST /scored_data; `buffer_size` (sequences) wait to sum to the environment's group size."""
 
@@ -354,7 +362,7 @@ class ErrorResponse(Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: LeaseEnd | None = None
 
 
-_UNPACKED_FIELDS = (
+UNPACKED_FIELDS = (
     "messages",
     "generation_params",
     "overrides",
@@ -367,7 +375,7 @@ _UNPACKED_FIELDS = (
 
 
 def pack(group: ScoredData) -> PackedGroup:
-    """Pack a group; its rows must be as long as its tokens (`environments.api.validate.check_group`)."""
+    """Pack a group; its rows must be as long as its tokens (`environments.api.intake.pack_checked` checks it)."""
     return PackedGroup(
         lengths=[len(row) for row in group.tokens],
         tokens=pack_ints(group.tokens),
@@ -376,7 +384,7 @@ def pack(group: ScoredData) -> PackedGroup:
         advantages=pack_floats(group.advantages),
         ref_logprobs=pack_floats(group.ref_logprobs),
         inference_logprobs=pack_floats(group.inference_logprobs),
-        **{name: getattr(group, name) or None for name in _UNPACKED_FIELDS},
+        **{name: getattr(group, name) or None for name in UNPACKED_FIELDS},
         env_id=group.env_id,
     )
 
@@ -391,7 +399,7 @@ def unpack(group: PackedGroup) -> ScoredData:
         advantages=unpack_floats(group.advantages, rows),
         ref_logprobs=unpack_floats(group.ref_logprobs, rows),
         inference_logprobs=unpack_floats(group.inference_logprobs, rows),
-        **{name: getattr(group, name) for name in _UNPACKED_FIELDS},
+        **{name: getattr(group, name) for name in UNPACKED_FIELDS},
         env_id=group.env_id,
     )
 
