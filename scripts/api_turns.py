@@ -39,7 +39,7 @@ def group(sequences: int, tokens: int) -> wire.PackedGroup:
 
 
 def turns(steps: Iterable[Any]) -> tuple[float, float]:
-    """Milliseconds of CPU of the longest turn and of all: steps are put together until one has lasted `TURN_S`, as the server does."""
+    """Milliseconds of CPU of the longest turn and of all; a turn is as many steps as last `TURN_S`, as in serving."""
     took = [0.0]
     began = time.thread_time()
     for _ in steps:

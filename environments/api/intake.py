@@ -5,7 +5,7 @@ row by row, so that the event loop waits for one row at most.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -79,6 +79,14 @@ def decode(body: bytes, message_type: type[wire.T], content_type: str | None) ->
         raise _refusal(_invalid(error)) from None
     except _UNREADABLE as error:
         raise _malformed(error, content_type) from None
+
+
+def decode_query(query: Mapping[str, str], query_type: type[wire.T]) -> wire.T:
+    """A request's query as a structure of the wire. Raises ApiError (422, naming the field)."""
+    try:
+        return msgspec.convert(dict(query), query_type, strict=False)
+    except msgspec.ValidationError as error:
+        raise _refusal(_invalid(error)) from None
 
 
 def read_one(body: Buffer, content_type: str | None) -> Posted:

@@ -9,7 +9,6 @@ from starlette.requests import ClientDisconnect, Request
 
 from grpo_common.disconnects import unless_disconnected
 
-LONGEST_WAIT_S = 60.0
 WAITED = "rollout-api.waited"
 """Key of the scope of a request that waited: how long it took says nothing of the server."""
 

@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from environments.api.packing import pack_floats, pack_ints, unpack_floats, unpack_ints
 from grpo_common.http import MSGPACK_TYPES, is_msgpack
@@ -38,6 +38,8 @@ _Id = Annotated[int, Meta(ge=0, le=2**53)]
 _Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 _Name = Annotated[str, Meta(max_length=1024)]
 _Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
+_Seconds = Annotated[float, Meta(ge=0.1, le=24 * 3600.0)]
+_Wait = Annotated[float, Meta(ge=0.0, le=60.0)]
 
 LeaseEnd: TypeAlias = Literal["acknowledged", "expired", "released", "taken over"]
 """How the lease of a batch came to its end; "expired": it ran out, and its groups were given to another client."""
@@ -352,6 +354,36 @@ class Evaluations(Struct, frozen=True, kw_only=True):
     """Answer to GET /evaluations: the newest that came after number `after`, oldest first."""
 
     evaluations: list[NumberedEvaluation]
+
+
+class StatusEnvQuery(Struct, frozen=True, kw_only=True):
+    """Query of GET /status-env."""
+
+    env_id: _Id | UnsetType = UNSET
+    wait: _Wait | UnsetType = UNSET
+    seen: str | UnsetType = UNSET
+
+
+class BatchQuery(Struct, frozen=True, kw_only=True):
+    """Query of GET /batch."""
+
+    lease: _Seconds | UnsetType = UNSET
+    request: str | UnsetType = UNSET
+    uuid: _Id | UnsetType = UNSET
+    wait: _Wait | UnsetType = UNSET
+
+
+class ExtendQuery(Struct, frozen=True, kw_only=True):
+    """Query of POST /batch/{batch_id}/extend."""
+
+    lease: _Seconds
+    step: _Id | UnsetType = UNSET
+
+
+class EvaluationsQuery(Struct, frozen=True, kw_only=True):
+    """Query of GET /evaluations."""
+
+    after: _Id = 0
 
 
 class ErrorResponse(Struct, frozen=True, kw_only=True, omit_defaults=True):
