@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Scope
 
 from environments.api import intake, wire
 from environments.api.answers import json_batch, json_group, packed_batch
-from environments.api.endpoints import ENDPOINTS, Endpoint, endpoint, openapi
+from environments.api.endpoints import Endpoint, by_path, endpoint, openapi
 from environments.api.history import Overview
 from environments.api.http import ApiError, BodyReader, respond, respond_bytes, stream
 from environments.api.limit import RETRY_AFTER_S, QueueFull
@@ -215,8 +215,9 @@ class Api:
         """This reference as a page."""
         return HTMLResponse(DOCS_HTML, headers=PAGE_HEADERS)
 
-    async def answer(self, asked: Endpoint, request: Request) -> Response:
+    async def answer(self, methods: Mapping[str, Endpoint], request: Request) -> Response:
         """Read what an endpoint takes, and send what it returns."""
+        asked = methods["GET" if request.method == "HEAD" else request.method]
         given: dict[str, object] = {}
         if asked.query is not None:
             given["query"] = intake.decode_query(request.query_params, asked.query)
@@ -299,7 +300,7 @@ def build_app(service: Service) -> ASGIApp:
 
     cors = service.settings.cors_origins
     app = Starlette(
-        routes=[Route(each.path, partial(api.answer, each), methods=[each.method]) for each in ENDPOINTS],
+        routes=[Route(path, partial(api.answer, methods), methods=[*methods]) for path, methods in by_path().items()],
         middleware=[Middleware(CORSMiddleware, allow_origins=cors, allow_methods=["*"], allow_headers=["*"])]
         if cors
         else [],

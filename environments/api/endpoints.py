@@ -74,6 +74,14 @@ def endpoint(
     return enter
 
 
+def by_path() -> dict[str, dict[str, Endpoint]]:
+    """The endpoints of each path, by method."""
+    paths: dict[str, dict[str, Endpoint]] = {}
+    for each in ENDPOINTS:
+        paths.setdefault(each.path, {})[each.method] = each
+    return paths
+
+
 @functools.cache
 def openapi() -> bytes:
     """The document, as JSON."""
@@ -81,14 +89,14 @@ def openapi() -> bytes:
     unique = list(dict.fromkeys(each for endpoint in listed for each in _types(endpoint)))
     schemas, components = msgspec.json.schema_components(unique, ref_template="#/components/schemas/{name}")
     by_type = dict(zip(unique, schemas, strict=True))
-    paths: dict[str, Any] = {}
-    for each in listed:
-        paths.setdefault(each.path, {})[each.method.lower()] = _describe(each, by_type)
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
             "info": {"title": "Rollout API", "version": "1", "description": (wire.__doc__ or "").strip()},
-            "paths": paths,
+            "paths": {
+                path: {name.lower(): _describe(each, by_type) for name, each in methods.items() if each in listed}
+                for path, methods in by_path().items()
+            },
             "components": {
                 "schemas": components,
                 "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
