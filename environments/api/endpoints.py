@@ -4,7 +4,7 @@ What an endpoint takes and answers is in the annotations of its function: `query
 """
 
 import functools
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, get_type_hints
 
@@ -74,10 +74,10 @@ def endpoint(
     return enter
 
 
-def by_path() -> dict[str, dict[str, Endpoint]]:
+def by_path(endpoints: Sequence[Endpoint] = ENDPOINTS) -> dict[str, dict[str, Endpoint]]:
     """The endpoints of each path, by method."""
     paths: dict[str, dict[str, Endpoint]] = {}
-    for each in ENDPOINTS:
+    for each in endpoints:
         paths.setdefault(each.path, {})[each.method] = each
     return paths
 
@@ -94,8 +94,8 @@ def openapi() -> bytes:
             "openapi": "3.1.0",
             "info": {"title": "Rollout API", "version": "1", "description": (wire.__doc__ or "").strip()},
             "paths": {
-                path: {name.lower(): _describe(each, by_type) for name, each in methods.items() if each in listed}
-                for path, methods in by_path().items()
+                path: {name.lower(): _describe(each, by_type) for name, each in methods.items()}
+                for path, methods in by_path(listed).items()
             },
             "components": {
                 "schemas": components,
