@@ -95,6 +95,11 @@ def _recorder() -> Recorder | None:
     return Recorder(Path(path), os.environ.get(NAME_VARIABLE, "process")) if path else None
 
 
+def recording() -> bool:
+    """Return whether this process records a timeline."""
+    return _recorder() is not None
+
+
 @contextmanager
 def lane(name: str) -> Iterator[None]:
     """Put stages of the block into a lane of this name: asyncio tasks share a thread, so their stages overlap."""
@@ -113,7 +118,7 @@ def stage(name: str, **arguments: Any) -> Iterator[dict[str, Any]]:
     Args:
         arguments: shown with the stage; the block may add more to the dictionary that it receives.
     """
-    if _recorder() is None:
+    if not recording():
         yield arguments
         return
     started = time.monotonic()

@@ -1,21 +1,21 @@
 """How long the rollout API's event loop is held by long groups: `python scripts/api_turns.py`.
 
-Each turn is measured by the CPU time that it takes, so that what else a machine does is no matter. A turn is what runs
-between two places where others may have theirs: `http.in_turns` for what comes in, `http.stream` for what goes out.
+Each turn is measured by its CPU time, so that other work on the machine does not count. A body is read in a thread: its
+longest turn is the longest call into C, during which no other thread runs. A long answer is sent in turns of `TURN_S`.
 """
 
 from __future__ import annotations
 
 import random
+import sys
 import time
 from array import array
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from environments.api import gzipping, intake, wire
 from environments.api.answers import json_group
 from environments.api.http import TURN_S
-from environments.api.service import Service
 from environments.api.settings import Settings
 
 SHAPES = ((16, 32_768), (32, 32_768), (64, 32_768))
@@ -38,8 +38,8 @@ def group(sequences: int, tokens: int) -> wire.PackedGroup:
     )
 
 
-def turns(steps: Iterable[Any]) -> list[float]:
-    """Milliseconds of CPU of each turn: steps are put together until one has lasted `TURN_S`, as the server does."""
+def turns(steps: Iterable[Any]) -> tuple[float, float]:
+    """Milliseconds of CPU of the longest turn and of all; a turn is as many steps as last `TURN_S`, as in serving."""
     took = [0.0]
     began = time.thread_time()
     for _ in steps:
@@ -48,7 +48,27 @@ def turns(steps: Iterable[Any]) -> list[float]:
             took.append(0.0)
             began = time.thread_time()
     took[-1] = 1e3 * (time.thread_time() - began)
-    return took
+    return max(took), sum(took)
+
+
+def calls(read: Callable[..., Any], *arguments: Any) -> tuple[float, float]:
+    """Milliseconds of CPU of the longest call into C, and in all."""
+    began: list[float] = []
+    longest = 0.0
+
+    def watch(_frame: Any, event: str, _function: Any) -> None:
+        nonlocal longest
+        if event == "c_call":
+            began.append(time.thread_time())
+        elif event in ("c_return", "c_exception") and began:
+            longest = max(longest, time.thread_time() - began.pop())
+
+    sys.setprofile(watch)
+    read(*arguments)
+    sys.setprofile(None)
+    start = time.thread_time()
+    read(*arguments)
+    return 1e3 * longest, 1e3 * (time.thread_time() - start)
 
 
 def compressed(pieces: Iterable[bytes]) -> Generator[bytes, None, None]:
@@ -71,19 +91,18 @@ def main() -> None:
         ):
             if len(body) > LIMIT:
                 continue  # refused before anything is read of it
-            service = Service(Settings())
-            say(f"POST {sequences} x {tokens}, {name}", len(body), turns(intake.take_one(service, body, kind, None)))
+            say(f"POST {sequences} x {tokens}, {name}", len(body), calls(intake.read_one, body, kind))
             if kind == wire.JSON:
-                steps = intake.take_list(service, b"[" + body + b"]", kind, None)
-                say(f"POST {sequences} x {tokens}, list in JSON", len(body), turns(steps))
-        assert service.latest is not None
-        size = sum(map(len, json_group(service.latest)))
-        say(f"GET /latest_example, {sequences} x {tokens}", size, turns(compressed(json_group(service.latest))))
+                listed = b"[" + body + b"]"
+                say(f"POST {sequences} x {tokens}, list in JSON", len(body), calls(intake.read_list, listed, kind))
+        payload = wire.encode(packed, wire.MSGPACK)
+        size = sum(map(len, json_group(payload)))
+        say(f"GET /latest_example, {sequences} x {tokens}", size, turns(compressed(json_group(payload))))
 
 
-def say(what: str, size: int, took: list[float]) -> None:
+def say(what: str, size: int, took: tuple[float, float]) -> None:
     """One row."""
-    print(f"{f'{what} ({size / 1e6:.1f} MB)':<44}{max(took):>11.1f} ms{sum(took):>9.0f} ms")
+    print(f"{f'{what} ({size / 1e6:.1f} MB)':<44}{took[0]:>11.1f} ms{took[1]:>9.0f} ms")
 
 
 if __name__ == "__main__":

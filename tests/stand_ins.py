@@ -130,8 +130,8 @@ class LocalApi:
 
     async def start(self) -> None:
         """Serve; also again after `stop`."""
-        if self.service.room.ended:
-            self.service.groups, self.service.room = Waiters(), Waiters()
+        if self.service.news_waiters.ended:
+            self.service.batch_waiters, self.service.news_waiters = Waiters(), Waiters()
         app = self.app or build_app(self.service)
         config = uvicorn.Config(app, port=self.port, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
         self._server = Server(config, self.service)

@@ -4,6 +4,6 @@ wire        the contract, all that clients need (with packing)
 queue       the pure state machine; line, leases, selection, records, explain are its parts
 store       SQLite journal; payloads: the groups' bytes in memory and on disk
 service     queue, payloads and store in step
-app         routes; http, reading, validate, intake, answers, polling stand at the rim
+app         what each endpoint does, from one table (endpoints); http, intake, checks, answers, polling beside it
 server      the process: socket, signals, end
 """

@@ -35,21 +35,15 @@ def parse(arguments: list[str] | None = None) -> Settings:
         default=default.max_queued_mb,
         help="refuse posts (429) while this many MiB of groups are queued, in memory and on disk together",
     )
-    add("--cors-origin", action="append", default=[], help="web origin whose pages may call the API")
-    given = parser.parse_args(arguments)
+    add(
+        "--cors-origin",
+        dest="cors_origins",
+        action="append",
+        default=[],
+        help="web origin whose pages may call the API",
+    )
     try:
-        return Settings(
-            host=given.host,
-            port=given.port,
-            store=given.store,
-            fsync=given.fsync,
-            env_timeout=given.env_timeout,
-            api_key=given.api_key,
-            max_body_mb=given.max_body_mb,
-            memory_mb=given.memory_mb,
-            max_queued_mb=given.max_queued_mb,
-            cors_origins=tuple(given.cors_origin),
-        )
+        return Settings(**vars(parser.parse_args(arguments)))
     except SettingsError as error:
         parser.error(str(error))
 

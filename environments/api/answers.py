@@ -33,17 +33,9 @@ def json_batch(payloads: Sequence[bytes], fields: dict[str, object]) -> Iterator
     yield b"]," + msgspec.json.encode(fields)[1:] if fields else b"]}"
 
 
-class _Kept(wire.PackedGroup, frozen=True, kw_only=True):
-    """A group as it is kept, with the rows of its longest fields left for their turn."""
-
-    messages: list[msgspec.Raw] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    distill_token_ids: list[msgspec.Raw] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    distill_logprobs: list[msgspec.Raw] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-
-
 def json_group(payload: bytes) -> Iterator[bytes]:
     """A group in JSON with the original's 14 keys, and `policy_versions` where the environment sent it."""
-    group = msgspec.msgpack.decode(payload, type=_Kept)
+    group = msgspec.msgpack.decode(payload, type=wire.UnreadGroup)
     rows = wire.spans(group.lengths)
     opening = b"{"
     for name in wire.ScoredData.__struct_fields__:

@@ -1,13 +1,14 @@
-"""The rollout API's routes: each reads its request, asks the service and answers. Nothing is decided here."""
+"""The rollout API's endpoints: each asks the service for its answer. Nothing is decided here."""
 
 import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from msgspec import UNSET, UnsetType
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -19,25 +20,26 @@ from starlette.types import ASGIApp, Scope
 
 from environments.api import intake, wire
 from environments.api.answers import json_batch, json_group, packed_batch
-from environments.api.http import ApiError, BodyReader, in_turns, respond, respond_bytes, stream
+from environments.api.endpoints import Endpoint, by_path, endpoint, openapi
+from environments.api.history import Overview
+from environments.api.http import ApiError, BodyReader, respond, respond_bytes, stream
+from environments.api.limit import RETRY_AFTER_S, QueueFull
 from environments.api.metrics import Metrics
-from environments.api.openapi import openapi
 from environments.api.page import DOCS_HTML, PAGE_HEADERS, STATUS_HTML
 from environments.api.polling import StatusEnvShortcut
 from environments.api.queue import RolloutQueue
 from environments.api.records import LeaseError, NotRegistered, Run, UnknownEnvironment
-from environments.api.room import RETRY_AFTER_S, QueueFull
 from environments.api.service import Served, Service
 from environments.api.store import StoreError
-from environments.api.waiting import LONGEST_WAIT_S, while_there
+from environments.api.waiting import while_there
 from grpo_common.errors import Problem
 from grpo_common.gate import Gate, Refusal, from_browser
 
 log = logging.getLogger("rollout-api")
 
-MAX_LEASE_S = 24 * 3600.0
+Read = TypeVar("Read")
 Answer = TypeVar("Answer")
-Taking = Callable[[Service, bytes, str | None, bytes | None], Generator[None, None, Answer]]
+T = TypeVar("T")
 _PAGES = {"/": STATUS_HTML, "/docs": DOCS_HTML}
 _EMPTY_EXAMPLE: dict[str, list[object]] = {
     name: []
@@ -49,7 +51,7 @@ _EMPTY_EXAMPLE: dict[str, list[object]] = {
 
 
 class Api:
-    """Endpoints over one service."""
+    """The endpoints of one service. Their docstrings are the reference's."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -57,205 +59,217 @@ class Api:
         self.metrics = Metrics(service)
         self.parsing = asyncio.Lock()
 
-    def routes(self) -> list[Route]:
-        """Every endpoint; `environments.api.openapi` describes the same ones."""
-        return [
-            Route("/", self.root),
-            Route("/register", self.register, methods=["POST"]),
-            Route("/register-env", self.register_env, methods=["POST"]),
-            Route("/disconnect-env", self.disconnect_env, methods=["POST"]),
-            Route("/wandb_info", self.wandb_info),
-            Route("/info", self.info),
-            Route("/status", self.status),
-            Route("/status-env", self.status_env),
-            Route("/scored_data", self.scored_data, methods=["POST"]),
-            Route("/scored_data_list", self.scored_data_list, methods=["POST"]),
-            Route("/batch", self.batch),
-            Route("/batch/{batch_id}/ack", self.ack, methods=["POST"]),
-            Route("/batch/{batch_id}/extend", self.extend, methods=["POST"]),
-            Route("/batch/{batch_id}/release", self.release, methods=["POST"]),
-            Route("/evaluation", self.evaluation, methods=["POST"]),
-            Route("/evaluations", self.evaluations),
-            Route("/latest_example", self.latest_example),
-            Route("/reset_data", self.reset_data, methods=["GET", "POST"]),
-            Route("/overview", self.overview),
-            Route("/metrics", self.metrics_text),
-            Route("/openapi.json", self.openapi_json),
-            Route("/docs", self.docs),
-        ]
-
-    async def root(self, request: Request) -> Response:
+    @endpoint("GET", "/", answer=wire.Message)
+    async def root(self, request: Request) -> object:
+        """A greeting; to a browser the status page."""
         if "text/html" in request.headers.get("accept", ""):
             return HTMLResponse(STATUS_HTML, headers=PAGE_HEADERS)
-        return respond(request, wire.Message(message="Rollout API"))
+        return wire.Message(message="Rollout API")
 
-    async def register(self, request: Request) -> Response:
-        return respond(request, await self.service.register(await self._message(request, wire.Register)))
+    @endpoint("POST", "/register")
+    async def register(self, request: Request, body: wire.Register) -> wire.RegisterResponse:
+        """A trainer starts or takes over."""
+        return await self.service.register(body)
 
-    async def register_env(self, request: Request) -> Response:
-        message = await self._message(request, wire.RegisterEnv)
-        return respond(request, await self.service.register_environment(message))
+    @endpoint("POST", "/register-env")
+    async def register_env(self, request: Request, body: wire.RegisterEnv) -> wire.RegisterEnvResponse:
+        """An environment asks for its id."""
+        return await self.service.register_environment(body)
 
-    async def disconnect_env(self, request: Request) -> Response:
-        message = await self._message(request, wire.EnvIdentifier)
+    @endpoint("POST", "/disconnect-env")
+    async def disconnect_env(self, request: Request, body: wire.EnvIdentifier) -> wire.DisconnectResponse:
+        """An environment says goodbye."""
         try:
-            await self.service.disconnect(message.env_id)
+            await self.service.disconnect(body.env_id)
         except UnknownEnvironment as error:
             # As environments of the original protocol expect it: a failure that is no HTTP error.
-            return respond(request, wire.DisconnectResponse(status="failure", error=str(error)))
-        return respond(request, wire.DisconnectResponse(status="success"))
+            return wire.DisconnectResponse(status="failure", error=str(error))
+        return wire.DisconnectResponse(status="success")
 
-    async def wandb_info(self, request: Request) -> Response:
+    @endpoint("GET", "/wandb_info")
+    async def wandb_info(self, request: Request) -> wire.WandbInfo:
+        """Where the run is logged."""
         run = self.service.queue.run
-        return respond(
-            request,
-            wire.WandbInfo(
-                group=run.trainer.wandb_group if run else None, project=run.trainer.wandb_project if run else None
-            ),
+        return wire.WandbInfo(
+            group=run.trainer.wandb_group if run else None, project=run.trainer.wandb_project if run else None
         )
 
-    async def info(self, request: Request) -> Response:
+    @endpoint("GET", "/info")
+    async def info(self, request: Request) -> wire.Info:
+        """Batch size and token limit."""
         run = self.service.queue.run
-        return respond(
-            request,
-            wire.Info(
-                batch_size=run.trainer.batch_size if run else -1, max_token_len=run.trainer.max_token_len if run else -1
-            ),
+        return wire.Info(
+            batch_size=run.trainer.batch_size if run else -1, max_token_len=run.trainer.max_token_len if run else -1
         )
 
-    async def status(self, request: Request) -> Response:
-        return respond(request, self.service.status())
+    @endpoint("GET", "/status")
+    async def status(self, request: Request) -> wire.Status:
+        """The queue, and why a batch comes or does not."""
+        return self.service.status()
 
-    async def status_env(self, request: Request) -> Response:
-        if (given := request.query_params.get("env_id")) is not None:
-            env_id = _number(given, "env_id", 0, 2**53, whole=True)
-        else:
+    @endpoint("GET", "/status-env", 404, 400, 408, 413, 415)
+    async def status_env(self, request: Request, query: wire.StatusEnvQuery) -> wire.StatusEnv:
+        """What an environment paces itself by; with `wait` once there is news. Also takes the id as a JSON body."""
+        env_id, seen, waits = query.env_id, query.seen, query.wait is not UNSET
+        if env_id is UNSET:
             env_id = (await self._message(request, wire.EnvIdentifier)).env_id
-        waits, seen = "wait" in request.query_params, request.query_params.get("seen")
-        try:
-            status = self.service.status_env(int(env_id), waits=waits)
-            if waits and status.seen == seen:
-                news = self.service.room.until(lambda: self.service.seen != seen, self._wait(request))
-                await while_there(request, news)
-                status = self.service.status_env(int(env_id), waits=waits)
-            return respond(request, status)
-        except UnknownEnvironment as error:
-            raise ApiError(404, error.problems[0], "env_id") from None
+        status = self.service.status_env(env_id, waits=waits)
+        if waits and status.seen == seen:
+            news = self.service.news_waiters.until(lambda: self.service.seen != seen, self._wait(query.wait))
+            await while_there(request, news)
+            status = self.service.status_env(env_id, waits=waits)
+        return status
 
-    async def scored_data(self, request: Request) -> Response:
-        return respond(request, await self._take(request, intake.take_one))
+    @endpoint("POST", "/scored_data", 429, groups=wire.ScoredData)
+    async def scored_data(self, request: Request) -> wire.ScoredDataResponse:
+        """Post a group."""
+        return await self._take(request, intake.read_one, intake.take_one)
 
+    @endpoint(
+        *("POST", "/scored_data_list", 429),
+        groups=list[wire.ScoredData],
+        answer=wire.ScoredDataListResponse,
+        partial=wire.ScoredDataListResponse,
+    )
     async def scored_data_list(self, request: Request) -> Response:
-        answer = await self._take(request, intake.take_list)
+        """Post groups; those that are wrong are named, the others are received."""
+        answer = await self._take(request, intake.read_list, intake.take_list)
         return respond(request, answer, 422 if answer.rejected else 200)
 
-    async def evaluation(self, request: Request) -> Response:
+    @endpoint("GET", "/batch", 409, answer=wire.Batch)
+    async def batch(self, request: Request, query: wire.BatchQuery) -> object:
+        """The next batch; with `wait` as soon as there is one."""
         try:
-            return respond(request, self.service.take_evaluation(await self._message(request, wire.Evaluation)))
-        except UnknownEnvironment as error:
-            raise ApiError(404, error.problems[0], "env_id") from None
-
-    async def evaluations(self, request: Request) -> Response:
-        after = int(_number(request.query_params.get("after", "0"), "after", 0, 2**53, whole=True))
-        return respond(request, self.service.evaluations_after(after))
-
-    async def batch(self, request: Request) -> Response:
-        query = request.query_params
-        lease = _number(query["lease"], "lease", 0.1, MAX_LEASE_S) if "lease" in query else None
-        uuid = _number(query["uuid"], "uuid", 0, 2**53, whole=True) if "uuid" in query else None
-        try:
-            served = await self._next_batch(request, lease, None if uuid is None else int(uuid))
+            served = await self._next_batch(request, query)
         except NotRegistered as error:
-            return respond(request, {"status": "error", "message": str(error), "batch": []})
-        except LeaseError as error:
-            raise ApiError(error.status, error.problems[0], "uuid", error.reason) from None
+            return {"status": "error", "message": str(error), "batch": []}
         if served is None:
-            return respond(request, {"batch": None})
+            return {"batch": None}
         if wire.prefers_msgpack(request.headers.get("accept")):
             return stream(request, packed_batch(*_parts(served)), wire.MSGPACK, compress=False)
         return stream(request, json_batch(*_parts(served)), wire.JSON, compress=True)
 
-    async def ack(self, request: Request) -> Response:
-        async with self.bodies.read(request) as body:
-            message = intake.decode(body, wire.Ack, request.headers.get("content-type")) if body else wire.Ack()
-        return await self._lease_answer(
-            request, self.service.acknowledge(request.path_params["batch_id"], message.step)
-        )
+    @endpoint("POST", "/batch/{batch_id}/ack", 404, 409, body_optional=True)
+    async def ack(self, request: Request, body: wire.Ack) -> wire.LeaseResponse:
+        """The batch is trained."""
+        return await self.service.acknowledge(request.path_params["batch_id"], body.step)
 
-    async def extend(self, request: Request) -> Response:
-        query = request.query_params
-        lease = _number(query.get("lease", ""), "lease", 0.1, MAX_LEASE_S)
-        step = int(_number(query["step"], "step", 0, 2**53, whole=True)) if "step" in query else None
-        return await self._lease_answer(request, self.service.extend(request.path_params["batch_id"], lease, step))
+    @endpoint("POST", "/batch/{batch_id}/extend", 404, 409)
+    async def extend(self, request: Request, query: wire.ExtendQuery) -> wire.LeaseResponse:
+        """Hold the batch for longer."""
+        return await self.service.extend(request.path_params["batch_id"], query.lease, _given(query.step))
 
-    async def release(self, request: Request) -> Response:
-        return await self._lease_answer(request, self.service.release(request.path_params["batch_id"]))
+    @endpoint("POST", "/batch/{batch_id}/release", 404, 409)
+    async def release(self, request: Request) -> wire.LeaseResponse:
+        """Put the batch back."""
+        return await self.service.release(request.path_params["batch_id"])
 
-    async def latest_example(self, request: Request) -> Response:
+    @endpoint("POST", "/evaluation", 404)
+    async def evaluation(self, request: Request, body: wire.Evaluation) -> wire.EvaluationResponse:
+        """Post figures on held-out prompts."""
+        return self.service.take_evaluation(body)
+
+    @endpoint("GET", "/evaluations")
+    async def evaluations(self, request: Request, query: wire.EvaluationsQuery) -> wire.Evaluations:
+        """The newest evaluations."""
+        return self.service.evaluations_after(query.after)
+
+    @endpoint("GET", "/latest_example", answer=dict[str, Any])
+    async def latest_example(self, request: Request) -> object:
+        """The newest group, or empty lists."""
         if self.service.latest is None:
-            return respond(request, _EMPTY_EXAMPLE)
+            return _EMPTY_EXAMPLE
         return stream(request, json_group(self.service.latest), wire.JSON, compress=True)
 
+    @endpoint("POST", "/reset_data", answer=str)
     async def reset_data(self, request: Request) -> Response:
-        if request.method != "POST" and from_browser(request.scope["headers"]):
-            raise ApiError(403, Problem("GET /reset_data", "a browser", "a program", "use POST /reset_data"))
+        """Forget everything."""
         log.warning("reset by %s", request.client.host if request.client else "an unknown client")
         await self.service.reset()
         return PlainTextResponse("Reset successful")
 
-    async def overview(self, request: Request) -> Response:
-        return respond(request, self.service.overview())
+    @endpoint("GET", "/reset_data", answer=str)
+    async def reset_data_by_get(self, request: Request) -> Response:
+        """Forget everything; not for browsers."""
+        if from_browser(request.scope["headers"]):
+            raise ApiError(403, Problem("GET /reset_data", "a browser", "a program", "use POST /reset_data"))
+        return await self.reset_data(request)
 
+    @endpoint("GET", "/overview")
+    async def overview(self, request: Request) -> Overview:
+        """What the status page shows."""
+        return self.service.overview()
+
+    @endpoint("GET", "/metrics", answer=str)
     async def metrics_text(self, request: Request) -> Response:
+        """For Prometheus."""
         return respond_bytes(request, self.metrics.text(), self.metrics.content_type)
 
+    @endpoint("GET", "/openapi.json")
     async def openapi_json(self, request: Request) -> Response:
+        """This reference as data."""
         return respond_bytes(request, openapi(), wire.JSON)
 
+    @endpoint("GET", "/docs")
     async def docs(self, request: Request) -> Response:
+        """This reference as a page."""
         return HTMLResponse(DOCS_HTML, headers=PAGE_HEADERS)
 
-    async def _next_batch(self, request: Request, lease: float | None, uuid: int | None) -> Served | None:
+    async def answer(self, methods: Mapping[str, Endpoint], request: Request) -> Response:
+        """Read what an endpoint takes, and send what it returns."""
+        asked = methods["GET" if request.method == "HEAD" else request.method]
+        given: dict[str, object] = {}
+        if asked.query is not None:
+            given["query"] = intake.decode_query(request.query_params, asked.query)
+        if asked.body is not None and not asked.reads_groups:
+            given["body"] = await self._message(request, asked.body, optional=asked.body_optional)
+        answer = await asked.call(self, request, **given)
+        return answer if isinstance(answer, Response) else respond(request, answer)
+
+    async def _next_batch(self, request: Request, query: wire.BatchQuery) -> Served | None:
         """The next batch, or None where none comes within `?wait=`."""
-        service, queue, key = self.service, self.service.queue, request.query_params.get("request")
-        until = service.timer() + self._wait(request)
+        service, queue = self.service, self.service.queue
+        lease, key, uuid = _given(query.lease), _given(query.request), _given(query.uuid)
+        until = service.timer() + self._wait(query.wait)
         while True:
             run = queue.run
             served = await service.next_batch(lease, key, uuid)
             left = until - service.timer()
-            if served is not None or left <= 0 or service.groups.ended:
+            if served is not None or left <= 0 or service.batch_waiters.ended:
                 return served
-            await while_there(request, service.groups.until(partial(_may_answer, queue, run), left))
+            await while_there(request, service.batch_waiters.until(partial(_may_answer, queue, run), left))
 
-    def _wait(self, request: Request) -> float:
+    def _wait(self, seconds: float | UnsetType) -> float:
         """How long a request may be held: an environment must be heard of several times within its time-out."""
-        seconds = _number(request.query_params.get("wait", "0"), "wait", 0.0, LONGEST_WAIT_S)
-        return min(seconds, self.service.settings.env_timeout / 3)
+        return min(seconds or 0.0, self.service.settings.env_timeout / 3)
 
-    async def _message(self, request: Request, message_type: type[wire.T]) -> wire.T:
+    async def _message(self, request: Request, message_type: type[T], *, optional: bool = False) -> T:
         async with self.bodies.read(request) as body:
+            if optional and not body:
+                return message_type()
             return intake.decode(body, message_type, request.headers.get("content-type"))
 
-    async def _take(self, request: Request, take: "Taking[Answer]") -> "Answer":
+    async def _take(
+        self,
+        request: Request,
+        read: Callable[[bytes, str | None], Read],
+        take: Callable[[Service, Read, bytes | None], Answer],
+    ) -> Answer:
         """Read a body, take its groups in and answer when they are written.
 
         Bodies are parsed one at a time with a turn for all others between two: however many clients post at once,
         nobody waits for more than one of them.
         """
         content_type, key = request.headers.get("content-type"), _post_key(request)
-        self.service.capacity.check()  # first without the body: who is refused comes again, and many do
+        self.service.limit.check()  # first without the body: who is refused comes again, and many do
         async with self.bodies.read(request) as body, self.parsing:
-            self.service.capacity.check()
-            steps = take(self.service, body, content_type, key)
-            answer = await in_turns(steps)
+            self.service.limit.check()
+            long = len(body) >= intake.LONG_BODY
+            posted = await asyncio.to_thread(read, body, content_type) if long else read(body, content_type)
+            answer = take(self.service, posted, key)
+            await asyncio.sleep(0)
         await self.service.written()
         return answer
-
-    async def _lease_answer(self, request: Request, answer: Awaitable[wire.LeaseResponse]) -> Response:
-        try:
-            return respond(request, await answer)
-        except LeaseError as error:
-            raise ApiError(error.status, error.problems[0], "batch_id", error.reason) from None
 
 
 def _refuse(scope: Scope, refusal: Refusal) -> Response:
@@ -286,17 +300,11 @@ def build_app(service: Service) -> ASGIApp:
 
     cors = service.settings.cors_origins
     app = Starlette(
-        routes=api.routes(),
+        routes=[Route(path, partial(api.answer, methods), methods=[*methods]) for path, methods in by_path().items()],
         middleware=[Middleware(CORSMiddleware, allow_origins=cors, allow_methods=["*"], allow_headers=["*"])]
         if cors
         else [],
-        exception_handlers={
-            ApiError: _api_error,
-            HTTPException: _http_error,
-            ClientDisconnect: _gone,
-            QueueFull: _queue_full,
-            StoreError: _store_error,
-        },
+        exception_handlers=dict.fromkeys(_REFUSALS, _refused),
         lifespan=lifespan,
     )
     settings = service.settings
@@ -329,37 +337,33 @@ def _post_key(request: Request) -> bytes | None:
     return hashlib.blake2b(key.encode(), digest_size=16, person=b"post").digest() if key else None
 
 
-def _number(text: str, field: str, low: float, high: float, whole: bool = False) -> float:
-    try:
-        number = int(text) if whole and len(text) < 20 else float(text)
-    except ValueError:
-        raise ApiError(422, Problem(field, repr(text[:40]), "a number"), field) from None
-    if not low <= number <= high:
-        raise ApiError(422, Problem(field, text[:40], f"{low:g} to {high:g}"), field)
-    return number
+def _given(value: T | UnsetType) -> T | None:
+    return None if value is UNSET else value
 
 
-async def _api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return respond(request, error.response(), error.status)
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    answer = respond(request, wire.ErrorResponse(detail=error.detail), error.status_code)
-    answer.headers.update(error.headers or {})
+async def _refused(request: Request, error: Exception) -> Response:
+    """The answer to a request that ended in an error of `_REFUSALS`."""
+    match error:
+        case ClientDisconnect():
+            return Response(status_code=400)  # nobody is left to read it
+        case HTTPException():
+            answer = respond(request, wire.ErrorResponse(detail=error.detail), error.status_code)
+            answer.headers.update(error.headers or {})
+        case ApiError():
+            answer = respond(request, error.response(), error.status)
+        case LeaseError():
+            key = "batch_id" if "batch_id" in request.path_params else "uuid"
+            answer = respond(
+                request, wire.ErrorResponse(detail=str(error), field=key, reason=error.reason), error.status
+            )
+        case UnknownEnvironment():
+            answer = respond(request, wire.ErrorResponse(detail=str(error), field="env_id"), 404)
+        case QueueFull():
+            answer = respond(request, wire.ErrorResponse(detail=str(error)), 429)
+            answer.headers["Retry-After"] = str(RETRY_AFTER_S)
+        case _:  # the store: the server is about to end, and says why
+            answer = respond(request, wire.ErrorResponse(detail=str(error)), 503)
     return answer
 
 
-async def _queue_full(request: Request, error: Exception) -> Response:
-    answer = respond(request, wire.ErrorResponse(detail=str(error)), 429)
-    answer.headers["Retry-After"] = str(RETRY_AFTER_S)
-    return answer
-
-
-async def _store_error(request: Request, error: Exception) -> Response:
-    return respond(request, wire.ErrorResponse(detail=str(error)), 503)  # the server is about to end, and says why
-
-
-async def _gone(request: Request, error: Exception) -> Response:
-    return Response(status_code=400)  # nobody is left to read it
+_REFUSALS = (ClientDisconnect, HTTPException, ApiError, LeaseError, UnknownEnvironment, QueueFull, StoreError)

@@ -3,17 +3,15 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Generator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from environments.api import gzipping, wire
 from grpo_common.errors import Problem, UserError
-
-T = TypeVar("T")
 
 GZIP_MINIMUM = 1000
 """Answers of this many bytes or more are gzipped for clients that accept it."""
@@ -169,20 +167,6 @@ def _cut(pieces: Iterable[bytes]) -> Iterator[bytes]:
             yield piece
         else:
             yield from (piece[start : start + _PIECE] for start in range(0, len(piece), _PIECE))
-
-
-async def in_turns(steps: Generator[None, None, T]) -> T:
-    """Run a generator to its end, with a turn for others whenever it has worked for `TURN_S`, and at the end."""
-    began = time.perf_counter()
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            await asyncio.sleep(0)
-            return end.value
-        if time.perf_counter() - began >= TURN_S:
-            await asyncio.sleep(0)
-            began = time.perf_counter()
 
 
 def accepts_gzip(request: Request) -> bool:

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from environments.api.service import Service
+from environments.api.waiting import WAITED
 
 _BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
@@ -61,7 +62,7 @@ class Metrics:
             finally:
                 route = getattr(scope.get("route"), "path", "unknown")
                 self._requests.labels(route, str(status)).inc()
-                if b"wait=" not in scope["query_string"]:  # which says how long it wants to wait
+                if WAITED not in scope:
                     self._seconds.labels(route).observe(time.perf_counter() - start)
 
         return measured

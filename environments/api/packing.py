@@ -8,26 +8,24 @@ from typing import Any
 
 def pack_ints(rows: Iterable[list[int]]) -> bytes:
     """int32 bytes of all rows; the numbers must fit (the wire's schema sees to it)."""
-    return _little_endian(_concatenate("i", rows)).tobytes()
-
-
-def pack_floats(rows: list[list[float]] | None) -> bytes | None:
-    """float32 bytes where that loses nothing, else float64; None for no rows."""
-    if not rows:
-        return None
-    single = array("f")
+    numbers = array("i")
     for row in rows:
-        packed = array("f", row)
-        # Logprobs come from float32 models: most rows lose nothing at half the size, the rest stay whole.
-        if packed.tolist() != row:
-            return pack_doubles(rows)
-        single += packed
-    return _little_endian(single).tobytes()
+        numbers.fromlist(row)
+    return _little_endian(numbers).tobytes()
 
 
-def pack_doubles(rows: Iterable[list[float]]) -> bytes:
-    """float64 bytes of all rows."""
-    return _little_endian(_concatenate("d", rows)).tobytes()
+def pack_floats(rows: Iterable[list[float]] | None) -> bytes | None:
+    """float32 bytes where that loses nothing, else float64; None for no rows."""
+    numbers = array("f")
+    empty = True
+    for row in rows or ():
+        empty = False
+        packed = array(numbers.typecode, row)
+        # Logprobs come from float32 models: most rows lose nothing at half the size.
+        if numbers.typecode == "f" and packed.tolist() != row:
+            numbers, packed = array("d", numbers), array("d", row)
+        numbers += packed
+    return None if empty else _little_endian(numbers).tobytes()
 
 
 def unpack_ints(data: bytes, spans: Sequence[slice]) -> list[list[int]]:
@@ -55,11 +53,4 @@ def numbers_of(data: bytes, span: slice, total: int, kind: str) -> "array[Any]":
 def _little_endian(numbers: "array[Any]") -> "array[Any]":
     if sys.byteorder == "big":
         numbers.byteswap()
-    return numbers
-
-
-def _concatenate(typecode: str, rows: Iterable[list[Any]]) -> "array[Any]":
-    numbers = array(typecode)
-    for row in rows:
-        numbers.fromlist(row)
     return numbers

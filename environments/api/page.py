@@ -28,9 +28,8 @@ summary { cursor: pointer } li { margin: .2rem 0 }
 input { font: inherit; padding: .3rem .5rem; width: 100% }
 """
 
-_STATUS_SCRIPT = """
+_COMMON_SCRIPT = """
 "use strict";
-const $ = id => document.getElementById(id);
 const add = (parent, tag, text, cls) => {
   const node = document.createElement(tag);
   if (text !== undefined) node.textContent = text;
@@ -38,6 +37,14 @@ const add = (parent, tag, text, cls) => {
   parent.append(node);
   return node;
 };
+const key = sessionStorage.getItem("key");
+const ask = path => fetch(path, {headers: key ? {Authorization: "Bearer " + key} : {}});
+"""
+
+_STATUS_SCRIPT = (
+    _COMMON_SCRIPT
+    + """
+const $ = id => document.getElementById(id);
 const number = (value, digits = 2) => value === null ? "–" : Number(value).toFixed(digits);
 const size = bytes => bytes < 1e6 ? (bytes / 1e3).toFixed(0) + " kB" : (bytes / 1e6).toFixed(1) + " MB";
 
@@ -127,9 +134,8 @@ function samples(o) {
 }
 
 async function refresh() {
-  const key = sessionStorage.getItem("key");
   try {
-    const answer = await fetch("overview", {headers: key ? {Authorization: "Bearer " + key} : {}});
+    const answer = await ask("overview");
     $("login").hidden = answer.status !== 401;
     if (!answer.ok) throw new Error(answer.status === 401 ? "give the API key" : "status " + answer.status);
     const o = await answer.json();
@@ -145,6 +151,7 @@ async function refresh() {
 $("key").addEventListener("change", () => { sessionStorage.setItem("key", $("key").value); location.reload(); });
 refresh();
 """
+)
 
 _STATUS_BODY = """
 <header><h1>Rollout API</h1>
@@ -161,19 +168,12 @@ _STATUS_BODY = """
 <p class="dim"><a href="docs">Reference</a> · <a href="metrics">Metrics</a></p>
 """
 
-_DOCS_SCRIPT = """
-"use strict";
-const add = (parent, tag, text, cls) => {
-  const node = document.createElement(tag);
-  if (text !== undefined) node.textContent = text;
-  if (cls) node.className = cls;
-  parent.append(node);
-  return node;
-};
+_DOCS_SCRIPT = (
+    _COMMON_SCRIPT
+    + """
 const name = schema => schema.$ref ? schema.$ref.split("/").pop() : schema.anyOf ? schema.anyOf.map(name).join(" or ")
   : schema.type === "array" ? "[" + name(schema.items || {}) + "]" : schema.type || "any";
-const key = sessionStorage.getItem("key");
-fetch("openapi.json", {headers: key ? {Authorization: "Bearer " + key} : {}}).then(answer => {
+ask("openapi.json").then(answer => {
   if (answer.ok) return answer.json();
   add(document.getElementById("reference"), "p", "Give the API key on the status page first.", "bad");
   throw new Error("status " + answer.status);
@@ -201,6 +201,7 @@ fetch("openapi.json", {headers: key ? {Authorization: "Bearer " + key} : {}}).th
   document.body.dataset.ready = "yes";
 });
 """
+)
 
 _DOCS_BODY = """
 <header><h1>Rollout API: reference</h1></header>

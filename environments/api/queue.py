@@ -62,7 +62,7 @@ class RolloutQueue:
         self._new_uuid = new_uuid
         self.next_group = 0
         self.changes = 0
-        self.room = 0
+        self.news = 0
         self._clear()
 
     def _clear(self) -> None:
@@ -80,7 +80,7 @@ class RolloutQueue:
         self.leased: dict[int, Group] = {}
         self.leases = LeaseBook(self.journal)
         self.changes += 1  # never back to an earlier number: answers are kept by it
-        self.room += 1
+        self.news += 1
         self._chosen: tuple[int, list[int] | None] = (-1, None)
         self.given_back: list[tuple[int, ...]] = []
 
@@ -250,7 +250,7 @@ class RolloutQueue:
         if environment.connected and env_id not in self.alive:
             self.alive.add(env_id)
             self.changes += 1
-            self.room += 1
+            self.news += 1
         return environment
 
     def environment(self, env_id: int) -> Environment:
@@ -297,7 +297,7 @@ class RolloutQueue:
         )
         self.next_group += 1
         if environment is not None and {size, *self.line.sizes(environment.id)} != {environment.request.group_size}:
-            self.room += 1  # in groups of its usual size, the queue may not have grown by one
+            self.news += 1  # in groups of its usual size, the queue may not have grown by one
         if environment is None or size >= environment.request.group_size or env_id not in self.alive:
             self._enqueue(group)
             self.journal.put_group(group, "queue")
@@ -384,7 +384,7 @@ class RolloutQueue:
         taken = self.line.remove(ids)
         out = {group.id for group in taken}
         self.given_back = [each for each in self.given_back if out.isdisjoint(each)]
-        self.room += 1
+        self.news += 1
         return taken
 
     def _reserves(self, env_id: int | None) -> bool:
@@ -412,7 +412,7 @@ class RolloutQueue:
         """An environment is gone: no batch waits for it, and what it left in its buffer may be trained."""
         self.alive.discard(env_id)
         self.changes += 1
-        self.room += 1
+        self.news += 1
         if env_id in self.buffers:
             self._unbuffer(env_id, {group.id for group in self.buffers[env_id]})
 
@@ -446,5 +446,5 @@ class RolloutQueue:
     def _put_run(self, run: Run) -> None:
         self.run = run
         self.changes += 1
-        self.room += 1
+        self.news += 1
         self.journal.put_run(run)

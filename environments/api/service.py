@@ -12,17 +12,17 @@ from statistics import fmean
 from msgspec import Struct
 
 from environments.api import wire
+from environments.api.checks import encode_checked
 from environments.api.explain import Explainer
 from environments.api.history import History, Overview
 from environments.api.leases import REMEMBERED_LEASES
+from environments.api.limit import QueueLimit
 from environments.api.payloads import Payloads
 from environments.api.queue import RolloutQueue
 from environments.api.records import Lease
-from environments.api.room import Room
 from environments.api.settings import Settings
 from environments.api.store import REMEMBERED_POSTS_S, Store, StoreError
 from environments.api.timeline import Timeline
-from environments.api.validate import encode_checked
 from environments.api.waiting import Waiters
 
 log = logging.getLogger("rollout-api")
@@ -75,7 +75,7 @@ class Service:
         self.evaluations: deque[wire.NumberedEvaluation] = deque(maxlen=KEPT_EVALUATIONS)
         self.failed = asyncio.Event()
         self.failure: StoreError | None = None
-        self.groups, self.room = Waiters(), Waiters()  # for a batch, and for room for groups
+        self.batch_waiters, self.news_waiters = Waiters(), Waiters()
         self._process = secrets.token_hex(4)
         self.started_at = timer()
         self.timeline = Timeline()
@@ -88,7 +88,7 @@ class Service:
             snapshot = self.store.load()
             self.queue = RolloutQueue.restore(snapshot, timer(), self.store, settings.env_timeout)
             self.payloads.adopt(group.id for group, _ in snapshot.groups)
-            self._adopt_posts(self.store.posts())
+            self._adopt_posts(self.store, clock())
             log.info(
                 "store %s: %d groups, %d environments, step %s",
                 settings.store,
@@ -97,7 +97,7 @@ class Service:
                 snapshot.run.current_step if snapshot.run else "none",
             )
         self.explain = Explainer(self.queue)
-        self.capacity = Room(self.queue, settings.max_queued_mb << 20)
+        self.limit = QueueLimit(self.queue, settings.max_queued_mb << 20)
 
     # The trainer
 
@@ -194,12 +194,12 @@ class Service:
     @property
     def seen(self) -> str:
         """Another text whenever environments may have more room: by a step, a batch that left, a new neighbour."""
-        return f"{self._process}.{self.queue.room}"
+        return f"{self._process}.{self.queue.news}"
 
     def end_waits(self) -> None:
         """Have requests that wait answered now, and none wait from now on."""
-        self.groups.end()
-        self.room.end()
+        self.batch_waiters.end()
+        self.news_waiters.end()
 
     def take(
         self, group: wire.PackedGroup, key: bytes | None = None, payload: bytes | None = None
@@ -208,7 +208,7 @@ class Service:
 
         Args:
             key: names this post: a second one with the same key is answered alike and not kept.
-            payload: the group's bytes (`validate.encode_checked`), where they were made in a turn of their own.
+            payload: the group's bytes (`checks.encode_checked`), where they are at hand.
 
         Raises:
             UnknownEnvironment: its env_id was never given out.
@@ -228,6 +228,7 @@ class Service:
             self.store.put_post(post, now)
             if post in self._unanswered:
                 self._unanswered.discard(post)
+                self.store.drop_unanswered(post)
                 return wire.ScoredDataResponse(status="received")
         taken, buffered = self.queue.offer(
             group.env_id,
@@ -272,7 +273,7 @@ class Service:
 
     def status(self) -> wire.Status:
         """The queue explained."""
-        return self.capacity.shown_in(self.explain.status(self.timer(), durable=self.store is not None))
+        return self.limit.shown_in(self.explain.status(self.timer(), durable=self.store is not None))
 
     def overview(self) -> Overview:
         """What the status page shows."""
@@ -308,14 +309,14 @@ class Service:
                 if warning not in self._warned:
                     log.warning("%s", warning)
             self._warned = set(warnings)
-            self.capacity.report()
+            self.limit.report()
             while self._posts and next(iter(self._posts.values())) < date - REMEMBERED_POSTS_S:
                 self._posts.popitem(last=False)
             if self._unanswered and now > self.started_at + RETRY_WINDOW_S:
                 self._unanswered.clear()
             if self.store is not None and now > tidied + TIDY_S:
                 tidied = now
-                self.store.forget_posts(date - REMEMBERED_POSTS_S)
+                self.store.forget_posts(date - REMEMBERED_POSTS_S, date)
                 self.store.forget_leases(REMEMBERED_LEASES)
             await self._commit()
 
@@ -329,11 +330,16 @@ class Service:
         self.payloads.drop(self.queue.acknowledge(batch_id, step))
         self.timeline.ended(batch_id)
 
-    def _adopt_posts(self, posts: list[tuple[bytes, float]]) -> None:
+    def _adopt_posts(self, store: Store, now: float) -> None:
         """Posts of the earlier process; the last ones may be repeated by clients that got no answer."""
+        posts = store.posts()
         last = max((at for _, at in posts), default=0.0)
         self._posts.update(sorted(posts, key=lambda post: post[1]))
-        self._unanswered = {key for key, at in posts if at > last - UNANSWERED_S}
+        self._unanswered = set(store.unanswered(now))
+        for key, at in posts:
+            if at > last - UNANSWERED_S and key not in self._unanswered:
+                self._unanswered.add(key)
+                store.put_unanswered(key, now + RETRY_WINDOW_S)  # also for a process that starts after another crash
 
     async def _commit(self) -> None:
         try:
@@ -344,8 +350,8 @@ class Service:
         except StoreError as error:
             self._fail(error)  # memory is now ahead of the disk: stop, and go on from what was written
             raise
-        self.groups.tell(self.queue.changes)
-        self.room.tell(self.queue.room)
+        self.batch_waiters.tell(self.queue.changes)
+        self.news_waiters.tell(self.queue.news)
 
     def _fail(self, error: StoreError) -> None:
         self.failure = self.failure or error

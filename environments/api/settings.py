@@ -1,5 +1,6 @@
 """Settings of the rollout API."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +37,7 @@ class Settings:
     max_body_mb: int = 64
     memory_mb: int = 1024
     max_queued_mb: int = 4096
-    cors_origins: tuple[str, ...] = ()
+    cors_origins: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if not self.api_key and not is_loopback(self.host):
@@ -46,13 +47,12 @@ class Settings:
                 got=f"{self.host} without a key",
                 fix="give --api-key KEY, or --host 127.0.0.1",
             )
-        if self.env_timeout <= 0:
-            raise SettingsError(field="--env-timeout", got=self.env_timeout, wanted="more than 0 seconds")
-        if self.max_body_mb < 1:
-            raise SettingsError(field="--max-body-mb", got=self.max_body_mb, wanted="1 or more")
-        if self.memory_mb < 0:
-            raise SettingsError(field="--memory-mb", got=self.memory_mb, wanted="0 or more")
-        if self.max_queued_mb < 1:
-            raise SettingsError(field="--max-queued-mb", got=self.max_queued_mb, wanted="1 or more")
-        if not 0 <= self.port <= 65535:
-            raise SettingsError(field="--port", got=self.port, wanted="0 to 65535")
+        for field, got, fits, wanted in (
+            ("--env-timeout", self.env_timeout, self.env_timeout > 0, "more than 0 seconds"),
+            ("--max-body-mb", self.max_body_mb, self.max_body_mb >= 1, "1 or more"),
+            ("--memory-mb", self.memory_mb, self.memory_mb >= 0, "0 or more"),
+            ("--max-queued-mb", self.max_queued_mb, self.max_queued_mb >= 1, "1 or more"),
+            ("--port", self.port, 0 <= self.port <= 65535, "0 to 65535"),
+        ):
+            if not fits:
+                raise SettingsError(field=field, got=got, wanted=wanted)

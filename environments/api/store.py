@@ -30,6 +30,7 @@ CREATE TABLE IF NOT EXISTS payloads (id INTEGER PRIMARY KEY, body BLOB NOT NULL)
 CREATE TABLE IF NOT EXISTS leases (batch_id TEXT PRIMARY KEY, body BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS closed (number INTEGER PRIMARY KEY, batch_id TEXT NOT NULL UNIQUE, body BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS posts (key BLOB PRIMARY KEY, at REAL NOT NULL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS unanswered (key BLOB PRIMARY KEY, until REAL NOT NULL) WITHOUT ROWID;
 """
 _FORMAT = 1
 
@@ -102,6 +103,10 @@ class Store(Journal):
         """Keys of the groups posted of late, each with its time."""
         return self._reader.execute("SELECT key, at FROM posts").fetchall()
 
+    def unanswered(self, now: float) -> list[bytes]:
+        """Keys of posts that a crash may have left without an answer, and that may still be repeated."""
+        return [key for (key,) in self._reader.execute("SELECT key FROM unanswered WHERE until > ?", (now,))]
+
     # Changes: noted now, written with the next commit
 
     def put_run(self, run: Run) -> None:
@@ -121,9 +126,18 @@ class Store(Journal):
         """A group with this key was posted; keys older than `REMEMBERED_POSTS_S` are forgotten."""
         self._note("REPLACE INTO posts VALUES (?, ?)", key, now)
 
-    def forget_posts(self, before: float) -> None:
-        """Forget the keys of posts older than this time."""
+    def put_unanswered(self, key: bytes, until: float) -> None:
+        """The post with this key may have had no answer: until then, a repeated one is the same post."""
+        self._note("REPLACE INTO unanswered VALUES (?, ?)", key, until)
+
+    def drop_unanswered(self, key: bytes) -> None:
+        """The post with this key was repeated."""
+        self._note("DELETE FROM unanswered WHERE key = ?", key)
+
+    def forget_posts(self, before: float, now: float) -> None:
+        """Forget the keys of posts older than `before`, and which posts could be repeated until `now`."""
         self._note("DELETE FROM posts WHERE at < ?", before)
+        self._note("DELETE FROM unanswered WHERE until <= ?", now)
 
     def move(self, groups: Iterable[int], place: Place) -> None:
         for each in groups:
@@ -146,7 +160,7 @@ class Store(Journal):
         self._note("DELETE FROM closed WHERE number <= (SELECT max(number) FROM closed) - ?", keep)
 
     def reset(self) -> None:
-        for table in ("run", "environments", "groups", "payloads", "leases", "closed", "posts"):
+        for table in ("run", "environments", "groups", "payloads", "leases", "closed", "posts", "unanswered"):
             self._note(f"DELETE FROM {table}")
 
     def _note(self, sql: str, *values: object) -> None:

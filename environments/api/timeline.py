@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 
 from environments.api.records import Group
-from grpo_common.trace import since
+from grpo_common.trace import recording, since
 
 
 class Timeline:
-    """Remembers when each group came and when each batch was leased; `now` is in seconds of the monotonic clock."""
+    """Remembers, if a timeline is recorded, when each group came and each batch was leased (monotonic seconds)."""
 
     def __init__(self) -> None:
         """Know of nothing yet."""
@@ -16,11 +16,13 @@ class Timeline:
 
     def taken(self, group_id: int, now: float) -> None:
         """Note that a group has joined the queue."""
-        self._came[group_id] = now
+        if recording():
+            self._came[group_id] = now
 
     def leased(self, batch_id: str, groups: Iterable[Group], now: float) -> None:
         """Record how long each group of a batch was queued."""
-        self._leased.setdefault(batch_id, now)
+        if recording():
+            self._leased.setdefault(batch_id, now)
         for group in groups:
             if (came := self._came.pop(group.id, None)) is not None:
                 since("queue", came, lane=f"group {group.id}", group=group.id, version=group.newest_version)

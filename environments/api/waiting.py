@@ -9,7 +9,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from grpo_common.disconnects import unless_disconnected
 
-LONGEST_WAIT_S = 60.0
+WAITED = "rollout-api.waited"
+"""Key of the scope of a request that waited: how long it took says nothing of the server."""
 
 
 class Waiters:
@@ -55,6 +56,8 @@ async def while_there(request: Request, waiting: Coroutine[Any, Any, None]) -> N
     Raises:
         ClientDisconnect: the client disconnected; nothing was leased for it.
     """
+
+    request.scope[WAITED] = True
 
     async def waited() -> bool:
         await waiting

@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from environments.api.packing import pack_floats, pack_ints, unpack_floats, unpack_ints
 from grpo_common.http import MSGPACK_TYPES, is_msgpack
@@ -38,6 +38,8 @@ _Id = Annotated[int, Meta(ge=0, le=2**53)]
 _Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 _Name = Annotated[str, Meta(max_length=1024)]
 _Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
+_Seconds = Annotated[float, Meta(ge=0.1, le=24 * 3600.0)]
+_Wait = Annotated[float, Meta(ge=0.0, le=60.0)]
 
 LeaseEnd: TypeAlias = Literal["acknowledged", "expired", "released", "taken over"]
 """How the lease of a batch came to its end; "expired": it ran out, and its groups were given to another client."""
@@ -251,6 +253,14 @@ class PackedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
     policy_versions: list[_Int] | None = None
 
 
+class UnreadGroup(PackedGroup, frozen=True, kw_only=True, omit_defaults=True):
+    """A packed group with the rows of its longest fields left encoded."""
+
+    messages: list[msgspec.Raw] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    distill_token_ids: list[msgspec.Raw] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    distill_logprobs: list[msgspec.Raw] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
 class ScoredDataResponse(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Answer to POST /scored_data; `buffer_size` (sequences) wait to sum to the environment's group size."""
 
@@ -346,6 +356,36 @@ class Evaluations(Struct, frozen=True, kw_only=True):
     evaluations: list[NumberedEvaluation]
 
 
+class StatusEnvQuery(Struct, frozen=True, kw_only=True):
+    """Query of GET /status-env."""
+
+    env_id: _Id | UnsetType = UNSET
+    wait: _Wait | UnsetType = UNSET
+    seen: str | UnsetType = UNSET
+
+
+class BatchQuery(Struct, frozen=True, kw_only=True):
+    """Query of GET /batch."""
+
+    lease: _Seconds | UnsetType = UNSET
+    request: str | UnsetType = UNSET
+    uuid: _Id | UnsetType = UNSET
+    wait: _Wait | UnsetType = UNSET
+
+
+class ExtendQuery(Struct, frozen=True, kw_only=True):
+    """Query of POST /batch/{batch_id}/extend."""
+
+    lease: _Seconds
+    step: _Id | UnsetType = UNSET
+
+
+class EvaluationsQuery(Struct, frozen=True, kw_only=True):
+    """Query of GET /evaluations."""
+
+    after: _Id = 0
+
+
 class ErrorResponse(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Any 4xx: what is wrong, and where it can be named, the field; of a batch that is refused, how its lease ended."""
 
@@ -354,7 +394,7 @@ class ErrorResponse(Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: LeaseEnd | None = None
 
 
-_UNPACKED_FIELDS = (
+UNPACKED_FIELDS = (
     "messages",
     "generation_params",
     "overrides",
@@ -367,7 +407,7 @@ _UNPACKED_FIELDS = (
 
 
 def pack(group: ScoredData) -> PackedGroup:
-    """Pack a group; its rows must be as long as its tokens (`environments.api.validate.check_group`)."""
+    """Pack a group; its rows must be as long as its tokens (`environments.api.intake.pack_checked` checks it)."""
     return PackedGroup(
         lengths=[len(row) for row in group.tokens],
         tokens=pack_ints(group.tokens),
@@ -376,7 +416,7 @@ def pack(group: ScoredData) -> PackedGroup:
         advantages=pack_floats(group.advantages),
         ref_logprobs=pack_floats(group.ref_logprobs),
         inference_logprobs=pack_floats(group.inference_logprobs),
-        **{name: getattr(group, name) or None for name in _UNPACKED_FIELDS},
+        **{name: getattr(group, name) or None for name in UNPACKED_FIELDS},
         env_id=group.env_id,
     )
 
@@ -391,7 +431,7 @@ def unpack(group: PackedGroup) -> ScoredData:
         advantages=unpack_floats(group.advantages, rows),
         ref_logprobs=unpack_floats(group.ref_logprobs, rows),
         inference_logprobs=unpack_floats(group.inference_logprobs, rows),
-        **{name: getattr(group, name) for name in _UNPACKED_FIELDS},
+        **{name: getattr(group, name) for name in UNPACKED_FIELDS},
         env_id=group.env_id,
     )
 

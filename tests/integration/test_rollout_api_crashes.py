@@ -43,7 +43,7 @@ class Environment(threading.Thread):
 
     def __init__(self, url: str, env_id: int, stop: threading.Event) -> None:
         super().__init__()
-        self.client = httpx.Client(base_url=url, timeout=10)
+        self.client = httpx.Client(base_url=url, timeout=GIVE_UP_S)
         self.env_id = env_id
         self.stop = stop
         self.received: list[int] = []
@@ -69,7 +69,7 @@ class Trainer(threading.Thread):
 
     def __init__(self, url: str) -> None:
         super().__init__()
-        self.client = httpx.Client(base_url=url, timeout=10)
+        self.client = httpx.Client(base_url=url, timeout=GIVE_UP_S)
         self.trained: Counter[int] = Counter()
         self.batches = 0
         self.drain = threading.Event()
@@ -97,7 +97,7 @@ class Trainer(threading.Thread):
 def test_nothing_is_lost_and_nothing_is_trained_twice(tmp_path: Path):
     server = ServerProcess(("--store", str(tmp_path / "store.sqlite")), log=tmp_path / "log")
     server.start()
-    with httpx.Client(base_url=server.url, timeout=10) as client:
+    with httpx.Client(base_url=server.url, timeout=GIVE_UP_S) as client:
         trainer_request = wire.Register(
             wandb_group="g",
             wandb_project="p",

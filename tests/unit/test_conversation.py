@@ -10,7 +10,7 @@ import pytest
 from transformers import Qwen2Tokenizer
 
 from environments.api import wire
-from environments.api.validate import pack_checked
+from environments.api.intake import pack_checked
 from environments.config import ConfigError
 from environments.conversation import Conversation
 from environments.demo_model import build_tokenizer

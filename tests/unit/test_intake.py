@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from array import array
-from collections.abc import Generator
-from typing import Any, TypeVar
+from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
 from environments.api import intake, wire
 from environments.api.answers import json_group
+from environments.api.app import build_app
 from environments.api.http import ApiError
 from environments.api.service import Service
 from environments.api.settings import Settings
-from environments.api.validate import CHUNK
-
-T = TypeVar("T")
 
 
 def group(**fields: Any) -> dict[str, Any]:
@@ -29,13 +29,8 @@ def group(**fields: Any) -> dict[str, Any]:
     }
 
 
-def finished(steps: Generator[None, None, T]) -> T:
-    """What a generator returns, whoever else might have had a turn."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
+def taken(service: Service, body: bytes, content_type: str) -> wire.ScoredDataResponse:
+    return intake.take_one(service, intake.read_one(body, content_type), None)
 
 
 def bodies(fields: dict[str, Any]) -> list[tuple[bytes, str]]:
@@ -75,12 +70,12 @@ def test_what_no_trainer_could_train_on_is_refused_and_harms_nobody(
     key = place.partition("[")[0].partition(".")[0]
     for body, content_type in bodies(bad):
         with pytest.raises(ApiError) as refused:
-            finished(intake.take_one(service, body, content_type, None))
+            taken(service, body, content_type)
         assert (refused.value.status, refused.value.key, refused.value.field) == (422, key, place)
         assert got is None or refused.value.summary.startswith(f"{got}, ")
         assert not service.queue.line.groups
     mixed = msgspec.json.encode([group(), bad, group()])
-    answer = finished(intake.take_list(service, mixed, wire.JSON, None))
+    answer = intake.take_list(service, intake.read_list(mixed, wire.JSON), None)
     assert answer.groups_processed == 2 and answer.rejected is not None
     assert [(each.group, each.field) for each in answer.rejected] == [(1, key)]
 
@@ -98,7 +93,7 @@ def test_what_no_trainer_could_train_on_is_refused_and_harms_nobody(
 def test_what_can_be_trained_on_is_taken_and_comes_back(fields: dict[str, Any]) -> None:
     for body, content_type in bodies(group(**fields)):
         service = Service(Settings())
-        assert finished(intake.take_one(service, body, content_type, None)).status == "received"
+        assert taken(service, body, content_type).status == "received"
         assert service.latest is not None
         back = wire.decode_group(service.latest)
         for name, value in fields.items():
@@ -120,15 +115,29 @@ def long_group(length: int, sequences: int) -> wire.PackedGroup:
     )
 
 
-@pytest.mark.parametrize("length", [CHUNK // 4, 4 * CHUNK])
-def test_a_long_group_is_checked_in_turns(length: int) -> None:
-    packed = long_group(length, 8)
-    steps = sum(1 for _ in intake.take_one(Service(Settings()), wire.encode(packed, wire.MSGPACK), wire.MSGPACK, None))
-    assert steps >= 2 * 8 * length // CHUNK  # two fields of floats, `CHUNK` numbers at a time
-    lists = msgspec.json.encode(wire.unpack(long_group(CHUNK // 4, 8)))
-    assert (
-        sum(1 for _ in intake.take_one(Service(Settings()), lists, wire.JSON, None)) >= 4 * 8
-    )  # four fields, a row each
+@pytest.mark.parametrize("path", ["/scored_data", "/scored_data_list"])
+def test_a_long_body_is_read_in_a_thread_and_row_by_row(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[tuple[int, bool]] = []
+
+    def decode(body: Any, **options: Any) -> Any:
+        decoded.append((len(body), threading.current_thread() is threading.main_thread()))
+        return msgspec.json.decode(body, **options)
+
+    async def post(group: wire.ScoredData) -> list[tuple[int, bool]]:
+        decoded.clear()
+        body = msgspec.json.encode(group if path == "/scored_data" else [group])
+        transport = httpx.ASGITransport(build_app(Service(Settings())))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:8000") as client:
+            answer = await client.post(path, content=body, headers={"content-type": wire.JSON})
+        assert answer.status_code == 200
+        return decoded[:]
+
+    monkeypatch.setattr(intake, "json_decode", decode)
+    assert [on_the_loop for _, on_the_loop in asyncio.run(post(wire.unpack(long_group(4, 2))))] == [True]
+    (whole, _), *rows = asyncio.run(post(wire.unpack(long_group(1 << 14, 8))))
+    assert len(rows) == 4 * 8  # four fields of eight rows
+    assert max(size for size, _ in rows) < whole / 20
+    assert not any(on_the_loop for _, on_the_loop in rows)
 
 
 def test_the_newest_group_is_shown_in_pieces() -> None:

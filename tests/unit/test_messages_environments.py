@@ -126,15 +126,15 @@ def test_an_environment_that_failed() -> None:
 )
 def test_a_group_that_is_refused(fields: dict[str, Any], text: str) -> None:
     group = {"tokens": [[1, 2], [1, 3]], "masks": [[-100, 2], [-100, 3]], "scores": [0.0, 1.0], **fields}
-    taking = intake.take_one(asyncio.run(runner.started()), msgspec.json.encode(group), wire.JSON, None)
+    service = asyncio.run(runner.started())
     with pytest.raises(ApiError) as error:
-        list(taking)
+        intake.take_one(service, intake.read_one(msgspec.json.encode(group), wire.JSON), None)
     assert error.value.response() == wire.ErrorResponse(detail=text, field=next(iter(fields)))
 
 
 def test_a_body_that_is_cut_short() -> None:
     with pytest.raises(ApiError) as error:
-        next(intake.take_one(asyncio.run(runner.started()), b"{", wire.JSON, None))
+        intake.read_one(b"{", wire.JSON)
     assert error.value.response().detail == "body: Input data was truncated; wanted JSON"
 
 

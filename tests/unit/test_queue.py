@@ -514,20 +514,20 @@ def test_room_is_made_by_what_leaves_and_not_by_what_comes():
     queue = started(4)
     environment = queue.register_environment(env(2), 0.0)
     assert environment is not None
-    at = queue.room
+    at = queue.news
     for _ in range(4):
         offer(queue, 2, environment.id)
-    assert queue.room == at and queue.untrained == 0
+    assert queue.news == at and queue.untrained == 0
     grant = queue.next_batch(0.0, 60.0)
-    assert grant is not None and queue.room > at and queue.untrained == 4
-    at = queue.room
+    assert grant is not None and queue.news > at and queue.untrained == 4
+    at = queue.news
     queue.extend(grant.lease.batch_id, 0.0, 60.0, step=1)
-    assert queue.room > at and queue.untrained == 0 and queue.leased  # a checkpoint is to hold it yet
+    assert queue.news > at and queue.untrained == 0 and queue.leased  # a checkpoint is to hold it yet
     queue.extend(grant.lease.batch_id, 0.0, 60.0)
     assert queue.untrained == 0
-    at = queue.room
+    at = queue.news
     offer(queue, 1, environment.id)  # it waits for others of its kind: its place is free again
-    assert queue.room > at
-    at = queue.room
+    assert queue.news > at
+    at = queue.news
     queue.disconnect(environment.id)
-    assert queue.room > at
+    assert queue.news > at

@@ -154,6 +154,21 @@ def test_a_post_that_was_never_answered_may_be_repeated(tmp_path: Path):
     assert asyncio.run(life(2)) == 2
 
 
+@pytest.mark.parametrize(("repeated", "queued"), [(100.0, 2), (400.0, 3)])
+def test_an_unanswered_post_is_known_after_a_second_crash(tmp_path: Path, repeated: float, queued: int):
+    async def life(date: float, number: int) -> int:
+        service = Service(Settings(store=tmp_path / "s"), clock=lambda: date)
+        service.take(group(number))
+        await service.written()
+        size = service.status().queue_size
+        service.close()
+        return size
+
+    assert asyncio.run(life(0.0, 1)) == 1
+    assert asyncio.run(life(20.0, 2)) == 2  # another's post, later than the seconds that count as unanswered
+    assert asyncio.run(life(repeated, 1)) == queued
+
+
 def test_a_key_makes_a_post_count_once():
     async def life() -> list[int]:
         service = Service(Settings())

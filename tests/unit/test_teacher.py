@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from environments.api import wire
-from environments.api.validate import pack_checked
+from environments.api.intake import pack_checked
 from environments.config import BaseEnvConfig, ConfigError
 from environments.peers.teacher import Teacher
 from tests.stand_ins import Asked, Reply, answering

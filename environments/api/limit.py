@@ -18,9 +18,10 @@ class QueueFull(UserError):
     """As many groups wait as may; a post is refused with 429."""
 
 
-class Room:
-    """Room for queued groups, on disk or in memory. Leased groups do not count: a trainer keeps them until its next
-    checkpoint, and needs more batches to reach it.
+class QueueLimit:
+    """The limit of the bytes of queued groups, on disk and in memory together.
+
+    Leased groups do not count: a trainer keeps them until its next checkpoint, and needs more batches to reach it.
 
     Attributes:
         limit: bytes; reached by the last post that was taken, which may go beyond it.
