@@ -42,7 +42,7 @@ _VOCABULARY = range(150_000)
 
 @dataclass(frozen=True)
 class Load:
-    """What is put on the server."""
+    """The load on the server."""
 
     groups: int = 2000
     group_size: int = 8
@@ -83,7 +83,7 @@ class Figures:
 
 
 def main(load: Load, url: str | None = None, store: Path | None = None) -> Figures:
-    """Load a server and return the figures; without `url` it is our own, started here (with `store` if given)."""
+    """Load a server and return the figures; without `url`, start a server for that (with `store` if given)."""
     if load.groups * load.group_size % load.batch_size:
         raise ConfigError(
             "the last batch would never come",
@@ -177,7 +177,7 @@ def _figures(
 
 
 def _percentiles(times: list[float]) -> tuple[float, float]:
-    """Median and 99th percentile in milliseconds."""
+    """Return median and 99th percentile in milliseconds."""
     if not times:
         return 0.0, 0.0
     cuts = quantiles(times * 2 if len(times) == 1 else times, n=100, method="inclusive")
@@ -223,7 +223,7 @@ def _call(connection: http.client.HTTPConnection, method: str, path: str, body: 
 
 
 def _group(number: int, load: Load, env_id: int) -> wire.ScoredData:
-    """A group as a model makes it: random tokens, a masked prompt, float32 logprobs; its number is the first token."""
+    """Return a group like a model's: random tokens, masked prompt, float32 logprobs; the first token is its number."""
     draw = random.Random(number)
     prompt = load.tokens // 4
     tokens = [draw.choices(_VOCABULARY, k=load.tokens) for _ in range(load.group_size)]
@@ -246,7 +246,7 @@ def _group(number: int, load: Load, env_id: int) -> wire.ScoredData:
 
 
 def _post(pipe: Connection, host: str, port: int, load: Load, numbers: range, threads: int, env_id: int) -> None:
-    """Post groups from so many clients at once, each with one connection."""
+    """Post groups from several clients at once, each with one connection."""
     headers = {"Content-Type": wire.MSGPACK if load.wire == "msgpack" else wire.JSON}
     if load.wire == "json":
         headers["Content-Encoding"] = "gzip"
@@ -286,7 +286,7 @@ def _post(pipe: Connection, host: str, port: int, load: Load, numbers: range, th
 
 
 def _consume(pipe: Connection, host: str, port: int, load: Load) -> None:
-    """Take batches as a trainer does until every group has come, or none comes any more."""
+    """Take batches as a trainer does until every group has arrived, or no more arrive."""
     connection = http.client.HTTPConnection(host, port, timeout=300)
     packed = load.wire == "msgpack"
     path = f"/batch?lease={_LEASE_S}" if packed else "/batch"
@@ -329,7 +329,7 @@ def _consume(pipe: Connection, host: str, port: int, load: Load) -> None:
 
 @contextlib.contextmanager
 def _own_server(store: Path | None) -> Iterator[str]:
-    """Our own server on a free port, ended afterwards; its URL."""
+    """Run a server on a free port within the block, and yield its URL."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -348,7 +348,7 @@ def _own_server(store: Path | None) -> Iterator[str]:
 
 
 def _listener(port: int) -> psutil.Process | None:
-    """The process of this machine that listens on a port, if this user may know it."""
+    """Return the process of this machine that listens on a port, if this user may see it."""
     for each in psutil.net_connections("tcp"):
         if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr[1] == port and each.pid:
             return psutil.Process(each.pid)
@@ -367,7 +367,7 @@ def _rss(server: psutil.Process | None) -> float:
 
 
 def _shares(total: int, parts: int) -> list[int]:
-    """`total` in nearly equal parts."""
+    """Split `total` into nearly equal parts."""
     return [total // parts + (1 if i < total % parts else 0) for i in range(parts)]
 
 

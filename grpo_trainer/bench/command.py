@@ -1,4 +1,4 @@
-"""What the benchmarks' commands share: progress on stderr, figures on stdout, an orderly end."""
+"""Shared by the benchmarks' commands: progress on stderr, figures on stdout, an orderly exit."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def share_cores() -> None:
-    """Before torch is imported: a server may run beside, and no hub is asked."""
+    """Set environment variables before torch is imported: other processes share the cores, and no hub is asked."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads sleep
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def _stop(number: int, _: FrameType | None) -> None:
     for each in SIGNALS:
-        signal.signal(each, signal.SIG_IGN)  # once is enough: the server is being ended
+        signal.signal(each, signal.SIG_IGN)  # the server is ending already
     raise StoppedError(f"stopped by {signal.Signals(number).name}", number)
 
 
 def run_command(app: typer.Typer, name: str) -> None:
-    """Run it as the program; an error that the user can mend is one message and an exit code."""
+    """Run a command as the program; report an error that the user can fix by one message and an exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     for number in SIGNALS:

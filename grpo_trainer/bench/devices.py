@@ -1,4 +1,4 @@
-"""What machine this is, and what of its GPUs is in use: without torch, which would itself take some of that."""
+"""The machine's processor and GPUs, and the GPUs' used memory: without torch, which would itself use some."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MIB_IN_MB = 1.048576
 
 
 def cpu_name() -> str:
-    """Return the processor's name as Linux has it, or else its architecture."""
+    """Return the processor's name from Linux, or else its architecture."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

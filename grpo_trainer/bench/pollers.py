@@ -14,7 +14,7 @@ _CONNECTING_AT_ONCE = 50
 
 
 class _Environment(asyncio.Protocol):
-    """One connection: a request on a beat, its answer timed. A late answer delays the next request."""
+    """One connection: sends requests at a fixed interval and times them. A late answer delays the next request."""
 
     def __init__(self, request: bytes, times: list[float], failures: list[str]) -> None:
         self.request = request
@@ -82,7 +82,7 @@ async def _poll(
     start = time.monotonic()
     beat = 0
     while not stop.done():
-        for i, environment in enumerate(environments):  # spread over the beat, as independent processes are
+        for i, environment in enumerate(environments):  # spread over the interval, as independent processes are
             due = start + (beat + i / len(environments)) * INTERVAL_S
             if due > time.monotonic() + 0.001:
                 await asyncio.sleep(due - time.monotonic())

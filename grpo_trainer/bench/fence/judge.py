@@ -1,4 +1,4 @@
-"""Asks and judges, in a process of its own: `python -m grpo_trainer.bench.fence.judge`.
+"""Sends requests and judges the answers, in a separate process: `python -m grpo_trainer.bench.fence.judge`.
 
 Reads one line of JSON with the fields of `Case`; asks, and prints a line once it has an answer; goes on until its
 standard input ends; then prints what it found: `Verdicts`, or the answers themselves if it was told of no patterns.
@@ -65,7 +65,7 @@ async def ask(case: Case, take: Callable[[int, Answer, int, int], None], enough:
 
 
 def listen(case: Case) -> Heard:
-    """All answers, at least some to each prompt."""
+    """Collect all answers, with a minimum for each prompt."""
     heard: Heard = [[] for _ in case.prompts]
     asyncio.run(
         ask(
@@ -78,7 +78,7 @@ def listen(case: Case) -> Heard:
 
 
 def judge(case: Case, references: References) -> Verdicts:
-    """All answers, held against the patterns'."""
+    """Compare all answers with those of the patterns."""
     verdicts = Verdicts()
 
     def take(prompt: int, answer: Answer, begun: int, ended: int) -> None:

@@ -35,12 +35,12 @@ PROMPT_TOKENS = 24
 SETTLE_SECONDS = 2.0
 PROGRESS_EVERY = 1000
 JUDGE_SECONDS = 120.0
-"""For the last answers to come."""
+"""Time limit for the last answers."""
 
 
 @dataclass(frozen=True)
 class FenceReport:
-    """All that was measured.
+    """The measurements.
 
     Attributes:
         own: distances of answers while nothing but one pattern was there, as those that are judged have them.
@@ -65,7 +65,7 @@ class FenceReport:
 
 
 def measure(options: FenceOptions, server_args: tuple[str, ...]) -> FenceReport:
-    """Start a server, attach to its weights, write them over and over under load, and judge the answers.
+    """Start a server, attach to its weights, write them repeatedly under load, and judge the answers.
 
     Raises:
         BridgeError: the patterns can't be told apart.
@@ -79,7 +79,7 @@ def measure(options: FenceOptions, server_args: tuple[str, ...]) -> FenceReport:
 
 
 class Stress:
-    """One server under fire."""
+    """One server under load and writes."""
 
     def __init__(self, options: FenceOptions, place: Place, subject: SharedSubject) -> None:
         self._options = options
@@ -165,7 +165,7 @@ class Stress:
         return msgspec.json.decode(said[0], type=Heard)
 
     def _write_all(self, writes: list[float], stalls: list[float]) -> None:
-        """One pattern after the other; the second one has been written last."""
+        """Write the two patterns in turn, the second one last."""
         until = time.perf_counter() + (self._options.max_seconds or math.inf)
         for number in range(1, self._options.writes + 1):
             if time.perf_counter() > until:
@@ -178,7 +178,7 @@ class Stress:
                 log.info("%d of %d writes, median %.1f ms", number, self._options.writes, median_ms(writes))
 
     def _write(self, pattern: Sequence[Tensor], *, fenced: bool) -> tuple[float, float]:
-        """Seconds that it took, and that generation stood still."""
+        """Write a pattern, and return the seconds of the write and of the pause in generation."""
         if fenced:
             written = self._subject.write(lambda: _copy(self._subject.parameters, pattern))
             return written.seconds, written.stall_seconds
@@ -192,7 +192,7 @@ class Stress:
         time.sleep(self._options.quiet_seconds)
 
     def _rate(self, meanwhile: Callable[[], None]) -> float:
-        """Tokens per second that the server generates while something else is done."""
+        """Return the tokens per second that the server generates during another action."""
         tokens, began = self._meter.counted()
         meanwhile()
         more, ended = self._meter.counted()
@@ -200,7 +200,7 @@ class Stress:
 
     @contextmanager
     def _judged(self, references: References) -> Iterator[Verdicts]:
-        """What is generated within the block is judged; the verdicts are there when it has been left."""
+        """Judge the answers generated within the block; the verdicts are available after it."""
         # The second pattern has just been written, as `version`.
         even = (1 + self._subject.version) % 2 if self._options.fenced else None
         verdicts = Verdicts()
@@ -210,7 +210,7 @@ class Stress:
 
     @contextmanager
     def _asked(self, case: Case) -> Iterator[list[bytes]]:
-        """A process asks while the block runs; what it found is there when it has been left."""
+        """Run the judging process during the block; its findings are available after it."""
         argv = [sys.executable, "-m", "grpo_trainer.bench.fence.judge"]
         said: list[bytes] = []
         with (
@@ -221,7 +221,7 @@ class Stress:
                 assert process.stdin is not None and process.stdout is not None
                 process.stdin.write(msgspec.json.encode(case) + b"\n")
                 process.stdin.flush()
-                process.stdout.readline()  # it has been answered, or has ended
+                process.stdout.readline()  # the first answer is there, or the process has ended
                 yield said
                 said.append(process.communicate(timeout=JUDGE_SECONDS)[0])
             finally:

@@ -1,4 +1,4 @@
-"""What `grpo bench fence` is asked."""
+"""Options of `grpo bench fence`."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ class FenceOptions(Section):
     server: ServerChoice = ServerChoice()
 
     def bridge(self) -> SyncOptions:
-        """The same server and trainer as `grpo bench sync --bridge shared_vllm` has."""
+        """Return the options of the same server and trainer for `grpo bench sync --bridge shared_vllm`."""
         choice = BridgeChoice(bridge="shared_vllm")
         return SyncOptions(choice=choice, model=self.model, server=self.server, log_dir=self.log_dir)

@@ -1,4 +1,4 @@
-"""Two sets of weights, what the server answers with each, and whose answer one is. The second half is pure."""
+"""Two sets of weights (patterns), and the comparison of an answer with those of each. The second half is pure."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Heard = list[list[Answer]]
 
 
 def two_patterns(parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The present weights, and others that differ from them in every matrix; both are copies."""
+    """The present weights, and a second set that differs in every matrix; both are copies."""
     first = [parameter.clone() for parameter in parameters]
     second = []
     for index, weight in enumerate(first):
@@ -61,7 +61,7 @@ def request(prompt: Sequence[int]) -> dict[str, Any]:
 
 
 def answer_of(body: bytes, prompt: Sequence[int]) -> tuple[Answer, int, int]:
-    """The logprobs in an answer of the server, and the versions that it began and ended with."""
+    """The logprobs in an answer, and the policy versions at its start and end."""
     response = msgspec.json.decode(body, type=GenerateResponse)
     assert response.prompt_logprobs is not None, "asked with prompt_logprobs"
     told = zip(prompt[1:], response.prompt_logprobs[1:], strict=True)
@@ -70,7 +70,7 @@ def answer_of(body: bytes, prompt: Sequence[int]) -> tuple[Answer, int, int]:
 
 
 def distance(one: Answer, other: Answer) -> float:
-    """Mean |difference| of the logprobs, in nats a token."""
+    """Return the mean |difference| of the logprobs, in nats a token."""
     return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
 
 
@@ -118,17 +118,17 @@ class References:
 
     @cached_property
     def noise(self) -> float:
-        """How far an answer of a pattern is from the nearest other of it, at most."""
+        """Largest distance of an answer of a pattern from the nearest other answer of the same pattern."""
         return max(self.own)
 
     @cached_property
     def spread(self) -> float:
-        """How far the two patterns' answers to a prompt are from each other, at least."""
+        """Smallest distance between the two patterns' answers to a prompt."""
         return min(nearest(answer, b) for a, b in zip(*self.answers, strict=True) for answer in a)
 
     @cached_property
     def allowed(self) -> float:
-        """How far from the nearest answer of a pattern one of it may be."""
+        """Largest allowed distance of an answer from the nearest answer of its pattern."""
         return max(NOISE_MARGIN * self.noise, self.spread / FINENESS)
 
     @property
@@ -143,7 +143,7 @@ class References:
 
 
 def nearest(answer: Answer, known: Sequence[Answer]) -> float:
-    """Distance from the nearest of them."""
+    """Return the distance from the nearest of them."""
     return min(distance(answer, other) for other in known)
 
 
@@ -207,7 +207,7 @@ class Verdicts:
         self.misnamed += bool(patterns) and distances.index(least) not in patterns
 
     def figures(self) -> dict[str, Any]:
-        """What is reported."""
+        """Return the figures to report."""
         counts = {name: getattr(self, name) for name in ("answers", "torn", "misnamed", "spanning")}
         quantiles = asdict(Quantiles.of(self.distances)) if self.distances else {}
         return counts | {f"distance_{name}": value for name, value in quantiles.items()}

@@ -1,4 +1,4 @@
-"""The sums behind the line of `grpo bench loop`: rows of metrics.jsonl and looks at the processes become figures."""
+"""Computes the figures of `grpo bench loop` from rows of metrics.jsonl and samples of the processes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ SPLIT = {
     "publish_s": "train/sync_time",
     "save_s": "train/save_time",
 }
-"""What training does one after the other, and the metric of its seconds."""
+"""Consecutive parts of a training step -> the metric of their seconds."""
 CPU_ROLES = {"environment": "environment", "api": "api", "server": "server_front_end"}
-"""Roles of processes whose CPU time is reported, and the names that it is reported by."""
+"""Role of a process -> the name under which its CPU time is reported."""
 CACHE_INFO = "vllm:cache_config_info"
 
 
 @dataclass(frozen=True)
 class Window:
-    """The time that is measured, in Unix seconds, and its steps."""
+    """The measured period, in Unix seconds, and its steps."""
 
     begin: float
     end: float
@@ -66,11 +66,11 @@ class Window:
 
 @dataclass(frozen=True)
 class Look:
-    """What one look at a run saw.
+    """One sample of a run's processes.
 
     Attributes:
         time: Unix seconds.
-        cpu_s: by role: CPU seconds that its processes have used, those that have ended included.
+        cpu_s: role -> CPU seconds of its processes, including ended ones.
     """
 
     time: float
@@ -79,11 +79,11 @@ class Look:
 
 @dataclass(frozen=True)
 class Load:
-    """What the server answered once.
+    """One answer of the server about its load.
 
     Attributes:
         time: Unix seconds.
-        running: sequences that it worked on; 0 while it is away.
+        running: number of running sequences; 0 while the server is away.
     """
 
     time: float
@@ -130,7 +130,7 @@ def cpu_per_group(window: Window, looks: Sequence[Look]) -> dict[str, float]:
 
 
 def _cpu_at(looks: Sequence[Look], role: str, moment: float) -> float:
-    """Return the CPU seconds of a role at a moment; before the first look and after the last, what those saw."""
+    """Return the CPU seconds of a role at a moment; outside all samples, those of the nearest sample."""
     after = bisect_right([look.time for look in looks], moment)
     if after in (0, len(looks)):
         return looks[min(after, len(looks) - 1)].cpu_s.get(role, 0.0)
@@ -197,5 +197,5 @@ def start_figures(began: float, seen: Mapping[str, float], first: Row) -> dict[s
 
 
 def _short(value: float) -> float:
-    """Four digits that count."""
+    """Round to four significant digits."""
     return float(f"{value:.4g}")

@@ -1,4 +1,4 @@
-"""The measurement from beginning to end: a model, a run, and what was seen of it."""
+"""The whole measurement: write a model, run the training, and compute the figures."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def measure(options: LoopOptions, more: Sequence[str]) -> dict[str, Any]:
     """Write a model, train it, and return the figures.
 
     Args:
-        more: options of `grpo run` that are added.
+        more: additional options of `grpo run`.
 
     Raises:
-        GrpoError: a process failed, or a signal came; all that was started has ended.
+        GrpoError: a process failed, or a signal arrived; all started processes have ended.
     """
     with tempfile.TemporaryDirectory(prefix="grpo-bench-") as name:
         model = (options.model.model_dir or Path(name) / "model").absolute()
@@ -56,7 +56,7 @@ def measure(options: LoopOptions, more: Sequence[str]) -> dict[str, Any]:
 
 
 def _finish(process: ProcessSpec, run_dir: Path) -> tuple[float, Watch]:
-    """Run a process to its end; returns when it began, in Unix seconds, and what was seen of it."""
+    """Run a process to its end, and return its start in Unix seconds and the samples of it."""
     with Supervisor(run_dir / "logs", say=_tell, echo=_tell) as supervisor:
         began = time.time()
         watch = Watch(supervisor.start(process).process.pid, run_dir)
@@ -75,7 +75,7 @@ def as_dict(
     """Return the line: conditions, then figures.
 
     Raises:
-        ServerError: the server never said who it is.
+        ServerError: the server never answered with its description.
     """
     info = watch.info
     if info is None:

@@ -1,4 +1,4 @@
-"""Write the model: `python -m grpo_trainer.bench.loop.model SHAPE FOLDER`, a process whose GPU memory ends with it."""
+"""Writes the model: `python -m grpo_trainer.bench.loop.model SHAPE FOLDER`, a process that frees its GPU memory."""
 
 from __future__ import annotations
 

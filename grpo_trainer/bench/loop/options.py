@@ -1,4 +1,4 @@
-"""What `grpo bench loop` is asked."""
+"""Options of `grpo bench loop`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ GROUP = 8
 
 @dataclass(frozen=True)
 class Work:
-    """What each step is to do; lengths in tokens.
+    """The work of each step; lengths in tokens.
 
     Attributes:
         sequences: completions of a step, a multiple of `GROUP`.
-        completion_mean: mean length of completions before `completion_len` cuts them.
+        completion_mean: mean length of completions before truncation to `completion_len`.
         max_tokens_per_microbatch: most tokens of a forward pass.
     """
 

@@ -1,4 +1,4 @@
-"""The processes that `grpo bench loop` starts: what writes the model, then `grpo run` as a user would type it."""
+"""The processes of `grpo bench loop`: one writes the model, then `grpo run` as a user would type it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from grpo_trainer.launch.plan import ProcessSpec
 
 ENVIRONMENT = "environments.synthetic_server"
 CACHE_BYTES_TINY = 64 << 20
-"""vLLM on a CPU takes gigabytes for its KV cache otherwise."""
+"""Size of vLLM's KV cache on a CPU, which would take gigabytes by default."""
 STOP_SECONDS = 30.0
-"""Until a run that is broken off is killed: nobody wants its last checkpoint."""
+"""Time before an interrupted run is killed; its last checkpoint is not needed."""
 
 
 def model_process(options: LoopOptions, folder: Path) -> ProcessSpec:
-    """Return the process that writes the model, unless it is there."""
+    """Return the process that writes the model unless the model exists."""
     argv = (sys.executable, "-m", "grpo_trainer.bench.loop.model", options.model.shape, str(folder))
     return ProcessSpec("model", argv, ends_run=True)
 
@@ -26,7 +26,7 @@ def run_process(options: LoopOptions, model: Path, run_dir: Path, more: Sequence
     """Return the run.
 
     Args:
-        more: options of `grpo run` that are added; they win.
+        more: additional options of `grpo run`, which take precedence.
     """
     flags = [word for name, value in _options(options, model, run_dir) for word in (f"--{name}", value)]
     if options.choice.share_base:

@@ -1,4 +1,4 @@
-"""Looks at a run from outside while it goes on: CPU time and memory of its processes, requests of its server."""
+"""Samples a run from outside: CPU time and memory of its processes, requests of its server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MEMORY_EVERY = 16
 
 
 class Watch:
-    """What was seen of one run.
+    """The samples of one run.
 
     Attributes:
         seen: phase of the start -> Unix seconds at which it was seen to be reached.
@@ -60,7 +60,7 @@ class Watch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look from a thread until the block is left."""
+        """Sample from a thread until the block exits."""
         done = threading.Event()
         with ThreadPoolExecutor(1, "watch") as pool, self._http:
             looking = pool.submit(self._until, done)
@@ -82,7 +82,7 @@ class Watch:
             tick += 1
 
     def _family(self) -> list[tuple[psutil.Process, str]]:
-        """The run's processes with their roles."""
+        """Yield the run's processes with their roles."""
         roles = {self._run.pid: "run"}
         family = [(self._run, "run")]
         with suppress(psutil.Error):

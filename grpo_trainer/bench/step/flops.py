@@ -1,4 +1,4 @@
-"""Floating-point operations that a step is for: the model's own arithmetic, whatever is computed twice."""
+"""Floating-point operations of a step: the model's own arithmetic, without recomputation."""
 
 from __future__ import annotations
 

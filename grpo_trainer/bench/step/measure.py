@@ -47,10 +47,10 @@ class Phases:
 
 @dataclass(frozen=True)
 class StepFigures:
-    """What was measured.
+    """The measurements.
 
     Attributes:
-        losses, norms: of the measured steps, and of their gradients: the same for any number of processes, but for
+        losses, norms: losses and gradient norms of the measured steps, which the number of processes changes only by
             rounding.
     """
 
@@ -96,7 +96,7 @@ def train_config(options: StepOptions, processes: int = 1) -> TrainConfig:
 def build_model(
     shape: Shape, options: StepOptions, device: torch.device, cut_over: World | None = None
 ) -> PreTrainedModel:
-    """Random weights, made where they are to stay, in bfloat16 on a GPU; the same ones however they are cut."""
+    """Return a model with random weights created on their device, in bfloat16 on a GPU, independent of sharding."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(options.seed)
     model = build_without_weights(model_config(shape, dtype), dtype, options.model.attention, device)
@@ -173,7 +173,7 @@ def _measure(options: StepOptions, device: torch.device, world: World) -> StepFi
 def _one_step(
     trainer: Trainer, batch: RolloutBatch, number: int, device: torch.device
 ) -> tuple[float, dict[str, float]]:
-    """Its seconds, from scored groups to weights that are there, and its metrics."""
+    """Run a step; return its seconds, from scored groups to finished weights, and its metrics."""
     started = _now(device)
     result = trainer.step(trainer.ready(batch), number)
     seconds = _now(device) - started
@@ -183,7 +183,7 @@ def _one_step(
 
 
 def _phases(trainer: Trainer, batch: RolloutBatch, number: int, device: torch.device) -> Phases:
-    """One more step, stopped at each boundary until the device has come there."""
+    """Run one more step that waits for the device at the end of each phase."""
     forward: list[float] = []
     scores = trainer.forward.scores
 
@@ -222,13 +222,13 @@ def _now(device: torch.device) -> float:
 
 
 def lengths_of(batch: RolloutBatch) -> list[tuple[int, int]]:
-    """Tokens of prompt and completion."""
+    """Return the tokens of prompt and completion."""
     samples = [sample for group in batch.groups for sample in group.samples]
     return [(int((~sample.trained_T).sum()), int(sample.trained_T.sum())) for sample in samples]
 
 
 def as_dict(options: StepOptions, found: StepFigures) -> dict[str, Any]:
-    """One line of JSON."""
+    """Return one line of JSON."""
     median = statistics.median(found.seconds)
 
     def in_gb(nbytes: int | None) -> float | None:

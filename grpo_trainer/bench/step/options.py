@@ -1,4 +1,4 @@
-"""What `grpo bench step` is asked."""
+"""Options of `grpo bench step`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class StepOptions(Section):
 
     @property
     def optimizer_name(self) -> Literal["adamw", "adamw_8bit", "adafactor"]:
-        """What `--optimizer auto` comes to."""
+        """The optimizer that `--optimizer auto` means."""
         if self.optimizer == "auto":
             return "adamw" if self.model.lora_r else "adamw_8bit"
         return self.optimizer

@@ -25,7 +25,7 @@ def completion_lengths(choice: BatchChoice, random: np.random.Generator) -> NDAr
 
 
 def synthetic_batch(choice: BatchChoice, vocab: int, seed: int) -> RolloutBatch:
-    """One step's rollouts. They bring no logprobs: old logprobs are the trainer's own, as in an on-policy run."""
+    """Return one step's rollouts, without logprobs: old logprobs are the trainer's own, as in an on-policy run."""
     random = np.random.default_rng(seed)
     lengths = completion_lengths(choice, random)
     groups = []

@@ -1,1 +1,1 @@
-"""`grpo bench sync`: how long a weight bridge takes, what it costs the server meanwhile, and whether it leaks."""
+"""`grpo bench sync`: the duration of a weight bridge's publishes, their cost to the server, and leaks of memory."""

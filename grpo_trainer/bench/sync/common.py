@@ -1,4 +1,4 @@
-"""What the subjects of all bridges share."""
+"""Shared by the subjects of all bridges."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def train_values(options: SyncOptions, place: Place, mode: str) -> dict[str, Any
 
 @contextmanager
 def placed(choice: ModelChoice, logs: Path | None, server_args: tuple[str, ...]) -> Iterator[Place]:
-    """Where a measurement happens, with its model: a temporary folder, but for what was asked to stay."""
+    """Yield the place of a measurement, with its model: a temporary folder, except for files that the user keeps."""
     on_gpu = torch.cuda.is_available()
     dtype = "bfloat16" if on_gpu else "float32"
     with tempfile.TemporaryDirectory(prefix="grpo-bench-") as name:
@@ -67,20 +67,20 @@ def placed(choice: ModelChoice, logs: Path | None, server_args: tuple[str, ...])
 
 
 def taken_since(before: float | None, options: SyncOptions) -> float | None:
-    """What has been taken of the GPUs since they had `before` in use, in units of 1e9 bytes."""
+    """Return the increase of the GPUs' used memory since `before`, in units of 1e9 bytes."""
     now = gpu_used_gb(options)
     return None if now is None or before is None else now - before
 
 
 def gpu_used_gb(options: SyncOptions) -> float | None:
-    """In use on the GPUs of trainer and server."""
+    """Return the used memory on the GPUs of trainer and server."""
     used = gpu_used_mb(gpus_in_use(options.server.server_gpus))
     return None if used is None else used / 1e3
 
 
 @contextmanager
 def explained_by(server: OwnedServer) -> Iterator[None]:
-    """If the server does not answer because it has ended, its last lines say more than that."""
+    """If the server has ended, raise the error with its last lines instead of that of the missing answer."""
     try:
         yield
     except ServerError:
@@ -89,7 +89,7 @@ def explained_by(server: OwnedServer) -> Iterator[None]:
 
 
 class OwnServer:
-    """What subjects with one server of their own have in common."""
+    """Shared by subjects that start one server."""
 
     def __init__(self, server: OwnedServer, training: Training) -> None:
         self._server = server
@@ -109,15 +109,15 @@ class OwnServer:
 
 
 def rounded(proved: Proved | None) -> dict[str, float] | None:
-    """A proof's figures."""
+    """Return a proof's figures."""
     return None if proved is None else {name: float(f"{value:.3g}") for name, value in asdict(proved).items()}
 
 
 def check_answers(client: ServerClient, version: int, name: str | None = None) -> None:
-    """One request must be answered by this version (and by this name).
+    """Check that this version (and this name) answers a request.
 
     Raises:
-        BridgeError: it is answered by another.
+        BridgeError: another version or name answers.
     """
     answer = client.generate(PROMPT, max_tokens=1, temperature=1.0, ignore_eos=True)
     if (answer.policy_version, name or answer.model) != (version, answer.model):

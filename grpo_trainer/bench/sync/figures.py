@@ -1,4 +1,4 @@
-"""What is measured, and the small sums behind it. Times are in milliseconds."""
+"""The figures, and their arithmetic. Times are in milliseconds."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from grpo_trainer.errors import ServerError
 
 RUNNING = "vllm:num_requests_running"
-"""vLLM's gauge of the sequences that it works on."""
+"""vLLM's gauge of running sequences."""
 
 
 @dataclass(frozen=True)
 class Publish:
-    """One publish, in seconds: all of it, getting the weights ready, the engine's part, and the engine's standstill."""
+    """One publish, in seconds: the total, the preparation of the weights, the engine's part, and the engine's pause."""
 
     seconds: float
     pack_seconds: float
@@ -39,7 +39,7 @@ class Phases:
 
 @dataclass(frozen=True)
 class PublishFigures:
-    """Publishes with nothing else going on."""
+    """Publishes on an idle server."""
 
     publish_p50_ms: float
     publish_p95_ms: float

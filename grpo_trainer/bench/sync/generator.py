@@ -1,4 +1,4 @@
-"""Keeps a server busy, in a process of its own: so many sequences in flight, until it is ended.
+"""Keeps a server busy from a separate process, with a fixed number of in-flight sequences, until it is killed.
 
 `python -m grpo_trainer.bench.sync.generator JSON` with the fields of `Demand`. It asks for 8 completions a request, so
 that its own work is small: 32 connections hold 256 sequences.
@@ -20,10 +20,10 @@ GROUP = 8
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """What is asked of the server at `url`.
+    """The load on the server at `url`.
 
     Attributes:
-        sequences: in flight, a multiple of 8.
+        sequences: number of in-flight sequences, a multiple of 8.
         vocab: token ids of the prompts are below this.
         routing: which version answers.
     """

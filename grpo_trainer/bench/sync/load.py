@@ -54,18 +54,18 @@ class Meter:
         self._http = httpx.Client(base_url=url, timeout=60.0, trust_env=False)
 
     def counted(self) -> tuple[float, float]:
-        """Tokens generated so far, and when it was that."""
+        """Return the number of generated tokens, and the time of reading it."""
         asked = time.perf_counter()
         tokens = self._metric(TOKENS)
         return tokens, (asked + time.perf_counter()) / 2
 
     @property
     def running(self) -> float:
-        """Sequences that run."""
+        """Return the number of running sequences."""
         return self._metric(RUNNING)
 
     def drain(self) -> None:
-        """Until the server has let go of what nobody waits for any more."""
+        """Wait until the server has dropped the requests of closed connections."""
         deadline = time.monotonic() + DRAIN_SECONDS
         while self.running:
             if time.monotonic() > deadline:
@@ -83,7 +83,7 @@ class Meter:
 
 @contextmanager
 def generating(demand: Demand, log_path: Path, meter: Meter) -> Iterator[Child]:
-    """A server that is kept busy, until the block is left."""
+    """Keep a server busy within the block."""
     if demand.sequences % GROUP:
         raise ConfigError(field="--concurrency", got=demand.sequences, wanted=f"a multiple of {GROUP}")
     argv = (sys.executable, "-m", "grpo_trainer.bench.sync.generator", msgspec.json.encode(demand).decode())
@@ -104,7 +104,7 @@ def generating(demand: Demand, log_path: Path, meter: Meter) -> Iterator[Child]:
 
 
 def check_busy(generator: Child) -> None:
-    """Raise if it has ended by itself."""
+    """Raise an error if the process has ended by itself."""
     if generator.exit_code is not None:
         raise generator.ended()
 
@@ -155,7 +155,7 @@ class LoadTest:
         )
 
     def _phase(self, tally: Tally, routing: dict[str, Any], meanwhile: Callable[[float], None]) -> None:
-        """One window of load; its first seconds are not counted."""
+        """Measure one window of load, without its first seconds."""
         seconds = self.choice.load_seconds / ROUNDS
         demand = Demand(
             self.url, self.sequences, self.choice.prompt_len, self.choice.completion_len, self.vocab, routing
@@ -173,7 +173,7 @@ class LoadTest:
         self._meter.drain()
 
     def _publish_until(self, until: float, publishes: list[Publish]) -> None:
-        """One publish at a time, at a fixed rate, or as fast as they go if they take longer."""
+        """Publish one version at a time, at a fixed rate, or as fast as possible if publishes take longer."""
         due = time.perf_counter()
         while due < until:
             _wait(due)
@@ -187,4 +187,4 @@ def _wait(until: float) -> None:
 
 
 def _silent(line: str) -> None:
-    """The log has it."""
+    """Do nothing: the line is in the log."""

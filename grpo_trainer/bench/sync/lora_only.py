@@ -1,4 +1,4 @@
-"""`lora_only` under measurement, beside vLLM's own way to load an adapter."""
+"""Measures `lora_only`, and vLLM's own way to load an adapter for comparison."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _train_config(options: SyncOptions, place: Place, written: Path) -> TrainCon
 
 
 class WatchedClient(ServerClient):
-    """Keeps the server's answer to the last publish: transport and times are in it."""
+    """Stores the server's answer to the last publish, which has transport and times."""
 
     last: LoraLoadResponse | None = None
 
@@ -146,7 +146,7 @@ class LoraOnlySubject(OwnServer):
 
     @property
     def served_dtype(self) -> torch.dtype:
-        """In which the server holds adapters."""
+        """The dtype in which the server holds adapters."""
         dtype = getattr(torch, (self.info.lora_dtype or self.info.dtype).removeprefix("torch."))
         assert isinstance(dtype, torch.dtype)
         return dtype

@@ -1,4 +1,4 @@
-"""The measurement from beginning to end."""
+"""The whole measurement."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROGRESS_EVERY = 100
 
 @dataclass(frozen=True)
 class Report:
-    """All that was measured."""
+    """The measurements."""
 
     options: SyncOptions
     info: BridgeInfo
@@ -46,7 +46,7 @@ def measure(options: SyncOptions, server_args: tuple[str, ...]) -> Report:
     """Start a server, publish to it, load it, and end it.
 
     Raises:
-        GrpoError: the server did not start, the bridge does not do what it says, …
+        GrpoError: the server did not start, the bridge failed its proof, …
     """
     with (
         placed(options.model, options.log_dir, server_args) as place,
@@ -81,7 +81,7 @@ def _measure(options: SyncOptions, place: Place, subject: Subject) -> Report:
 
 
 def _publish(options: SyncOptions, subject: Subject, gpus: str | None) -> tuple[list[Publish], Snapshot, Snapshot]:
-    """The measured publishes, after the ones that are not."""
+    """Run the warm-up publishes, then the measured ones, and return the latter."""
     subject.warm_up()
     log.info("warmed up: %s", subject.facts())
     publishes: list[Publish] = []

@@ -1,4 +1,4 @@
-"""What server and trainer hold: memory, adapters, files."""
+"""Resources of server and trainer: memory, adapters, files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class MemoryFigures:
 
 
 def snapshot(subject: Subject, publishes: int, gpus: str | None) -> Snapshot:
-    """Look now."""
+    """Return the present sizes."""
     rss, open_files = _held_by(psutil.Process(subject.server_pid))
     return Snapshot(
         publishes=publishes,
@@ -61,7 +61,7 @@ def snapshot(subject: Subject, publishes: int, gpus: str | None) -> Snapshot:
 
 
 def _held_by(server: psutil.Process) -> tuple[int, int]:
-    """Resident bytes and open files of a process and its descendants."""
+    """Return resident bytes and open files of a process and its descendants."""
     rss = open_files = 0
     for process in [server, *server.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):  # a helper that has ended since it was listed
@@ -86,7 +86,7 @@ def gpu_used_mb(gpus: str | None) -> float | None:
 
 
 def gpus_in_use(server_gpus: str | None) -> str | None:
-    """The GPUs of trainer and server for `gpu_used_mb`."""
+    """Return the GPUs of trainer and server for `gpu_used_mb`."""
     own = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [name for part in (own, server_gpus) if part for name in part.split(",")]
     return ",".join(dict.fromkeys(names)) if own else None

@@ -1,4 +1,4 @@
-"""What `grpo bench sync` is asked."""
+"""Options of `grpo bench sync`."""
 
 from __future__ import annotations
 

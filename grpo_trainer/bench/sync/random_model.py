@@ -20,7 +20,7 @@ POSITIONS = 32_768
 
 
 def ensure_model(shape: Shape, folder: Path, dtype: torch.dtype) -> None:
-    """Write it into a folder, unless it is there.
+    """Write the model into a folder unless it exists.
 
     Raises:
         ConfigError: the folder holds another model.
@@ -54,7 +54,7 @@ def ensure_model(shape: Shape, folder: Path, dtype: torch.dtype) -> None:
 
 
 def random_model(shape: Shape, dtype: torch.dtype, device: torch.device) -> Qwen2ForCausalLM:
-    """Made where it is to stay, in the dtype that it is to have."""
+    """Return the model, created on its device and in its dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -65,7 +65,7 @@ def random_model(shape: Shape, dtype: torch.dtype, device: torch.device) -> Qwen
 
 
 def model_config(shape: Shape, dtype: torch.dtype) -> Qwen2Config:
-    """The shape as transformers has it."""
+    """Return the shape as transformers' configuration."""
     return Qwen2Config(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,

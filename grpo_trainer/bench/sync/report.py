@@ -41,7 +41,7 @@ def as_dict(report: Report) -> dict[str, Any]:
 
 
 def as_table(figures: dict[str, Any]) -> str:
-    """One figure a line."""
+    """Print one figure a line."""
     lines = []
     for name, value in figures.items():
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""`none` under measurement: a checkpoint of all weights, and a server started anew on it, at each publish."""
+"""Measures `none`: each publish writes a checkpoint of all weights and restarts the server on it."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def opened(options: SyncOptions, place: Place) -> Iterator[RestartSubject]:
 
 
 class RestartSubject(OwnServer):
-    """A trainer that does nothing but publish, by a bridge that is connected. While it does, nobody is served."""
+    """A trainer that only publishes, by a connected bridge. During a publish the server answers no requests."""
 
     serves_on = False
 

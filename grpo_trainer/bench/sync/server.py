@@ -1,4 +1,4 @@
-"""The server under measurement: started on a free port, ended with the measurement."""
+"""The measured server: it starts on a free port, and ends with the measurement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU_CACHE_BYTES_TINY = 64 << 20
 def server_spec(
     config: TrainConfig, choice: ServerChoice, place: Place, flags: Sequence[str], tiny: bool
 ) -> ProcessSpec:
-    """The server's process; vLLM's own routes for adapters are on, for the baseline."""
+    """Return the server's process, with vLLM's own routes for adapters enabled for the baseline."""
     more = [*flags]
     if choice.tensor_parallel_size > 1:
         more += ["--tensor-parallel-size", str(choice.tensor_parallel_size)]
@@ -36,10 +36,10 @@ def server_spec(
 
 @contextmanager
 def serving(spec: ProcessSpec, place: Place) -> Iterator[OwnedServer]:
-    """A server that answers, until the block is left.
+    """Run a server within the block, and wait until it answers.
 
     Raises:
-        ProcessFailedError: it did not come up; the message has its last lines.
+        ProcessFailedError: the server did not start; the message has its last lines.
     """
     with OwnedServer(lambda model, version: spec, place.logs / "server.log", place.folder / "served") as server:
         server.start(str(place.model), 0)

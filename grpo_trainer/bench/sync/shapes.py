@@ -1,4 +1,4 @@
-"""The shapes of the models that are measured: Qwen2's, by their own configurations. Weights do not matter to speed."""
+"""Shapes of the measured models: Qwen2's own configurations. The values of weights do not affect speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shared_vllm` under measurement: a fence around a write of every weight, as an optimizer's is."""
+"""Measures `shared_vllm`: a fence around a write of every weight, like an optimizer's."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ WARM_UP = 3
 
 @contextmanager
 def opened(options: SyncOptions, place: Place, in_flight: InFlight = "keep") -> Iterator[SharedSubject]:
-    """The server first: its memory is the trainer's."""
+    """Start the server first, since the trainer uses its memory."""
     config = checked(build(TrainConfig, train_values(options, place, "shared_vllm") | {"in_flight": in_flight}))
     assert isinstance(config.bridge, SharedVllm)
     flags = ["--shared-weights", "--bridge-config-path", str(place.folder / FILE_NAME)]
@@ -70,14 +70,14 @@ def opened(options: SyncOptions, place: Place, in_flight: InFlight = "keep") -> 
 
 
 class SharedSubject(OwnServer):
-    """A trainer that does nothing but write its weights.
+    """A trainer that only writes its weights.
 
-    What it writes are the bits that are there, by a multiplication with one: it reads and writes as many bytes as the
-    optimizers' copy of the new weights from where the gradients were, without holding those.
+    It multiplies them by one, which rewrites the same bits. That reads and writes as many bytes as an optimizer's copy
+    of new weights from the gradients' memory, without needing that memory.
 
     Attributes:
-        parameters: all, in the server's memory.
-        version: that the server generates with.
+        parameters: all parameters, in the server's memory.
+        version: version that the server generates with.
     """
 
     serves_on = True

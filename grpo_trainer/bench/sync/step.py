@@ -1,4 +1,4 @@
-"""A whole training step beside the server: what both hold of the GPU while they share it."""
+"""Measures a whole training step next to the server: the GPU memory of both while they share the GPU."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from grpo_trainer.trainer import Trainer
 log = logging.getLogger(__name__)
 
 STEPS = 2
-"""The first makes the optimizer's states."""
+"""Two steps, of which the first creates the optimizer's states."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """What a subject's trainer trains.
+    """The trained model of a subject.
 
     Attributes:
-        writing: entered around each write of the weights.
-        written: called after it.
-        server_gb: what the server took of the GPU when it had started; None: there is none.
+        writing: returns the context for each write of the weights.
+        written: called after each write.
+        server_gb: GPU memory of the server after its start; None: there is no GPU.
     """
 
     model: nn.Module

@@ -1,4 +1,4 @@
-"""What is measured: a bridge with its model and its server. One module for each bridge makes one."""
+"""The subject of a measurement: a bridge with its model and its server. Each bridge has a module that builds one."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from vllm_server.protocol import BridgeInfo
 
 @dataclass(frozen=True)
 class Place:
-    """Where a measurement happens.
+    """The folders and settings of a measurement.
 
     Attributes:
-        folder: for what is written; it goes when the measurement is over.
+        folder: folder for all written files, which is deleted after the measurement.
         logs: folder of the logs.
         model: folder of the model.
-        dtype: of trainer and server.
-        server_args: more of the server's arguments.
+        dtype: dtype of trainer and server.
+        server_args: additional arguments of the server.
     """
 
     folder: Path
@@ -40,9 +40,9 @@ class WeightFigures:
     """The trainer's model.
 
     Attributes:
-        attach_ms: to have it in the server's memory; None: it is not.
-        model_gb: its weights in the server's dtype, in units of 1e9 bytes; an adapter is not counted.
-        trainer_extra_gb: what loading or attaching it (and making an adapter) took of the GPU; None: there is none.
+        attach_ms: time to attach it to the server's memory; None: it is not attached.
+        model_gb: its weights in the server's dtype, in units of 1e9 bytes, without an adapter.
+        trainer_extra_gb: GPU memory for loading or attaching it (and for an adapter); None: there is no GPU.
     """
 
     attach_ms: float | None
@@ -52,12 +52,12 @@ class WeightFigures:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a bridge says of itself.
+    """A bridge's own figures.
 
     Attributes:
-        transport: the one really used.
-        adapter_mb: what one publish sends, in units of 1e6 bytes.
-        proof: the figures of its proof, nats a token.
+        transport: the transport in use.
+        adapter_mb: size of one publish, in units of 1e6 bytes.
+        proof: the figures of its proof, in nats a token.
         own: figures that only this bridge has.
     """
 
@@ -72,10 +72,10 @@ class Subject(Protocol):
     """A bridge that is connected and proved.
 
     Attributes:
-        url: of its server.
+        url: address of its server.
         written: folder that it writes to.
-        base_routing: what a request to the server says to be answered by the base model.
-        serves_on: it answers requests while a publish is under way.
+        base_routing: fields by which a request selects the base model.
+        serves_on: the server answers requests during a publish.
     """
 
     url: str
@@ -93,11 +93,11 @@ class Subject(Protocol):
     def facts(self) -> Facts: ...
 
     def warm_up(self) -> None:
-        """Do once what only the first publishes do."""
+        """Run the first publishes, which do additional work."""
         ...
 
     def publish(self) -> Publish:
-        """Change the weights, publish them as the next version, and see one request answered by that.
+        """Change the weights, publish them as the next version, and check that it answers a request.
 
         Raises:
             BridgeError: another version answers.
@@ -105,15 +105,15 @@ class Subject(Protocol):
         ...
 
     def training(self) -> Training:
-        """What its trainer trains."""
+        """Return the trained model of its trainer."""
         ...
 
     def check(self) -> None:
-        """Raise if the server has ended by itself."""
+        """Raise an error if the server has ended by itself."""
         ...
 
     def baseline(self, repeat: int) -> Baseline | None:
-        """The same by vLLM's own means, if it has any. Comes last: nothing can be published afterwards."""
+        """Publish by vLLM's own means, if it has any. Call this last: nothing can be published afterwards."""
         ...
 
 
@@ -121,7 +121,7 @@ Open = Callable[[SyncOptions, Place], AbstractContextManager[Subject]]
 
 
 def opener(bridge: str) -> Open:
-    """What starts the measurement of a bridge."""
+    """Starts the measurement of a bridge."""
     from grpo_trainer.bench.sync import lora_only, restart, shared_vllm
 
     return {"lora_only": lora_only.opened, "shared_vllm": shared_vllm.opened, "none": restart.opened}[bridge]
