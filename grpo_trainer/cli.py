@@ -226,6 +226,23 @@ def report(
     typer.echo(path)
 
 
+@app.command("runs")
+def list_runs(
+    folder: Annotated[Path, typer.Argument(help="Folder that holds runs, two levels down at most.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
+) -> None:
+    """List the runs in a folder: mode, model, steps, reward and whether each is running, done or stopped."""
+    from rich.console import Console
+
+    from grpo_trainer.report import runs
+
+    found = runs.list_runs(folder)
+    if as_json:
+        typer.echo(runs.as_json(found))
+    else:
+        runs.print_runs(found, folder, Console())
+
+
 @app.command("demo-model", context_settings=PASS_THROUGH)
 def demo_model(ctx: typer.Context) -> None:
     """Make a model to try GRPO on: the quickstart's, which gets a third of all sums right, or --released."""

@@ -128,8 +128,6 @@ class BatchFeed:
         self._client.report(step)
         metrics: dict[str, Metric] = {}
         for each in self._client.evaluations():
-            found = ", ".join(f"{key} {value:.4g}" for key, value in each.metrics.items())
-            log.info("evaluation of %s from step %d on: %s", each.name, each.step, found)
             metrics |= {f"eval/{each.name}/{key}": Mean(value) for key, value in each.metrics.items()}
             metrics[f"eval/{each.name}/step"] = Mean(each.step)
         return metrics

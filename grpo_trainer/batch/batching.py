@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -229,12 +229,22 @@ def _batch_metrics(
         "batch/tokens": Sum(sum(len(sample.tokens_T) for sample in cut)),
         "length/completion_mean": Mean(counts.trained_tokens, counts.sequences),
         "length/completion_max": Max(max(map(len, positions))),
+        **_quantiles("length/completion_", [*map(len, positions)], {"min": 0.0, "p10": 0.1, "p90": 0.9}),
         **_reward_metrics("reward/mean", "reward/std", rewards),
+        **_quantiles("reward/", rewards, {"min": 0.0, "p25": 0.25, "median": 0.5, "p75": 0.75, "max": 1.0}),
     }
     for environment in sorted({group.environment for group in judged if group.environment is not None}):
         own = [reward for group in judged if group.environment == environment for reward in group.rewards]
         metrics |= _reward_metrics(f"reward/env_{environment}", f"reward/env_{environment}_std", own)
     return metrics
+
+
+def _quantiles(prefix: str, values: Sequence[float], shares: Mapping[str, float]) -> dict[str, Metric]:
+    """Of the batch: below each of them lies that share of the values."""
+    if not values:
+        return {}
+    found = np.quantile(values, [*shares.values()])
+    return {f"{prefix}{name}": Mean(float(value)) for name, value in zip(shares, found, strict=True)}
 
 
 def _reward_metrics(mean: str, std: str, rewards: Sequence[float]) -> dict[str, Metric]:

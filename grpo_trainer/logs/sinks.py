@@ -14,6 +14,7 @@ from rich.console import Console
 
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.files import METRICS_FILE
+from grpo_trainer.logs.machine import machine_metrics
 from grpo_trainer.logs.trackers import SINKS
 from grpo_trainer.metrics.remaining import RECENT, duration, seconds_left
 from grpo_trainer.metrics.rows import keep_steps
@@ -29,10 +30,16 @@ class Sink(Protocol):
 
 
 class MetricLog:
-    """Reduces a step's metrics once and hands them to every sink."""
+    """Reduces a step's metrics once and hands them to every sink.
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
+    Args:
+        resumed: the run has taken steps before; its first row from now on says so with `train/resumed`.
+    """
+
+    def __init__(self, sinks: Sequence[Sink], *, resumed: bool = False) -> None:
         self._sinks = sinks
+        self._resumed = resumed
+        machine_metrics()  # utilisation counts from here on
         self._last = time.perf_counter()
 
     def log(self, step: int, *parts: Metrics) -> dict[str, float]:
@@ -42,6 +49,10 @@ class MetricLog:
         numbers = reduce(merge(parts))
         numbers["train/seconds"] = seconds
         numbers["train/tokens_per_second"] = numbers.get("batch/tokens", 0.0) / seconds
+        numbers |= machine_metrics()
+        if self._resumed:
+            numbers["train/resumed"] = 1.0
+            self._resumed = False
         for sink in self._sinks:
             sink.write(step, numbers)
         return numbers
@@ -80,7 +91,7 @@ class JsonlSink:
 
 
 class ConsoleSink:
-    """One aligned line a step."""
+    """One aligned line a step, and one for each evaluation."""
 
     def __init__(self, console: Console, total_steps: int) -> None:
         self._console = console
@@ -94,6 +105,8 @@ class ConsoleSink:
         left = seconds_left(self._total - step, self._recent)
         line = step_line(step, self._total, numbers, left)
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        for evaluation in evaluation_lines(numbers):
+            self._console.print(evaluation, markup=False, highlight=False, soft_wrap=True)
         learnt = "grpo/mean_ratio" in numbers
         if not self._explained and learnt and abs(numbers.get("train/loss", 1.0)) < 1e-3:
             self._explained = True
@@ -140,9 +153,32 @@ def step_line(step: int, total: int, numbers: dict[str, float], left: float | No
     return "  ".join(filter(None, parts))
 
 
+def evaluation_lines(numbers: dict[str, float]) -> list[str]:
+    """A line for each environment that was evaluated: at which step, and each figure with its confidence interval."""
+    found: dict[str, dict[str, float]] = {}
+    for key, value in numbers.items():
+        if key.startswith("eval/"):
+            _, name, figure = key.split("/", 2)
+            found.setdefault(name, {})[figure] = value
+    return [_evaluation_line(name, figures) for name, figures in found.items()]
+
+
+def _evaluation_line(name: str, figures: dict[str, float]) -> str:
+    parts = []
+    for key, value in figures.items():
+        base, _, bound = key.rpartition("_")
+        if key == "step" or (bound in ("low", "high") and base in figures):
+            continue
+        low, high = figures.get(f"{key}_low"), figures.get(f"{key}_high")
+        parts.append(
+            f"{key} {value:.4g}" + (f" ({low:.3g} to {high:.3g})" if low is not None and high is not None else "")
+        )
+    return f"Evaluation of {name} at step {figures.get('step', 0):.0f}: {', '.join(parts)}"
+
+
 def build_metric_log(config: TrainConfig, console: Console, steps_done: int) -> MetricLog:
     """The sinks that the configuration asks for; `steps_done` steps were logged before."""
     path = config.log_dir / METRICS_FILE
     sinks: list[Sink] = [JsonlSink(path, steps_done), ConsoleSink(console, config.training_steps)]
     sinks += [SINKS[tracker](config, steps_done) for tracker in config.logging.trackers]
-    return MetricLog(sinks)
+    return MetricLog(sinks, resumed=steps_done > 0)

@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, field
 
 from grpo_trainer.logs.times import PHASES
 from grpo_trainer.report.plots import Line, Plot
 from grpo_trainer.report.read import Run
 
+TRAINING, EVALUATION, ENVIRONMENTS, MACHINE, OTHER = "Training", "Evaluation", "Environments", "Machine", "More metrics"
+"""Headings, in their order on the page."""
+
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot of some keys; a key that ends in `*` stands for all that begin so."""
+    """A plot of some keys; a key that ends in `*` stands for all that begin so.
+
+    Attributes:
+        bands: key -> the lower key down to which the space is filled.
+    """
 
     title: str
     keys: Mapping[str, str]  # key -> its name in the plot
     note: str = ""
     percent: bool = False
+    section: str = TRAINING
+    bands: Mapping[str, str] = field(default_factory=dict)
 
 
 FIGURES = (
-    Figure("Reward", {"reward/mean": "mean", "reward/env_*": "environment"}, "mean of the step's samples"),
+    Figure("Reward", {"reward/mean": "mean", "reward/env/*": ""}, "mean of the step's samples"),
+    Figure(
+        "Reward distribution",
+        {
+            **{"reward/max": "highest", "reward/p75": "3 of 4 below", "reward/median": "median"},
+            **{"reward/p25": "1 of 4 below", "reward/min": "lowest"},
+        },
+        "of the step's samples",
+        bands={"reward/max": "reward/min", "reward/p75": "reward/p25"},
+    ),
+    Figure("Reward spread", {"reward/std": "all", "reward/env_std/*": ""}, "standard deviation"),
     Figure("Loss", {"train/loss": "loss"}, "about 0 is right on fresh samples"),
     Figure(
         "KL",
@@ -41,71 +59,122 @@ FIGURES = (
     Figure("Gradient norm", {"train/grad_norm": "norm"}, "before clipping"),
     Figure("Learning rate", {"train/lr": "lr"}),
     Figure("Staleness", {"rollout/staleness_mean": "mean", "rollout/staleness_max": "oldest"}, "versions behind"),
-    Figure("Length", {"length/completion_mean": "mean", "length/completion_max": "longest"}, "trained tokens"),
+    Figure(
+        "Length",
+        {
+            **{"length/completion_max": "longest", "length/completion_p90": "9 of 10 below"},
+            **{"length/completion_mean": "mean", "length/completion_p10": "1 of 10 below"},
+            **{"length/completion_min": "shortest"},
+        },
+        "trained tokens of a completion",
+        bands={
+            "length/completion_max": "length/completion_min",
+            "length/completion_p90": "length/completion_p10",
+        },
+    ),
     Figure("Throughput", {"train/tokens_per_second": "tokens/s"}, "all tokens of a step over its wall-clock time"),
     Figure(
         "Server and trainer",
         {"alignment/logprob_diff_mean": "mean", "alignment/logprob_diff_max": "largest"},
         "difference of logprobs, nats a token",
     ),
+    Figure(
+        "GPU memory",
+        {"gpu/memory_used_gib": "in use", "gpu/memory_trainer_gib": "trainer"},
+        "GiB of the trainer's first GPU",
+        section=MACHINE,
+    ),
+    Figure("GPU utilisation", {"gpu/utilisation": "busy"}, "share of the time", percent=True, section=MACHINE),
+    Figure(
+        "Main memory",
+        {"host/memory_used_gib": "in use", "host/memory_trainer_gib": "trainer"},
+        "GiB",
+        section=MACHINE,
+    ),
+    Figure("CPU utilisation", {"host/cpu": "busy"}, "of all cores", percent=True, section=MACHINE),
 )
 
-OVER_TIME, TIME_SPLIT = "Reward over time", "Where the time went"
-"""Titles of plots that are made of several metrics."""
-HIDDEN = ("reward/std", "train/seconds", "train/step_time", "publish/version", "publish/served_version")
+TIME_SPLIT = "Where the time went"
+"""Title of the plot that is made of several metrics."""
+HIDDEN = ("train/seconds", "train/step_time", "publish/version", "publish/served_version")
 MOST_LINES = 8
-EVALUATIONS = "eval/"
-"""What environments measured on held-out items: `eval/ENVIRONMENT/FIGURE`, each of its own scale."""
 
 
-def main_plots(runs: Sequence[Run]) -> list[Plot]:
-    """Reward over time, the figures that have numbers, and where the time went."""
-    plots = [plot for figure in FIGURES if (plot := _plot(runs, figure)).lines]
-    over_time = [
-        Line(run.name, _seconds(run), run.values("reward/mean"), colour)
-        for colour, run in enumerate(runs)
-        if "reward/mean" in run.keys
-    ]
-    if over_time:
-        plots.insert(1, Plot(OVER_TIME, over_time, "seconds of training", x_name="s"))
-    plots += [_plot(runs, figure) for figure in _evaluations(runs)]
-    return [*plots, *(time_split(run, len(runs)) for run in runs if run.rows)]
+def all_plots(runs: Sequence[Run]) -> list[Plot]:
+    """Every figure that has numbers, section by section."""
+    figures = [*FIGURES, *_evaluations(runs), *_of_environments(runs)]
+    plots = [plot for figure in figures if (plot := _plot(runs, figure)).lines]
+    splits = [time_split(run, number, len(runs)) for number, run in enumerate(runs) if run.rows]
+    plots = [*plots, *splits, *_others(runs, figures)]
+    order = (TRAINING, EVALUATION, ENVIRONMENTS, MACHINE, OTHER)
+    return sorted(plots, key=lambda plot: order.index(plot.section))
 
 
 def _evaluations(runs: Sequence[Run]) -> list[Figure]:
-    """One for each figure that environments measured, with its confidence interval if it has one."""
-    found = {key for run in runs for key in run.keys if key.startswith(EVALUATIONS)}
+    """One for each figure that environments measured on held-out items, with its confidence interval if it has one."""
+    found = {key for run in runs for key in run.series if key.startswith("eval/") and not key.endswith("/samples")}
     bounds = {key for key in found if key.endswith(("_low", "_high")) and key.rpartition("_")[0] in found}
     return [
         Figure(
-            f"Evaluation: {key.removeprefix(EVALUATIONS)}",
-            {key: "measured", f"{key}_low": "at least", f"{key}_high": "at most"},
+            key.removeprefix("eval/"),
+            {f"{key}_high": "at most", key: "measured", f"{key}_low": "at least"},
             "on held-out items" + (", and its confidence interval" if f"{key}_low" in bounds else ""),
+            section=EVALUATION,
+            bands={f"{key}_high": f"{key}_low"},
         )
         for key in sorted(found - bounds)
     ]
 
 
-def other_plots(runs: Sequence[Run]) -> list[Plot]:
+def _of_environments(runs: Sequence[Run]) -> list[Figure]:
+    """One for each figure that environments wrote themselves: parts of the reward, lengths, groups."""
+    found = sorted({key for run in runs for key in run.series if key.startswith("env/")})
+    return [Figure(key.removeprefix("env/"), {key: "measured"}, section=ENVIRONMENTS) for key in found]
+
+
+def _others(runs: Sequence[Run], figures: Sequence[Figure]) -> list[Plot]:
     """One for each metric that no figure shows."""
-    shown = {key for figure in FIGURES for run in runs for key in _keys_of(run, figure)}
+    shown = {key for figure in figures for run in runs for key in _keys_of(run, figure)}
     shown |= {*PHASES.values(), *HIDDEN}
-    left = sorted({key for run in runs for key in run.keys if not key.startswith(EVALUATIONS)} - shown)
-    return [_plot(runs, Figure(key, {key: key})) for key in left]
+    shown |= {key for run in runs for key in run.series if key.startswith("reward/env")}
+    left = sorted({key for run in runs for key in run.series} - shown)
+    return [_plot(runs, Figure(key, {key: key}, section=OTHER)) for key in left]
 
 
 def _plot(runs: Sequence[Run], figure: Figure) -> Plot:
     """In a comparison the colour says which run, in a single run which key."""
     alone = len(runs) == 1
-    lines = []
+    lines: list[Line] = []
+    any_run = {key for run in runs for key in _keys_of(run, figure)}
+    main = next((key for key in figure.keys if key in any_run), None)
     for number, run in enumerate(runs):
-        for index, (key, name) in enumerate(_keys_of(run, figure).items()):
-            first = key == next(iter(figure.keys))
-            label = name if alone else run.name if first else f"{run.name}, {name}"
-            measured = [row for row in run.rows if key in row]  # an evaluation is not made at each step
-            steps, values = [float(row["step"]) for row in measured], [row[key] for row in measured]
-            lines.append(Line(label, steps, values, index if alone else number, 0 if alone or first else 1))
-    return Plot(figure.title, lines[: MOST_LINES * len(runs)], figure.note, percent=figure.percent)
+        found = list(_keys_of(run, figure).items())[:MOST_LINES]
+        keys = [key for key, _ in found]
+        for index, (key, name) in enumerate(found):
+            own = name if len(figure.keys) > 1 else ""
+            label = own if alone else f"{run.name}, {own}" if len(any_run) > 1 else run.name
+            lower = figure.bands.get(key)
+            band = keys.index(lower) - index if lower in keys else None
+            series = run.series[key]
+            lines.append(
+                Line(
+                    label,
+                    series.steps,
+                    series.values,
+                    run=number,
+                    colour=index if alone and not figure.bands else number,
+                    dash=int(_is_aside(figure, key, main)),
+                    marked=figure.section == EVALUATION,
+                    band=band,
+                )
+            )
+    return Plot(figure.title, lines, figure.note, figure.section, percent=figure.percent)
+
+
+def _is_aside(figure: Figure, key: str, main: str | None) -> bool:
+    """It is drawn dashed: not the first key that any run has, or an edge of a band."""
+    edges = {*figure.bands, *figure.bands.values()}
+    return key in edges if edges else key != main
 
 
 def _keys_of(run: Run, figure: Figure) -> dict[str, str]:
@@ -113,31 +182,25 @@ def _keys_of(run: Run, figure: Figure) -> dict[str, str]:
     found: dict[str, str] = {}
     for key, name in figure.keys.items():
         if key.endswith("*"):
-            begin = key[:-1]
-            several = [each for each in run.keys if each.startswith(begin) and not each.endswith(("_std", "/std"))]
+            several = [each for each in run.series if each.startswith(key[:-1])]
             if len(several) > 1:  # one environment's reward is the mean itself
-                found |= {each: f"{name} {each.removeprefix(begin)}" for each in several}
-        elif key in run.keys:
+                found |= {each: each.removeprefix(key[:-1]) for each in several}
+        elif key in run.series:
             found[key] = name
     return found
 
 
-def _seconds(run: Run) -> list[float]:
-    """Of training, up to each step."""
-    return list(accumulate(float(row.get("train/seconds") or 0.0) for row in run.rows))
-
-
-def time_split(run: Run, runs: int) -> Plot:
+def time_split(run: Run, number: int, runs: int) -> Plot:
     """Seconds of each step by phase."""
-    parts: dict[str, list[float]] = {name: _numbers(run, key) for name, key in PHASES.items() if key in run.keys}
+    parts: dict[str, list[float]] = {name: _numbers(run, key) for name, key in PHASES.items() if key in run.series}
     known = [sum(values) for values in zip(*parts.values(), strict=True)] if parts else [0.0] * len(run.rows)
     whole = _numbers(run, "train/seconds")
     parts["other"] = [max(0.0, all_of_it - some) for all_of_it, some in zip(whole, known, strict=True)]
     steps = [float(row["step"]) for row in run.rows]
-    lines = [Line(name, steps, values, colour) for colour, (name, values) in enumerate(parts.items())]
+    lines = [Line(name, steps, values, number, colour) for colour, (name, values) in enumerate(parts.items())]
     title = TIME_SPLIT if runs == 1 else f"{TIME_SPLIT}: {run.name}"
-    return Plot(title, lines, "seconds of each step", stacked=True)
+    return Plot(title, lines, "seconds of each step", TRAINING, stacked=True)
 
 
 def _numbers(run: Run, key: str) -> list[float]:
-    return [float(value) if value is not None else 0.0 for value in run.values(key)]
+    return [float(row.get(key) or 0.0) for row in run.rows]

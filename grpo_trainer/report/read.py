@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import METRICS_FILE
 from grpo_trainer.logs.samples import SAMPLES_FILE
 from grpo_trainer.metrics.rows import read_rows
+from grpo_trainer.report.series import Series, read_environments, read_series
 from grpo_trainer.report.timeline import Interval, intervals
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, read_state
 
@@ -23,16 +24,28 @@ SECRET = re.compile(r"(?m)^(\s*\S*(?:api_key|token|secret|password)\S*\s*=\s*)(.
 """A line of TOML that nobody else should read."""
 NO_SECRET = frozenset({"token_budget"})
 LOUD = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b")
+PLACES = re.compile(r"^\$ |^\(\w+ pid=\d+\) |\d+")
+"""What differs between two lines that say the same: who said it, when, and its figures."""
+STARTED = "Application startup complete."
+"""The line of a server's log that ends its start. vLLM warns of dozens of things before it."""
+COMMAND = "$ "
+"""How the line begins with which the supervisor starts a process."""
+CONFIG_FILE = Path("config", "trainer.toml")
 NEWEST_LINES, LOG_BYTES = 60, 1 << 20
 """Of each log: how many loud lines are shown, out of how much of its end."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something out of the ordinary."""
+    """Something out of the ordinary.
+
+    Attributes:
+        at_start: a warning of a server that was starting; there are always some.
+    """
 
     source: str
     text: str
+    at_start: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,7 +54,8 @@ class Run:
 
     Attributes:
         rows: of metrics.jsonl, one a step.
-        samples: of samples.jsonl.
+        series: every figure over its steps, those of environments under their names.
+        samples: of samples.jsonl, with names of environments.
         configs: process -> its TOML file, without secrets.
         total_steps: what it set out to do; None: not known.
         checkpoints: names of the folders.
@@ -52,6 +66,7 @@ class Run:
     name: str
     folder: Path
     rows: Sequence[Mapping[str, Any]]
+    series: Mapping[str, Series]
     samples: Sequence[Mapping[str, Any]]
     configs: Mapping[str, str]
     events: Sequence[Event]
@@ -66,23 +81,34 @@ class Run:
 
     @property
     def is_done(self) -> bool:
-        """All steps are taken; one that was resumed for more of them has an older end in its folder."""
-        if self.total_steps is not None:
-            return self.steps >= self.total_steps
-        return self.steps > 0 and self.final_step == self.steps
+        return is_done(self.steps, self.total_steps, self.final_step)
 
     @property
-    def keys(self) -> list[str]:
-        """All that was measured at any step, sorted."""
-        return sorted({key for row in self.rows for key in row} - {"step", "time"})
+    def resumed(self) -> list[int]:
+        """The first step after each time that the run was resumed."""
+        return [row["step"] for row in self.rows if row.get("train/resumed")]
 
-    def values(self, key: str) -> list[float | None]:
-        return [row.get(key) for row in self.rows]
+    def numbers(self, key: str) -> list[float]:
+        """What was measured and finite."""
+        return [value for value in self.series.get(key, Series()).values if value is not None]
 
     @property
     def settings(self) -> dict[str, Any]:
         """The trainer's options, flat; secrets are left out."""
         return {key: value for key, value in tomllib.loads(self.configs.get("trainer", "")).items() if value != "…"}
+
+
+def is_done(steps: int, total_steps: int | None, final_step: int | None) -> bool:
+    """All steps are taken; one that was resumed for more of them has an older end in its folder."""
+    if total_steps is not None:
+        return steps >= total_steps
+    return steps > 0 and final_step == steps
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The trainer's options in a run's folder, with secrets; none if it was started by hand."""
+    path = folder / CONFIG_FILE
+    return tomllib.loads(path.read_text()) if path.exists() else {}
 
 
 def read_run(folder: Path, *, may_be_empty: bool = False) -> Run:
@@ -100,19 +126,24 @@ def read_run(folder: Path, *, may_be_empty: bool = False) -> Run:
             field=str(folder), got=f"no {METRICS_FILE}", wanted="a run's folder (--run-dir, or --log-dir)"
         )
     rows = read_rows(path) if path.exists() else []
+    series, environments = read_series(rows, read_environments(folder / "logs"))
     samples = read_rows(folder / SAMPLES_FILE) if (folder / SAMPLES_FILE).exists() else []
+    for sample in samples:
+        number = sample["environment"]
+        sample["environment"] = None if number is None else environments.get(number, f"environment {number}")
     configs = {file.stem: without_secrets(file.read_text()) for file in sorted((folder / "config").glob("*.toml"))}
     steps = tomllib.loads(configs.get("trainer", "")).get("training_steps")
     return Run(
         name=folder.resolve().name,
         folder=folder,
         rows=rows,
+        series=series,
         samples=samples,
         configs=configs,
         events=[*_steps_out_of_the_ordinary(rows), *_loud_lines(folder / "logs")],
         total_steps=int(steps) if steps is not None else None,
         checkpoints=_checkpoints(folder / "checkpoints"),
-        final_step=_final_step(folder / "checkpoints"),
+        final_step=final_step(folder / "checkpoints"),
         timeline=_timeline(folder / TRACE_FILE),
     )
 
@@ -142,7 +173,7 @@ def _checkpoints(folder: Path) -> list[str]:
     return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime)]
 
 
-def _final_step(folder: Path) -> int | None:
+def final_step(folder: Path) -> int | None:
     """Of the newest `*_final`, which is being written or replaced while this looks."""
     steps = []
     for path in folder.glob("*_final"):
@@ -174,6 +205,18 @@ def _loud_lines(folder: Path) -> list[Event]:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - LOG_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
-        loud = dict.fromkeys(line.strip() for line in lines if LOUD.search(line))
-        found += [Event(path.stem, without_secrets(line)[:400]) for line in list(loud)[-NEWEST_LINES:]]
+        loud = {PLACES.sub("", event.text): event for event in _loud(path.stem, lines)}
+        found += list(loud.values())[-NEWEST_LINES:]
     return found
+
+
+def _loud(source: str, lines: Sequence[str]) -> Iterator[Event]:
+    starts = STARTED in "\n".join(lines)
+    starting = starts and not any(line.startswith(COMMAND) for line in lines)  # a log that nobody else began
+    for line in lines:
+        if line.startswith(COMMAND):
+            starting = starts
+        elif STARTED in line:
+            starting = False
+        elif found := LOUD.search(line):
+            yield Event(source, without_secrets(line.strip())[:400], starting and found[1] == "WARNING")

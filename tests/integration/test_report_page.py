@@ -1,13 +1,14 @@
-"""The report in a real headless browser: a phone, light and dark."""
+"""The report in a real headless browser: a phone, light and dark, with a pointer and with keys."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from grpo_trainer.report.command import write_report
-from tests.integration.browsing import NEEDS_BROWSER, PHONE_WIDTH, Browser, browser
+from tests.integration.browsing import NEEDS_BROWSER, PHONE_WIDTH, Browser, Page, browser, wait_for
 from tests.unit.test_report import EVIL, a_sample, row, write_run
 
 __all__ = ["browser"]  # a fixture
@@ -15,24 +16,46 @@ __all__ = ["browser"]  # a fixture
 pytestmark = NEEDS_BROWSER
 
 
+@pytest.fixture
+def url(file: str, request: pytest.FixtureRequest) -> str:
+    """One for each test: what is remembered of one is not of another."""
+    return f"{file}?{request.node.name}"
+
+
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = write_run(
-        tmp_path_factory.mktemp("runs") / ("long_name_" * 9), [row(n) for n in range(1, 80)], wandb_project=EVIL
-    )
-    samples = [a_sample(), a_sample(prompt=EVIL, pieces=[EVIL, "word " * 200], ratios=[0.5, 1.0], trained=[True, True])]
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    rows = [row(n, **({"train/resumed": 1.0} if n == 40 else {}), **{EVIL: n}) for n in range(1, 80)]
+    for number, each in enumerate(rows):
+        each["train/loss"] = 1e6 if number == 30 else number % 7 / 100
+    folder = write_run(tmp_path_factory.mktemp("runs") / ("long_name_" * 9), rows, wandb_project=EVIL)
+    evil = {"prompt": EVIL, "pieces": [EVIL, "word " * 200], "ratios": [0.5, 1.0], "trained": [True, True]}
+    samples = [a_sample(), a_sample(step=70, reward=0.25, **evil), a_sample(step=70, reward=0.5)]
     (folder / "samples.jsonl").write_text("".join(json.dumps(each) + "\n" for each in samples))
     write_report([folder], folder / "report.html")
     return f"file://{folder}/report.html"
 
 
+def plot(ask: Page, title: str) -> str:
+    """An expression for a figure, scrolled to and drawn."""
+    found = f"[...document.querySelectorAll('figure')].find(each => each.querySelector('b').textContent === '{title}')"
+    ask(f"{found}.scrollIntoView()")
+    wait_for(lambda: ask(f"!!{found}.querySelector('canvas')"))
+    return found
+
+
+def press(ask: Page, figure: str, key: str) -> None:
+    ask(f"{figure}.querySelector('.plot').dispatchEvent(new KeyboardEvent('keydown', {{key: '{key}'}}))")
+
+
 def test_it_fits_a_phone_and_asks_nobody(browser: Browser, url: str) -> None:
     ask = browser(url)
     ask("document.querySelectorAll('details').forEach(each => each.open = true)")
+    wait_for(lambda: ask("!!document.querySelector('.sample pre')"))
     assert ask("document.documentElement.scrollWidth") <= PHONE_WIDTH
     assert ask("performance.getEntriesByType('resource').length") == 0
     assert ask("document.title").endswith("grpo report") and ask("document.querySelectorAll('img').length") == 0
-    assert EVIL in ask("document.body.textContent")
+    assert EVIL in ask("document.getElementById('found').textContent")
+    assert EVIL in ask("document.getElementById('plots').textContent"), "a metric's name"
 
 
 def test_both_schemes_can_be_read(browser: Browser, url: str) -> None:
@@ -41,16 +64,87 @@ def test_both_schemes_can_be_read(browser: Browser, url: str) -> None:
         ask = browser(url, scheme=scheme)
         both = {part: ask(brightness % part) for part in ("color", "backgroundColor")}
         assert min(both, key=lambda part: both[part]) == darker and abs(both["color"] - both["backgroundColor"]) > 450
-        line = ask("getComputedStyle(document.querySelector('polyline.c0')).stroke")
-        assert line != ask("getComputedStyle(document.body).backgroundColor")
+        line = ask(f"{plot(ask, 'Reward')}.querySelector('.legend line').getAttribute('stroke')")
+        assert line == ask("getComputedStyle(document.documentElement).getPropertyValue('--c0')")
 
 
-def test_the_pointer_reads_values(browser: Browser, url: str) -> None:
+def test_keys_move_a_cursor_that_all_plots_share(browser: Browser, url: str) -> None:
     ask = browser(url, width=1200)
-    ask(
-        "const svg = document.querySelector('figure svg'), box = svg.getBoundingClientRect();"
-        "svg.dispatchEvent(new PointerEvent('pointermove', {clientX: box.right - 2, clientY: box.top + 20}))"
-    )
-    assert ask("document.querySelector('.readout').textContent") == "step 79: 7.9"
-    ask("document.querySelector('figure svg').dispatchEvent(new PointerEvent('pointerleave'))")
-    assert ask("document.querySelector('.readout').hidden") is True
+    reward, loss = plot(ask, "Reward"), plot(ask, "Loss")
+    value = "{}.querySelector('.legend b').textContent"
+    assert ask(value.format(reward)) == "7.9", "without a cursor the last"
+    press(ask, reward, "ArrowLeft")
+    assert ask(value.format(reward)) == "7.8"
+    assert "step 78" in ask(f"{loss}.querySelector('small').textContent")
+
+
+def test_zoom_in_one_plot_is_zoom_in_all_and_can_be_typed(browser: Browser, url: str) -> None:
+    ask = browser(url, width=1200)
+    reward = plot(ask, "Reward")
+    press(ask, reward, "ArrowLeft")
+    press(ask, reward, "+")
+    # 78 in the middle, and 0.3 of 78 steps to either side
+    assert float(ask("document.forms.controls.elements.from.value")) == pytest.approx(78 - 0.3 * 78, abs=0.1)
+    press(ask, reward, "0")
+    assert ask("document.forms.controls.elements.from.value") == ""
+
+
+def test_an_extreme_value_does_not_stretch_the_axis_unless_that_is_wanted(browser: Browser, url: str) -> None:
+    ask = browser(url, width=1200)
+    loss = plot(ask, "Loss")
+    note = f"{loss}.querySelector('.clipped')"
+    wait_for(lambda: not ask(f"{note}.hidden"))
+    assert ask(f"{note}.textContent").startswith("1 ")
+    ask("document.forms.controls.elements.whole.click()")
+    wait_for(lambda: ask(f"{note}.hidden"))
+
+
+def test_samples_by_step_and_by_text(browser: Browser, url: str) -> None:
+    ask = browser(url, width=1200)
+    shown = "[...document.querySelectorAll('#found summary')].map(each => each.textContent.split(',')[0])"
+    assert ask(shown) == ["Step 70: reward 0.25", "Step 70: reward 0.5"]
+    ask("document.forms.find.elements.order.value = '-reward'; document.forms.find.elements.before.click()")
+    assert ask(shown) == ["Step 1: reward 1"]
+    ask("document.querySelector('#found details').open = true")
+    wait_for(lambda: ask("!!document.querySelector('#found pre')"))
+    token = "document.querySelector('#found pre:last-child span')"
+    assert (ask(f"{token}.className"), ask(f"{token}.title")) == ("p4", "ratio 2.0")
+    assert ask("document.querySelector('#found pre:last-child').textContent") == "2! … 7 more tokens"
+    search = "document.forms.find.elements.text"
+    ask(f"{search}.value = '1+1'; {search}.dispatchEvent(new Event('input', {{bubbles: true}}))")
+    assert ask(shown) == ["Step 1: reward 1", "Step 70: reward 0.5"]
+    press(ask, plot(ask, "Reward"), "Enter")
+    assert ask(shown) == ["Step 70: reward 0.5", "Step 70: reward 0.25"], "the step nearest to the cursor"
+
+
+def test_a_page_that_is_loaded_again_looks_as_before(browser: Browser, url: str) -> None:
+    ask = browser(url, width=1200)
+    ask("document.forms.controls.elements.log.click(); document.forms.find.elements.text.value = '1+1'")
+    press(ask, plot(ask, "Reward"), "-")
+    end = ask("document.forms.controls.elements.to.value")
+    again = browser(url, width=1200)
+    assert again("document.forms.controls.elements.log.checked")
+    assert again("document.forms.controls.elements.to.value") == end != ""
+    assert again("document.querySelectorAll('#found summary').length") == 2
+
+
+def test_a_run_can_be_hidden(browser: Browser, tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name, [row(1), row(2)]) for name in ("one", "two")]
+    write_report(folders, tmp_path / "both.html")
+    ask = browser(f"file://{tmp_path}/both.html", width=1200)
+    names = f"[...{plot(ask, 'Reward')}.querySelectorAll('.legend button')].map(each => each.textContent)"
+    assert ask(names) == ["one0.2", "two0.2"]
+    ask("document.querySelector('input[data-run]').click()")
+    assert ask(names) == ["two0.2"]
+
+
+def test_a_long_run_is_a_page_of_reasonable_size(browser: Browser, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "long", [row(n) for n in range(1, 10_001)])
+    words = ["word "] * 100
+    sample = a_sample(pieces=words, ratios=[1.01] * 100, trained=[True] * 100)
+    lines = [json.dumps({**sample, "step": 2 * n}) for n in range(1, 5001)]
+    (folder / "samples.jsonl").write_text("\n".join(lines) + "\n")
+    write_report([folder], folder / "report.html")
+    assert (folder / "report.html").stat().st_size < 1_500_000
+    ask = browser(f"file://{folder}/report.html", width=1200)
+    assert plot(ask, "Reward") and "of 5000" in ask("document.forms.find.elements.count.value")

@@ -120,6 +120,15 @@ def test_rewards_of_each_environment() -> None:
     assert (numbers["reward/env_1"], numbers["reward/env_1_std"]) == (4.0, 1.0)
 
 
+def test_the_spread_of_rewards_and_lengths() -> None:
+    samples = [sample([1], [2] * length, reward) for length, reward in ((1, 0.0), (2, 1.0), (3, 2.0), (11, 4.0))]
+    numbers = reduce(prepare(batch(samples), LossConfig(), 20).metrics)
+    rewards = [numbers[f"reward/{name}"] for name in ("min", "p25", "median", "p75", "max")]
+    assert rewards == [0.0, 0.75, 1.5, 2.5, 4.0]  # p25: a quarter of 3 places from the first, 0 + 0.75 * (1 - 0)
+    lengths = [numbers[f"length/completion_{name}"] for name in ("min", "p10", "p90", "max")]
+    assert lengths == pytest.approx([1.0, 1.3, 8.6, 11.0])  # 0.3 places from 1; 2.7 places: 3 + 0.7 * (11 - 3)
+
+
 completions = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)
 groups = st.lists(
     st.lists(st.tuples(completions, st.sampled_from([0.0, 0.5, 1.0])), min_size=2, max_size=4), min_size=1, max_size=4

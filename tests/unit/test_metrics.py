@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from grpo_trainer.logs.machine import machine_metrics
 from grpo_trainer.logs.sinks import ConsoleSink, JsonlSink, MetricLog, step_line
 from grpo_trainer.metrics.remaining import duration, seconds_left
 from grpo_trainer.metrics.types import Max, Mean, Sum, merge, reduce
@@ -60,6 +64,63 @@ def test_steps_that_a_resumed_run_takes_again_are_dropped(tmp_path: Path) -> Non
     log.close()
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(row["step"], "old" in row) for row in rows] == [(1, True), (2, True), (3, True), (4, False)]
+
+
+def test_the_first_row_of_a_resumed_run_says_so(tmp_path: Path) -> None:
+    log = MetricLog([JsonlSink(tmp_path / "metrics.jsonl")], resumed=True)
+    log.log(4, {})
+    log.log(5, {})
+    log.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row.get("train/resumed") for row in rows] == [1.0, None]
+
+
+def test_each_row_has_the_memory_and_the_utilisation_of_the_machine(tmp_path: Path) -> None:
+    numbers = MetricLog([]).log(1, {})
+    assert numbers["host/memory_trainer_gib"] > 0 and numbers["host/memory_used_gib"] > 0
+    assert 0 <= numbers["host/cpu"] <= 1
+
+
+class NotMeasuredError(Exception):
+    """What NVIDIA's library raises for a slice of a GPU."""
+
+
+@pytest.mark.parametrize("problem", [None, NotMeasuredError(), RuntimeError()])
+def test_a_gpu_whose_utilisation_is_not_known_is_no_problem(
+    monkeypatch: pytest.MonkeyPatch, problem: Exception | None
+) -> None:
+    library = ModuleType("pynvml")
+    library.__spec__ = ModuleSpec("pynvml", None)
+    vars(library)["NVMLError"] = NotMeasuredError
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+
+    def utilisation() -> int:
+        if problem:
+            raise problem
+        return 75
+
+    for name, answer in (("is_initialized", True), ("mem_get_info", (1 << 30, 4 << 30)), ("memory_reserved", 2 << 30)):
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "utilization", utilisation)
+    found = {key: value for key, value in machine_metrics().items() if key.startswith("gpu/")}
+    memory = {"gpu/memory_used_gib": 3.0, "gpu/memory_trainer_gib": 2.0}
+    assert found == memory | ({} if problem else {"gpu/utilisation": 0.75})
+
+
+def test_an_evaluation_is_one_line_on_the_console(tmp_path: Path) -> None:
+    console = Console(file=(tmp_path / "out").open("w"), width=200)
+    figures = {
+        "accuracy": 0.5,
+        "accuracy_low": 0.4,
+        "accuracy_high": 0.6125,
+        "samples": 96.0,
+        "odd_low": 2.0,
+        "step": 7.0,
+    }
+    ConsoleSink(console, 10).write(9, {f"eval/sums_0/{key}": value for key, value in figures.items()})
+    console.file.flush()
+    line = (tmp_path / "out").read_text().splitlines()[1]
+    assert line == "Evaluation of sums_0 at step 7: accuracy 0.5 (0.4 to 0.613), samples 96, odd_low 2"
 
 
 def test_the_console_says_why_the_loss_is_about_zero_once_something_was_learnt(tmp_path: Path) -> None:

@@ -15,11 +15,13 @@ from grpo_trainer.files import METRICS_FILE
 from grpo_trainer.logs.times import PHASES
 from grpo_trainer.report import command
 from grpo_trainer.report.command import report_path, watch, write_report
-from grpo_trainer.report.figures import FIGURES, OVER_TIME, TIME_SPLIT, main_plots, other_plots
-from grpo_trainer.report.page import page
-from grpo_trainer.report.parts import comparison, differences, strength
-from grpo_trainer.report.plots import Line, Plot, nice_ticks, short, smoothed, stacked, svg, thinned
-from grpo_trainer.report.read import read_run, without_secrets
+from grpo_trainer.report.figures import EVALUATION, FIGURES, OTHER, TIME_SPLIT, all_plots
+from grpo_trainer.report.page import SCRIPTS, page, page_data
+from grpo_trainer.report.parts import comparison, differences, events, tiles
+from grpo_trainer.report.plots import Line, Plot, plot_data, thinned
+from grpo_trainer.report.read import Run, read_run, without_secrets
+from grpo_trainer.report.samples import NOT_TRAINED, SAME, UNKNOWN, character, evenly, sample_data
+from grpo_trainer.report.series import identities
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
 
@@ -114,63 +116,49 @@ def test_events_are_bad_steps_and_loud_lines(tmp_path: Path) -> None:
     ]
 
 
+def test_warnings_of_a_server_that_starts_are_folded(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", [row(1)])
+    (folder / "logs").mkdir()
+    start = "$ python -m vllm_server\n(X pid=1) WARNING 1 odd\n(X pid=1) ERROR 1 bad\n"
+    ready, later = "INFO: Application startup complete.\n", "(X pid=1) WARNING 2 late\n"
+    log = folder / "logs" / "server.log"
+    log.write_text(start + ready + later)
+    assert [event.at_start for event in read_run(folder).events] == [True, False, False]
+    shown, folded = events(read_run(folder)).split("<details>")
+    assert "late" in shown and "bad" in shown and "odd" in folded
+    log.write_text(start + ready + start.replace("pid=1) WARNING 1", "pid=7) WARNING 5"))
+    assert [event.at_start for event in read_run(folder).events] == [True, False], "a second start says the same"
+    log.write_text(start.split("\n", 1)[1] + ready + later)
+    assert [event.at_start for event in read_run(folder).events] == [True, False, False], "started by hand"
+    log.write_text(start)
+    assert [event.at_start for event in read_run(folder).events] == [False, False], "it never came to its end"
+
+
 # plots -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "ticks"),
-    [
-        (0.0, 1.0, [0.0, 0.5, 1.0]),  # 1 / 4 = 0.25: the step is 0.5
-        (0.36, 0.91, [0.2, 0.4, 0.6, 0.8, 1.0]),
-        (-3.0, 5.0, [-4.0, -2.0, 0.0, 2.0, 4.0, 6.0]),
-        (1e-5, 4e-5, [1e-5, 2e-5, 3e-5, 4e-5]),
-        (2.0, 2.0, [1.8, 1.9, 2.0, 2.1, 2.2]),
-        (0.0, 0.0, [-1.0, -0.5, 0.0, 0.5, 1.0]),
-    ],
-)
-def test_ticks_are_round_and_enclose(low: float, high: float, ticks: list[float]) -> None:
-    assert nice_ticks(low, high) == pytest.approx(ticks)
+def plots_of(*runs: Run) -> dict[str, Plot]:
+    return {plot.title: plot for plot in all_plots(runs)}
 
 
-def test_numbers_for_axes() -> None:
-    assert [short(value) for value in (0, 0.25, 12345, 2.5e6, 1e-5)] == ["0", "0.25", "12.3k", "2.5M", "1e-05"]
-    assert short(0.125, percent=True) == "12.5%"
+def test_gaps_and_what_is_no_number() -> None:
+    data = plot_data(Plot("t", [Line("l", [1, 2, 3], [0.123456, None, float("inf")])]), runs=1)
+    assert data["lines"][0]["xs"] == [1, 2, 3] and data["lines"][0]["ys"] == [0.1235, None, None]
 
 
-def test_a_line_in_its_place() -> None:
-    drawn = svg(Plot("t", [Line("l", [1, 2, 3], [0.0, 0.5, 1.0])]))
-    # x from 44 to 392, y from 170 (0) to 8 (1)
-    assert 'points="44.0,170.0 218.0,89.0 392.0,8.0"' in drawn
-
-
-def test_gaps_break_a_line_and_nothing_else() -> None:
-    drawn = svg(Plot("t", [Line("l", [1, 2, 3, 4], [0.0, None, float("nan"), 1.0])]))
-    assert drawn.count("<polyline") == 2 and "nan" not in drawn.lower().replace("nan</", "")
-    for empty in (Plot("t", [Line("l", [1], [None])]), Plot("t", [])):
-        assert svg(empty).startswith("<p") and "<svg" not in svg(empty), "a note instead of axes"
-
-
-def test_areas_lie_upon_each_other() -> None:
-    first, second = stacked([Line("a", [1, 2], [1.0, 2.0]), Line("b", [1, 2], [None, 3.0])])
-    assert list(first.ys) == [1.0, 2.0] and list(second.ys) == [1.0, 5.0]
-    assert svg(Plot("t", [first, second], stacked=True)).count("<polygon") == 2
-
-
-def test_long_runs_are_thinned_and_smoothed() -> None:
+def test_long_runs_are_thinned() -> None:
     line = thinned(Line("l", list(range(1000)), [float(x) for x in range(1000)]))
     assert len(line.xs) == 334 and line.ys[0] == line.xs[0] == 1.0  # of 0, 1 and 2
-    assert smoothed([0.0, 3.0, None, 6.0]) == [1.5, 1.5, 4.5, 6.0]  # each with one on either side
-    assert 'thin"' in svg(Plot("t", [Line("l", list(range(100)), [1.0] * 100)]))
+    of_ten = plot_data(Plot("t", [Line("l", list(range(1000)), [0.0] * 1000)]), runs=10)
+    assert len(of_ten["lines"][0]["xs"]) == 100
 
 
 def test_figures_show_what_was_measured_and_the_rest_apart(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "a", [row(1), row(2)]))
-    titles = [plot.title for plot in main_plots([run])]
-    assert titles == ["Reward", OVER_TIME, "Loss", "Throughput", TIME_SPLIT]
-    assert [plot.title for plot in other_plots([run])] == ["gpu/weird"]
-    over_time = main_plots([run])[1].lines[0]
-    assert list(over_time.xs) == [2.0, 4.0] and list(over_time.ys) == [0.1, 0.2]
-    split = {PHASES.get(line.name): list(line.ys) for line in main_plots([run])[-1].lines}
+    plots = all_plots([run])
+    assert [plot.title for plot in plots] == ["Reward", "Loss", "Throughput", TIME_SPLIT, "gpu/weird"]
+    assert [plot.title for plot in plots if plot.section == OTHER] == ["gpu/weird"]
+    split = {PHASES.get(line.name): list(line.ys) for line in plots_of(run)[TIME_SPLIT].lines}
     assert split == {
         "train/data_fetch_time": [0.5, 0.5],
         "train/forward_backward_time": [1.0, 1.0],
@@ -178,24 +166,112 @@ def test_figures_show_what_was_measured_and_the_rest_apart(tmp_path: Path) -> No
     }
 
 
-def test_what_is_measured_now_and_then_is_one_line(tmp_path: Path) -> None:
-    key = "eval/gsm8k/strict"
-    rows = [row(1, **{key: 0.1, f"{key}_low": 0.05}), row(2), row(3, **{key: 0.3}), row(4, **{"train/loss": None})]
+def test_seconds_of_training_at_each_step(tmp_path: Path) -> None:
+    (data,) = page_data([read_run(write_run(tmp_path / "a", [row(1), row(2)]))])["runs"]
+    assert (data["steps"], data["seconds"]) == ([1, 2], [2, 4])
+
+
+def test_an_evaluation_stands_at_its_own_step(tmp_path: Path) -> None:
+    key = "eval/gsm8k_0/strict"
+    came = {key: 0.1, f"{key}_low": 0.05, "eval/gsm8k_0/step": 1, "eval/gsm8k_0/samples": 8}
+    rows = [row(1), row(3, **came), row(5, **{key: 0.3, "eval/gsm8k_0/step": 4}), row(6, **{"train/loss": None})]
     run = read_run(write_run(tmp_path / "a", rows))
-    plots = {plot.title: plot for plot in main_plots([run])}
-    evaluation, bound = plots["Evaluation: gsm8k/strict"].lines
-    assert (bound.name, list(bound.ys)) == ("at least", [0.05])
-    assert list(evaluation.xs) == [1.0, 3.0] and list(evaluation.ys) == [0.1, 0.3]
-    assert [plot.title for plot in other_plots([run])] == ["gpu/weird"]
-    assert list(plots["Loss"].lines[0].ys) == [-0.01, -0.01, -0.01, None], "not finite is a gap"
+    evaluation, bound = plots_of(run)["gsm8k/strict"].lines
+    assert (bound.name, list(bound.xs), list(bound.ys)) == ("at least", [1.0], [0.05])
+    assert list(evaluation.xs) == [1.0, 4.0] and list(evaluation.ys) == [0.1, 0.3]
+    assert evaluation.marked and evaluation.band is None, "there is no upper bound"
+    assert [plot.title for plot in all_plots([run]) if plot.section == EVALUATION] == ["gsm8k/strict"]
+    assert list(plots_of(run)["Loss"].lines[0].ys) == [-0.01, -0.01, -0.01, None], "not finite is a gap"
+    assert not [title for title in plots_of(run) if title.endswith("/step")]
 
 
-def test_several_environments_have_a_line_each(tmp_path: Path) -> None:
-    rows = [row(1, **{"reward/env_0": 0.1, "reward/env_1": 0.3, "reward/env_0_std": 0.5})]
-    reward = main_plots([read_run(write_run(tmp_path / "a", rows))])[0]
-    assert [line.name for line in reward.lines] == ["mean", "environment 0", "environment 1"]
-    alone = main_plots([read_run(write_run(tmp_path / "b", [row(1, **{"reward/env_0": 0.1})]))])[0]
-    assert [line.name for line in alone.lines] == ["mean"]
+def test_the_card_says_the_last_and_the_best(tmp_path: Path) -> None:
+    measured = zip((2, 4, 6), (0.25, 0.75, 0.5), strict=True)
+    rows = [row(step, **{"eval/g_0/right": value, "eval/g_0/step": step - 1}) for step, value in measured]
+    html = tiles(read_run(write_run(tmp_path / "a", rows)))
+    assert "<b>0.5</b><small>step 5; best: 0.75 (step 3)</small>" in html
+    # reward/mean is step / 10: mean of 0.2, 0.4 and 0.6; the best is the last
+    assert "<b>0.400</b><small>first 5: 0.400; best: 0.600 (step 6)</small>" in html
+
+
+def test_bands_lie_between_their_lines(tmp_path: Path) -> None:
+    names = ("max", "p75", "median", "p25", "min")
+    run = read_run(write_run(tmp_path / "a", [row(1, **{f"reward/{name}": 0.5 for name in names})]))
+    bands = [(line.name, line.band) for line in plots_of(run)["Reward distribution"].lines if line.band is not None]
+    assert bands == [("highest", 4), ("3 of 4 below", 2)]
+
+
+# environments ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spans", "labels"),
+    [
+        ({"s_0": (1, 5), "s_1": (6, 9)}, ["s", "s"]),
+        ({"s_0": (1, 5), "s_1": (5, 9)}, ["s", "s"]),  # it was evaluated once more where the run was resumed
+        ({"s_0": (1, 9), "s_1": (1, 9)}, ["s", "s (2)"]),
+        ({"s_0": (5, 5), "s_1": (5, 5)}, ["s", "s (2)"]),
+        ({"s_0": (1, 5), "s_1": (1, 4), "s_2": (6, 9), "s_3": (6, 9)}, ["s", "s (2)", "s", "s (2)"]),
+        ({"a_0": (1, 5), "b_0": (1, 5), "b_1": (6, 9), "a_1": (6, 9)}, ["a", "b", "b", "a"]),
+        ({f"s_{n}": (n, n) for n in range(11)}, ["s"] * 11),
+        ({"environment_0": (1, 5), "environment_1": (6, 9)}, ["environment", "environment"]),
+        (
+            {"environment_0": (1, 5), "environment_1": (1, 5), "environment_2": (6, 9)},
+            ["environment 0", "environment 1", "environment 2"],
+        ),
+        ({"plain": (1, 5)}, ["plain"]),
+    ],
+)
+def test_who_an_environment_is(spans: dict[str, tuple[int, int]], labels: list[str]) -> None:
+    found = identities((name, step) for name, ends in spans.items() for step in ends)
+    assert [found[name] for name in spans] == labels
+
+
+def test_a_resumed_run_has_one_curve_for_each_environment(tmp_path: Path) -> None:
+    before = [row(n, **{"reward/env_0": 0.1, "reward/env_1": 0.3, "reward/env_0_std": 0.5}) for n in (1, 2)]
+    after = [row(n, **{"reward/env_2": 0.4, "reward/env_3": 0.2}) for n in (3, 4)]
+    after[0]["train/resumed"] = 1.0
+    folder = write_run(tmp_path / "a", [*before, *after])
+    (folder / "logs").mkdir()
+    registered = enumerate(("sums_0", "words_0", "words_1", "sums_1"))  # in another order, the second time
+    lines = [f"INFO environment {number} registered: {name}, groups of 8\n" for number, name in registered]
+    (folder / "logs" / "api.log").write_text("".join(lines))
+    own = [{"step": n, f"sums_{n // 3}/format": n / 10} for n in (1, 2, 3, 2, 3, 4)]  # 3 and 2 are taken twice
+    (folder / "logs" / "env-sums.metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in own))
+    (folder / "samples.jsonl").write_text(json.dumps(a_sample(environment=3)) + "\n")
+    run = read_run(folder)
+    reward = {line.name: list(line.ys) for line in plots_of(run)["Reward"].lines}
+    assert reward == {"mean": [0.1, 0.2, 0.3, 0.4], "sums": [0.1, 0.1, 0.2, 0.2], "words": [0.3, 0.3, 0.4, 0.4]}
+    assert run.resumed == [3] and page_data([run])["runs"][0]["resumed"] == [3]
+    assert list(plots_of(run)["sums/format"].lines[0].ys) == [0.1, 0.2, 0.3, 0.4]
+    assert run.samples[0]["environment"] == "sums"
+    assert not [title for title in plots_of(run) if "resumed" in title]
+
+
+def test_one_environment_has_no_line_of_its_own(tmp_path: Path) -> None:
+    alone = read_run(write_run(tmp_path / "b", [row(1, **{"reward/env_0": 0.1})]))
+    assert [line.name for line in plots_of(alone)["Reward"].lines] == ["mean"]
+
+
+# samples -----------------------------------------------------------------------------------------------------
+
+
+def test_a_token_is_one_character() -> None:
+    # ln 2 = 0.693 / 0.04 = 17; ln 1.05 = 0.049 / 0.04 = 1
+    found = [ord(character(ratio, trained=True)) - SAME for ratio in (1.0, 2.0, 0.5, 1.05, 0.0, 1e9)]
+    assert found == [0, 17, -17, 1, -28, 28]
+    assert (character(None, trained=True), character(2.0, trained=False)) == (UNKNOWN, NOT_TRAINED)
+    assert not {UNKNOWN, NOT_TRAINED} & {chr(SAME + units) for units in range(-28, 29)}
+
+
+def test_samples_of_whole_steps_spread_over_the_run() -> None:
+    assert evenly([1, 2, 3, 4, 5], 3) == [1, 3, 5] and evenly([1, 2, 3], 1) == [3]
+    rows = [a_sample(step=step, group=group) for step in range(1, 101) for group in (0, 1)]
+    assert len(sample_data(rows, 0)["samples"]) == 200
+    few = sample_data(rows, 0, most=4000)
+    steps = [sample["step"] for sample in few["samples"]]
+    assert few["of"] == 200 and (steps[0], steps[-1]) == (1, 100)
+    assert all(steps.count(step) == 2 for step in steps) and len(json.dumps(few["samples"])) < 4500
 
 
 # the page ----------------------------------------------------------------------------------------------------
@@ -225,34 +301,29 @@ def test_no_external_request_and_no_foreign_script(tmp_path: Path) -> None:
     assert reader.found == ["data:,"], "the icon that a browser would ask for"
     assert reader.handlers == []
     assert "url(" not in html and "@import" not in html
-    assert html.count("<script") == 2 and "<img" not in html, "the data and the page's own"
-    assert "default-src 'none'" in html
+    assert html.count("<script") == 1 + len(SCRIPTS) and "<img" not in html, "the data and the page's own"
+    assert "default-src 'none'" in html and "unsafe-inline'; script-src 'sha256-" in html
 
 
-def test_samples_show_prompt_answer_score_advantage_and_ratios(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "a", [row(1)])
-    (folder / "samples.jsonl").write_text(json.dumps(a_sample()) + "\n")
-    html = html_of(folder)
-    for said in ("1+1=", "reward <b>1</b>", "+0.50", "group 2", "v0", "environment 0", "7 more"):
-        assert said in html, said
-    assert '<span class="p4" title="ratio 2">2</span><span class="u">!</span>' in html
-    assert "--log-samples" in html_of(write_run(tmp_path / "b", [row(1)])), "it says how to get some"
-
-
-def test_the_colour_of_a_ratio() -> None:
-    # ln 2 = 0.69 of 0.7: the strongest; ln 1.2 = 0.18: 0.26 * 4 = 1; ln 1.05 = 0.05: none
-    found = [strength(ratio) for ratio in (2.0, 0.5, 1.2, 1 / 1.2, 1.05, 1.0, 0.0, 100.0)]
-    assert found == ["p4", "m4", "p1", "m1", "", "", "m4", "p4"]
+def test_a_page_without_samples_says_how_to_get_some(tmp_path: Path) -> None:
+    assert "--log-samples" in html_of(write_run(tmp_path / "b", [row(1)]))
 
 
 def test_runs_beside_each_other(tmp_path: Path) -> None:
-    a = write_run(tmp_path / "a", [row(1), row(2, **{"alignment/kl_reference": 0.1})], lr=1e-4, seed=0, save_path="x")
+    a = write_run(
+        tmp_path / "a",
+        [row(1), row(2, **{"alignment/kl_reference": 0.1})],
+        lr=1e-4,
+        seed=0,
+        save_path="x",
+        vllm_config_path="p",
+    )
     b = write_run(tmp_path / "b", [row(1, **{"alignment/kl_rollout": 0.1})], lr=5e-4, seed=0, save_path="y")
     runs = [read_run(a), read_run(b)]
-    assert [line.name for line in main_plots(runs)[0].lines] == ["a", "b"]
-    kl = next(plot for plot in main_plots(runs) if plot.title == "KL")
-    (of_rollout,) = [figure.keys["alignment/kl_rollout"] for figure in FIGURES if figure.title == "KL"]
-    assert [(line.name, line.dash) for line in kl.lines] == [("a", 0), (f"b, {of_rollout}", 1)]
+    assert [(line.name, line.run) for line in all_plots(runs)[0].lines] == [("a", 0), ("b", 1)]
+    kl = plots_of(*runs)["KL"]
+    of_reference, of_rollout = next(figure.keys.values() for figure in FIGURES if figure.title == "KL")
+    assert [(line.name, line.dash) for line in kl.lines] == [(f"a, {of_reference}", 0), (f"b, {of_rollout}", 1)]
     assert differences(runs).count("<tr>") == 2 and "0.0005" in differences(runs)  # the head, and lr
     assert comparison(runs).count("<tr>") == 3
     html = html_of(a, b)

@@ -1,0 +1,114 @@
+"""`grpo runs`: the runs in a folder, each by what its own folder says."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from grpo_common.locks import is_held
+from grpo_trainer.config.bridge import CheckpointRestart
+from grpo_trainer.errors import ConfigError
+from grpo_trainer.files import LOCK_FILE, METRICS_FILE
+from grpo_trainer.report.read import CONFIG_FILE, final_step, is_done, read_settings
+
+DEPTH = 2
+"""How many folders down runs are looked for: `runs/sums`, `runs/monday/sums`."""
+LAST_ROWS, LAST_BYTES = 5, 1 << 16
+"""The reward is the mean of this many rows, which are within so many bytes of the file's end."""
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A run as one line.
+
+    Attributes:
+        total_steps: what it set out to do; None: not known.
+        reward: mean of the last five steps; None: no step has one.
+        state: running, done (all steps are taken) or stopped.
+        changed: when its last step was written, Unix seconds.
+    """
+
+    folder: str
+    mode: str | None
+    model: str | None
+    steps: int
+    total_steps: int | None
+    reward: float | None
+    state: str
+    changed: float
+
+
+def list_runs(folder: Path) -> list[Listed]:
+    """All runs in a folder, the folder itself included; the one that changed last comes first.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise ConfigError(field="FOLDER", got=folder, wanted="a folder of runs")
+    return sorted((_listed(each) for each in _run_folders(folder)), key=lambda run: -run.changed)
+
+
+def _run_folders(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
+    if (folder / METRICS_FILE).exists() or (folder / CONFIG_FILE).exists():
+        yield folder
+    elif depth:
+        for path in sorted(folder.iterdir()):
+            if path.is_dir() and not path.is_symlink():
+                yield from _run_folders(path, depth - 1)
+
+
+def _listed(folder: Path) -> Listed:
+    settings, rows = read_settings(folder), _last_rows(folder / METRICS_FILE)
+    steps, total = rows[-1]["step"] if rows else 0, settings.get("training_steps")
+    rewards = [row["reward/mean"] for row in rows[-LAST_ROWS:] if row.get("reward/mean") is not None]
+    checkpoints = folder / "checkpoints"
+    running = is_held(folder / LOCK_FILE) or is_held(checkpoints / LOCK_FILE)
+    done = is_done(steps, total, final_step(checkpoints))
+    newest = folder / METRICS_FILE if rows else folder
+    return Listed(
+        folder=str(folder),
+        mode=settings.get("weight_bridge_mode", CheckpointRestart().mode) if settings else None,
+        model=settings.get("model_name"),
+        steps=steps,
+        total_steps=total,
+        reward=round(statistics.fmean(rewards), 4) if rewards else None,
+        state="running" if running else "done" if done else "stopped",
+        changed=newest.stat().st_mtime,
+    )
+
+
+def _last_rows(path: Path) -> list[dict[str, Any]]:
+    """The last rows of a file that may be written at this moment."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        file.seek(max(0, size - LAST_BYTES))
+        lines = file.read().split(b"\n")[:-1]  # what follows the last line break is not whole yet
+    return [json.loads(line) for line in (lines if size <= LAST_BYTES else lines[1:])]
+
+
+def as_json(runs: Sequence[Listed]) -> str:
+    return json.dumps([asdict(run) for run in runs], indent=1)
+
+
+def print_runs(runs: Sequence[Listed], folder: Path, console: Console) -> None:
+    """A table; runs are named by their place in the folder."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("run", "mode", "model", "steps", "reward", "state"):
+        justify = "right" if name in ("steps", "reward") else "left"
+        table.add_column(name, justify=justify, overflow="fold", no_wrap=name != "model")
+    for run in runs:
+        steps = f"{run.steps}/{run.total_steps}" if run.total_steps else str(run.steps)
+        reward = "–" if run.reward is None else f"{run.reward:.3f}"
+        table.add_row(os.path.relpath(run.folder, folder), run.mode or "–", run.model or "–", steps, reward, run.state)
+    console.print(table if runs else f"no run in {folder}", markup=False, highlight=False)

@@ -1,0 +1,152 @@
+"""What a run measured, as series over steps: its own rows, and those of its environments.
+
+The rollout API gives an environment a new number whenever it registers, so a run that is resumed has `sums_0` and
+then `sums_1`. Here an environment is known by its name: two numbers of one name are one environment, unless both
+measured something at the same time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_trainer.metrics.rows import read_rows
+
+Rows = Sequence[Mapping[str, Any]]
+OF_ENVIRONMENT = re.compile(r"reward/env_(\d+)(_std)?")
+EVALUATION = re.compile(r"eval/([^/]+)/(.+)")
+REGISTERED = re.compile(r"environment (\d+) registered: (\S+),")
+"""A line of the rollout API's log: which number has which name."""
+UNKNOWN = "environment"
+"""What comes before the number of one whose name is not known."""
+NOT_MEASURED = ("step", "time", "train/resumed")
+
+
+@dataclass
+class Series:
+    """Values of one figure; None is a value that was not finite."""
+
+    steps: list[float] = field(default_factory=list)
+    values: list[float | None] = field(default_factory=list)
+
+    def add(self, step: float, value: float | None) -> None:
+        self.steps.append(step)
+        self.values.append(value)
+
+
+@dataclass(frozen=True)
+class Environments:
+    """Rows of metrics.jsonl that name environments by number, and the rows of the environments' own files.
+
+    Attributes:
+        names: number at the rollout API -> the name that it gave.
+        own: rows of each `env-NAME.metrics.jsonl`; keys begin with that name.
+    """
+
+    names: Mapping[int, str] = field(default_factory=dict)
+    own: Sequence[Rows] = ()
+
+
+def read_environments(logs: Path) -> Environments:
+    """What the processes of `grpo run` leave in its folder of logs; a trainer that was started by hand has none."""
+    api = logs / "api.log"
+    found = REGISTERED.findall(api.read_text(errors="replace")) if api.exists() else []
+    own = [_newest_of_each_step(read_rows(path)) for path in sorted(logs.glob("env-*.metrics.jsonl"))]
+    return Environments({int(number): name for number, name in found}, own)
+
+
+def _newest_of_each_step(rows: Rows) -> Rows:
+    """Without rows of steps that a resumed run took again: the file only grows."""
+    kept: list[Mapping[str, Any]] = []
+    for row in rows:
+        while kept and kept[-1]["step"] >= row["step"]:
+            kept.pop()
+        kept.append(row)
+    return kept
+
+
+def read_series(rows: Rows, environments: Environments) -> tuple[dict[str, Series], dict[int, str]]:
+    """Return every figure of a run over its steps, and what each environment's number stands for.
+
+    Keys are those of metrics.jsonl, but `reward/env/NAME` and `reward/env_std/NAME` for an environment's rewards,
+    `eval/NAME/FIGURE` at the step that was evaluated, and `env/NAME/FIGURE` for what an environment wrote itself.
+    """
+    found = [*_of_rows(rows, environments.names), *_of_files(environments.own)]
+    labels = identities((name, step) for name, _, step, _ in found if name)
+    series: dict[str, Series] = {}
+    for name, key, step, value in found:
+        series.setdefault(key.format(name=labels[name]) if name else key, Series()).add(step, value)
+    numbers = {number: labels[name] for number, name in environments.names.items() if name in labels}
+    return series, numbers
+
+
+Point = tuple[str, str, float, float | None]
+"""Name of an environment or nothing, key with `{name}` in its place, step, value."""
+
+
+def _of_rows(rows: Rows, names: Mapping[int, str]) -> Iterable[Point]:
+    for row in rows:
+        step = row["step"]
+        for key, value in row.items():
+            if key in NOT_MEASURED:
+                continue
+            if own := OF_ENVIRONMENT.fullmatch(key):
+                name = names.get(int(own[1]), f"{UNKNOWN}_{own[1]}")
+                yield name, f"reward/env{own[2] or ''}/{{name}}", step, value
+            elif own := EVALUATION.fullmatch(key):
+                if own[2] != "step":
+                    yield own[1], f"eval/{{name}}/{_escaped(own[2])}", row.get(f"eval/{own[1]}/step", step), value
+            else:
+                yield "", key, step, value
+
+
+def _of_files(files: Sequence[Rows]) -> Iterable[Point]:
+    for rows in files:
+        for row in rows:
+            for key, value in row.items():
+                name, _, figure = key.partition("/")
+                if figure and not figure.startswith("eval/"):  # metrics.jsonl has these
+                    yield name, f"env/{{name}}/{_escaped(figure)}", row["step"], value
+
+
+def _escaped(key: str) -> str:
+    return key.replace("{", "{{").replace("}", "}}")
+
+
+def identities(seen: Iterable[tuple[str, float]]) -> dict[str, str]:
+    """Return what to call the environment behind each numbered name: `sums` for `sums_0`, and for `sums_1` after it.
+
+    Args:
+        seen: numbered name, and a step at which it measured something.
+
+    Returns:
+        `sums (2)` for `sums_1` if it was there while `sums_0` was. Numbers alone (`environment_0`) stay apart if any
+        two of them were there at the same time: which of them went on as which is not known.
+    """
+    spans: dict[str, tuple[float, float]] = {}
+    for name, step in seen:
+        first, last = spans.get(name, (step, step))
+        spans[name] = min(first, step), max(last, step)
+    by_stem: dict[str, list[str]] = {}
+    for name in sorted(spans, key=_stem):
+        by_stem.setdefault(_stem(name)[0], []).append(name)
+    labels: dict[str, str] = {}
+    for stem, names in by_stem.items():
+        newest: list[tuple[float, float]] = []  # of each environment of this name, the span of its newest number
+        places = []
+        for first, last in (spans[name] for name in names):
+            ended = (at for at, (begin, end) in enumerate(newest) if begin < first and end <= first)
+            places.append(next(ended, len(newest)))
+            newest[places[-1] : places[-1] + 1] = [(first, last)]
+        unknown = stem == UNKNOWN and len(newest) > 1
+        for name, place in zip(names, places, strict=True):
+            labels[name] = name.replace("_", " ") if unknown else stem if place == 0 else f"{stem} ({place + 1})"
+    return labels
+
+
+def _stem(name: str) -> tuple[str, int]:
+    stem, _, number = name.rpartition("_")
+    return (stem, int(number)) if stem and number.isdigit() else (name, 0)
