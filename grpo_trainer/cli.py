@@ -246,7 +246,7 @@ def _look_before_the_start(config: TrainConfig) -> None:
     if os.environ.get("RANK", "0") != "0":
         return  # who leads has looked
     from grpo_trainer.doctor.disk import refuse_without_room
-    from grpo_trainer.doctor.model_files import refuse_missing
+    from grpo_trainer.doctor.hub import refuse_missing
 
     refuse_missing(config.model.name)
     found = refuse_without_room(

@@ -12,12 +12,13 @@ import tomli_w
 from rich.console import Console
 
 from grpo_common.locks import HeldError, hold
+from grpo_common.models import CONFIG_FILE, find_folder
 from grpo_common.trace import begin_file, end_file
 from grpo_trainer.cache import compile_caches
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.doctor.disk import refuse_without_room
+from grpo_trainer.doctor.hub import refuse_missing
 from grpo_trainer.doctor.machine import look
-from grpo_trainer.doctor.model_files import CONFIG_FILE, find_folder, refuse_missing
 from grpo_trainer.doctor.planned_cache import planned_cache
 from grpo_trainer.errors import FolderGoneError, ProcessFailedError, StoppedError, from_os_error
 from grpo_trainer.files import HeldFolder, held_folder, refuse_to_mix_runs, replace_file
