@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from pathlib import Path
 
 from grpo_common.errors import Problem
@@ -30,6 +31,16 @@ def find_folder(name: str) -> Path | None:
     except HFValidationError:
         return None
     return Path(cached).parent if isinstance(cached, str) else None
+
+
+def from_anywhere(name: str, folders: Iterable[Path] = ()) -> str:
+    """Return a model's name so that it means the same in every folder: a folder's whole path, or the hub's name.
+
+    Args:
+        folders: where a relative path may start that does not start in the current folder.
+    """
+    found = next((folder / name for folder in (Path(), *folders) if (folder / name).is_dir()), None)
+    return name if found is None else str(found.resolve())
 
 
 def missing_path(name: str) -> Problem | None:

@@ -169,7 +169,7 @@ def env(ctx: typer.Context) -> None:
 def export_checkpoint(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint; or a run's folder: its newest one.")],
     output: Annotated[
-        Path | None, typer.Option(help="Folder to write; by default beside the checkpoint (exported_…, merged_…).")
+        Path | None, typer.Argument(help="Folder to write; by default beside the checkpoint (exported_…, merged_…).")
     ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into a copy of its base model.")] = False,
     dtype: Annotated[

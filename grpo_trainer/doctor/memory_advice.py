@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from grpo_trainer.config.bridge import LoraOnly, LoraOptions, SharedVllm
+from grpo_trainer.config.bridge import CheckpointRestart, LoraOnly, LoraOptions, SharedVllm
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.doctor.memory import Devices, MemoryPlan, MemoryRow, Server, is_trained_whole, plan_memory
+from grpo_trainer.doctor.memory import Devices, MemoryPlan, MemoryRow, Server, plan_memory
 from grpo_trainer.doctor.model_shape import ModelShape
 
 SHARES = (0.1, 0.9)
@@ -132,7 +132,7 @@ def _8_bits(now: Planned) -> Planned | None:
 
 
 def _shared_vllm(now: Planned) -> Planned | None:
-    if not is_trained_whole(now.config) or isinstance(now.config.bridge, SharedVllm) or now.trainers > 1:
+    if not isinstance(now.config.bridge, CheckpointRestart) or now.trainers > 1:
         return None
     bridge = SharedVllm(train_layers=now.config.bridge.train_layers)
     return now.saying("--weight-bridge-mode shared_vllm", config=now.config.model_copy(update={"bridge": bridge}))
