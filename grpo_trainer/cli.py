@@ -247,8 +247,10 @@ def _look_before_the_start(config: TrainConfig) -> None:
         return  # who leads has looked
     from grpo_trainer.doctor.disk import refuse_without_room
     from grpo_trainer.doctor.hub import refuse_missing
+    from grpo_trainer.doctor.lr import warn_of_lr
 
     refuse_missing(config.model.name)
+    warn_of_lr(config)
     found = refuse_without_room(
         config, config.checkpoints.save_path, "--save-path", on_gpu=config.model.device != "cpu"
     )

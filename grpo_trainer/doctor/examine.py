@@ -15,6 +15,7 @@ from grpo_trainer.doctor.disk import check_disk
 from grpo_trainer.doctor.findings import Finding, fail, ok, skip
 from grpo_trainer.doctor.hub import check_name
 from grpo_trainer.doctor.ipc import check_cuda_ipc
+from grpo_trainer.doctor.lr import check_lr
 from grpo_trainer.doctor.machine import Machine
 from grpo_trainer.doctor.memory import MemoryPlan
 from grpo_trainer.doctor.model_files import ModelFiles, read_model
@@ -79,6 +80,7 @@ def examine(machine: Machine, config: RunConfig | ConfigError | None, probes: Pr
     files, found = _model_files(run.trainer.model.name, probes)
     shape, shape_found = _shape(files)
     findings += [found, *shape_found, check_disk(run.trainer, run.run_dir, shape, on_gpu=machine.on_gpu)]
+    findings.append(check_lr(run.trainer, shape))
     plan = None
     if files is not None:
         findings += [of_run.check_tokenizer(files), of_run.check_shareable(run.trainer, files)]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TextIO
 
@@ -15,9 +16,12 @@ from rich.console import Console
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.files import METRICS_FILE
 from grpo_trainer.logs.trackers import SINKS
+from grpo_trainer.metrics.health import Row, first_entropy, flagged, flags, last_line, seen, signs
 from grpo_trainer.metrics.remaining import RECENT, duration, seconds_left
-from grpo_trainer.metrics.rows import keep_steps
+from grpo_trainer.metrics.rows import keep_steps, read_rows
 from grpo_trainer.metrics.types import Metrics, merge, reduce
+
+log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
@@ -29,10 +33,20 @@ class Sink(Protocol):
 
 
 class MetricLog:
-    """Reduces a step's metrics once and hands them to every sink."""
+    """Reduces a step's metrics once and hands them to every sink.
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
+    Args:
+        earlier: rows of the steps that a resumed run has behind it.
+        say: takes a line about each figure that leaves its usual range, the first time that it does.
+    """
+
+    def __init__(
+        self, sinks: Sequence[Sink], earlier: Sequence[Row] = (), say: Callable[[str], None] = log.warning
+    ) -> None:
         self._sinks = sinks
+        self._rows: list[Row] = list(earlier)
+        self._said = {sign.check.name for _, sign in seen(earlier)}
+        self._say = say
         self._last = time.perf_counter()
 
     def log(self, step: int, *parts: Metrics) -> dict[str, float]:
@@ -42,9 +56,21 @@ class MetricLog:
         numbers = reduce(merge(parts))
         numbers["train/seconds"] = seconds
         numbers["train/tokens_per_second"] = numbers.get("batch/tokens", 0.0) / seconds
+        self._rows.append(numbers)
+        found = signs(self._rows, first_entropy(self._rows))
+        numbers |= flags(found)
         for sink in self._sinks:
             sink.write(step, numbers)
+        for sign in found:
+            if sign.check.name not in self._said:
+                self._said.add(sign.check.name)
+                self._say(f"out of range since step {step}: {sign}")
         return numbers
+
+    @property
+    def last_line(self) -> str:
+        """Whether the run learnt."""
+        return last_line(self._rows)
 
     def close(self) -> None:
         for sink in self._sinks:
@@ -108,7 +134,8 @@ class ConsoleSink:
 
 
 def step_line(step: int, total: int, numbers: dict[str, float], left: float | None = None) -> str:
-    """A step in one line: reward, loss, ratio, staleness, groups without a spread, tokens/s, seconds, time left.
+    """A step in one line: reward, loss, ratio, staleness, groups without a spread, tokens/s, seconds, time left, and
+    which figures are out of their usual range.
 
     What there is no number of is left out; a step that taught nothing says so in the place of loss and ratio.
 
@@ -136,6 +163,7 @@ def step_line(step: int, total: int, numbers: dict[str, float], left: float | No
         " ".join(filter(None, seconds)),
         part("v{:.0f}", served),  # older than what was published, where restarts are far between
         f"{duration(left)} left" if left else "",
+        f"OUT OF RANGE: {', '.join(unusual)}" if (unusual := flagged(numbers)) else "",
     ]
     return "  ".join(filter(None, parts))
 
@@ -145,4 +173,10 @@ def build_metric_log(config: TrainConfig, console: Console, steps_done: int) -> 
     path = config.log_dir / METRICS_FILE
     sinks: list[Sink] = [JsonlSink(path, steps_done), ConsoleSink(console, config.training_steps)]
     sinks += [SINKS[tracker](config, steps_done) for tracker in config.logging.trackers]
-    return MetricLog(sinks)
+    earlier = read_rows(path) if path.exists() else []
+
+    def say(line: str) -> None:
+        log.warning("%s", line)
+        console.print(line, style="bold yellow", markup=False, highlight=False, soft_wrap=True)
+
+    return MetricLog(sinks, earlier, say)

@@ -213,8 +213,8 @@ MEANING = {
         "leave --load-in-4bit out, lower --lr, or raise --drift-limit if the reward still rises",
     ),
     Cause.STALE: (
-        "only samples of older versions are off: the policy has moved away from what sampled them",
-        "lower --max-staleness or --lr",
+        "the policy has moved away from the older version that sampled",
+        "lower --lr, or --max-staleness where the policy moves slowly",
     ),
 }
 """What each cause means, and what to do."""

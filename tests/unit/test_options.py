@@ -34,7 +34,6 @@ PREDECESSOR_DEFAULTS = {
     "training_steps": 10,
     "batch_size": 2,
     "gradient_accumulation_steps": 32,
-    "lr": 1e-5,
     "warmup_steps": 0,
     "optimizer": "adamw",
     "seq_len": 2048,
