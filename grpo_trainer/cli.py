@@ -92,7 +92,10 @@ def train(ctx: typer.Context, options: dict[str, Any], config: ConfigFile = None
     if train_config.model.load_in_4bit:
         logging.getLogger(FAST_4_BITS).setLevel(logging.NOTSET)
     _look_before_the_start(train_config)
-    from grpo_trainer.phases import begin_start
+    from grpo_trainer.phases import COMMAND_VARIABLE, begin_start
+
+    if COMMAND_VARIABLE not in os.environ:  # `grpo run` starts the others itself
+        _say_what_to_start(train_config)
 
     begin_start()
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads sleep: a server may share the cores
@@ -258,6 +261,18 @@ def _look_before_the_start(config: TrainConfig) -> None:
         logging.getLogger(__name__).warning(
             "the disk will be full before the last step: got %s, wanted %s; %s", found.got, found.wanted, found.fix
         )
+
+
+def _say_what_to_start(config: TrainConfig) -> None:
+    """Name the commands of what is not there yet; the trainer waits for it."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    from grpo_trainer.doctor.machine import look
+    from grpo_trainer.launch.by_hand import commands_to_start
+
+    for missing, commands in commands_to_start(config, on_gpu=look().on_gpu).items():
+        lines = "".join(f"\n    {command}" for command in commands)
+        logging.getLogger(__name__).warning("no %s yet; the trainer waits for it. To start it:%s", missing, lines)
 
 
 def main() -> None:
