@@ -251,7 +251,9 @@ def _look_before_the_start(config: TrainConfig) -> None:
     from grpo_trainer.doctor.disk import refuse_without_room
     from grpo_trainer.doctor.hub import refuse_missing
     from grpo_trainer.doctor.lr import warn_of_lr
+    from grpo_trainer.logs.trackers import require as require_trackers
 
+    require_trackers(config)
     refuse_missing(config.model.name)
     warn_of_lr(config)
     found = refuse_without_room(

@@ -28,6 +28,7 @@ from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.launch.preflight import preflight
 from grpo_trainer.launch.start import StartWatch, kept_at
 from grpo_trainer.launch.supervisor import Supervisor
+from grpo_trainer.logs.trackers import require as require_trackers
 from grpo_trainer.metrics.health import last_line
 from grpo_trainer.metrics.rows import read_rows
 from grpo_trainer.phases import COMMAND_VARIABLE, REPORT_FILE, process_start
@@ -42,6 +43,7 @@ def run(config: RunConfig, console: Console) -> None:
             everything was ended again when a process failed.
     """
     refuse_to_mix_runs(config.run_dir, config.trainer.checkpoints.resume, "--run-dir")
+    require_trackers(config.trainer)
     refuse_missing(config.trainer.model.name)
     together = {"trainers": 0} if config.options.trainer_gpus > 1 else {}
     warn_of_lr(config.trainer)

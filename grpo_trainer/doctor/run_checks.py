@@ -27,6 +27,7 @@ from grpo_trainer.doctor.model_shape import ModelShape
 from grpo_trainer.errors import GrpoError
 from grpo_trainer.files import refuse_to_mix_runs
 from grpo_trainer.launch.ports import is_free, port_holder
+from grpo_trainer.logs.trackers import EXTRAS, is_installed
 from grpo_trainer.model.names import ALIKE, EXPERTS
 from vllm_server.protocol import PreflightReport
 
@@ -164,8 +165,9 @@ def check_combinations(config: RunConfig, machine: Machine) -> Finding:
     if trainer.model.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         return fail(name, "--attention flash_attention_2 without flash-attn", "the package", "--attention sdpa")
     for tracker in trainer.logging.trackers:
-        if importlib.util.find_spec(tracker) is None:
-            return fail(name, f"--log-to {tracker} without {tracker}", "it", f"pip install {tracker}")
+        if not is_installed(tracker):
+            fix = f"pip install 'grpo-trainer[{EXTRAS[tracker]}]'"
+            return fail(name, f"--log-to {tracker} without {tracker}", "it", fix)
     if trainer.model.load_in_4bit and importlib.util.find_spec("bitsandbytes") is None:
         return fail(name, "--load-in-4bit without bitsandbytes", "it", "pip install 'grpo-trainer[qlora]'")
     return ok(name, f"--weight-bridge-mode {bridge.mode}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import math
 import os
 from types import ModuleType
@@ -13,8 +14,8 @@ from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import replace_file
 
-PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio"}
-"""Tracker -> what has to be installed for it."""
+EXTRAS = {"wandb": "wandb", "tensorboard": "trackers", "trackio": "trackers"}
+"""Tracker -> the extra of this package that installs it."""
 
 DEFAULT_PROJECT = "grpo"
 RUN_ID_FILE = "tracked_as"
@@ -106,6 +107,23 @@ class TrackioSink:
 SINKS = {"wandb": WandbSink, "tensorboard": TensorBoardSink, "trackio": TrackioSink}
 
 
+def require(config: TrainConfig) -> None:
+    """Refuse trackers that are not installed, before anything loads; imports none.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    for tracker in config.logging.trackers:
+        if not is_installed(tracker):
+            raise _not_installed(tracker)
+
+
+def is_installed(tracker: str) -> bool:
+    """Return whether the package is there; a folder of its name, as W&B leaves one where it ran, is none."""
+    spec = importlib.util.find_spec(tracker)
+    return spec is not None and spec.origin is not None
+
+
 def load(tracker: str, module: str | None = None) -> ModuleType:
     """Import a tracker's package.
 
@@ -115,9 +133,9 @@ def load(tracker: str, module: str | None = None) -> ModuleType:
     try:
         return importlib.import_module(module or tracker)
     except ImportError:
-        raise ConfigError(
-            f"{PACKAGES[tracker]} is not installed",
-            field="--log-to",
-            got=tracker,
-            fix=f"pip install {PACKAGES[tracker]}",
-        ) from None
+        raise _not_installed(tracker) from None
+
+
+def _not_installed(tracker: str) -> ConfigError:
+    fix = f"pip install 'grpo-trainer[{EXTRAS[tracker]}]', or leave it out"
+    return ConfigError(f"{tracker} is not installed", field="--log-to", got=tracker, fix=fix)

@@ -107,10 +107,19 @@ def test_every_tracker_gets_every_key(tmp_path: Path, monkeypatch: pytest.Monkey
         assert told[name] == sorted(set(row) - {"step", "time"}) and f"{name} closed" in told
 
 
+def test_trackers_are_required_before_anything_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: asked.append(name))
+    trackers.require(config_of(tmp_path))
+    with pytest.raises(ConfigError) as error:
+        trackers.require(config_of(tmp_path, "wandb"))
+    assert error.value.got == "wandb" and "grpo-trainer[wandb]" in error.value.fix and asked == ["wandb"]
+
+
 def test_a_tracker_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)  # as Python marks what is not there
     monkeypatch.delitem(sys.modules, "tensorboard.summary", raising=False)
     with pytest.raises(ConfigError) as error:
         TensorBoardSink(config_of(tmp_path, "tensorboard"))
     assert (error.value.field, error.value.got) == ("--log-to", "tensorboard")
-    assert error.value.fix.endswith(" tensorboard")
+    assert "grpo-trainer[trackers]" in error.value.fix
