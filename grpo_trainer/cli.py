@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from grpo_trainer import __version__
+from grpo_trainer.config.command_help import showing
 from grpo_trainer.config.options import build, override, unique_leaves, with_options
 from grpo_trainer.config.run import SET_BY_THE_RUN, ApiProcess, RunConfig, RunOptions, build_run, read_toml
 from grpo_trainer.config.server import SAID_OTHERWISE, ServerProcess
@@ -30,14 +31,24 @@ FAST_4_BITS = "bitsandbytes.backends.cpu.ops"
 ANY_FLAG = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Unknown flags are ours to judge: some are an environment's, and for the others we know what was meant."""
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+FIRST = (
+    *("--config", "--model-name", "--weight-bridge-mode", "--training-steps", "--batch-size"),
+    *("--gradient-accumulation-steps", "--lr", "--seq-len", "--lora-r", "--loss", "--resume", "--log-to"),
+)
+"""Flags that matter first: the others have good defaults."""
+FIRST_OF_A_RUN = (*FIRST, "--env", "--run-dir", "--log-samples", "--server.gpu-memory-utilization")
 Environment = Annotated[
     str | None,
     typer.Option(
+        metavar="NAME",
         help="Environment: arithmetic (default), gsm8k, verifiers, word_problems, or your own module; --env.KEY and "
-        "--openai.KEY set its options (listed by: grpo env NAME serve --help)."
+        "--openai.KEY set its options (listed by: grpo env NAME serve --help).",
     ),
 ]
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with the same options; flags win.")]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="PATH", help="TOML file with the same options; flags win."),
+]
 
 
 def _print_version(asked: bool) -> None:
@@ -55,7 +66,7 @@ def _root(
     pass
 
 
-@app.command(context_settings=ANY_FLAG)
+@app.command(cls=showing(*FIRST_OF_A_RUN), context_settings=ANY_FLAG)
 @with_options(ServerProcess, prefix="server.")
 @with_options(ApiProcess, prefix="api.")
 @with_options(RunOptions)
@@ -76,7 +87,7 @@ def run(
     supervise(run_config, Console())
 
 
-@app.command(context_settings=ANY_FLAG)
+@app.command(cls=showing(*FIRST, "--atropos-url", "--vllm-port", "--save-path"), context_settings=ANY_FLAG)
 @with_options(TrainConfig)
 def train(ctx: typer.Context, options: dict[str, Any], config: ConfigFile = None) -> None:
     """Train on rollouts from a rollout API and keep a vLLM server on the newest weights.
@@ -104,7 +115,7 @@ def train(ctx: typer.Context, options: dict[str, Any], config: ConfigFile = None
     train_loop(train_config)
 
 
-@app.command(context_settings=ANY_FLAG)
+@app.command(cls=showing(*FIRST_OF_A_RUN, "--json"), context_settings=ANY_FLAG)
 @with_options(ServerProcess, prefix="server.")
 @with_options(ApiProcess, prefix="api.")
 @with_options(RunOptions)

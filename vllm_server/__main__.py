@@ -10,7 +10,14 @@ from vllm_server.start_checks import check_key, check_model_path, check_port_fre
 
 def main(argv: list[str]) -> int:
     """Serve until a signal comes. The exit status: 0 after a signal, 2 a wrong command, 1 anything else."""
+    if {"-h", "--help"}.intersection(argv):
+        print(arguments.own_help(), end="")
+        return 0
     try:
+        if arguments.HELP_ALL in argv:
+            check_vllm_installed()
+            arguments.set_environment()
+            arguments.parse(["--help"])  # prints and exits
         # What can be told at once is told before vLLM is imported (seconds) and the model loaded (more).
         early = arguments.early_arguments(argv)
         if early.uds is None:
