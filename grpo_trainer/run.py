@@ -111,7 +111,8 @@ def _supervise(config: RunConfig, plan: RunPlan, console: Console, folder: HeldF
         goes_on = "--resume auto goes on with it" if _saved(config) else "nothing was saved"
         failed.add(summary=f"; the run is over, {goes_on}")
         raise
-    rows = read_rows(config.run_dir / METRICS_FILE)
+    metrics = config.run_dir / METRICS_FILE
+    rows = read_rows(metrics) if metrics.exists() else []
     for line in (
         f"done: {config.run_dir}/checkpoints, {config.run_dir}/metrics.jsonl; `grpo report {config.run_dir}` shows it",
         last_line(rows),

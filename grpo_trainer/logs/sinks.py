@@ -174,9 +174,4 @@ def build_metric_log(config: TrainConfig, console: Console, steps_done: int) -> 
     sinks: list[Sink] = [JsonlSink(path, steps_done), ConsoleSink(console, config.training_steps)]
     sinks += [SINKS[tracker](config, steps_done) for tracker in config.logging.trackers]
     earlier = read_rows(path) if path.exists() else []
-
-    def say(line: str) -> None:
-        log.warning("%s", line)
-        console.print(line, style="bold yellow", markup=False, highlight=False, soft_wrap=True)
-
-    return MetricLog(sinks, earlier, say)
+    return MetricLog(sinks, earlier)

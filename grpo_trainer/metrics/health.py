@@ -1,6 +1,6 @@
 """Is a run healthy, and did it learn? Pure functions of the rows of metrics.jsonl.
 
-A figure is unhealthy when its mean over the last steps leaves its usual range. Ranges are those of the runs in
+A figure is unhealthy when its median over the last steps leaves its usual range. Ranges are those of the runs in
 docs/learning.md: what learns stays within them, what collapses leaves them.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Literal
 
 Row = Mapping[str, float | None]
 
 WINDOW = 3
-"""Steps over which a figure is averaged: one step alone says little."""
+"""Steps of which the median is taken: one step alone, a spike, says little."""
 BEGIN = 5
 """Steps by which a run's first entropy is judged."""
 REWARD = "reward/mean"
@@ -131,7 +131,8 @@ class Sign:
 
 def first_entropy(rows: Sequence[Row]) -> float | None:
     """Return the mean entropy of a run's first steps; None: no step has one."""
-    return _mean(rows[:BEGIN], "grpo/entropy")
+    values = _finite(rows[:BEGIN], "grpo/entropy")
+    return fmean(values) if values else None
 
 
 def signs(recent: Sequence[Row], entropy: float | None) -> list[Sign]:
@@ -144,9 +145,9 @@ def signs(recent: Sequence[Row], entropy: float | None) -> list[Sign]:
         return []
     found = []
     for check in CHECKS:
-        value = _mean(recent[-WINDOW:], check.key)
+        values = _finite(recent[-WINDOW:], check.key)
         high = max(check.high, 2 * (entropy or 0.0)) if check.name == "entropy_high" else check.high
-        if value is not None and not check.low <= value <= high:
+        if values and not check.low <= (value := median(values)) <= high:
             found.append(Sign(check, value, check.low, high))
     return found
 
@@ -172,9 +173,8 @@ def seen(rows: Sequence[Row]) -> list[tuple[int, Sign]]:
     return list(first.values())
 
 
-def _mean(rows: Sequence[Row], key: str) -> float | None:
-    values = [value for row in rows if (value := row.get(key)) is not None and math.isfinite(value)]
-    return fmean(values) if values else None
+def _finite(rows: Sequence[Row], key: str) -> list[float]:
+    return [value for row in rows if (value := row.get(key)) is not None and math.isfinite(value)]
 
 
 @dataclass(frozen=True)
@@ -221,6 +221,6 @@ def outcome(rows: Sequence[Row]) -> Outcome | None:
 def last_line(rows: Sequence[Row]) -> str:
     """Return whether a run learnt, and which figures left their usual range."""
     found = outcome(rows)
-    learnt = str(found) if found else f"{len(rows)} steps: too few to say whether it learnt"
+    learnt = str(found) if found else f"too few steps to say whether it learnt: {len(rows)}, of at least {FEWEST_STEPS}"
     names = ", ".join(dict.fromkeys(sign.check.title for _, sign in seen(rows)))
     return f"{learnt}; out of the usual range: {names}" if names else learnt
