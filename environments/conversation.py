@@ -18,6 +18,18 @@ Tools = Sequence[dict[str, Any]]
 """JSON schemas of functions, in the form that chat templates take."""
 
 
+def ignores_tools(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Tools) -> bool:
+    """Return whether the chat template writes the same prompt with tools as without: the policy never hears of them."""
+    if not tools or not tokenizer.chat_template:
+        return False
+    choices: tuple[list[Any] | None, ...] = (list(tools), None)
+    with_tools, without = (
+        tokenizer.apply_chat_template(list(messages), tools=each, add_generation_prompt=True, tokenize=False)
+        for each in choices
+    )
+    return with_tools == without
+
+
 class Conversation:
     """The conversation so far, as messages and as exact tokens.
 

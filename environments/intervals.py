@@ -28,4 +28,6 @@ def wilson(share: float, trials: int) -> Interval:
     shrink = 1 + Z_95**2 / trials
     centre = (share + Z_95**2 / (2 * trials)) / shrink
     half = Z_95 / shrink * math.sqrt(share * (1 - share) / trials + Z_95**2 / (4 * trials**2))
-    return Interval(max(0.0, centre - half), min(1.0, centre + half))
+    # At a share of 0 or 1 one bound is the share itself, but for rounding.
+    low = 0.0 if share <= 0.0 else max(0.0, centre - half)
+    return Interval(low, 1.0 if share >= 1.0 else min(1.0, centre + half))

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,9 +39,11 @@ from typing_extensions import TypeVar
 from environments.api import wire
 from environments.base import BaseEnv, Item
 from environments.config import BaseEnvConfig
-from environments.conversation import Conversation
+from environments.conversation import Conversation, ignores_tools
 from environments.trajectory import Message, Trajectory, scored_group
 from grpo_common.trace import lane, stage
+
+log = logging.getLogger(__name__)
 
 CALL_OPENS, CALL_CLOSES = "<tool_call>", "</tool_call>"
 """Hermes, Qwen and many other models write a call between these marks, as a JSON object with `name` and `arguments`."""
@@ -84,6 +87,7 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
     """An environment whose items are conversations. Only the policy's own turns are trained."""
 
     env_config_cls = MultiTurnConfig
+    _template_checked = False
 
     @abstractmethod
     def opening(self, item: Item) -> list[Message]:
@@ -142,9 +146,22 @@ class MultiTurnEnv(BaseEnv[Item, Config], Generic[Item, Config]):
         with lane(f"conversation {number}"):
             return await self.converse(item)
 
+    def _check_template(self, opening: list[Message], schemas: list[dict[str, Any]]) -> None:
+        """Warn once when the policy does not hear of its tools."""
+        if not self._template_checked and ignores_tools(self.tokenizer, opening, schemas):
+            log.warning(
+                "the chat template of %s ignores tools(): the policy does not know of %s; take a model whose template "
+                "writes them, or name them in opening()",
+                self.config.tokenizer_name,
+                ", ".join(tool.__name__ for tool in self.tools()),
+            )
+        self._template_checked = True
+
     async def converse(self, item: Item) -> Trajectory:
         """Run one conversation until it is over, or until its turns or its room are used up."""
-        talk = Conversation(self.tokenizer, self.opening(item), [_schema(tool) for tool in self.tools()])
+        opening, schemas = self.opening(item), [_schema(tool) for tool in self.tools()]
+        self._check_template(opening, schemas)
+        talk = Conversation(self.tokenizer, opening, schemas)
         self.check_room(talk.tokens)
         while (room := self.config.max_token_length - len(talk.tokens)) > 0:
             limit = min(room, self.config.max_tokens_per_turn or room)

@@ -12,6 +12,7 @@ import typer
 
 from grpo_common.errors import collected
 from grpo_trainer import __version__
+from grpo_trainer.config.command_help import showing
 from grpo_trainer.config.options import build, override, unique_leaves, with_options
 from grpo_trainer.config.rules import SET_BY_THE_RUN, checked
 from grpo_trainer.config.run import ApiProcess, RunConfig, RunOptions, build_run, read_toml
@@ -32,14 +33,24 @@ FAST_4_BITS = "bitsandbytes.backends.cpu.ops"
 ANY_FLAG = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Unknown flags are ours to judge: some are an environment's, and for the others we know what was meant."""
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+FIRST = (
+    *("--config", "--model-name", "--weight-bridge-mode", "--training-steps", "--batch-size"),
+    *("--gradient-accumulation-steps", "--lr", "--seq-len", "--lora-r", "--loss", "--resume", "--log-to"),
+)
+"""Flags that matter first: the others have good defaults."""
+FIRST_OF_A_RUN = (*FIRST, "--env", "--run-dir", "--log-samples", "--server.gpu-memory-utilization")
 Environment = Annotated[
     str | None,
     typer.Option(
+        metavar="NAME",
         help="Environment: arithmetic (default), gsm8k, verifiers, word_problems, or your own module; --env.KEY and "
-        "--openai.KEY set its options (listed by: grpo env NAME serve --help)."
+        "--openai.KEY set its options (listed by: grpo env NAME serve --help).",
     ),
 ]
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML file with the same options; flags win.")]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="PATH", help="TOML file with the same options; flags win."),
+]
 
 
 def _print_version(asked: bool) -> None:
@@ -57,7 +68,7 @@ def _root(
     pass
 
 
-@app.command(context_settings=ANY_FLAG)
+@app.command(cls=showing(*FIRST_OF_A_RUN), context_settings=ANY_FLAG)
 @with_options(ServerProcess, prefix="server.")
 @with_options(ApiProcess, prefix="api.")
 @with_options(RunOptions)
@@ -77,7 +88,7 @@ def run(
     supervise(run_config, Console())
 
 
-@app.command(context_settings=ANY_FLAG)
+@app.command(cls=showing(*FIRST, "--atropos-url", "--vllm-port", "--save-path"), context_settings=ANY_FLAG)
 @with_options(TrainConfig)
 def train(ctx: typer.Context, options: dict[str, Any], config: ConfigFile = None) -> None:
     """Train on rollouts from a rollout API and keep a vLLM server on the newest weights.
@@ -95,7 +106,10 @@ def train(ctx: typer.Context, options: dict[str, Any], config: ConfigFile = None
     if train_config.model.load_in_4bit:
         logging.getLogger(FAST_4_BITS).setLevel(logging.NOTSET)
     _look_before_the_start(train_config)
-    from grpo_trainer.phases import begin_start
+    from grpo_trainer.phases import COMMAND_VARIABLE, begin_start
+
+    if COMMAND_VARIABLE not in os.environ:  # `grpo run` starts the others itself
+        _say_what_to_start(train_config)
 
     begin_start()
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads sleep: a server may share the cores
@@ -104,7 +118,7 @@ def train(ctx: typer.Context, options: dict[str, Any], config: ConfigFile = None
     train_loop(train_config)
 
 
-@app.command(context_settings=ANY_FLAG)
+@app.command(cls=showing(*FIRST_OF_A_RUN, "--json"), context_settings=ANY_FLAG)
 @with_options(ServerProcess, prefix="server.")
 @with_options(ApiProcess, prefix="api.")
 @with_options(RunOptions)
@@ -171,7 +185,7 @@ def env(ctx: typer.Context) -> None:
 def export_checkpoint(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint; or a run's folder: its newest one.")],
     output: Annotated[
-        Path | None, typer.Option(help="Folder to write; by default beside the checkpoint (exported_…, merged_…).")
+        Path | None, typer.Argument(help="Folder to write; by default beside the checkpoint (exported_…, merged_…).")
     ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into a copy of its base model.")] = False,
     dtype: Annotated[
@@ -269,9 +283,11 @@ def _look_before_the_start(config: TrainConfig) -> None:
     if os.environ.get("RANK", "0") != "0":
         return  # who leads has looked
     from grpo_trainer.doctor.disk import refuse_without_room
-    from grpo_trainer.doctor.model_files import refuse_missing
+    from grpo_trainer.doctor.hub import refuse_missing
+    from grpo_trainer.doctor.lr import warn_of_lr
 
     refuse_missing(config.model.name)
+    warn_of_lr(config)
     found = refuse_without_room(
         config, config.checkpoints.save_path, "--save-path", on_gpu=config.model.device != "cpu"
     )
@@ -279,6 +295,18 @@ def _look_before_the_start(config: TrainConfig) -> None:
         logging.getLogger(__name__).warning(
             "the disk will be full before the last step: got %s, wanted %s; %s", found.got, found.wanted, found.fix
         )
+
+
+def _say_what_to_start(config: TrainConfig) -> None:
+    """Name the commands of what is not there yet; the trainer waits for it."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    from grpo_trainer.doctor.machine import look
+    from grpo_trainer.launch.by_hand import commands_to_start
+
+    for missing, commands in commands_to_start(config, on_gpu=look().on_gpu).items():
+        lines = "".join(f"\n    {command}" for command in commands)
+        logging.getLogger(__name__).warning("no %s yet; the trainer waits for it. To start it:%s", missing, lines)
 
 
 def main() -> None:

@@ -91,6 +91,7 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
             rollouts.close()
             metrics.close()
             checkpoints.close()
+    log.info("%s", metrics.last_line)
     if config.logging.benchmark:
         print_time_split(config.log_dir / METRICS_FILE, Console(file=sys.stdout))
 

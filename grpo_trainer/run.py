@@ -12,21 +12,25 @@ import tomli_w
 from rich.console import Console
 
 from grpo_common.locks import HeldError, hold
+from grpo_common.models import CONFIG_FILE, find_folder
 from grpo_common.trace import begin_file, end_file
 from grpo_trainer.cache import compile_caches
 from grpo_trainer.config.rules import Hardware, checked
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.doctor.disk import refuse_without_room
+from grpo_trainer.doctor.hub import refuse_missing
+from grpo_trainer.doctor.lr import warn_of_lr
 from grpo_trainer.doctor.machine import look
-from grpo_trainer.doctor.model_files import CONFIG_FILE, find_folder, refuse_missing
 from grpo_trainer.doctor.planned_cache import planned_cache
 from grpo_trainer.errors import FolderGoneError, ProcessFailedError, StoppedError, from_os_error
-from grpo_trainer.files import HeldFolder, held_folder, refuse_to_mix_runs, replace_file
+from grpo_trainer.files import METRICS_FILE, HeldFolder, held_folder, refuse_to_mix_runs, replace_file
 from grpo_trainer.launch.plan import RunPlan, plan_run
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.launch.preflight import preflight
 from grpo_trainer.launch.start import StartWatch, kept_at
 from grpo_trainer.launch.supervisor import Supervisor
+from grpo_trainer.metrics.health import last_line
+from grpo_trainer.metrics.rows import read_rows
 from grpo_trainer.phases import COMMAND_VARIABLE, REPORT_FILE, process_start
 from grpo_trainer.saving.manifest import STATE_FILE
 
@@ -41,6 +45,7 @@ def run(config: RunConfig, console: Console) -> None:
     refuse_to_mix_runs(config.run_dir, config.trainer.checkpoints.resume, "--run-dir")
     refuse_missing(config.trainer.model.name)
     together = {"trainers": 0} if config.options.trainer_gpus > 1 else {}
+    warn_of_lr(config.trainer)
     ports = claim_ports({"api": config.api.port, **config.server.wanted_ports, **together})
     with console.status("checking the model and vLLM"):
         report = preflight(config.trainer.model.name)
@@ -107,11 +112,13 @@ def _supervise(config: RunConfig, plan: RunPlan, console: Console, folder: HeldF
         goes_on = "--resume auto goes on with it" if _saved(config) else "nothing was saved"
         failed.add(summary=f"; the run is over, {goes_on}")
         raise
-    console.print(
+    metrics = config.run_dir / METRICS_FILE
+    rows = read_rows(metrics) if metrics.exists() else []
+    for line in (
         f"done: {config.run_dir}/checkpoints, {config.run_dir}/metrics.jsonl; `grpo report {config.run_dir}` shows it",
-        highlight=False,
-        soft_wrap=True,
-    )
+        last_line(rows),
+    ):
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def _saved(config: RunConfig) -> bool:

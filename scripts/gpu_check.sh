@@ -8,7 +8,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 check_memory 6
-prepare envs,dev
+prepare envs,wandb,dev
 cd "$repository"
 out=$repository/runs/gpu-check-$(date +%Y%m%d-%H%M%S)
 mkdir -p "$out"

@@ -27,7 +27,7 @@ while [ $# -gt 0 ]; do
 done
 
 check_memory 6
-prepare envs
+prepare envs,wandb
 mkdir -p "$out"
 out=$(cd "$out" && pwd)
 cd "$repository"

@@ -26,7 +26,7 @@ read -r -a environment_flags <<<"${ENVIRONMENT_FLAGS:-}" # more than start_envir
 # begin RECIPE: Python, model, folder; from here on whatever was started ends with the script.
 begin() {
     check_memory 6
-    prepare envs
+    prepare envs,wandb
     cd "$repository" || exit
     if [ -z "${MODEL:-}" ]; then
         MODEL=runs/demo-model

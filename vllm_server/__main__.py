@@ -13,7 +13,14 @@ def main(argv: list[str]) -> int:
 
     Return the exit status: 0 after a signal, 2 for a wrong command, 1 for any other failure.
     """
+    if {"-h", "--help"}.intersection(argv):
+        print(arguments.own_help(), end="")
+        return 0
     try:
+        if arguments.HELP_ALL in argv:
+            check_vllm_installed()
+            arguments.set_environment()
+            arguments.parse(["--help"])  # prints and exits
         # Cheap checks run first: importing vLLM takes seconds, and loading the model takes longer.
         early = arguments.early_arguments(argv)
         if early.uds is None:

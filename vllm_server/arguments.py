@@ -14,6 +14,7 @@ from vllm_server.worker import LOGITS_VARIABLE
 PROGRAM = "grpo serve"
 DEFAULT_HOST = "127.0.0.1"
 
+HELP_ALL = "--help-all"
 SPARE_ADAPTERS = 4  # for the adapter being loaded, and for old versions that still have in-flight requests
 
 WORKER_EXTENSION = "vllm_server.worker.extension.PolicyWorker"
@@ -43,6 +44,28 @@ def early_arguments(argv: list[str]) -> Namespace:
     parser.add_argument("--config")
     parser.add_argument("--api-key", "--api_key", nargs="*")
     return parser.parse_known_args(argv)[0]
+
+
+def own_help() -> str:
+    """Return the help of the flags that a trainer's server needs, ours first, without importing vLLM."""
+    parser = argparse.ArgumentParser(
+        PROGRAM,
+        usage=f"{PROGRAM} --model MODEL [OPTIONS]",
+        description="vLLM's OpenAI server, plus the routes of a GRPO trainer's policy.",
+        epilog=f"{HELP_ALL} lists every flag of vLLM's server as well.",
+        add_help=False,
+    )
+    _add_policy_options(parser.add_argument_group("for a trainer"))
+    plain = parser.add_argument_group("of vLLM, those that are needed most")
+    plain.add_argument("--model", metavar="MODEL", help="folder or hub name")
+    plain.add_argument("--host", help=f"address to listen on (default: {DEFAULT_HOST})")
+    plain.add_argument("--port", metavar="N", help=f"default: {DEFAULT_PORT}")
+    plain.add_argument("--api-key", metavar="KEY", help="asked of every client (default: VLLM_API_KEY)")
+    plain.add_argument("--max-lora-rank", metavar="N", help="serve adapters up to this rank (the trainer's --lora-r)")
+    plain.add_argument("--max-model-len", metavar="N", help="longest sequence (the trainer's --seq-len)")
+    plain.add_argument("--dtype", help="of weights and activations (the trainer's --dtype)")
+    plain.add_argument("--gpu-memory-utilization", metavar="SHARE", help="of the GPU's memory, for this server")
+    return parser.format_help()
 
 
 def set_environment() -> None:

@@ -4,12 +4,14 @@ import errno
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 
 from grpo_common.gate import is_loopback
+from grpo_common.models import CONFIG_FILE, missing_path
 from vllm_server.errors import FatalError, IncompatibleError
 
 
@@ -75,21 +77,15 @@ def _holder(port: int) -> str:
 
 
 def check_model_path(model: str) -> None:
-    """Raise a FatalError if `model` is a path, or looks like one, and has no model."""
+    """Raise a FatalError if `model` is meant as a path and has no model."""
     path = Path(model).expanduser()
-    looks_like_path = path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not (path / CONFIG_FILE).is_file():
             raise FatalError(
                 field=f"--model {model}",
-                got="a folder without config.json",
+                got=f"a folder without {CONFIG_FILE}",
                 wanted="a saved model's folder",
                 fix="save it by save_pretrained()",
             )
-    elif looks_like_path or path.exists():
-        raise FatalError(
-            field=f"--model {model}",
-            got="no such folder",
-            wanted="a saved model's folder or a name on the hub",
-            fix="correct the path",
-        )
+    elif (problem := missing_path(model)) is not None:
+        raise FatalError.of([replace(problem, field=f"--model {model}", got=problem.summary, summary="")])

@@ -55,7 +55,8 @@ class Peer:
     """One HTTP server, with retries.
 
     A request that fails temporarily (no connection, time-out, 5xx, 429) is repeated for up to `patience` seconds. The
-    log reports the wait when it begins, every half minute, and when it is over.
+    log reports the wait when it begins, every half minute, and when it is over; as a warning only once half of the
+    patience is used up, because a server that starts, or restarts on new weights, is away for a while.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class Peer:
                     raise PeerGone(
                         f"not done within {patience:.0f} s", field=f"{self.name} at {self.url}", got=trouble
                     ) from None
-                self._say_waiting(trouble)
+                self._say_waiting(trouble, patience)
             pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempt, 10))
             await asyncio.sleep(pause + random.uniform(0.0, _SPREAD_S))
         raise AssertionError("attempts are counted without end")
@@ -169,12 +170,12 @@ class Peer:
             )
         return self._http
 
-    def _say_waiting(self, trouble: _Trouble) -> None:
+    def _say_waiting(self, trouble: _Trouble, patience: float) -> None:
         now = time.monotonic()
         if self._away_since is None:
             self._away_since, self._said_at = now, float("-inf")
         if now - self._said_at >= _SAY_AGAIN_AFTER_S:
             self._said_at = now
-            log.warning(
-                "waiting for %s at %s (%.0f s so far): %s", self.name, self.url, now - self._away_since, trouble
-            )
+            away = now - self._away_since
+            level = logging.WARNING if away >= patience / 2 else logging.INFO
+            log.log(level, "waiting for %s at %s (%.0f s so far): %s", self.name, self.url, away, trouble)

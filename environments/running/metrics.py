@@ -129,8 +129,15 @@ def open_wandb(config: BaseEnvConfig, name: str, info: wire.WandbInfo) -> Sink:
     """
     try:
         import wandb
-
+    except ImportError:
+        raise ConfigError(
+            field="--env.use_wandb",
+            got="no module wandb",
+            wanted="the package",
+            fix="pip install 'grpo-trainer[wandb]', or leave the option out",
+        ) from None
+    try:
         settings = config.model_dump(mode="json", exclude={"rollout_api_key"})
         return wandb.init(project=info.project, group=info.group, name=name, config=settings)
-    except (ImportError, RuntimeError, OSError) as error:
+    except (RuntimeError, OSError) as error:
         raise ConfigError(field="--env.use_wandb", got=error, fix="log in to W&B, or omit the option") from None

@@ -38,6 +38,9 @@ SET_BY_THE_RUN = MappingProxyType(
 )
 """Options of the trainer that a run derives, and what to use instead."""
 
+TRACKER_EXTRAS = {"wandb": "wandb", "tensorboard": "trackers", "trackio": "trackers"}
+"""The extra of this package that installs each tracker."""
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -328,11 +331,15 @@ def packages(case: Case) -> Iterator[Problem]:
     if case.hardware is None:
         return
     model = case.trainer.model
-    needed = {tracker: ("--log-to", tracker, f"pip install {tracker}") for tracker in case.trainer.logging.trackers}
+    needed = {
+        tracker: ("--log-to", tracker, f"pip install 'grpo-trainer[{TRACKER_EXTRAS[tracker]}]'")
+        for tracker in case.trainer.logging.trackers
+    }
     if model.attention == "flash_attention_2":
         needed["flash_attn"] = ("--attention", model.attention, "install flash-attn, or use --attention sdpa")
     if model.load_in_4bit:
         needed["bitsandbytes"] = ("--load-in-4bit", "on", "pip install 'grpo-trainer[qlora]', or leave it out")
     for package, (flag, value, fix) in needed.items():
-        if importlib.util.find_spec(package) is None:
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:  # W&B leaves a folder of its name where it ran: no package
             yield Problem(flag, f"{value} without {package}", "the package", fix)

@@ -1,7 +1,7 @@
 """Every option of the trainer and of a run, once: see `options.py` for how flags and TOML come of it.
 
 `TrainConfig` is what `grpo train` takes; names and defaults of the options that the Atropos example trainer had are
-its own, except the interval of checkpoints. `RunConfig` (in `config/run.py`) adds the processes around it. Nothing here
+XX `RunConfig` (in `config/run.py`) adds the processes around it. Nothing here
 imports torch.
 """
 
@@ -25,6 +25,7 @@ from grpo_trainer.config.bridge import (
 from grpo_trainer.config.checkpoints import CheckpointConfig
 from grpo_trainer.config.compute import ComputeConfig
 from grpo_trainer.config.distributed import DistributedConfig
+from grpo_trainer.config.learning_rate import ADAPTER_LR, ALL_WEIGHTS_LR, default_lr
 from grpo_trainer.config.loss import LossConfig
 from grpo_trainer.config.options import Section, option
 from grpo_trainer.config.ranges import format_ranges
@@ -112,7 +113,9 @@ class OptimizerConfig(Section):
     optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = option(
         "adamw", help="adamw: fp32 states; adamw_8bit: its states in 8 bits; adafactor: next to no states."
     )
-    lr: float = option(1e-5, help="Peak learning rate.", gt=0)
+    lr: float = option(
+        ADAPTER_LR, help=f"Peak learning rate (default where all weights are trained: {ALL_WEIGHTS_LR:g}).", gt=0
+    )
     warmup_steps: int = option(0, help="Steps over which the learning rate rises linearly from 0.", ge=0)
     lr_schedule: Literal["constant", "linear", "cosine"] = option(
         "constant", help="After warm-up: constant, or falling to 0 at the last step."
@@ -210,6 +213,20 @@ class TrainConfig(Section):
             return {key: value for key, value in given.items() if key.replace("-", "_") != "single_copy"}
         alone = values.get("single_copy") and "weight_bridge_mode" not in values
         return {**given, "weight_bridge_mode": "shared_vllm"} if alone else dict(given)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _suits_the_mode(cls, data: Any) -> Any:
+        """Fill in the learning rate if it is not given."""
+        if not isinstance(data, dict):
+            return data
+        bridge, optimizer = data.get("bridge", {}), data.get("optimizer", {})
+        mode = bridge.get("mode", "none") if isinstance(bridge, dict) else bridge.mode
+        if isinstance(optimizer, dict):
+            return {**data, "optimizer": {"lr": default_lr(mode), **optimizer}}
+        if "lr" in optimizer.model_fields_set:
+            return data
+        return {**data, "optimizer": optimizer.model_copy(update={"lr": default_lr(mode)})}
 
     @property
     def versions_behind(self) -> int:

@@ -7,11 +7,11 @@ import os
 import shutil
 from pathlib import Path
 
+from grpo_common.models import CONFIG_FILE, find_folder
 from grpo_trainer.config.bridge import CheckpointRestart, LoraOptions, LoraRestart, SharedVllm
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor.findings import Finding, fail, ok, warn
 from grpo_trainer.doctor.memory import GB, STATE_BYTES, trained_parameters
-from grpo_trainer.doctor.model_files import CONFIG_FILE, find_folder
 from grpo_trainer.doctor.model_shape import ModelShape
 from grpo_trainer.errors import ConfigError
 

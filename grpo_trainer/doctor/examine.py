@@ -7,16 +7,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_common.errors import Problem
+from grpo_common.models import find_folder
 from grpo_trainer.config.rules import Hardware, check
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.doctor import machine_checks as of_machine
 from grpo_trainer.doctor import run_checks as of_run
 from grpo_trainer.doctor.disk import check_disk
 from grpo_trainer.doctor.findings import Finding, fail, ok, skip
+from grpo_trainer.doctor.hub import check_name
 from grpo_trainer.doctor.ipc import check_cuda_ipc
+from grpo_trainer.doctor.lr import check_lr
 from grpo_trainer.doctor.machine import Machine
 from grpo_trainer.doctor.memory import MemoryPlan
-from grpo_trainer.doctor.model_files import ModelFiles, find_folder, read_model
+from grpo_trainer.doctor.model_files import ModelFiles, read_model
 from grpo_trainer.doctor.model_shape import ModelShape
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.launch.preflight import preflight
@@ -35,10 +38,12 @@ class Probes:
     Attributes:
         ipc: tries CUDA IPC; called with `on_gpu` and `needed`.
         served: vLLM's word on a model.
+        named: whether a model's name means anything; it may ask the hub.
     """
 
     ipc: Callable[..., Finding] = check_cuda_ipc
     served: Callable[[str], PreflightReport] = _served_now
+    named: Callable[[str], Finding] = check_name
 
 
 @dataclass(frozen=True)
@@ -75,9 +80,10 @@ def examine(machine: Machine, config: RunConfig | ConfigError | None, probes: Pr
         of_run.check_ports(run),
         of_run.check_run_folder(run),
     ]
-    files, found = _model_files(run.trainer.model.name, machine)
+    files, found = _model_files(run.trainer.model.name, probes)
     shape, shape_found = _shape(files)
     findings += [found, *shape_found, check_disk(run.trainer, run.run_dir, shape, on_gpu=machine.on_gpu)]
+    findings.append(check_lr(run.trainer, shape))
     plan = None
     if files is not None:
         findings += [of_run.check_tokenizer(files), of_run.check_shareable(run.trainer, files)]
@@ -110,14 +116,10 @@ def _machine(machine: Machine, run: RunConfig | None, probes: Probes) -> Iterato
     yield of_machine.check_shm(machine, workers=server.workers if server else 1)
 
 
-def _model_files(name: str, machine: Machine) -> tuple[ModelFiles | None, Finding]:
-    folder = find_folder(name)
-    if folder is None:
-        offline = machine.environment.get("HF_HUB_OFFLINE", "0") not in ("", "0")
-        if offline or name.startswith((".", "/", "~")) or name.count("/") != 1:
-            fix = "correct --model-name; or download it first where the hub can be reached (unset HF_HUB_OFFLINE)"
-            return None, fail("model", f"no folder {name}, and none in the cache", "a model's folder or hub name", fix)
-        return None, skip("model", f"{name} is not on this machine yet: it comes from the hub when the run starts")
+def _model_files(name: str, probes: Probes) -> tuple[ModelFiles | None, Finding]:
+    named, folder = probes.named(name), find_folder(name)
+    if named.status != "ok" or folder is None:
+        return None, named
     try:
         files = read_model(folder)
     except ModelError as error:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_common.errors import Problem
-from grpo_trainer.config.bridge import AllWeightsOptions, LoraOnly, LoraOptions, RestartOptions, SharedVllm
+from grpo_trainer.config.bridge import AllWeightsOptions, LoraOnly, LoraOptions, RestartOptions
 from grpo_trainer.config.compute import SPARE
 from grpo_trainer.config.distributed import wants_parts, why_whole
 from grpo_trainer.config.train import TrainConfig
@@ -365,28 +365,3 @@ def head_bytes(model: ModelShape, tokens: int, item: int) -> float:
 def is_trained_whole(config: TrainConfig) -> bool:
     """Whether every weight is trained, rather than an adapter."""
     return isinstance(config.bridge, AllWeightsOptions)
-
-
-def advice(config: TrainConfig, plan: MemoryPlan) -> str:
-    """What would make a plan that does not fit fit, the largest part first."""
-    device = plan.fullest
-    trainer = {row.what: row.nbytes for row in plan.rows if row.owner == "trainer" and row.device == device}
-    if plan.used(device) <= plan.devices.total:
-        return "raise --server.gpu-memory-utilization, or lower --server.max-model-len"
-    choices = []
-    microbatch = trainer.get("activations", 0)
-    if microbatch > 0.1 * plan.devices.total:
-        choices.append((microbatch, "--max-tokens-per-microbatch, at least --seq-len"))
-        if config.model.gradient_checkpointing is False:
-            choices.append((microbatch / 2, "add --gradient-checkpointing"))
-    held = sum(size for what, size in trainer.items() if what != "activations")
-    if is_trained_whole(config) and config.optimizer.optimizer == "adamw":
-        choices.append((trainer.get("optimizer states", 0), "--optimizer adamw_8bit"))
-    if is_trained_whole(config) and not isinstance(config.bridge, SharedVllm):
-        choices.append((held / 2, "--weight-bridge-mode shared_vllm or lora_only"))
-    if any(row.owner == "server" and row.device == device for row in plan.rows) and plan.devices.kind == "cuda":
-        choices.append((plan.devices.total / 10, "lower --server.gpu-memory-utilization"))
-    if plan.devices.count > 1 and not config.shares_weights:
-        choices.append((held, f"--device cuda:{plan.devices.count - 1}, a GPU of the trainer's own"))
-    best = [text for _, text in sorted(choices, reverse=True)[:3]]
-    return "; or ".join(best) or "choose a smaller model"

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_common.models import CONFIG_FILE
 from grpo_trainer.errors import ModelError
 from vllm_server.protocol.flat import decode_header, read_header
 
-CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SAVE_AGAIN = "save or download the model again"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -33,44 +33,6 @@ class ModelFiles:
     def has_tokenizer(self) -> bool:
         """Whether there is a vocabulary: `tokenizer_config.json` alone has none."""
         return any((self.folder / name).is_file() for name in TOKENIZER_FILES[:3])
-
-
-def is_path(name: str) -> bool:
-    """Whether a name can't be one of the hub's, which have one slash at most."""
-    return name.count("/") > 1 or name.startswith((".", "/", "~"))
-
-
-def refuse_missing(name: str) -> None:
-    """Say at once that a folder is not there, before anybody asks the hub for it.
-
-    Raises:
-        ModelError: it is not.
-    """
-    if Path(name).is_dir() or not (is_path(name) or Path(name).exists()):
-        return
-    raise ModelError(
-        "this is a file" if Path(name).exists() else "no such folder",
-        field="--model-name",
-        got=name,
-        wanted="the folder of a saved model, or a name on the hub such as Qwen/Qwen2.5-0.5B-Instruct",
-        fix="write ~ first and unquoted, so that the shell replaces it" if name.startswith("~") else "correct the path",
-    )
-
-
-def find_folder(name: str) -> Path | None:
-    """Where a model lies: the folder itself, or the hub's cache; None: it would have to be downloaded."""
-    if Path(name).is_dir():
-        return Path(name)
-    if is_path(name):
-        return None
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        cached = try_to_load_from_cache(name, CONFIG_FILE)
-    except HFValidationError:
-        return None
-    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def read_model(folder: Path) -> ModelFiles:

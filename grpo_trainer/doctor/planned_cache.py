@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 
+from grpo_common.models import find_folder
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.config.server import arguments
 from grpo_trainer.doctor.machine import Machine
 from grpo_trainer.doctor.memory import CACHE, plan_memory
-from grpo_trainer.doctor.model_files import ModelFiles, find_folder, read_model
+from grpo_trainer.doctor.model_files import ModelFiles, read_model
 from grpo_trainer.doctor.model_shape import ModelShape
 from grpo_trainer.doctor.run_checks import devices_of, server_spread
 from grpo_trainer.errors import ModelError

@@ -18,10 +18,9 @@ from grpo_trainer.doctor.memory import (
     Devices,
     MemoryPlan,
     Server,
-    advice,
     device_name,
-    plan_memory,
 )
+from grpo_trainer.doctor.memory_advice import Planned, advice, largest_rows
 from grpo_trainer.doctor.model_files import ModelFiles
 from grpo_trainer.doctor.model_shape import ModelShape
 from grpo_trainer.errors import GrpoError
@@ -185,14 +184,17 @@ def check_spread(server: Server, shape: ModelShape, machine: Machine) -> Finding
 def check_memory(config: RunConfig, shape: ModelShape, machine: Machine) -> tuple[Finding, MemoryPlan]:
     """Would it fit? The plan comes along, for those who want to see it."""
     devices = devices_of(machine)
-    plan = plan_memory(config.trainer, shape, server_spread(config), devices, config.options.trainer_gpus)
+    planned = Planned(config.trainer, shape, server_spread(config), devices, config.options.trainer_gpus)
+    plan = planned.plan()
     fullest = plan.used(plan.fullest)
     got = f"{fullest / GB:.1f} of {devices.total / GB:.1f} GB on {device_name(devices, plan.fullest)}"
+    most = ", ".join(f"{row.owner} {row.what} {row.nbytes / GB:.1f} GB" for row in largest_rows(plan))
     if plan.problems:
-        return fail("memory", "; ".join(map(str, plan.problems)), "less", advice(config.trainer, plan)), plan
+        found = f"{'; '.join(map(str, plan.problems))}; most of it: {most}"
+        return fail("memory", found, "a plan that fits", advice(planned)), plan
     if plan.is_tight:
         wanted = f"{NEARLY_FULL:.0%} or less: activations are an estimate"
-        return warn("memory", got, wanted, advice(config.trainer, plan)), plan
+        return warn("memory", f"{got}; most of it: {most}", wanted, advice(planned)), plan
     return ok("memory", got), plan
 
 

@@ -205,6 +205,17 @@ def server_process(
     )
 
 
+def lora_flags(trainer: TrainConfig, bridge: LoraOnly, log_dir: Path) -> tuple[str, ...]:
+    """A server's flags for the adapters that a trainer publishes.
+
+    Args:
+        log_dir: the trainer's.
+    """
+    root = (bridge.lora_root or log_dir / "adapters").absolute()
+    names = ("--max-lora-rank", str(bridge.r), "--lora-name", bridge.name)
+    return (*names, "--lora-keep-versions", str(trainer.keep_versions), "--lora-root", str(root))
+
+
 def says_cache_size(extra_args: tuple[str, ...]) -> bool:
     """Return whether the user has fixed the size of the server's KV cache."""
     return any(key_of(flag) == key_of(CACHE_FLAG) for flag, _ in arguments(extra_args))
@@ -222,9 +233,7 @@ def _server_processes(
     bridge = config.trainer.bridge
     flags = [] if cache_bytes is None else [CACHE_FLAG, str(cache_bytes)]
     if isinstance(bridge, LoraOnly):
-        flags += ["--max-lora-rank", str(bridge.r), "--lora-name", bridge.name]
-        flags += ["--lora-keep-versions", str(config.trainer.keep_versions)]
-        flags += ["--lora-root", str((bridge.lora_root or config.run_dir / "adapters").absolute())]
+        flags += lora_flags(config.trainer, bridge, config.run_dir)
     trainer = reached(config, ports, on_gpu)
     shared = ["--shared-weights", "--bridge-config-path", str(_bridge_config_path(config))]
     for name, vllm in zip(config.server.names, trainer.vllm.each, strict=True):

@@ -61,8 +61,7 @@ def ask(model: str) -> PreflightReport:
         )
     report = msgspec.json.decode(lines[-1], type=PreflightReport)
     if not report.supported:
-        missing = "" if Path(model).is_dir() else "no such folder here, and as a name on the hub: "
-        raise ModelError(f"{missing}{report.reason}", field=f"--model-name {model}")
+        raise ModelError(report.reason, field=f"--model-name {model}")
     return report
 
 

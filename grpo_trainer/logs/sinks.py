@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TextIO
 
@@ -16,9 +17,12 @@ from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.files import METRICS_FILE
 from grpo_trainer.logs.machine import machine_metrics
 from grpo_trainer.logs.trackers import SINKS
+from grpo_trainer.metrics.health import Row, first_entropy, flagged, flags, last_line, seen, signs
 from grpo_trainer.metrics.remaining import RECENT, duration, seconds_left
-from grpo_trainer.metrics.rows import keep_steps
+from grpo_trainer.metrics.rows import keep_steps, read_rows
 from grpo_trainer.metrics.types import Metrics, merge, reduce
+
+log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
@@ -33,12 +37,18 @@ class MetricLog:
     """Reduces a step's metrics once and hands them to every sink.
 
     Args:
-        resumed: the run has taken steps before; its first row from now on says so with `train/resumed`.
+        earlier: rows of the steps that a resumed run has behind it; its next row has `train/resumed`.
+        say: takes a line about each figure that leaves its usual range, the first time that it does.
     """
 
-    def __init__(self, sinks: Sequence[Sink], *, resumed: bool = False) -> None:
+    def __init__(
+        self, sinks: Sequence[Sink], earlier: Sequence[Row] = (), say: Callable[[str], None] = log.warning
+    ) -> None:
         self._sinks = sinks
-        self._resumed = resumed
+        self._rows: list[Row] = list(earlier)
+        self._resumed = bool(earlier)
+        self._said = {sign.check.name for _, sign in seen(earlier)}
+        self._say = say
         machine_metrics()  # utilisation counts from here on
         self._last = time.perf_counter()
 
@@ -53,9 +63,21 @@ class MetricLog:
         if self._resumed:
             numbers["train/resumed"] = 1.0
             self._resumed = False
+        self._rows.append(numbers)
+        found = signs(self._rows, first_entropy(self._rows))
+        numbers |= flags(found)
         for sink in self._sinks:
             sink.write(step, numbers)
+        for sign in found:
+            if sign.check.name not in self._said:
+                self._said.add(sign.check.name)
+                self._say(f"out of range since step {step}: {sign}")
         return numbers
+
+    @property
+    def last_line(self) -> str:
+        """Whether the run learnt."""
+        return last_line(self._rows)
 
     def close(self) -> None:
         for sink in self._sinks:
@@ -121,7 +143,8 @@ class ConsoleSink:
 
 
 def step_line(step: int, total: int, numbers: dict[str, float], left: float | None = None) -> str:
-    """A step in one line: reward, loss, ratio, staleness, groups without a spread, tokens/s, seconds, time left.
+    """A step in one line: reward, loss, ratio, staleness, groups without a spread, tokens/s, seconds, time left, and
+    which figures are out of their usual range.
 
     What there is no number of is left out; a step that taught nothing says so in the place of loss and ratio.
 
@@ -149,6 +172,7 @@ def step_line(step: int, total: int, numbers: dict[str, float], left: float | No
         " ".join(filter(None, seconds)),
         part("v{:.0f}", served),  # older than what was published, where restarts are far between
         f"{duration(left)} left" if left else "",
+        f"OUT OF RANGE: {', '.join(unusual)}" if (unusual := flagged(numbers)) else "",
     ]
     return "  ".join(filter(None, parts))
 
@@ -181,4 +205,5 @@ def build_metric_log(config: TrainConfig, console: Console, steps_done: int) -> 
     path = config.log_dir / METRICS_FILE
     sinks: list[Sink] = [JsonlSink(path, steps_done), ConsoleSink(console, config.training_steps)]
     sinks += [SINKS[tracker](config, steps_done) for tracker in config.logging.trackers]
-    return MetricLog(sinks, resumed=steps_done > 0)
+    earlier = read_rows(path) if path.exists() else []
+    return MetricLog(sinks, earlier)

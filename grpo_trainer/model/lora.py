@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save
 from torch import nn
 from transformers import PreTrainedModel
 
+from grpo_common.models import from_anywhere
 from grpo_trainer.config.adapter_file import CONFIG_FILE, WEIGHTS_FILE, AdapterFile, read_adapter
 from grpo_trainer.config.bridge import LoraOptions
 from grpo_trainer.errors import ModelError
@@ -117,7 +118,7 @@ def _start_from(model: PeftModel, file: AdapterFile) -> None:
         )
     set_peft_model_state_dict(model, weights)
     name = getattr(model.config, "name_or_path", None)
-    if file.base_model and name and file.base_model != name:
+    if file.base_model and name and file.base_model not in (name, from_anywhere(name)):
         log.warning("--lora-adapter %s was trained on %s, this is %s", file.path, file.base_model, name)
     log.info("starting from the adapter %s: rank %d, %d modules", file.path, file.r, len(file.modules))
 
@@ -173,4 +174,6 @@ def adapter_settings(model: PeftModel) -> dict[str, Any]:
     settings = model.peft_config["default"].to_dict()
     settings["inference_mode"] = True
     settings["target_modules"] = sorted(settings["target_modules"])
+    if base := settings["base_model_name_or_path"]:
+        settings["base_model_name_or_path"] = from_anywhere(base)
     return json.loads(json.dumps(settings, default=str))

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_common.errors import Problem
+from grpo_common.models import from_anywhere
 from grpo_trainer.config.adapter_file import CONFIG_FILE, WEIGHTS_FILE
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import whole_folder, write_bytes
@@ -63,7 +64,7 @@ def export_checkpoint(options: ExportOptions) -> Path:
     output = options.output or path.with_name(f"{prefix}_{path.name}")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(
-            "exists already", field="--output", got=output, wanted="a new folder", fix="remove it, or choose another"
+            "exists already", field="OUTPUT", got=output, wanted="a new folder", fix="remove it, or choose another"
         )
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     is_adapter = (path / CONFIG_FILE).is_file()
@@ -133,13 +134,14 @@ def _merge(path: Path, base: str | None, dtype: torch.dtype | None, folder: Path
 
 
 def _copy_adapter(path: Path, base: str | None, dtype: torch.dtype | None, folder: Path) -> None:
-    """Write the adapter without a tokenizer: with one, PEFT's AutoPeftModel truncates the base's embeddings to it."""
     settings = json.loads((path / CONFIG_FILE).read_text())
-    if base is not None:
-        settings["base_model_name_or_path"] = base
+    name = _base_name(path, settings, base)
+    settings["base_model_name_or_path"] = name
     tensors = {name: tensor.to(dtype or tensor.dtype) for name, tensor in load_file(path / WEIGHTS_FILE).items()}
     write_bytes(folder / WEIGHTS_FILE, save(tensors, metadata={"format": "pt"}))
     write_bytes(folder / CONFIG_FILE, json.dumps(settings, indent=2).encode())
+    if (tokenizer := _tokenizer(path, name)) is not None:
+        tokenizer.save_pretrained(folder)
 
 
 def _copy_model(path: Path, dtype: torch.dtype | None, folder: Path) -> None:
@@ -163,12 +165,13 @@ def _exact_weights(path: Path) -> dict[str, Tensor]:
 
 
 def _base_name(path: Path, settings: dict[str, Any], base: str | None) -> str:
+    """The base model's name as it means the same in every folder; a relative path may start where the run was."""
     name = base or settings.get("base_model_name_or_path")
     if not name:
         raise ConfigError(
-            field="--merge", got=f"no base model in {path / CONFIG_FILE}", wanted="one", fix="give it with --model-name"
+            field=str(path), got=f"no base model in {CONFIG_FILE}", wanted="one", fix="give it with --model-name"
         )
-    return str(name)
+    return from_anywhere(name, path.resolve().parents)
 
 
 def _base_config(name: str) -> Any:

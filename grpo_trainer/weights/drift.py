@@ -219,8 +219,8 @@ MEANING = {
         "omit --load-in-4bit, lower --lr, or raise --drift-limit if the reward still rises",
     ),
     Cause.STALE: (
-        "only samples of older versions are off: the policy has moved too far since they were sampled",
-        "lower --max-staleness or --lr",
+        "the policy has moved away from the older version that sampled",
+        "lower --lr, or --max-staleness where the policy moves slowly",
     ),
 }
 """Meaning and fix of each cause."""

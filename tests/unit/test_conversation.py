@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -203,6 +205,22 @@ def test_the_policy_hears_what_its_tools_gave(tokenizer: Qwen2Tokenizer) -> None
     sampled = [token for token in group.masks[0] if token != -100]
     assert tokenizer.decode(sampled) == CALL + "It is 5." + END
     assert env.measures.take() == {"turns": 2.0}
+
+
+def test_a_template_that_ignores_tools_is_warned_of_once(
+    tokenizer: Qwen2Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    deaf = copy.deepcopy(tokenizer)
+    deaf.chat_template = CHATML[CHATML.index("{% for m") :]
+    env, _ = sums(deaf, [CALL, "It is 5." + END])
+    for _ in range(2):
+        asyncio.run(env.collect_trajectories(5))
+    (warned,) = [record for record in caplog.records if record.name == "environments.multi_turn"]
+    assert warned.levelno == logging.WARNING and "add" in warned.getMessage()
+    caplog.clear()
+    env, _ = sums(tokenizer, [CALL, "It is 5." + END])
+    asyncio.run(env.collect_trajectories(5))
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,11 @@ from grpo_trainer.doctor.disk import (
 )
 from grpo_trainer.doctor.examine import Examination, Probes, examine
 from grpo_trainer.doctor.findings import Finding, ok, skip
+from grpo_trainer.doctor.hub import ask_hub, refuse_missing
 from grpo_trainer.doctor.ipc import judge
 from grpo_trainer.doctor.machine import Gpu, Machine, look, read_gpus
 from grpo_trainer.doctor.machine_checks import SUPPORTED
 from grpo_trainer.doctor.memory import GB
-from grpo_trainer.doctor.model_files import refuse_missing
 from grpo_trainer.errors import ConfigError, ModelError
 from tests.reports import served_by_vllm
 from vllm_server.protocol.flat import encode_header, lay_out
@@ -264,12 +264,21 @@ def test_an_unreadable_model(model: Path, how: str, file: str, got: str) -> None
     assert found.name == "model" and where == str(model / file) and what and got in what
 
 
-def test_a_model_that_is_not_there(tmp_path: Path) -> None:
-    found = only_fault(look_at(run_of(tmp_path / "typo")))
-    assert found.name == "model" and "typo" in found.got and "--model-name" in found.fix
-    offline = replace(MACHINE, environment={"HF_HUB_OFFLINE": "1"})
-    assert only_fault(look_at(run_of("some/model-of-the-hub"), offline)).name == "model"
-    assert not look_at(run_of("some/model-of-the-hub")).fails, "the hub may have it"
+def test_a_model_that_is_not_there(tmp_path: Path, model: Path) -> None:
+    found = only_fault(look_at(run_of(tmp_path / "modle")))
+    assert found.name == "model" and "modle" in found.got and str(model) in found.fix
+    assert only_fault(look_at(run_of("some/model-of-the-hub"))).name == "model", "the tests' hub is offline"
+    on_hub = replace(PROBES, named=lambda name: ok("model", f"{name} is on the hub"))
+    assert not look_at(run_of("some/model-of-the-hub"), probes=on_hub).fails, "the run downloads it"
+
+
+def test_a_hub_that_does_not_answer_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ConnectionError("unreachable")
+
+    monkeypatch.setattr("huggingface_hub.model_info", refuse)
+    found = ask_hub("some/model-of-the-hub")
+    assert found.status == "warn" and "unreachable" in found.got and "some/model-of-the-hub" in found.fix
 
 
 @pytest.mark.parametrize(
@@ -497,7 +506,6 @@ def test_a_folder_that_is_not_there_is_named_before_the_hub_is_asked(tmp_path: P
         assert (error.value.field, error.value.got) == ("--model-name", name)
         assert error.value.fix.startswith("write ~") == name.startswith("~")
     refuse_missing(str(tmp_path))
-    refuse_missing("some/model-of-the-hub")
 
 
 @pytest.mark.parametrize("command", ["train", "run"])

@@ -42,7 +42,7 @@ def test_what_may_pass_is_asked_again_and_said(caplog: pytest.LogCaptureFixture)
         # A GET on a connection that was used before would be sent again by the client itself.
         assert ask(url, "POST").content == b"yes"
     waiting, back = [record for record in caplog.records if record.name == "environments.peers.http"]
-    assert waiting.levelno == logging.WARNING and NAME in waiting.message and url in waiting.message
+    assert waiting.levelno == logging.INFO and NAME in waiting.message and url in waiting.message
     assert "starting" in waiting.message
     assert back.levelno == logging.INFO and NAME in back.message
 
@@ -92,6 +92,16 @@ def test_patience_ends() -> None:
         ask(url, patience=0.01)
     assert gone.value.field == f"{NAME} at {url}" and gone.value.got.startswith("ClientConnectorError: ")
     assert "0 s" in gone.value.summary
+
+
+def test_an_absence_is_a_warning_when_half_of_the_patience_is_used_up(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("environments.peers.http._SAY_AGAIN_AFTER_S", 0.0)
+    with caplog.at_level(logging.INFO), pytest.raises(PeerGone):
+        ask(f"http://127.0.0.1:{free_port()}", patience=1.0)  # asked after 0, 0.1, 0.3, 0.7 s, and a little more
+    levels = [record.levelno for record in caplog.records if record.name == "environments.peers.http"]
+    assert levels[0] == logging.INFO and levels[-1] == logging.WARNING and levels == sorted(levels)
 
 
 def test_what_is_asked_goes_out_as_it_was_given() -> None:

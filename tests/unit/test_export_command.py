@@ -10,11 +10,16 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 from environments.demo_model import build_tokenizer
+from grpo_trainer.cli import app
 from grpo_trainer.config.train import CheckpointConfig
 from grpo_trainer.errors import ConfigError
+from grpo_trainer.model.lora import adapter_settings
 from grpo_trainer.model.policy import Adapter, AllWeights
 from grpo_trainer.optim import FusedAdamW
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
@@ -34,7 +39,8 @@ def adapter(tmp_path: Path) -> tuple[PeftModel, Path]:
     """A trained adapter, and its checkpoint; its base has a tokenizer."""
     model = tiny_lora()
     model.peft_config["default"].base_model_name_or_path = str(save_tiny(tmp_path / "base"))
-    build_tokenizer().save_pretrained(tmp_path / "base")
+    words = Tokenizer(WordLevel({"?": 0, "1": 1}, unk_token="?"))  # PEFT widens embeddings for a larger tokenizer
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(tmp_path / "base")
     fill_b(model)
     return model, save(model, Adapter(model), tmp_path / "run")
 
@@ -57,6 +63,39 @@ def test_an_adapter_is_loaded_by_peft_and_computes_the_same(adapter: tuple[PeftM
     assert output == path.with_name("exported_adapter_step_3")
     assert not {"trainer_state.pt", "state.json"} & {file.name for file in output.iterdir()}
     torch.testing.assert_close(logits(AutoPeftModelForCausalLM.from_pretrained(output)), logits(model))
+
+
+def test_a_base_by_a_relative_path_is_found_from_another_folder(
+    adapter: tuple[PeftModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As checkpoints of runs name it that were started beside it."""
+    model, path = adapter
+    settings = json.loads((path / "adapter_config.json").read_text())
+    (path / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": "base"}))
+    (path / "state.json").unlink()  # it has the checksum of what was written
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    output = export_checkpoint(ExportOptions(path, Path("plain")))
+    torch.testing.assert_close(logits(AutoPeftModelForCausalLM.from_pretrained(output)), logits(model))
+    assert AutoTokenizer.from_pretrained(output)("1")
+    assert export_checkpoint(ExportOptions(path, Path("whole"), merge=True)).is_dir()
+
+
+def test_a_checkpoint_names_its_base_by_the_whole_path(
+    adapter: tuple[PeftModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = adapter
+    monkeypatch.chdir(tmp_path)
+    for name, saved in (("base", str(tmp_path / "base")), ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B")):
+        model.peft_config["default"].base_model_name_or_path = name
+        assert adapter_settings(model)["base_model_name_or_path"] == saved
+
+
+def test_the_output_is_the_second_argument(adapter: tuple[PeftModel, Path], tmp_path: Path) -> None:
+    _, path = adapter
+    done = CliRunner().invoke(app, ["export", str(path), str(tmp_path / "out")])
+    assert done.exit_code == 0 and done.stdout.strip() == str(tmp_path / "out")
+    assert (tmp_path / "out" / "adapter_config.json").is_file()
 
 
 def test_an_adapter_may_be_written_in_16_bits(adapter: tuple[PeftModel, Path]) -> None:
@@ -143,7 +182,7 @@ def test_what_is_no_checkpoint_damaged_or_in_the_way_is_refused(tmp_path: Path) 
     _, path = all_weights(tmp_path)
     assert refused(ExportOptions(path, merge=True)) == ("--merge", f"{path}, {AllWeights.kind}")
     output = export_checkpoint(ExportOptions(path))
-    assert refused(ExportOptions(path)) == ("--output", str(output))
+    assert refused(ExportOptions(path)) == ("OUTPUT", str(output))
     (path / "config.json").write_text("{}")
     assert refused(ExportOptions(path, tmp_path / "out")) == (str(path / "config.json"), "2 bytes")
     assert not (tmp_path / "out").exists()

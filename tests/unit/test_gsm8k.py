@@ -202,6 +202,11 @@ def test_wilsons_interval(share: float, trials: int, low: float, high: float) ->
     assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
 
 
+@pytest.mark.parametrize("trials", [1, 3, 48, 1319])
+def test_wilsons_interval_ends_exactly_at_0_and_1(trials: int) -> None:
+    assert wilson(0.0, trials).low == 0.0 and wilson(1.0, trials).high == 1.0
+
+
 CONFIGS = sorted((ROOT / "configs").glob("gsm8k_*.toml"))
 
 

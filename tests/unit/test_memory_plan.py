@@ -21,12 +21,11 @@ from grpo_trainer.doctor.memory import (
     CPU_STANDBY,
     SERVER_WORKSPACE,
     Devices,
-    MemoryPlan,
     Server,
-    advice,
     layer_bytes_per_token,
     plan_memory,
 )
+from grpo_trainer.doctor.memory_advice import NOTHING_HELPS, Planned, advice, largest_rows
 from grpo_trainer.doctor.model_shape import ModelShape
 from grpo_trainer.errors import ModelError
 from grpo_trainer.model.activations import measure
@@ -212,22 +211,47 @@ def test_main_memory_of_a_machine_without_a_gpu() -> None:
     assert found["server", "key-value cache"] == CPU_CACHE and ("trainer", "weights, cast") not in found
 
 
-def test_what_does_not_fit_is_said_with_a_way_out() -> None:
-    def plan(config: TrainConfig, share: float = 0.45, devices: Devices = H200) -> MemoryPlan:
-        return plan_memory(config, SEVEN_B, Server(share, 4096), devices)
+def planned(config: TrainConfig, share: float = 0.45, devices: Devices = H200, shape: ModelShape = SEVEN_B) -> Planned:
+    return Planned(config, shape, Server(share, 4096), devices)
 
-    whole = trainer(seq_len=4096)
-    assert plan(whole).problems[0].field == "GPU 0" and "141.0 GB" in plan(whole).problems[0].wanted
-    assert "shared_vllm" in advice(whole, plan(whole)) and "adamw_8bit" in advice(whole, plan(whole))
-    two = advice(whole, plan(whole, devices=replace(H200, count=2)))
-    assert "--device cuda:1" in two
-    wide = trainer("lora_only", seq_len=4096, batch_size=16, gradient_checkpointing=False)
-    assert advice(wide, plan(wide)).startswith("--max-tokens-per-microbatch")
-    assert "--gradient-checkpointing" in advice(wide, plan(wide))
-    assert not plan(trainer("lora_only", seq_len=4096, batch_size=4)).problems
-    (problem,) = plan(trainer("lora_only", seq_len=10), share=0.13).problems
+
+def test_what_does_not_fit_is_said_with_the_largest_rows() -> None:
+    plan = planned(trainer(seq_len=4096)).plan()
+    assert plan.problems[0].field == "GPU 0" and "141.0 GB" in plan.problems[0].wanted
+    # 8 bytes of AdamW's states for each of 7,615,616,512 parameters; 4 of their fp32 weights, 4 of the gradients. The
+    # cache: 0.45 * 141 GB, less 15.23 GB of weights in bfloat16 and 2.5 GB of workspace.
+    assert [(row.owner, row.what, row.nbytes) for row in largest_rows(plan)] == [
+        ("trainer", "optimizer states", 8 * 7_615_616_512),
+        ("server", "key-value cache", 63_450_000_000 - 2 * 7_615_616_512 - 2_500_000_000),
+        ("trainer", "weights", 4 * 7_615_616_512),
+    ]
+    (problem,) = planned(trainer("lora_only", seq_len=10), share=0.13).plan().problems
     assert problem.field == "key-value cache" and "4,096 tokens" in problem.wanted
-    assert "--server.gpu-memory-utilization" in advice(wide, plan(trainer("lora_only", seq_len=10), share=0.13))
+    assert not planned(trainer("lora_only", seq_len=4096, batch_size=4)).plan().problems
+
+
+@pytest.mark.parametrize(
+    ("tried", "ways"),
+    [
+        (
+            planned(trainer("lora_only", seq_len=4096, batch_size=16, gradient_checkpointing=False)),
+            ["--max-tokens-per-microbatch 4096", "--gradient-checkpointing"],
+        ),
+        (planned(trainer("lora_only", seq_len=10), share=0.13), ["--server.gpu-memory-utilization 0.15"]),
+        # 15.2 GB of weights are more than an eighth of 80 GB: the trainer's own GPU leaves the server half of one.
+        (planned(trainer("lora_only"), 0.95, Devices("cuda", 80_000_000_000, 2)), ["--device cuda:1"]),
+        (planned(trainer(seq_len=4096), devices=Devices("cuda", 12_000_000_000)), [NOTHING_HELPS]),  # weights: 15.2 GB
+        (planned(trainer(seq_len=4096), devices=Devices("cpu", 12_000_000_000)), [NOTHING_HELPS]),
+    ],
+)
+def test_only_what_helps_is_advised(tried: Planned, ways: list[str]) -> None:
+    assert not tried.fits
+    assert advice(tried).split("; or ")[: len(ways)] == ways
+
+
+def test_several_options_are_advised_together_where_they_cost_less_than_one_alone() -> None:
+    together, *alone = advice(planned(trainer(seq_len=4096))).split("; or ")
+    assert together.split(" with ")[-1] == "--optimizer adamw_8bit" and "--weight-bridge-mode lora_only" in alone
 
 
 def test_a_process_that_waits_for_the_next_restart_takes_main_memory() -> None:

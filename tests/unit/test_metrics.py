@@ -67,7 +67,7 @@ def test_steps_that_a_resumed_run_takes_again_are_dropped(tmp_path: Path) -> Non
 
 
 def test_the_first_row_of_a_resumed_run_says_so(tmp_path: Path) -> None:
-    log = MetricLog([JsonlSink(tmp_path / "metrics.jsonl")], resumed=True)
+    log = MetricLog([JsonlSink(tmp_path / "metrics.jsonl", 1)], [{"reward/mean": 0.5}])
     log.log(4, {})
     log.log(5, {})
     log.close()

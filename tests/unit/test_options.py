@@ -35,7 +35,6 @@ PREDECESSOR_DEFAULTS = {
     "training_steps": 10,
     "batch_size": 2,
     "gradient_accumulation_steps": 32,
-    "lr": 1e-5,
     "warmup_steps": 0,
     "optimizer": "adamw",
     "seq_len": 2048,
@@ -364,7 +363,7 @@ def test_a_flag_that_is_on_has_one_that_turns_it_off_and_no_name_is_cut_short() 
 
 @pytest.mark.parametrize("command", ["run", "doctor"])
 def test_a_runs_help_offers_nothing_that_it_refuses(command: str) -> None:
-    said = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).output
+    said = CliRunner().invoke(app, [command, "--help-all"], env={"COLUMNS": "200"}).output
     flags = set(re.findall(r"--[a-z.0-9-]+", said))
     refused = {f"--{key.replace('_', '-')}" for key in SET_BY_THE_RUN}
     # Where help has to speak of them, it is as of what they say; none has a row of its own.
@@ -376,7 +375,7 @@ def test_a_runs_help_offers_nothing_that_it_refuses(command: str) -> None:
 
 
 def test_every_bridge_is_explained_in_a_line_and_no_choice_is_cut() -> None:
-    said = CliRunner().invoke(app, ["run", "--help"], env={"COLUMNS": "100"}).output
+    said = CliRunner().invoke(app, ["run", "--help-all"], env={"COLUMNS": "100"}).output
     for mode in ("none", "shared_vllm", "lora_only", "lora_restart"):
         assert re.search(rf"(?m)\b{mode}: \w", said), mode
     for choice in ("flash_attention_2", "adamw_8bit", "lora_restart", "tensorboard"):

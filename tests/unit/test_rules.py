@@ -221,7 +221,7 @@ ROWS = [
     in_train(
         rules.packages,
         {"log_to": "trackio"},
-        *("--log-to", "trackio without trackio", "pip install trackio"),
+        *("--log-to", "trackio without trackio", "grpo-trainer[trackers]"),
         CPU,
     ),
     in_train(

@@ -185,8 +185,8 @@ def test_who_has_not_come_to_a_step_has_little_time_to_end(make: Callable[[], Su
         time.sleep(60)
     """
     with make() as supervisor:
-        compiles = supervisor.start(spec("a", says, "compile", stop_seconds=120))
-        trains = supervisor.start(spec("b", says, "compile", FIRST_STEP, stop_seconds=120))
+        compiles = supervisor.start(spec("a", says, "compile", ends_run=True, stop_seconds=120))
+        trains = supervisor.start(spec("b", says, "compile", FIRST_STEP, ends_run=True, stop_seconds=120))
         other = supervisor.start(spec("c", says, stop_seconds=3))
         wait_for("all is said", lambda: phase(compiles) == "compile" and phase(trains) == FIRST_STEP, tmp_path)
         seconds = [child.stop_seconds for child in (compiles, trains, other)]

@@ -1,0 +1,86 @@
+"""Where a model's name points: to a folder of this machine, to the hub's cache, or to a folder that is not there."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+from grpo_common.errors import Problem
+
+CONFIG_FILE = "config.json"
+WANTED = "the folder of a saved model, or a name on the hub such as Qwen/Qwen2.5-0.5B-Instruct"
+
+
+def is_path(name: str) -> bool:
+    """Return whether a name can't be one of the hub's, which have one slash at most."""
+    return name.count("/") > 1 or name.startswith((".", "/", "~"))
+
+
+def find_folder(name: str) -> Path | None:
+    """Return the folder of a model: its own, or the one in the hub's cache; None: it would have to be downloaded."""
+    if Path(name).is_dir():
+        return Path(name)
+    if is_path(name):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(name, CONFIG_FILE)
+    except HFValidationError:
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def from_anywhere(name: str, folders: Iterable[Path] = ()) -> str:
+    """Return a model's name so that it means the same in every folder: a folder's whole path, or the hub's name.
+
+    Args:
+        folders: where a relative path may start that does not start in the current folder.
+    """
+    found = next((folder / name for folder in (Path(), *folders) if (folder / name).is_dir()), None)
+    return name if found is None else str(found.resolve())
+
+
+def missing_path(name: str) -> Problem | None:
+    """Return what is wrong with a model's name that is meant as a path where no folder is; None: nothing is.
+
+    `runs/model` could be a name on the hub as well. It is a path when the folder `runs` is here, or when a model's
+    folder of nearly this name is, such as `run/model`.
+    """
+    path = Path(name)
+    if path.is_dir() or (not path.exists() and find_folder(name) is not None):
+        return None
+    near = nearest_folder(path)
+    first_is_here = "/" in name and Path(path.parts[0]).is_dir()
+    if not (is_path(name) or path.exists() or first_is_here or (near / CONFIG_FILE).is_file()):
+        return None
+    if name.startswith("~"):
+        fix = "write ~ first and unquoted, so that the shell replaces it"
+    elif (near / CONFIG_FILE).is_file():
+        fix = f"did you mean {near}?"
+    else:
+        fix = f"correct the path; the nearest folder that is there: {near.resolve() if near == Path() else near}"
+    if first_is_here and not is_path(name):
+        fix += f"; if you mean the hub's model, download it first: hf download {name}"
+    return Problem(got=name, wanted=WANTED, fix=fix, summary="this is a file" if path.exists() else "no such folder")
+
+
+def nearest_folder(path: Path) -> Path:
+    """Return the existing folder that is most like a path: each part that is missing is replaced by the one of the
+    nearest name beside it, and the path ends where there is none."""
+    found = Path(path.anchor)
+    for part in path.parts[1:] if path.anchor else path.parts:
+        if (found / part).is_dir():
+            found /= part
+            continue
+        try:
+            names = [folder.name for folder in found.iterdir() if folder.is_dir()]
+        except OSError:
+            break
+        nearest = difflib.get_close_matches(part, names, n=1, cutoff=0.7)
+        if not nearest:
+            break
+        found /= nearest[0]
+    return found

@@ -1,0 +1,105 @@
+"""Help of commands with more than a hundred options: `--help` has those that matter first, `--help-all` the others.
+
+Plain text instead of Typer's tables, whose columns cut long names short.
+"""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import typer
+from typer.core import TyperCommand
+
+from grpo_trainer.errors import ConfigError
+
+ALL = "--help-all"
+COLUMN, NARROWEST = 34, 60
+"""Where the texts begin; and the fewest columns that are written."""
+
+
+class ManyOptions(TyperCommand):
+    """A command whose `--help` shows few of its options. Make one with `showing`."""
+
+    first: ClassVar[tuple[str, ...]] = ()
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if ALL in args:
+            topic = args[args.index(ALL) + 1 :][:1]
+            typer.echo(all_options(self._shown(ctx), "".join(word for word in topic if not word.startswith("-"))))
+            ctx.exit()
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        formatter.write(first_options(ctx.command_path, str(self.help or ""), self._shown(ctx), self.first))
+
+    def _shown(self, ctx: Any) -> list[Any]:
+        return [each for each in self.get_params(ctx) if not getattr(each, "hidden", False)]
+
+
+def showing(*first: str) -> type[ManyOptions]:
+    """Return the class of a command whose `--help` shows these flags."""
+    return type("Command", (ManyOptions,), {"first": first})
+
+
+def first_options(command: str, about: str, options: Sequence[Any], first: Sequence[str]) -> str:
+    """Return what fits on one screen: what the command does, its first options, and where the others are."""
+    by_flag = {flag: option for option in options for flag in option.opts}
+    lines = [f"Usage: {command} [OPTIONS]", "", *_wrapped(" ".join(about.split()), 0), ""]
+    for flag in first:
+        lines += _row(by_flag[flag], brief=True)
+    lines += ["", f"All {len(options)} options: {ALL}; those of one topic: {ALL} TOPIC"]
+    return "\n".join([*lines, *_wrapped(f"Topics: {', '.join(_topics(options))}", 0), ""])
+
+
+def all_options(options: Sequence[Any], topic: str = "") -> str:
+    """Return every option under its topic, or those of one topic.
+
+    Raises:
+        ConfigError: no topic begins so.
+    """
+    topics = _topics(options)
+    wanted = {name: rows for name, rows in topics.items() if name.lower().startswith(topic.lower())}
+    if not wanted:
+        raise ConfigError("unknown topic", field=ALL, got=topic, wanted=f"one of {', '.join(topics)}")
+    lines = [line for name, rows in wanted.items() for line in [f"\n{name}:", *(r for o in rows for r in _row(o))]]
+    return "\n".join(lines).lstrip("\n")
+
+
+def _topics(options: Sequence[Any]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for option in options:
+        found.setdefault(getattr(option, "rich_help_panel", None) or "Command", []).append(option)
+    return found
+
+
+def _row(option: Any, *, brief: bool = False) -> Iterator[str]:
+    """An option's lines; its name is whole, however long it is. Brief: the first sentence and the default."""
+    name = f"  {', '.join(option.opts)} {(option.metavar or '').strip()}".rstrip()
+    paragraphs = str(option.help or "").split("\n\n")
+    text = _wrapped(_in_brief(*paragraphs) if brief else paragraphs[0], COLUMN)
+    text += [] if brief else [line for paragraph in paragraphs[1:] for line in _wrapped(paragraph, COLUMN + 2)]
+    if len(name) < COLUMN - 1 and text:
+        text[0] = name.ljust(COLUMN) + text[0][COLUMN:]
+    else:
+        yield name
+    yield from text
+
+
+def _in_brief(text: str, *explained: str) -> str:
+    """The first sentence, the values that are explained, by name, and the default."""
+    sentence, stop, rest = text.partition(". ")
+    if " | " in sentence and stop:  # the choices
+        more, _, rest = rest.partition(". ")
+        sentence = f"{sentence}. {more}"
+    default = text[text.rindex(" (") :] if text.endswith(")") and rest else ""
+    values = f" {' | '.join(each.partition(':')[0] for each in explained)}." if explained else ""
+    return f"{sentence.split(';')[0].rstrip('.')}.{values}{default}"
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    width = max(NARROWEST, shutil.get_terminal_size((100, 24)).columns)
+    room = " " * indent
+    return textwrap.wrap(text, width, initial_indent=room, subsequent_indent=room, break_on_hyphens=False)

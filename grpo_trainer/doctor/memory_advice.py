@@ -1,0 +1,166 @@
+"""What would make a run fit that does not: options are tried on the memory plan, and only those that help are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from grpo_trainer.config.bridge import CheckpointRestart, LoraOnly, LoraOptions, SharedVllm
+from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.doctor.memory import Devices, MemoryPlan, MemoryRow, Server, plan_memory
+from grpo_trainer.doctor.model_shape import ModelShape
+
+SHARES = (0.1, 0.9)
+"""Of a GPU, what `--server.gpu-memory-utilization` is tried with, in steps of 0.05."""
+NOTHING_HELPS = "no option makes it fit: choose a smaller model, or a machine with more memory"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a memory plan is made of.
+
+    Attributes:
+        trainers: processes of the trainer.
+        said: the options that were changed.
+    """
+
+    config: TrainConfig
+    model: ModelShape
+    server: Server
+    devices: Devices
+    trainers: int = 1
+    said: tuple[str, ...] = ()
+
+    def plan(self) -> MemoryPlan:
+        return plan_memory(self.config, self.model, self.server, self.devices, self.trainers)
+
+    @property
+    def fits(self) -> bool:
+        plan = self.plan()
+        return not plan.problems and not plan.is_tight
+
+    def saying(self, text: str, **changed: Any) -> Planned:
+        return replace(self, said=(*self.said, text), **changed)
+
+    def with_section(self, text: str, section: str, **values: Any) -> Planned:
+        inner = getattr(self.config, section).model_copy(update=values)
+        return self.saying(text, config=self.config.model_copy(update={section: inner}))
+
+
+Change = Callable[[Planned], Planned | None]
+"""One option's change; None: it changes nothing here."""
+
+
+def largest_rows(plan: MemoryPlan) -> list[MemoryRow]:
+    """Return the three largest parts of what lies on the fullest device."""
+    return sorted((row for row in plan.rows if row.device == plan.fullest), key=lambda row: -row.nbytes)[:3]
+
+
+def advice(planned: Planned) -> str:
+    """Return what makes the run fit, at most three ways: options that do so together where they cost less than any that
+    does alone, and those that do alone."""
+    alone = [change for change in CHANGES if (changed := change(planned)) is not None and changed.fits]
+    together = _fewest(CHANGES[: CHANGES.index(alone[0])] if alone else CHANGES, planned)
+    ways = [" with ".join(_all(changes, planned).said) for changes in (together, *([change] for change in alone))]
+    return "; or ".join(list(filter(None, ways))[:3]) or NOTHING_HELPS
+
+
+def _fewest(changes: Sequence[Change], planned: Planned) -> Sequence[Change]:
+    """The changes without those that are not needed to make it fit; none if all of them are not enough."""
+    if not _all(changes, planned).fits:
+        return ()
+    for change in reversed(changes):
+        fewer = [each for each in changes if each is not change]
+        if _all(fewer, planned).fits:
+            changes = fewer
+    return changes
+
+
+def _all(changes: Sequence[Change], planned: Planned) -> Planned:
+    for change in changes:
+        planned = change(planned) or planned
+    return planned
+
+
+def _own_gpu(now: Planned) -> Planned | None:
+    last = now.devices.count - 1
+    if not last or now.trainers > 1 or now.config.shares_weights:
+        return None
+    return now.with_section(f"--device cuda:{last}", "model", device=f"cuda:{last}")
+
+
+def _server_share(now: Planned) -> Planned | None:
+    """The share nearest to the present one with which it fits, or else the least that leaves room for a sequence."""
+    if now.devices.kind != "cuda":
+        return None
+    low, high = SHARES
+    shares = [round(low + 0.05 * n, 2) for n in range(round((high - low) / 0.05) + 1)]
+    tried = [
+        now.saying(f"--server.gpu-memory-utilization {share}", server=replace(now.server, gpu_share=share))
+        for share in shares
+    ]
+    nearest = sorted(tried, key=lambda each: abs(each.server.gpu_share - now.server.gpu_share))
+    serving = (each for each in tried if each.plan().kv_tokens >= now.server.max_model_len)
+    return next((each for each in nearest if each.fits), None) or next(serving, None)
+
+
+def _shorter_server(now: Planned) -> Planned | None:
+    longest = now.config.model.seq_len
+    if now.server.max_model_len <= longest:
+        return None
+    return now.saying(f"--server.max-model-len {longest}", server=replace(now.server, max_model_len=longest))
+
+
+def _smaller_passes(now: Planned) -> Planned | None:
+    longest = now.config.model.seq_len
+    if now.config.largest_pass <= longest:
+        return None
+    return now.with_section(f"--max-tokens-per-microbatch {longest}", "compute", max_tokens_per_microbatch=longest)
+
+
+def _checkpointing(now: Planned) -> Planned | None:
+    if now.config.model.gradient_checkpointing or now.plan().adapts:
+        return None
+    return now.with_section("--gradient-checkpointing", "model", gradient_checkpointing=True)
+
+
+def _8_bits(now: Planned) -> Planned | None:
+    if now.config.optimizer.optimizer != "adamw":
+        return None
+    return now.with_section("--optimizer adamw_8bit", "optimizer", optimizer="adamw_8bit")
+
+
+def _shared_vllm(now: Planned) -> Planned | None:
+    if not isinstance(now.config.bridge, CheckpointRestart) or now.trainers > 1:
+        return None
+    bridge = SharedVllm(train_layers=now.config.bridge.train_layers)
+    return now.saying("--weight-bridge-mode shared_vllm", config=now.config.model_copy(update={"bridge": bridge}))
+
+
+def _lora(now: Planned) -> Planned | None:
+    if isinstance(now.config.bridge, LoraOptions):
+        return None
+    config = now.config.model_copy(update={"bridge": LoraOnly()})
+    said = tuple(text for text in now.said if not text.startswith("--weight-bridge-mode"))
+    return replace(now, said=said).saying("--weight-bridge-mode lora_only", config=config)
+
+
+def _shared_base(now: Planned) -> Planned | None:
+    bridge = now.config.bridge
+    if not isinstance(bridge, LoraOnly) or bridge.share_base or now.trainers > 1 or now.config.model.load_in_4bit:
+        return None
+    return now.with_section("--share-base", "bridge", share_base=True)
+
+
+def _4_bits(now: Planned) -> Planned | None:
+    if not isinstance(now.config.bridge, LoraOnly) or now.config.model.load_in_4bit or now.config.bridge.share_base:
+        return None
+    return now.with_section("--load-in-4bit", "model", load_in_4bit=True)
+
+
+CHANGES: tuple[Change, ...] = (
+    *(_own_gpu, _server_share, _shorter_server, _smaller_passes, _checkpointing, _8_bits),
+    *(_shared_vllm, _lora, _shared_base, _4_bits),
+)
+"""First what costs least: what is learnt stays the same, then speed goes, then it is another kind of training."""

@@ -1,0 +1,74 @@
+"""`grpo train` alone needs a rollout API, an inference server and an environment: the commands that start them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+import httpx
+
+from grpo_trainer.config.bridge import LoraOnly, SharedVllm
+from grpo_trainer.config.server import KEY_VARIABLE
+from grpo_trainer.config.train import API_KEY_VARIABLE, TrainConfig
+from grpo_trainer.launch.plan import lora_flags, server_process
+
+ANSWER_SECONDS = 2.0
+
+
+def answers(url: str) -> bool:
+    """Return whether anything answers at an address."""
+    try:
+        httpx.get(url, timeout=ANSWER_SECONDS, trust_env=False)
+    except httpx.TransportError:
+        return False
+    return True
+
+
+def commands_to_start(
+    config: TrainConfig, *, on_gpu: bool, there: Callable[[str], bool] = answers
+) -> dict[str, tuple[str, ...]]:
+    """Return what is not there yet and its address, with the commands that start it, as one types them.
+
+    An environment is named with the API: without that there is none.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    if not there(config.rollouts.url):
+        found[f"rollout API at {config.rollouts.url}"] = (_api(config), _environment(config))
+    for each in () if config.owns_server else config.vllm.each:
+        if not there(f"{each.url}/health"):
+            one = config.model_copy(update={"vllm": each})
+            found[f"inference server at {each.url}"] = (_server(one, on_gpu=on_gpu),)
+    return found
+
+
+def _api(config: TrainConfig) -> str:
+    address = urlsplit(config.rollouts.url)
+    words = ["grpo", "api", "--port", str(address.port or 80)]
+    if address.hostname not in (None, "localhost", "127.0.0.1"):
+        words += ["--host", str(address.hostname)]
+    return _typed(words, API_KEY_VARIABLE if config.rollouts.api_key else None)
+
+
+def _environment(config: TrainConfig) -> str:
+    name = config.model.name
+    urls = ",".join(f"{each.url}/v1" for each in config.vllm.each)
+    words = ["grpo", "env", "arithmetic", "serve", "--env.tokenizer_name", name]
+    words += ["--env.rollout_server_url", config.rollouts.url, "--env.max_token_length", str(config.model.seq_len)]
+    return _typed([*words, "--openai.base_url", urls, "--openai.model_name", name], None)
+
+
+def _server(config: TrainConfig, *, on_gpu: bool) -> str:
+    bridge, flags = config.bridge, ()
+    if isinstance(bridge, LoraOnly):
+        flags = lora_flags(config, bridge, config.log_dir)
+    if config.shares_weights:
+        path = bridge.config_path if isinstance(bridge, LoraOnly | SharedVllm) else None
+        flags = (*flags, "--shared-weights", *(("--bridge-config-path", str(path)) if path else ()))
+    spec = server_process(config, python="python", on_gpu=on_gpu, model=config.model.name, flags=flags)
+    return _typed(["grpo", "serve", *spec.arguments], KEY_VARIABLE if config.vllm.api_key else None)
+
+
+def _typed(words: list[str], key: str | None) -> str:
+    """A command line; its key is named, not shown."""
+    return f"{key}=… {shlex.join(words)}" if key else shlex.join(words)

@@ -1,0 +1,226 @@
+"""Is a run healthy, and did it learn? Pure functions of the rows of metrics.jsonl.
+
+A figure is unhealthy when its median over the last steps leaves its usual range. Ranges are those of the runs in
+docs/learning.md: what learns stays within them, what collapses leaves them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median, stdev
+from typing import Literal
+
+Row = Mapping[str, float | None]
+
+WINDOW = 3
+"""Steps of which the median is taken: one step alone, a spike, says little."""
+BEGIN = 5
+"""Steps by which a run's first entropy is judged."""
+REWARD = "reward/mean"
+FEWEST_STEPS = 10
+"""With fewer, first and last tenth are too few rewards to compare."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """The usual range of one figure.
+
+    Attributes:
+        name: of its flag among the metrics: `health/NAME` is 1 while the figure is out of its range, else 0.
+        key: of metrics.jsonl.
+        says: what it means when it leaves the range.
+        fix: the first thing to try.
+    """
+
+    name: str
+    title: str
+    key: str
+    low: float
+    high: float
+    says: str
+    fix: str
+
+
+CHECKS = (
+    Check(
+        "kl",
+        "KL",
+        "alignment/kl_rollout",
+        0.0,
+        1.0,
+        "the policy moves far from the one that sampled",
+        "a lower --lr; then fewer stale samples (--max-staleness)",
+    ),
+    Check(
+        "kl_reference",
+        "KL to the reference",
+        "alignment/kl_reference",
+        0.0,
+        5.0,
+        "the policy is far from the model it started as",
+        "a lower --lr; then a larger --kl-beta",
+    ),
+    Check(
+        "entropy_low",
+        "entropy",
+        "grpo/entropy",
+        0.02,
+        math.inf,
+        "the policy hardly explores: the answers of a group are alike",
+        "--clip-eps-high 0.28, or a lower --lr",
+    ),
+    Check(
+        "entropy_high",
+        "entropy",
+        "grpo/entropy",
+        0.0,
+        1.0,
+        "the policy becomes random",
+        "a lower --lr; then fewer stale samples (--max-staleness)",
+    ),
+    Check(
+        "grad_norm",
+        "gradient norm",
+        "train/grad_norm",
+        0.0,
+        10.0,
+        "the updates' directions are erratic",
+        "a lower --lr; then more sequences in a step (--gradient-accumulation-steps)",
+    ),
+    Check(
+        "zero_variance",
+        "zero-variance groups",
+        "batch/zero_variance_share",
+        0.0,
+        0.8,
+        "most groups have equal rewards and teach nothing",
+        "tasks that the model solves sometimes; then larger groups (--env.group_size)",
+    ),
+    Check(
+        "ratio",
+        "ratio",
+        "grpo/mean_ratio",
+        0.8,
+        1.25,
+        "the samples are not of the policy that trains on them",
+        "fewer stale samples (--max-staleness), or a lower --lr",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A figure out of its usual range."""
+
+    check: Check
+    value: float
+    low: float
+    high: float
+
+    @property
+    def short(self) -> str:
+        return f"{self.check.title} {self.value:.3g}"
+
+    def __str__(self) -> str:
+        """Return the banner: the figure, its usual range, what it means, and the first thing to try."""
+        usual = f"at most {self.high:.3g}" if self.value > self.high else f"at least {self.low:.3g}"
+        return f"{self.short} (usual: {usual}): {self.check.says}; first try {self.check.fix}"
+
+
+def first_entropy(rows: Sequence[Row]) -> float | None:
+    """Return the mean entropy of a run's first steps; None: no step has one."""
+    values = _finite(rows[:BEGIN], "grpo/entropy")
+    return fmean(values) if values else None
+
+
+def signs(recent: Sequence[Row], entropy: float | None) -> list[Sign]:
+    """Return what is out of its range in the last `WINDOW` of some rows; fewer rows say nothing yet.
+
+    Args:
+        entropy: the run's first; a policy is random only with more than twice as much.
+    """
+    if len(recent) < WINDOW:
+        return []
+    found = []
+    for check in CHECKS:
+        values = _finite(recent[-WINDOW:], check.key)
+        high = max(check.high, 2 * (entropy or 0.0)) if check.name == "entropy_high" else check.high
+        if values and not check.low <= (value := median(values)) <= high:
+            found.append(Sign(check, value, check.low, high))
+    return found
+
+
+def flags(found: Sequence[Sign]) -> dict[str, float]:
+    """Return `health/NAME` for every check: 1 while its figure is out of its range, else 0."""
+    names = {sign.check.name for sign in found}
+    return {f"health/{check.name}": float(check.name in names) for check in CHECKS}
+
+
+def flagged(numbers: Row) -> list[str]:
+    """Return the titles of the figures that a step's row has out of their range."""
+    return list(dict.fromkeys(check.title for check in CHECKS if numbers.get(f"health/{check.name}")))
+
+
+def seen(rows: Sequence[Row]) -> list[tuple[int, Sign]]:
+    """Return each unhealthy figure of a run once, with the index of the row at which it left its range first."""
+    entropy = first_entropy(rows)
+    first: dict[str, tuple[int, Sign]] = {}
+    for end in range(WINDOW, len(rows) + 1):
+        for sign in signs(rows[end - WINDOW : end], entropy):
+            first.setdefault(sign.check.name, (end - 1, sign))
+    return list(first.values())
+
+
+def _finite(rows: Sequence[Row], key: str) -> list[float]:
+    return [value for row in rows if (value := row.get(key)) is not None and math.isfinite(value)]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The reward of a run's first and last tenth: mean and standard deviation over steps.
+
+    Attributes:
+        steps: in each tenth.
+    """
+
+    first: float
+    first_spread: float
+    last: float
+    last_spread: float
+    steps: int
+    of: int
+
+    @property
+    def verdict(self) -> Literal["it learnt", "it got worse", "no clear change"]:
+        """Whether the means differ by more than two standard errors of their difference."""
+        rise = self.last - self.first
+        if abs(rise) <= 2 * math.sqrt((self.first_spread**2 + self.last_spread**2) / self.steps):
+            return "no clear change"
+        return "it learnt" if rise > 0 else "it got worse"
+
+    def __str__(self) -> str:
+        """Return one line."""
+        return (
+            f"{self.verdict}: reward {self.first:.3f} ± {self.first_spread:.3f} in the first {self.steps} of {self.of} "
+            f"steps, {self.last:.3f} ± {self.last_spread:.3f} in the last {self.steps}"
+        )
+
+
+def outcome(rows: Sequence[Row]) -> Outcome | None:
+    """Return what a run's rewards say; None: it has too few steps."""
+    rewards = [reward for row in rows if (reward := row.get(REWARD)) is not None]
+    if len(rewards) < FEWEST_STEPS:
+        return None
+    steps = max(3, len(rewards) // 10)
+    first, last = rewards[:steps], rewards[-steps:]
+    return Outcome(fmean(first), stdev(first), fmean(last), stdev(last), steps, len(rewards))
+
+
+def last_line(rows: Sequence[Row]) -> str:
+    """Return whether a run learnt, and which figures left their usual range."""
+    found = outcome(rows)
+    learnt = str(found) if found else f"too few steps to say whether it learnt: {len(rows)}, of at least {FEWEST_STEPS}"
+    names = ", ".join(dict.fromkeys(sign.check.title for _, sign in seen(rows)))
+    return f"{learnt}; out of the usual range: {names}" if names else learnt

@@ -1,0 +1,148 @@
+"""Ranges of a run's figures and its outcome, against values by hand."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from grpo_trainer.config.learning_rate import ADAPTER_LR, ALL_WEIGHTS_LR, too_high
+from grpo_trainer.config.options import build
+from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.logs.sinks import ConsoleSink, JsonlSink, MetricLog
+from grpo_trainer.metrics.health import CHECKS, Row, first_entropy, flags, outcome, seen, signs
+from grpo_trainer.metrics.rows import read_rows
+from grpo_trainer.metrics.types import Mean
+
+HEALTHY: Row = {
+    "alignment/kl_rollout": 0.01,
+    "alignment/kl_reference": 0.1,
+    "grpo/entropy": 0.5,
+    "train/grad_norm": 1.0,
+    "batch/zero_variance_share": 0.3,
+    "grpo/mean_ratio": 1.0,
+}
+
+
+def names(rows: list[Row], entropy: float | None = 0.5) -> list[str]:
+    return [sign.check.name for sign in signs(rows, entropy)]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "name"),
+    [
+        ("alignment/kl_rollout", 41.0, "kl"),
+        ("alignment/kl_reference", 5.1, "kl_reference"),
+        ("grpo/entropy", 0.01, "entropy_low"),
+        ("grpo/entropy", 1.1, "entropy_high"),
+        ("train/grad_norm", 16.6, "grad_norm"),
+        ("batch/zero_variance_share", 0.9, "zero_variance"),
+        ("grpo/mean_ratio", 0.7, "ratio"),
+        ("grpo/mean_ratio", 1.3, "ratio"),
+    ],
+)
+def test_a_figure_out_of_its_range_is_a_sign_with_its_value_and_what_to_try(key: str, value: float, name: str) -> None:
+    assert names([HEALTHY] * 3) == []
+    (sign,) = signs([{**HEALTHY, key: value}] * 3, 0.5)
+    assert sign.check.name == name and sign.value == pytest.approx(value) and sign.check.fix
+    assert f"{value:.3g}" in str(sign)
+
+
+def test_the_median_of_three_steps_counts() -> None:
+    def row(norm: float) -> Row:
+        return {"train/grad_norm": norm}
+
+    assert names([row(20.0), row(20.0)]) == [], "too few steps"
+    assert names([row(99.0), row(99.0), row(1.0), row(2.0), row(99.0)]) == []  # 2 of 1, 2, 99: one spike
+    assert names([row(1.0), row(11.0), row(28.0)]) == ["grad_norm"]  # 11 of 1, 11, 28
+    assert names([row(math.nan), row(math.inf), row(9.0)]) == [], "what is not finite has alarms of its own"
+    assert names([{"train/grad_norm": None}] * 3) == []
+
+
+def test_entropy_is_high_by_the_run_s_own_first_steps() -> None:
+    rows: list[Row] = [{"grpo/entropy": 1.5}] * 5
+    assert first_entropy(rows) == 1.5 and first_entropy([{}]) is None
+    assert names([{"grpo/entropy": 2.9}] * 3, 1.5) == []  # at most 2 * 1.5
+    assert names([{"grpo/entropy": 3.1}] * 3, 1.5) == ["entropy_high"]
+
+
+def test_each_sign_is_seen_once_where_it_begins() -> None:
+    rows: list[Row] = [HEALTHY, HEALTHY, *[{**HEALTHY, "train/grad_norm": 20.0}] * 4]
+    ((at, sign),) = seen(rows)  # medians of three: 1 up to row 2, 20 up to row 3
+    assert (at, sign.check.name) == (3, "grad_norm")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "verdict"),
+    [
+        ([0.30, 0.35, 0.40, *[0.5] * 4, 0.85, 0.90, 0.95], "it learnt"),
+        ([0.85, 0.90, 0.95, *[0.5] * 4, 0.30, 0.35, 0.40], "it got worse"),
+        # 0.35 to 0.37 with a spread of 0.05: two standard errors are 2 * sqrt(2 * 0.05^2 / 3) = 0.082.
+        ([0.30, 0.35, 0.40, *[0.5] * 4, 0.32, 0.37, 0.42], "no clear change"),
+    ],
+)
+def test_whether_a_run_learnt(rewards: list[float], verdict: str) -> None:
+    found = outcome([{"reward/mean": reward} for reward in rewards])
+    assert found is not None and found.verdict == verdict
+    assert (found.first, found.steps, found.of) == (pytest.approx(sum(rewards[:3]) / 3), 3, 10)
+    assert found.first_spread == pytest.approx(0.05) and found.last_spread == pytest.approx(0.05)
+
+
+def test_the_tenths_grow_with_the_run_and_few_steps_say_nothing() -> None:
+    found = outcome([{"reward/mean": float(step >= 50)} for step in range(100)])
+    assert found is not None and (found.steps, found.first, found.last, found.first_spread) == (10, 0.0, 1.0, 0.0)
+    assert outcome([{"reward/mean": 0.5}] * 9) is None
+
+
+def test_the_log_flags_them_and_says_each_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    path = tmp_path / "metrics.jsonl"
+    with (tmp_path / "out").open("w") as file:
+        log = MetricLog([JsonlSink(path), ConsoleSink(Console(file=file, width=300), 5)], say=said.append)
+        for step in range(1, 6):
+            log.log(step, {"train/grad_norm": Mean(16.6), "reward/mean": Mean(0.35)})
+        log.close()
+    assert [row["health/grad_norm"] for row in read_rows(path)] == [0.0, 0.0, 1.0, 1.0, 1.0]
+    assert set(flags([])) <= set(read_rows(path)[0]) and len(flags([])) == len(CHECKS)
+    assert len(said) == 1 and "16.6" in said[0]
+    lines = (tmp_path / "out").read_text().splitlines()
+    assert ["gradient norm" in line for line in lines] == [False, False, True, True, True]
+    resumed = MetricLog([], read_rows(path), said.append)
+    resumed.log(6, {"train/grad_norm": Mean(16.6)})
+    assert len(said) == 1, "it was said before the run was resumed"
+
+
+def config(mode: str, **flags: object) -> TrainConfig:
+    return build(TrainConfig, {"model_name": "m", "weight_bridge_mode": mode, **flags})
+
+
+def test_the_default_learning_rate_suits_what_is_trained() -> None:
+    for mode, rate in (("none", ALL_WEIGHTS_LR), ("shared_vllm", ALL_WEIGHTS_LR), ("lora_only", ADAPTER_LR)):
+        assert config(mode).optimizer.lr == rate
+        assert config(mode, weight_decay=0.1).optimizer.lr == rate
+        assert config(mode, lr=3e-4).optimizer.lr == 3e-4
+    assert build(TrainConfig, {"model_name": "m"}).optimizer.lr == ALL_WEIGHTS_LR
+
+
+@pytest.mark.parametrize(
+    ("mode", "rate", "parameters", "warned"),
+    [
+        ("shared_vllm", 5e-4, 1_000_000, True),
+        ("none", 5e-4, None, True),
+        ("none", 1e-4, 500_000_000, True),
+        ("none", 1e-4, None, True),
+        ("none", 1e-4, 1_000_000, False),  # the quickstart's model learns with it
+        ("none", 1e-5, 500_000_000, False),
+        ("lora_only", 5e-4, 500_000_000, False),
+        ("lora_restart", 5e-4, None, False),
+    ],
+)
+def test_an_adapters_rate_for_all_weights_is_warned_of(
+    mode: str, rate: float, parameters: int | None, warned: bool
+) -> None:
+    problem = too_high(config(mode, lr=rate), parameters)
+    assert (problem is not None) == warned
+    if problem is not None:
+        assert problem.field == "--lr" and f"{ALL_WEIGHTS_LR:g}" in problem.fix

@@ -1,0 +1,47 @@
+"""What a model's name means: a folder, the hub's name, or a path with a typing error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from grpo_common.models import CONFIG_FILE, missing_path, nearest_folder
+from vllm_server.errors import FatalError
+from vllm_server.start_checks import check_model_path
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder has one model: runs/demo-model."""
+    (tmp_path / "runs" / "demo-model").mkdir(parents=True)
+    (tmp_path / "runs" / "demo-model" / CONFIG_FILE).write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("runs/demo-modle", "runs/demo-model"),
+        ("rnus/demo-model", "runs/demo-model"),  # could be the hub's, but for the model that is called nearly so
+        ("runs/nothing-alike", "runs"),
+        ("./runs/demo_model", "runs/demo-model"),
+    ],
+)
+def test_a_path_that_is_not_there_names_the_nearest_folder(name: str, fix: str) -> None:
+    problem = missing_path(name)
+    assert problem is not None and problem.got == name and fix in problem.fix
+    with pytest.raises(FatalError) as refused:
+        check_model_path(name)
+    assert fix in refused.value.fix
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-0.5B-Instruct", "gpt2", "runs/demo-model"])
+def test_names_of_the_hub_and_folders_are_left_alone(name: str) -> None:
+    assert missing_path(name) is None
+
+
+def test_the_path_ends_where_nothing_is_alike(here: Path) -> None:
+    assert nearest_folder(Path("runs/demo-modle/checkpoints")) == Path("runs/demo-model")
+    assert nearest_folder(here / "nothing" / "demo-model") == here
