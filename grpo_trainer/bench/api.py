@@ -242,7 +242,7 @@ def _group(number: int, load: Load, env_id: int) -> wire.ScoredData:
     )
 
 
-# Roles, each in a process of its own
+# Roles, each in a separate process
 
 
 def _post(pipe: Connection, host: str, port: int, load: Load, numbers: range, threads: int, env_id: int) -> None:

@@ -19,12 +19,12 @@ def cpu_name() -> str:
 
 
 def gpu_names(gpus: str | None) -> list[str] | None:
-    """Return the name of each GPU; None: nobody can say. `gpus`: see `gpus_used_mb`."""
+    """Return the name of each GPU; None: unknown. `gpus`: see `gpus_used_mb`."""
     return _ask("name", gpus)
 
 
 def gpus_used_mb(gpus: str | None) -> float | None:
-    """Return what all processes together use of the GPUs, in units of 1e6 bytes; None: nobody can say.
+    """Return the GPU memory that all processes use together, in units of 1e6 bytes; None: unknown.
 
     Args:
         gpus: as CUDA_VISIBLE_DEVICES names them; None: all.

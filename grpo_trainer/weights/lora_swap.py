@@ -1,4 +1,4 @@
-"""LoRA hot swap: the running server loads each version as an adapter under a name of its own, which is never reused.
+"""LoRA hot swap: the running server loads each version as an adapter under a new name, which is never reused.
 
 A transport sends the adapter (`weights/transports`). The base model is never written. In-flight requests finish on the
 version that they began with. The server keeps the newest few versions and unloads older ones.

@@ -36,10 +36,10 @@ class Case(msgspec.Struct, frozen=True):
 
 
 async def ask(case: Case, take: Callable[[int, Answer, int, int], None], enough: Callable[[], bool]) -> None:
-    """Until standard input has ended and there is enough.
+    """Send requests until standard input has ended and there are enough answers.
 
     Args:
-        take: given a prompt's number, an answer to it, and the versions that it began and ended with.
+        take: receives a prompt's number, an answer to it, and the versions at the answer's start and end.
     """
     stop, said = asyncio.Event(), False
     limits = httpx.Limits(max_connections=case.requests, max_keepalive_connections=case.requests)

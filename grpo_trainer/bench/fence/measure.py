@@ -131,8 +131,10 @@ class Stress:
         )
 
     def _references(self) -> References:
-        """Answers of each pattern under the very load that is judged, writes included: rounding depends on what is in
-        a batch. What is written is what is there, always within a fence: these answers are the measure of others.
+        """Collect answers of each pattern under the same load as the judged ones, including writes.
+
+        The load must be the same because rounding depends on the batch. Each write repeats the present pattern, always
+        within a fence, so these answers are correct references.
 
         Raises:
             BridgeError: the patterns can't be told apart.

@@ -54,8 +54,11 @@ def two_patterns(parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tenso
 
 
 def request(prompt: Sequence[int]) -> dict[str, Any]:
-    """One forward pass over the prompt. Who asks for its logprobs gets none of it from a cache, so that all is of one
-    pass; only a prompt that is cut in two for want of room (`max_num_batched_tokens`) would be of two."""
+    """Return a request for one forward pass over the prompt.
+
+    A request for prompt logprobs does not use the prefix cache, so all logprobs are of one pass. Only a prompt that is
+    split for lack of room (`max_num_batched_tokens`) would need two.
+    """
     sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "ignore_eos": True, "seed": 0}
     return {"prompt": {"prompt_token_ids": list(prompt)}, **sampling}
 

@@ -130,7 +130,7 @@ def check_answers(client: ServerClient, version: int, name: str | None = None) -
 
 
 def weighed(build: Callable[[], M], place: Place, *, attached: bool) -> tuple[M, WeightFigures]:
-    """A trainer's model, how long it took to get, and what it takes of the GPU beside the server's own weights."""
+    """A trainer's model, the time to load it, and its GPU memory in addition to the server's own weights."""
     before = _allocated()
     started = time.perf_counter()
     model = build()

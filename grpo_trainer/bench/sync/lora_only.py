@@ -162,8 +162,8 @@ class LoraOnlySubject(OwnServer):
         return self.client.last
 
     def warm_up(self) -> None:
-        """One adapter into each slot that is free, by name only: the first to come to a slot is slower. Then as many
-        publishes as the server keeps: from then on each pushes one out."""
+        """Load one adapter into each free slot, since the first load into a slot is slower. Then publish as many
+        versions as the server keeps, so that each later publish evicts one."""
         free = self.info.max_loras - len(self.client.lora_status().versions)
         names = [f"{self.info.lora_name}-warm-{number}" for number in range(free)]
         for name in names:
@@ -191,9 +191,9 @@ class LoraOnlySubject(OwnServer):
     def baseline(self, repeat: int) -> Baseline:
         """Save by PEFT, load by vLLM's own route, each time under a new name.
 
-        vLLM's unload route forgets the name but leaves the adapter in its slot, and the server pushes nothing out of a
-        slot to make room. So our versions are withdrawn, and there are at most as many loads as slots: all figures
-        are of one server, and none with more slots than a run has. The first load warms up.
+        vLLM's unload route forgets the name but leaves the adapter in its slot, and the server does not evict adapters
+        to make room. So our versions are unloaded first, and there are at most as many loads as slots. All figures are
+        then of one server, with no more slots than in a run. The first load warms up.
         """
         for version in self.client.lora_status().versions:
             self.client.unload_adapter(version.name)
@@ -217,7 +217,7 @@ class LoraOnlySubject(OwnServer):
         return Baseline(median_ms(loads[1:]), median_ms(saves[1:]), repeat)
 
     def _save_by_peft(self, folder: Path) -> None:
-        """In the server's dtype: the smallest file that loses nothing there."""
+        """Write the adapter in the server's dtype: the smallest file from which the server loses no precision."""
         state = {name: p.detach().to(self.served_dtype) for name, p in self._named.items()}
         self._model.save_pretrained(str(folder), state_dict=state, save_embedding_layers=False)
 

@@ -143,7 +143,7 @@ class SharedSubject(OwnServer):
         return written
 
     def write(self, change: Callable[[], object]) -> Publish:
-        """Change the weights within a fence; not as `publish`, nobody asks who answers then."""
+        """Change the weights within a fence; unlike `publish`, without a check of the answering version."""
         self.version += 1
         with torch.no_grad(), self._bridge.updating():
             change()
