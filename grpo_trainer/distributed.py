@@ -92,7 +92,7 @@ class End:
     """The last order."""
 
 
-Order = Step | Restore | ModelPass | Score | Collect | SaveStates | End
+Command = Step | Restore | ModelPass | Score | Collect | SaveStates | End
 
 
 class World:
@@ -167,18 +167,18 @@ class World:
 
     # ------------------------------------------------------------------------------------------- orders
 
-    def give(self, orders: Sequence[Order]) -> None:
+    def give(self, orders: Sequence[Command]) -> None:
         """On rank 0: send each of the others its order, by rank."""
         if not self.alone:
             assert self.leads and len(orders) == self.size - 1
             with peers():
                 dist.scatter_object_list([None], [None, *orders], src=0, group=self.control)
 
-    def give_all(self, order: Order) -> None:
+    def give_all(self, order: Command) -> None:
         """On rank 0: send the same order to all others."""
         self.give([order] * (self.size - 1))
 
-    def receive(self) -> Order:
+    def receive(self) -> Command:
         """On the others: wait for the next order.
 
         Raises:

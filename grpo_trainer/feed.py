@@ -23,11 +23,11 @@ from grpo_trainer.config.train import RolloutConfig
 from grpo_trainer.errors import TrainingError
 from grpo_trainer.metrics.types import Mean, Metric, Sum
 from grpo_trainer.rollouts.client import RolloutClient
-from grpo_trainer.rollouts.fit import Sieve
+from grpo_trainer.rollouts.filter import GroupFilter
 from grpo_trainer.rollouts.staleness import Judged, judge, same_judgement
 from grpo_trainer.rollouts.types import Leased, RolloutBatch
 from grpo_trainer.saving.manifest import Progress
-from grpo_trainer.versions import NO_JUMPS
+from grpo_trainer.versions import NO_OFFSETS
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class BatchFeed:
         longest: int | None = None,
     ) -> None:
         self._client = client
-        self._sieve = Sieve(vocabulary, lambda environment: client.environment_name(environment), longest)
+        self._filter = GroupFilter(vocabulary, lambda environment: client.environment_name(environment), longest)
         self._config = config
         self._make_ready = make_ready
         self._check_stop = check_stop
@@ -95,7 +95,7 @@ class BatchFeed:
         self._thread = ThreadPoolExecutor(1, "prefetch", initializer=self._begin_thread)
         self._ahead: Future[_Fetched] | None = None
         self._closing = False
-        self._numbering = NO_JUMPS
+        self._numbering = NO_OFFSETS
 
     def __enter__(self) -> BatchFeed:
         return self
@@ -164,7 +164,7 @@ class BatchFeed:
             self._client.drop(fetched.leased, self._why(fetched.leased))
             if unfit == UNFIT_IN_A_ROW:
                 summary = f"{unfit} batches in a row can't be trained on"
-                raise TrainingError.of([replace(self._sieve.last, summary=summary)])
+                raise TrainingError.of([replace(self._filter.last, summary=summary)])
         again = time.perf_counter()
         ready = fetched.ready
         if ready is None or not same_judgement(judged.groups, fetched.judged.groups):
@@ -197,7 +197,7 @@ class BatchFeed:
     def _fetch(self, version: int) -> _Fetched:
         started = time.perf_counter()
         with stage("fetch", version=version):
-            leased = self._sieve.sift(self._client.lease(self._check_wanted))
+            leased = self._filter.sift(self._client.lease(self._check_wanted))
         came = time.perf_counter()
         with stage("prepare", batch=leased.batch_id, version=version):
             judged = self._judge(leased, version)
@@ -207,7 +207,7 @@ class BatchFeed:
     def _why(self, unused: Leased) -> str:
         if unused.groups:
             return f"it was more than {self._config.max_staleness} versions old (--max-staleness)"
-        return f"no group of it can be trained on, the last one for {self._sieve.last}"
+        return f"no group of it can be trained on, the last one for {self._filter.last}"
 
     def _begin_thread(self) -> None:
         """Select the trainer's GPU: a new thread uses the first GPU, and would allocate memory there."""

@@ -11,10 +11,10 @@ from grpo_trainer.config.rules import Hardware, checked
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.distributed import (
     Collect,
+    Command,
     CommonError,
     End,
     ModelPass,
-    Order,
     Restore,
     SaveStates,
     Score,
@@ -54,10 +54,12 @@ def follow(config: TrainConfig, world: World) -> None:
         signal.signal(number, signal.SIG_IGN)
     policy = build_policy(config, world=world)
     trainer = Trainer(policy.model, config, world=world)
-    obey(world, trainer, Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms, trainer.shards))
+    run_worker(
+        world, trainer, Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms, trainer.shards)
+    )
 
 
-def obey(world: World, trainer: Trainer, checkpoints: Checkpoints | None = None) -> None:
+def run_worker(world: World, trainer: Trainer, checkpoints: Checkpoints | None = None) -> None:
     """Carry out rank 0's orders until the last.
 
     Args:
@@ -75,7 +77,7 @@ def obey(world: World, trainer: Trainer, checkpoints: Checkpoints | None = None)
                 log.error("%s: %s", type(order).__name__, error)
 
 
-def _carry_out(order: Order, trainer: Trainer, checkpoints: Checkpoints | None) -> None:
+def _carry_out(order: Command, trainer: Trainer, checkpoints: Checkpoints | None) -> None:
     shards = trainer.shards
     match order:
         case Step(share, step):

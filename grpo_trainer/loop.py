@@ -15,7 +15,6 @@ from grpo_common.trace import stage
 from grpo_trainer.batch.batching import import_own_parts
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.distributed import Restore, World
-from grpo_trainer.ending import Standing, Writes, conclude
 from grpo_trainer.feed import BatchFeed
 from grpo_trainer.files import METRICS_FILE, held_folder, refuse_to_mix_runs
 from grpo_trainer.follower import follow, join_others
@@ -29,6 +28,7 @@ from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.saving.generators import seed_generators
 from grpo_trainer.server_client import wait_for_servers
+from grpo_trainer.shutdown import RunState, Writes, save_on_exit
 from grpo_trainer.signals import StopSignal
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.watchdog import StepWatch
@@ -148,7 +148,7 @@ def run_steps(
                 saved = checkpoints.maybe_save(progress)  # after the row, so a resumed run has all its rows
                 feed.settle(checkpoints.settled(progress))
     except Exception as end:
-        conclude(end, Standing(start, progress, writes), checkpoints, feed, world or World())
+        save_on_exit(end, RunState(start, progress, writes), checkpoints, feed, world or World())
         raise
     final = checkpoints.save(progress, final=True)
     feed.settle(progress.batches)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
-class Jump:
+class VersionOffset:
     """From version `to` on, `skipped` version numbers since the start are no updates."""
 
     to: int
@@ -22,20 +22,20 @@ class Jump:
 
 
 @dataclass(frozen=True)
-class Numbering:
-    """The jumps of a run, in order."""
+class VersionOffsets:
+    """The offsets of a run, in order."""
 
-    jumps: tuple[Jump, ...] = ()
+    jumps: tuple[VersionOffset, ...] = ()
 
     def updates(self, version: int) -> int:
         """Return the number of updates from the start to a version."""
-        return version - next((jump.skipped for jump in reversed(self.jumps) if jump.to <= version), 0)
+        return version - next((offset.skipped for offset in reversed(self.jumps) if offset.to <= version), 0)
 
-    def jumped(self, version: int, to: int) -> Numbering:
-        """Return the numbering after the weights of `version` are renamed to version `to`."""
+    def jumped(self, version: int, to: int) -> VersionOffsets:
+        """Return the offsets after the weights of `version` are renamed to version `to`."""
         if to == version:
             return self
-        return replace(self, jumps=(*self.jumps, Jump(to, to - self.updates(version))))
+        return replace(self, jumps=(*self.jumps, VersionOffset(to, to - self.updates(version))))
 
 
-NO_JUMPS = Numbering()
+NO_OFFSETS = VersionOffsets()

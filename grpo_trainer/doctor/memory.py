@@ -266,7 +266,7 @@ def _held(config: TrainConfig, model: ModelShape, *, on_gpu: bool) -> list[tuple
 
 
 def _cut(held: dict[str, float], model: ModelShape, item: int, trainers: int) -> dict[str, float]:
-    """What each of several trainers holds of weights that are cut, as `model.fitting.gathered_bytes` counts it: parts,
+    """What each of several trainers holds of weights that are cut, as `model.memory.gathered_bytes` counts it: parts,
     and whole what is in no layer, two layers, and one's gradient in fp32."""
     whole = {"weights", "gradients", "optimizer states"}
     parts = {what: size / trainers if what in whole else size for what, size in held.items() if what != "weights, cast"}

@@ -24,20 +24,20 @@ from torch.nn import Parameter
 
 from grpo_trainer.batch.microbatches import MicroBatch
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.distributed import Collect, ModelPass, Order, SaveStates, Score, World, peers
+from grpo_trainer.distributed import Collect, Command, ModelPass, SaveStates, Score, World, peers
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.model.cut import with_rest
 from grpo_trainer.model.cut_states import Part, Place, write_states
 from grpo_trainer.model.export import architecture, stored_tensors
-from grpo_trainer.model.fitting import fit
 from grpo_trainer.model.forward import Forward, build_forward
 from grpo_trainer.model.logprobs import TokenScores
+from grpo_trainer.model.memory import fit
 
 METHOD = "grpo_scores"
 """A sharded model's method for `Forward.scores`, registered with FSDP2 so that weights are gathered for it too."""
 
 
-class Holding(Protocol):
+class ParallelStrategy(Protocol):
     """The weights that a process holds.
 
     Attributes:
@@ -181,7 +181,7 @@ class Shards:
     # ------------------------------------------------------------------------- outside steps: announced by an order
 
     @contextmanager
-    def _together(self, order: Callable[[], Order]) -> Iterator[None]:
+    def _together(self, order: Callable[[], Command]) -> Iterator[None]:
         """Enter the context of a computation of all processes. Outside steps, rank 0 sends the others its order."""
         if self._in_step:
             yield
@@ -272,7 +272,7 @@ def hold(
     config: TrainConfig,
     trained: Sequence[Parameter],
     before_measuring: Callable[[], None] = lambda: None,
-) -> Holding:
+) -> ParallelStrategy:
     """Return this process's holding of a model, with the forward pass ready for steps.
 
     Args:

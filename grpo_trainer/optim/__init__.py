@@ -28,10 +28,10 @@ def build_optimizer(
     """Return the optimizer that `--optimizer` names.
 
     Args:
-        master_weights: see `LandingOptimizer`; fp32 parameters need none.
+        master_weights: see `StochasticRoundingOptimizer`; fp32 parameters need none.
 
     Raises:
-        TypeError: see `LandingOptimizer`.
+        TypeError: see `StochasticRoundingOptimizer`.
     """
     in_fp32 = all(parameter.dtype == torch.float32 for parameter in parameters)
     if config.optimizer == "adamw" and in_fp32:

@@ -105,7 +105,7 @@ class Part:
         return self.states[0]["step"]
 
 
-class LandingOptimizer(TwoPartOptimizer):
+class StochasticRoundingOptimizer(TwoPartOptimizer):
     """Computes in fp32 whatever the parameters' dtype; a subclass has the update rule.
 
     Args:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from grpo_trainer.optim.eight_bits import BLOCK, SCALE, decoded, encoded, levels_of
-from grpo_trainer.optim.landing import Job, LandingOptimizer, Rates, TwoPartOptimizer, land
+from grpo_trainer.optim.landing import Job, Rates, StochasticRoundingOptimizer, TwoPartOptimizer, land
 
 
 class FusedAdamW(torch.optim.AdamW, TwoPartOptimizer):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -67,7 +67,7 @@ def adam_8bit(
     return new_n, *encoded(mean_n, signed_midpoints), *encoded(square_n.sqrt(), midpoints)
 
 
-class AdamW(LandingOptimizer):
+class AdamW(StochasticRoundingOptimizer):
     """Decoupled weight decay (arXiv 1711.05101), both moments in fp32."""
 
     name = "adamw, rounded"
@@ -86,7 +86,7 @@ class AdamW(LandingOptimizer):
             yield self._arithmetic(*flat, job.rates, job.betas, job.eps, job.rounded)
 
 
-class AdamW8bit(LandingOptimizer):
+class AdamW8bit(StochasticRoundingOptimizer):
     """AdamW whose moments are stored in 8 bits, in blocks of 256 with a scale each (arXiv 2110.02861).
 
     The second moment is stored as its square root. So both moments have the same range of seven decades, and the second
@@ -120,7 +120,7 @@ class AdamW8bit(LandingOptimizer):
             yield new
 
 
-class Adafactor(LandingOptimizer):
+class Adafactor(StochasticRoundingOptimizer):
     """Second moment from its means over rows and columns, no first moment (arXiv 1804.04235).
 
     This is the algorithm of the paper's section 7 (decay `1 - step ** -0.8`, updates clipped to a root mean square of

@@ -13,7 +13,7 @@ from grpo_trainer.rollouts.types import Group, Sample, Teacher
 
 
 def to_group(packed: wire.PackedGroup) -> Group:
-    """Decode a group of the wire protocol without checking that it can be trained on (see `rollouts.fit`).
+    """Decode a group of the wire protocol without checking that it can be trained on (see `rollouts.filter`).
 
     A sequence's overrides take precedence over the group's: `sft`, `set_advantage_to_zero`, `temperature`.
     """

@@ -8,7 +8,7 @@ from typing import Literal
 
 from grpo_trainer.metrics.types import Max, Mean, Metric, Sum
 from grpo_trainer.rollouts.types import Group
-from grpo_trainer.versions import NO_JUMPS, Numbering
+from grpo_trainer.versions import NO_OFFSETS, VersionOffsets
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ def judge(
     version: int,
     limit: int | None,
     on_stale: Literal["drop", "downweight"] = "drop",
-    numbering: Numbering = NO_JUMPS,
+    numbering: VersionOffsets = NO_OFFSETS,
 ) -> Judged:
     """Leave out groups that are too old, or lower their weight.
 
@@ -64,7 +64,7 @@ def same_judgement(one: Sequence[Group], other: Sequence[Group]) -> bool:
     ]
 
 
-def _ages(group: Group, version: int, numbering: Numbering) -> list[int]:
+def _ages(group: Group, version: int, numbering: VersionOffsets) -> list[int]:
     """Return the ages of a group's samples whose version is known."""
     known = [sample.policy_version for sample in group.samples if sample.policy_version is not None]
     return [max(0, numbering.updates(version) - numbering.updates(own)) for own in known]

@@ -14,7 +14,7 @@ from typing import Any
 
 from grpo_common.errors import UserError
 from grpo_trainer.files import replace_file, sync_folder
-from grpo_trainer.versions import NO_JUMPS, Jump, Numbering
+from grpo_trainer.versions import NO_OFFSETS, VersionOffset, VersionOffsets
 
 STATE_FILE = "state.json"
 
@@ -35,7 +35,7 @@ class Progress:
     step: int = 0
     policy_version: int = 0
     batches: tuple[str, ...] = ()
-    numbering: Numbering = NO_JUMPS
+    numbering: VersionOffsets = NO_OFFSETS
 
     def going_on_as(self, version: int) -> Progress:
         """Return the progress with the version number that the server requires, for the same weights.
@@ -101,9 +101,9 @@ def read_state(folder: Path) -> State:
         content = json.loads((folder / STATE_FILE).read_text())
         if "files" in content and content.pop("checksum", None) != _checksum_of(content):
             raise DamagedError(field=STATE_FILE, got="another checksum", wanted="its own checksum")
-        jumps = tuple(Jump(**jump) for jump in content.get("numbering", {"jumps": ()})["jumps"])
+        jumps = tuple(VersionOffset(**jump) for jump in content.get("numbering", {"jumps": ()})["jumps"])
         batches = tuple(content.get("batches", ()))
-        progress = Progress(content["step"], content["policy_version"], batches, Numbering(jumps))
+        progress = Progress(content["step"], content["policy_version"], batches, VersionOffsets(jumps))
         listed = content.get("files")
         files = None if listed is None else {name: (int(size), str(sha)) for name, (size, sha) in listed.items()}
         return State(progress, content.get("saved_at", (folder / STATE_FILE).stat().st_mtime), files)

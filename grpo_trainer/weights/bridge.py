@@ -92,7 +92,7 @@ def build_bridge(
     from grpo_trainer.server_client import ServerClient
     from grpo_trainer.weights.checkpoint_restart import CheckpointModels, MergedModels, build_restart
     from grpo_trainer.weights.lora_swap import LoraSwap
-    from grpo_trainer.weights.several import SeveralServers
+    from grpo_trainer.weights.multi_server import SeveralServers
     from grpo_trainer.weights.shared_weights import SharedBridge
 
     clients = [ServerClient(vllm, stop.check) for vllm in config.vllm.each]

@@ -38,8 +38,8 @@ from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.signals import StopSignal
 from grpo_trainer.weights.bridge import Published
-from grpo_trainer.weights.demands import problems_of
 from grpo_trainer.weights.model_proof import ModelProof
+from grpo_trainer.weights.requirements import problems_of
 from vllm_server.protocol import BridgeInfo
 
 log = logging.getLogger(__name__)

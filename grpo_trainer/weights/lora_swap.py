@@ -22,9 +22,9 @@ from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import Sum
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.bridge import Published
-from grpo_trainer.weights.demands import problems_of
 from grpo_trainer.weights.packed import PackedAdapter
 from grpo_trainer.weights.proof import Proved, prove_lora
+from grpo_trainer.weights.requirements import problems_of
 from grpo_trainer.weights.transports.transport import AdapterTransport, Sent, open_transport
 from vllm_server.protocol import BridgeInfo, version_name
 

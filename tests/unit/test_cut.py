@@ -19,10 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, PreTra
 
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.distributed import ModelPass, Order, World
+from grpo_trainer.distributed import Command, ModelPass, World
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.model import fitting
+from grpo_trainer.model import memory
 from grpo_trainer.model.activations import Kept, LayerMemory, Recomputation
 from grpo_trainer.model.attach import build_without_weights
 from grpo_trainer.model.cut import cut, draw_weights, give_memory, is_cut, read_weights, with_rest
@@ -118,8 +118,8 @@ def test_what_layers_keep_is_that_of_the_whole_model_and_its_weights_are_not_cou
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The plan for a GPU, made on a CPU: its memory is what is said here."""
-    monkeypatch.setattr(fitting, "on_gpu", lambda _: True)
-    monkeypatch.setattr(fitting, "free_bytes", lambda _: 10**9)
+    monkeypatch.setattr(memory, "on_gpu", lambda _: True)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 10**9)
     asked: list[tuple[float, float, float]] = []
 
     def seen(memory: LayerMemory, tokens: int, free: float) -> Recomputation:
@@ -132,10 +132,10 @@ def test_what_layers_keep_is_that_of_the_whole_model_and_its_weights_are_not_cou
     draw_weights(model, seed=3)
     for each in (freeze(whole, config.model), freeze(model, config.model)):
         each.requires_grad_(True)
-    fitting.fit(build_forward(whole, config), config, list(whole.parameters()))
+    memory.fit(build_forward(whole, config), config, list(whole.parameters()))
     with with_rest(model):  # type: ignore[arg-type]
         forward = build_forward(model, config)
-        fitting.fit(forward, config, list(model.parameters()))
+        memory.fit(forward, config, list(model.parameters()))
     assert forward.recomputation == Recomputation(1)
     (token_bytes, fixed_bytes, free), (of_cut, fixed_of_cut, free_for_cut) = asked
     assert (of_cut, fixed_of_cut) == (token_bytes, fixed_bytes)
@@ -160,8 +160,8 @@ def test_each_process_reads_and_draws_its_rows_and_has_memory_for_them_alone(tmp
             assert torch.equal(part.to_local(), wanted[first:]), name
             assert part.to_local().untyped_storage().nbytes() <= 4 * wanted[:first].numel()
     # a gradient and two states in float32, 12 bytes: of one of the two embeddings, 50 rows of 32
-    assert fitting.held_later([read.get_parameter("lm_head.weight")], config_with()) == 12 * 50 * 32
-    assert fitting.held_later([whole.get_parameter("lm_head.weight")], config_with()) == 12 * 101 * 32
+    assert memory.held_later([read.get_parameter("lm_head.weight")], config_with()) == 12 * 50 * 32
+    assert memory.held_later([whole.get_parameter("lm_head.weight")], config_with()) == 12 * 101 * 32
 
 
 @pytest.mark.complete
@@ -191,7 +191,7 @@ def test_compiled_steps_of_a_cut_model_are_those_of_the_whole_one(monkeypatch: p
 def test_a_pass_of_the_model_itself_is_announced_by_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which the others can compute; another kind of pass is not for them."""
     world = World()
-    given: list[Order] = []
+    given: list[Command] = []
     monkeypatch.setattr(world, "give_all", given.append)
     model = cut_model(APART)
     draw_weights(model, seed=3)

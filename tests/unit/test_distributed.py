@@ -28,11 +28,11 @@ from grpo_trainer.config.distributed import DistributedConfig
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.distributed import (
+    Command,
     CommonDriftError,
     CommonError,
     CommonTrainingError,
     End,
-    Order,
     PeerGoneError,
     Step,
     World,
@@ -40,7 +40,7 @@ from grpo_trainer.distributed import (
     join,
 )
 from grpo_trainer.errors import ConfigError, DriftError, GrpoError, TrainingError
-from grpo_trainer.follower import obey
+from grpo_trainer.follower import run_worker
 from grpo_trainer.metrics.types import Max, Mean, Sum
 from grpo_trainer.model import cut_states
 from grpo_trainer.model.cut_states import STATES_FOLDER
@@ -108,15 +108,15 @@ def test_a_world_of_one_gives_no_orders() -> None:
 class Recording(World):
     """One of two processes, whose other is but said to be there: what it is told comes from `orders`."""
 
-    def __init__(self, rank: int, *orders: Order) -> None:
+    def __init__(self, rank: int, *orders: Command) -> None:
         super().__init__(rank, 2)
         self.orders = list(orders)
-        self.given: list[Order] = []
+        self.given: list[Command] = []
 
-    def give(self, orders: Sequence[Order]) -> None:
+    def give(self, orders: Sequence[Command]) -> None:
         self.given += orders
 
-    def receive(self) -> Order:
+    def receive(self) -> Command:
         return self.orders.pop(0)
 
     def gather(self, value: Any) -> list[Any]:
@@ -131,7 +131,7 @@ def test_what_all_have_met_is_passed_over_by_those_who_follow(
     monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append(True))
     trainer = trainer_that_raises(error)
     world = Recording(1, Step(trainer.ready(batch(*two_trainers.ONE)), 0), End())
-    obey(world, trainer)
+    run_worker(world, trainer)
     assert ended and not world.orders
 
 
@@ -141,7 +141,7 @@ def test_who_ends_well_waits_for_the_threads_of_what_was_said(tmp_path: Path) ->
     world = Recording(1, End())
     world.control = dist.new_group(backend="gloo")  # type: ignore[assignment]
     group = weakref.ref(world.control)
-    obey(world, mock.Mock())
+    run_worker(world, mock.Mock())
     assert group() is None and not dist.is_initialized()
 
 
@@ -150,7 +150,7 @@ def test_what_one_has_met_alone_ends_it(error: GrpoError) -> None:
     trainer = trainer_that_raises(error)
     world = Recording(1, Step(trainer.ready(batch(*two_trainers.ONE)), 0), End())
     with pytest.raises(type(error)) as met:
-        obey(world, trainer)
+        run_worker(world, trainer)
     assert met.value is error
     assert len(world.orders) == 1
     leader = Recording(0)

@@ -109,7 +109,7 @@ ROOMS = {
         *("losses", "rollouts"),
         *("batch", "server_client", "distributed", "optim", "model", "saving", "signals", "launch", "weights"),
         *("trainer", "follower", "feed", "logs"),
-        *("watchdog", "ending", "loop", "bench", "doctor", "report", "run", "cli"),
+        *("watchdog", "shutdown", "loop", "bench", "doctor", "report", "run", "cli"),
     ),
     "environments": (
         *("config", "measures", "threads", "stacks", "scoring", "items", "intervals", "arithmetic"),

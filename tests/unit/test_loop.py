@@ -21,7 +21,7 @@ from grpo_trainer.bench.step.options import StepOptions
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import ModelConfig, TrainConfig
-from grpo_trainer.distributed import CommonWeightsError, Order, PeerGoneError, World
+from grpo_trainer.distributed import Command, CommonWeightsError, PeerGoneError, World
 from grpo_trainer.errors import (
     BridgeError,
     ConfigError,
@@ -39,7 +39,7 @@ from grpo_trainer.loop import run_steps
 from grpo_trainer.rollouts.types import Leased
 from grpo_trainer.saving.checkpoint import Progress
 from grpo_trainer.trainer import StepResult
-from grpo_trainer.versions import Jump, Numbering
+from grpo_trainer.versions import VersionOffset, VersionOffsets
 from grpo_trainer.watchdog import StepWatch
 from grpo_trainer.weights.bridge import Published
 from grpo_trainer.weights.lora_swap import LoraSwap
@@ -297,7 +297,7 @@ def test_a_resumed_run_tells_the_feed_and_the_checkpoints_where_versions_jumped(
     told: Any = Resumed(True, True, True, True)
     config = TrainConfig(model=ModelConfig(name="m"), training_steps=4)
     run_steps(config, Progress(3, 90, ("a",)), told, told, told, told, told)
-    assert begun == [Progress(3, 101, ("a",), Numbering((Jump(101, 11),)))]
+    assert begun == [Progress(3, 101, ("a",), VersionOffsets((VersionOffset(101, 11),)))]
     assert saved == [Progress(4, 102, ("b101",), begun[0].numbering)]
 
 
@@ -322,9 +322,9 @@ class Leader(World):
 
     def __init__(self) -> None:
         super().__init__(0, 2)
-        self.given: list[Order] = []
+        self.given: list[Command] = []
 
-    def give(self, orders: Sequence[Order]) -> None:
+    def give(self, orders: Sequence[Command]) -> None:
         self.given += orders
 
 

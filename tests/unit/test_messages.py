@@ -17,11 +17,11 @@ from grpo_trainer.config.options import build
 from grpo_trainer.config.run import build_run, read_toml
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.distributed import World
-from grpo_trainer.ending import Standing, conclude
 from grpo_trainer.errors import ConfigError, HungError, PortBusyError, StoppedError, TrainingError
 from grpo_trainer.launch.child import Child
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.saving.manifest import Progress
+from grpo_trainer.shutdown import RunState, save_on_exit
 from grpo_trainer.signals import StopSignal
 from tests.unit.test_checkpoint import checkpoints, trainer_with
 from tests.unit.test_doctor import look_at
@@ -226,5 +226,5 @@ def test_the_end_of_a_run(error: Callable[[], Exception], text: str) -> None:
     saving: Any = SimpleNamespace(save=lambda _: root / "adapter_step_12", safe_path=root / "adapter_step_10")
     feed: Any = SimpleNamespace(settle=lambda *_, **__: None)
     end = error()
-    conclude(end, Standing(Progress(), Progress(12, 12), None), saving, feed, World())
+    save_on_exit(end, RunState(Progress(), Progress(12, 12), None), saving, feed, World())
     assert str(end) == text

@@ -21,9 +21,9 @@ from grpo_trainer.weights.proof import prove_lora
 from grpo_trainer.weights.transports import transport as transports
 from tests.golden.stand_in import bridge_config, write_config, write_tensors
 from tests.unit.test_drift import LIMIT, NOTHING_FITS, gap
+from tests.unit.test_multi_server import Bridge, several
 from tests.unit.test_proof import INFO, FakeServer
 from tests.unit.test_server_client import Answer, server
-from tests.unit.test_several_servers import Bridge, several
 from tests.unit.test_transports import OTHER, OURS, info, worker
 from tests.unit.tiny_lora import fill_b, tiny_lora
 from vllm_server.errors import ServeError

@@ -16,7 +16,7 @@ from grpo_trainer.config.train import OptimizerConfig
 from grpo_trainer.optim import build_optimizer, landing
 from grpo_trainer.optim.eight_bits import BLOCK, decoded, encoded, levels_of
 from grpo_trainer.optim.landed import changed_fraction, sampled
-from grpo_trainer.optim.landing import LandingOptimizer, Part, TwoPartOptimizer, pieces, round_stochastically
+from grpo_trainer.optim.landing import Part, StochasticRoundingOptimizer, TwoPartOptimizer, pieces, round_stochastically
 from grpo_trainer.optim.rules import Adafactor, AdamW, AdamW8bit, FusedAdamW
 
 SIZE = 4096
@@ -359,7 +359,7 @@ def test_small_parameters_together_end_as_each_alone(name: str, master_weights: 
         assert torch.equal(one, other)
 
 
-def parts_of(optimizer: LandingOptimizer, parameters: Sequence[Parameter]) -> list[Part]:
+def parts_of(optimizer: StochasticRoundingOptimizer, parameters: Sequence[Parameter]) -> list[Part]:
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     return list(optimizer.parts())

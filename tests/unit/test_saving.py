@@ -33,7 +33,7 @@ from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, check_files, 
 from grpo_trainer.saving.snapshot import Copy, Snapshot
 from grpo_trainer.saving.writer import BackgroundWriter
 from grpo_trainer.trainer import Trainer
-from grpo_trainer.versions import Numbering
+from grpo_trainer.versions import VersionOffsets
 from tests.unit.factories import batch, sample
 from tests.unit.tiny_lora import tiny_qwen
 
@@ -85,7 +85,7 @@ def weights(one: Trainer) -> list[torch.Tensor]:
 # ---------------------------------------------------------------- checksums
 
 
-JUMPED = Numbering().jumped(1, 2)
+JUMPED = VersionOffsets().jumped(1, 2)
 
 
 def sealed(folder: Path) -> Path:

@@ -23,7 +23,7 @@ from grpo_trainer.config.options import build
 from grpo_trainer.config.rules import checked
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.distributed import World, join
-from grpo_trainer.follower import obey
+from grpo_trainer.follower import run_worker
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.attach import build_without_weights
 from grpo_trainer.model.cut import cut, draw_weights, give_memory, is_cut
@@ -128,7 +128,7 @@ def measure(options: StepOptions) -> StepFigures | None:
     if world.leads:
         with world:
             return _measure(options, device, world)
-    obey(world, build_trainer(options, device, world))
+    run_worker(world, build_trainer(options, device, world))
     return None
 
 

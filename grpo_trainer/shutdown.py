@@ -46,7 +46,7 @@ class Writes:
 
 
 @dataclass(frozen=True)
-class Standing:
+class RunState:
     """The state of a run when an error ends it.
 
     Attributes:
@@ -60,36 +60,36 @@ class Standing:
     writes: Writes | None
 
 
-def conclude(end: Exception, standing: Standing, checkpoints: Checkpoints, feed: BatchFeed, world: World) -> None:
+def save_on_exit(end: Exception, state: RunState, checkpoints: Checkpoints, feed: BatchFeed, world: World) -> None:
     """Save a checkpoint if the weights are consistent, and add the run's step and the way to continue to the error.
 
     This function raises nothing, so that the user sees the error that ended the run.
     """
-    if (why := _unsaved_because(end, standing, world)) is None:
+    if (why := _unsaved_because(end, state, world)) is None:
         try:
-            saved = checkpoints.save(standing.progress)
+            saved = checkpoints.save(state.progress)
         except Exception as error:
             log.warning("the run's end could not be saved", exc_info=error)
             why = f"nothing could be saved ({type(error).__name__}: {error})"
         else:
-            _say(end, standing.progress, f"saved {saved}, go on with --resume auto")
-            feed.settle(standing.progress.batches, patient=False)
+            _say(end, state.progress, f"saved {saved}, go on with --resume auto")
+            feed.settle(state.progress.batches, patient=False)
             return
     if why:
         before = checkpoints.safe_path
         goes_on = "start anew" if before is None else f"go on from {before} with --resume auto"
-        _say(end, standing.progress, f"{why}; {goes_on}")
+        _say(end, state.progress, f"{why}; {goes_on}")
 
 
-def _unsaved_because(end: Exception, standing: Standing, world: World) -> str | None:
+def _unsaved_because(end: Exception, state: RunState, world: World) -> str | None:
     """Return why no checkpoint is saved; empty: there is nothing new to save; None: a checkpoint is saved."""
     if isinstance(end, GrpoError) and end.spoils_weights:
         return "the weights are not saved, since they can't be relied on"
-    if standing.writes is not None and standing.writes.torn:
+    if state.writes is not None and state.writes.torn:
         return "the weights are not saved, since writing them did not come to its end"
     if isinstance(end, PeerGoneError) or world.is_working:
         return "nothing is saved, since that takes the other trainer processes"
-    if standing.progress.step == standing.start.step and not isinstance(end, AT_ONCE):
+    if state.progress.step == state.start.step and not isinstance(end, AT_ONCE):
         return ""  # for example a failed proof or a missing server: no step was trained since the start
     return None
 

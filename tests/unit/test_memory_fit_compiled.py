@@ -23,7 +23,7 @@ from grpo_trainer.model.compiled import compile_layers
 from grpo_trainer.model.forward import build_forward
 from grpo_trainer.model.lora import add_adapter
 from grpo_trainer.trainer import Trainer
-from tests.unit.test_fitting import Gpu, fitted, fitting_of, flags
+from tests.unit.test_memory_fit import Gpu, fitted, fitting_of, flags
 from tests.unit.test_packing import gradients, one_step, settings, tiny
 from tests.unit.test_trainer import EVERYTHING, assert_same, full_rollouts
 from tests.unit.tiny_lora import fill_b, tiny_qwen

@@ -19,7 +19,7 @@ from grpo_trainer.rollouts.types import Group, Leased, Sample
 log = logging.getLogger(__name__)
 
 
-class Sieve:
+class GroupFilter:
     """Leaves out groups that can't be trained on, and logs that once for each environment.
 
     Args:

@@ -20,9 +20,8 @@ from grpo_trainer.config.train import ModelConfig, RolloutConfig, TrainConfig
 from grpo_trainer.errors import TrainingError
 from grpo_trainer.feed import UNFIT_IN_A_ROW, BatchFeed
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.rollouts import fit
 from grpo_trainer.rollouts.decode import to_group
-from grpo_trainer.rollouts.fit import misfit
+from grpo_trainer.rollouts.filter import misfit
 from grpo_trainer.rollouts.types import Group, Leased, RolloutBatch
 from grpo_trainer.trainer import Trainer
 from tests.unit.factories import VOCAB, TinyModel, sample
@@ -108,7 +107,7 @@ def test_the_rest_of_a_batch_is_trained_on_and_one_warning_names_the_environment
     assert reduce(second.metrics)["rollout/dropped_stale_groups"] == 0
     (why,) = api.dropped
     assert "environment sums_0: sequence 1: tokens: " in why
-    warned: list[Any] = [record.args for record in caplog.records if record.name == fit.__name__]
+    warned: list[Any] = [record.args for record in caplog.records if record.name == "grpo_trainer.rollouts.filter"]
     ((problem,),) = warned
     assert (problem.field, problem.got) == ("environment sums_0: sequence 1: tokens", "2000000000")
     result = Trainer(TinyModel(), CONFIG).step(first.ready, 0)
@@ -133,7 +132,7 @@ def test_sequences_that_are_cut_are_told_of_once(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.WARNING), feed(Api(iter([(long,), (long, GOOD)]))) as batches:
         found = [batches.next(version) for version in range(2)]
     assert [reduce(each.ready.prepared.metrics)["batch/truncated"] for each in found] == [1, 1]
-    (warned,) = [record.args for record in caplog.records if record.name == fit.__name__]
+    (warned,) = [record.args for record in caplog.records if record.name == "grpo_trainer.rollouts.filter"]
     assert warned == ("environment sums_0", 100_001, 10)
 
 

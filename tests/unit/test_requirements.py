@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from grpo_trainer.model.head import ExactHead
-from grpo_trainer.weights.demands import problems_of
+from grpo_trainer.weights.requirements import problems_of
 from tests.unit.test_proof import INFO
 from tests.unit.tiny_lora import tiny_qwen
 

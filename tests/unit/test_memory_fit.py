@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from grpo_trainer.config.train import ModelConfig, TrainConfig
-from grpo_trainer.model import fitting
+from grpo_trainer.model import memory
 from grpo_trainer.model.activations import Kept, LayerMemory, Recomputation, measure
 from grpo_trainer.model.forward import Forward, build_forward
 from tests.unit.factories import TinyModel
@@ -91,11 +91,11 @@ class Keeper(nn.Module):
         return twice.exp().sum() + (self.table + 0).square().sum()  # 12 bytes a token; and 400 of the table
 
 
-def fitting_of(forward: Forward) -> fitting.Fitting:
+def fitting_of(forward: Forward) -> memory.Fitting:
     """Of a model on the CPU, whose memory is not counted."""
-    layers = fitting.decoder_list(forward)
+    layers = memory.decoder_list(forward)
     assert layers is not None
-    return fitting.Fitting(forward, layers, settings(packing="on"), [])
+    return memory.Fitting(forward, layers, settings(packing="on"), [])
 
 
 def test_what_is_kept_is_measured() -> None:
@@ -120,7 +120,7 @@ def test_inputs_of_layers_are_as_wide_as_they_are() -> None:
         model.to(dtype)
         forward = build_forward(model, settings(packing="on"))
         tried = fitting_of(forward)
-        assert fitting.input_bytes(tried.layers, tried.run) == nbytes * tried.head.weight.shape[1]
+        assert memory.input_bytes(tried.layers, tried.run) == nbytes * tried.head.weight.shape[1]
 
 
 # ---------------------------------------------------------------- what follows from it
@@ -130,8 +130,8 @@ class Gpu:
     """What `fit` asks of a GPU, without one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, free: float, allocated: float = 0.0) -> None:
-        monkeypatch.setattr(fitting, "on_gpu", lambda _: True)
-        monkeypatch.setattr(fitting, "free_bytes", lambda _: free)
+        monkeypatch.setattr(memory, "on_gpu", lambda _: True)
+        monkeypatch.setattr(memory, "free_bytes", lambda _: free)
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: allocated)
 
@@ -139,12 +139,12 @@ class Gpu:
 def fitted(config: TrainConfig, model: nn.Module | None = None) -> Forward:
     model = tiny_qwen(depth=4).requires_grad_(True) if model is None else model
     forward = build_forward(model, config)
-    fitting.fit(forward, config, [p for p in model.parameters() if p.requires_grad])
+    memory.fit(forward, config, [p for p in model.parameters() if p.requires_grad])
     return forward
 
 
 def flags(forward: Forward) -> list[bool]:
-    layers = fitting.decoder_list(forward)
+    layers = memory.decoder_list(forward)
     assert layers is not None
     return [bool(layer.gradient_checkpointing) for layer in layers]
 
@@ -189,7 +189,7 @@ def test_states_gradients_and_master_weights_are_counted() -> None:
                 "bridge": {"mode": "shared_vllm", "master_weights": master},
             }
         )
-        return fitting.held_later(weights, config)
+        return memory.held_later(weights, config)
 
     # 1000 weights: gradients 2 bytes each; states 8, or 2 and a scale of 4 bytes for each 256
     assert held("adamw") == 10_000 and held("adafactor") == 2000
@@ -223,8 +223,8 @@ def test_memory_is_counted_when_others_have_theirs(monkeypatch: pytest.MonkeyPat
         events.append("count")
         return 1e9
 
-    monkeypatch.setattr(fitting, "free_bytes", free_bytes)
+    monkeypatch.setattr(memory, "free_bytes", free_bytes)
     forward = build_forward(tiny_qwen(depth=2).requires_grad_(True), settings(checkpointing=None))
     trained = list(forward.model.parameters())
-    fitting.fit(forward, settings(checkpointing=None), trained, lambda: events.append("wait"))
+    memory.fit(forward, settings(checkpointing=None), trained, lambda: events.append("wait"))
     assert events[0] == "wait" and "count" in events

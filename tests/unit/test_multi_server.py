@@ -13,7 +13,7 @@ import pytest
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import Sum, reduce
 from grpo_trainer.weights.bridge import Published
-from grpo_trainer.weights.several import SeveralServers
+from grpo_trainer.weights.multi_server import SeveralServers
 
 
 class Bridge:
