@@ -30,4 +30,4 @@ def test_a_recipe_trains(name: str, demo_model: Path, tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == [1, 2]
     assert "bridge proved" in done.stdout
     report = (tmp_path / "run" / "report.html").read_text()
-    assert "Reward" in report and 'title="ratio ' in report
+    assert '"title":"Reward"' in report and '"ratios":"' in report
