@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from pathlib import Path
+
+LOOKS = 25
+"""Attempts to lock a file before it counts as held."""
 
 
 class HeldError(Exception):
@@ -24,7 +28,7 @@ def hold(path: Path) -> int:
     """
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(handle)
         os.truncate(handle, 0)
         os.pwrite(handle, str(os.getpid()).encode(), 0)
     except BlockingIOError:
@@ -37,8 +41,20 @@ def hold(path: Path) -> int:
     return handle
 
 
+def _lock(handle: int) -> None:
+    """Lock the file; wait for a process that only looks (`is_held`) and has it locked for an instant."""
+    for left in reversed(range(LOOKS)):
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if not left:
+                raise
+        time.sleep(0.02)
+
+
 def is_held(path: Path) -> bool:
-    """Whether another process holds a file now. It is held here for an instant, together with others who only look."""
+    """Return whether another process holds a file. This process locks it for an instant, as others that look may."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

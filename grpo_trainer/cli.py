@@ -285,9 +285,11 @@ def _look_before_the_start(config: TrainConfig) -> None:
     from grpo_trainer.doctor.disk import refuse_without_room
     from grpo_trainer.doctor.hub import refuse_missing
     from grpo_trainer.doctor.lr import warn_of_lr
+    from grpo_trainer.phases import COMMAND_VARIABLE
 
-    refuse_missing(config.model.name)
-    warn_of_lr(config)
+    if COMMAND_VARIABLE not in os.environ:  # `grpo run` has looked
+        refuse_missing(config.model.name)
+        warn_of_lr(config)
     found = refuse_without_room(
         config, config.checkpoints.save_path, "--save-path", on_gpu=config.model.device != "cpu"
     )

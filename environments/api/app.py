@@ -41,6 +41,8 @@ Read = TypeVar("Read")
 Answer = TypeVar("Answer")
 T = TypeVar("T")
 _PAGES = {"/": STATUS_HTML, "/docs": DOCS_HTML}
+_CHANGING = ("/batch", "/reset_data")
+"""Where a GET changes state: HEAD, which shows no answer, is refused there."""
 _EMPTY_EXAMPLE: dict[str, list[object]] = {
     name: []
     for name in (
@@ -217,6 +219,8 @@ class Api:
 
     async def answer(self, methods: Mapping[str, Endpoint], request: Request) -> Response:
         """Read what an endpoint takes, and send what it returns."""
+        if request.method == "HEAD" and request.url.path in _CHANGING:
+            return Response(status_code=405, headers={"allow": ", ".join(methods)})
         asked = methods["GET" if request.method == "HEAD" else request.method]
         given: dict[str, object] = {}
         if asked.query is not None:

@@ -126,7 +126,8 @@ class Service:
         try:
             payloads = await self.payloads.get(grant.lease.groups)
         except StoreError as error:
-            self._fail(error)
+            if grant.lease.batch_id in self.queue.leases.held:  # else a reset took it while its groups were read
+                self._fail(error)
             raise
         if lease is None:
             self._acknowledge(grant.lease.batch_id, None)

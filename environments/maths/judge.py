@@ -105,8 +105,12 @@ class MathJudge:
         )
         self.running.add(worker)
         assert worker.stdout is not None, "started with a pipe"
-        async with asyncio.timeout(START_LIMIT_S):
-            ready = await worker.stdout.readline()
+        try:
+            async with asyncio.timeout(START_LIMIT_S):
+                ready = await worker.stdout.readline()
+        except BaseException:  # also a cancellation: nobody else knows the worker yet
+            await self._end(worker)
+            raise
         if not ready:
             status = await worker.wait()
             raise RuntimeError(f"the judge ended with status {status} during its start; try python -m {WORKER}")

@@ -128,7 +128,11 @@ class GrpoServer:
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top_k}
         request = GenerateRequest(prompt=TokenPrompt(token_ids), model=self.model, sampling=sampling)
         response = await peer.request("POST", GENERATE_ROUTE, json=request.to_body())
-        return msgspec.json.decode(response.content, type=GenerateResponse).prompt_logprobs or []
+        try:
+            return msgspec.json.decode(response.content, type=GenerateResponse).prompt_logprobs or []
+        except msgspec.DecodeError as error:
+            field = _route(peer, GENERATE_ROUTE)
+            raise PeerError(field=field, got=error, wanted="the answer of grpo's server") from None
 
 
 def _sampled_logprobs(peer: Peer, token_ids: list[int], positions: list[list[dict[int, float]]]) -> list[float]:
@@ -193,7 +197,10 @@ class CompletionsServer:
         """Return the likeliest tokens at each position of a sequence, by vLLM's `prompt_logprobs`."""
         body = {"model": self.model, "prompt": token_ids, "max_tokens": 1, "prompt_logprobs": top_k}
         response = await peer.request("POST", COMPLETIONS_ROUTE, json=body)
-        (choice,) = msgspec.json.decode(response.content, type=_Completions).choices
+        try:
+            (choice,) = msgspec.json.decode(response.content, type=_Completions).choices
+        except (msgspec.DecodeError, ValueError) as error:
+            raise PeerError(field=_route(peer, COMPLETIONS_ROUTE), got=error, wanted="OpenAI's completions") from None
         return [
             None if position is None else {token: entry.logprob for token, entry in position.items()}
             for position in choice.prompt_logprobs or []

@@ -108,7 +108,7 @@ class Peer:
         if self._away_since is not None:
             log.info("%s is back after %.0f s", self.name, time.monotonic() - self._away_since)
             self._away_since = None
-        if answer.status >= 400:
+        if answer.status >= 300:  # a redirect is not followed: what was posted would be lost
             said = complaint(answer.content, answer.headers.get("content-type"))
             raise PeerRefused(
                 f"refused {method} {path}",

@@ -50,7 +50,8 @@ def check_server(values: Mapping[str, object]) -> None:
 def group_size(name: str, values: Mapping[str, object]) -> int | None:
     """Return the completions per item of an environment with this table; None if that is not known before it runs."""
     if "group_size" in values:
-        return int(str(values["group_size"]))
+        given = str(values["group_size"])
+        return int(given) if given.isdecimal() and int(given) else None  # a user's own environment judges the rest
     return cast("int", _class(name).model_fields["group_size"].default) if name in _SETTINGS else None
 
 

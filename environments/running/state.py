@@ -12,6 +12,8 @@ log = logging.getLogger(__name__)
 
 FOLDER = "environments"
 """Subfolder of the trainer's checkpoint folder."""
+CHECKPOINT = re.compile(r"(?:^|_)step_(\d+)$")
+"""Name of a checkpoint's folder; a complete one has a state.json."""
 
 
 class StateFiles:
@@ -29,15 +31,29 @@ class StateFiles:
             self._folder.mkdir(parents=True, exist_ok=True)
             partial.write_text(json.dumps(state))
             partial.replace(path)
+            self._prune()
         except OSError as error:
             # The trainer's folder may be on another machine. A run without saved state is better than a failed run.
             log.warning("state at step %d not saved to %s (%s); --env.state_dir names a folder", step, path, error)
 
     def newest(self, step: int) -> dict[str, Any] | None:
         """Return the newest state that is not later than a step; None if there is none."""
-        saved = {int(path.stem.removeprefix("step-")): path for path in self._folder.glob("step-*.json")}
+        saved = self._saved()
         known = [at for at in saved if at <= step]
         if not known:
             return None
         log.info("state of step %d read from %s", max(known), saved[max(known)])
         return json.loads(saved[max(known)].read_text())
+
+    def _saved(self) -> dict[int, Path]:
+        return {int(path.stem.removeprefix("step-")): path for path in self._folder.glob("step-*.json")}
+
+    def _prune(self) -> None:
+        """Delete the states that no checkpoint needs: each needs the newest that is not later than itself."""
+        names = (path.parent.name for path in self._folder.parent.parent.glob("*/state.json"))
+        checkpoints = [int(found[1]) for name in names if (found := CHECKPOINT.search(name))]
+        saved = self._saved()
+        needed = {max((at for at in saved if at <= one), default=None) for one in checkpoints}
+        for at in saved.keys() - needed:
+            if at < max(checkpoints, default=0):  # a checkpoint to come may need any later one
+                saved[at].unlink(missing_ok=True)

@@ -23,10 +23,8 @@ class LoraOptions(Section):
     """LoRA."""
 
     r: int = option(16, help="Rank of the adapter.", flags=("--lora-r", "--lora-rank"))
-    alpha: float = option(32.0, help="The adapter is scaled by alpha / r.", flags=("--lora-alpha",), gt=0)
-    rslora: bool = option(
-        False, help="Rank-stabilised LoRA: scaled by alpha / sqrt(r) instead.", flags=("--lora-rslora",)
-    )
+    alpha: float = option(32.0, help="Scale the adapter by alpha / r.", flags=("--lora-alpha",), gt=0)
+    rslora: bool = option(False, help="Rank-stabilised LoRA: scale by alpha / sqrt(r).", flags=("--lora-rslora",))
     dropout: float = option(0.0, help="Dropout on the adapter's input.", flags=("--lora-dropout",), ge=0, lt=1)
     target_modules: tuple[str, ...] = option(
         ALL_LINEAR, help="Modules with an adapter, comma-separated.", flags=("--lora-target-modules",)
@@ -38,7 +36,7 @@ class LoraOptions(Section):
     )
     adapter: Path | None = option(
         None,
-        help="Start from this PEFT LoRA checkpoint; rank, alpha, rslora, modules and layers are its own.",
+        help="Start from this PEFT LoRA checkpoint, which sets rank, alpha, rslora, modules and layers.",
         flags=("--lora-adapter",),
     )
     name: str = option(DEFAULT_LORA_NAME, help="Versions are served as NAME-v1, NAME-v2, …", flags=("--lora-name",))
@@ -73,7 +71,7 @@ class LoraOptions(Section):
 class ProofOptions(Section):
     """Weight bridge."""
 
-    proof: bool = option(True, help="Before training, prove that the server generates with what the trainer publishes.")
+    proof: bool = option(True, help="Before training, prove that the server generates with the published weights.")
 
 
 class RestartOptions(ProofOptions):
@@ -81,7 +79,8 @@ class RestartOptions(ProofOptions):
 
     vllm_restart_interval: int = option(3, help="Restart vLLM on the newest weights every N steps.", ge=1)
     vllm_standby: bool = option(
-        True, help="Let the process of the next restart make its imports in advance; it takes main memory, no GPU's."
+        True,
+        help="Import vLLM for the next restart in advance, in a standby process; it uses main memory, no GPU memory.",
     )
 
 
@@ -93,7 +92,7 @@ class AllWeightsOptions(Section):
 
     train_layers: str | None = option(
         None,
-        help="Train these layers only, from 0: numbers and ranges such as 20-31 (default: all of the model).",
+        help="Train only these layers, counted from 0: numbers and ranges such as 20-31 (default: the whole model).",
         flags=("--train-layer-indices",),
     )
 
@@ -113,7 +112,7 @@ class SharedServer(Section):
 
     config_path: Path | None = option(
         None,
-        help="The server's vllm_bridge_config.json (default: where the server says that it is).",
+        help="Path of the server's vllm_bridge_config.json (default: the path that the server reports).",
         flags=("--vllm-config-path",),
     )
 
@@ -121,43 +120,43 @@ class SharedServer(Section):
 class CheckpointRestart(AllWeightsOptions, RestartOptions):
     """Weight bridge."""
 
-    means: ClassVar[str] = "all weights are trained, vLLM is started again on checkpoints"
+    means: ClassVar[str] = "trains all weights, and restarts vLLM on checkpoints"
     mode: Literal["none"] = option("none", help="How the server gets new weights.", flags=MODE_FLAGS)
 
 
 class SharedVllm(AllWeightsOptions, SharedServer, ProofOptions):
     """Shared weights."""
 
-    means: ClassVar[str] = "all weights are trained in place, in the memory of vLLM's"
+    means: ClassVar[str] = "trains all weights in place, in the memory of vLLM"
     mode: Literal["shared_vllm"] = option("shared_vllm", help="How the server gets new weights.", flags=MODE_FLAGS)
     single_copy: bool = option(False, help="The same as --weight-bridge-mode shared_vllm.")
     in_flight: InFlight = option(
         "keep",
-        help="Requests that run while the weights change go on as they are, go on after the cache of what they have "
-        "was made anew, or end early.",
+        help="Requests in flight during an update: keep continues them as they are, recompute rebuilds their "
+        "KV cache first, abort ends them early.",
     )
     master_weights: bool = option(
-        False, help="Keep an fp32 copy of the trained weights (4 bytes each) instead of rounding stochastically."
+        False, help="Keep an fp32 copy of the trained weights (4 bytes each) instead of stochastic rounding."
     )
 
 
 class LoraOnly(LoraOptions, SharedServer, ProofOptions):
     """LoRA."""
 
-    means: ClassVar[str] = "an adapter is trained and swapped into the running vLLM"
+    means: ClassVar[str] = "trains an adapter, and swaps it into the running vLLM"
     mode: Literal["lora_only"] = option("lora_only", help="How the server gets new weights.", flags=MODE_FLAGS)
     share_base: bool = option(
-        False, help="Hold no base model: use the server's, which runs on this GPU with --shared-weights."
+        False, help="Load no base model: use the weights of the server, which runs on this GPU with --shared-weights."
     )
     keep_versions: int | None = option(
         None,
-        help="Adapter versions that stay loaded in the server (default: --max-staleness + 2 if that is given, else 4).",
+        help="Adapter versions that stay loaded in the server (default: --max-staleness + 2 if it is set, else 4).",
         flags=("--lora-keep-versions",),
         ge=2,
     )
     transport: Literal["auto", "disk", "memory", "cuda_ipc", "nccl"] = option(
         "auto",
-        help="How adapters go to the server: a folder, the body of a request, mapped GPU memory, or a broadcast "
+        help="Path of an adapter to the server: a folder, a request body, shared GPU memory, or a broadcast "
         "between GPUs; auto: the fastest that works.",
         flags=("--lora-transport",),
     )
@@ -170,7 +169,7 @@ class LoraOnly(LoraOptions, SharedServer, ProofOptions):
 class LoraRestart(LoraOptions, RestartOptions):
     """LoRA."""
 
-    means: ClassVar[str] = "an adapter is trained, vLLM is started again on it merged into a copy"
+    means: ClassVar[str] = "trains an adapter, and restarts vLLM on a merged copy"
     mode: Literal["lora_restart"] = option("lora_restart", help="How the server gets new weights.", flags=MODE_FLAGS)
 
 

@@ -22,12 +22,13 @@ class CheckpointConfig(Section):
     checkpoint_interval: str | int = option(
         "10m", help="Interval between checkpoints: a time (10m, 90s, 2h) or a number of steps (20); 0: only at the end."
     )
-    keep_checkpoints: int = option(2, help="Keep only the newest N besides the final one; 0: all.", ge=0)
+    keep_checkpoints: int = option(2, help="Keep the newest N checkpoints and the final one; 0: keep all.", ge=0)
     resume: str = option(
-        "never", help="auto: go on from the newest whole checkpoint in --save-path; never; or a checkpoint's path."
+        "never",
+        help="auto: continue from the newest complete checkpoint in --save-path; never; or the path of a checkpoint.",
     )
     background_writes: bool = option(
-        True, help="Copy a checkpoint into main memory, where there is room, and write it while training goes on."
+        True, help="Copy a checkpoint into main memory, if it fits, and write it to disk during training."
     )
 
     @field_validator("checkpoint_interval", mode="before")

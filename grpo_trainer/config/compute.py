@@ -17,36 +17,37 @@ class ComputeConfig(Section):
 
     max_tokens_per_microbatch: int | None = option(
         None,
-        help="Most tokens of a forward pass, padding included; then it decides how a step's sequences (--batch-size x "
-        "--gradient-accumulation-steps) are cut into microbatches (default: --batch-size of them each).",
+        help="Token limit of a forward pass, padding included. If set, it decides how the sequences of a step "
+        "are split into microbatches (default: --batch-size sequences each).",
         gt=1,
     )
     overlong: Literal["truncate", "drop"] = option(
-        "truncate", help="Sequences longer than --seq-len: train on what fits, or not at all; both are counted."
+        "truncate", help="Sequences longer than --seq-len: train on the part that fits, or drop them; both are counted."
     )
     packing: Choice = option(
-        "auto", help="Sequences end to end without padding; auto: on a GPU, where the model's attention allows it."
+        "auto", help="Concatenate sequences without padding; auto: on a GPU, if the model's attention allows it."
     )
     share_prompts: Choice = option(
         "auto",
-        help="A prompt that several sequences of a microbatch begin with is computed once for all of them; auto: where "
-        "sequences are packed.",
+        help="Compute a prompt once for all sequences of a microbatch that begin with it; auto: if sequences "
+        "are packed.",
     )
     compile: Choice = option(
         "auto",
-        help="torch.compile of decoder layers and head; auto: on a GPU, for models of at least 0.3B parameters and "
-        "runs of at least 20 steps (it takes about a minute), not for weights that are cut over several GPUs.",
+        help="torch.compile for decoder layers and head; auto: on a GPU, for models of at least 0.3B "
+        "parameters and runs of at least 20 steps (compiling takes about a minute), but not for weights "
+        "that are sharded over GPUs.",
     )
     activation_offload: bool = option(
-        False, help="Keep what layers are recomputed from in main memory; turns --gradient-checkpointing on."
+        False, help="Keep the inputs of recomputed layers in main memory; turns on --gradient-checkpointing."
     )
     trainer_memory_gb: float | None = option(
         None,
-        help="GPU memory in GB that --gradient-checkpointing auto may count on (default: what is free).",
+        help="GPU memory in GB that --gradient-checkpointing auto may plan with (default: the free memory).",
         gt=0,
     )
     grad_dtype: Literal["weights", "float32"] = option(
         "weights",
-        help="Gradients add up over microbatches in the weights' dtype, or in float32: in bfloat16, 64 microbatches "
-        "leave a random error of 1 % of the sum.",
+        help="Dtype in which gradients accumulate over microbatches. In bfloat16, 64 microbatches leave a "
+        "random error of 1 % of the sum.",
     )

@@ -16,18 +16,21 @@ class DistributedConfig(Section):
     """Several trainer processes."""
 
     trainer_rank: int | None = option(
-        None, help="This process's number, from 0 (default: RANK, as torchrun sets it).", ge=0
+        None, help="Rank of this process, from 0 (default: RANK, as torchrun sets it).", ge=0
     )
     world_size: int | None = option(
-        None, help="Trainer processes, one a GPU, each with a share of every batch (default: WORLD_SIZE, or 1).", ge=1
+        None,
+        help="Number of trainer processes, one for each GPU; each takes a share of every batch (default: "
+        "WORLD_SIZE, or 1).",
+        ge=1,
     )
     sharding: Literal["auto", "none", "full"] = option(
         "auto",
-        help="What each process holds of weights, gradients and optimizer states: none: all; full: a part of each "
-        "(FSDP2); auto: a part where all weights are trained.",
+        help="Weights, gradients and optimizer states in each process: none: all of them; full: a shard of "
+        "each (FSDP2); auto: full if all weights are trained.",
     )
     init_method: str | None = option(
-        None, help="Where they meet, e.g. tcp://127.0.0.1:29500 (default: MASTER_ADDR and MASTER_PORT)."
+        None, help="Rendezvous address, e.g. tcp://127.0.0.1:29500 (default: MASTER_ADDR and MASTER_PORT)."
     )
 
     @property

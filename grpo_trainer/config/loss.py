@@ -25,13 +25,13 @@ class LossConfig(Section):
         help="Surrogate and mean of the token losses, by the papers' names: averaged by sequence (grpo, gspo, sapo), "
         "over all tokens (dapo, bnpo, cispo), by a constant (dr_grpo). MODULE:NAME is a LossSpec of your own.",
     )
-    clip_eps: float = option(0.2, help="The ratio is clipped below 1 - this.", gt=0, lt=1)
-    clip_eps_high: float | None = option(None, help="The ratio is clipped above 1 + this (default: --clip-eps).", gt=0)
+    clip_eps: float = option(0.2, help="Clip the ratio below 1 - this.", gt=0, lt=1)
+    clip_eps_high: float | None = option(None, help="Clip the ratio above 1 + this (default: --clip-eps).", gt=0)
     dual_clip: float | None = option(
-        None, help="Where the advantage is negative, the ratio is clipped above this (default: it is not).", gt=1
+        None, help="Clip the ratio above this if the advantage is negative (default: no such clip).", gt=1
     )
-    sapo_tau_pos: float = option(1.0, help="Temperature of sapo's gate where the advantage is positive.", gt=0)
-    sapo_tau_neg: float = option(1.05, help="Temperature of sapo's gate elsewhere.", gt=0)
+    sapo_tau_pos: float = option(1.0, help="Temperature of sapo's gate for positive advantages.", gt=0)
+    sapo_tau_neg: float = option(1.05, help="Temperature of sapo's gate for other advantages.", gt=0)
     advantage_estimator: str = option(
         "group",
         help="Baseline of a reward: the mean of its group (group), or of the others in it (rloo). MODULE:NAME is a "
@@ -39,38 +39,44 @@ class LossConfig(Section):
     )
     scale_rewards: Literal["auto", "group", "none"] = option(
         "auto",
-        help="Divide a group's advantages by its standard deviation, or not; auto: unless dr_grpo or rloo.",
+        help="Divide a group's advantages by its standard deviation, or not; auto: divide, except with dr_grpo"
+        " or rloo.",
     )
     max_completion_len: int | None = option(None, help="Normaliser of dr_grpo, in tokens (default: --seq-len).", gt=0)
     ratio_against: Literal["rollout", "trainer"] = option(
         "rollout",
-        help="Old logprobs: those the server sampled with, or the trainer's own before the update "
-        "(always so for groups that bring none).",
+        help="Old logprobs in the ratio: the server's at sampling, or the trainer's before the update. Groups "
+        "without server logprobs use the trainer's.",
     )
     is_correction: Literal["auto", "none", "truncate", "mask"] = option(
         "auto",
-        help="Weigh the loss by exp(trainer's old logprob - server's): cut at --is-cap, or 0 beyond it; auto: truncate "
-        "with --ratio-against trainer, none with rollout, whose ratio contains it.",
+        help="Weight of a token: exp(trainer's old logprob - server's), truncated at --is-cap, or 0 beyond it "
+        "(mask). auto: truncate with --ratio-against trainer; none with rollout, because that ratio "
+        "contains the weight.",
     )
-    is_level: Literal["token", "sequence"] = option("token", help="One such weight a token, or a sequence.")
-    is_cap: float = option(2.0, help="Largest such weight; mask leaves those from 1/cap to cap.", gt=1)
-    updates_per_batch: int = option(1, help="Optimizer steps on each batch, every one over all of it.", ge=1)
+    is_level: Literal["token", "sequence"] = option(
+        "token", help="Compute this weight for each token or for each sequence."
+    )
+    is_cap: float = option(2.0, help="Largest weight; mask keeps weights from 1/cap to cap.", gt=1)
+    updates_per_batch: int = option(1, help="Optimizer steps on each batch; each one uses the whole batch.", ge=1)
     kl_beta: float = option(0.0, help="Weight of the KL divergence from the reference model; 0: none.", ge=0)
     kl_estimator: KlEstimator = option(
-        "k3", help="Of the KL, x = lp - ref: x (k1), x^2 / 2 (k2), exp(-x) + x - 1 (k3)."
+        "k3", help="Estimator of the KL, with x = lp - ref: x (k1), x^2 / 2 (k2), exp(-x) + x - 1 (k3)."
     )
     kl_unbiased: bool = option(
-        False, help="Multiply the KL by the ratio, with its gradient: k1's and k3's gradient is then the KL's own."
+        False,
+        help="Multiply the KL by the ratio, with its gradient. The gradient of k1 and k3 is then that of the "
+        "KL itself.",
     )
-    log_kl: bool = option(False, help="Measure the KL from the reference even where --kl-beta is 0.")
+    log_kl: bool = option(False, help="Measure the KL from the reference even if --kl-beta is 0.")
     ref_offload: bool = option(
-        False, help="Keep the reference's weights in main memory; each layer's come to the GPU as it needs them."
+        False, help="Keep the reference model in main memory and copy each layer to the GPU when it is needed."
     )
-    entropy_coef: float = option(0.0, help="Weight of a bonus for the policy's entropy; 0: none.", ge=0)
+    entropy_coef: float = option(0.0, help="Weight of an entropy bonus; 0: none.", ge=0)
     distill_coef: float = option(
-        0.0, help="Weight of the cross-entropy to the teacher's top-k that environments send; 0: none.", ge=0
+        0.0, help="Weight of the cross-entropy to the teacher's top-k logprobs, which environments send; 0: none.", ge=0
     )
-    distill_temperature: float = option(1.0, help="Divides the teacher's logprobs.", gt=0)
+    distill_temperature: float = option(1.0, help="Divide the teacher's logprobs by this.", gt=0)
 
     @field_validator("loss", "advantage_estimator")
     @classmethod

@@ -34,7 +34,7 @@ SET_BY_THE_RUN = MappingProxyType(
     | dict.fromkeys(("atropos_url", "rollout_url"), "--api.port")
     | dict.fromkeys(("vllm_host", "vllm_port"), "--server.port")
     | dict.fromkeys(("save_path", "log_dir"), "--run-dir")
-    | {"vllm_also": "--server.replicas", "vllm_gpus": "--server.gpus"}
+    | {"vllm_also": "--server.replicas", "vllm_gpus": "--server.gpus", "vllm_config_path": "--run-dir"}
 )
 """Options of the trainer that a run derives, and what to use instead."""
 
@@ -229,7 +229,9 @@ def shared_weights(case: Case) -> Iterator[Problem]:
     own, served = config.model.dtype, config.vllm.dtype
     if served not in ("auto", own) and (own != "auto" or case.run):
         why = f"with {case.sharing} there is one copy of the weights"
-        yield Problem(case.of_server("dtype"), served, f"--dtype {own}", "leave it out and use --dtype", why)
+        wanted = "auto" if own == "auto" else f"--dtype {own}"
+        fix = f"use --dtype {served} instead" if own == "auto" else "leave it out and use --dtype"
+        yield Problem(case.of_server("dtype"), served, wanted, fix, why)
     if isinstance(bridge, SharedVllm) and not bridge.master_weights and "float16" in (own, served):
         wanted = "bfloat16 or float32, or --master-weights"
         yield Problem("--dtype", "float16", wanted, summary="small updates would be lost in it")
@@ -310,7 +312,7 @@ def machine(case: Case) -> Iterator[Problem]:
         return
     config, gpus, device = case.trainer, case.hardware.gpus, case.trainer.model.device
     kind, _, number = device.partition(":")
-    if gpus is not None and kind == "cuda" and int(number or 0) >= gpus:
+    if gpus is not None and kind == "cuda" and (not (number or "0").isdecimal() or int(number or 0) >= gpus):
         fix = "use --device auto, or see CUDA_VISIBLE_DEVICES"
         yield Problem("--device", f"{device}, with {gpus} visible GPUs", "one that is there", fix)
     if gpus and case.run and case.processes > gpus:  # on a CPU they share its cores

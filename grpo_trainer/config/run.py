@@ -51,7 +51,8 @@ class ApiProcess(Section):
     port: int = option(8000, help="Port; 0 picks a free one.", ge=0, le=65535)
     store: Path | None = option(
         None,
-        help="SQLite file that keeps the queue over restarts; none: memory only (default: queue.sqlite in --run-dir).",
+        help="SQLite file that keeps the queue over restarts; none: in memory only (default: queue.sqlite in "
+        "--run-dir).",
     )
     extra_args: tuple[str, ...] = option((), help="More arguments for `grpo api`, comma-separated.")
 
@@ -81,7 +82,9 @@ class RunOptions(Section):
         False, help=f"Record a timeline of all processes in {TRACE_FILE} of --run-dir, for https://ui.perfetto.dev."
     )
     trainer_gpus: int = option(
-        1, help="GPUs of the trainer: a process each, with a share of every batch; the server is on the first.", ge=1
+        1,
+        help="Number of trainer GPUs, with one process and a share of every batch each; the server is on the first.",
+        ge=1,
     )
 
 

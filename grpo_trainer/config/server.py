@@ -75,18 +75,19 @@ class VllmConfig(ServedOptions):
     port: int = option(DEFAULT_PORT, help="Port of the inference server.", flags=("--vllm-port",), ge=1, le=65535)
     also: tuple[str, ...] = option(
         (),
-        help="More servers of the same policy, HOST:PORT with commas between: each is proved and published to. Where "
-        "this command starts vLLM, it starts these, too.",
+        help="Further servers of the same policy: HOST:PORT, comma-separated. The trainer proves and updates each of "
+        "them. If this command starts vLLM, it starts them, too.",
         flags=("--vllm-also",),
     )
     gpus: str | None = option(
         None,
-        help="CUDA_VISIBLE_DEVICES of each server that this command starts, with ; between: 0;1 (default: as here).",
+        help="CUDA_VISIBLE_DEVICES of each server that this command starts, separated by ;, such as 0;1 "
+        "(default: as here).",
         flags=("--vllm-gpus",),
     )
     api_key: str | None = option(
         None,
-        help="Bearer token of the inference server (default: VLLM_API_KEY, which no list of processes shows).",
+        help="Bearer token of the inference server (default: VLLM_API_KEY, which no process list shows).",
         flags=("--vllm-api-key",),
     )
     startup_timeout: float = option(
@@ -105,18 +106,12 @@ class VllmConfig(ServedOptions):
     )
     enforce_eager: bool = option(
         False,
-        help="No CUDA graphs, where this command starts vLLM: several times slower.",
+        help="Disable CUDA graphs, where this command starts vLLM; generation is several times slower.",
         flags=("--vllm-enforce-eager",),
     )
-    tensor_parallel_size: int = option(
-        1, help="GPUs over which vLLM cuts each layer, where this command starts it.", ge=1
-    )
-    pipeline_parallel_size: int = option(
-        1, help="GPUs over which vLLM deals the layers, where this command starts it.", ge=1
-    )
-    data_parallel_size: int = option(
-        1, help="Replicas of the model that vLLM runs, where this command starts it.", ge=1
-    )
+    tensor_parallel_size: int = option(1, help="Tensor parallel size of vLLM, where this command starts it.", ge=1)
+    pipeline_parallel_size: int = option(1, help="Pipeline parallel size of vLLM, where this command starts it.", ge=1)
+    data_parallel_size: int = option(1, help="Data parallel size of vLLM, where this command starts it.", ge=1)
     extra_args: tuple[str, ...] = option(
         (),
         help="More arguments for `grpo serve`, comma-separated, where this command starts it.",
@@ -176,20 +171,21 @@ class ServerProcess(ServedOptions):
 
     port: int = option(DEFAULT_PORT, help="Port; 0 picks a free one.", ge=0, le=65535)
     replicas: int = option(
-        1, help="Servers of the same policy, on this port and those after it: requests are spread over them.", ge=1
+        1, help="Servers of the same policy, on consecutive ports; environments spread requests over them.", ge=1
     )
     gpus: str | None = option(
-        None, help="CUDA_VISIBLE_DEVICES of each of them, with ; between: 0;1 (required for several on GPUs)."
+        None,
+        help="CUDA_VISIBLE_DEVICES of each server, separated by ;, such as 0;1 (required for several servers on GPUs).",
     )
     dtype: ServedDtype = option("auto", help="Weights and activations; auto: as the trainer's --dtype.")
     max_model_len: int | None = option(None, help="Longest sequence served (default: the trainer's --seq-len).", gt=0)
     gpu_memory_utilization: float = option(
-        DEFAULT_GPU_SHARE, help="Share of the GPU's memory for vLLM, trainer on the same GPU.", gt=0, le=1
+        DEFAULT_GPU_SHARE, help="Share of the GPU's memory for vLLM; the trainer may need the rest.", gt=0, le=1
     )
-    enforce_eager: bool = option(False, help="No CUDA graphs: several times slower.")
-    tensor_parallel_size: int = option(1, help="GPUs over which each layer is cut.", ge=1)
-    pipeline_parallel_size: int = option(1, help="GPUs over which the layers are dealt.", ge=1)
-    data_parallel_size: int = option(1, help="Replicas of the model, each on GPUs of its own.", ge=1)
+    enforce_eager: bool = option(False, help="Disable CUDA graphs; generation is several times slower.")
+    tensor_parallel_size: int = option(1, help="Tensor parallel size: GPUs that share each layer.", ge=1)
+    pipeline_parallel_size: int = option(1, help="Pipeline parallel size: GPUs that each hold some layers.", ge=1)
+    data_parallel_size: int = option(1, help="Data parallel size: replicas of the model, each on other GPUs.", ge=1)
     extra_args: tuple[str, ...] = option((), help="More arguments for `grpo serve`, comma-separated.")
 
     @property

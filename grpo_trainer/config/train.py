@@ -1,8 +1,7 @@
 """Every option of the trainer and of a run, once: see `options.py` for how flags and TOML come of it.
 
-`TrainConfig` is what `grpo train` takes; names and defaults of the options that the Atropos example trainer had are
-XX `RunConfig` (in `config/run.py`) adds the processes around it. Nothing here
-imports torch.
+`TrainConfig` is what `grpo train` takes; options that the Atropos example trainer had keep its names. `RunConfig` (in
+`config/run.py`) adds the processes around it. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ class ModelConfig(Section):
     )
     logits_dtype: Literal["auto", "float32", "model"] = option(
         "auto",
-        help="float32: logits are not rounded to 16 bits, here and in servers that are started here (others have the "
-        "flag, too); auto: so on a GPU; model: as --dtype.",
+        help="float32: neither the trainer nor a server that it starts rounds logits to 16 bits (other servers"
+        " have the same flag). model: as --dtype. auto: float32 on a GPU.",
     )
     device: str = option("auto", help="cuda, cuda:1, cpu; auto: the first visible GPU, else the CPU.")
     load_in_4bit: bool = option(
@@ -72,26 +71,29 @@ class RolloutConfig(Section):
     )
     api_key: str | None = option(
         None,
-        help="Bearer token of the rollout API (default: ROLLOUT_API_KEY, which no list of processes shows).",
+        help="Bearer token of the rollout API (default: ROLLOUT_API_KEY, which no process list shows).",
         flags=("--rollout-api-key",),
     )
     lease_seconds: float = option(
-        600.0, help="Batches are leased for so long, and extended in time; /status shows those that are not.", gt=0
+        600.0,
+        help="Lease duration of a batch in seconds, renewed automatically. /status shows leases that were not renewed.",
+        gt=0,
     )
-    rollout_timeout: float = option(1800.0, help="Give up when no batch came for this many seconds; 0: never.", ge=0)
+    rollout_timeout: float = option(1800.0, help="Exit when no batch has come for this many seconds; 0: never.", ge=0)
     max_staleness: int | None = option(
         None,
-        help="Drop groups sampled by a policy more than this many versions old (default: keep all).",
+        help="Drop groups that were sampled more than this many policy versions ago (default: keep all).",
         ge=0,
     )
     on_stale: Literal["drop", "downweight"] = option(
-        "drop", help="Such groups: drop, or multiply their loss by 1 / (1 + versions too old)."
+        "drop",
+        help="What to do with such groups: drop them, or multiply their loss by 1 / (1 + versions beyond the limit).",
     )
     eval_every: int = option(
-        0, help="Have environments evaluate on held-out prompts every N steps; 0: as they are told themselves.", ge=0
+        0, help="Environments evaluate on held-out prompts every N steps; 0: as their own settings say.", ge=0
     )
     prefetch: bool = option(
-        True, help="Fetch the next batch and make it ready while the present one trains; not with --max-staleness 0."
+        True, help="Fetch and prepare the next batch during the present step; has no effect with --max-staleness 0."
     )
 
     @field_validator("api_key", mode="before")
@@ -118,7 +120,7 @@ class OptimizerConfig(Section):
     )
     warmup_steps: int = option(0, help="Steps over which the learning rate rises linearly from 0.", ge=0)
     lr_schedule: Literal["constant", "linear", "cosine"] = option(
-        "constant", help="After warm-up: constant, or falling to 0 at the last step."
+        "constant", help="After the warm-up: constant, or falling to 0 at the last step."
     )
     weight_decay: float = option(0.0, help="Decoupled weight decay.", ge=0)
     adam_beta1: float = option(0.9, help="AdamW beta1.", ge=0, lt=1)
@@ -127,11 +129,12 @@ class OptimizerConfig(Section):
     max_grad_norm: float = option(1.0, help="Clip the gradient's norm; 0: off.", ge=0)
     max_bad_steps: int = option(
         5,
-        help="Stop after this many steps in a row whose loss or gradient is not finite, or explodes (each is skipped).",
+        help="Exit after this many bad steps in a row. A step is bad, and skipped, if its loss or gradient is "
+        "not finite or explodes.",
         ge=1,
     )
     grad_spike_factor: float = option(
-        0.0, help="Skip a step whose gradient norm is above this many times the median of the last 64; 0: none.", ge=0
+        0.0, help="Skip a step whose gradient norm exceeds this factor times the median of the last 64; 0: off.", ge=0
     )
 
     @field_validator("optimizer", mode="before")
@@ -151,11 +154,13 @@ class DriftConfig(Section):
 
     drift_limit: float | None = option(
         None,
-        help="Mean |trainer - server| logprob that samples of the present version may have, in nats a token; 0: off "
-        "(default: from the noise that the bridge proof measures).",
+        help="Largest mean |trainer - server| logprob of fresh samples, in nats a token; 0: off (default: from"
+        " the noise that the proof measures).",
         ge=0,
     )
-    on_drift: Literal["warn", "stop"] = option("warn", help="When they have more: say so, or save and stop.")
+    on_drift: Literal["warn", "stop"] = option(
+        "warn", help="What to do beyond the limit: log a warning, or save and exit."
+    )
 
 
 class LogConfig(Section):
@@ -163,15 +168,15 @@ class LogConfig(Section):
 
     log_dir: Path | None = option(None, help="Folder of metrics.jsonl (default: --save-path).")
     log_to: tuple[Literal["wandb", "tensorboard", "trackio"], ...] = option(
-        (), help="Trackers besides metrics.jsonl, comma-separated: wandb, tensorboard, trackio."
+        (), help="Trackers in addition to metrics.jsonl, comma-separated: wandb, tensorboard, trackio."
     )
     use_wandb: bool = option(False, help="The same as --log-to wandb.")
     wandb_project: str | None = option(None, help="Project in W&B or trackio.")
     wandb_group: str | None = option(None, help="Group in W&B or trackio.")
     log_samples: int = option(
-        0, help="Write this many sequences of each step to samples.jsonl, for `grpo report`.", ge=0
+        0, help="Write N sequences of each step to samples.jsonl, which `grpo report` shows.", ge=0
     )
-    benchmark: bool = option(False, help="Print at the end where the time went.")
+    benchmark: bool = option(False, help="Print at the end how the time was spent.")
 
     @field_validator("log_to", mode="before")
     @classmethod
@@ -191,7 +196,10 @@ class TrainConfig(Section):
     batch_size: int = option(2, help="Sequences in a microbatch (one forward and backward pass).", ge=1)
     gradient_accumulation_steps: int = option(32, help="Microbatches in a step.", ge=1)
     step_timeout: float = option(
-        3600.0, help="A step that takes more seconds is hung: say where, save if possible, end; 0: never.", ge=0
+        3600.0,
+        help="A step that takes longer counts as hung, in seconds: the trainer logs the stacks, saves if "
+        "possible and exits. 0: no limit.",
+        ge=0,
     )
     model: ModelConfig
     rollouts: RolloutConfig = RolloutConfig()

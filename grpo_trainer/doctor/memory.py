@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_common.errors import Problem
-from grpo_trainer.config.bridge import AllWeightsOptions, LoraOnly, LoraOptions, RestartOptions
+from grpo_trainer.config.bridge import LoraOnly, LoraOptions, RestartOptions
 from grpo_trainer.config.compute import SPARE
 from grpo_trainer.config.distributed import wants_parts, why_whole
 from grpo_trainer.config.train import TrainConfig
@@ -360,8 +360,3 @@ def head_bytes(model: ModelShape, tokens: int, item: int) -> float:
     """A chunk of logits, and three fp32 copies of it."""
     chunk = min(HEAD_CHUNK, tokens * model.vocab * item)
     return chunk * (1.0 + 3 * 4 / item)
-
-
-def is_trained_whole(config: TrainConfig) -> bool:
-    """Whether every weight is trained, rather than an adapter."""
-    return isinstance(config.bridge, AllWeightsOptions)

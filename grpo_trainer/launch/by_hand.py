@@ -55,7 +55,9 @@ def _environment(config: TrainConfig) -> str:
     urls = ",".join(f"{each.url}/v1" for each in config.vllm.each)
     words = ["grpo", "env", "arithmetic", "serve", "--env.tokenizer_name", name]
     words += ["--env.rollout_server_url", config.rollouts.url, "--env.max_token_length", str(config.model.seq_len)]
-    return _typed([*words, "--openai.base_url", urls, "--openai.model_name", name], None)
+    words += ["--openai.base_url", urls, "--openai.model_name", name]
+    keys = {"--env.rollout_api_key": config.rollouts.api_key, "--openai.api_key": config.vllm.api_key}
+    return " ".join([shlex.join(words), *(f"{flag} …" for flag, key in keys.items() if key)])
 
 
 def _server(config: TrainConfig, *, on_gpu: bool) -> str:
@@ -66,7 +68,9 @@ def _server(config: TrainConfig, *, on_gpu: bool) -> str:
         path = bridge.config_path if isinstance(bridge, LoraOnly | SharedVllm) else None
         flags = (*flags, "--shared-weights", *(("--bridge-config-path", str(path)) if path else ()))
     spec = server_process(config, python="python", on_gpu=on_gpu, model=config.model.name, flags=flags)
-    return _typed(["grpo", "serve", *spec.arguments], KEY_VARIABLE if config.vllm.api_key else None)
+    command = _typed(["grpo", "serve", *spec.arguments], KEY_VARIABLE if config.vllm.api_key else None)
+    gpus = spec.env.get("CUDA_VISIBLE_DEVICES")
+    return f"CUDA_VISIBLE_DEVICES={gpus} {command}" if gpus else command
 
 
 def _typed(words: list[str], key: str | None) -> str:

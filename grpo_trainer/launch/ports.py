@@ -21,7 +21,7 @@ def claim_ports(wanted: dict[str, int], host: str = "127.0.0.1") -> dict[str, in
     """
     busy = [
         Problem(
-            f"--{name}.port",
+            f"--{name.partition('-')[0]}.port",
             f"{port}, held by {port_holder(port)}",
             "a free port",
             "end that process, or choose another port (0 picks a free one)",

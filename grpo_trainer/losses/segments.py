@@ -24,7 +24,3 @@ class Segments:
     def total_N(self, values_N: Tensor) -> Tensor:
         """Return the sum of each sequence's values at each of its tokens."""
         return self.total_B(values_N)[self.index_N]
-
-    def mean_N(self, values_N: Tensor) -> Tensor:
-        """Return the mean of each sequence's values at each of its tokens."""
-        return self.total_N(values_N) / self.total_N(torch.ones_like(values_N))

@@ -147,7 +147,7 @@ def signs(recent: Sequence[Row], entropy: float | None) -> list[Sign]:
     for check in CHECKS:
         values = _finite(recent[-WINDOW:], check.key)
         high = max(check.high, 2 * (entropy or 0.0)) if check.name == "entropy_high" else check.high
-        if values and not check.low <= (value := median(values)) <= high:
+        if len(values) == WINDOW and not check.low <= (value := median(values)) <= high:
             found.append(Sign(check, value, check.low, high))
     return found
 

@@ -17,7 +17,7 @@ ENDS = 5
 """The reward at start and at end is the mean of this many steps, as in `metrics.summary`."""
 MOST_EVALUATIONS = 4
 """Tiles of them."""
-INTERNAL = {*SET_BY_THE_RUN, "vllm_config_path", "resume"}
+INTERNAL = {*SET_BY_THE_RUN, "resume"}
 """Options that differ between any two runs, or say nothing of what was trained."""
 
 

@@ -75,7 +75,10 @@ def read_series(rows: Rows, environments: Environments) -> tuple[dict[str, Serie
     `eval/NAME/FIGURE` at the step that was evaluated, and `env/NAME/FIGURE` for what an environment wrote itself.
     """
     found = [*_of_rows(rows, environments.names), *_of_files(environments.own)]
-    labels = identities((name, step) for name, _, step, _ in found if name)
+    # An environment's own rows say when it was there. Groups of the one before it are trained on after a resume, too.
+    own = {name for name, key, _, _ in found if key.startswith("env/")}
+    present = ((name, step) for name, key, step, _ in found if name and (key.startswith("env/") or name not in own))
+    labels = identities(present)
     series: dict[str, Series] = {}
     for name, key, step, value in found:
         series.setdefault(key.format(name=labels[name]) if name else key, Series()).add(step, value)

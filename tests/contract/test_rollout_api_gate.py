@@ -104,6 +104,13 @@ def test_reset_by_get_is_for_programs_alone(api: Knocking) -> None:
     assert api.service.queue.run is None
 
 
+@pytest.mark.parametrize("path", ["/batch", "/reset_data"])
+def test_a_request_for_headers_alone_changes_nothing(api: Knocking, path: str) -> None:
+    assert api("POST", "/register", json=TRAINER).status_code == 200
+    assert api("HEAD", path).status_code == 405
+    assert api.service.queue.run is not None
+
+
 def test_origins_that_the_user_named_may_call() -> None:
     knocking = Knocking(cors_origins=("https://dashboard.example",))
     preflight = {**PAGE, "access-control-request-method": "POST", "access-control-request-headers": "content-type"}

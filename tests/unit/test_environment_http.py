@@ -76,6 +76,7 @@ def test_an_attempt_ends_where_the_server_is_silent() -> None:
             "env_id 3 is unknown",
             "env_id",
         ),
+        (Reply(302, content=b"moved", headers={"Location": "http://127.0.0.1:1/"}), "moved", None),
     ],
 )
 def test_a_refusal_is_told_at_once_with_its_reason(reply: Reply, reason: str, key: str | None) -> None:

@@ -192,6 +192,19 @@ def test_the_state_of_an_earlier_checkpoint_is_that_checkpoints(tmp_path: Path, 
     assert warning.args[0] == 1 and str(tmp_path / "file") in warning.message and "--env.state_dir" in warning.message
 
 
+def test_states_that_no_checkpoint_needs_are_deleted(tmp_path: Path) -> None:
+    files = StateFiles(tmp_path / "environments", "numbers")
+    for step in range(1, 5):
+        files.save(step, {})
+    for name in ("adapter_step_2", "step_4", "adapter_step_9"):
+        (tmp_path / name).mkdir()
+    for name in ("adapter_step_2", "step_4"):  # the third is not complete yet
+        (tmp_path / name / "state.json").write_text("{}")
+    files.save(6, {})
+    left = {path.name for path in (tmp_path / "environments" / "numbers").iterdir()}
+    assert left == {"step-2.json", "step-4.json", "step-6.json"}
+
+
 class Requests(HTMLParser):
     """What a page would ask for when it is opened, and whether its tags are closed."""
 

@@ -77,6 +77,14 @@ def test_rows_of_logits_without_a_finite_maximum_are_marked_and_no_others(dtype:
     assert marked(sound[:0]).shape == (0, 3)
 
 
+def test_what_sampling_makes_of_logits_is_not_counted() -> None:
+    logits = marked(torch.tensor([[1.0, 2.0], [math.inf, 2.0], [1.0, 2.0]]))
+    logits[0] = math.nan  # a penalty of 0 times -inf
+    logits[1, 0] = -math.inf  # a grammar that forbids the marked token
+    assert finite.rows_with_nan(logits).tolist() == [0, 1, 0]
+    assert finite.rows_with_nan(torch.tensor([[1.0, math.nan], [0.0, 1.0]])).tolist() == [1, 0]  # of another processor
+
+
 def test_new_blocks_are_zeroed_whatever_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[])
     monkeypatch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", property(lambda _: False))

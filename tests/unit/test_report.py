@@ -248,6 +248,18 @@ def test_a_resumed_run_has_one_curve_for_each_environment(tmp_path: Path) -> Non
     assert not [title for title in plots_of(run) if "resumed" in title]
 
 
+def test_groups_that_were_queued_before_a_resume_do_not_make_a_second_environment(tmp_path: Path) -> None:
+    rows = [row(n, **{f"reward/env_{int(n > 4)}": 0.1 * n}) for n in range(1, 7)]  # 3 and 4: of the environment before
+    folder = write_run(tmp_path / "a", rows)
+    (folder / "logs").mkdir()
+    lines = [f"INFO environment {number} registered: sums_{number}, groups of 8\n" for number in (0, 1)]
+    (folder / "logs" / "api.log").write_text("".join(lines))
+    own = [{"step": n, f"sums_{int(n > 2)}/format": n / 10} for n in range(1, 7)]
+    (folder / "logs" / "env-sums.metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in own))
+    series = read_run(folder).series
+    assert list(series["reward/env/sums"].steps) == list(series["env/sums/format"].steps) == [1, 2, 3, 4, 5, 6]
+
+
 def test_one_environment_has_no_line_of_its_own(tmp_path: Path) -> None:
     alone = read_run(write_run(tmp_path / "b", [row(1, **{"reward/env_0": 0.1})]))
     assert [line.name for line in plots_of(alone)["Reward"].lines] == ["mean"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,13 @@ def test_only_the_end_of_a_long_run_is_read(tmp_path: Path) -> None:
     assert (folder / "metrics.jsonl").stat().st_size > 2 * LAST_BYTES
     (run,) = list_runs(tmp_path)
     assert (run.steps, run.reward, run.state) == (1999, 199.7, "done")  # 1997 / 10 is the middle of the last five
+
+
+def test_a_lock_waits_for_one_who_looks(tmp_path: Path) -> None:
+    looking = os.open(tmp_path / "lock", os.O_RDONLY | os.O_CREAT)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    threading.Timer(0.01, os.close, (looking,)).start()
+    os.close(hold(tmp_path / "lock"))
 
 
 @pytest.mark.parametrize("place", [".", "checkpoints"])

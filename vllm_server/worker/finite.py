@@ -17,6 +17,9 @@ from torch import Tensor
 from vllm_server import compat
 from vllm_server.worker.packed import PackedAdapter
 
+COUNTED = "rows_not_finite"
+"""Attribute of a tensor of logits: what `rows_with_nan` returns for it."""
+
 
 class NotFiniteError(ValueError):
     """An adapter is not finite in the dtype in which it is served.
@@ -78,19 +81,22 @@ def mark_logits() -> None:
 
 
 def marked(logits_NV: Tensor) -> Tensor:
-    """Set a row's first logit to NaN if the row has NaN, +inf, or only -inf; return the same tensor.
+    """Set a row's first logit to NaN if the row has NaN, +inf, or only -inf; return the same tensor, with the count.
 
-    The count happens before sampling: a request's own sampling parameters may make logits infinite without a fault of
-    the weights.
+    vLLM counts after sampling, which edits fp32 logits in place: a request's own parameters may then have made a sound
+    row infinite, or hidden the mark of another. So the count is taken here, and travels with the tensor.
     """
     largest_N = logits_NV.amax(-1)
-    logits_NV[..., 0] += largest_N - largest_N  # 0 if the maximum is finite, else NaN, without a wait for the GPU
+    mark_N = largest_N - largest_N  # 0 if the maximum is finite, else NaN, without a wait for the GPU
+    logits_NV[..., 0] += mark_N
+    setattr(logits_NV, COUNTED, mark_N.isnan().to(torch.int32))
     return logits_NV
 
 
 def rows_with_nan(logits_NV: Tensor) -> Tensor:
-    """Return 1 for each row that has NaN, else 0; int32, on the device."""
-    return logits_NV.amax(-1).isnan().to(torch.int32)
+    """Return 1 for each row that the forward pass left without finite logits, else 0; int32, on the device."""
+    counted_N = getattr(logits_NV, COUNTED, None)
+    return logits_NV.amax(-1).isnan().to(torch.int32) if counted_N is None else counted_N
 
 
 def zero_new_blocks() -> None:

@@ -386,6 +386,7 @@ function recall() {
   }
   if (!found) return;
   document.querySelectorAll(remembered).forEach((each, at) => {
+    if (found[at] === undefined) return;  // the page has this control since it was refreshed
     if (each.type === "checkbox") each.checked = found[at]; else each.value = found[at];
   });
 }
