@@ -17,7 +17,7 @@ from tests.processes import answers, free_port, running, tail, wait_for
 pytestmark = pytest.mark.timeout(900)
 
 KILLS = 20
-STEPS = 40
+STEPS = 160  # more than the kills take
 GROUPS_PER_STEP = 8
 GROUP_SIZE = 8
 
