@@ -7,7 +7,6 @@ import time
 from typing import Literal
 
 import msgspec
-from pydantic import Field
 
 from environments.api import wire
 from environments.arithmetic import Problem
@@ -17,10 +16,9 @@ LONG = 100_000
 
 
 class OddConfig(ArithmeticConfig):
-    """What goes wrong, and when."""
+    """What goes wrong after the first step."""
 
     wrong: Literal["nan", "empty", "long answers", "ends", "crashes", "blocks"]
-    after: int = Field(default=8, ge=0, description="items before that")
 
 
 class OddEnv(ArithmeticEnv):
@@ -29,10 +27,8 @@ class OddEnv(ArithmeticEnv):
     name = "odd"
     env_config_cls = OddConfig
     config: OddConfig  # pyright: ignore[reportIncompatibleVariableOverride]
-    taken = 0
 
     async def get_next_item(self) -> Problem | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        self.taken += 1
         if self._is("crashes"):
             os._exit(3)
         return None if self._is("ends") else await super().get_next_item()
@@ -57,7 +53,7 @@ class OddEnv(ArithmeticEnv):
         return group
 
     def _is(self, wrong: str) -> bool:
-        return self.config.wrong == wrong and self.taken > self.config.after
+        return self.config.wrong == wrong and self.curr_step > 0
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def server(tmp_path: Path, script: str = SERVER, *, timeout: float = 60.0, **opt
 
 WAITS = f"""
 import json, subprocess, sys
-importer = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stdin=subprocess.DEVNULL)
+importer = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdin=subprocess.DEVNULL)
 print("waiting with", importer.pid, flush=True)
 line = sys.stdin.readline()
 if not line:
