@@ -21,6 +21,8 @@ from grpo_trainer.follower import follow, join_others
 from grpo_trainer.logs.samples import SampleLog, build_sample_log
 from grpo_trainer.logs.sinks import MetricLog, build_metric_log
 from grpo_trainer.logs.times import print_time_split
+from grpo_trainer.metrics.health import last_line
+from grpo_trainer.metrics.rows import read_rows
 from grpo_trainer.metrics.types import Metrics
 from grpo_trainer.model.policy import build_policy
 from grpo_trainer.phases import FIRST_STEP, START, report_start
@@ -91,9 +93,10 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
             rollouts.close()
             metrics.close()
             checkpoints.close()
-    log.info("%s", metrics.last_line)
+    rows = config.log_dir / METRICS_FILE
+    log.info("%s", last_line(read_rows(rows) if rows.exists() else []))
     if config.logging.benchmark:
-        print_time_split(config.log_dir / METRICS_FILE, Console(file=sys.stdout))
+        print_time_split(rows, Console(file=sys.stdout))
 
 
 def run_steps(

@@ -86,7 +86,7 @@ def _model_config(config: RunConfig) -> bytes | None:
     try:
         return None if folder is None else (folder / CONFIG_FILE).read_bytes()
     except OSError:
-        return None  # whoever loads the model says what is wrong with it
+        return None  # the trainer reports the error when it loads the model
 
 
 def _supervise(config: RunConfig, plan: RunPlan, console: Console, folder: HeldFolder, watch: StartWatch) -> None:
@@ -149,7 +149,7 @@ def empty_old_queue(config: RunConfig) -> None:
 
 @contextmanager
 def recorded(trace_file: Path | None) -> Iterator[None]:
-    """Begin the run's timeline anew and close it at the end, if there is to be one."""
+    """Start an empty timeline file and close it at the end; without a path, do nothing."""
     if trace_file is None:
         yield
         return

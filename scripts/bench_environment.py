@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """What an environment costs: CPU a group while it serves a trainer, and `process` with one turn, two turns and a tool.
 
-python scripts/bench_environment.py [MODEL]             the inference server answers at once, in a process of its own
+python scripts/bench_environment.py [MODEL]             with a stand-in server, a separate process that answers at once
 python scripts/bench_environment.py MODEL --server URL  a real one, for the `process` runs
 
 MODEL is a folder with a tokenizer (default: the demo model's is made). Prints one JSON line.

@@ -30,7 +30,7 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ["GRPO_CACHE"] = tempfile.mkdtemp(prefix="grpo-cache-")
 atexit.register(shutil.rmtree, os.environ["GRPO_CACHE"], ignore_errors=True)
 
-# But for what vLLM keeps of model classes, which each test session would find out anew: 10 s for the first server.
+# vLLM's own cache of model classes stays shared between test sessions: without it the first server takes 10 s longer.
 os.environ.setdefault("VLLM_CACHE_ROOT", str(Path("~/.cache/vllm").expanduser()))
 
 # The machine that runs the tests may be busy with a server beside them: slowness is no failure.

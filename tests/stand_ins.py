@@ -56,7 +56,7 @@ Handle = Callable[[Asked], Reply | None]
 
 @contextmanager
 def answering(handle: Handle) -> Iterator[str]:
-    """The URL of a server that answers from a function, called in a thread of its own."""
+    """Yield the URL of a server that answers from a function; each connection has a thread."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -153,7 +153,7 @@ class LocalApi:
 
 @asynccontextmanager
 async def local_api(service: Service, app: ASGIApp | None = None) -> AsyncIterator[LocalApi]:
-    """The API on a port of its own; `app` stands before it, if it is given."""
+    """Yield the API on a free port; requests go to `app` first, if it is given."""
     api = LocalApi(service, app)
     await api.start()
     try:

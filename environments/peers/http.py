@@ -1,15 +1,21 @@
 """HTTP requests to the other processes of a run; a process that is away for a while is not an error."""
 
-import asyncio
-import itertools
 import logging
-import random
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import aiohttp
 import msgspec
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    retry_if_exception_type,
+    stop_after_delay,
+    wait_exponential,
+    wait_random,
+)
 
 from grpo_common.errors import UserError
 from grpo_common.http import CLIENT_IDLE_S, CONNECT_S, complaint, may_pass
@@ -128,19 +134,18 @@ class Peer:
     async def _patient(
         self, method: str, path: str, content: bytes | None, headers: Mapping[str, str] | None, patience: float
     ) -> Answer:
-        started = time.monotonic()
-        for attempt in itertools.count():
-            try:
-                return await self._attempt(method, path, content, headers)
-            except _Trouble as trouble:
-                if time.monotonic() - started >= patience:
-                    raise PeerGone(
-                        f"not done within {patience:.0f} s", field=f"{self.name} at {self.url}", got=trouble
-                    ) from None
-                self._say_waiting(trouble, patience)
-            pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempt, 10))
-            await asyncio.sleep(pause + random.uniform(0.0, _SPREAD_S))
-        raise AssertionError("attempts are counted without end")
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type(_Trouble),
+            stop=stop_after_delay(patience),
+            wait=wait_exponential(multiplier=_FIRST_PAUSE_S, max=_LONGEST_PAUSE_S) + wait_random(0.0, _SPREAD_S),
+            before_sleep=partial(self._say_waiting, patience),
+            reraise=True,
+        )
+        try:
+            return await retrying(self._attempt, method, path, content, headers)
+        except _Trouble as trouble:
+            field = f"{self.name} at {self.url}"
+            raise PeerGone(f"not done within {patience:.0f} s", field=field, got=trouble) from None
 
     async def _attempt(
         self, method: str, path: str, content: bytes | None, headers: Mapping[str, str] | None
@@ -170,7 +175,7 @@ class Peer:
             )
         return self._http
 
-    def _say_waiting(self, trouble: _Trouble, patience: float) -> None:
+    def _say_waiting(self, patience: float, retrying: RetryCallState) -> None:
         now = time.monotonic()
         if self._away_since is None:
             self._away_since, self._said_at = now, float("-inf")
@@ -178,4 +183,5 @@ class Peer:
             self._said_at = now
             away = now - self._away_since
             level = logging.WARNING if away >= patience / 2 else logging.INFO
+            trouble = retrying.outcome.exception() if retrying.outcome else None
             log.log(level, "waiting for %s at %s (%.0f s so far): %s", self.name, self.url, away, trouble)

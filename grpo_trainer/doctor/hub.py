@@ -23,7 +23,9 @@ def refuse_missing(name: str) -> None:
     """
     if (problem := missing_path(name)) is not None:
         raise ModelError.of([replace(problem, field="--model-name")])
-    found = check_name(name)
+    if find_folder(name) is not None:
+        return
+    found = ask_hub(name)
     if found.status == "fail":
         raise ModelError(field="--model-name", got=found.got, wanted=found.wanted, fix=found.fix)
     if found.status == "warn":

@@ -17,7 +17,7 @@ from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.files import METRICS_FILE
 from grpo_trainer.logs.machine import machine_metrics
 from grpo_trainer.logs.trackers import SINKS
-from grpo_trainer.metrics.health import Row, first_entropy, flagged, flags, last_line, seen, signs
+from grpo_trainer.metrics.health import BEGIN, WINDOW, Row, first_entropy, flagged, flags, seen, signs
 from grpo_trainer.metrics.remaining import RECENT, duration, seconds_left
 from grpo_trainer.metrics.rows import keep_steps, read_rows
 from grpo_trainer.metrics.types import Metrics, merge, reduce
@@ -45,7 +45,8 @@ class MetricLog:
         self, sinks: Sequence[Sink], earlier: Sequence[Row] = (), say: Callable[[str], None] = log.warning
     ) -> None:
         self._sinks = sinks
-        self._rows: list[Row] = list(earlier)
+        self._first: list[Row] = list(earlier[:BEGIN])
+        self._recent: deque[Row] = deque(earlier[-WINDOW:], maxlen=WINDOW)
         self._resumed = bool(earlier)
         self._said = {sign.check.name for _, sign in seen(earlier)}
         self._say = say
@@ -63,8 +64,10 @@ class MetricLog:
         if self._resumed:
             numbers["train/resumed"] = 1.0
             self._resumed = False
-        self._rows.append(numbers)
-        found = signs(self._rows, first_entropy(self._rows))
+        if len(self._first) < BEGIN:
+            self._first.append(numbers)
+        self._recent.append(numbers)
+        found = signs([*self._recent], first_entropy(self._first))
         numbers |= flags(found)
         for sink in self._sinks:
             sink.write(step, numbers)
@@ -73,11 +76,6 @@ class MetricLog:
                 self._said.add(sign.check.name)
                 self._say(f"out of range since step {step}: {sign}")
         return numbers
-
-    @property
-    def last_line(self) -> str:
-        """Whether the run learnt."""
-        return last_line(self._rows)
 
     def close(self) -> None:
         for sink in self._sinks:

@@ -10,11 +10,10 @@ from html import escape
 
 from grpo_trainer.config.run import SET_BY_THE_RUN
 from grpo_trainer.metrics.remaining import duration
+from grpo_trainer.metrics.summary import ENDS
 from grpo_trainer.report.read import Event, Run
 from grpo_trainer.report.timeline import lanes, last_steps, sentence
 
-ENDS = 5
-"""The reward at start and at end is the mean of this many steps, as in `metrics.summary`."""
 MOST_EVALUATIONS = 4
 """Tiles of them."""
 INTERNAL = {*SET_BY_THE_RUN, "resume"}

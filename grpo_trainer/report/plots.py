@@ -86,7 +86,7 @@ def _line_data(line: Line) -> dict[str, Any]:
 
 
 def rounded(value: Value, digits: int = 4) -> Value:
-    """The number with so many significant digits; None for what is none."""
+    """Return the number rounded to `digits` significant digits; None if the value is not a finite number."""
     if not _is_number(value):
         return None
     short = float(f"{value:.{digits}g}")

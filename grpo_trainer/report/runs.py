@@ -17,12 +17,13 @@ from grpo_common.locks import is_held
 from grpo_trainer.config.bridge import CheckpointRestart
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import LOCK_FILE, METRICS_FILE
+from grpo_trainer.metrics.summary import ENDS
 from grpo_trainer.report.read import CONFIG_FILE, final_step, is_done, read_settings
 
 DEPTH = 2
 """How many folders down runs are looked for: `runs/sums`, `runs/monday/sums`."""
-LAST_ROWS, LAST_BYTES = 5, 1 << 16
-"""The reward is the mean of this many rows, which are within so many bytes of the file's end."""
+LAST_BYTES = 1 << 16
+"""The end of metrics.jsonl that is read; it holds the last `ENDS` rows, of which the reward is the mean."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def _run_folders(folder: Path, depth: int = DEPTH) -> Iterator[Path]:
 def _listed(folder: Path) -> Listed:
     settings, rows = read_settings(folder), _last_rows(folder / METRICS_FILE)
     steps, total = rows[-1]["step"] if rows else 0, settings.get("training_steps")
-    rewards = [row["reward/mean"] for row in rows[-LAST_ROWS:] if row.get("reward/mean") is not None]
+    rewards = [row["reward/mean"] for row in rows[-ENDS:] if row.get("reward/mean") is not None]
     checkpoints = folder / "checkpoints"
     running = is_held(folder / LOCK_FILE) or is_held(checkpoints / LOCK_FILE)
     done = is_done(steps, total, final_step(checkpoints))

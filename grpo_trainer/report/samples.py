@@ -36,7 +36,7 @@ def _fitting(samples: list[dict[str, Any]], most: int) -> list[dict[str, Any]]:
 
 
 def evenly(steps: Sequence[int], count: int) -> list[int]:
-    """So many of them, the first and the last included; one alone is the last."""
+    """Return `count` steps at even distances, the first and the last included; if `count` is 1, the last."""
     if count == 1:
         return [steps[-1]]
     return [steps[round(at * (len(steps) - 1) / (count - 1))] for at in range(count)]

@@ -41,6 +41,15 @@ LATE_SERVER = f"import time\ntime.sleep(1)\n{SERVER}"
 LAST = "no such dataset"
 NOTICED = "x INFO waiting 15 s for a batch"
 """A line as the trainer's log has it: the supervisor shows those that say how long it waits."""
+ANSWERED = """
+import time, urllib.request
+def answered(port):
+    while True:
+        try:
+            return urllib.request.urlopen(f"http://127.0.0.1:{port}/")
+        except OSError:
+            time.sleep(0.01)
+"""
 SLEEPER = "import time; print('asleep', flush=True); time.sleep(120)"
 STUBBORN = """
 import signal, subprocess, sys, time
@@ -131,19 +140,13 @@ def test_processes_of_a_stage_start_together(
     patient = "import os, sys, time\nwhile not os.path.exists(sys.argv[2]): time.sleep(0.01)\n" + SERVER
     server = spec("server", patient, str(port), str(sign), ready_url=f"http://127.0.0.1:{port}/")
     first = f"""
-        import pathlib, time, urllib.request
+        import pathlib
         pathlib.Path({str(sign)!r}).touch()  # the server waits for it
-        while True:
-            try:
-                urllib.request.urlopen("http://127.0.0.1:{port}/")
-            except OSError:
-                time.sleep(0.01)
-            else:
-                break
+        answered({port})
         time.sleep(0.5)  # in which the supervisor sees it, too
     """
     with make() as supervisor:
-        supervisor.run([[server, spec("trainer", first, ends_run=True)]])
+        supervisor.run([[server, spec("trainer", ANSWERED + textwrap.dedent(first), ends_run=True)]])
     assert_gone(recorder.pids)
     named = [line.partition(":")[0] for line in recorder.said]
     assert named == ["trainer", "server"], "one was started, the other one became ready later"
@@ -196,22 +199,16 @@ def test_who_has_not_come_to_a_step_has_little_time_to_end(make: Callable[[], Su
 def test_who_waits_for_a_server_is_heard_when_nobody_else_does(tmp_path: Path) -> None:
     port, said = free_port(), list[str]()
     waits = f"""
-        import sys, time, urllib.request
+        import sys
         print({NOTICED!r}, "one", file=sys.stderr, flush=True)
-        while True:
-            try:
-                urllib.request.urlopen("http://127.0.0.1:{port}/")
-            except OSError:
-                time.sleep(0.01)
-            else:
-                break
+        answered({port})
         time.sleep(1)
         print({NOTICED!r}, "two", file=sys.stderr, flush=True)
     """
 
     server = spec("server", LATE_SERVER, str(port), ready_url=f"http://127.0.0.1:{port}/")
     with Supervisor(tmp_path, said.append, said.append) as supervisor:
-        supervisor.run([[server, spec("trainer", waits, ends_run=True)]])
+        supervisor.run([[server, spec("trainer", ANSWERED + textwrap.dedent(waits), ends_run=True)]])
     assert [line for line in said if NOTICED in line] == [f"trainer: {NOTICED} two"]
 
 

@@ -80,8 +80,8 @@ class WorkChoice(Section):
     prompt_len: int | None = option(None, help="Tokens of a prompt (default: 256; tiny: 16).", ge=1)
     completion_mean: float | None = option(
         None,
-        help="Mean length of completions in tokens, before --completion-len cuts them: each token ends its completion "
-        "with one chance in so many (default: 350; tiny: 12).",
+        help="Mean length of completions in tokens, before --completion-len truncates them: each token ends its "
+        "completion with the probability 1 / this (default: 350; tiny: 12).",
         ge=1,
     )
     completion_len: int | None = option(None, help="Tokens of the longest completion (default: 1024; tiny: 48).", ge=1)
