@@ -18,6 +18,11 @@ NO_SPREAD = 1e-4
 """A standard deviation of rewards below this counts as rounding error."""
 
 
+def trained_tokens(mask: Sequence[int]) -> int:
+    """Return the number of tokens of a sequence that are trained on, by its mask."""
+    return sum(entry != wire.IGNORED for entry in mask)
+
+
 @dataclass(frozen=True, slots=True)
 class TurnReward:
     """The reward of one turn, which credits the tokens before `end`."""

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from environments.api import wire
 from grpo_common.trace import stage
+from grpo_trainer.allocator import grow_segments
 from grpo_trainer.batch.batching import import_own_parts
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.distributed import Restore, World
@@ -52,6 +53,7 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
     import_own_parts(config.loss)  # this check and the next come before any process waits for the others
     refuse_to_mix_runs(config.log_dir, config.checkpoints.resume, "--log-dir")
     world = meet(config)
+    grow_segments()
     seed_generators(config.model.seed)
     if not world.leads:
         follow(config, world)

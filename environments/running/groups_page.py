@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any, Final
 
 from environments.api import wire
+from environments.trajectory import trained_tokens
 
 BARS: Final = 20
 MOST_GROUPS: Final = 200
@@ -50,7 +51,7 @@ def groups_page(title: str, groups: Sequence[wire.ScoredData]) -> str:
 
 
 def _figures(groups: Sequence[wire.ScoredData], scores: Sequence[float]) -> str:
-    lengths = [sum(entry != wire.IGNORED for entry in mask) for group in groups for mask in group.masks]
+    lengths = [trained_tokens(mask) for group in groups for mask in group.masks]
     same = sum(len(set(group.scores)) == 1 for group in groups)
     figures = {"groups": f"{len(groups):,}", "answers": f"{len(scores):,}"}
     if scores:
@@ -100,7 +101,7 @@ def _shared(conversations: Sequence[Sequence[dict[str, Any]]]) -> int:
 
 def _answer(group: wire.ScoredData, index: int, messages: Sequence[dict[str, Any]], mean: float) -> str:
     score = group.scores[index]
-    trained = sum(entry != wire.IGNORED for entry in group.masks[index])
+    trained = trained_tokens(group.masks[index])
     side = "above" if score > mean else "below" if score < mean else ""
     version = f", policy {group.policy_versions[index]}" if group.policy_versions else ""
     return (

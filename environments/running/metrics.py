@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from environments.api import wire
 from environments.config import BaseEnvConfig, ConfigError
+from environments.trajectory import trained_tokens
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ class Tally:
         """Count a group that was sent."""
         self.groups += 1
         self.scores += group.scores
-        self.lengths += [sum(entry != wire.IGNORED for entry in mask) for mask in group.masks]
+        self.lengths += [trained_tokens(mask) for mask in group.masks]
         self.versions.update(group.policy_versions or [])
 
     def metrics(self) -> dict[str, float]:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from environments.api import wire
 from environments.config import BaseEnvConfig
 
-OVERTAKEN = 3
-"""Default limit of a group's staleness, in versions, if newer groups can overtake it; otherwise it is at most 2."""
+OVERTAKEN = 4
+"""Default limit of a group's staleness, in versions, if newer groups can overtake it."""
+MOST_BATCHES = 2
+"""Most batches of groups in flight by default, however few of their completions run at a time."""
+RECENT_GROUPS = 32
+"""Groups over which `RunningShare` averages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +55,34 @@ class InFlight:
     Attributes:
         groups: Their number.
         oldest_step: The trainer's step when the oldest of them was started; None: there is none.
+        running_share: Mean share of a group's completions that run while the group is generated, in (0, 1].
     """
 
     groups: int = 0
     oldest_step: int | None = None
+    running_share: float = 1.0
+
+
+class RunningShare:
+    """Mean share of a group's completions that run while the group is generated.
+
+    The completions of a group start together and the group lasts as long as its longest one. So the share of a group
+    is the mean length of its completions divided by the longest.
+    """
+
+    def __init__(self) -> None:
+        """Begin with the share of completions of one length."""
+        self._shares: deque[float] = deque(maxlen=RECENT_GROUPS)
+
+    def add(self, lengths: Sequence[int]) -> None:
+        """Add a group by the lengths of its completions in tokens."""
+        if longest := max(lengths, default=0):
+            self._shares.append(fmean(lengths) / longest)
+
+    @property
+    def value(self) -> float:
+        """The mean over the last groups; 1 before the first."""
+        return fmean(self._shares) if self._shares else 1.0
 
 
 def groups_to_start(
@@ -59,7 +90,8 @@ def groups_to_start(
 ) -> int:
     """Return how many groups to start now. Count `in_flight` *before* the request for `status`.
 
-    One batch of groups is kept in flight until the trainer's next batch is complete, so that the server does not drain
+    Until the trainer's next batch is complete, so many groups are kept in flight that one batch of completions runs:
+    more than one batch of groups if their lengths differ, but at most `MOST_BATCHES`. So the server does not drain
     while a batch's last groups finish. With `max_batches_offpolicy`, with several environments, or with an API that
     does not report the trainer's leases, queued and in-flight groups stay within that many batches (default 1).
 
@@ -72,7 +104,7 @@ def groups_to_start(
     batches = min(config.max_batches_offpolicy or 1, left)
     by_need = config.max_batches_offpolicy is None and status.leased is not None and status.env_weight >= 1.0
     if by_need:
-        room = _to_keep_a_batch_in_flight(status, batch, in_flight)
+        room = _to_keep_a_batch_running(status, batch, in_flight)
     else:
         room = _within_batches(status, batch, batches, in_flight)
     lag = OVERTAKEN if by_need and registration.max_staleness is None else registration.max_staleness
@@ -86,9 +118,10 @@ def groups_to_start(
     return max(0, min(room, config.max_concurrent_groups - in_flight.groups))
 
 
-def _to_keep_a_batch_in_flight(status: wire.StatusEnv, batch: float, in_flight: InFlight) -> int:
+def _to_keep_a_batch_running(status: wire.StatusEnv, batch: float, in_flight: InFlight) -> int:
     complete = max(0.0, (status.leased or 0) - batch) + status.queue_size  # groups beyond the batch in training
-    return math.ceil(batch) - in_flight.groups if complete < batch else 0
+    wanted = math.ceil(batch * min(MOST_BATCHES, 1 / in_flight.running_share))
+    return wanted - in_flight.groups if complete < batch else 0
 
 
 def _within_batches(status: wire.StatusEnv, batch: float, batches: float, in_flight: InFlight) -> int:

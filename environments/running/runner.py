@@ -17,9 +17,10 @@ from environments.peers.http import PeerError, PeerRefused
 from environments.peers.rollout_api import NotRegistered, RolloutApi
 from environments.running.files import GroupFile
 from environments.running.metrics import JsonlSink, Reporter, Sink, open_wandb
-from environments.running.pace import InFlight, Registration, groups_to_start
+from environments.running.pace import InFlight, Registration, RunningShare, groups_to_start
 from environments.running.state import FOLDER, StateFiles
 from environments.scoring import ScoreTimeout
+from environments.trajectory import trained_tokens
 from grpo_common.trace import lane, stage
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class Runner:
         self._registration: Registration | None = None
         self._generating: Tasks = {}
         self._posting: Tasks = {}
+        self._running = RunningShare()
         self._evaluation: asyncio.Task[None] | None = None
         self._file = GroupFile.append(self.config.data_path_to_save_groups)
         self._lost = 0
@@ -239,7 +241,7 @@ class Runner:
 
     def _in_flight(self) -> InFlight:
         steps = [*self._generating.values(), *self._posting.values()]
-        return InFlight(len(steps), min(steps, default=None))
+        return InFlight(len(steps), min(steps, default=None), self._running.value)
 
     async def _status(self) -> wire.StatusEnv | None:
         """Return the API's status, or None if the environment had to register again first."""
@@ -311,6 +313,8 @@ class Runner:
             self._lose("failed", repr(error), said=True)
             return
         assert self._registration is not None, "groups are collected after the registration"
+        if group is not None:
+            self._running.add([trained_tokens(mask) for mask in group.masks])
         if group is None:
             self._drop("came to nothing")
         elif (reason := unfit(group, self.config, self._registration.max_token_len)) == ALL_EQUAL:

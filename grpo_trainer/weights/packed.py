@@ -8,6 +8,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
+from grpo_trainer.allocator import shareable
 from grpo_trainer.model.lora import adapter_settings, adapter_state
 from vllm_server.protocol.flat import encode_header, lay_out
 
@@ -33,7 +34,8 @@ class PackedAdapter:
         self.settings = adapter_settings(model)
         self.header = encode_header(spans, {"format": "pt", "adapter_config": json.dumps(self.settings)})
         device = next(iter(state.values())).device
-        self.buffer_E = torch.empty(spans[-1].end // dtype.itemsize, dtype=dtype, device=device)
+        with shareable():
+            self.buffer_E = torch.empty(spans[-1].end // dtype.itemsize, dtype=dtype, device=device)
         self._sources = [tensor.detach() for tensor in state.values()]
         self._targets = [
             self.buffer_E[span.start // dtype.itemsize : span.end // dtype.itemsize].view(span.shape) for span in spans

@@ -67,6 +67,15 @@ def test_logprobs_are_those_of_the_distribution_sampled_from(
     assert_made_by(base, answer, temperature)
 
 
+def test_a_completion_ends_at_any_of_many_stop_ids(server: Serving) -> None:
+    sampling = {"policy_version": 0, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    (tokens,) = server.generate(SHORT, **sampling).token_ids
+    other = next(place for place, token in enumerate(tokens) if token not in tokens[:place] and place > 0)
+    unused = [token for token in range(40, 60) if token not in tokens]
+    answer = server.generate(SHORT, **sampling, stop_token_ids=[*unused, tokens[other]])
+    assert answer.token_ids == [tokens[: other + 1]] and answer.finish_reasons == ["stop"]
+
+
 @pytest.mark.parametrize("prompt", [SHORT, LONG], ids=["short", "longer than two blocks"])
 def test_each_version_answers_with_its_own_weights(server: Serving, base: torch.nn.Module, prompt: list[int]) -> None:
     first_model, first = server.publish()

@@ -312,7 +312,7 @@ def test_expandable_segments(model: Path) -> None:
     machine = replace(MACHINE, environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
     found = only_fault(look_at(run_of(model, weight_bridge_mode="shared_vllm"), machine))
     assert found.name == "expandable segments" and found.fix == "unset PYTORCH_CUDA_ALLOC_CONF"
-    assert only_fault(look_at(run_of(model), machine), "warn").name == "expandable segments"
+    assert {each.status for each in look_at(run_of(model), machine).findings} <= {"ok", "skip"}
 
 
 def test_a_memory_plan_too_large(model: Path) -> None:

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from environments.api import wire
 from environments.config import BaseEnvConfig
-from environments.running.pace import OVERTAKEN, InFlight, Registration, groups_to_start
+from environments.running.pace import (
+    OVERTAKEN,
+    RECENT_GROUPS,
+    InFlight,
+    Registration,
+    RunningShare,
+    groups_to_start,
+)
 
 STEPS = 12
 
@@ -84,13 +91,16 @@ def test_within_so_many_batches(
         (status(leased=4, queue=4), InFlight(0), 0),  # it is complete
         (status(leased=8), InFlight(2, 0), 0),  # and the trainer has it already
         (status(leased=6, queue=1), InFlight(1, 0), 3),  # 2 leased ahead and 1 queued are no batch
-        (status(step=3, leased=4, queue=3), InFlight(1, 1), 0),  # two steps old: (3 + 1 - 2) * 4 - 4 - 3 - 1
-        (status(step=4, leased=0, queue=0), InFlight(1, 1), 3),  # three: 1 * 4 - 1
-        (status(step=5, leased=0, queue=0), InFlight(1, 1), 0),  # it goes first
+        (status(leased=4), InFlight(1, 0, running_share=0.8), 4),  # 5 groups, so that 4 groups' completions run
+        (status(leased=4), InFlight(1, 0, running_share=0.1), 7),  # never more than two batches
+        (status(leased=4, queue=4), InFlight(0, running_share=0.5), 0),  # the next batch is complete
+        (status(step=4, leased=4, queue=3), InFlight(1, 1), 0),  # three steps old: (4 + 1 - 3) * 4 - 4 - 3 - 1
+        (status(step=5, leased=0, queue=0), InFlight(1, 1), 3),  # four: 1 * 4 - 1
+        (status(step=6, leased=0, queue=0), InFlight(1, 1), 0),  # it goes first
         (status(step=8, leased=4, queue=2), InFlight(1, 8), 1),  # two steps are left: 2 * 4 - 4 - 2 - 1
     ],
 )
-def test_one_batch_is_kept_in_flight(seen: wire.StatusEnv, in_flight: InFlight, wanted: int) -> None:
+def test_one_batch_of_completions_is_kept_running(seen: wire.StatusEnv, in_flight: InFlight, wanted: int) -> None:
     assert groups_to_start(seen, registration(last_step=10), config(), in_flight) == wanted
 
 
@@ -171,6 +181,20 @@ class Run:
             else:
                 self.queue.append(heapq.heappop(self.generating)[1])
         return self
+
+
+def test_the_running_share_is_the_mean_of_mean_by_longest_length() -> None:
+    share = RunningShare()
+    assert share.value == 1.0
+    share.add([0, 0])  # nothing was sampled: it says nothing
+    assert share.value == 1.0
+    share.add([10, 20, 30, 40])
+    assert share.value == pytest.approx(25 / 40)
+    share.add([7, 7])
+    assert share.value == pytest.approx((25 / 40 + 1) / 2)
+    for _ in range(RECENT_GROUPS):
+        share.add([1, 3])
+    assert share.value == pytest.approx(2 / 3)  # older groups are forgotten
 
 
 durations = st.lists(st.floats(0.01, 50.0), min_size=1, max_size=200)

@@ -98,46 +98,43 @@ def worker(rank: int = 0, uuid: str = OURS, visible: list[str] | None = None) ->
 
 
 @pytest.mark.parametrize(
-    ("trainer", "told", "expandable", "works"),
+    ("trainer", "told", "works"),
     [
         # one machine, one GPU: its memory can be mapped, NCCL takes one rank a GPU
-        (OURS, info(worker()), False, {"cuda_ipc"}),
+        (OURS, info(worker()), {"cuda_ipc"}),
         # one machine, the server on another GPU, which it sees alone
-        (OURS, info(worker(uuid=OTHER)), False, {"nccl"}),
+        (OURS, info(worker(uuid=OTHER)), {"nccl"}),
         # the same, and the server sees the trainer's as well
-        (OURS, info(worker(uuid=OTHER, visible=[OTHER, OURS])), False, {"cuda_ipc", "nccl"}),
+        (OURS, info(worker(uuid=OTHER, visible=[OTHER, OURS])), {"cuda_ipc", "nccl"}),
         # two workers, one of them on the trainer's GPU
-        (OURS, info(worker(visible=[OURS, OTHER]), worker(1, OTHER, [OURS, OTHER])), False, {"cuda_ipc"}),
+        (OURS, info(worker(visible=[OURS, OTHER]), worker(1, OTHER, [OURS, OTHER])), {"cuda_ipc"}),
         # two workers, one of which does not see the trainer's GPU
-        (OURS, info(worker(0, "GPU-2", ["GPU-2", OURS]), worker(1, OTHER, [OTHER])), False, {"nccl"}),
+        (OURS, info(worker(0, "GPU-2", ["GPU-2", OURS]), worker(1, OTHER, [OTHER])), {"nccl"}),
         # another machine, even though a GPU is said to be the same
-        (OURS, info(worker(uuid=OTHER, visible=[OURS, OTHER]), machine="there"), False, {"nccl"}),
-        # memory that can't be mapped elsewhere
-        (OURS, info(worker(uuid=OTHER, visible=[OTHER, OURS])), True, {"nccl"}),
-        (OURS, info(worker()), True, set()),
+        (OURS, info(worker(uuid=OTHER, visible=[OURS, OTHER]), machine="there"), {"nccl"}),
         # a CPU on either side
-        ("", info(worker()), False, set()),
-        (OURS, info(worker(uuid="", visible=[])), False, set()),
-        ("", info(worker(uuid="", visible=[])), False, set()),
-        (OURS, info(worker(), worker(1, "", [])), False, set()),
+        ("", info(worker()), set()),
+        (OURS, info(worker(uuid="", visible=[])), set()),
+        ("", info(worker(uuid="", visible=[])), set()),
+        (OURS, info(worker(), worker(1, "", [])), set()),
     ],
 )
-def test_what_works_where(trainer: str, told: BridgeInfo, expandable: bool, works: set[Transport]) -> None:
-    where = Layout(trainer, "here", told, expandable)
+def test_what_works_where(trainer: str, told: BridgeInfo, works: set[Transport]) -> None:
+    where = Layout(trainer, "here", told)
     assert {name for name in ORDER if obstacle(name, where) is None} == works | {"memory", "disk"}
 
 
 @pytest.mark.parametrize("name", ["cuda_ipc", "nccl"])
 def test_every_obstacle_is_named(name: Transport) -> None:
-    """All combinations: CPU or GPU on both sides, one or two machines, what is visible, the allocator."""
+    """All combinations: CPU or GPU on both sides, one or two machines, what is visible."""
     found = {}
-    for trainer, uuid, machine, sees, expandable in itertools.product(
-        (OURS, ""), (OURS, OTHER, ""), ("here", "there"), (True, False), (True, False)
+    for trainer, uuid, machine, sees in itertools.product(
+        (OURS, ""), (OURS, OTHER, ""), ("here", "there"), (True, False)
     ):
         visible = [gpu for gpu in (uuid, OURS if sees else "") if gpu]
-        where = Layout(trainer, "here", info(worker(uuid=uuid, visible=visible), machine=machine), expandable)
-        found[trainer, uuid, machine, sees, expandable] = obstacle(name, where)
-    for (trainer, uuid, machine, sees, expandable), problem in found.items():
+        where = Layout(trainer, "here", info(worker(uuid=uuid, visible=visible), machine=machine))
+        found[trainer, uuid, machine, sees] = obstacle(name, where)
+    for (trainer, uuid, machine, sees), problem in found.items():
         got = (problem.field, problem.got) if problem is not None else None
         if not trainer:
             assert got == ("trainer", "a CPU")
@@ -147,8 +144,6 @@ def test_every_obstacle_is_named(name: Transport) -> None:
             assert got == (("server", f"GPU {OURS}") if uuid == OURS else None)
         elif machine == "there":
             assert got == ("server", "machine there")
-        elif expandable:
-            assert got == ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         elif not sees and uuid != OURS:
             assert problem is not None and (problem.got, problem.wanted) == (OTHER, OURS)
             assert "CUDA_VISIBLE_DEVICES" in problem.field and problem.field.endswith(" 0")
@@ -156,16 +151,9 @@ def test_every_obstacle_is_named(name: Transport) -> None:
             assert problem is None
 
 
-def test_a_trainer_on_a_cpu_finds_itself_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = PackedAdapter(tiny_lora(), torch.float32)
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    told = info()
-    assert layout(packed, told) == Layout("", machine_id(), told, expandable_segments=False)
-    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        with monkeypatch.context() as patch:
-            patch.setenv(variable, "max_split_size_mb:64,expandable_segments:True")
-            assert layout(packed, told).expandable_segments
+def test_a_trainer_on_a_cpu_finds_itself_there() -> None:
+    packed, told = PackedAdapter(tiny_lora(), torch.float32), info()
+    assert layout(packed, told) == Layout("", machine_id(), told)
 
 
 class Opened:

@@ -28,7 +28,6 @@ def step(
     """
     asked = build(StepOptions, options)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # reserved is then what is needed
     from grpo_trainer.bench.step.measure import as_dict, measure
     from grpo_trainer.bench.sync.report import as_table
 

@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from transformers import PreTrainedModel
 
+from grpo_trainer.allocator import grow_segments
 from grpo_trainer.bench.step.flops import step_flops
 from grpo_trainer.bench.step.options import StepOptions
 from grpo_trainer.bench.step.rollouts import GROUP, synthetic_batch
@@ -124,6 +125,7 @@ def measure(options: StepOptions) -> StepFigures | None:
     Under torchrun all processes take their shares of each batch; rank 0 measures, for the others this is None.
     """
     world = join(DistributedConfig(), on_gpu=torch.cuda.is_available())
+    grow_segments()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if world.leads:
         with world:

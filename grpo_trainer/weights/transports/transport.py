@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,21 +55,18 @@ class Layout:
     Attributes:
         gpu_uuid: the trainer's GPU; empty on a CPU.
         machine: the trainer's `machine_id()`.
-        expandable_segments: the trainer's CUDA allocator uses them.
     """
 
     gpu_uuid: str
     machine: str
     info: BridgeInfo
-    expandable_segments: bool = False
 
 
 def layout(packed: PackedAdapter, info: BridgeInfo) -> Layout:
     """Return the layout of this process and the server."""
     device = packed.buffer_E.device
     uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
-    return Layout(uuid, machine_id(), info, "expandable_segments:True" in settings)
+    return Layout(uuid, machine_id(), info)
 
 
 def obstacle(transport: Transport, where: Layout) -> Problem | None:
@@ -85,9 +81,6 @@ def obstacle(transport: Transport, where: Layout) -> Problem | None:
     if transport == "cuda_ipc":
         if where.machine != where.info.machine:
             return Problem("server", f"machine {where.info.machine}", f"{where.machine}, the trainer's")
-        if where.expandable_segments:
-            summary = "another process can't map such memory"
-            return Problem("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", summary=summary)
         for worker in workers:
             if where.gpu_uuid not in worker.visible_gpus:
                 visible = ", ".join(worker.visible_gpus) or "none"

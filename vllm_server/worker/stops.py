@@ -1,0 +1,34 @@
+"""Compare sampled tokens with a set of stop ids. vLLM searches a list, once for each token of each sequence.
+
+With 256 sequences and 434 stop ids, the list took 12 % of the engine's time (1.5B, an H200).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_server import compat
+
+FEW = 8
+"""Up to this many ids, a list is as fast."""
+
+
+def look_up_in_sets() -> None:
+    """Let requests keep many stop ids as a set. Call this in the engine's process, before it takes requests.
+
+    Raises:
+        FatalError: this vLLM takes requests elsewhere.
+    """
+    core = compat.seam(("vllm.v1.engine.core",), "EngineCore").EngineCore
+    if not hasattr(core, "preprocess_add_request"):
+        raise compat.moved("EngineCore.preprocess_add_request")
+    vllms: Callable[..., tuple[Any, int]] = core.preprocess_add_request
+
+    def preprocess_add_request(self: Any, request: Any) -> tuple[Any, int]:
+        params = request.sampling_params
+        if params is not None and len(params.stop_token_ids or ()) > FEW:
+            params.stop_token_ids = frozenset(params.stop_token_ids)
+        return vllms(self, request)
+
+    core.preprocess_add_request = preprocess_add_request
