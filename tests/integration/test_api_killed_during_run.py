@@ -16,8 +16,8 @@ from tests.processes import answers, free_port, running, tail, wait_for
 
 pytestmark = pytest.mark.timeout(900)
 
-KILLS = 20
-STEPS = 160  # more than the kills take
+KILLS = 10
+STEPS = 90  # more than the kills take
 GROUPS_PER_STEP = 8
 GROUP_SIZE = 8
 

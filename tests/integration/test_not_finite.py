@@ -31,7 +31,7 @@ SAMPLING = {"max_tokens": 8, "temperature": 1.0, "seed": 5, "logprobs": 0, "igno
 KINDS = ("nan", "inf", "alpha", "overflow")
 SCALE = 2  # lora_alpha / r of `make_adapter`
 LARGEST = 3e38 / SCALE  # finite in float32 and bfloat16, and so is its product with the scale
-ROUNDS = 50  # of each kind
+ROUNDS = 10  # of each kind
 CLIENTS = 2
 
 
@@ -168,7 +168,7 @@ class Trial:
         return Counter(status for _, status, _ in self.answers)
 
 
-def test_200_bad_adapters_between_good_ones_under_load_leave_no_trace(tmp_path: Path) -> None:
+def test_bad_adapters_between_good_ones_under_load_leave_no_trace(tmp_path: Path) -> None:
     """Few KV blocks, which go from one request to the next at once."""
     with serving(tmp_path, "--kv-cache-memory-bytes", str(4 << 20), "--lora-keep-versions", "2") as server:
         trial = Trial(server, tolerance=1e-3)
@@ -179,7 +179,7 @@ def test_200_bad_adapters_between_good_ones_under_load_leave_no_trace(tmp_path: 
                 trial.publish_good()
         found = trial.check_all()
     assert len(trial.served) == 1 + len(KINDS) * ROUNDS
-    assert set(found) == {200, 503} and found[200] > 500, found
+    assert set(found) == {200, 503} and found[200] > 100, found
 
 
 def test_what_a_request_makes_of_its_own_logits_is_no_fault_of_the_version() -> None:
