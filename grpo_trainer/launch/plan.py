@@ -156,6 +156,8 @@ def _api_process(config: RunConfig, ports: Mapping[str, int], python: str) -> Pr
             LOOPBACK,
             "--port",
             str(port),
+            "--run-dir",
+            str(config.run_dir),
             *store,
             *config.api.extra_args,
         ),

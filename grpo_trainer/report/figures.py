@@ -142,39 +142,29 @@ def _others(runs: Sequence[Run], figures: Sequence[Figure]) -> list[Plot]:
 
 
 def _plot(runs: Sequence[Run], figure: Figure) -> Plot:
-    """In a comparison the colour says which run, in a single run which key."""
-    alone = len(runs) == 1
+    """In a comparison the colour says which run, in a single run which key; edges of bands are dashed."""
+    names = {key: name for run in runs for key, name in _keys_of(run, figure).items()}
+    keys, edges = [*names][:MOST_LINES], {*figure.bands, *figure.bands.values()}
     lines: list[Line] = []
-    any_run = {key for run in runs for key in _keys_of(run, figure)}
-    main = next((key for key in figure.keys if key in any_run), None)
     for number, run in enumerate(runs):
-        found = list(_keys_of(run, figure).items())[:MOST_LINES]
-        keys = [key for key, _ in found]
-        for index, (key, name) in enumerate(found):
-            own = name if len(figure.keys) > 1 else ""
-            label = own if alone else f"{run.name}, {own}" if len(any_run) > 1 else run.name
+        own = [key for key in keys if key in run.series]
+        for index, key in enumerate(own):
             lower = figure.bands.get(key)
-            band = keys.index(lower) - index if lower in keys else None
-            series = run.series[key]
+            place = keys.index(key)
             lines.append(
                 Line(
-                    label,
-                    series.steps,
-                    series.values,
+                    names[key] if len(figure.keys) > 1 else "",
+                    run.series[key].steps,
+                    run.series[key].values,
+                    key=key,
                     run=number,
-                    colour=index if alone and not figure.bands else number,
-                    dash=int(_is_aside(figure, key, main)),
+                    colour=place if len(runs) == 1 and not edges else number,
+                    dash=int(key in edges) if edges else place,
                     marked=figure.section == EVALUATION,
-                    band=band,
+                    band=own.index(lower) - index if lower in own else None,
                 )
             )
     return Plot(figure.title, lines, figure.note, figure.section, percent=figure.percent)
-
-
-def _is_aside(figure: Figure, key: str, main: str | None) -> bool:
-    """It is drawn dashed: not the first key that any run has, or an edge of a band."""
-    edges = {*figure.bands, *figure.bands.values()}
-    return key in edges if edges else key != main
 
 
 def _keys_of(run: Run, figure: Figure) -> dict[str, str]:
@@ -197,7 +187,7 @@ def time_split(run: Run, number: int, runs: int) -> Plot:
     whole = _numbers(run, "train/seconds")
     parts["other"] = [max(0.0, all_of_it - some) for all_of_it, some in zip(whole, known, strict=True)]
     steps = [float(row["step"]) for row in run.rows]
-    lines = [Line(name, steps, values, number, colour) for colour, (name, values) in enumerate(parts.items())]
+    lines = [Line(name, steps, values, run=number, colour=at) for at, (name, values) in enumerate(parts.items())]
     title = TIME_SPLIT if runs == 1 else f"{TIME_SPLIT}: {run.name}"
     return Plot(title, lines, "seconds of each step", TRAINING, stacked=True)
 

@@ -15,6 +15,7 @@ from grpo_trainer.config.run import TRACE_FILE
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import METRICS_FILE
 from grpo_trainer.logs.samples import SAMPLES_FILE
+from grpo_trainer.metrics.health import Episode, episodes
 from grpo_trainer.metrics.rows import read_rows
 from grpo_trainer.report.series import Series, read_environments, read_series
 from grpo_trainer.report.timeline import Interval, intervals
@@ -26,8 +27,8 @@ NO_SECRET = frozenset({"token_budget"})
 LOUD = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b")
 PLACES = re.compile(r"^\$ |^\(\w+ pid=\d+\) |\d+")
 """What differs between two lines that say the same: who said it, when, and its figures."""
-STARTED = "Application startup complete."
-"""The line of a server's log that ends its start. vLLM warns of dozens of things before it."""
+STARTED, SHUTDOWN = "Application startup complete.", "[shutdown]"
+"""What ends a server's start in its log, and what begins its end. vLLM warns of dozens of things before and after."""
 COMMAND = "$ "
 """How the line begins with which the supervisor starts a process."""
 CONFIG_FILE = Path("config", "trainer.toml")
@@ -40,12 +41,12 @@ class Event:
     """Something out of the ordinary.
 
     Attributes:
-        at_start: a warning of a server that was starting; there are always some.
+        routine: a warning of a server that was starting, or anything from one that was ending; there are always some.
     """
 
     source: str
     text: str
-    at_start: bool = False
+    routine: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Run:
 
     Attributes:
         rows: of metrics.jsonl, one a step.
+        unhealthy: the episodes during which a figure was out of its usual range, by name of the check.
         series: every figure over its steps, those of environments under their names.
         samples: of samples.jsonl, with names of environments.
         configs: process -> its TOML file, without secrets.
@@ -66,6 +68,7 @@ class Run:
     name: str
     folder: Path
     rows: Sequence[Mapping[str, Any]]
+    unhealthy: Mapping[str, Sequence[Episode]]
     series: Mapping[str, Series]
     samples: Sequence[Mapping[str, Any]]
     configs: Mapping[str, str]
@@ -137,6 +140,7 @@ def read_run(folder: Path, *, may_be_empty: bool = False) -> Run:
         name=folder.resolve().name,
         folder=folder,
         rows=rows,
+        unhealthy=episodes(rows),
         series=series,
         samples=samples,
         configs=configs,
@@ -213,10 +217,13 @@ def _loud_lines(folder: Path) -> list[Event]:
 def _loud(source: str, lines: Sequence[str]) -> Iterator[Event]:
     starts = STARTED in "\n".join(lines)
     starting = starts and not any(line.startswith(COMMAND) for line in lines)  # a log that nobody else began
+    ending = False
     for line in lines:
         if line.startswith(COMMAND):
-            starting = starts
+            starting, ending = starts, False
         elif STARTED in line:
             starting = False
-        elif found := LOUD.search(line):
-            yield Event(source, without_secrets(line.strip())[:400], starting and found[1] == "WARNING")
+        ending = ending or SHUTDOWN in line
+        if found := LOUD.search(line):
+            routine = ending or (starting and found[1] == "WARNING")
+            yield Event(source, without_secrets(line.strip())[:400], routine)

@@ -22,7 +22,8 @@ REGISTERED = re.compile(r"environment (\d+) registered: (\S+),")
 """A line of the rollout API's log: which number has which name."""
 UNKNOWN = "environment"
 """What comes before the number of one whose name is not known."""
-NOT_MEASURED = ("step", "time", "train/resumed")
+NOT_MEASURED = re.compile(r"step|time|train/resumed|health/.*")
+"""What rows have that is no figure of its own: the report marks it in the plots of others."""
 
 
 @dataclass
@@ -94,7 +95,7 @@ def _of_rows(rows: Rows, names: Mapping[int, str]) -> Iterable[Point]:
     for row in rows:
         step = row["step"]
         for key, value in row.items():
-            if key in NOT_MEASURED:
+            if NOT_MEASURED.fullmatch(key):
                 continue
             if own := OF_ENVIRONMENT.fullmatch(key):
                 name = names.get(int(own[1]), f"{UNKNOWN}_{own[1]}")

@@ -123,15 +123,15 @@ def test_warnings_of_a_server_that_starts_are_folded(tmp_path: Path) -> None:
     ready, later = "INFO: Application startup complete.\n", "(X pid=1) WARNING 2 late\n"
     log = folder / "logs" / "server.log"
     log.write_text(start + ready + later)
-    assert [event.at_start for event in read_run(folder).events] == [True, False, False]
+    assert [event.routine for event in read_run(folder).events] == [True, False, False]
     shown, folded = events(read_run(folder)).split("<details>")
     assert "late" in shown and "bad" in shown and "odd" in folded
     log.write_text(start + ready + start.replace("pid=1) WARNING 1", "pid=7) WARNING 5"))
-    assert [event.at_start for event in read_run(folder).events] == [True, False], "a second start says the same"
+    assert [event.routine for event in read_run(folder).events] == [True, False], "a second start says the same"
     log.write_text(start.split("\n", 1)[1] + ready + later)
-    assert [event.at_start for event in read_run(folder).events] == [True, False, False], "started by hand"
+    assert [event.routine for event in read_run(folder).events] == [True, False, False], "started by hand"
     log.write_text(start)
-    assert [event.at_start for event in read_run(folder).events] == [False, False], "it never came to its end"
+    assert [event.routine for event in read_run(folder).events] == [False, False], "it never came to its end"
 
 
 # plots -------------------------------------------------------------------------------------------------------
