@@ -209,7 +209,7 @@ class Api:
         """The run's report."""
         path = self.service.settings.report
         if path is None or not path.exists():
-            raise ApiError(404, Problem("GET /report", wanted="a report", fix=f"grpo report {path.parent if path else 'RUN_DIR'}"))
+            raise ApiError(404, Problem("GET /report", "none yet", "a report", "grpo report RUN_DIR --watch"))
         return HTMLResponse(await asyncio.to_thread(path.read_bytes), headers=PAGE_HEADERS)
 
     @endpoint("GET", "/metrics", answer=str)
@@ -356,7 +356,7 @@ def _given(value: T | UnsetType) -> T | None:
 
 
 async def _refused(service: Service, request: Request, error: Exception) -> Response:
-    """The answer to a request that ended in an error of `_REFUSALS`; the status page lists those of clients at fault."""
+    """The answer to a request that ended in an error of `_REFUSALS`; the status page lists what clients did wrong."""
     match error:
         case ClientDisconnect():
             return Response(status_code=400)  # nobody is left to read it

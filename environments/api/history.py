@@ -19,7 +19,7 @@ _SEQUENCES = 8
 
 
 class Point(Struct, frozen=True):
-    """Groups that came within one interval from `at` on (seconds since the start): mean, lowest and highest mean score."""
+    """Groups that came in the interval from `at` on (seconds since the start): mean, lowest and highest mean score."""
 
     at: float
     groups: int

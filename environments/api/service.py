@@ -280,7 +280,7 @@ class Service:
         """What the status page shows."""
         trainer = self.queue.run.trainer if self.queue.run else None
         history, status, pace = self.history, self.status(), self.history.seconds_per_step
-        report = self.settings.report
+        report, steps = self.settings.report, status.num_steps
         return Overview(
             run=str(self.settings.run_dir) if self.settings.run_dir else None,
             has_report=report is not None and report.exists(),
@@ -288,7 +288,7 @@ class Service:
             group=trainer.wandb_group if trainer else None,
             now=self.timer() - history.start,
             seconds_per_step=pace,
-            seconds_left=pace * max(0, status.num_steps - status.current_step) if pace and status.num_steps > 0 else None,
+            seconds_left=pace * max(0, steps - status.current_step) if pace and steps > 0 else None,
             status=status,
             points=history.points,
             seconds_per_point=history.seconds_per_point,

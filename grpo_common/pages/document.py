@@ -41,22 +41,26 @@ def document(
         title: as text.
         body: HTML, without scripts and without `style` attributes.
         scripts: run in this order after the body.
-        data: for the scripts, as JSON in the element `data`.
+        data: for the scripts, as JSON in the element `data`; None: there is no such element.
         asks: whom the scripts may ask for more (`connect-src` of the policy).
         refresh_seconds: the browser loads the page again after this time; 0: it does not.
     """
     allowed = f"style-src {_hashes([style])}; script-src {_hashes(scripts)}; connect-src {asks}; img-src data:"
     policy = f"default-src 'none'; {allowed}; base-uri 'none'; form-action 'none'"
     refresh = f'<meta http-equiv="refresh" content="{refresh_seconds}">' if refresh_seconds else ""
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">{refresh}'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
         f"<title>{escape(title)}</title><style>{style}</style></head>"
-        f'<body>{body}<script type="application/json" id="data">{text}</script>'
+        f"<body>{body}{'' if data is None else _data(data)}"
         f"{''.join(f'<script>{script}</script>' for script in scripts)}</body></html>\n"
     )
+
+
+def _data(data: Any) -> str:
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+    return f'<script type="application/json" id="data">{text}</script>'
 
 
 def _hashes(inline: Sequence[str]) -> str:

@@ -156,7 +156,8 @@ def events(run: Run) -> str:
     quiet = [event for event in run.events if event.routine]
     found = _events(loud) if loud else '<p class="dim">None.</p>'
     if quiet:
-        found += f"<details><summary>{len(quiet)} warnings while servers started and ended</summary>{_events(quiet)}</details>"
+        summary = f"{len(quiet)} warnings while servers started and ended"
+        found += f"<details><summary>{summary}</summary>{_events(quiet)}</details>"
     return found
 
 

@@ -26,9 +26,9 @@ function tiles(o) {
     o.seconds_per_step === null ? "known after two steps" : short(Number(o.seconds_per_step.toPrecision(3))) + " s a step");
   tile("reward", last.length ? last[last.length - 1].toFixed(3) : "–", "newest groups");
   tile("tokens/s", short(Math.round(speed.lines[0].ys[speed.lines[0].ys.length - 1] ?? 0)), "of the newest groups");
-  tile("queue", s.queue_size, s.queued_sequences + " sequences, " + size(s.queued_bytes));
-  tile("batch", s.batch_size < 0 ? "–" : s.batch_size, s.batch_ready ? "ready" : "not ready");
-  tile("leased", s.leased_groups, "groups being trained");
+  const batch = s.batch_size < 0 ? "" : ` of ${s.batch_size}`;
+  tile("queued groups", s.queue_size, `${s.queued_sequences}${batch} sequences, ${size(s.queued_bytes)}`);
+  tile("leased groups", s.leased_groups, "being trained");
   tile("staleness", old ? old.behind : "–", old ? "steps behind, oldest group" : "no versions sent");
 }
 
@@ -51,8 +51,9 @@ function plots(o) {
 function why(o) {
   const {waiting_for, warnings} = o.status;
   $("waiting").textContent = waiting_for ? `The next batch waits for ${waiting_for}.` : "The next batch is ready.";
-  const all = o.refused ? [...warnings, `${o.refused} requests were refused, the newest ${ago(o.now - o.refusals[0].at)}: see below.`] : warnings;
-  $("banner").className = all.length ? "banner bad" : "banner good";
+  const all = [...warnings];
+  if (o.refused) all.push(`Refused requests: ${o.refused}, the newest ${ago(o.now - o.refusals[0].at)}; see below.`);
+  $("banner").className = "banner " + (warnings.length ? "bad" : o.refused ? "warn" : "good");
   $("warnings").hidden = !all.length;
   $("warnings").replaceChildren(...all.map(text => make("li", {}, text)));
   $("fine").hidden = o.refused > 0;
