@@ -179,12 +179,12 @@ def test_seconds_of_training_at_each_step(tmp_path: Path) -> None:
 
 def test_an_evaluation_stands_at_its_own_step(tmp_path: Path) -> None:
     key = "eval/gsm8k_0/strict"
-    came = {key: 0.1, f"{key}_low": 0.05, "eval/gsm8k_0/step": 1, "eval/gsm8k_0/samples": 8}
+    came = {key: 0.1, f"{key}_low": 0.05, "eval/gsm8k_0/step": 0, "eval/gsm8k_0/samples": 8}
     rows = [row(1), row(3, **came), row(5, **{key: 0.3, "eval/gsm8k_0/step": 4}), row(6, **{"train/loss": None})]
     run = read_run(write_run(tmp_path / "a", rows))
     evaluation, bound = plots_of(run)["gsm8k/strict"].lines
-    assert (bound.name, list(bound.xs), list(bound.ys)) == ("at least", [1.0], [0.05])
-    assert list(evaluation.xs) == [1.0, 4.0] and list(evaluation.ys) == [0.1, 0.3]
+    assert (bound.name, list(bound.xs), list(bound.ys)) == ("at least", [0.0], [0.05])
+    assert list(evaluation.xs) == [0.0, 4.0] and list(evaluation.ys) == [0.1, 0.3]
     assert evaluation.marked and evaluation.band is None, "there is no upper bound"
     assert [plot.title for plot in all_plots([run]) if plot.section == EVALUATION] == ["gsm8k/strict"]
     assert list(plots_of(run)["Loss"].lines[0].ys) == [-0.01, -0.01, -0.01, None], "not finite is a gap"

@@ -217,7 +217,7 @@ class Figure {
     const beyond = all.filter(y => y < low || y > high).length;
     this.note.hidden = !beyond;
     this.note.textContent = (beyond === 1 ? "1 point is " : `${beyond} points are `) +
-      (this.log ? "not above 0 and not drawn" : "beyond the range");
+      (this.log ? "not above 0 and not drawn" : "beyond the range; Whole range or Log scale shows them");
     return [low, high];
   }
 
