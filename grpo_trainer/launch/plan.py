@@ -313,6 +313,15 @@ def _base_name(environment: EnvironmentProcess) -> str:
     return f"env-{environment.name.rpartition('.')[2].removesuffix('_server')}"
 
 
+SET_FOR_ENVIRONMENTS = frozenset(
+    {
+        *("tokenizer_name", "max_token_length", "metrics_path", "wandb_name", "rollout_server_url", "rollout_api_key"),
+        *("use_wandb", "retry_timeout"),
+    }
+)
+"""Options of environments that a run derives, unless the user sets them."""
+
+
 def _environment_tables(
     config: RunConfig, name: str, environment: EnvironmentProcess, ports: Mapping[str, int]
 ) -> dict[str, Any]:

@@ -8,17 +8,15 @@ import statistics
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from grpo_trainer.config.run import SET_BY_THE_RUN
 from grpo_trainer.metrics.health import Episode, learnt, outcome
 from grpo_trainer.metrics.remaining import duration
 from grpo_trainer.metrics.summary import ENDS
-from grpo_trainer.report.read import Event, Run
+from grpo_trainer.report.events import Event
+from grpo_trainer.report.read import Run
 from grpo_trainer.report.timeline import lanes, last_steps, sentence
 
 MOST_EVALUATIONS = 4
 """Tiles of them."""
-INTERNAL = {*SET_BY_THE_RUN, "resume"}
-"""Options that differ between any two runs, or say nothing of what was trained."""
 
 
 def text(value: object) -> str:
@@ -131,9 +129,9 @@ def timeline(run: Run) -> str:
 
 
 def differences(runs: Sequence[Run]) -> str:
-    """The trainer's options in which they differ."""
+    """The options of trainer and environments in which they differ."""
     settings = [run.settings for run in runs]
-    keys = sorted({key for each in settings for key in each} - INTERNAL)
+    keys = sorted({key for each in settings for key in each})
     rows = [
         [text(key), *(text(each.get(key, "–")) for each in settings)]
         for key in keys

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import datetime
 from html import escape
 from html.parser import HTMLParser
@@ -22,7 +23,8 @@ from grpo_trainer.report.figures import EVALUATION, FIGURES, HISTOGRAM, OTHER, Q
 from grpo_trainer.report.page import SCRIPTS, page, page_data
 from grpo_trainer.report.parts import banner, comparison, differences, events, tiles
 from grpo_trainer.report.plots import Line, Plot, plot_data, thinned
-from grpo_trainer.report.read import Run, read_run, without_secrets
+from grpo_trainer.report.read import Run, read_run
+from grpo_trainer.report.redact import without_secrets
 from grpo_trainer.report.samples import NOT_TRAINED, SAME, UNKNOWN, character, evenly, sample_data
 from grpo_trainer.report.series import identities
 
@@ -108,15 +110,14 @@ def test_keys_to_servers_stay_secret(tmp_path: Path) -> None:
 
 def test_events_are_bad_steps_and_loud_lines(tmp_path: Path) -> None:
     rows = [row(1), row(2, **{"train/skipped": 1, "train/loss": None}), row(3, **{"rollout/dropped_stale_groups": 4})]
+    rows += [row(4, **{"rollout/dropped_stale_groups": 1}), row(5), row(6, **{"rollout/dropped_stale_groups": 1})]
     folder = write_run(tmp_path / "a", rows)
     (folder / "logs").mkdir()
     (folder / "logs" / "trainer.log").write_text("INFO fine\nWARNING odd\nWARNING odd\nERROR bad\n")
     events = [(event.source, event.text) for event in read_run(folder).events]
-    assert [source for source, _ in events] == ["step 2", "step 2", "step 3", "trainer", "trainer"]
-    assert events[2][1].startswith("4 × groups dropped") and events[-2:] == [
-        ("trainer", "WARNING odd"),
-        ("trainer", "ERROR bad"),
-    ]
+    assert [source for source, _ in events[:-2]] == ["step 2", "step 2", "steps 3 to 4", "step 6"]
+    assert [text.split(" × ")[0] for _, text in events[:-2]] == ["1", "1", "5", "1"]  # 4 groups at step 3, 1 at step 4
+    assert events[-2:] == [("trainer", "WARNING odd"), ("trainer", "ERROR bad")]
 
 
 def test_warnings_of_a_server_that_starts_are_folded(tmp_path: Path) -> None:
@@ -372,12 +373,16 @@ def test_runs_beside_each_other(tmp_path: Path) -> None:
         vllm_config_path="p",
     )
     b = write_run(tmp_path / "b", [row(1, **{"alignment/kl_rollout": 0.1})], lr=5e-4, seed=0, save_path="y")
+    for folder, size in ((a, 8), (b, 16)):
+        settings = f'[env]\ngroup_size = {size}\nmetrics_path = "{folder}"\nrollout_api_key = "{folder}"\n'
+        (folder / "config" / "env-sums.toml").write_text(settings)
     runs = [read_run(a), read_run(b)]
     assert [(line.name, line.run, line.colour) for line in all_plots(runs)[0].lines] == [("mean", 0, 0), ("mean", 1, 1)]
     kl = plots_of(*runs)["KL"]
     of_reference, of_rollout = next(figure.keys.values() for figure in FIGURES if figure.title == "KL")
     assert [(line.name, line.run, line.dash) for line in kl.lines] == [(of_reference, 0, 0), (of_rollout, 1, 1)]
-    assert differences(runs).count("<tr>") == 2 and "0.0005" in differences(runs)  # the head, and lr
+    assert re.findall("<tr><td>(.+?)</td>", differences(runs)) == ["lr", "sums.group_size"]
+    assert "0.0005" in differences(runs)
     assert comparison(runs).count("<tr>") == 3
     html = html_of(a, b)
     assert differences(runs) in html and html.count(TIME_SPLIT) >= 2
