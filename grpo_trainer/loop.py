@@ -12,10 +12,10 @@ from rich.console import Console
 
 from environments.api import wire
 from grpo_common.trace import stage
-from grpo_trainer.allocator import grow_segments
+from grpo_trainer.alignment.drift import drift_alarm
 from grpo_trainer.batch.batching import import_own_parts
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.distributed import Restore, World
+from grpo_trainer.engine.allocator import grow_segments
 from grpo_trainer.feed import BatchFeed
 from grpo_trainer.files import METRICS_FILE, held_folder, refuse_to_mix_runs
 from grpo_trainer.follower import follow, join_others
@@ -25,8 +25,9 @@ from grpo_trainer.logs.times import print_time_split
 from grpo_trainer.metrics.health import last_line
 from grpo_trainer.metrics.rows import read_rows
 from grpo_trainer.metrics.types import Metrics
-from grpo_trainer.model.policy import build_policy
+from grpo_trainer.parallel.world import Restore, World
 from grpo_trainer.phases import FIRST_STEP, START, report_start
+from grpo_trainer.policy import build_policy
 from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.saving.generators import seed_generators
@@ -35,8 +36,8 @@ from grpo_trainer.shutdown import RunState, Writes, save_on_exit
 from grpo_trainer.signals import StopSignal
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.watchdog import StepWatch
-from grpo_trainer.weights.bridge import WeightBridge, build_bridge
-from grpo_trainer.weights.drift import drift_alarm
+from grpo_trainer.weights.bridge import WeightBridge
+from grpo_trainer.weights.build import build_bridge
 
 log = logging.getLogger(__name__)
 

@@ -15,22 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from grpo_common.trace import since, stage
-from grpo_trainer.batch.batching import PreparedBatch, ReadyBatch, ready
-from grpo_trainer.batch.microbatches import MicroBatch, TrainingSequence, idle_microbatch
-from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.distributed import CommonTrainingError, CommonWeightsError, Step, World
-from grpo_trainer.losses import BatchCounts, LossInputs, batch_loss
-from grpo_trainer.metrics.types import Mean, Metric, Metrics, Sum, merge
-from grpo_trainer.model.forward import check_teacher, evaluating
-from grpo_trainer.model.logprobs import TokenScores
-from grpo_trainer.model.reference import Reference, build_reference
-from grpo_trainer.model.sharding import Shards, hold
-from grpo_trainer.optim import build_optimizer
-from grpo_trainer.optim.landed import changed_fraction, first_not_finite, not_finite, sampled
-from grpo_trainer.optim.schedules import learning_rate
-from grpo_trainer.optim.spikes import NormHistory
-from grpo_trainer.rollouts.types import RolloutBatch
-from grpo_trainer.weights.drift import (
+from grpo_trainer.alignment.drift import (
     DriftAlarm,
     SampleGap,
     gap_metrics,
@@ -39,6 +24,22 @@ from grpo_trainer.weights.drift import (
     row_gaps,
     sample_gaps,
 )
+from grpo_trainer.batch.batching import PreparedBatch, ReadyBatch, ready
+from grpo_trainer.batch.microbatches import MicroBatch, TrainingSequence, idle_microbatch
+from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.engine.forward import check_teacher, evaluating
+from grpo_trainer.engine.logprobs import TokenScores
+from grpo_trainer.errors import CommonTrainingError, CommonWeightsError
+from grpo_trainer.losses import BatchCounts, LossInputs, batch_loss
+from grpo_trainer.metrics.types import Mean, Metric, Metrics, Sum, merge
+from grpo_trainer.model.reference import Reference, build_reference
+from grpo_trainer.optim import build_optimizer
+from grpo_trainer.optim.landed import changed_fraction, first_not_finite, not_finite, sampled
+from grpo_trainer.optim.schedules import learning_rate
+from grpo_trainer.optim.spikes import NormHistory
+from grpo_trainer.parallel.strategies import Shards, hold
+from grpo_trainer.parallel.world import Step, World
+from grpo_trainer.rollouts.types import RolloutBatch
 
 log = logging.getLogger(__name__)
 

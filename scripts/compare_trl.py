@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from grpo_trainer.batch.batching import prepare
 from grpo_trainer.batch.microbatches import split
 from grpo_trainer.config.train import LossConfig
+from grpo_trainer.engine.logprobs import token_scores
 from grpo_trainer.losses import batch_loss
-from grpo_trainer.model.logprobs import token_scores
 from grpo_trainer.rollouts.types import Group, RolloutBatch, Sample
 from grpo_trainer.trainer import Pass, loss_inputs
 

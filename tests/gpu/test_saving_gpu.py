@@ -12,7 +12,7 @@ import torch
 from grpo_trainer.batch.batching import ready
 from grpo_trainer.config.train import CheckpointConfig, ModelConfig, RolloutConfig, TrainConfig
 from grpo_trainer.feed import BatchFeed
-from grpo_trainer.model.policy import AllWeights
+from grpo_trainer.policy import AllWeights
 from grpo_trainer.rollouts.types import Leased
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.saving.snapshot import Snapshot

@@ -15,19 +15,8 @@ import pytest
 import torch
 from peft import PeftModel
 
-from grpo_trainer.config.bridge import LoraOnly
-from grpo_trainer.config.options import build
-from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.errors import BridgeError, DriftError
-from grpo_trainer.feed import FedBatch
-from grpo_trainer.loop import run_steps
-from grpo_trainer.metrics.types import reduce
-from grpo_trainer.model.logprobs import token_scores
-from grpo_trainer.rollouts.types import Leased, RolloutBatch, Sample
-from grpo_trainer.saving.checkpoint import Progress
-from grpo_trainer.trainer import Trainer
-from grpo_trainer.weights import drift
-from grpo_trainer.weights.drift import (
+from grpo_trainer.alignment import drift
+from grpo_trainer.alignment.drift import (
     MEANING,
     SAY_EVERY,
     UNKNOWN,
@@ -41,6 +30,17 @@ from grpo_trainer.weights.drift import (
     gap_metrics,
     recheck_version,
 )
+from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.options import build
+from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.engine.logprobs import token_scores
+from grpo_trainer.errors import BridgeError, DriftError
+from grpo_trainer.feed import FedBatch
+from grpo_trainer.loop import run_steps
+from grpo_trainer.metrics.types import reduce
+from grpo_trainer.rollouts.types import Leased, RolloutBatch, Sample
+from grpo_trainer.saving.checkpoint import Progress
+from grpo_trainer.trainer import Trainer
 from tests.unit.factories import TinyModel, batch, sample
 from tests.unit.tiny_lora import VOCAB, fill_b, tiny_lora
 

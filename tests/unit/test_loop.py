@@ -21,9 +21,9 @@ from grpo_trainer.bench.step.options import StepOptions
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import ModelConfig, TrainConfig
-from grpo_trainer.distributed import Command, CommonWeightsError, PeerGoneError, World
 from grpo_trainer.errors import (
     BridgeError,
+    CommonWeightsError,
     ConfigError,
     GrpoError,
     HungError,
@@ -36,6 +36,7 @@ from grpo_trainer.errors import (
 from grpo_trainer.feed import FedBatch
 from grpo_trainer.files import METRICS_FILE, held_folder
 from grpo_trainer.loop import run_steps
+from grpo_trainer.parallel.world import Command, PeerGoneError, World
 from grpo_trainer.rollouts.types import Leased
 from grpo_trainer.saving.checkpoint import Progress
 from grpo_trainer.trainer import StepResult

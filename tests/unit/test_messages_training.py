@@ -11,13 +11,13 @@ import msgspec
 import pytest
 import torch
 
+from grpo_trainer.alignment.drift import DriftAlarm, Recheck, SampleGap
+from grpo_trainer.alignment.proof import prove_lora
 from grpo_trainer.errors import BridgeError, DriftError, ServerError
-from grpo_trainer.model.bridge_file import SHARED_FOLDER, find_bridge_config
-from grpo_trainer.model.names import NamesError, bind_names
 from grpo_trainer.server_client import ATTEMPTS
-from grpo_trainer.weights.drift import DriftAlarm, Recheck, SampleGap
+from grpo_trainer.shared.bridge_file import SHARED_FOLDER, find_bridge_config
+from grpo_trainer.shared.names import NamesError, bind_names
 from grpo_trainer.weights.packed import PackedAdapter
-from grpo_trainer.weights.proof import prove_lora
 from grpo_trainer.weights.transports import transport as transports
 from tests.golden.stand_in import bridge_config, write_config, write_tensors
 from tests.unit.test_drift import LIMIT, NOTHING_FITS, gap

@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from grpo_trainer.batch.batching import ready
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.train import ModelConfig, TrainConfig
+from grpo_trainer.engine import attention
+from grpo_trainer.engine.forward import MIXES, MORE_THAN_HEAD, build_forward
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.model import attention
-from grpo_trainer.model.forward import MIXES, MORE_THAN_HEAD, build_forward
 from grpo_trainer.model.load import compute_in
 from grpo_trainer.model.lora import add_adapter
 from grpo_trainer.model.reference import FrozenWeights

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_server import compat
+from vllm_server import seams
 from vllm_server.worker import LOGITS_VARIABLE, logits
 
 H, V = 64, 320
@@ -20,7 +20,7 @@ H, V = 64, 320
 def method() -> Iterator[Any]:
     """How vLLM's heads make their logits; afterwards it is vLLM's own again."""
     name = "UnquantizedEmbeddingMethod"
-    kind = getattr(compat.seam(("vllm.model_executor.layers.vocab_parallel_embedding",), name), name)
+    kind = getattr(seams.seam(("vllm.model_executor.layers.vocab_parallel_embedding",), name), name)
     own = kind.apply
     yield kind
     kind.apply = own
