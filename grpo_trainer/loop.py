@@ -134,11 +134,11 @@ def run_steps(
                 batch = feed.next(progress.policy_version, last=progress.step + 1 == config.training_steps)
             START.enter(FIRST_STEP)
             if samples is not None:
-                samples.take(progress.step + 1, batch.leased.groups)
+                samples.take(progress.step + 1, batch.rollouts.groups)
             with watch.over(f"step {progress.step + 1}"):
                 writes = Writes(bridge.updating)
                 try:
-                    result = trainer.step(batch.ready, progress.step, writes.updating)
+                    result = trainer.step(batch, progress.step, writes.updating)
                 except Exception:
                     if writes.landed:  # the weights contain this batch, so it counts as trained
                         progress = progress.after_step(feed.trained(batch), updated=True)
@@ -149,7 +149,7 @@ def run_steps(
                 with stage("publish", version=progress.policy_version):
                     published = bridge.publish(progress.policy_version)
                 evaluated = feed.report(progress.step)
-                metrics.log(progress.step, batch.metrics, result.metrics, published.metrics, saved, evaluated)
+                metrics.log(progress.step, result.metrics, published.metrics, saved, evaluated)
                 report_start(config.log_dir, _say)
                 saved = checkpoints.maybe_save(progress)  # after the row, so a resumed run has all its rows
                 feed.settle(checkpoints.settled(progress))

@@ -332,8 +332,8 @@ def test_a_process_is_told_its_share_and_no_more() -> None:
     tensors = [value for value in vars(microbatch).values() if isinstance(value, torch.Tensor)]
     assert 2 * 2001 * 8 < sum(tensor.nbytes for tensor in tensors) < len(pickle.dumps(second))
     assert len(pickle.dumps(second)) < 1.1 * sum(tensor.nbytes for tensor in tensors) + 10_000
-    assert not second.prepared.sequences
-    assert second.prepared.largest_weight == whole.prepared.largest_weight == 1 / (8 * 2000)
+    assert not second.sequences
+    assert second.largest_weight == whole.largest_weight == 1 / (8 * 2000)
 
 
 @pytest.mark.parametrize("killed", [0, 1])

@@ -143,7 +143,7 @@ def test_a_frozen_reference_is_packed_as_the_policy_is() -> None:
 def test_there_is_no_padding() -> None:
     trainer = Trainer(tiny("qwen2"), settings(packing="on", share_prompts="off"))
     made = trainer.ready(full_rollouts())
-    assert sum(m.tokens_BT.numel() for m in made.microbatches) == sum(len(s.tokens_T) for s in made.prepared.sequences)
+    assert sum(m.tokens_BT.numel() for m in made.microbatches) == sum(len(s.tokens_T) for s in made.sequences)
     padded = ready(full_rollouts(), trainer.config)
     assert sum(m.tokens_BT.numel() for m in padded.microbatches) > sum(m.tokens_BT.numel() for m in made.microbatches)
 
