@@ -47,11 +47,11 @@ def test_logits_are_not_rounded(method: Any, monkeypatch: pytest.MonkeyPatch, dt
     monkeypatch.setenv(LOGITS_VARIABLE, "float32")
     monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
     x, bias_V = hidden(dtype, 5), hidden(dtype, V // H).flatten() if bias else None
-    rounded, wanted = served(method, x, bias_V)
+    rounded, of_rounded = served(method, x)  # on CPUs with AMX vLLM's product refuses a bias in 16 bits
     logits.prepare_worker()
-    exact, _ = served(method, x, bias_V)
+    exact, of_exact = served(method, x, bias_V)
     assert rounded.dtype == dtype and exact.dtype == torch.float32 and exact.shape == (5, V)
-    assert (exact - wanted).abs().max() < 1e-5 < 1e-3 < (rounded - wanted).abs().max()
+    assert (exact - of_exact).abs().max() < 1e-5 < 1e-3 < (rounded - of_rounded).abs().max()
 
 
 def test_leading_dimensions_stay() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.weights.packed import PackedAdapter
-from grpo_trainer.weights.transports import transport as module
+from grpo_trainer.weights.transports import choose as module
 from grpo_trainer.weights.transports.choose import OPENERS, Layout, layout, obstacle, open_transport
 from grpo_trainer.weights.transports.disk import Disk
 from tests.unit.tiny_lora import tiny_lora
