@@ -55,7 +55,7 @@ from grpo_trainer.parallel.world import World
 from grpo_trainer.phases import COMMAND_VARIABLE
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.shared.attach import attach_model, build_skeleton, build_without_weights, take_generation_config
-from grpo_trainer.shared.bridge_file import find_bridge_config
+from grpo_trainer.shared.bridge_file import read_bridge_config
 from vllm_server.protocol.bridge_config import BridgeConfigFile
 
 log = logging.getLogger(__name__)
@@ -330,7 +330,7 @@ def attach_to_server(
             fix="start it with --shared-weights",
         )
     path = options.config_path or Path(info.bridge_config_path)
-    file = find_bridge_config(path)
+    file = read_bridge_config(path)
     if file.boot_id != info.boot_id:
         raise BridgeError(
             f"is of another server than the one at {config.vllm.url}",
