@@ -37,6 +37,7 @@ class RunConsole:
 
     def __init__(self, console: Console, total_steps: int, waits: Callable[[], Sequence[Wait]] = tuple) -> None:
         self._console = console
+        self._is_live = console.is_interactive and console.file.isatty()  # with FORCE_COLOR rich says it of a pipe
         self._total = total_steps
         self._waits = waits
         self._reported: dict[str, tuple[str, float]] = {}
@@ -54,7 +55,7 @@ class RunConsole:
         )
 
     def __enter__(self) -> RunConsole:
-        if self._console.is_interactive:
+        if self._is_live:
             self._live.start()
         return self
 
@@ -88,7 +89,7 @@ class RunConsole:
             self._recent.append(known["train/seconds"])
         left = seconds_left(self._total - step, self._recent)
         self._step, self._line = step, live_line(step, self._total, known, self._rewards, self._recent)
-        if not self._console.is_interactive:
+        if not self._is_live:
             self.say(step_line(step, self._total, known, left))
             self._explain_loss(known)
         for evaluation in evaluation_lines(known):
@@ -96,7 +97,7 @@ class RunConsole:
 
     def say_waits(self) -> None:
         """Print what the start waits for, if there is no live line: each phase once, long ones again."""
-        for wait in () if self._console.is_interactive else self._waits():
+        for wait in () if self._is_live else self._waits():
             what, reported = self._reported.get(wait.name, (STARTING, 0.0))
             is_new = wait.what != what
             if wait.seconds >= (FIRST_SECONDS if is_new else report_at(reported)):

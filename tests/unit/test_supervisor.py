@@ -164,12 +164,13 @@ def test_what_a_start_waits_for_is_known_with_what_it_took_the_last_time(tmp_pat
         open({str(report)!r}, "w").write('{{"seconds": 5, "phases": {{"compile": 4}}}}')
         time.sleep(1)
     """
-    port, watch, seen = free_port(), StartWatch(report, kept), list[Wait]()
+    port, watch = free_port(), StartWatch(report, kept)
+    said, seen = list[str](), list[Wait]()
     server = spec(
         "server", 'print("loads", flush=True)\n' + LATE_SERVER, str(port), ready_url=f"http://127.0.0.1:{port}/"
     )
     train = spec("trainer", ANSWERED + textwrap.dedent(trainer), str(port), ends_run=True)
-    with Supervisor(tmp_path, str, str, watch, show=lambda: seen.extend(watch.waits)) as supervisor:
+    with Supervisor(tmp_path, said.append, said.append, watch, show=lambda: seen.extend(watch.waits)) as supervisor:
         supervisor.run([[server, train]])
     found = {(wait.name, wait.what): (wait.last_time, wait.note) for wait in seen}
     assert found.pop(("server", STARTING)) == (88, "loads")
