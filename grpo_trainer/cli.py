@@ -311,20 +311,9 @@ def _say_what_to_start(config: TrainConfig) -> None:
         logging.getLogger(__name__).warning("no %s yet; the trainer waits for it. To start it:%s", missing, lines)
 
 
-class _CurrentStderr:
-    """Passes text to what `sys.stderr` is at that moment: while there is a live line, rich prints above it."""
-
-    def write(self, text: str) -> None:
-        sys.stderr.write(text)
-
-    def flush(self) -> None:
-        sys.stderr.flush()
-
-
 def main() -> None:
     """Entry point: an error that the user can mend is one message and an exit code, anything else a traceback."""
-    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=logging.INFO, format=form, stream=_CurrentStderr())
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger(FAST_4_BITS).setLevel(logging.ERROR)
     try:

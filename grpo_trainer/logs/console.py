@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
@@ -23,6 +25,19 @@ BAR_WIDTH = 20
 REFRESHES_PER_SECOND = 4
 FIRST_SECONDS = 1.0
 """A phase of the start that takes less is not printed."""
+
+
+class _LogStream:
+    """Stream of a logging handler: prints each record above the live line."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+
+    def write(self, text: str) -> None:
+        self._say(text.removesuffix("\n"))
+
+    def flush(self) -> None:
+        """Do nothing: each record is printed at once."""
 
 
 class RunConsole:
@@ -46,17 +61,23 @@ class RunConsole:
         self._rewards: list[float] = []
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._explained = False
-        self._spinner = Spinner("dots")
+        self._spinner: RenderableType = Spinner("dots")
         self._live = Live(
             get_renderable=self._render,
             console=console,
             refresh_per_second=REFRESHES_PER_SECOND,
-            redirect_stderr=sys.stderr.isatty(),
+            redirect_stderr=False,  # progress bars of libraries would become a line for each of their refreshes
         )
+        self._handlers: list[logging.StreamHandler[Any]] = []
 
     def __enter__(self) -> RunConsole:
         if self._is_live:
-            self._live.start()
+            self._live.start(refresh=True)
+            handlers = logging.getLogger().handlers if sys.stderr.isatty() else ()
+            streams = [each for each in handlers if isinstance(each, logging.StreamHandler)]
+            self._handlers = [each for each in streams if each.stream is sys.stderr]
+            for handler in self._handlers:
+                handler.setStream(_LogStream(self.say))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -64,7 +85,10 @@ class RunConsole:
 
     def close(self) -> None:
         """End the live line. The last step stays on the terminal."""
+        while self._handlers:
+            self._handlers.pop().setStream(sys.stderr)
         self._live.transient = not self._step
+        self._spinner = ""
         self._live.stop()
 
     def say(self, line: str, style: str = "") -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import pty
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 from rich.console import Console
@@ -192,26 +195,53 @@ def test_a_run_that_is_piped_has_a_line_a_step(tmp_path: Path) -> None:
     assert any(line.startswith("Evaluation of sums") for line in lines)
 
 
+class Terminal:
+    """A pseudo-terminal. A context manager; `text` is known after it."""
+
+    def __enter__(self) -> TextIO:
+        self._master, slave = pty.openpty()
+        self._pieces: list[bytes] = []
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        self._file = os.fdopen(slave, "w")
+        return self._file
+
+    def _read(self) -> None:
+        with suppress(OSError):  # the other end is closed
+            while piece := os.read(self._master, 1 << 16):
+                self._pieces.append(piece)
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        self._reader.join()
+        os.close(self._master)
+
+    @property
+    def text(self) -> str:
+        return b"".join(self._pieces).decode()
+
+
 def test_a_run_on_a_terminal_has_one_live_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    master, slave = pty.openpty()
-    pieces: list[bytes] = []
-
-    def read() -> None:
-        try:
-            while piece := os.read(master, 1 << 16):
-                pieces.append(piece)
-        except OSError:
-            os.close(master)  # the other end is closed
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    with os.fdopen(slave, "w") as terminal:
-        run_stand_in(tmp_path, Console(file=terminal, width=100))
-    reader.join()
-    text = b"".join(pieces).decode()
+    terminal = Terminal()
+    with terminal as file:
+        run_stand_in(tmp_path, Console(file=file, width=100))
     # Each step took 2 s; of the rewards 0, 0.5, None and 1 the sparkline has three.
-    last = text.rindex("step 4/4  2.00 s a step  reward 1.000 ▁▅█  healthy")
-    assert "Step " not in text
-    above = [text.index(line) for line in ("resumed", "WARNING careful", "Evaluation of sums")]
+    last = terminal.text.rindex("step 4/4  2.00 s a step  reward 1.000 ▁▅█  healthy")
+    assert "Step " not in terminal.text
+    above = [terminal.text.index(line) for line in ("resumed", "WARNING careful", "Evaluation of sums")]
     assert max(above) < last
+
+
+def test_log_records_are_printed_above_the_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    terminal, logger = Terminal(), logging.getLogger()
+    with terminal as file:
+        monkeypatch.setattr(sys, "stderr", file)
+        handler = logging.StreamHandler(file)
+        monkeypatch.setattr(logger, "handlers", [*logger.handlers, handler])
+        with RunConsole(Console(file=file, width=100), 3) as view:
+            view.write(1, {"reward/mean": 0.5})
+            logger.warning("careful")
+        assert handler.stream is file
+    assert terminal.text.index("\x1b[2Kcareful\r\n") < terminal.text.rindex("step 1/3")  # the live line is erased first
