@@ -126,7 +126,7 @@ class RunConsole:
             is_new = wait.what != what
             if wait.seconds >= (FIRST_SECONDS if is_new else report_at(reported)):
                 self._reported[wait.name] = wait.what, 0.0 if is_new else wait.seconds
-                self.say(f"{wait}: {wait.note}" if wait.note else str(wait), style="dim")
+                self.say(waits_line([wait]), style="dim")
 
     def _explain_loss(self, numbers: dict[str, float]) -> None:
         learnt = "grpo/mean_ratio" in numbers
