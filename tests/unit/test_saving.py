@@ -23,6 +23,7 @@ import torch
 from grpo_trainer.config.train import CheckpointConfig, ModelConfig, OptimizerConfig, TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import whole_folder
+from grpo_trainer.launch.supervisor import NOTICE
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.optim.spikes import NEEDED
 from grpo_trainer.policy import AllWeights
@@ -285,6 +286,13 @@ def test_a_save_is_put_off_while_another_is_written_and_then_due_at_once(tmp_pat
     checkpoints.save(Progress(7, 7), final=True)
     assert begun == [2, 5, 6], "that of step 4 was put off"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model_final", "step_2", "step_5", "step_6"]
+
+
+def test_whoever_runs_the_trainer_hears_of_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        path = saver(trainer(), tmp_path).save(Progress(2, 2, ("a",)))
+    heard = [record for record in caplog.records if NOTICE.search(f"{record.name}: {record.getMessage()}")]
+    assert [str(path) in record.getMessage() for record in heard] == [True]
 
 
 def test_a_checkpoint_that_was_resumed_is_not_written_again(tmp_path: Path) -> None:
