@@ -16,7 +16,7 @@ from grpo_trainer.files import METRICS_FILE
 from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.logs.machine import machine_metrics
 from grpo_trainer.logs.trackers import SINKS
-from grpo_trainer.metrics.health import BEGIN, WINDOW, Row, first_entropy, flags, seen, signs
+from grpo_trainer.metrics.health import BEGIN, WINDOW, Row, episodes, first_entropy, flags, signs
 from grpo_trainer.metrics.rows import keep_steps, read_rows
 from grpo_trainer.metrics.types import Metrics, merge, reduce
 
@@ -46,7 +46,7 @@ class MetricLog:
         self._first: list[Row] = list(earlier[:BEGIN])
         self._recent: deque[Row] = deque(earlier[-WINDOW:], maxlen=WINDOW)
         self._resumed = bool(earlier)
-        self._said = {sign.check.name for _, sign in seen(earlier)}
+        self._said = {*episodes(earlier)}
         self._say = say
         machine_metrics()  # utilisation counts from here on
         self._last = time.perf_counter()
