@@ -207,8 +207,7 @@ def export_checkpoint(
 
 @app.command(context_settings={**PASS_THROUGH, "allow_interspersed_args": False})  # leaves -- in the arguments
 def bench(ctx: typer.Context) -> None:
-    """Measure: `grpo bench loop` a whole run, `grpo bench step` an optimisation step, `grpo bench sync` a weight
-    bridge, `grpo bench fence` shared weights under fire, `grpo bench api` a rollout API; each prints its figures."""
+    """Measure a whole run, an optimisation step, a weight bridge, shared weights under load, or a rollout API."""
     if ctx.args[:1] not in (["loop"], ["step"], ["api"], ["sync"], ["fence"]):
         typer.echo(
             "Usage: grpo bench loop [OPTIONS]     a whole run: tokens a second, where a step and the start go, memory\n"
