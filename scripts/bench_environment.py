@@ -24,7 +24,7 @@ from environments.arithmetic_server import ArithmeticConfig, ArithmeticEnv
 from environments.base import BaseEnv
 from environments.config import ServerConfig
 from environments.conversation import Conversation
-from environments.demo_model import build_tokenizer
+from environments.demo_model.model import build_tokenizer
 from environments.multi_turn import MultiTurnConfig, MultiTurnEnv
 from environments.peers.inference import inference
 from environments.peers.rollout_api import RolloutApi

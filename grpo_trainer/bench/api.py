@@ -375,7 +375,7 @@ def _deal(items: list[int], parts: int) -> list[list[int]]:
     return [items[i::parts] for i in range(min(parts, len(items)))]
 
 
-app = typer.Typer(help=__doc__)
+app = typer.Typer(add_completion=False)
 
 
 @app.command()

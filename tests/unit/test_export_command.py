@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from environments.demo_model import build_tokenizer
+from environments.demo_model.model import build_tokenizer
 from grpo_trainer.cli import app
 from grpo_trainer.config.train import CheckpointConfig
 from grpo_trainer.errors import ConfigError

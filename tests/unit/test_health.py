@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from grpo_trainer.config.learning_rate import ADAPTER_LR, ALL_WEIGHTS_LR, too_high
+from grpo_trainer.config.learning_rate import ADAPTER_LR, ALL_WEIGHTS_LR, SMALL, SMALL_LR, too_high
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.logs.console import RunConsole
@@ -148,4 +148,5 @@ def test_an_adapters_rate_for_all_weights_is_warned_of(
     problem = too_high(config(mode, lr=rate), parameters)
     assert (problem is not None) == warned
     if problem is not None:
-        assert problem.field == "--lr" and f"{ALL_WEIGHTS_LR:g}" in problem.fix
+        small = parameters is not None and parameters < SMALL
+        assert problem.field == "--lr" and f"{SMALL_LR if small else ALL_WEIGHTS_LR:g}" in problem.fix

