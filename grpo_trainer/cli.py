@@ -207,12 +207,8 @@ def export_checkpoint(
 
 @app.command(context_settings={**PASS_THROUGH, "allow_interspersed_args": False})  # leaves -- in the arguments
 def bench(ctx: typer.Context) -> None:
-<<<<<<< HEAD
-    """Measure a whole run, an optimisation step, a weight bridge, shared weights under load, or a rollout API."""
-=======
     """Measure `loop` (a whole run), `step` (an optimisation step), `sync` (a weight bridge), `fence` (shared weights
     under load) or `api` (a rollout API)."""
->>>>>>> main
     if ctx.args[:1] not in (["loop"], ["step"], ["api"], ["sync"], ["fence"]):
         typer.echo(
             "Usage: grpo bench loop [OPTIONS]     a whole run: tokens a second, where a step and the start go, memory\n"
