@@ -120,7 +120,7 @@ ROOMS = {
             "weights",
         ),
         *("trainer", "follower", "feed", "logs"),
-        *("watchdog", "shutdown", "loop", "bench", "doctor", "report", "run", "cli"),
+        *("watchdog", "shutdown", "loop", "doctor", "bench", "report", "run", "cli"),
     ),
     "environments": (
         *("config", "measures", "threads", "stacks", "scoring", "items", "intervals", "arithmetic"),
