@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import BridgeError
-from grpo_trainer.model.attach import attach_model
-from grpo_trainer.model.bridge_file import find_bridge_config, read_bridge_config
+from grpo_trainer.shared.attach import attach_model
+from grpo_trainer.shared.bridge_file import find_bridge_config, read_bridge_config
 from tests.golden.host import Figures, logprobs
 from tests.golden.models import CONFIGS, golden
 from tests.golden.models import Golden as Report

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from grpo_trainer.errors import BridgeError
-from grpo_trainer.model import bridge_file
-from grpo_trainer.model.bridge_file import (
+from grpo_trainer.shared import bridge_file
+from grpo_trainer.shared.bridge_file import (
     SHARED_FOLDER,
     check_gpu,
     find_bridge_config,

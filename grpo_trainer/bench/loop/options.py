@@ -12,6 +12,7 @@ from pydantic import model_validator
 from grpo_trainer.bench.shapes import SHAPES, ModelChoice
 from grpo_trainer.config.options import Section, option
 from grpo_trainer.errors import ConfigError
+from vllm_server.protocol.lora import Transport
 
 GROUP = 8
 """Completions of a prompt."""
@@ -39,7 +40,7 @@ class BridgeChoice(Section):
         "shared_vllm", help="The weight bridge, as --weight-bridge-mode of a run."
     )
     share_base: bool = option(False, help="lora_only: the trainer's base model is the server's, as --share-base.")
-    transport: Literal["auto", "disk", "memory", "cuda_ipc", "nccl"] = option(
+    transport: Literal["auto", Transport] = option(
         "auto", help="lora_only: how adapters go to the server, as --lora-transport."
     )
 

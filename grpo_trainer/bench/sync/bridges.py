@@ -15,6 +15,7 @@ import httpx
 import torch
 from peft import PeftModel
 
+from grpo_trainer.alignment.model_proof import ModelProof
 from grpo_trainer.bench.figures import median_ms
 from grpo_trainer.bench.sync.options import SyncOptions
 from grpo_trainer.bench.sync.subject import (
@@ -33,14 +34,13 @@ from grpo_trainer.bench.sync.subject import (
 from grpo_trainer.config.bridge import CheckpointRestart, LoraOnly, SharedVllm
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.launch.plan import ProcessSpec, lora_flags
-from grpo_trainer.model.policy import SharedWeights
 from grpo_trainer.optim import build_optimizer
+from grpo_trainer.policy import SharedWeights
 from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights import checkpoint_restart
 from grpo_trainer.weights.checkpoint_restart import CheckpointModels, Launched
 from grpo_trainer.weights.lora_swap import LoraSwap
-from grpo_trainer.weights.model_proof import ModelProof
 from grpo_trainer.weights.shared_weights import SharedBridge
 from vllm_server.protocol import InFlight
 from vllm_server.protocol.bridge_config import FILE_NAME

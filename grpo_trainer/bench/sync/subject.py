@@ -29,7 +29,7 @@ from grpo_trainer.launch.owned_server import OwnedServer
 from grpo_trainer.launch.plan import CACHE_FLAG, ProcessSpec, server_process
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.model.policy import Policy, build_policy
+from grpo_trainer.policy import Policy, build_policy
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.bridge import WeightBridge
 from vllm_server.protocol import BridgeInfo
