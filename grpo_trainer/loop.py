@@ -101,7 +101,6 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
             with bridge, feed:
                 run_steps(config, progress, trainer, bridge, feed, checkpoints, metrics, samples, watch, world)
         finally:
-            watch.close()
             rollouts.close()
             metrics.close()
             checkpoints.close()

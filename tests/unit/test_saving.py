@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
-import json
 import logging
 import os
 import random
@@ -101,7 +100,7 @@ def test_a_sealed_folder_is_whole_and_says_where_the_run_stood(tmp_path: Path) -
     state = read_state(sealed(tmp_path / "c"))
     check_files(tmp_path / "c", state)
     assert state.progress == Progress(3, 4, ("x", "y"), JUMPED)
-    assert state.files is not None and {name: size for name, (size, _) in state.files.items()} == {
+    assert {name: size for name, (size, _) in state.files.items()} == {
         "weights": 10,
         "inner/more": 3,
     }
@@ -154,13 +153,6 @@ def test_a_digit_of_the_state_that_changed_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(DamagedError) as error:
         read_state(path)
     assert error.value.field == STATE_FILE and "checksum" in error.value.got
-
-
-def test_a_checkpoint_from_before_there_were_checksums_can_be_read(tmp_path: Path) -> None:
-    (tmp_path / STATE_FILE).write_text(json.dumps({"step": 2, "policy_version": 1}))
-    state = read_state(tmp_path)
-    assert state.progress == Progress(2, 1) and state.files is None
-    check_files(tmp_path, state)
 
 
 # ---------------------------------------------------------------- damaged checkpoints of a run
