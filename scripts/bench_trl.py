@@ -10,7 +10,6 @@ options of `grpo bench step`, of which the trainer's own (microbatch budget, pac
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import statistics
@@ -23,7 +22,7 @@ from typing import Annotated, Any
 
 import typer
 
-from grpo_trainer.bench.command import run_command
+from grpo_trainer.bench.command import JsonLine, print_figures, run_command
 from grpo_trainer.bench.step.options import StepOptions
 from grpo_trainer.config.options import build, with_options
 
@@ -83,10 +82,10 @@ def make_trainer(options: StepOptions, trl: TrlSettings, folder: str, clock: Clo
     from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
 
+    from grpo_trainer.bench.random_model import numbered_tokenizer
+    from grpo_trainer.bench.shapes import SHAPES
     from grpo_trainer.bench.step.measure import build_model
-    from grpo_trainer.bench.step.rollouts import GROUP, synthetic_batch
-    from grpo_trainer.bench.sync.random_model import numbered_tokenizer
-    from grpo_trainer.bench.sync.shapes import SHAPES
+    from grpo_trainer.bench.step.work import GROUP, synthetic_batch
     from grpo_trainer.config.bridge import LoraOnly
 
     on_gpu = torch.cuda.is_available()
@@ -149,10 +148,8 @@ def measure(options: StepOptions, trl: TrlSettings) -> dict[str, Any]:
     """Figures under the names of `grpo bench step`."""
     import torch
 
-    from grpo_trainer.bench.step.flops import step_flops
-    from grpo_trainer.bench.step.measure import lengths_of
-    from grpo_trainer.bench.step.rollouts import synthetic_batch
-    from grpo_trainer.bench.sync.shapes import SHAPES
+    from grpo_trainer.bench.shapes import SHAPES
+    from grpo_trainer.bench.step.work import lengths_of, step_flops, synthetic_batch
 
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
@@ -193,7 +190,7 @@ def main(
     scoring: Annotated[bool, typer.Option(help="Score all samples first, as TRL does with vLLM by default.")] = True,
     checkpointing: Annotated[bool, typer.Option(help="Recompute activations.")] = True,
     liger: Annotated[bool, typer.Option(help="liger-kernel's layers.")] = False,
-    json_line: Annotated[bool, typer.Option("--json", help="Print one JSON line.")] = False,
+    json_line: JsonLine = False,
 ) -> None:
     """Measure TRL's GRPOTrainer on the job of `grpo bench step`."""
     asked = build(StepOptions, options)
@@ -201,7 +198,7 @@ def main(
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     warnings.simplefilter("ignore")
     figures = measure(asked, TrlSettings(micro, scoring, checkpointing, liger))
-    print(json.dumps(figures) if json_line else "\n".join(f"{name:>26}  {value}" for name, value in figures.items()))
+    print_figures(figures, as_json=json_line)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from grpo_trainer.report.read import Run, read_run
 from grpo_trainer.report.redact import without_secrets
 from grpo_trainer.report.samples import NOT_TRAINED, SAME, UNKNOWN, character, evenly, sample_data
 from grpo_trainer.report.series import identities
+from grpo_trainer.saving.manifest import Progress, seal
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
 
@@ -95,8 +96,10 @@ def test_a_run_that_was_started_by_hand_is_done_when_its_end_is_there(tmp_path: 
     (folder / "config" / "trainer.toml").unlink()
     final = folder / "checkpoints" / "adapter_final"
     final.mkdir(parents=True)
-    for step, done in ((None, False), (1, False), (2, True)):
-        (final / "state.json").write_text(json.dumps({"step": step, "policy_version": 1}) if step else "{")
+    (final / "state.json").write_text("{")
+    assert not read_run(folder).is_done
+    for step, done in ((1, False), (2, True)):
+        seal(final, Progress(step, 1))
         assert read_run(folder).is_done is done
 
 
