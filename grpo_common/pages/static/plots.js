@@ -255,7 +255,9 @@ function drawEpisodes(u, plot) {
   const {ctx, bbox} = u, {min, max} = u.scales.x;
   for (const [at, run] of runsOf(plot))
     for (const {key, ends} of run.episodes ?? []) {
-      const [from, to] = places({run: at, xs: ends}).map(x => u.valToPos(Math.min(max, Math.max(min, x)), "x", true));
+      const [first, last] = places({run: at, xs: ends});
+      if (last < min || first > max) continue;
+      const [from, to] = [Math.max(min, first), Math.min(max, last)].map(x => u.valToPos(x, "x", true));
       const own = plot.lines.some(line => line.key === key), height = own ? bbox.height : 4 * devicePixelRatio;
       ctx.fillStyle = faded(data.runs.length > 1 ? colour(at) : css("--bad"), own ? 0.13 : 0.5);
       ctx.fillRect(from, bbox.top + bbox.height - height, Math.max(to - from, 2 * devicePixelRatio), height);
