@@ -36,7 +36,8 @@ class PlainTransformers:
 
     def __init__(self, folder: str) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        self._model = model.to(device).eval()
         ends = self._model.generation_config.eos_token_id
         self._ends = {ends} if isinstance(ends, int) else set(ends)
         self._waiting: list[tuple[list[int], int, asyncio.Future[Completion]]] = []
