@@ -13,8 +13,6 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
 from grpo_common.errors import UserError
 
 NAME: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -34,9 +32,11 @@ def write_released(folder: Path) -> str:
         ReleasedModelError: neither has them.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(NAME, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_pretrained(NAME, dtype="bfloat16")
         tokenizer = AutoTokenizer.from_pretrained(NAME)
         source = "the hub"
     except OSError as error:  # not reachable, or HF_HUB_OFFLINE
@@ -74,7 +74,7 @@ def _read_gguf(folder: Path) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF[1])
-    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF[1], dtype=torch.float32)
+    read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF[1], dtype="float32")
     own = {"quantization_config", "transformers_version", "architectures", "_name_or_path", "_model_name_or_path"}
     known = {key: value for key, value in read.config.to_dict().items() if key not in own}
     model = LlamaForCausalLM(LlamaConfig(**known)).float()

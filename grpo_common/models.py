@@ -63,7 +63,7 @@ def missing_path(name: str) -> Problem | None:
     else:
         fix = f"correct the path; the nearest folder that is there: {near.resolve() if near == Path() else near}"
     if first_is_here and not is_path(name):
-        fix += f"; if you mean the hub's model, download it first: hf download {name}"
+        fix += f" (for a model of the hub: hf download {name})"
     return Problem(got=name, wanted=WANTED, fix=fix, summary="this is a file" if path.exists() else "no such folder")
 
 

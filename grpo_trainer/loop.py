@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,21 +13,23 @@ from rich.console import Console
 
 from environments.api import wire
 from grpo_common.trace import stage
-from grpo_trainer.allocator import grow_segments
+from grpo_trainer.alignment.drift import drift_alarm
 from grpo_trainer.batch.batching import import_own_parts
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.distributed import Restore, World
+from grpo_trainer.engine.allocator import grow_segments
 from grpo_trainer.feed import BatchFeed
 from grpo_trainer.files import METRICS_FILE, held_folder, refuse_to_mix_runs
 from grpo_trainer.follower import follow, join_others
+from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.logs.samples import SampleLog, build_sample_log
 from grpo_trainer.logs.sinks import MetricLog, build_metric_log
 from grpo_trainer.logs.times import print_time_split
 from grpo_trainer.metrics.health import last_line
 from grpo_trainer.metrics.rows import read_rows
 from grpo_trainer.metrics.types import Metrics
-from grpo_trainer.model.policy import build_policy
-from grpo_trainer.phases import FIRST_STEP, START, report_start
+from grpo_trainer.parallel.world import Restore, World
+from grpo_trainer.phases import COMMAND_VARIABLE, FIRST_STEP, START, report_start
+from grpo_trainer.policy import build_policy
 from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.saving.generators import seed_generators
@@ -35,8 +38,8 @@ from grpo_trainer.shutdown import RunState, Writes, save_on_exit
 from grpo_trainer.signals import StopSignal
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.watchdog import StepWatch
-from grpo_trainer.weights.bridge import WeightBridge, build_bridge
-from grpo_trainer.weights.drift import drift_alarm
+from grpo_trainer.weights.bridge import WeightBridge
+from grpo_trainer.weights.build import build_bridge
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +61,14 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
     if not world.leads:
         follow(config, world)
         return
-    with StopSignal() as stop, held_folder(config.checkpoints.save_path, "--save-path") as folder, world:
+    # `grpo run` shows the steps itself, from metrics.jsonl: there they go to the trainer's log.
+    output = Console(file=sys.stderr if COMMAND_VARIABLE in os.environ else sys.stdout)
+    with (
+        RunConsole(output, config.training_steps, START.waits) as console,
+        StopSignal() as stop,
+        held_folder(config.checkpoints.save_path, "--save-path") as folder,
+        world,
+    ):
         with world.working():
             START.enter("model")
             policy = build_policy(config, stop.check, world)
@@ -72,7 +82,7 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
         if checkpoints.safe_path is not None:
             world.give_all(Restore(checkpoints.safe_path))
         bridge = build_bridge(config, policy, checkpoints, progress, stop)
-        metrics = build_metric_log(config, Console(file=sys.stdout), progress.step)
+        metrics = build_metric_log(config, console, progress.step)
         samples = build_sample_log(config, trainer.forward, trainer.device, progress.step)
         rollouts = RolloutClient(config.rollouts, registration(config, progress), stop.check)
         feed = BatchFeed(
@@ -91,7 +101,6 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
             with bridge, feed:
                 run_steps(config, progress, trainer, bridge, feed, checkpoints, metrics, samples, watch, world)
         finally:
-            watch.close()
             rollouts.close()
             metrics.close()
             checkpoints.close()
@@ -133,11 +142,11 @@ def run_steps(
                 batch = feed.next(progress.policy_version, last=progress.step + 1 == config.training_steps)
             START.enter(FIRST_STEP)
             if samples is not None:
-                samples.take(progress.step + 1, batch.leased.groups)
+                samples.take(progress.step + 1, batch.rollouts.groups)
             with watch.over(f"step {progress.step + 1}"):
                 writes = Writes(bridge.updating)
                 try:
-                    result = trainer.step(batch.ready, progress.step, writes.updating)
+                    result = trainer.step(batch, progress.step, writes.updating)
                 except Exception:
                     if writes.landed:  # the weights contain this batch, so it counts as trained
                         progress = progress.after_step(feed.trained(batch), updated=True)
@@ -148,7 +157,7 @@ def run_steps(
                 with stage("publish", version=progress.policy_version):
                     published = bridge.publish(progress.policy_version)
                 evaluated = feed.report(progress.step)
-                metrics.log(progress.step, batch.metrics, result.metrics, published.metrics, saved, evaluated)
+                metrics.log(progress.step, result.metrics, published.metrics, saved, evaluated)
                 report_start(config.log_dir, _say)
                 saved = checkpoints.maybe_save(progress)  # after the row, so a resumed run has all its rows
                 feed.settle(checkpoints.settled(progress))

@@ -11,7 +11,6 @@ options of `grpo bench step`, of which the trainer's own (microbatch budget, pac
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import os
 import statistics
@@ -24,7 +23,7 @@ from typing import Annotated, Any
 
 import typer
 
-from grpo_trainer.bench.command import run_command
+from grpo_trainer.bench.command import JsonLine, print_figures, run_command
 from grpo_trainer.bench.step.options import StepOptions
 from grpo_trainer.config.options import build, with_options
 
@@ -84,10 +83,10 @@ def make_trainer(options: StepOptions, trl: TrlSettings, folder: str, clock: Clo
     from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
 
+    from grpo_trainer.bench.random_model import numbered_tokenizer
+    from grpo_trainer.bench.shapes import SHAPES
     from grpo_trainer.bench.step.measure import build_model
-    from grpo_trainer.bench.step.rollouts import GROUP, synthetic_batch
-    from grpo_trainer.bench.sync.random_model import numbered_tokenizer
-    from grpo_trainer.bench.sync.shapes import SHAPES
+    from grpo_trainer.bench.step.work import GROUP, synthetic_batch
     from grpo_trainer.config.bridge import LoraOnly
 
     on_gpu = torch.cuda.is_available()
@@ -150,10 +149,8 @@ def measure(options: StepOptions, trl: TrlSettings) -> dict[str, Any]:
     """Figures under the names of `grpo bench step`."""
     import torch
 
-    from grpo_trainer.bench.step.flops import step_flops
-    from grpo_trainer.bench.step.measure import lengths_of
-    from grpo_trainer.bench.step.rollouts import synthetic_batch
-    from grpo_trainer.bench.sync.shapes import SHAPES
+    from grpo_trainer.bench.shapes import SHAPES
+    from grpo_trainer.bench.step.work import lengths_of, step_flops, synthetic_batch
 
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
@@ -194,7 +191,7 @@ def main(
     scoring: Annotated[bool, typer.Option(help="Score all samples first, as TRL does with vLLM by default.")] = True,
     checkpointing: Annotated[bool, typer.Option(help="Recompute activations.")] = True,
     liger: Annotated[bool, typer.Option(help="liger-kernel's layers.")] = False,
-    json_line: Annotated[bool, typer.Option("--json", help="Print one JSON line.")] = False,
+    json_line: JsonLine = False,
 ) -> None:
     """Measure TRL's GRPOTrainer on the job of `grpo bench step`."""
     asked = build(StepOptions, options)
@@ -202,7 +199,7 @@ def main(
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     warnings.simplefilter("ignore")
     figures = measure(asked, TrlSettings(micro, scoring, checkpointing, liger))
-    print(json.dumps(figures) if json_line else "\n".join(f"{name:>26}  {value}" for name, value in figures.items()))
+    print_figures(figures, as_json=json_line)
 
 
 if __name__ == "__main__":

@@ -73,6 +73,7 @@ class RolloutQueue:
         self.last_posted: dict[int, float] = {}
         self.last_granted = 0.0
         self.alive: set[int] = set()
+        self.unheard: set[int] = set()  # written down by an earlier API process, and not heard of since
         self.received: Counter[int] = Counter()
         self.line = Line()
         self.buffers: dict[int, list[Group]] = {}
@@ -95,6 +96,7 @@ class RolloutQueue:
             queue.environments.append(environment)
             queue.names[environment.request.desired_name] += 1
             queue.last_heard[environment.id] = queue.last_posted[environment.id] = now
+            queue.unheard.add(environment.id)
             if environment.connected:
                 queue.alive.add(environment.id)
         for group, place in snapshot.groups:
@@ -212,21 +214,36 @@ class RolloutQueue:
     # The environments
 
     def register_environment(self, request: wire.RegisterEnv, now: float) -> Environment | None:
-        """A new environment, or None while no trainer wants any: it has not asked for its first batch, or is done.
+        """Return the environment's id and name; None while no trainer wants any: it has not asked for its first batch,
+        or is done.
 
-        A finished run is gone on with by a trainer that registers anew; who came before it would find nothing to do.
+        An environment that comes after one of the same desired name has left takes over its id and name: in a resumed
+        run it is the same environment. A finished run is gone on with by a trainer that registers anew; who came before
+        it would find nothing to do.
         """
         if self.run is None or not self.run.started or self.run.over:
             return None
-        number = self.names[request.desired_name]
-        self.names[request.desired_name] += 1
-        name = f"{request.desired_name or 'env'}_{number}"
-        environment = Environment(len(self.environments), name, request)
-        self.environments.append(environment)
+        former = next((each for each in self.environments if self._goes_on_as(each, request)), None)
+        if former is None:
+            number = self.names[request.desired_name]
+            self.names[request.desired_name] += 1
+            environment = Environment(len(self.environments), f"{request.desired_name or 'env'}_{number}", request)
+            self.environments.append(environment)
+        else:
+            self._lose(former.id)  # its buffer is of the former group size
+            environment = replace(former, request=request, connected=True)
+            self.environments[former.id] = environment
         self.journal.put_environment(environment)
         self.last_posted[environment.id] = now
         self.hear(environment.id, now)
         return environment
+
+    def _goes_on_as(self, former: Environment, request: wire.RegisterEnv) -> bool:
+        """Whether an environment has left and has the name of one that registers."""
+        has_left = former.id not in self.alive or former.id in self.unheard
+        # Its queued groups stand in lanes of its own if it has a reservation.
+        same_lanes = self._reserves(former.id) == (request.min_batch_allocation is not None)
+        return has_left and same_lanes and former.request.desired_name == request.desired_name
 
     def disconnect(self, env_id: int) -> None:
         """An environment says goodbye: its reservation ends, what it sent stays.
@@ -247,6 +264,7 @@ class RolloutQueue:
         """
         environment = self.environment(env_id)
         self.last_heard[env_id] = now
+        self.unheard.discard(env_id)
         if environment.connected and env_id not in self.alive:
             self.alive.add(env_id)
             self.changes += 1

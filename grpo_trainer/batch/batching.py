@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,20 +18,8 @@ from grpo_trainer.losses import BatchCounts, loss_spec, token_weight
 from grpo_trainer.metrics.types import Max, Mean, Metric, Sum
 from grpo_trainer.rollouts.types import Group, RolloutBatch, Sample, Teacher
 
-
-@dataclass(frozen=True)
-class PreparedBatch:
-    """The sequences of one step, the denominators of its means, and metrics of the preparation.
-
-    Attributes:
-        sequences: sequences of the whole batch; empty if this process has only its share.
-        largest_weight: largest weight of a token in the whole batch's loss; 0: no token is trained.
-    """
-
-    sequences: tuple[TrainingSequence, ...]
-    counts: BatchCounts
-    metrics: dict[str, Metric]
-    largest_weight: float
+MOST_VALUES = 8
+"""Limit of distinct rewards whose shares are logged one by one."""
 
 
 @dataclass(frozen=True)
@@ -38,21 +27,29 @@ class ReadyBatch:
     """A batch in main memory, ready for a step; a thread may build it during the step before.
 
     Attributes:
-        prepared: the whole batch.
+        rollouts: the leased batch; without groups if this process has only its share.
+        sequences: sequences of the whole batch; empty if this process has only its share.
+        counts: denominators of the whole batch's means.
+        metrics: of the whole batch.
+        largest_weight: largest weight of a token in the whole batch's loss; 0: no token is trained.
         microbatches: this process's microbatches.
-        policy_version: the trainer's version when the batch arrived, as in `RolloutBatch`.
         others: the microbatches of the trainer's other processes, by rank.
+        policy_version: version of the weights that train on it; samples of this version are fresh. None: not known.
     """
 
-    prepared: PreparedBatch
-    microbatches: tuple[MicroBatch, ...]
-    policy_version: int | None
+    rollouts: RolloutBatch
+    sequences: tuple[TrainingSequence, ...]
+    counts: BatchCounts
+    metrics: dict[str, Metric]
+    largest_weight: float
+    microbatches: tuple[MicroBatch, ...] = ()
     others: tuple[tuple[MicroBatch, ...], ...] = ()
+    policy_version: int | None = None
 
     def shares_of_others(self) -> list[ReadyBatch]:
-        """Return the share of each other process, by rank, without the sequences of the whole batch."""
-        prepared = replace(self.prepared, sequences=())
-        return [ReadyBatch(prepared, part, self.policy_version) for part in self.others]
+        """Return the share of each other process, by rank, without what concerns the whole batch."""
+        part = replace(self, rollouts=replace(self.rollouts, groups=()), sequences=(), metrics={}, others=())
+        return [replace(part, microbatches=own) for own in self.others]
 
 
 def ready(
@@ -70,7 +67,7 @@ def ready(
         tuple(split(share, config.batch_size, max_tokens=budget, packed=packed, shared=shared))
         for share in deal(prepared.sequences, processes, shared=shared)
     )
-    return ReadyBatch(prepared, own, batch.policy_version, tuple(others))
+    return replace(prepared, microbatches=own, others=tuple(others))
 
 
 def deal(
@@ -96,8 +93,8 @@ def deal(
     return shares
 
 
-def prepare(batch: RolloutBatch, config: LossConfig, seq_len: int, *, drop_overlong: bool = False) -> PreparedBatch:
-    """Give every trained token its advantage and its weight.
+def prepare(batch: RolloutBatch, config: LossConfig, seq_len: int, *, drop_overlong: bool = False) -> ReadyBatch:
+    """Give every trained token its advantage and its weight; microbatches are still to be made.
 
     Weights are counted in the whole batch before any sequence is skipped, so neither skipping nor the split into
     microbatches changes the loss. Sequences without a gradient are skipped: all their advantages are 0, and no other
@@ -131,7 +128,8 @@ def prepare(batch: RolloutBatch, config: LossConfig, seq_len: int, *, drop_overl
         "batch/truncated": Sum(0 if drop_overlong else sum(overlong)),
         "batch/dropped_overlong": Sum(sum(overlong) if drop_overlong else 0),
     }
-    return PreparedBatch(kept, counts, metrics, max((sequence.weight for sequence in kept), default=0.0))
+    largest = max((sequence.weight for sequence in kept), default=0.0)
+    return ReadyBatch(batch, kept, counts, metrics, largest)
 
 
 def import_own_parts(config: LossConfig) -> None:
@@ -231,12 +229,21 @@ def _batch_metrics(
         "length/completion_max": Max(max(map(len, positions))),
         **_quantiles("length/completion_", [*map(len, positions)], {"min": 0.0, "p10": 0.1, "p90": 0.9}),
         **_reward_metrics("reward/mean", "reward/std", rewards),
+        **_shares("reward/share/", rewards),
         **_quantiles("reward/", rewards, {"min": 0.0, "p25": 0.25, "median": 0.5, "p75": 0.75, "max": 1.0}),
     }
     for environment in sorted({group.environment for group in judged if group.environment is not None}):
         own = [reward for group in judged if group.environment == environment for reward in group.rewards]
         metrics |= _reward_metrics(f"reward/env_{environment}", f"reward/env_{environment}_std", own)
     return metrics
+
+
+def _shares(prefix: str, values: Sequence[float]) -> dict[str, Metric]:
+    """Return the share of each distinct value, a histogram; nothing where they are many."""
+    counts = Counter(f"{value:.4g}" for value in values)
+    if len(counts) > min(MOST_VALUES, len(values) // 4):
+        return {}
+    return {f"{prefix}{value}": Mean(count, len(values)) for value, count in counts.items()}
 
 
 def _quantiles(prefix: str, values: Sequence[float], shares: Mapping[str, float]) -> dict[str, Metric]:

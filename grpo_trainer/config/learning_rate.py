@@ -16,11 +16,13 @@ if TYPE_CHECKING:
 
 ALL_WEIGHTS_LR, ADAPTER_LR = 1e-6, 1e-5
 ADAPTER_MODES = ("lora_only", "lora_restart")
+SMALL = 50_000_000
+"""Parameters."""
+SMALL_LR = 1e-4
+"""For all weights of a model below `SMALL`: the rate with which docs/learning.md shows one to learn."""
 HIGHEST, HIGHEST_OF_SMALL = 2e-5, 2e-4
 """All weights are trained with no more than this: twenty times the default; or, of a model below `SMALL`, a little more
 than what docs/learning.md shows to learn (1.5e-4), and less than what collapses there (5e-4)."""
-SMALL = 50_000_000
-"""Parameters."""
 
 
 def default_lr(mode: str) -> float:
@@ -34,7 +36,8 @@ def too_high(config: TrainConfig, parameters: int | None) -> Problem | None:
     Args:
         parameters: the model's; None: unknown, and then it counts as a large one.
     """
-    limit = HIGHEST_OF_SMALL if parameters is not None and parameters < SMALL else HIGHEST
+    is_small = parameters is not None and parameters < SMALL
+    limit, better = (HIGHEST_OF_SMALL, SMALL_LR) if is_small else (HIGHEST, ALL_WEIGHTS_LR)
     if isinstance(config.bridge, LoraOptions) or config.optimizer.lr <= limit:
         return None
     mode = f"--weight-bridge-mode {config.bridge.mode}"
@@ -42,5 +45,5 @@ def too_high(config: TrainConfig, parameters: int | None) -> Problem | None:
         field="--lr",
         got=f"{config.optimizer.lr:g} with {mode}, which trains all weights",
         wanted=f"at most {limit:g}; policies collapse above it, only adapters (LoRA) bear more",
-        fix=f"--lr {ALL_WEIGHTS_LR:g}, or --weight-bridge-mode lora_only",
+        fix=f"--lr {better:g}, or --weight-bridge-mode lora_only",
     )

@@ -393,7 +393,7 @@ def help_text(leaf: Leaf, root: type[Section]) -> str:
     off = f"--no-{leaf.flags[0].removeprefix('--')}"
     if leaf.is_bool and default is not False:
         text += f" (default: on; off: {off})" if default else f" (off: {off})"
-    elif default is not None and default != ():
+    elif default is not None and default != () and "(default" not in text:  # where the text explains it
         text += f" (default: {shown(default)})"
     if explained:
         return "\n\n".join([text, *(f"{value}: {meaning}" for value, meaning in explained.items())])

@@ -116,7 +116,10 @@ class OptimizerConfig(Section):
         "adamw", help="adamw: fp32 states; adamw_8bit: its states in 8 bits; adafactor: next to no states."
     )
     lr: float = option(
-        ADAPTER_LR, help=f"Peak learning rate (default where all weights are trained: {ALL_WEIGHTS_LR:g}).", gt=0
+        ADAPTER_LR,
+        help=f"Peak learning rate (default: {ADAPTER_LR:g} for an adapter, {ALL_WEIGHTS_LR:g} where all weights are "
+        "trained).",
+        gt=0,
     )
     warmup_steps: int = option(0, help="Steps over which the learning rate rises linearly from 0.", ge=0)
     lr_schedule: Literal["constant", "linear", "cosine"] = option(

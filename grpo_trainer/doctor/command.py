@@ -32,8 +32,13 @@ def print_examination(examination: Examination, console: Console) -> None:
         for word, text in (("wanted", finding.wanted), ("fix", finding.fix)):
             if text and text not in finding.got:
                 console.print(f"  {word}: {text}", markup=False, highlight=False, soft_wrap=True)
-    fails = sum(finding.status == "fail" for finding in examination.findings)
-    verdict = f"[bold red]{fails} would fail[/]" if fails else "[green]nothing stands in the way[/]"
+    fails = sum(finding.status == "fail" for finding in wrong)
+    if fails:
+        verdict = f"[bold red]{fails} would fail[/]"
+    elif wrong:
+        verdict = f"[yellow]nothing fails for certain; warnings: {len(wrong)}[/]"
+    else:
+        verdict = "[green]nothing stands in the way[/]"
     console.print(f"\n{verdict}")
 
 

@@ -129,7 +129,7 @@ def _model_files(name: str, probes: Probes) -> tuple[ModelFiles | None, Finding]
 
 def _shape(files: ModelFiles | None) -> tuple[ModelShape | None, list[Finding]]:
     if files is None:
-        return None, [skip("memory", "can't be planned without the model's config.json")]
+        return None, [skip("memory", "can't be planned without the model's files")]
     try:
         return ModelShape.from_config(files.config), []
     except ValueError as error:

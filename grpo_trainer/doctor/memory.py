@@ -195,7 +195,7 @@ def _server_rows(
             ("adapter slots", slots * server.workers),
             (CACHE, CPU_CACHE * server.workers),
             ("process", CPU_PROCESS * server.workers),
-            ("process that waits", CPU_STANDBY * server.replicas if _has_standby(config) else 0),
+            ("standby process", CPU_STANDBY * server.replicas if _has_standby(config) else 0),
         ]
         return [MemoryRow(0, "server", what, size) for what, size in rows if size], CPU_CACHE // token
     share = int(server.gpu_share * devices.total)

@@ -8,6 +8,7 @@ measured something at the same time.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,8 @@ REGISTERED = re.compile(r"environment (\d+) registered: (\S+),")
 """A line of the rollout API's log: which number has which name."""
 UNKNOWN = "environment"
 """What comes before the number of one whose name is not known."""
-NOT_MEASURED = ("step", "time", "train/resumed")
+NOT_MEASURED = re.compile(r"step|time|train/resumed|health/.*")
+"""What rows have that is no figure of its own: the report marks it in the plots of others."""
 
 
 @dataclass
@@ -32,9 +34,11 @@ class Series:
     steps: list[float] = field(default_factory=list)
     values: list[float | None] = field(default_factory=list)
 
-    def add(self, step: float, value: float | None) -> None:
-        self.steps.append(step)
-        self.values.append(value)
+    def merged(self, other: Series) -> Series:
+        """Both, in the order of their steps."""
+        pairs = [*zip(self.steps, self.values, strict=True), *zip(other.steps, other.values, strict=True)]
+        pairs.sort(key=lambda pair: pair[0])
+        return Series([step for step, _ in pairs], [value for _, value in pairs])
 
 
 @dataclass(frozen=True)
@@ -74,45 +78,62 @@ def read_series(rows: Rows, environments: Environments) -> tuple[dict[str, Serie
     Keys are those of metrics.jsonl, but `reward/env/NAME` and `reward/env_std/NAME` for an environment's rewards,
     `eval/NAME/FIGURE` at the step that was evaluated, and `env/NAME/FIGURE` for what an environment wrote itself.
     """
-    found = [*_of_rows(rows, environments.names), *_of_files(environments.own)]
+    found = [*_of_rows(columns(rows), environments.names)]
+    found += [column for own in environments.own for column in _of_file(columns(own))]
     # An environment's own rows say when it was there. Groups of the one before it are trained on after a resume, too.
-    own = {name for name, key, _, _ in found if key.startswith("env/")}
-    present = ((name, step) for name, key, step, _ in found if name and (key.startswith("env/") or name not in own))
-    labels = identities(present)
+    own = {name for name, key, _ in found if key.startswith("env/")}
+    sure = [(name, each) for name, key, each in found if name and (key.startswith("env/") or name not in own)]
+    labels = identities((name, step) for name, each in sure for step in each.steps)
     series: dict[str, Series] = {}
-    for name, key, step, value in found:
-        series.setdefault(key.format(name=labels[name]) if name else key, Series()).add(step, value)
+    for name, key, each in found:
+        label = key.format(name=labels[name]) if name else key
+        series[label] = series[label].merged(each) if label in series else each
     numbers = {number: labels[name] for number, name in environments.names.items() if name in labels}
     return series, numbers
 
 
-Point = tuple[str, str, float, float | None]
-"""Name of an environment or nothing, key with `{name}` in its place, step, value."""
-
-
-def _of_rows(rows: Rows, names: Mapping[int, str]) -> Iterable[Point]:
+def columns(rows: Rows) -> dict[str, Series]:
+    """Rows as one series for each key."""
+    found: defaultdict[str, Series] = defaultdict(Series)
     for row in rows:
         step = row["step"]
         for key, value in row.items():
-            if key in NOT_MEASURED:
-                continue
-            if own := OF_ENVIRONMENT.fullmatch(key):
-                name = names.get(int(own[1]), f"{UNKNOWN}_{own[1]}")
-                yield name, f"reward/env{own[2] or ''}/{{name}}", step, value
-            elif own := EVALUATION.fullmatch(key):
-                if own[2] != "step":
-                    yield own[1], f"eval/{{name}}/{_escaped(own[2])}", row.get(f"eval/{own[1]}/step", step), value
-            else:
-                yield "", key, step, value
+            column = found[key]
+            column.steps.append(step)
+            column.values.append(value)
+    return found
 
 
-def _of_files(files: Sequence[Rows]) -> Iterable[Point]:
-    for rows in files:
-        for row in rows:
-            for key, value in row.items():
-                name, _, figure = key.partition("/")
-                if figure and not figure.startswith("eval/"):  # metrics.jsonl has these
-                    yield name, f"env/{{name}}/{_escaped(figure)}", row["step"], value
+Column = tuple[str, str, Series]
+"""Name of an environment or nothing, key with `{name}` in its place, values."""
+
+
+def _of_rows(found: Mapping[str, Series], names: Mapping[int, str]) -> Iterable[Column]:
+    for key, series in found.items():
+        if NOT_MEASURED.fullmatch(key):
+            continue
+        if own := OF_ENVIRONMENT.fullmatch(key):
+            name = names.get(int(own[1]), f"{UNKNOWN}_{own[1]}")
+            yield name, f"reward/env{own[2] or ''}/{{name}}", series
+        elif own := EVALUATION.fullmatch(key):
+            if own[2] != "step":
+                evaluated = found.get(f"eval/{own[1]}/step", Series())
+                at = {
+                    step: value
+                    for step, value in zip(evaluated.steps, evaluated.values, strict=True)
+                    if value is not None
+                }
+                steps = [at.get(step, step) for step in series.steps]
+                yield own[1], f"eval/{{name}}/{_escaped(own[2])}", Series(steps, series.values)
+        else:
+            yield "", key, series
+
+
+def _of_file(found: Mapping[str, Series]) -> Iterable[Column]:
+    for key, series in found.items():
+        name, _, figure = key.partition("/")
+        if figure and not figure.startswith("eval/"):  # metrics.jsonl has these
+            yield name, f"env/{{name}}/{_escaped(figure)}", series
 
 
 def _escaped(key: str) -> str:

@@ -22,9 +22,10 @@ from environments.api import wire
 from grpo_common.http import CONNECT_S, complaint, may_pass
 from grpo_trainer.config.train import RolloutConfig
 from grpo_trainer.errors import ServerError, TrainingError
+from grpo_trainer.phases import report_at
 from grpo_trainer.rollouts.decode import to_group
 from grpo_trainer.rollouts.leases import Leases
-from grpo_trainer.rollouts.types import Leased
+from grpo_trainer.rollouts.types import RolloutBatch
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +36,6 @@ POLL_SECONDS = 0.02
 
 WAIT_SECONDS = 0.5
 """Time for which the API holds a request if there is no batch yet; it delays a stop by this much at most."""
-
-PATIENCE_SECONDS = 15.0
-"""Interval at which the log reports what the client waits for."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ class RolloutClient:
 
     # Batches in
 
-    def lease(self, check_stop: Callable[[], None]) -> Leased:
+    def lease(self, check_stop: Callable[[], None]) -> RolloutBatch:
         """Wait for the next batch, and lease it.
 
         Args:
@@ -109,7 +107,7 @@ class RolloutClient:
         batch_id = batch.batch_id or ""
         self._leases.hold(batch_id)
         self._keep_leases()
-        return Leased(batch_id, tuple(to_group(packed) for packed in batch.batch or ()))
+        return RolloutBatch(batch_id, tuple(to_group(packed) for packed in batch.batch or ()))
 
     def _try_lease(self, request: str) -> wire.PackedBatch | _Wait:
         lease = f"lease={self._config.lease_seconds:g}&request={request}&uuid={self._registration.uuid}"
@@ -136,7 +134,7 @@ class RolloutClient:
         """Trained batches that are not acknowledged."""
         return self._leases.unsettled
 
-    def trained(self, batch: Leased) -> tuple[str, ...]:
+    def trained(self, batch: RolloutBatch) -> tuple[str, ...]:
         """Record that a batch was trained on, and return all such batches; they stay leased until `settle`."""
         self._leases.trained(batch.batch_id)
         return self._leases.unsettled
@@ -193,12 +191,12 @@ class RolloutClient:
                 return
             self._leases.end(batch_id)
 
-    def drop(self, batch: Leased, why: str) -> None:
+    def drop(self, batch: RolloutBatch, why: str) -> None:
         """Acknowledge a batch that can't be trained on, and log why."""
         log.warning("a whole batch was dropped: %s", why)
         self._acknowledge(batch.batch_id)
 
-    def release(self, batch: Leased) -> None:
+    def release(self, batch: RolloutBatch) -> None:
         """Release a leased batch untrained. Best effort: without a release, the lease expires."""
         self._leases.end(batch.batch_id)
         try:
@@ -306,7 +304,7 @@ class RolloutClient:
                 return result
             check_stop()
             waited = time.monotonic() - started
-            if waited - said >= PATIENCE_SECONDS:
+            if waited >= report_at(said):
                 said = waited
                 log.info("waiting %.0f s for %s: %s", waited, what, self._explanation() or result.reason)
             if 0 < self._config.rollout_timeout < waited:

@@ -1,6 +1,6 @@
 """Checkpoints: everything that a run needs to continue, in a folder that is complete or absent.
 
-step_12/                      the prefix depends on what is trained, see `model/policy.py`
+step_12/                      the prefix depends on what is trained, see `policy.py`
     …                         the trained weights, in the format of transformers or PEFT
     trainer_state.pt          optimizer, random generators, exact values of weights that the above rounds
     optimizer_states/         the optimizer's states, if the weights are sharded over several processes
@@ -29,11 +29,11 @@ from grpo_trainer.config.train import CheckpointConfig
 from grpo_trainer.errors import ConfigError, from_os_error
 from grpo_trainer.files import folders_named, remove_remains, whole_folder, write_tensors
 from grpo_trainer.metrics.types import Metrics, Sum
-from grpo_trainer.model.cut_states import Place, cut_states, read_states, whole_parts
-from grpo_trainer.model.policy import Adapter, AllWeights, Policy
-from grpo_trainer.model.sharding import Shards
-from grpo_trainer.optim import FusedAdamW, TwoPartOptimizer
+from grpo_trainer.optim import TwoPartOptimizer
 from grpo_trainer.optim.spikes import NormHistory
+from grpo_trainer.parallel.shard_states import Place, read_states, reshard_states, whole_parts
+from grpo_trainer.parallel.strategies import Shards
+from grpo_trainer.policy import Adapter, AllWeights, Policy
 from grpo_trainer.saving.finding import Found, newest_whole, said_of, saved_checkpoints
 from grpo_trainer.saving.generators import generator_states, restore_generators
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, Progress, check_files, read_state, seal
@@ -339,7 +339,7 @@ class Checkpoints:
             ConfigError: it was made with another optimizer or other options, or its optimizer's states can't be read.
         """
         tensors = torch.load(path / TENSORS_FILE, map_location="cpu", weights_only=True, mmap=True)
-        kind = tensors.get("optimizer_kind", FusedAdamW.kind)
+        kind = tensors["optimizer_kind"]
         if kind != self._optimizer.kind:
             raise ConfigError(
                 "made with another optimizer",
@@ -348,10 +348,10 @@ class Checkpoints:
                 wanted=self._optimizer.kind,
                 fix="give --optimizer, --master-weights and --dtype as they were",
             )
-        self._policy.load(path, tensors.get("weights", {}))
-        self._check_trained(path, tensors.get("trained"))
+        self._policy.load(path, tensors["weights"])
+        self._check_trained(path, tensors["trained"])
         self._load_optimizer(self._own_states(path, tensors["optimizer"]))
-        self._norms.restore(tensors.get("gradient_norms", ()))
+        self._norms.restore(tensors["gradient_norms"])
         restore_generators(tensors["generators"], self._device)
 
     def save_states(self, folder: Path) -> None:
@@ -373,7 +373,7 @@ class Checkpoints:
             return whole
         parts = whole_parts(self._policy.model) if self._shards is None else self._shards.parts
         place = Place() if self._shards is None else self._shards.place
-        states = read_states(path, parts, place) if whole is None else cut_states(whole["state"], parts)
+        states = read_states(path, parts, place) if whole is None else reshard_states(whole["state"], parts)
         return {**self._optimizer.state_dict(), "state": states}
 
     def _check_kind(self, path: Path) -> None:
@@ -390,14 +390,14 @@ class Checkpoints:
                 fix="choose the mode that it was made in, or another --save-path",
             )
 
-    def _check_trained(self, path: Path, then: list[str] | None) -> None:
+    def _check_trained(self, path: Path, then: list[str]) -> None:
         """Check that the same parameters are trained: states would otherwise be matched wrongly or be missing.
 
         Args:
-            then: names in the checkpoint; None: an older checkpoint does not have them.
+            then: names in the checkpoint.
         """
         now = self._trained()
-        if then is None or then == now:
+        if then == now:
             return
         raise ConfigError(
             "made with other trained parameters",

@@ -46,6 +46,8 @@ def test_a_run_learns_ends_and_is_resumed(
         assert f"Step {steps}/{steps}" in log.read_text()
     done = rows(run_dir)
     assert [row["step"] for row in done] == [1, 2, 3, 4, 5]
+    of_environments = {key for row in done for key in row if key.startswith("reward/env_")}
+    assert of_environments == {"reward/env_0", "reward/env_0_std"}, "the resumed environment is the same one"
     versions = [row["publish/version"] for row in done]
     assert versions == sorted(set(versions))
     fresh = [row for row in done if row["rollout/staleness_max"] == 0]

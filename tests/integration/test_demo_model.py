@@ -11,18 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from environments.arithmetic import Problem, ProblemSet
-from environments.demo_model import (
+from environments.demo_model.__main__ import main
+from environments.demo_model.folder import MARKER, DemoModelError, Recipe, claim, replace_folder
+from environments.demo_model.model import (
     ACCURACY_RANGE,
-    MARKER,
-    DemoModelError,
     Examples,
-    Recipe,
     build_model,
     build_tokenizer,
-    claim,
     expected_accuracy,
-    main,
-    replace_folder,
     sampled_accuracy,
     smoothed_loss,
     warm_up,

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from environments.demo_model import build_tokenizer
+from environments.demo_model.model import build_tokenizer
 from environments.from_verifiers.venv import folder
 from tests.processes import ROOT, running, tail
 

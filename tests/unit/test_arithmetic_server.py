@@ -17,7 +17,7 @@ from transformers import Qwen2Tokenizer
 
 from environments.arithmetic_server import ArithmeticConfig, ArithmeticEnv
 from environments.config import ConfigError, PromptTooLong
-from environments.demo_model import build_tokenizer
+from environments.demo_model.model import build_tokenizer
 from tests.stand_ins import Scripted
 
 ROOT = Path(__file__).parents[2]

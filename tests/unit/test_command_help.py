@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
+from grpo_trainer.bench.api import app as bench_api
+from grpo_trainer.bench.fence.__main__ import app as bench_fence
+from grpo_trainer.bench.loop.__main__ import app as bench_loop
+from grpo_trainer.bench.step.__main__ import app as bench_step
+from grpo_trainer.bench.sync.__main__ import app as bench_sync
 from grpo_trainer.cli import app
 from grpo_trainer.config.options import unique_leaves
 from grpo_trainer.config.train import TrainConfig
 
 ROOT = Path(__file__).parents[2]
+BENCHES = (bench_loop, bench_step, bench_sync, bench_fence, bench_api)
 
 
 def said(*words: str, columns: int = 80) -> list[str]:
@@ -46,13 +55,34 @@ def test_one_topic() -> None:
     assert unknown.exit_code != 0 and "Optimizer" in getattr(unknown.exception, "wanted", "")
 
 
-def test_the_servers_own_flags_come_without_vllms() -> None:
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("command", [app, *BENCHES], ids=lambda each: each.registered_commands[0].callback.__name__)
+def test_no_name_is_cut(command: typer.Typer, columns: int) -> None:
+    words = [[]] if command is not app else [[], *([name] for name in ("report", "runs", "export"))]
+    for each in words:
+        done = CliRunner().invoke(command, [*each, "--help"], env={"COLUMNS": str(columns)})
+        assert done.exit_code == 0 and max(map(len, done.output.splitlines())) <= columns
+        assert not re.search(r"--[\w.-]*…", done.output)
+
+
+@pytest.mark.parametrize(
+    ("module", "flags"),
+    [
+        (
+            "vllm_server",
+            ("--model", "--port", "--max-lora-rank", "--shared-weights", "--bridge-config-path", "--help-all"),
+        ),
+        ("environments.api", ("--port", "--store")),
+        ("environments.arithmetic_server", ("serve", "process", "evaluate")),
+        ("environments.demo_model", ("--released", "--seed")),
+    ],
+)
+def test_a_program_s_own_flags_come_before_anything_heavy_is_imported(module: str, flags: Sequence[str]) -> None:
     code = (
-        "import sys; from vllm_server.__main__ import main; code = main(['--help'])\n"
-        "print([m for m in ('vllm', 'torch') if m in sys.modules], file=sys.stderr); sys.exit(code)"
+        f"import sys, runpy; sys.argv = ['x', '--help']\n"
+        f"try: runpy.run_module('{module}', run_name='__main__')\n"
+        f"finally: print([m for m in ('vllm', 'torch', 'transformers') if m in sys.modules], file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0 and done.stderr.strip() == "[]"
-    for flag in ("--model", "--port", "--max-lora-rank", "--shared-weights", "--bridge-config-path", "--help-all"):
-        assert flag in done.stdout
-    assert len(done.stdout.splitlines()) <= 60
+    assert all(flag in done.stdout for flag in flags) and len(done.stdout.splitlines()) <= 60

@@ -15,7 +15,7 @@ from environments.api import wire
 from environments.api.intake import pack_checked
 from environments.config import ConfigError
 from environments.conversation import Conversation
-from environments.demo_model import build_tokenizer
+from environments.demo_model.model import build_tokenizer
 from environments.multi_turn import MultiTurnConfig, MultiTurnEnv, ToolCall, tool_calls
 from environments.peers.inference import Completion
 from environments.trajectory import Message, Trajectory, TurnReward, scored_group, turn_advantages

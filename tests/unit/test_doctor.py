@@ -40,7 +40,8 @@ from grpo_trainer.doctor.ipc import judge
 from grpo_trainer.doctor.machine import Gpu, Machine, look, read_gpus
 from grpo_trainer.doctor.machine_checks import SUPPORTED
 from grpo_trainer.doctor.memory import GB
-from grpo_trainer.errors import ConfigError, ModelError
+from grpo_trainer.errors import ConfigError, ModelError, PortBusyError
+from grpo_trainer.run import run
 from tests.reports import served_by_vllm
 from vllm_server.protocol.flat import encode_header, lay_out
 
@@ -220,6 +221,22 @@ def test_a_busy_port(model: Path) -> None:
         and str(os.getpid()) in found.got
         and "--server.port 0" in found.fix
     )
+
+
+def test_an_adapters_learning_rate_for_all_weights(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The doctor warns of it, and `grpo run` before it starts anything: here it refuses to, because of the port."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        busy = {"server.port": holder.getsockname()[1]}
+        for mode in ("shared_vllm", "none"):
+            config = run_of(model, weight_bridge_mode=mode, lr=5e-4)
+            found = only_fault(look_at(config), "warn")
+            assert found.name == "learning rate" and "0.0005" in found.got and "--lr 0.0001" in found.fix
+            with pytest.raises(PortBusyError):
+                run(run_of(model, weight_bridge_mode=mode, lr=5e-4, **busy), Console(quiet=True))
+            assert [record.levelname for record in caplog.records if found.fix in record.getMessage()] == ["WARNING"]
+            caplog.clear()
 
 
 def test_a_missing_tokenizer(model: Path) -> None:

@@ -12,7 +12,7 @@ from environments.arithmetic_server import ArithmeticConfig
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ServerConfig
 from environments.conversation import Conversation
-from environments.demo_model import build_tokenizer
+from environments.demo_model.model import build_tokenizer
 from environments.from_verifiers.config import VerifiersConfig
 from environments.gsm8k_server import Gsm8kConfig
 from environments.multi_turn import MultiTurnConfig

@@ -15,7 +15,7 @@ import pytest
 from transformers import Qwen2Tokenizer
 
 from environments.config import ConfigError
-from environments.demo_model import build_tokenizer
+from environments.demo_model.model import build_tokenizer
 from environments.gsm8k_server import Gsm8kConfig, Gsm8kEnv
 from environments.intervals import wilson
 from environments.items import Shuffled

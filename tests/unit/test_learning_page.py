@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from environments.config import ServerConfig
-from environments.demo_model import build_tokenizer
+from environments.demo_model.model import build_tokenizer
 from grpo_trainer.config.options import build, unique_leaves
 from grpo_trainer.config.train import TrainConfig
 

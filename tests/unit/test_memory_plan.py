@@ -13,7 +13,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.distributed import BUCKET_BYTES
 from grpo_trainer.doctor.memory import (
     BUCKET,
     CONTEXT,
@@ -27,9 +26,10 @@ from grpo_trainer.doctor.memory import (
 )
 from grpo_trainer.doctor.memory_advice import NOTHING_HELPS, Planned, advice, largest_rows
 from grpo_trainer.doctor.model_shape import ModelShape
+from grpo_trainer.engine.activations import measure
 from grpo_trainer.errors import ModelError
-from grpo_trainer.model.activations import measure
 from grpo_trainer.model.lora_linear import use_few_kernels
+from grpo_trainer.parallel.world import BUCKET_BYTES
 
 H200 = Devices("cuda", 141_000_000_000)
 SMALL = ModelShape(
@@ -255,7 +255,7 @@ def test_several_options_are_advised_together_where_they_cost_less_than_one_alon
 
 
 def test_a_process_that_waits_for_the_next_restart_takes_main_memory() -> None:
-    cpu, what = Devices("cpu", 24 << 30), ("server", "process that waits")
+    cpu, what = Devices("cpu", 24 << 30), ("server", "standby process")
     assert parts(trainer("none"), devices=cpu, replicas=2)[what] == 2 * CPU_STANDBY
     assert what not in parts(trainer("none", vllm_standby=False), devices=cpu)
     assert what not in parts(trainer("lora_only"), devices=cpu)

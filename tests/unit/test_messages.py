@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import socket
@@ -11,15 +12,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from grpo_common.errors import Problem, UserError
 from grpo_trainer.config.options import build
 from grpo_trainer.config.run import build_run, read_toml
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.distributed import World
+from grpo_trainer.doctor.command import print_examination
+from grpo_trainer.doctor.examine import Examination
+from grpo_trainer.doctor.findings import Finding, fail, ok, warn
 from grpo_trainer.errors import ConfigError, HungError, PortBusyError, StoppedError, TrainingError
 from grpo_trainer.launch.child import Child
 from grpo_trainer.launch.ports import claim_ports
+from grpo_trainer.parallel.world import World
 from grpo_trainer.saving.manifest import Progress
 from grpo_trainer.shutdown import RunState, save_on_exit
 from grpo_trainer.signals import StopSignal
@@ -65,6 +70,23 @@ def test_several_problems_are_a_line_each() -> None:
 def test_an_error_of_the_operating_system_takes_its_parts_as_well() -> None:
     error = PortBusyError(field="--port", got=80, fix="choose another")
     assert isinstance(error, OSError) and error.got == "80" and str(error) == "--port: got 80; choose another"
+
+
+# the doctor --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("findings", "verdict"),
+    [
+        ([ok("a", "b")], "nothing stands in the way"),
+        ([ok("a", "b"), warn("c", "d", "e", "f")], "nothing fails for certain; warnings: 1"),
+        ([warn("c", "d", "e", "f"), fail("g", "h", "i", "j")], "1 would fail"),
+    ],
+)
+def test_a_doctors_verdict(findings: list[Finding], verdict: str) -> None:
+    said = io.StringIO()
+    print_examination(Examination(tuple(findings)), Console(file=said, width=80))
+    assert said.getvalue().splitlines()[-1] == verdict
 
 
 # options -----------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from grpo_trainer.cli import app
 from grpo_trainer.config.bridge import LoraOnly, SharedVllm
+from grpo_trainer.config.learning_rate import ADAPTER_LR, ALL_WEIGHTS_LR
 from grpo_trainer.config.options import build, dump, unique_leaves, with_options
 from grpo_trainer.config.rules import SET_BY_THE_RUN
 from grpo_trainer.config.run import build_run
@@ -273,8 +274,9 @@ def test_help_says_defaults_and_what_is_required() -> None:
     def train(options: dict[str, object]) -> None: ...
 
     said = " ".join(CliRunner().invoke(command, ["--help"], env={"COLUMNS": "300"}).output.split())
-    assert "(default: 1e-05)" in said
-    assert "(required)" in said
+    assert "(default: 0.999)" in said and "(required)" in said
+    (rate,) = re.findall(r"--lr FLOAT (.*?) │", said)
+    assert rate.count("default") == 1 and f"{ADAPTER_LR:g}" in rate and f"{ALL_WEIGHTS_LR:g}" in rate
 
 
 def test_groups_of_several_sizes_need_only_add_up_to_a_step() -> None:

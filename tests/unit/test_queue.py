@@ -377,6 +377,22 @@ def test_environments_wait_for_the_first_batch():
     assert names == [(0, "env_0"), (1, "env_1")]
 
 
+def test_an_environment_that_comes_back_keeps_its_id_and_name():
+    queue = started(8)
+    queue.register_environment(env(4), 0.0)
+    queue.register_environment(env(4), 0.0)
+    queue.offer(0, 3, 100, 0.5)
+    queue.disconnect(0)
+    back = queue.register_environment(env(2), 1.0)
+    assert back is not None and (back.id, back.name, back.connected) == (0, "env_0", True)
+    assert back.request.group_size == 2 and queue.alive == {0, 1}
+    other = queue.register_environment(env(4), 2.0)
+    assert other is not None and (other.id, other.name) == (2, "env_2")  # nobody has left
+    queue.disconnect(1)
+    with_a_reservation = queue.register_environment(env(4, share=0.5), 3.0)
+    assert with_a_reservation is not None and with_a_reservation.id == 3  # 1 has no lanes of its own
+
+
 def test_unknown_environments_are_refused():
     queue = started(4)
     with pytest.raises(UnknownEnvironment):

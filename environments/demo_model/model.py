@@ -1,0 +1,250 @@
+"""A small language model that sometimes solves the arithmetic task, so that GRPO can improve it.
+
+A Qwen2-architecture model of about 0.75 M parameters with a character-level tokenizer. It has the same files, and uses
+the same code in transformers and vLLM, as a large model. Supervised warm-up steps on the task continue until about 30 %
+of its sampled answers are right: an untrained model never earns a reward, and a perfect one cannot improve. Labels are
+smoothed over the digits. The result resembles a pretrained model: its knowledge exceeds its sampled accuracy, and
+reinforcement learning closes the gap.
+"""
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers.utils import logging as transformers_logging
+
+from environments.arithmetic import Problem, ProblemSet
+from environments.demo_model.folder import DemoModelError, Recipe, write_whole
+
+ACCURACY_RANGE = (0.2, 0.4)
+"""Sampled accuracy that the finished model must have on held-out problems."""
+
+PAD, END = "<|pad|>", "<|endoftext|>"
+MAX_LENGTH = 2048
+OUTPUT_GAIN = 5.0
+# Messages are joined without decoration, so a chat request has the same prompt as a completion request.
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """The result of a warm-up: its steps, and the expected accuracy of one sample per held-out problem."""
+
+    steps: int
+    expected_accuracy: float
+
+
+def build_tokenizer() -> Qwen2Tokenizer:
+    """Return a fast tokenizer with one token per byte, so one per ASCII character, and a plain chat template.
+
+    Its class is Qwen2's own, without merges, because `AutoTokenizer` loads only that class for this architecture.
+    """
+    symbols = [PAD, END, *sorted(ByteLevel.alphabet())]
+    return Qwen2Tokenizer(
+        vocab={symbol: index for index, symbol in enumerate(symbols)},
+        merges=[],
+        pad_token=PAD,
+        eos_token=END,
+        padding_side="left",
+        model_max_length=MAX_LENGTH,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def build_model(tokenizer: Qwen2Tokenizer, seed: int) -> Qwen2ForCausalLM:
+    """Return an untrained Qwen2 of about 0.75 M parameters in fp32.
+
+    Heads have size 64, which every attention backend of vLLM supports, on CPUs and with CUDA. Two query heads on one
+    key-value head make it a grouped-query model, like large Qwen2 models.
+    """
+    torch.manual_seed(seed)
+    vocabulary = tokenizer.get_vocab()
+    config = Qwen2Config(
+        vocab_size=len(vocabulary),
+        hidden_size=128,
+        intermediate_size=320,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=False,
+        pad_token_id=vocabulary[PAD],
+        eos_token_id=vocabulary[END],
+        bos_token_id=None,
+        dtype="float32",
+    )
+    model = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        # A norm precedes the output layer, so the layer's rows bound the logits, and LoRA does not train this layer.
+        # With rows as small as initialised, sampling could never become certain.
+        model.lm_head.weight.mul_(OUTPUT_GAIN)
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """Prompt, answer and end token of many problems, left-padded to one length.
+
+    Attributes:
+        tokens_BT: Token ids; the answers are at the right edge.
+        attention_BT: 0 on padding.
+        answer_BT: True where the token belongs to the answer or ends it.
+    """
+
+    tokens_BT: torch.Tensor
+    attention_BT: torch.Tensor
+    answer_BT: torch.Tensor
+
+    @classmethod
+    def of(cls, problems: tuple[Problem, ...], tokenizer: Qwen2Tokenizer) -> "Examples":
+        """Tokenize the problems with their answers."""
+        encoded = tokenizer([p.prompt + p.answer + END for p in problems], padding=True, return_tensors="pt")
+        tokens_BT, attention_BT = encoded["input_ids"], encoded["attention_mask"]
+        answer_lengths_B = torch.tensor([len(p.answer) + 1 for p in problems])
+        from_right_T = torch.arange(tokens_BT.shape[1], 0, -1)
+        return cls(tokens_BT, attention_BT, from_right_T[None, :] <= answer_lengths_B[:, None])
+
+    def __len__(self) -> int:
+        return len(self.tokens_BT)
+
+    def take(self, rows: torch.Tensor) -> "Examples":
+        """Return the examples of these rows."""
+        return Examples(self.tokens_BT[rows], self.attention_BT[rows], self.answer_BT[rows])
+
+
+def token_logprobs(model: Qwen2ForCausalLM, examples: Examples) -> torch.Tensor:
+    """Return logprobs of the whole vocabulary for every token but the first; ``[batch, token - 1, vocabulary]``."""
+    output = model(input_ids=examples.tokens_BT, attention_mask=examples.attention_BT, use_cache=False)
+    return output.logits[:, :-1].float().log_softmax(-1)
+
+
+def smoothed_loss(
+    model: Qwen2ForCausalLM, examples: Examples, digits_D: torch.Tensor, smoothing: float
+) -> torch.Tensor:
+    """Return the mean cross-entropy of the answer tokens; a digit's label gives the share `smoothing` to all digits."""
+    targets_BT, answer_BT = examples.tokens_BT[:, 1:], examples.answer_BT[:, 1:]
+    lp_BTV = token_logprobs(model, examples)
+    target_lp_BT = lp_BTV.gather(-1, targets_BT[..., None]).squeeze(-1)
+    digits_lp_BT = lp_BTV[..., digits_D].mean(-1)
+    smoothing_BT = torch.where(torch.isin(targets_BT, digits_D), smoothing, 0.0)
+    loss_BT = -torch.lerp(target_lp_BT, digits_lp_BT, smoothing_BT)
+    return loss_BT[answer_BT].mean()
+
+
+@torch.no_grad()
+def expected_accuracy(model: Qwen2ForCausalLM, examples: Examples) -> float:
+    """Return the mean probability of exactly the answer at temperature 1: sampled accuracy without sampling noise."""
+    lp_BT = token_logprobs(model, examples).gather(-1, examples.tokens_BT[:, 1:, None]).squeeze(-1)
+    return lp_BT.masked_fill(~examples.answer_BT[:, 1:], 0.0).sum(-1).exp().mean().item()
+
+
+@torch.no_grad()
+def sampled_accuracy(
+    model: Qwen2ForCausalLM,
+    tokenizer: Qwen2Tokenizer,
+    problems: tuple[Problem, ...],
+    samples: int,
+    seed: int,
+) -> float:
+    """Return the share of right answers among sampled ones (temperature 1), with `samples` per problem."""
+    torch.manual_seed(seed)
+    prompts = tokenizer([p.prompt for p in problems], padding=True, return_tensors="pt")
+    longest = max(len(p.answer) for p in problems)
+    tokens_BT = prompts["input_ids"].repeat_interleave(samples, dim=0)
+    attention_BT = prompts["attention_mask"].repeat_interleave(samples, dim=0)
+    for _ in range(longest + 1):
+        logits_BV = model(input_ids=tokens_BT, attention_mask=attention_BT, use_cache=False).logits[:, -1]
+        next_B1 = torch.multinomial(logits_BV.float().softmax(-1), num_samples=1)
+        tokens_BT = torch.cat([tokens_BT, next_B1], dim=1)
+        attention_BT = torch.cat([attention_BT, torch.ones_like(next_B1)], dim=1)
+    texts = tokenizer.batch_decode(tokens_BT[:, -(longest + 1) :])
+    wanted = [problem.answer + END for problem in problems for _ in range(samples)]
+    # Tokens after the end token do not count: a server stops there.
+    return sum(text.startswith(answer) for text, answer in zip(texts, wanted, strict=True)) / len(wanted)
+
+
+def warm_up(
+    model: Qwen2ForCausalLM, train: Examples, held_out: Examples, digits_D: torch.Tensor, recipe: Recipe
+) -> WarmUp:
+    """Train on the answers until the expected accuracy on held-out problems reaches the target.
+
+    Raises:
+        DemoModelError: The target was not reached within `max_steps`.
+    """
+    generator = torch.Generator().manual_seed(recipe.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / recipe.warmup_steps))
+    accuracy, started = 0.0, time.monotonic()
+    for step in range(1, recipe.max_steps + 1):
+        batch = train.take(torch.randint(len(train), (recipe.batch_size,), generator=generator))
+        loss = smoothed_loss(model, batch, digits_D, recipe.label_smoothing)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % recipe.check_interval:
+            continue
+        accuracy = expected_accuracy(model, held_out)
+        if step % 25 == 0 or accuracy >= recipe.target_accuracy:
+            seconds = time.monotonic() - started
+            print(f"step {step}: loss {loss.item():.3f}, accuracy {accuracy:.1%}, {seconds:.1f} s", flush=True)
+        if accuracy >= recipe.target_accuracy:
+            return WarmUp(step, accuracy)
+    raise DemoModelError(
+        field="warm-up",
+        got=f"{accuracy:.1%} accuracy after {recipe.max_steps} steps",
+        wanted=f"{recipe.target_accuracy:.1%}",
+        fix="choose another --seed or a smaller operand range",
+    )
+
+
+def build(out: Path, recipe: Recipe) -> str:
+    """Build, warm up, check and write the demo model; return the summary line.
+
+    Raises:
+        DemoModelError: The warm-up failed, or its result is outside `ACCURACY_RANGE`.
+    """
+    # More threads speed up such a small model only a little, and slow it down much on shared cores, because waiting
+    # threads spin. With one thread the result also does not depend on the number of cores.
+    torch.set_num_threads(1)
+    problems = ProblemSet.of(recipe.low, recipe.high)
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, recipe.seed)
+    parameters = sum(p.numel() for p in model.parameters())
+    print(
+        f"Qwen2 with {parameters / 1e6:.2f} M parameters, {len(problems.train)} problems to warm up on",
+        flush=True,
+    )
+    train, held_out = (Examples.of(part, tokenizer) for part in (problems.train, problems.held_out))
+    digits_D = torch.tensor(tokenizer.convert_tokens_to_ids(list("0123456789")))
+    result = warm_up(model, train, held_out, digits_D, recipe)
+
+    samples = -(-1600 // len(problems.held_out))  # at least 1600 in all: a standard error of about 1 %
+    accuracy = sampled_accuracy(model, tokenizer, problems.held_out, samples, recipe.seed)
+    low, high = ACCURACY_RANGE
+    if not low <= accuracy <= high:
+        raise DemoModelError(
+            field="sampled accuracy",
+            got=f"{accuracy:.1%} after {result.steps} steps",
+            wanted=f"{low:.0%} to {high:.0%}",
+            fix="choose another --seed",
+        )
+    summary = (
+        f"sampled accuracy {accuracy:.1%} on {len(problems.held_out)} held-out problems after {result.steps} steps"
+    )
+
+    def write(folder: Path) -> dict[str, Any]:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        recipe_used = asdict(recipe)
+        return {"recipe": recipe_used, "sampled_accuracy": accuracy, "steps": result.steps, "summary": summary}
+
+    transformers_logging.disable_progress_bar()
+    write_whole(out, write)
+    return summary

@@ -1,0 +1,384 @@
+"""Drift alarm: check at each step that the samples come from the policy version that they name.
+
+The proof checks the server once, before training. After that, each step compares the samples' logprobs with
+those of the forward pass that trains on them. On samples of the present version they differ by rounding only, so
+any other fault of the server or of the environment shows there as a gap. Older samples may differ by as much as the
+policy has moved since. The comparison needs no extra forward pass, except to find the cause of a large gap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from grpo_common.errors import Problem
+from grpo_trainer.alignment.proof import NOISE_LIMIT, NOISE_LIMIT_4BIT
+from grpo_trainer.batch.microbatches import MicroBatch, TrainingSequence, split
+from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.engine.forward import Forward, evaluating
+from grpo_trainer.errors import DriftError
+from grpo_trainer.metrics.types import Mean, Metric
+
+log = logging.getLogger(__name__)
+
+MARGIN = 5.0
+"""The limit is this many times the noise of the proof, which was measured on only tens of tokens of random text."""
+
+MARGIN_4BIT = 2.0
+"""The same for a base model in 4 bits, whose noise is large and comes from quantisation."""
+
+FLOOR = {"float32": 0.01, "float16": 0.03, "bfloat16": 0.1}
+"""Least limit that is derived from the noise, in nats. Mean gaps of a healthy run: 1e-6 in float32 on a CPU, 0.004 to
+0.02 in bfloat16 on one H200 (0.5B parameters, 150 steps)."""
+
+STALE_LIMIT = 0.3
+"""Limit for older samples, in nats: at 0.3 a token's ratio is off by a third, beyond the loss's clip range."""
+
+SAY_EVERY = 20
+"""Least number of steps between two log lines about the same cause."""
+
+RECHECKED = 8
+RECHECKED_TOKENS = 8192
+"""Most sequences, and most tokens in all, that are computed again to find a cause."""
+
+
+class Cause(StrEnum):
+    """Likely cause of a gap."""
+
+    NOT_FINITE = "not finite"
+    BASE_MODEL = "base model"
+    TEMPERATURE = "temperature"
+    ONE_VERSION = "one version"
+    FRESH = "fresh samples"
+    QUANTISATION = "quantisation"
+    STALE = "stale samples"
+
+
+@dataclass(frozen=True)
+class SampleGap:
+    """One sequence: |trainer - rollout| summed over its trained tokens, in nats; `version` None: it names none."""
+
+    version: int | None
+    tokens: int
+    total: float
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The mean gap of several samples, in nats a token; NaN if there are none."""
+
+    mean: float
+    samples: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Recheck:
+    """Mean |rollout - X| of the rechecked samples.
+
+    Attributes:
+        own: X is the trainer.
+        base: X is the trainer's base model; None: it has no adapter.
+        raw: X is the trainer at temperature 1; None: all samples are at temperature 1.
+    """
+
+    own: float
+    base: float | None
+    raw: float | None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The reason for an alarm."""
+
+    cause: Cause
+    gap: Gap
+    version: int | None
+
+
+def row_gaps(microbatch: MicroBatch, trainer_logprobs_N: Tensor) -> Tensor:
+    """Return `[B, 3]`: per sequence its version, its number of tokens with a rollout logprob, and their summed gap.
+
+    The result stays on the device; `sample_gaps` reads it once a step.
+    """
+    known_N = microbatch.has_rollout_N
+    gap_N = torch.where(known_N, (trainer_logprobs_N.detach() - microbatch.rollout_logprobs_N).abs(), 0.0)
+    rows_B3 = torch.zeros(len(microbatch.versions_B), 3, dtype=torch.float64, device=gap_N.device)
+    rows_B3[:, 0] = microbatch.versions_B
+    rows_B3[:, 1].index_add_(0, microbatch.rows_N, known_N.double())
+    rows_B3[:, 2].index_add_(0, microbatch.rows_N, gap_N.double())
+    return rows_B3
+
+
+def sample_gaps(rows: Sequence[Tensor]) -> list[SampleGap]:
+    """Return the gap of each sequence that has rollout logprobs, over all microbatches."""
+    return [
+        SampleGap(None if version < 0 else int(version), int(tokens), total)
+        for version, tokens, total in (torch.cat(list(rows)).tolist() if rows else ())
+        if tokens
+    ]
+
+
+def pooled(gaps: Sequence[SampleGap]) -> Gap:
+    """Return the mean gap per token over all samples."""
+    tokens = sum(gap.tokens for gap in gaps)
+    return Gap(sum(gap.total for gap in gaps) / tokens if tokens else math.nan, len(gaps), tokens)
+
+
+def gap_metrics(gaps: Sequence[SampleGap], version: int | None) -> dict[str, Metric]:
+    """Return the mean gaps on samples of the present version and on older ones, each only if there are any."""
+    finite = [gap for gap in gaps if math.isfinite(gap.total) and None not in (version, gap.version)]
+    kinds = {
+        "train/logprob_gap": [gap for gap in finite if gap.version == version],
+        "train/logprob_gap_stale": [gap for gap in finite if gap.version != version],
+    }
+    return {
+        key: Mean(sum(gap.total for gap in some), sum(gap.tokens for gap in some))
+        for key, some in kinds.items()
+        if some
+    }
+
+
+def find_drift(
+    gaps: Sequence[SampleGap], version: int | None, limit: float, recheck: Callable[[int], Recheck]
+) -> Finding | None:
+    """Return what is wrong with a step's samples, or None.
+
+    Args:
+        version: the trainer's version.
+        limit: largest mean gap that samples of this version may have, in nats a token.
+        recheck: computes samples of a version again; called only if their gap is above the limit.
+    """
+    if broken := [gap for gap in gaps if not math.isfinite(gap.total)]:
+        return Finding(Cause.NOT_FINITE, replace(pooled(broken), mean=math.nan), broken[0].version)
+    known = sorted({gap.version for gap in gaps if gap.version is not None})
+    by_version = {number: pooled([gap for gap in gaps if gap.version == number]) for number in known}
+    fresh = by_version.get(version) if version is not None else None
+    if fresh is not None and fresh.mean > limit:
+        return Finding(_explain(by_version, fresh, version, limit, recheck), fresh, version)
+    for number, gap in by_version.items():
+        if gap.mean > max(limit, STALE_LIMIT):
+            older_agree = any(by_version[older].mean <= limit for older in known if older < number)
+            return Finding(Cause.ONE_VERSION if older_agree else Cause.STALE, gap, number)
+    return None
+
+
+def _explain(
+    by_version: dict[int, Gap], fresh: Gap, version: int | None, limit: float, recheck: Callable[[int], Recheck]
+) -> Cause:
+    """Return the cause of a gap on samples of the present version."""
+    assert version is not None
+    again = recheck(version)
+    near = max(limit, 0.25 * again.own)  # another explanation must fit much better than the trainer
+    if again.base is not None and again.base <= limit and again.base < near < again.own:
+        return Cause.BASE_MODEL
+    if again.raw is not None and again.raw <= limit and again.raw < near < again.own:
+        return Cause.TEMPERATURE
+    if any(gap.mean <= limit for number, gap in by_version.items() if number < version):
+        return Cause.ONE_VERSION  # older samples fit, so the policy has not moved enough to explain this gap
+    return Cause.FRESH
+
+
+MEANING = {
+    Cause.NOT_FINITE: (
+        "logprobs of the samples are not finite",
+        "look at train/loss and logprobs/ in metrics.jsonl; lower --lr if they are the trainer's, restart the server "
+        "if they are the server's",
+    ),
+    Cause.BASE_MODEL: (
+        "the samples have the base model's logprobs: the server does not apply the adapter",
+        "let the environment ask for the served model's name or `policy_version`; if it does, restart the server",
+    ),
+    Cause.TEMPERATURE: (
+        "the samples fit at temperature 1: the server's logprobs are raw, or the environment reports a temperature "
+        "that it does not sample with",
+        "start the server with --logprobs-mode processed_logprobs, and send the temperature that is sampled with",
+    ),
+    Cause.ONE_VERSION: (
+        "samples of older versions agree with the trainer: the server holds other weights under this one",
+        "look at the server's log around the publish of this version; restart the server",
+    ),
+    Cause.FRESH: (
+        "the server generates with other weights or in another precision than the trainer's, or the environment trains "
+        "on tokens that the server did not sample",
+        "compare --model-name, --dtype and --seq-len of both sides, and the environment's masks; run the proof again "
+        "by restarting the trainer",
+    ),
+    Cause.QUANTISATION: (
+        "the trainer's base model in 4 bits and the server's now differ too much: the adapter learns to correct "
+        "quantisation errors that only the trainer has",
+        "omit --load-in-4bit, lower --lr, or raise --drift-limit if the reward still rises",
+    ),
+    Cause.STALE: (
+        "the policy has moved away from the older version that sampled",
+        "lower --lr, or --max-staleness where the policy moves slowly",
+    ),
+}
+"""Meaning and fix of each cause."""
+
+
+class DriftAlarm:
+    """Reports a step whose samples are not of the trainer's policy, once per cause within `SAY_EVERY` steps.
+
+    Args:
+        limit: largest mean gap that samples of the present version may have, in nats a token.
+        on_drift: "stop" raises an error, except for a gap on older samples only.
+        bridge: the bridge's name, for messages.
+        in_4_bits: the trainer has its base model in 4 bits and the server does not, so a gap without another cause is
+            due to quantisation.
+    """
+
+    def __init__(
+        self, limit: float, on_drift: Literal["warn", "stop"], bridge: str, *, in_4_bits: bool = False
+    ) -> None:
+        self.limit = limit
+        self._on_drift = on_drift
+        self._bridge = bridge
+        self._in_4_bits = in_4_bits
+        self._said: dict[Cause, int] = {}
+        self._kept_back: dict[Cause, int] = {}
+
+    def look(
+        self, step: int, gaps: Sequence[SampleGap], version: int | None, recheck: Callable[[int], Recheck]
+    ) -> None:
+        """Check the samples of one step, before the weights change.
+
+        Raises:
+            DriftError: the gap is above the limit, and `--on-drift` is stop.
+        """
+        finding = find_drift(gaps, version, self.limit, recheck)
+        if finding is None:
+            return
+        if finding.cause is Cause.FRESH and self._in_4_bits:
+            finding = replace(finding, cause=Cause.QUANTISATION)
+        if self._on_drift == "stop" and finding.cause is not Cause.STALE:
+            raise DriftError.of([self._problem(finding, len(gaps))])
+        cause = finding.cause
+        if cause in self._said and step - self._said[cause] < SAY_EVERY:
+            self._kept_back[cause] = self._kept_back.get(cause, 0) + 1
+            return
+        self._said[cause] = step
+        before = self._kept_back.pop(cause, 0)
+        more = f" (and at {before} steps since this was last reported)" if before else ""
+        log.warning("%s%s", self._problem(finding, len(gaps)), more)
+
+    def _problem(self, finding: Finding, samples: int) -> Problem:
+        meaning, fix = MEANING[finding.cause]
+        limit = max(self.limit, STALE_LIMIT) if finding.cause is Cause.STALE else self.limit
+        gap = finding.gap
+        off = "" if math.isnan(gap.mean) else f", {gap.mean:.3g} nats a token off"
+        return Problem(
+            field=f"drift on bridge {self._bridge}",
+            got=f"{gap.samples} of {samples} samples, of version {finding.version}{off}",
+            wanted=f"at most {limit:.2g}" if off else "",
+            fix=fix,
+            summary=meaning,
+        )
+
+
+def drift_alarm(config: TrainConfig, noise: float | None, model: nn.Module) -> DriftAlarm | None:
+    """Return the alarm that the options ask for; None: it is off.
+
+    Args:
+        noise: the noise that the bridge proof measured, in nats a token; None: the proof was skipped.
+    """
+    limit = config.drift.drift_limit
+    in_4_bits = config.model.load_in_4bit
+    if limit is None:
+        dtype = str(getattr(model, "dtype", torch.float32)).removeprefix("torch.")
+        limit = default_limit(noise, dtype, in_4_bits=in_4_bits)
+    if limit == 0:
+        return None
+    log.info("drift alarm: limit %.2g nats a token, then %s", limit, config.drift.on_drift)
+    return DriftAlarm(limit, config.drift.on_drift, config.bridge.mode, in_4_bits=in_4_bits)
+
+
+def default_limit(noise: float | None, dtype: str, *, in_4_bits: bool) -> float:
+    """Return the limit that follows from the measured noise, in nats a token.
+
+    Without a measurement, the limit is the largest noise that the proof accepts for a server in bfloat16.
+    """
+    if noise is None:
+        return NOISE_LIMIT_4BIT if in_4_bits else NOISE_LIMIT["bfloat16"]
+    return max(FLOOR[dtype], (MARGIN_4BIT if in_4_bits else MARGIN) * noise)
+
+
+UNKNOWN = Recheck(math.inf, None, None)
+"""No recheck was possible, so the cause is unknown."""
+
+
+def not_rechecked(version: int) -> Recheck:
+    """Return `UNKNOWN`: a process that holds only a shard can't compute a forward pass alone."""
+    return UNKNOWN
+
+
+@torch.no_grad()
+def recheck_version(forward: Forward, sequences: Sequence[TrainingSequence], version: int) -> Recheck:
+    """Compare a few samples of a version with the base model, and with the trainer at temperature 1.
+
+    The passes run one sequence at a time and keep no activations, because training may have filled the GPU's memory.
+    If memory still runs out, the cause stays unknown.
+    """
+    chosen = beginnings([s for s in sequences if s.version == version and s.rollout_logprobs is not None])
+    if not chosen:
+        return UNKNOWN
+    disabled: Any = getattr(forward.model, "disable_adapter", None)
+    try:
+        with evaluating(forward.model):
+            own = _mean_difference(forward, chosen)
+            with disabled() if disabled else contextlib.nullcontext():
+                base = _mean_difference(forward, chosen) if disabled else None
+            hot = any(sequence.temperature != 1.0 for sequence in chosen)
+            cold = [replace(sequence, temperature=1.0) for sequence in chosen] if hot else []
+            raw = _mean_difference(forward, cold) if hot else None
+    except torch.OutOfMemoryError:
+        return UNKNOWN
+    return Recheck(own, base, raw)
+
+
+def beginnings(sequences: Iterable[TrainingSequence]) -> list[TrainingSequence]:
+    """Return the first few sequences, truncated to `RECHECKED_TOKENS` in all.
+
+    Truncation is safe: a token's logprob does not depend on later tokens.
+    """
+    chosen: list[TrainingSequence] = []
+    room = RECHECKED_TOKENS
+    for sequence in sequences:
+        if len(chosen) == RECHECKED:
+            break
+        trained = int(np.searchsorted(sequence.positions, room))  # trained tokens among those that still fit
+        if trained:
+            chosen.append(_cut(sequence, trained))
+            room -= len(chosen[-1].tokens_T)
+    return chosen
+
+
+def _cut(sequence: TrainingSequence, trained: int) -> TrainingSequence:
+    """Return the sequence truncated after its first `trained` trained tokens, without a teacher's logprobs."""
+    assert sequence.rollout_logprobs is not None
+    return replace(
+        sequence,
+        tokens_T=sequence.tokens_T[: sequence.positions[trained - 1] + 1],
+        positions=sequence.positions[:trained],
+        advantages=sequence.advantages[:trained],
+        rollout_logprobs=sequence.rollout_logprobs[:trained],
+        teacher=None,
+    )
+
+
+def _mean_difference(forward: Forward, sequences: Sequence[TrainingSequence]) -> float:
+    device = next(forward.model.parameters()).device
+    rows = [
+        row_gaps(microbatch, forward.scores(microbatch).logprobs_N)
+        for microbatch in (one.to(device) for one in split(sequences, size=1, packed=forward.packed))
+    ]
+    return pooled(sample_gaps(rows)).mean

@@ -1,0 +1,127 @@
+"""Proof of a server that was launched on a whole model: it generates with the trainer's present weights.
+
+The server's per-token logprobs on the probe prompts must agree with those of the trainer's forward pass. The first
+launch measures the gap that rounding causes; at later launches the gap may be a few times as large.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from peft import PeftModel
+
+from grpo_trainer.alignment.proof import (
+    BASE_MODEL,
+    COMPLETION_TOKENS,
+    FAILED,
+    NOISE_LIMIT,
+    NOISE_MARGIN,
+    OTHER_WEIGHTS,
+    SAME_MODEL,
+    TOLERANCE,
+    Probe,
+    mean_gap,
+    probe_of,
+    probe_prompts,
+    trainer_logprobs,
+)
+from grpo_trainer.errors import BridgeError
+from grpo_trainer.server_client import ServerClient
+from vllm_server.protocol import BridgeInfo
+
+log = logging.getLogger(__name__)
+
+
+class ModelProof:
+    """Compares each launch of a server with the trainer.
+
+    Args:
+        model: the trainer's model, whose weights the server should have.
+        trainer_dtype: dtype of the model's forward pass.
+    """
+
+    def __init__(self, model: Any, server: ServerClient, trainer_dtype: str) -> None:
+        self._model = model
+        self._server = server
+        self._trainer_dtype = trainer_dtype
+        self._noise: float | None = None
+
+    def prove(self, info: BridgeInfo, version: int) -> float:
+        """Prove that the server that `info` describes generates with the model's present weights, as `version`.
+
+        Returns:
+            Mean |server - trainer| in nats a token.
+
+        Raises:
+            BridgeError: the server generates with other weights; the message has the gap.
+        """
+        gap, allowed = self.compare(info, version)
+        log.info(
+            "bridge proved: the server on version %d is within %.2g nats a token of the trainer (allowed %.2g)",
+            *(version, gap, allowed),
+        )
+        return gap
+
+    def compare(self, info: BridgeInfo, version: int) -> tuple[float, float]:
+        """Return mean |server - trainer| and its limit, in nats a token; the first call measures the noise.
+
+        Raises:
+            BridgeError: the gap is above the limit.
+        """
+        probes = self.ask(info, version)
+        gap = self.gap(probes)
+        allowed = self.allowed(info)
+        if not gap <= allowed:  # `not <=` also catches NaN
+            raise self._verdict(version, gap, allowed, probes)
+        if self._noise is None:
+            self._noise = gap
+        return gap, allowed
+
+    def allowed(self, info: BridgeInfo) -> float:
+        """Return the largest allowed gap between the two sides, in nats a token."""
+        precision = max(info.dtype, self._trainer_dtype, key=TOLERANCE.__getitem__)  # the coarser of the two sides
+        if self._noise is None:
+            return NOISE_LIMIT[precision]
+        return max(TOLERANCE[precision], NOISE_MARGIN * self._noise)
+
+    def gap(self, probes: list[Probe]) -> float:
+        """Return mean |server - trainer| with the trainer's present weights, in nats a token."""
+        return mean_gap(probes, [trainer_logprobs(self._model, probe) for probe in probes])
+
+    def ask(self, info: BridgeInfo, version: int) -> list[Probe]:
+        """Return the server's samples for the probe prompts.
+
+        Raises:
+            BridgeError: another version than `version` answered.
+        """
+        probes = []
+        for prompt in probe_prompts(self._model.config.vocab_size, info.max_model_len - COMPLETION_TOKENS):
+            answer = self._server.generate(
+                prompt, max_tokens=COMPLETION_TOKENS, temperature=1.0, logprobs=0, seed=0, ignore_eos=True
+            )
+            if answer.policy_version != version:
+                raise BridgeError(
+                    field=f"{FAILED}: version",
+                    got=answer.policy_version,
+                    wanted=f"{version}, which the server was launched as",
+                )
+            probes.append(probe_of(answer))
+        return probes
+
+    def _verdict(self, version: int, gap: float, allowed: float, probes: list[Probe]) -> BridgeError:
+        what = OTHER_WEIGHTS
+        base = ""
+        if isinstance(self._model, PeftModel):
+            with self._model.disable_adapter():
+                distance = mean_gap(probes, [trainer_logprobs(self._model, probe) for probe in probes])
+            base = f", |server - base model| {distance:.3g}"
+            if distance <= allowed:
+                what = BASE_MODEL
+        return BridgeError(
+            f"the server {what}",
+            field=f"{FAILED} (version {version})",
+            got=f"mean |server - trainer| of {gap:.3g} nats a token{base}",
+            wanted=f"at most {allowed:.2g}",
+            fix=SAME_MODEL,
+        )

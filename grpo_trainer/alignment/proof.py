@@ -1,0 +1,344 @@
+"""Bridge proof: the server generates with the published adapter and with no other weights.
+
+The proof publishes a large synthetic adapter. The server's per-token logprobs under it must differ from the base
+model's and agree with the trainer's own forward pass. Then the proof publishes the trainer's true adapter again, and
+the logprobs must agree again. The proof fails, before any training step, for a server that accepts an adapter but
+still serves the base model, serves the adapter at a wrong scale, or lacks a module.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+from uuid import uuid4
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from grpo_trainer.alignment.diagnosis import Presence, adapted_modules, explain, look_for_each_module, replaced
+from grpo_trainer.engine.forward import evaluating
+from grpo_trainer.engine.logprobs import token_scores
+from grpo_trainer.errors import BridgeError
+from grpo_trainer.model.load import weights_of
+from grpo_trainer.server_client import ServerClient
+from vllm_server.protocol import BridgeInfo, GenerateResponse
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.02, "float16": 0.005}
+"""Mean |trainer - server| per token in nats that is always accepted, since the two sides round differently."""
+
+NOISE_LIMIT = {"float32": 1e-3, "bfloat16": 0.15, "float16": 0.05}
+"""Largest gap on the present weights that rounding can explain. The actual noise depends on the model (bfloat16 on one
+H200, random weights: 0.009 for a 0.5B shape, about 0.05 for a 7B shape), so the proof measures it."""
+
+NOISE_LIMIT_4BIT = 0.5
+"""The same if the trainer has its base model in 4 bits and the server in 16 or 32, which are two different functions.
+Measured on a CPU against float32: 0.15 for the quickstart's model of 0.75M parameters, 0.20 for a random one. Beyond
+this limit the samples are too far off-policy to learn from."""
+
+SYNTHETIC_MARGIN_4BIT = 2.0
+"""Under the synthetic adapter a 4-bit trainer's gap may be this many times the measured noise: the effect of
+quantisation does not grow with the adapter (measured: 0.4 to 1.2 times)."""
+
+NOISE_MARGIN = 3.0
+"""A later gap may be this many times the measured noise."""
+
+MIN_MOVE = 10.0
+"""The synthetic adapter is made large enough to move the trainer's own logprobs by this many allowed gaps."""
+
+RELATIVE_SIZES = (0.03, 0.06, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0)
+"""Norms to try for the synthetic adapter, relative to the norm of each module's weights; the first that moves the
+logprobs enough is used."""
+
+SHORT_PROMPT = 12
+LONG_PROMPT = 280
+"""Tokens of the probe prompts; the long one fills two blocks of the server's KV cache (128 tokens on a CPU)."""
+
+COMPLETION_TOKENS = 8
+COMPLETION_TOKENS_4BIT = 48
+"""Tokens sampled for each prompt; large noise needs a mean over more tokens."""
+
+BASE_MODEL: Final = "does not serve the adapter: it answers as the base model does"
+EARLIER: Final = "still serves the adapter that was published before"
+STALE_CACHE: Final = "answers the long prompt alone with other weights than the published ones: a stale prefix cache"
+OTHER_WEIGHTS: Final = "serves other weights than the trainer's (another base model, a damaged adapter?)"
+"""Faults of a server, to follow "the server …"; `diagnosis.explain` finds further ones."""
+
+FAILED: Final = "bridge proof failed"
+"""First words of the field of each error."""
+
+SAME_MODEL: Final = "use one base model and dtype on both sides; --no-proof trains all the same"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The server's sample for one prompt: tokens, prompt included, and the logprobs of the sampled ones."""
+
+    tokens: list[int]
+    prompt_len: int
+    server_logprobs: Tensor
+
+
+@dataclass(frozen=True)
+class Gaps:
+    """Mean |difference| of the server's logprobs from the trainer's and from the base model's, in nats a token."""
+
+    trainer: float
+    base: float
+
+
+@dataclass(frozen=True)
+class Proved:
+    """Measurements of a proof, in nats a token.
+
+    Attributes:
+        noise: mean |server - trainer| on the present weights.
+        synthetic_moved: mean change of the server's logprobs by the synthetic change.
+        synthetic: mean |server - trainer| under the synthetic change.
+        restored: mean |server - trainer| after the change is undone; for shared weights, mean |server - server before|.
+    """
+
+    noise: float
+    synthetic_moved: float
+    synthetic: float
+    restored: float
+
+
+def prove_lora(model: PeftModel, server: ServerClient, load: Callable[[str], object], info: BridgeInfo) -> Proved:
+    """Prove a LoRA bridge: the present adapter, a synthetic one, and the present one again.
+
+    Args:
+        load: loads the model's present adapter into the server under a name, without making it the served version, so
+            that only the proof's own requests use it.
+        info: the server.
+
+    Raises:
+        BridgeError: the server's logprobs do not agree with the published weights; the message names the fault.
+    """
+    proof = _Proof(model, server, load, info)
+    noise_limit = NOISE_LIMIT_4BIT if proof.in_4_bits else NOISE_LIMIT[proof.precision]
+    try:
+        noise = proof.probe("present", noise_limit).trainer
+        allowed = max(proof.tolerance, NOISE_MARGIN * noise)
+        # In 16 bits, rounding errors grow with the adapter. Quantisation errors do not.
+        larger = max(proof.tolerance, SYNTHETIC_MARGIN_4BIT * noise) if proof.in_4_bits else 2 * allowed
+        with _synthetic_adapter(model, proof.prompts, MIN_MOVE / 2 * larger):
+            synthetic = proof.probe("synthetic", larger)
+            if synthetic.base < 2 * larger:
+                raise _inconclusive(synthetic, larger)
+            presence = proof.look_for_each_module()
+        restored = proof.probe("restored", allowed)
+    finally:
+        proof.leave()
+    log.info(
+        "bridge proved: the server is within %.2g nats a token of the trainer; a synthetic adapter moved it by %.3g "
+        "and it stayed within %.2g (one module of %d missing would have shown for %d); restored, it is within %.2g",
+        *(noise, synthetic.base, synthetic.trainer, presence.modules, presence.seen, restored.trainer),
+    )
+    return Proved(noise, synthetic.base, synthetic.trainer, restored.trainer)
+
+
+class _Proof:
+    """Tries adapters on the server, one after the other; `leave` unloads them."""
+
+    def __init__(self, model: PeftModel, server: ServerClient, load: Callable[[str], object], info: BridgeInfo) -> None:
+        self.in_4_bits = bool(getattr(model, "is_loaded_in_4bit", False))
+        dtypes = (str(dtype).removeprefix("torch.") for dtype in (info.dtype, model.dtype))
+        self.precision = max(dtypes, key=TOLERANCE.__getitem__)  # the coarser of the two sides
+        self.tolerance = TOLERANCE[self.precision]
+        self._completion = COMPLETION_TOKENS_4BIT if self.in_4_bits else COMPLETION_TOKENS
+        self.prompts = probe_prompts(model.config.vocab_size, info.max_model_len - self._completion)
+        self._model = model
+        self._server = server
+        self._load = load
+        self._lora_name = info.lora_name
+        self._modules = adapted_modules(model)
+        self._tried: dict[str, tuple[str, dict[str, Tensor]]] = {}  # stage -> its name in the server, its weights
+
+    def probe(self, stage: str, allowed: float) -> Gaps:
+        """Publish the model's present adapter and compare; raise a `BridgeError` if the gap is above `allowed`."""
+        name = f"{self._lora_name}-proof-{stage}-{uuid4().hex[:8]}"
+        self._load(name)
+        earlier = {tried: weights for tried, (_, weights) in self._tried.items()}
+        self._tried[stage] = name, {key: b_Or.detach().clone() for key, b_Or in self._modules.items()}
+        probes = [_ask(self._server, prompt, name, self._completion) for prompt in self.prompts]
+        gaps = _measure(self._model, probes)
+        # `not <=` also catches NaN
+        if not gaps.trainer <= allowed or self._still(probes, gaps.trainer, earlier):
+            raise _verdict(stage, gaps, allowed, self._what_is_wrong(probes, gaps, allowed, earlier))
+        return gaps
+
+    def _still(self, probes: list[Probe], least: float, earlier: Mapping[str, Mapping[str, Tensor]]) -> str | None:
+        """Return the earlier stage whose weights leave a gap below `least`, or None."""
+        for stage, weights in earlier.items():
+            if all(torch.equal(b_Or, self._modules[name]) for name, b_Or in weights.items()):
+                continue  # the same weights again
+            with replaced(self._modules, weights):
+                if self._gap(probes) < least:
+                    return stage
+        return None
+
+    def _gap(self, probes: list[Probe]) -> float:
+        return mean_gap(probes, [trainer_logprobs(self._model, probe) for probe in probes])
+
+    def look_for_each_module(self) -> Presence:
+        """Check each module of the adapter that was probed last; raise a `BridgeError` if the server lacks one.
+
+        The model must still have that adapter.
+        """
+        name, _ = list(self._tried.values())[-1]
+        prompt = self.prompts[-1]
+        answer = self._server.generate(prompt, model=name, max_tokens=1, temperature=1.0, prompt_logprobs=0, seed=0)
+        assert answer.prompt_logprobs is not None, "asked with prompt_logprobs"
+        later = zip(prompt[1:], answer.prompt_logprobs[1:], strict=True)
+        text = Probe(prompt, 1, torch.tensor([entry[token] for token, entry in later if entry is not None]))
+        presence = look_for_each_module(
+            self._modules, text.server_logprobs, lambda: trainer_logprobs(self._model, text)
+        )
+        if presence.wrong:
+            raise BridgeError(
+                "the server does not serve the whole adapter",
+                field=f"{FAILED} (synthetic adapter)",
+                got=" and ".join(f"{100 * served:.0f} % of {module}" for module, served in presence.wrong),
+                wanted="100 %",
+                fix="nothing was trained; --no-proof trains all the same",
+            )
+        return presence
+
+    def _what_is_wrong(
+        self, probes: list[Probe], gaps: Gaps, allowed: float, earlier: Mapping[str, Mapping[str, Tensor]]
+    ) -> str:
+        if gaps.base <= allowed and gaps.base < gaps.trainer:
+            return BASE_MODEL
+        if stage := self._still(probes, min(gaps.trainer, allowed), earlier):
+            return f"{EARLIER} ({stage})"
+        if len(probes) > 1 and self._gap(probes[:1]) <= allowed:
+            return STALE_CACHE
+        known = explain(self._modules, lambda: self._gap(probes), allowed, _scalings(self._model))
+        return known or OTHER_WEIGHTS
+
+    def leave(self) -> None:
+        """Unload the adapters that were tried."""
+        for name, _ in self._tried.values():
+            self._server.unload_adapter(name)
+
+
+def _scalings(model: PeftModel) -> dict[str, float]:
+    """Return the factors by which an adapter's served scale may be wrong, by reason."""
+    scaling, rank = next(
+        (layer.scaling["default"], layer.r["default"]) for layer in model.modules() if isinstance(layer, LoraLayer)
+    )
+    found = {"applied twice": scaling, "not applied": 1 / scaling}
+    found |= {"rank-stabilised": rank**0.5, "not rank-stabilised": rank**-0.5, "lora_alpha?": 2.0, "alpha?": 0.5}
+    return {reason: factor for reason, factor in found.items() if factor != 1.0}
+
+
+def _measure(model: PeftModel, probes: list[Probe]) -> Gaps:
+    own = mean_gap(probes, [trainer_logprobs(model, probe) for probe in probes])
+    with model.disable_adapter():
+        return Gaps(own, mean_gap(probes, [trainer_logprobs(model, probe) for probe in probes]))
+
+
+def _verdict(stage: str, gaps: Gaps, allowed: float, what: str) -> BridgeError:
+    return BridgeError(
+        f"the server {what}",
+        field=f"{FAILED} ({stage} adapter)",
+        got=f"mean |server - trainer| of {gaps.trainer:.3g} nats a token, |server - base model| {gaps.base:.3g}",
+        wanted=f"at most {allowed:.2g}",
+        fix=f"nothing was trained; {SAME_MODEL}",
+    )
+
+
+def _inconclusive(gaps: Gaps, allowed: float) -> BridgeError:
+    return BridgeError(
+        "a synthetic adapter moves this model too little: one that is not served would go unseen",
+        field="bridge proof impossible",
+        got=f"{gaps.base:.3g} nats a token",
+        wanted=f"twice the gap that must be allowed between the two sides, {allowed:.2g}",
+        fix="nothing was trained; leave --load-in-4bit out, use one dtype on both sides, or --no-proof",
+    )
+
+
+def probe_prompts(vocab_size: int, room: int) -> list[list[int]]:
+    """Return random token ids, the same at every start: a short prompt, and one over two cache blocks if it fits."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = sorted({min(SHORT_PROMPT, room), min(LONG_PROMPT, room)})
+    return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+
+def _ask(server: ServerClient, prompt: list[int], name: str, completion: int) -> Probe:
+    answer = server.generate(
+        prompt, model=name, max_tokens=completion, temperature=1.0, logprobs=0, seed=0, ignore_eos=True
+    )
+    if answer.model != name:
+        raise BridgeError(field=f"{FAILED}: model", got=answer.model, wanted=name)
+    return probe_of(answer)
+
+
+def probe_of(answer: GenerateResponse) -> Probe:
+    """Return the first completion of an answer to a request with `logprobs: 0`."""
+    assert answer.logprobs is not None, "asked with logprobs"
+    sampled = [next(iter(entry[0].values())) for entry in answer.logprobs[0]]
+    return Probe([*answer.prompt_token_ids, *answer.token_ids[0]], len(answer.prompt_token_ids), torch.tensor(sampled))
+
+
+def trainer_logprobs(model: nn.Module, probe: Probe) -> Tensor:
+    """Return the trainer's own logprobs of the tokens that the server sampled."""
+    device = next(model.parameters()).device
+    tokens_BT = torch.tensor([probe.tokens], device=device)
+    columns_N = torch.arange(probe.prompt_len, len(probe.tokens), device=device)
+    with torch.no_grad(), evaluating(model):
+        logits_BTV = model(input_ids=tokens_BT, use_cache=False).logits
+        ones_N = torch.ones(len(columns_N), device=device)
+        scores = token_scores(logits_BTV, tokens_BT, torch.zeros_like(columns_N), columns_N, ones_N)
+    return scores.logprobs_N.cpu()
+
+
+def mean_gap(probes: list[Probe], trainer: list[Tensor]) -> float:
+    """Return mean |server - trainer| over all sampled tokens, in nats."""
+    differences = [(probe.server_logprobs - own).abs() for probe, own in zip(probes, trainer, strict=True)]
+    return float(torch.cat(differences).mean())
+
+
+@contextmanager
+def _synthetic_adapter(model: PeftModel, prompts: list[list[int]], move: float) -> Iterator[None]:
+    """Make every adapted module's B random and large within the block; restore all weights bit for bit afterwards.
+
+    Args:
+        prompts: texts on which the effect of the adapter is measured.
+        move: least mean change of the trainer's own logprobs on `prompts`, in nats a token. If even the largest of
+            `RELATIVE_SIZES` changes them less, that size is used.
+    """
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    saved = [(layer.lora_B["default"].weight, layer.lora_B["default"].weight.detach().clone()) for layer in layers]
+    texts = [Probe(prompt, 1, torch.zeros(len(prompt) - 1)) for prompt in prompts]
+    try:
+        with model.disable_adapter():
+            base = [trainer_logprobs(model, text) for text in texts]
+        for size in RELATIVE_SIZES:
+            for index, layer in enumerate(layers):
+                _set_random_b(layer, size, seed=index)
+            moved = [trainer_logprobs(model, text) for text in texts]
+            if float(torch.cat([(a - b).abs() for a, b in zip(base, moved, strict=True)]).mean()) >= move:
+                break
+        yield
+    finally:
+        with torch.no_grad():
+            for weight, before in saved:
+                weight.copy_(before)
+
+
+@torch.no_grad()
+def _set_random_b(layer: Any, size: float, seed: int) -> None:
+    """Make B random, so that the adapter's change to the module has `size` times the norm of the module's weights."""
+    a_rI, b_Or = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    b_Or.copy_(torch.randn(b_Or.shape, generator=torch.Generator().manual_seed(seed)))
+    # |B A|_F^2 = trace((B^T B)(A A^T)), which needs only [rank, rank] matrices, none of the module's own size.
+    norm = ((b_Or.T @ b_Or) * (a_rI @ a_rI.T)).sum().sqrt() * layer.scaling["default"]
+    b_Or.mul_(size * weights_of(layer.get_base_layer()).norm() / norm)

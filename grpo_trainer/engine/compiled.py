@@ -1,0 +1,164 @@
+"""torch.compile of a model's decoder layers: norms, rotary embedding and activation functions become few kernels.
+
+Each layer is compiled by itself, for any number of tokens, and all layers share the graph of the first. A trial runs
+forward and backward first. A model that torch can't compile is trained uncompiled.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from grpo_trainer.engine import attention
+from grpo_trainer.engine.activations import Kept, Recomputation
+from grpo_trainer.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+# torch warns that selective checkpoints fail with in-place operations; the layers that use them here have none.
+logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: "context_fn" not in record.getMessage())
+
+GRAPHS = 64
+"""Most variants of a layer's graph that torch may compile: with and without gradient, adapter on and off, …"""
+
+
+class CompiledLayers:
+    """Layers that are compiled within the block of `active` and uncompiled outside it.
+
+    Other passes of a run, such as the bridge's proof, are rare and of other kinds, and each kind would take a minute to
+    compile.
+
+    Attributes:
+        plan: what the layers keep. The recomputation of the rest is part of the backward graph. Unlike a checkpoint
+            around a layer, it needs no second Python call, and it skips results that the backward pass does not use.
+    """
+
+    def __init__(self, layers: nn.ModuleList) -> None:
+        self.plan = Recomputation()
+        self._layers = list(layers)
+        self._whole = [
+            torch.compile(getattr(layer, inside), dynamic=True, fullgraph=True)
+            for layer in layers
+            for _, inside in [_places(layer)]
+        ]
+        self._recomputing: dict[Kept, Callable[..., Any]] = {}
+        self._tried: set[Kept] = set()
+
+    def try_out(self, plan: Recomputation, trial: Callable[[], Tensor]) -> str | None:
+        """Adopt a plan if torch can compile it and return None; otherwise keep the old plan and return the reason.
+
+        Args:
+            trial: a forward pass with gradient, whose backward pass leaves gradients on the parameters.
+        """
+        before, self.plan = self.plan, plan
+        levels = {plan.of(number) for number in range(len(self._layers))}
+        if levels <= self._tried:
+            return None
+        try:
+            with self.active():
+                trial().float().square().mean().backward()
+        except Exception as error:  # any error of torch's compiler, Triton or a host compiler
+            self.plan = before
+            reason = "; ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
+            return f"{type(error).__name__}: {reason}"
+        self._tried |= levels
+        return None
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Use the compiled layers within the block, which must hold a forward pass and its backward pass.
+
+        The backward pass may recompute layers, and must recompute them in the same way.
+        """
+        for number, layer in enumerate(self._layers):
+            vars(layer)[_places(layer)[0]] = self._call(number, layer)
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                del vars(layer)[_places(layer)[0]]
+
+    def _call(self, number: int, layer: nn.Module) -> Callable[..., Any]:
+        kept = self.plan.of(number)
+        if kept is Kept.ALL:
+            return self._whole[number]
+        if kept not in self._recomputing:
+            self._recomputing[kept] = torch.compile(_recomputing(kept), dynamic=True, fullgraph=True)
+        return partial(self._recomputing[kept], layer)
+
+
+def _recomputing(kept: Kept) -> Callable[..., Any]:
+    """Return a layer's call with a checkpoint that keeps `kept`; torch's compiler turns all of it into one graph."""
+    selective = partial(create_selective_checkpoint_contexts, partial(_policy, kept))
+    more = {} if kept is Kept.INPUT else {"context_fn": selective}
+
+    def call(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        inside = layer._call_impl
+        return checkpoint(inside, *args, use_reentrant=False, preserve_rng_state=False, **more, **kwargs)
+
+    return call
+
+
+_MATRICES = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_ATTENTION = (
+    attention.OPERATION,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+)
+
+
+def _policy(kept: Kept, _: Any, operation: Any, *args: Any, **__: Any) -> CheckpointPolicy:
+    """Decide for torch whether an operation's result is kept or recomputed.
+
+    `PRODUCTS` keeps results of attention and of all matrix products; `NARROW` recomputes those products that widen.
+    """
+    is_kept = operation in _ATTENTION or operation in _MATRICES
+    if operation in _MATRICES and kept is Kept.NARROW:
+        inputs, outputs = args[-1].shape  # shape of the second factor
+        is_kept = outputs <= inputs
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _places(layer: nn.Module) -> tuple[str, str]:
+    """Return the attribute in which a module looks for its compiled call, and the method to compile for it.
+
+    By default both are those of `Module.compile`. A sharded layer gathers its weights in hooks; these stay outside the
+    graph, so only its `forward` is compiled.
+    """
+    return ("forward", "forward") if isinstance(layer, FSDPModule) else ("_compiled_call_impl", "_call_impl")
+
+
+def compile_layers(
+    layers: nn.ModuleList, trial: Callable[[], Tensor], plan: Recomputation | None = None
+) -> CompiledLayers | None:
+    """Return the compiled layers; None if torch can't compile them.
+
+    Args:
+        trial: a forward pass with gradient.
+        plan: what the layers keep, if that is known already.
+
+    Raises:
+        ConfigError: torch can't compile them, and the weights are sharded: a pass of all ranks can't be abandoned.
+    """
+    config = torch._dynamo.config  # pyright: ignore[reportPrivateImportUsage]
+    config.cache_size_limit = max(GRAPHS, config.cache_size_limit)
+    compiled = CompiledLayers(layers)
+    if plan is not None and compiled.try_out(plan, trial) is None:
+        return compiled
+    reason = compiled.try_out(Recomputation(), trial)
+    if reason is None:
+        return compiled
+    if isinstance(layers[0], FSDPModule):
+        raise ConfigError(reason, field="--compile", got="on", fix="leave it out")
+    log.warning("decoder layers are not compiled: %s", reason)
+    return None

@@ -1,0 +1,343 @@
+"""Decide before the first step which layers are compiled, and which are recomputed: as few as memory allows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from grpo_trainer.batch.microbatches import layout, sharing_layout
+from grpo_trainer.config.compute import SPARE
+from grpo_trainer.config.train import OptimizerConfig, TrainConfig
+from grpo_trainer.engine import attention
+from grpo_trainer.engine.activations import (
+    MEASURED,
+    Kept,
+    LayerMemory,
+    Recomputation,
+    known_layers,
+    measure,
+    recompute,
+)
+from grpo_trainer.engine.compiled import CompiledLayers, compile_layers
+from grpo_trainer.engine.forward import Forward
+from grpo_trainer.engine.head import head_scores
+from grpo_trainer.model.lora_linear import use_few_kernels
+from grpo_trainer.model.reference import free_bytes
+
+log = logging.getLogger(__name__)
+
+WORTH_COMPILING = 0.3e9
+"""With `--compile auto`: least number of a model's parameters."""
+LONG_RUN = 20
+"""With `--compile auto`: least number of steps."""
+TRIED = 64
+"""Tokens of a trial pass."""
+
+
+def fit(
+    forward: Forward,
+    config: TrainConfig,
+    trained: Sequence[Parameter],
+    before_measuring: Callable[[], None] = lambda: None,
+) -> None:
+    """Compile and checkpoint a model's layers as the options say, or as the device's memory requires.
+
+    Args:
+        before_measuring: called before the device's free memory is read; returns when the other processes on the device
+            have allocated their memory.
+    """
+    use_few_kernels(forward.model)
+    layers = decoder_list(forward)
+    if layers is not None:
+        Fitting(forward, layers, config, trained, before_measuring).fit()
+
+
+def decoder_list(forward: Forward) -> nn.ModuleList | None:
+    """Return the decoder's layers if transformers can checkpoint them, else None."""
+    return known_layers(forward.decoder)
+
+
+class Fitting:
+    """Chooses by trial passes over a few tokens which layers are compiled and recomputed.
+
+    Args:
+        trained: the parameters whose gradients and optimizer states will take memory.
+        before_measuring: see `fit`.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        layers: nn.ModuleList,
+        config: TrainConfig,
+        trained: Sequence[Parameter],
+        before_measuring: Callable[[], None] = lambda: None,
+    ) -> None:
+        assert forward.decoder is not None and forward.head is not None, "layers are a decoder's"
+        self.forward = forward
+        self.decoder, self.head = forward.decoder, forward.head
+        self.layers = layers
+        self.config = config
+        self.trained = trained
+        self.before_measuring = before_measuring
+        self.is_sharded = isinstance(forward.model, FSDPModule)
+        self.random = _draws_random_numbers(forward.model)
+        self.recomputes_in_graphs = not (config.compute.activation_offload or self.is_sharded or self.random)
+        """Whether compiled layers recompute inside their graphs; otherwise checkpoints around the layers do."""
+
+    def fit(self) -> None:
+        if is_compiled(self.config, self.forward.model, on_gpu=self.head.weight.is_cuda):
+            self.compile()
+        self._forget_gradients()
+        self._set_recomputed()
+        self._forget_gradients()
+
+    def compile(self, *, head: bool = True) -> None:
+        """Compile the layers, by a trial pass, and the head; compile neither if torch can't compile the layers."""
+        again = self.config.model.gradient_checkpointing and self.recomputes_in_graphs
+        planned = Recomputation(len(self.layers)) if again else None
+        self.forward.compiled = compile_layers(self.layers, self.trial, planned)
+        if self.forward.compiled is None:
+            return
+        self.forward.plan = self.forward.plan.compiled()
+        with_head = head and not self.is_sharded
+        if with_head:
+            self._compile_head()
+        log.info("decoder layers%s are compiled", " and head" if with_head else "")
+
+    def trial(self) -> Tensor:
+        """Run the shortest pass."""
+        return self.run(TRIED)
+
+    def run(self, tokens: int) -> Tensor:
+        """Make a forward pass over `tokens` tokens, a multiple of 4, in two sequences as in a microbatch."""
+        if isinstance(self.forward.model, FSDPModule):
+            self.forward.model.unshard()  # a backward pass reshards the weights outside the layers
+        device = self.head.weight.device
+        halves = torch.arange(tokens, device=device).remainder(len(self.head.weight)).view(2, -1)
+        if not self.forward.packed:
+            return self.decoder(input_ids=halves, use_cache=False).last_hidden_state
+        half, quarter = tokens // 2, tokens // 4
+        shared = self.forward.shared
+        packed = sharing_layout([(half, [half + quarter] * 2)], []) if shared else layout([half, half])
+        arguments = attention.arguments(packed.to(device))
+        return self.decoder(input_ids=halves.view(1, -1), use_cache=False, **arguments).last_hidden_state
+
+    def measure(self) -> tuple[float, float]:
+        """Return the bytes that a layer keeps for each token, and for any number of tokens."""
+        with self.forward.learning():
+            token, fixed = measure(self.forward.model, self.run)
+        return token / len(self.layers), fixed / len(self.layers)
+
+    def _compile_head(self) -> None:
+        """Compile the head's functions by calling them as a step does, so that the first step need not."""
+        weight = self.head.weight
+        hidden_NH = torch.zeros(TRIED, weight.shape[1], device=weight.device, requires_grad=True)
+        targets_N = torch.zeros(TRIED, dtype=torch.int64, device=weight.device)
+        scores = head_scores(
+            hidden_NH,
+            weight,
+            self.head.bias,
+            targets_N,
+            torch.ones(TRIED, device=weight.device),
+            targets_N.new_zeros(TRIED, 0),
+            self.forward.plan,
+            entropy_gradient=self.config.loss.entropy_coef > 0,
+        )
+        # A gradient with the strides of a loss's gradient: that of a sum has others, and torch would compile again.
+        scores.logprobs_N.backward(torch.ones_like(scores.logprobs_N))
+
+    def _forget_gradients(self) -> None:
+        """Drop the gradients of trial passes."""
+        for parameter in self.trained:
+            parameter.grad = None
+
+    def _set_recomputed(self) -> None:
+        config, count = self.config, len(self.layers)
+        wanted, offload = config.model.gradient_checkpointing, config.compute.activation_offload
+        if wanted is not None or offload or not on_gpu(self.head.weight.device):
+            self._keep(Recomputation(count if wanted or offload else 0))
+            return
+        memory = self._measured(in_graphs=self._recomputing_layers() is not None)
+        self.before_measuring()
+        tokens, rest = config.largest_pass, self._room()
+        finer = self._measured_between(memory, tokens, rest)
+        if not self._keep(finer.plan(tokens, rest)):
+            finer = self._measured(in_graphs=False)
+            kept = self._keep(finer.plan(tokens, rest))
+            assert kept, "checkpoints keep all or the input"
+        plan, needed = self.forward.recomputation, finer.needed(tokens, self.forward.recomputation)
+        if plan.count == 0 and plan.more is Kept.ALL:
+            self.forward.use_spare_memory(rest - needed)
+        log.info(
+            "%s: %.1f GB free for passes of %d tokens, %.0f KB a token and layer, %.1f GB left",
+            *(describe(plan, count), rest / 1e9, tokens, memory.token_bytes[Kept.ALL] / 1e3, (rest - needed) / 1e9),
+        )
+        if needed > rest:
+            log.warning(
+                "a pass of %d tokens may not fit: %.1f GB wanted, %.1f GB free; lower --max-tokens-per-microbatch",
+                *(tokens, needed / 1e9, rest / 1e9),
+            )
+
+    def _room(self) -> float:
+        """Return the bytes that a pass may use."""
+        device, config = self.head.weight.device, self.config
+        torch.cuda.empty_cache()
+        free = free_bytes(device)
+        if config.compute.trainer_memory_gb is not None:
+            free = min(free, config.compute.trainer_memory_gb * 1e9 - torch.cuda.memory_allocated(device))
+        together = gathered_bytes(self.layers, self.forward.plan.dtype) if self.is_sharded else 0
+        later = held_later(self.trained, config) + head_bytes(self.forward, config.largest_pass)
+        return (1 - SPARE) * free - later - together
+
+    def _keep(self, plan: Recomputation) -> bool:
+        """Apply a plan, and return whether that is possible: only compiled layers support `PRODUCTS` and `NARROW`."""
+        count, compiled = len(self.layers), self._recomputing_layers()
+        if compiled is not None:
+            reason = compiled.try_out(plan, self.trial)
+            if reason is not None:
+                log.warning("compiled layers can't recompute: %s", reason)
+                compiled.plan = Recomputation()
+                compiled = None
+        if compiled is None and {plan.of(number) for number in range(count)} - {Kept.ALL, Kept.INPUT}:
+            return False
+        offload = self.config.compute.activation_offload
+        recompute(self.layers, plan.count if compiled is None else 0, offload=offload, random=self.random)
+        self.forward.recomputation = plan
+        return True
+
+    def _measured_between(self, memory: LayerMemory, tokens: int, rest: float) -> LayerMemory:
+        """Return `memory` with `PRODUCTS` and `NARROW` measured if needed, since each takes a minute to compile."""
+        compiled = self._recomputing_layers()
+        if compiled is None or isinstance(self.forward.model, PeftModel):
+            return memory
+        for kept in (Kept.PRODUCTS, Kept.NARROW):
+            plan = memory.plan(tokens, rest)
+            if plan.count == 0 or plan.less < kept:
+                break
+            reason = compiled.try_out(Recomputation(len(self.layers), kept), self.trial)
+            if reason is not None:
+                log.warning("compiled layers keep all or their input: %s", reason)
+                break
+            token, fixed = self.measure()
+            memory = replace(
+                memory,
+                token_bytes={**memory.token_bytes, kept: token},
+                fixed_bytes={**memory.fixed_bytes, kept: fixed},
+            )
+        return memory
+
+    def _recomputing_layers(self) -> CompiledLayers | None:
+        """Return the compiled layers if they recompute inside their graphs, else None."""
+        return self.forward.compiled if self.recomputes_in_graphs else None
+
+    def _measured(self, *, in_graphs: bool) -> LayerMemory:
+        """Measure layers that keep everything, and layers that keep only their input."""
+        inputs = input_bytes(self.layers, self.run)
+        token, fixed = self.measure()
+        # Outside of graphs, casts of weights live until the forward pass ends, even in layers that keep only inputs.
+        casts = 0.0 if in_graphs else fixed
+        kept = {Kept.ALL: token, Kept.INPUT: inputs}
+        return LayerMemory(len(self.layers), kept, {Kept.ALL: fixed, Kept.INPUT: casts})
+
+
+def is_compiled(config: TrainConfig, model: nn.Module, *, on_gpu: bool) -> bool:
+    """Return whether to compile a model's layers: as the option says, or if compiling is worth its time."""
+    if config.compute.compile != "auto":
+        return config.compute.compile == "on"
+    if isinstance(model, FSDPModule) or config.model.load_in_4bit or not on_gpu:
+        return False
+    size = sum(parameter.numel() for parameter in model.parameters())
+    return size >= WORTH_COMPILING and config.training_steps >= LONG_RUN
+
+
+# ---------------------------------------------------------------- arithmetic
+
+
+_COMPUTED_AGAIN = {
+    Kept.PRODUCTS: "norms and activations",
+    Kept.NARROW: "norms, activations and the matrix products that widen",
+    Kept.INPUT: "all",
+}
+
+
+def describe(plan: Recomputation, layers: int) -> str:
+    """Describe what is recomputed, and in how many layers."""
+    counts = {plan.less: plan.count, plan.more: layers - plan.count}
+    again = [(_COMPUTED_AGAIN[kept], count) for kept, count in counts.items() if count and kept is not Kept.ALL]
+    parts = [f"{what} of {count}" for what, count in again]
+    return f"recomputing {' and '.join(parts) or 'nothing'} of {layers} layers"
+
+
+def on_gpu(device: torch.device) -> bool:
+    """Return whether the device is a GPU; only there is memory counted."""
+    return device.type == "cuda"
+
+
+def held_later(trained: Sequence[Parameter], config: TrainConfig) -> float:
+    """Return the bytes of gradients, optimizer states and master weights, which the first step allocates.
+
+    For sharded weights, these are the bytes of this process's shard.
+    """
+    grad = 4 if config.compute.grad_dtype == "float32" else 0
+    own = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in trained]
+    return sum(
+        part.numel() * ((grad or part.itemsize) + _state_bytes(config.optimizer))
+        + (4 * part.numel() if config.master_weights and part.dtype != torch.float32 else 0)
+        for part in own
+    )
+
+
+def _state_bytes(config: OptimizerConfig) -> float:
+    """Return the bytes of optimizer states for each trained weight."""
+    return {"adamw": 8.0, "adamw_8bit": 2.0 + 2 * 4 / 256, "adafactor": 0.0}[config.optimizer]
+
+
+def gathered_bytes(layers: nn.ModuleList, dtype: torch.dtype) -> float:
+    """Return the bytes that sharded layers need while gathered.
+
+    These are the weights of two layers (one computes, the next is being gathered), and one layer's gradient, in the
+    weights' dtype and as an fp32 sum.
+    """
+    largest = max(sum(parameter.numel() for parameter in layer.parameters()) for layer in layers)
+    return largest * (3 * dtype.itemsize + 4)
+
+
+def head_bytes(forward: Forward, tokens: int) -> float:
+    """Return the bytes that the head needs: chunks of logits, and the gradients of its weights as they are computed."""
+    assert forward.head is not None
+    weight = forward.head.weight
+    chunks = min(tokens, forward.plan.rows(len(weight))) * len(weight) * forward.plan.logit_bytes
+    computes = forward.plan.dtype
+    of_weight = computes.itemsize if weight.requires_grad else 0
+    if weight.dtype != computes:  # a copy of the weights, and the gradient in their own dtype
+        of_weight += computes.itemsize + (weight.itemsize if weight.requires_grad else 0)
+    return chunks + of_weight * weight.numel()
+
+
+def input_bytes(layers: nn.ModuleList, run: Callable[[int], Tensor]) -> int:
+    """Return the bytes of a layer's input for each token, which is fp32 for fp32 weights even under autocast."""
+    found: list[Tensor] = []
+
+    def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append(args[0] if args else kwargs["hidden_states"])
+
+    hook = layers[0].register_forward_pre_hook(look, with_kwargs=True)
+    with torch.no_grad():
+        run(MEASURED[0])
+    hook.remove()
+    return found[0].shape[-1] * found[0].itemsize
+
+
+def _draws_random_numbers(model: nn.Module) -> bool:
+    """Return whether the model has dropout, which only an adapter can have."""
+    return isinstance(model, PeftModel) and any(isinstance(one, nn.Dropout) and one.p > 0 for one in model.modules())

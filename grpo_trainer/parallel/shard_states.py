@@ -1,0 +1,248 @@
+"""Optimizer states of weights that are sharded over several processes, by `torch.distributed.checkpoint`.
+
+Each process writes its part into one folder, and any number of processes can read their parts from it. A state of its
+parameter's shape is sharded as the parameter is: `NAME/exp_avg`, or `NAME/exp_avg/flat` if the optimizer holds it flat.
+A single number is the same on all ranks: `NAME/step`. The scales of 8-bit blocks have another shape and belong to one
+rank: `NAME/exp_avg_scale/0of2`. If the number of processes changes, blocks begin at other elements, so each process
+recomputes its scales from those of all writers.
+"""
+
+from __future__ import annotations
+
+import errno
+import warnings
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from grpo_trainer.errors import ConfigError
+from grpo_trainer.files import honest_file
+from grpo_trainer.model.export import own_rows
+from grpo_trainer.optim import AdamW8bit
+from grpo_trainer.optim.eight_bits import SCALE, Scaled, recoded
+
+STATES_FOLDER = "optimizer_states"
+FLAT = "flat"
+
+States = dict[int, dict[str, Any]]
+"""Index of a parameter in the optimizer -> its states, as in the optimizer's `state_dict`."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """This process's part of a trained parameter.
+
+    Attributes:
+        name: the parameter's name in the model.
+        number: its index among the model's trained parameters.
+        own: the tensor that the optimizer updates.
+        whole: the model's sharded parameter; `own` itself if the model is not sharded.
+    """
+
+    name: str
+    number: int
+    own: Parameter
+    whole: Tensor
+
+    def shard_alike(self, own: Tensor) -> Tensor:
+        """Return a tensor of `own`'s shape as this process's shard of a tensor that is sharded like the parameter."""
+        if not isinstance(self.whole, DTensor):
+            return own
+        mesh, placements = self.whole.device_mesh, self.whole.placements
+        return DTensor.from_local(
+            own, mesh, placements, run_check=False, shape=self.whole.shape, stride=self.whole.stride()
+        )
+
+
+def whole_parts(model: nn.Module) -> list[Part]:
+    """Return the parts of a model that is not sharded: each is a whole parameter."""
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [Part(name, number, own, own) for number, (name, own) in enumerate(trained)]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The rank of a process, and the number of processes that the states are sharded over."""
+
+    rank: int = 0
+    count: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.rank}of{self.count}"
+
+    @classmethod
+    def parsed(cls, text: str) -> Place:
+        """Return the place that `str` wrote as `text`."""
+        rank, _, count = text.partition("of")
+        return cls(int(rank), int(count))
+
+    def rows(self, count: int) -> range:
+        """Return this rank's rows of `count` rows, as FSDP2 shards them."""
+        each = -(-count // self.count)
+        return range(min(self.rank * each, count), min((self.rank + 1) * each, count))
+
+
+# ---------------------------------------------------------------- writing
+
+
+def write_states(
+    folder: Path, parts: Sequence[Part], optimizer: torch.optim.Optimizer, place: Place, group: dist.ProcessGroup | None
+) -> None:
+    """Write this process's part. All processes call this together, and all are done when it returns.
+
+    Raises:
+        OSError: a process could not write. All processes raise it, with `filename`.
+    """
+    tensors = {key: value for part in parts for key, value in _named(part, optimizer.state[part.own], place)}
+    writer = FileSystemWriter(folder / STATES_FOLDER)
+    writer.fs = _HonestFiles()
+    try:
+        save(tensors, storage_writer=writer, process_group=group)
+    except CheckpointException as failed:
+        raise _as_os_error(failed, folder / STATES_FOLDER) from None
+
+
+def _named(part: Part, state: Mapping[str, Any], place: Place) -> Iterator[tuple[str, Tensor]]:
+    for key, value in state.items():
+        name = f"{part.name}/{key}"
+        if not isinstance(value, Tensor):
+            yield name, torch.tensor(value, dtype=torch.int64)
+        elif value.shape == part.own.shape:
+            yield name, part.shard_alike(value)
+        elif not value.ndim:
+            yield name, value
+        elif value.shape == (part.own.numel(),):
+            yield f"{name}/{FLAT}", part.shard_alike(value.view(part.own.shape))
+        else:
+            yield f"{name}/{place}", value
+
+
+class _HonestFiles(FileSystem):
+    """Files that raise their first error itself; torch turns the error of a full disk into others."""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Generator[Any, None, None]:
+        assert mode == "wb"
+        with honest_file(Path(path)) as stream:
+            yield stream
+
+
+def _as_os_error(failed: CheckpointException, folder: Path) -> OSError:
+    """Return the error of the lowest failed rank as an `OSError`."""
+    rank, (error, _) = min(failed.failures.items())
+    if isinstance(error, OSError) and error.errno is not None:
+        return OSError(error.errno, f"trainer process {rank}: {error.strerror}", str(folder))
+    return OSError(errno.EIO, f"trainer process {rank}: {type(error).__name__}: {error}", str(folder))
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_states(path: Path, parts: Sequence[Part], place: Place) -> States:
+    """Return this process's part of states that any number of processes wrote, without communication.
+
+    A parameter without written states gets none. The caller has checked that the same parameters are trained.
+
+    Raises:
+        ConfigError: the states can't be read.
+    """
+    reader = FileSystemReader(path / STATES_FOLDER)
+    by_name = {part.name: (number, part) for number, part in enumerate(parts)}
+    targets: dict[str, Tensor] = {}
+    for key, saved in reader.read_metadata().state_dict_metadata.items():
+        name, _, *more = key.split("/")
+        assert isinstance(saved, TensorStorageMetadata)
+        if name in by_name and (more in ([], [FLAT]) or _is_for(place, Place.parsed(more[0]))):
+            targets[key] = _target(by_name[name][1], saved)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # intended: all read alone
+        _load(targets, reader, path)
+    states: States = {number: {} for number in range(len(parts))}
+    scales: dict[tuple[int, str], dict[Place, Tensor]] = {}
+    for key, value in targets.items():
+        name, state, *more = key.split("/")
+        number, own = by_name[name][0], _plain(value)
+        if more in ([], [FLAT]) or Place.parsed(more[0]) == place:
+            states[number][state] = own.flatten() if more else own
+        else:
+            scales.setdefault((number, state.removesuffix(SCALE)), {})[Place.parsed(more[0])] = own
+    for (number, state), written in scales.items():
+        _reshard(parts[number], state, states[number], written)
+    return {number: state for number, state in states.items() if state}
+
+
+def _reshard(part: Part, name: str, state: dict[str, Any], written: Mapping[Place, Tensor]) -> None:
+    """Re-encode an 8-bit state in the blocks of this process's part, from the scales of each writer's rows."""
+    shape, own = part.whole.shape, tuple(part.own.shape)
+    row = shape[1:].numel()
+    known = []
+    for place, scales in written.items():
+        rows = place.rows(shape[0])
+        known.append(Scaled(scales, (len(rows), *shape[1:]), rows.start * row))
+    first = (own_rows(part.whole).start if isinstance(part.whole, DTensor) else 0) * row
+    signed = AdamW8bit.signed[name]
+    state[name], state[name + SCALE] = recoded(state[name], known, own, first, signed=signed)
+
+
+def _load(targets: dict[str, Tensor], reader: FileSystemReader, path: Path) -> None:
+    try:
+        load(targets, storage_reader=reader, no_dist=True)
+    except CheckpointException as failed:  # a BaseException, which `except Exception` would miss
+        ((error, _),) = failed.failures.values()
+        raise ConfigError(
+            "the states of its optimizer can't be read",
+            field=f"--resume {path}",
+            got=f"{type(error).__name__}: {error}",
+            fix="resume from another checkpoint",
+        ) from None
+
+
+def reshard_states(states: States, parts: Sequence[Part]) -> States:
+    """Return this process's part of the whole states that a single process has written."""
+    found: States = {}
+    for number, part in enumerate(parts):
+        state = found[number] = dict(states.get(part.number, {}))
+        assert isinstance(part.whole, DTensor)
+        own = own_rows(part.whole)
+        in_blocks = [key.removesuffix(SCALE) for key in state if key.endswith(SCALE)]
+        for key, value in state.items():
+            if key in in_blocks:
+                state[key] = value.view(part.whole.shape)[own].flatten()
+            elif isinstance(value, Tensor) and value.ndim and not key.endswith(SCALE):
+                assert value.shape == part.whole.shape
+                state[key] = value[own]
+        for key in in_blocks:
+            _reshard(part, key, state, {Place(): state[key + SCALE]})
+    return found
+
+
+def _is_for(place: Place, writer: Place) -> bool:
+    """Return whether this rank needs a writer's scales: with an unchanged number of processes, only its own."""
+    return writer.count != place.count or writer == place
+
+
+def _target(part: Part, saved: TensorStorageMetadata) -> Tensor:
+    """Return memory for a state to be read."""
+    if len(saved.size) and saved.size == part.whole.shape:
+        return part.shard_alike(torch.empty(part.own.shape, dtype=saved.properties.dtype, device=part.own.device))
+    return torch.empty(saved.size, dtype=saved.properties.dtype)
+
+
+def _plain(value: Tensor) -> Any:
+    """Return a state as the optimizer holds it: a step count is a Python number."""
+    if isinstance(value, DTensor):
+        return value.to_local()
+    return int(value) if value.ndim == 0 and value.dtype == torch.int64 else value

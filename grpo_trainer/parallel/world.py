@@ -1,0 +1,338 @@
+"""Several trainer processes as one: each has a GPU and a share of each batch. `strategies.py` has the weights of each.
+
+Rank 0 leads. It runs the loop as if it were alone, and only rank 0 uses the rollout API, the server and the disk.
+Work of all ranks begins with an *order* that rank 0 sends to the others, which only wait for orders (`follower.py`):
+
+    rank 0   lease ─▶ give(Step) ─▶ own share ─┐                      ┌─▶ update ─▶ publish, save
+                          │                    ├─ gradients are summed ┤
+    rank 1…            receive  ─▶ own share ──┘                      └─▶ update ─▶ receive
+
+Every token's weight in the loss is that of the whole batch, so gradients are summed, not averaged. After that all ranks
+do the same arithmetic on the same numbers. Each step checks that replicas still agree.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from grpo_trainer.batch.batching import ReadyBatch
+from grpo_trainer.batch.microbatches import MicroBatch
+from grpo_trainer.config.distributed import DistributedConfig
+from grpo_trainer.errors import (
+    CommonDriftError,
+    CommonError,
+    CommonWeightsError,
+    ConfigError,
+    DriftError,
+    TrainingError,
+)
+
+log = logging.getLogger(__name__)
+
+PEER_SECONDS = 600.0
+"""Time limit for other ranks to arrive, at the start and in each collective operation on tensors."""
+
+PATIENCE = timedelta(days=30)
+"""Time limit of followers for an order: practically none, because rank 0's wait for rollouts has its own limit."""
+
+BUCKET_BYTES = 256 << 20
+"""Size of the buffers in which gradients are summed."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Step:
+    """Train on a share of a batch."""
+
+    share: ReadyBatch
+    step: int
+
+
+@dataclass(frozen=True)
+class Restore:
+    """Load a checkpoint."""
+
+    path: Path
+
+
+@dataclass(frozen=True)
+class ModelPass:
+    """Sharded weights only: a forward pass of the model itself, without gradient; the tokens are in main memory."""
+
+    tokens_BT: Tensor
+
+
+@dataclass(frozen=True)
+class Score:
+    """Sharded weights only: compute scores of a microbatch, without gradient."""
+
+    microbatch: MicroBatch
+
+
+@dataclass(frozen=True)
+class Collect:
+    """Sharded weights only: gather the tensors one after the other, for rank 0 to save."""
+
+
+@dataclass(frozen=True)
+class SaveStates:
+    """Sharded weights only: write this process's part of the optimizer's states into a folder."""
+
+    folder: Path
+
+
+@dataclass(frozen=True)
+class End:
+    """The last order."""
+
+
+Command = Step | Restore | ModelPass | Score | Collect | SaveStates | End
+
+
+class World:
+    """The processes of one trainer. A context manager: its exit on rank 0 ends the others.
+
+    Attributes:
+        rank: rank of this process, from 0.
+        size: number of processes; with 1, all methods do nothing.
+        control: the process group for objects in main memory; None: there is only one process.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, control: dist.ProcessGroup | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self.control = control
+        self._is_working = False
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process sends the orders."""
+        return self.rank == 0
+
+    @property
+    def alone(self) -> bool:
+        return self.size == 1
+
+    @property
+    def is_working(self) -> bool:
+        """Whether all processes are within common work, where the others receive no order."""
+        return self._is_working and not self.alone
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.alone or self._is_working or (error is not None and not self.leads):
+            return  # the others don't wait for an order; the exit of this process ends them
+        try:
+            if self.leads:
+                self.give_all(End())
+            self.gather(None)  # no operation may be running when the groups are destroyed
+        except PeerGoneError as gone:  # that ended the run before this
+            log.warning("could not end the other trainer processes in order: %s", gone)
+        dist.destroy_process_group()
+        # Dropping the last reference waits for the group's threads. A thread that frees a Python tensor while the
+        # interpreter shuts down would end the process by SIGABRT.
+        self.control = None
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Enter a block of common work: all processes run it, and leave it normally or all by the same `CommonError`.
+
+        Any other error concerns a single process, whose exit then ends the others.
+        """
+        self.begin()
+        try:
+            yield
+        except CommonError:
+            self.end()
+            raise
+        self.end()
+
+    def begin(self) -> None:
+        """Begin common work of all processes, as `working` does."""
+        self._is_working = True
+
+    def end(self) -> None:
+        """End common work: all processes are done, or have raised the same error."""
+        self._is_working = False
+
+    # ------------------------------------------------------------------------------------------- orders
+
+    def give(self, orders: Sequence[Command]) -> None:
+        """On rank 0: send each of the others its order, by rank."""
+        if not self.alone:
+            assert self.leads and len(orders) == self.size - 1
+            with peers():
+                dist.scatter_object_list([None], [None, *orders], src=0, group=self.control)
+
+    def give_all(self, order: Command) -> None:
+        """On rank 0: send the same order to all others."""
+        self.give([order] * (self.size - 1))
+
+    def receive(self) -> Command:
+        """On the others: wait for the next order.
+
+        Raises:
+            TrainingError: rank 0 has exited without a last order.
+        """
+        said: list[Any] = [None]
+        with peers():
+            dist.scatter_object_list(said, None, src=0, group=self.control)
+        return said[0]
+
+    # ----------------------------------------------------------------------------------------- together
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, by rank, on every rank; for small objects in main memory."""
+        if self.alone:
+            return [value]
+        said: list[Any] = [None] * self.size
+        with peers():
+            dist.all_gather_object(said, value, group=self.control)
+        return said
+
+    def raise_together(self, look: Callable[[], None]) -> None:
+        """Call `look` on rank 0; if it raises a `DriftError`, raise that on all ranks.
+
+        Raises:
+            CommonDriftError: the samples have drifted; on all ranks.
+        """
+        if self.alone:
+            look()
+            return
+        said = None
+        if self.leads:
+            try:
+                look()
+            except DriftError as drift:
+                said = drift.problems
+        if (verdict := self.gather(said)[0]) is not None:
+            raise CommonDriftError.of(verdict)
+
+    @torch.no_grad()
+    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Sum the gradients of all ranks; a rank without a gradient for a parameter counts as zeros."""
+        if self.alone:
+            return
+        given = self.gather([parameter.grad is not None for parameter in parameters])
+        for index, parameter in enumerate(parameters):
+            if parameter.grad is None and any(each[index] for each in given):
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
+        for bucket in buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            with peers():
+                dist.all_reduce(flat)
+            parts = flat.split([gradient.numel() for gradient in bucket])
+            torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+                bucket, [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)]
+            )
+
+    def check_agreement(self, samples: Sequence[Tensor]) -> None:
+        """Check by some entries that all ranks hold the same weights.
+
+        Raises:
+            CommonWeightsError: weights differ; on all ranks, and the message names those that differ from rank 0.
+        """
+        if self.alone:
+            return
+        own_sums = torch.stack([sample.double().sum() for sample in samples])
+        sums = self.gather([str(value) for value in own_sums.tolist()])  # as text, so that NaN equals NaN
+        if different := [rank for rank, own in enumerate(sums) if own != sums[0]]:
+            raise CommonWeightsError(
+                "other weights than rank 0 after the same step",
+                field="trainer processes",
+                got=f"rank {', '.join(map(str, different))}",
+                fix="resume from the last checkpoint with --resume auto",
+            )
+
+
+class PeerGoneError(TrainingError):
+    """Another process of this trainer has ended."""
+
+
+@contextmanager
+def peers() -> Iterator[None]:
+    """Turn torch's error in an operation with other processes into a `PeerGoneError`, which says that one is gone."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as gone:
+        raise PeerGoneError(
+            "another one has ended, its log says why",
+            field="trainer processes",
+            got=_first_line(gone),
+            fix="continue with --resume auto",
+        ) from None
+
+
+def buckets(tensors: Iterable[Tensor], limit: int = BUCKET_BYTES) -> list[list[Tensor]]:
+    """Return tensors in buckets of one dtype, each of up to `limit` bytes unless a single tensor is larger."""
+    by_dtype: dict[torch.dtype, list[list[Tensor]]] = {}
+    for tensor in tensors:
+        made = by_dtype.setdefault(tensor.dtype, [[]])
+        if made[-1] and sum(each.nbytes for each in made[-1]) + tensor.nbytes > limit:
+            made.append([])
+        made[-1].append(tensor)
+    return [bucket for made in by_dtype.values() for bucket in made]
+
+
+def join(config: DistributedConfig, *, on_gpu: bool) -> World:
+    """Connect to the other processes, if any: by the options, else by torchrun's environment variables.
+
+    Raises:
+        ConfigError: there is no GPU for this rank.
+        TrainingError: the other processes did not connect.
+    """
+    rank, size = config.rank, config.processes
+    if size == 1:
+        return World()
+    gpus = torch.cuda.device_count() if on_gpu else 0
+    local = int(os.environ.get("LOCAL_RANK", rank % gpus if gpus else rank))
+    if on_gpu:
+        if local >= gpus:
+            raise ConfigError(
+                field=f"rank {rank} of {size}",
+                got=f"{gpus} visible GPUs",
+                wanted=f"GPU number {local}, for this process alone",
+                fix="start fewer processes",
+            )
+        torch.cuda.set_device(local)
+    method = config.init_method or "env://"
+    try:
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            init_method=method,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=PEER_SECONDS),
+            device_id=torch.device("cuda", local) if on_gpu else None,
+        )
+        control = dist.new_group(backend="gloo", timeout=PATIENCE)
+        assert isinstance(control, dist.ProcessGroup)
+    except (RuntimeError, ValueError) as error:
+        raise TrainingError(
+            f"the trainer's processes did not meet at {method}", field=f"rank {rank} of {size}", got=_first_line(error)
+        ) from None
+    log.info("rank %d of %d trainer processes", rank, size)
+    return World(rank, size, control)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

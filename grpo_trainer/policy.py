@@ -1,0 +1,383 @@
+"""What a run trains, a LoRA adapter or all weights: how to load it, and the contents of its checkpoints.
+
+`checkpoint.py` adds further files to these. An adapter (`lora_only`, `lora_restart`):
+
+    adapter_step_12/     adapter_model.safetensors, adapter_config.json     PEFT and vLLM load these
+
+All weights (`none`, `shared_vllm`):
+
+    step_12/             model*.safetensors, config.json, tokenizer files   transformers and vLLM load these
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from peft import LoraConfig, PeftModel, set_peft_model_state_dict
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from grpo_trainer.config.bridge import (
+    AllWeightsOptions,
+    CheckpointRestart,
+    LoraOnly,
+    LoraRestart,
+    SharedServer,
+    SharedVllm,
+)
+from grpo_trainer.config.train import ModelConfig, TrainConfig
+from grpo_trainer.engine.ahead import compile_ahead
+from grpo_trainer.errors import BridgeError, ConfigError, ModelError
+from grpo_trainer.model import lora
+from grpo_trainer.model.check import check_model
+from grpo_trainer.model.export import copy_whole, export_model, stored_tensors
+from grpo_trainer.model.load import (
+    check_attention,
+    compute_in,
+    freeze,
+    load_all_weights,
+    load_model,
+    pick_device,
+    pick_dtype,
+)
+from grpo_trainer.model.tokenizer import NoTokenizerError, read_tokenizer
+from grpo_trainer.optim.landed import first_not_finite
+from grpo_trainer.parallel.shards import give_memory, is_sharded, read_weights, shard_model
+from grpo_trainer.parallel.world import World
+from grpo_trainer.phases import COMMAND_VARIABLE
+from grpo_trainer.server_client import ServerClient
+from grpo_trainer.shared.attach import attach_model, build_skeleton, build_without_weights, take_generation_config
+from grpo_trainer.shared.bridge_file import read_bridge_config
+from vllm_server.protocol.bridge_config import BridgeConfigFile
+
+log = logging.getLogger(__name__)
+
+MODEL_CONFIG_FILE = "config.json"
+
+
+class Policy(Protocol):
+    """What a run trains.
+
+    Attributes:
+        model: those of its parameters that require a gradient are trained.
+        kind: name of this kind of policy, for messages.
+        step_prefix: a checkpoint's folder is this prefix and the step.
+        final_name: name of the folder with the final weights.
+        marker: the file by which a checkpoint of this kind is recognised.
+    """
+
+    @property
+    def model(self) -> PreTrainedModel | PeftModel: ...
+
+    kind: str
+    step_prefix: str
+    final_name: str
+    marker: str
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the weights of a checkpoint. They are the model's own memory: copy them if training continues."""
+        ...
+
+    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Write the trained weights into an existing folder.
+
+        Args:
+            tensors: `tensors()` or a copy of them; the model itself is not read.
+        """
+        ...
+
+    def exact(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return those of `tensors` that `write` rounds or renames, so that the checkpoint can hold them exactly."""
+        ...
+
+    def load(self, path: Path, exact: Mapping[str, Tensor]) -> None:
+        """Load the weights of a checkpoint.
+
+        Raises:
+            ConfigError: the checkpoint has other options or another model.
+        """
+        ...
+
+
+class Adapter:
+    """A LoRA adapter on a frozen model."""
+
+    kind = "a LoRA adapter"
+    step_prefix = "adapter_step_"
+    final_name = "adapter_final"
+    marker = lora.CONFIG_FILE
+
+    def __init__(self, model: PeftModel) -> None:
+        self.model = model
+
+    def tensors(self) -> dict[str, Tensor]:
+        return lora.adapter_state(self.model)
+
+    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        lora.save_adapter(self.model, folder, tensors)
+
+    def exact(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {}
+
+    def load(self, path: Path, exact: Mapping[str, Tensor]) -> None:
+        """Load an adapter after comparing its settings and names, since PEFT silently ignores what does not fit."""
+        saved = json.loads((path / lora.CONFIG_FILE).read_text())
+        own = self.model.peft_config["default"]
+        assert isinstance(own, LoraConfig)
+        pairs = {
+            "--lora-r": (saved["r"], own.r),
+            "--lora-alpha": (saved["lora_alpha"], own.lora_alpha),
+            "--lora-rslora": (saved.get("use_rslora", False), own.use_rslora),
+            "--lora-target-modules": (sorted(saved["target_modules"]), sorted(own.target_modules or ())),
+        }
+        for flag, (was, now) in pairs.items():
+            if was != now:
+                raise ConfigError(
+                    f"--resume {path} was made with another adapter",
+                    field=flag,
+                    got=now,
+                    wanted=str(was),
+                    fix="give it as it was",
+                )
+        with safe_open(path / lora.WEIGHTS_FILE, "pt") as weights:
+            names = set(weights.keys())
+        if names != set(lora.adapter_state(self.model)):
+            raise ConfigError(
+                "the modules of its adapter are not this model's", field="--resume", got=path, fix="give it as it was"
+            )
+        set_peft_model_state_dict(self.model, load_file(path / lora.WEIGHTS_FILE))
+
+
+class AllWeights:
+    """Every parameter of a model, in fp32.
+
+    Args:
+        dtype: dtype of the weights that `write` writes, which is the server's.
+    """
+
+    kind = "all weights"
+    step_prefix = "step_"
+    final_name = "model_final"
+    marker = MODEL_CONFIG_FILE
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.model = model
+        self._tokenizer = tokenizer
+        self._dtype = dtype
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: tensor.detach() for name, (_, tensor) in stored_tensors(self.model).items()}
+
+    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        export_model(self.model, self._tokenizer, folder, self._dtype, tensors=tensors)
+
+    def exact(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return all of `tensors`: the weights written for the server may be rounded and renamed."""
+        return dict(tensors)
+
+    def load(self, path: Path, exact: Mapping[str, Tensor]) -> None:
+        self._check_shapes(path, exact)
+        with torch.no_grad():
+            for name, (_, tensor) in stored_tensors(self.model).items():
+                copy_whole(tensor, exact[name])
+
+    def _check_shapes(self, path: Path, weights: Mapping[str, Tensor]) -> None:
+        own = {name: tensor.shape for name, (_, tensor) in stored_tensors(self.model).items()}
+        if own != {name: tensor.shape for name, tensor in weights.items()}:
+            raise ConfigError(
+                "its weights are not those of --model-name", field="--resume", got=path, fix="name its model"
+            )
+
+
+class SharedWeights(AllWeights):
+    """Every parameter of a model in a server's memory. Checkpoints have the server's dtype, so saving rounds nothing.
+
+    Args:
+        source: the server's handles.
+
+    Attributes:
+        loaded: weights of a checkpoint that still have to be written to the server's memory, within a fence.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, source: BridgeConfigFile
+    ) -> None:
+        super().__init__(model, tokenizer, model.dtype)
+        self.source = source
+        self.loaded: dict[str, Tensor] | None = None
+
+    def exact(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors whose dtype differs from the model's: in most models none."""
+        return {name: tensor.clone() for name, tensor in tensors.items() if tensor.dtype != self._dtype}
+
+    def load(self, path: Path, exact: Mapping[str, Tensor]) -> None:
+        """Read a checkpoint's weights into main memory, for `write_loaded`."""
+        model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+        loaded = {name: tensor.detach() for name, (_, tensor) in stored_tensors(model).items()} | dict(exact)
+        self._check_shapes(path, loaded)
+        self._check_finite(path, loaded)
+        self.loaded = loaded
+
+    def _check_finite(self, path: Path, weights: Mapping[str, Tensor]) -> None:
+        values = list(weights.values())
+        if (first := first_not_finite(values, values)) is not None:
+            raise ConfigError(
+                "weights of the checkpoint are not finite",
+                field="--resume",
+                got=f"{[*weights][first]} in {path}",
+                fix="resume from an earlier checkpoint",
+            )
+
+    @torch.no_grad()
+    def write_loaded(self) -> None:
+        """Write the checkpoint's weights into the server's memory."""
+        assert self.loaded is not None
+        for name, (_, tensor) in stored_tensors(self.model).items():
+            tensor.copy_(self.loaded[name])
+        self.loaded = None
+
+
+def build_policy(
+    config: TrainConfig, check_stop: Callable[[], None] = lambda: None, world: World | None = None
+) -> Policy:
+    """Load the model, or attach it to the server's memory, and make the trained parameters trainable.
+
+    Args:
+        check_stop: called while waiting for the server; raises to end the wait.
+        world: the processes that train together; each may get a shard of the weights.
+
+    Raises:
+        ModelError, ConfigError: see `load_model`.
+        BridgeError: the server does not share its weights, or they can't be attached.
+    """
+    is_part = world is not None and is_sharded(world, config)
+    match config.bridge:
+        case LoraOnly(share_base=True) as options:
+            base, _ = attach_to_server(config, options, check_stop)
+            return Adapter(lora.add_adapter(base, options, config.model.seed))
+        case LoraOnly() | LoraRestart() as options:
+            return Adapter(lora.add_adapter(load_model(config.model), options, config.model.seed))
+        case SharedVllm() as options:
+            model, source = attach_to_server(config, options, check_stop)
+            choose_trained(model, options)
+            return SharedWeights(model, load_tokenizer(config.model), source)
+        case CheckpointRestart() as options:
+            if world is not None and is_part:
+                model = _load_part(config, options, world)
+            else:
+                model = load_all_weights(config.model)
+                choose_trained(model, options)
+            dtype = getattr(torch, config.served_dtype(on_gpu=torch.cuda.is_available()))
+            return AllWeights(model, load_tokenizer(config.model), dtype)
+
+
+def _load_part(config: TrainConfig, options: AllWeightsOptions, world: World) -> PreTrainedModel:
+    """Load this process's shard of all weights in fp32, as `load_all_weights` loads the whole.
+
+    Raises:
+        ModelError, ConfigError: see `load_model`; or the model can't be sharded.
+    """
+    found = check_model(config.model.name)
+    check_attention(found, config.model.attention)
+    device = pick_device(config.model.device)
+    dtype = pick_dtype(config.model.dtype, device)
+    model = freeze(build_without_weights(found, torch.float32, config.model.attention, device), config.model)
+    take_generation_config(model, config.model.name)
+    choose_trained(model, options)
+    compute_in(model, config.model)
+    shard_model(model, world, device, dtype)
+    give_memory(model, device)
+    read_weights(model, config.model.name, world)
+    log.info(
+        "loaded part %d of %d of %s: %.2fM parameters in all, %s on %s",
+        *(world.rank + 1, world.size, config.model.name, model.num_parameters() / 1e6, dtype, device),
+    )
+    return model
+
+
+def attach_to_server(
+    config: TrainConfig, options: SharedServer, check_stop: Callable[[], None]
+) -> tuple[PreTrainedModel, BridgeConfigFile]:
+    """Wait for the server, and return the model in the server's memory with every parameter frozen.
+
+    Raises:
+        BridgeError: the server does not share its weights, or the file is another server's.
+        BridgeError, ConfigError, ModelError: see `attach_model`.
+    """
+    skeleton = None
+    if COMMAND_VARIABLE in os.environ:  # `grpo run`: the starting server does not measure free memory
+        skeleton = build_skeleton(config.model)
+        compile_ahead(config, skeleton)
+    client = ServerClient(config.vllm, check_stop)
+    try:
+        info = client.wait_until_there()
+    finally:
+        client.close()
+    if info.bridge_config_path is None:
+        raise BridgeError(
+            "does not share its weights",
+            field=f"the inference server at {config.vllm.url}",
+            fix="start it with --shared-weights",
+        )
+    path = options.config_path or Path(info.bridge_config_path)
+    file = read_bridge_config(path)
+    if file.boot_id != info.boot_id:
+        raise BridgeError(
+            f"is of another server than the one at {config.vllm.url}",
+            field=f"--vllm-config-path {path}",
+            got=f"boot {file.boot_id}",
+            wanted=f"boot {info.boot_id}",
+            fix=f"leave it out, or name {info.bridge_config_path}",
+        )
+    auto = torch.device("cpu" if file.kind == "file" else "cuda")
+    device = auto if config.model.device == "auto" else pick_device(config.model.device)
+    return attach_model(file, config.model, device, skeleton), file
+
+
+def choose_trained(model: PreTrainedModel, options: AllWeightsOptions) -> None:
+    """Make every parameter trainable, or only those of the layers that `--train-layer-indices` names.
+
+    Raises:
+        ModelError: the model has fewer layers.
+    """
+    wanted = options.layer_indices
+    model.requires_grad_(wanted is None)
+    if wanted is None:
+        return
+    found = lora.decoder_layers(model)
+    if beyond := [number for number in wanted if number >= found.count]:
+        raise ModelError(
+            f"the model has {found.count} layers",
+            field="--train-layer-indices",
+            got=",".join(map(str, beyond)),
+            wanted=f"0 to {found.count - 1}",
+        )
+    layers = model.get_submodule(found.name)
+    for number in wanted:
+        layers.get_submodule(str(number)).requires_grad_(True)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    log.info("training %d of %d layers: %.2fM parameters", len(wanted), found.count, trained / 1e6)
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """Return the model's tokenizer, which is written next to its weights.
+
+    Raises:
+        ModelError: the model has no readable tokenizer.
+    """
+    try:
+        return read_tokenizer(config.name)
+    except NoTokenizerError as error:
+        raise ModelError(
+            "vLLM needs a tokenizer", field="--model-name", got=f"none in {error.field} ({error.got})"
+        ) from None

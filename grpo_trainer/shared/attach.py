@@ -1,0 +1,369 @@
+"""The trainer's model in the server's memory: built without weights, each parameter a view of one of vLLM's.
+
+Nothing is copied. `names.py` finds each parameter's place in vLLM's memory, and the server's `vllm_bridge_config.json`
+has the handles that open it.
+"""
+
+from __future__ import annotations
+
+import logging
+from base64 import b64decode
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from grpo_trainer.config.train import ModelConfig
+from grpo_trainer.errors import BridgeError, ConfigError, ModelError
+from grpo_trainer.model.check import check_model
+from grpo_trainer.model.load import check_attention, freeze, pick_device, pick_dtype
+from grpo_trainer.shared.bridge_file import check_gpu, end_of, start_of, storage_of, tied_names
+from grpo_trainer.shared.names import Binding, Facts, bind_names
+from vllm_server.protocol.bridge_config import BridgeConfigFile, CudaIpcHandle, FileHandle, Handle
+
+log = logging.getLogger(__name__)
+
+WITHOUT_EFFECT: Final = frozenset(
+    {"_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache"}
+    | {"output_attentions", "output_hidden_states", "initializer_range", "id2label", "label2id", "problem_type"}
+    | {"attention_dropout", "embd_pdrop", "resid_pdrop", "hidden_dropout", "residual_dropout"}
+    | {"bos_token_id", "eos_token_id", "pad_token_id"}
+)
+"""Fields of a model's configuration that do not affect a forward pass without dropout."""
+
+PLAIN_EXPERTS: Final = {"is_transposed": False, "is_concatenated": True, "has_bias": False, "has_gate": True}
+"""Flags by which transformers marks fused experts laid out as vLLM's: `[expert, out, in]`, gate before up."""
+
+BUFFER_TOLERANCE: Final = 1e-5
+"""Relative tolerance: a GPU's powers and cosines differ from a CPU's in the last bits."""
+
+
+def build_skeleton(model_config: ModelConfig) -> PreTrainedModel:
+    """Return the model without weights, built from the trainer's own options without asking a server.
+
+    Raises:
+        ConfigError, ModelError: see `attach_model`.
+    """
+    found = check_model(model_config.name)
+    check_attention(found, model_config.attention)
+    device = pick_device(model_config.device)
+    return build_without_weights(found, pick_dtype(model_config.dtype, device), model_config.attention, device)
+
+
+def attach_model(
+    config: BridgeConfigFile, model_config: ModelConfig, device: torch.device, skeleton: PreTrainedModel | None = None
+) -> PreTrainedModel:
+    """Return the model of `--model-name` on the server's parameters, in training mode, with every parameter frozen.
+
+    Args:
+        device: where the trainer runs; `cuda` without a number means the server's GPU.
+        skeleton: the model without weights; it is used if it has the server's dtype and device.
+
+    Raises:
+        BridgeError: this process can't open the server's memory.
+        ConfigError: `--dtype` is not the server's, or `--attention` leaves out part of the model.
+        ModelError: the server serves another model, or its parameters can't be bound (`NamesError`).
+    """
+    found = check_same_model(config.model, model_config.name)
+    check_attention(found, model_config.attention)
+    device = server_device(config, device)
+    dtype = served_dtype(config)
+    if model_config.dtype != "auto" and getattr(torch, model_config.dtype) != dtype:
+        raise ConfigError(
+            "trainer and server share one copy of the weights",
+            field="--dtype",
+            got=model_config.dtype,
+            wanted=f"{_name(dtype)}, the server's",
+            fix=f"use --dtype auto, or start the server with --dtype {model_config.dtype}",
+        )
+    fits = skeleton is not None and skeleton.dtype == dtype and all(b.device == device for b in skeleton.buffers())
+    model = skeleton if fits else build_without_weights(found, dtype, model_config.attention, device)
+    assert model is not None
+    bindings = bind_names(_shapes(model), _vllm_shapes(config), facts_of(model, config))
+    bind(model, bindings, open_handles(config, device))
+    take_generation_config(model, model_config.name)
+    log.info("Attached %d tensors to vLLM's shared memory", len(bindings))
+    log.info("Single-copy mode active: %s, %s on %s", model_config.name, _name(dtype), device)
+    return freeze(model, model_config)
+
+
+def check_same_model(served: str, own: str) -> Any:
+    """Return the configuration of `--model-name`, after comparing all relevant fields with the server's model.
+
+    Raises:
+        ModelError: a field differs, which the error names; or one of the two models is not found.
+    """
+    found = check_model(own)
+    if served == own or (Path(own).is_dir() and Path(served).is_dir() and Path(own).samefile(served)):
+        return found
+    try:
+        theirs = check_model(served).to_dict()
+    except ModelError:
+        raise ModelError(
+            "the trainer can't read the server's model to compare the two",
+            field="--model-name",
+            got=own,
+            wanted=f"{served}, the server's",
+            fix="name the same model on both sides",
+        ) from None
+    ours = found.to_dict()
+    for field in sorted((ours.keys() | theirs.keys()) - WITHOUT_EFFECT):
+        if ours.get(field) != theirs.get(field):
+            raise ModelError(
+                f"{own} is another model than the server's {served}",
+                field=f"--model-name: {field}",
+                got=ours.get(field),
+                wanted=str(theirs.get(field)),
+                fix="name the same model on both sides",
+            )
+    return found
+
+
+def served_dtype(config: BridgeConfigFile) -> torch.dtype:
+    """Return the dtype of most of the server's parameters."""
+    [(name, _)] = Counter(mapping.dtype for mapping in config.param_mappings.values()).most_common(1)
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+# the memory ------------------------------------------------------------------------------------------------
+
+
+def server_device(config: BridgeConfigFile, wanted: torch.device) -> torch.device:
+    """Return the server's device, numbered as this process sees it.
+
+    Raises:
+        BridgeError: `--device` is another device, or the trainer does not see the server's.
+    """
+    if config.kind == "file":
+        if wanted.type != "cpu":
+            raise BridgeError(
+                "the server's weights are in main memory", field="--device", got=wanted, fix="use --device cpu"
+            )
+        return wanted
+    if wanted.type != "cuda":
+        raise BridgeError(
+            f"the server's weights are on GPU {config.gpu_uuid}", field="--device", got=wanted, fix="use --device auto"
+        )
+    visible = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    check_gpu(config, visible)
+    index = visible.index(config.gpu_uuid)
+    if wanted.index not in (None, index):
+        raise BridgeError(
+            field="--device",
+            got=wanted,
+            wanted=f"cuda:{index}, where the server's weights are",
+            fix=f"use --device cuda:{index}",
+        )
+    return torch.device("cuda", index)
+
+
+def open_handles(config: BridgeConfigFile, device: torch.device) -> dict[str, Tensor]:
+    """Return the server's parameters by vLLM's names, for reading and writing; each storage is mapped once.
+
+    Args:
+        device: see `server_device`.
+
+    Raises:
+        BridgeError: the memory can't be mapped, or is smaller than the file says.
+    """
+    handles = config.ipc_handles
+    sizes: dict[tuple[str, int], int] = {}
+    for handle in handles.values():
+        sizes[storage_of(handle)] = max(sizes.get(storage_of(handle), 0), end_of(handle))
+    if device.type == "cuda":
+        torch.cuda.init()
+        torch.empty(1, device=device)  # a process without a CUDA context crashes when it opens a handle
+    storages: dict[tuple[str, int], torch.UntypedStorage] = {}
+    tensors: dict[str, Tensor] = {}
+    for name, handle in handles.items():
+        place = storage_of(handle)
+        try:
+            if place not in storages:
+                storages[place] = _open(handle, sizes[place], device)
+        except (OSError, RuntimeError) as error:
+            raise BridgeError(
+                "the server's memory can't be mapped",
+                field=name,
+                got=error,
+                wanted="a living server and its trainer on one machine, in one container, as one user",
+            ) from None
+        tensors[name] = _tensor(handle, storages[place], device)
+    return tensors
+
+
+def _open(handle: Handle, size: int, device: torch.device) -> torch.UntypedStorage:
+    """Map a storage of which `size` bytes are needed."""
+    match handle:
+        case CudaIpcHandle():
+            has = handle.storage_size
+        case FileHandle():
+            has = Path(handle.path).stat().st_size  # checked first, because torch extends a short or missing file
+    if has < size:
+        raise RuntimeError(f"{has} bytes, where the server's file says {size}")
+    match handle:
+        case CudaIpcHandle():
+            storage: Any = torch.UntypedStorage._new_shared_cuda(
+                device.index,
+                b64decode(handle.ipc_handle_b64),
+                handle.storage_size,
+                handle.storage_offset,
+                b64decode(handle.ref_counter_handle_b64),
+                handle.ref_counter_offset,
+                b64decode(handle.event_handle_b64),
+                handle.event_sync_required,
+            )
+        case FileHandle():
+            storage = torch.UntypedStorage.from_file(handle.path, True, has)
+    return storage
+
+
+def _tensor(handle: Handle, storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+    dtype = getattr(torch, handle.dtype)
+    offset = start_of(handle) // dtype.itemsize
+    empty = torch.empty(0, dtype=dtype, device=device)
+    return empty.set_(storage, offset, tuple(handle.shape), tuple(handle.stride))  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+# the model -------------------------------------------------------------------------------------------------
+
+
+def build_without_weights(config: Any, dtype: torch.dtype, attention: str, device: torch.device) -> PreTrainedModel:
+    """Return the model with its parameters on `meta`, and its buffers computed on the device by the model's own code.
+
+    Raises:
+        ModelError: a buffer differs from the one that the model's constructor makes on a CPU.
+    """
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention}
+    with init_empty_weights(include_buffers=False), no_init_weights():
+        reference = dict(AutoModelForCausalLM.from_config(config, **options).named_buffers())
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, **options)
+    held = set(model.state_dict())
+    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+        if name not in held:
+            empty = torch.empty_like(buffer, device=device)
+            _put(model, name, empty.fill_(torch.nan) if empty.is_floating_point() else empty.zero_())
+    model.initialize_weights()  # fills buffers, as when a checkpoint is loaded; does nothing for parameters on meta
+    for name, buffer in model.named_buffers():
+        if name not in held:
+            _check_buffer(name, buffer, reference.get(name))
+    return model
+
+
+def _check_buffer(name: str, buffer: Tensor, wanted: Tensor | None) -> None:
+    here = buffer.cpu()
+    if wanted is None or (here.shape, here.dtype) != (wanted.shape, wanted.dtype):
+        raise ModelError(
+            "this buffer is not in a model built on a CPU", field=name, fix="use another release of transformers"
+        )
+    if not torch.allclose(here.double(), wanted.double(), rtol=BUFFER_TOLERANCE, atol=0.0, equal_nan=False):
+        error = (here.double() - wanted.double()).abs().max().item()
+        raise ModelError(
+            "this buffer is not that of a model built on a CPU",
+            field=name,
+            got=f"a difference of {error:.3g}",
+            wanted=f"at most {BUFFER_TOLERANCE:g} of the value",
+            fix="use lora_only",
+        )
+
+
+def facts_of(model: PreTrainedModel, config: BridgeConfigFile) -> Facts:
+    """Return the facts that `bind_names` needs besides names and shapes."""
+    first: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for name, tensor in _state(model):
+        if (owner := first.setdefault(id(tensor), name)) != name:
+            ties[name] = owner
+    strange: dict[str, str] = {}
+    for path, module in model.named_modules():
+        marks = {"is_transposed": False, "is_concatenated": True, "has_bias": False, "has_gate": True}
+        if hasattr(module, "is_transposed"):
+            odd = [
+                f"{mark} is {getattr(module, mark)}" for mark, plain in marks.items() if getattr(module, mark) != plain
+            ]
+            strange |= {path: f"its experts have another layout ({', '.join(odd)})"} if odd else {}
+    return Facts(ties, tied_names(config), strange)
+
+
+def bind(model: PreTrainedModel, bindings: Iterable[Binding], tensors: Mapping[str, Tensor]) -> None:
+    """Make each parameter, and each buffer that checkpoints hold, a view of the server's memory, without copying.
+
+    Raises:
+        ModelError: a dtype differs from that of the model's forward pass, or a tensor is left without memory.
+    """
+    own: dict[str, list[str]] = {}  # first name -> all of its names
+    first: dict[int, str] = {}
+    meta = dict(_state(model))
+    for name, tensor in meta.items():
+        own.setdefault(first.setdefault(id(tensor), name), []).append(name)
+    for binding in bindings:
+        whole = tensors[binding.vllm_name]
+        if whole.dtype != meta[binding.hf_name].dtype:
+            raise ModelError(
+                field=f"{binding.hf_name}: dtype",
+                got=f"{_name(whole.dtype)} of the server's {binding.vllm_name}",
+                wanted=f"{_name(meta[binding.hf_name].dtype)}, which the model computes with",
+                fix="use lora_only or none",
+            )
+        view = whole.narrow(0, binding.start, binding.length)
+        is_parameter = isinstance(meta[binding.hf_name], nn.Parameter)
+        bound = nn.Parameter(view, requires_grad=False) if is_parameter else view
+        for name in own[binding.hf_name]:
+            _put(model, name, bound)
+    if left := list(_on_meta(model)):
+        raise ModelError(
+            "shared_vllm does not know this architecture",
+            field=left[0],
+            got="a tensor without memory",
+            fix="use lora_only or none",
+        )
+
+
+def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and the buffers that checkpoints hold, tied ones under each of their names."""
+    held = set(model.state_dict())
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from ((name, buffer) for name, buffer in model.named_buffers(remove_duplicate=False) if name in held)
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in _state(model)}
+
+
+def _vllm_shapes(config: BridgeConfigFile) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(mapping.shape) for name, mapping in config.param_mappings.items()}
+
+
+def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    place = module._parameters if leaf in module._parameters else module._buffers
+    place[leaf] = tensor  # pyright: ignore[reportArgumentType]
+
+
+def _on_meta(model: nn.Module) -> Iterator[str]:
+    """Yield the names of tensors without memory, including plain attributes of modules."""
+    for path, module in model.named_modules():
+        for name, value in [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]:
+            if isinstance(value, Tensor) and value.is_meta:
+                yield f"{path}.{name}"
+
+
+def take_generation_config(model: PreTrainedModel, name: str) -> None:
+    """Load the generation configuration as `from_pretrained` does, so that saved models have it too."""
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(name)
+    except OSError:
+        return  # the model comes without one; transformers has derived one from its configuration
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,212 @@
+"""Read `vllm_bridge_config.json`, and refuse it unless it describes a running server of this user and machine."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import stat
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import psutil
+
+from grpo_common.errors import Problem
+from grpo_trainer.errors import BridgeError
+from vllm_server.protocol import machine_id
+from vllm_server.protocol.bridge_config import FILE_NAME, SCHEMA_VERSION, BridgeConfigFile, CudaIpcHandle, Handle
+
+CLOCK_SLACK_S: Final = 2.0
+"""Tolerance in comparing start times of processes, which are rounded, with file times, which are of another clock."""
+
+ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Dtypes that can be trained. Torch's own table is not used, so that this file needs no torch."""
+
+
+def read_bridge_config(path: Path) -> BridgeConfigFile:
+    """Read the file, or the one in the folder, and check everything that needs neither the server's answer nor a GPU.
+
+    The caller must compare `boot_id` with that of `/bridge/info`, to exclude a file from before a server's restart.
+
+    Raises:
+        BridgeError: the file is not usable.
+    """
+    path = path / FILE_NAME if path.is_dir() else path
+    data, written = _read_private(path)
+    try:
+        version = msgspec.json.decode(data, type=_Versioned).schema_version
+        if version != SCHEMA_VERSION:
+            raise BridgeError(
+                "server and trainer are of different releases",
+                field=f"{path}: schema_version",
+                got=version,
+                wanted=str(SCHEMA_VERSION),
+                fix="install one release for both",
+            )
+        config = msgspec.json.decode(data, type=BridgeConfigFile)
+    except msgspec.DecodeError as error:
+        raise BridgeError("damaged", field=str(path), got=error, fix="start the server again") from None
+    for problem in _problems(config, written):
+        raise BridgeError.of([replace(problem, field=f"{path}: {problem.field}")])
+    return config
+
+
+def check_gpu(config: BridgeConfigFile, visible: Collection[str]) -> None:
+    """Check that this process sees the server's GPU, whose memory it could not map otherwise.
+
+    Args:
+        visible: the uuids of the GPUs that the trainer sees; empty on a CPU.
+
+    Raises:
+        BridgeError: the trainer does not see the server's GPU.
+    """
+    if config.kind == "cuda_ipc" and config.gpu_uuid not in visible:
+        raise BridgeError(
+            "the trainer does not see the GPU that holds the server's weights",
+            field="gpu_uuid",
+            got=", ".join(visible) or "none",
+            wanted=str(config.gpu_uuid),
+            fix="start the trainer with --device auto and a CUDA_VISIBLE_DEVICES that has this GPU",
+        )
+
+
+def tied_names(config: BridgeConfigFile) -> dict[str, str]:
+    """Return for each further name of the same memory the name that comes first."""
+    first: dict[tuple[object, ...], str] = {}
+    ties: dict[str, str] = {}
+    for name in config.param_names:
+        handle = config.ipc_handles[name]
+        place = (*storage_of(handle), start_of(handle), *handle.shape)
+        if (owner := first.setdefault(place, name)) != name:
+            ties[name] = owner
+    return ties
+
+
+def storage_of(handle: Handle) -> tuple[str, int]:
+    """Return a key that identifies a tensor's storage."""
+    if isinstance(handle, CudaIpcHandle):
+        return handle.ipc_handle_b64, handle.storage_offset
+    return handle.path, 0
+
+
+def start_of(handle: Handle) -> int:
+    """Return the byte offset at which a tensor begins in its storage."""
+    if isinstance(handle, CudaIpcHandle):
+        return handle.tensor_offset * ITEM_BYTES[handle.dtype]
+    return handle.offset
+
+
+def end_of(handle: Handle) -> int:
+    """Return the byte offset at which a tensor's last element ends in its storage."""
+    reach = sum((size - 1) * stride for size, stride in zip(handle.shape, handle.stride, strict=True))
+    return start_of(handle) + (reach + 1) * ITEM_BYTES[handle.dtype]
+
+
+class _Versioned(msgspec.Struct):
+    schema_version: int
+
+
+def _read_private(path: Path) -> tuple[bytes, float]:
+    """Return content and modification time of a regular file that this user owns and no other user may read."""
+    try:
+        with path.open("rb") as file:
+            info = os.fstat(file.fileno())
+            data = file.read() if stat.S_ISREG(info.st_mode) else b""
+    except OSError as error:
+        raise BridgeError(
+            field=f"--vllm-config-path {path}", got=error.strerror, wanted=f"the server's {FILE_NAME}"
+        ) from None
+    if not stat.S_ISREG(info.st_mode):
+        raise BridgeError("no regular file", field=str(path), wanted=f"the server's {FILE_NAME}")
+    if info.st_uid != os.geteuid():
+        raise BridgeError(
+            field=f"{path}: owner",
+            got=f"uid {info.st_uid}",
+            wanted=f"{os.geteuid()}, the trainer's",
+            fix="run both as one user",
+        )
+    if info.st_mode & 0o077:
+        raise BridgeError(
+            "any user who can read this file can write the weights",
+            field=f"{path}: mode",
+            got=f"{stat.S_IMODE(info.st_mode):04o}",
+            wanted="0600",
+            fix="chmod 600 it if nobody else could have changed it, or start the server again",
+        )
+    return data, info.st_mtime
+
+
+def _problems(config: BridgeConfigFile, written: float) -> Iterator[Problem]:
+    """Yield what is wrong with a file, the most fundamental problem first."""
+    if config.machine != machine_id():
+        summary = "of another machine, or of this one before its last start"
+        yield Problem("machine", config.machine, machine_id(), "start the server here", summary)
+    if not _alive(config.server_pid, written):
+        fix = "start the server, or remove the file"
+        yield Problem("server_pid", str(config.server_pid), fix=fix, summary="the process that wrote it is gone")
+    for field, degree in (("tp_degree", config.tp_degree), ("dp_shard_degree", config.dp_shard_degree)):
+        if degree != 1:
+            yield Problem(field, str(degree), "1", "serve on one GPU", "each worker holds a part only")
+    if not (config.shared_weights_enabled and config.single_copy_enabled):
+        yield Problem("shared_weights_enabled", "false", fix="start the server with --shared-weights")
+    yield from _contradictions(config)
+
+
+def _contradictions(config: BridgeConfigFile) -> Iterator[Problem]:
+    """Yield contradictions between parts of the file, by which memory would be misread."""
+    damaged = partial(Problem, fix="start the server again", summary="the file is damaged")
+    names = set(config.param_names)
+    if not names or len(names) != len(config.param_names) or config.num_params != len(names):
+        yield damaged("num_params", f"{config.num_params} for {len(names)} names in param_names")
+    for field, keys in (("param_mappings", set(config.param_mappings)), ("ipc_handles", set(config.ipc_handles))):
+        if different := sorted(names ^ keys):
+            yield damaged(field, f"{different[0]} in one of it and param_names only")
+            return
+    for name in config.param_names:
+        mapping, handle = config.param_mappings[name], config.ipc_handles[name]
+        if (mapping.shape, mapping.dtype) != (handle.shape, handle.dtype):
+            own, other = (f"{place.dtype} {place.shape}" for place in (mapping, handle))
+            yield damaged(name, f"{own} in param_mappings, {other} in ipc_handles")
+        elif handle.dtype not in ITEM_BYTES:
+            yield Problem(f"{name}: dtype", handle.dtype, ", ".join(ITEM_BYTES), "serve without quantisation")
+        elif isinstance(handle, CudaIpcHandle) != (config.kind == "cuda_ipc"):
+            yield damaged(name, f"a {type(handle).__name__}", f"one of kind {config.kind}")
+        elif not _is_place(handle):
+            yield damaged(name, f"offset {start_of(handle)}, strides {handle.stride}", f"a place of {handle.shape}")
+    yield from _overlaps(config)
+
+
+def _is_place(handle: Handle) -> bool:
+    return (
+        len(handle.stride) == len(handle.shape)
+        and min([start_of(handle), *handle.shape, *handle.stride]) >= 0
+        and start_of(handle) % ITEM_BYTES[handle.dtype] == 0
+    )
+
+
+def _overlaps(config: BridgeConfigFile) -> Iterator[Problem]:
+    """Yield pairs of tensors that overlap in memory; two names for exactly the same place are allowed."""
+    regions: dict[tuple[str, int], list[tuple[int, int, str]]] = {}
+    ties = tied_names(config)
+    for name, handle in config.ipc_handles.items():
+        if name not in ties and math.prod(handle.shape):
+            regions.setdefault(storage_of(handle), []).append((start_of(handle), end_of(handle), name))
+    for places in regions.values():
+        places.sort()
+        for (_, end, name), (start, _, other) in itertools.pairwise(places):
+            if start < end:
+                fix = "serve with the default --load-format and kernels"
+                yield Problem(f"{name} and {other}", fix=fix, summary="overlap in memory")
+
+
+def _alive(pid: int, written: float) -> bool:
+    """Return whether the process that wrote the file still runs; one that started later only reuses its pid."""
+    try:
+        process = psutil.Process(pid)
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() <= written + CLOCK_SLACK_S
+    except (psutil.Error, ValueError):
+        return False

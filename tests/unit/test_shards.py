@@ -1,0 +1,248 @@
+"""A model that is cut before it has weights gets those of its files, and computes as the whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen2Config
+
+from grpo_trainer.config.options import build
+from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.engine import memory
+from grpo_trainer.engine.activations import Kept, LayerMemory, Recomputation
+from grpo_trainer.engine.forward import build_forward
+from grpo_trainer.errors import ConfigError
+from grpo_trainer.metrics.types import reduce
+from grpo_trainer.model.load import freeze
+from grpo_trainer.parallel.shards import draw_weights, give_memory, is_sharded, read_weights, shard_model, with_rest
+from grpo_trainer.parallel.world import Command, ModelPass, World
+from grpo_trainer.shared.attach import build_without_weights
+from grpo_trainer.trainer import Trainer
+from tests.unit.factories import batch, sample
+
+CPU = torch.device("cpu")
+ROLLOUTS = batch(
+    [sample([5, 6], [7, 8, 9], 1.0), sample([5, 6], [9], 0.0)],
+    [sample([11], [12, 13], 0.5), sample([11], [14, 15, 16, 17, 18], 1.0), sample([11], [20], 0.0)],
+)
+SIZES: dict[str, Any] = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+TIED = Qwen2Config(**SIZES, **HEADS, tie_word_embeddings=True)
+APART = Qwen2Config(**SIZES, **HEADS, tie_word_embeddings=False)
+FUSED = MixtralConfig(**SIZES, **HEADS, num_local_experts=2)  # its files hold each expert by itself
+
+
+@pytest.fixture(autouse=True)
+def _one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A process group of this process alone: what is cut over it is whole, but cut."""
+    meet = tmp_path_factory.mktemp("group") / "meet"
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def _second_of_two(_one_process: None) -> None:
+    """A process group in which the others are but said to be there."""
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+
+
+def plain(config: object) -> PreTrainedModel:
+    model = build_without_weights(config, torch.float32, "sdpa", CPU)
+    give_memory(model, CPU)
+    draw_weights(model, seed=3)
+    return model
+
+
+def cut_model(config: object, world: World | None = None) -> PreTrainedModel:
+    model = build_without_weights(config, torch.float32, "sdpa", CPU)
+    shard_model(model, world or World(), CPU, torch.float32)
+    give_memory(model, CPU)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("config", "shard"), [(TIED, "1GB"), (APART, "20KB"), (FUSED, "1GB")], ids=["tied", "several files", "fused"]
+)
+def test_a_cut_model_has_the_weights_of_its_files_and_computes_as_whole(
+    tmp_path: Path, config: object, shard: str
+) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path, max_shard_size=shard)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert len(list(tmp_path.glob("*.safetensors"))) == (1 if shard == "1GB" else 4)
+    model = cut_model(AutoConfig.from_pretrained(tmp_path))
+    read_weights(model, str(tmp_path), World())
+    wanted = dict(whole.named_parameters())
+    found = dict(model.named_parameters())
+    assert found.keys() == wanted.keys()
+    for name, parameter in found.items():
+        assert isinstance(parameter.data, DTensor)
+        assert torch.equal(parameter.data.to_local(), wanted[name]), name
+    ids = torch.arange(5, 17)[None]
+    assert torch.equal(model(input_ids=ids).logits, whole(input_ids=ids).logits)
+
+
+def test_drawn_weights_are_the_same_whole_and_cut() -> None:
+    whole = plain(APART)
+    model = cut_model(APART)
+    draw_weights(model, seed=3)
+    found = dict(model.named_parameters())
+    for name, wanted in whole.named_parameters():
+        parameter = found[name].data
+        assert isinstance(parameter, DTensor) and torch.equal(parameter.to_local(), wanted)
+    weights = whole.model.layers[0].mlp
+    assert float(weights.up_proj.weight.detach().std()) == pytest.approx(0.02, rel=0.1)
+    assert not torch.equal(weights.up_proj.weight, weights.gate_proj.weight)
+    assert torch.equal(whole.model.norm.weight, torch.ones(32))
+    assert not whole.model.layers[0].self_attn.q_proj.bias.any()
+
+
+def config_with(**values: object) -> TrainConfig:
+    return build(TrainConfig, {"model": "x", "weight_bridge_mode": "none", "seq_len": 64, "batch_size": 4, **values})
+
+
+def test_what_layers_keep_is_that_of_the_whole_model_and_its_weights_are_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The plan for a GPU, made on a CPU: its memory is what is said here."""
+    monkeypatch.setattr(memory, "on_gpu", lambda _: True)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 10**9)
+    asked: list[tuple[float, float, float]] = []
+
+    def seen(memory: LayerMemory, tokens: int, free: float) -> Recomputation:
+        asked.append((memory.token_bytes[Kept.ALL], memory.fixed_bytes[Kept.ALL], free))
+        return Recomputation(1)
+
+    monkeypatch.setattr(LayerMemory, "plan", seen)
+    config = config_with()
+    whole, model = plain(APART), cut_model(APART)
+    draw_weights(model, seed=3)
+    for each in (freeze(whole, config.model), freeze(model, config.model)):
+        each.requires_grad_(True)
+    memory.fit(build_forward(whole, config), config, list(whole.parameters()))
+    with with_rest(model):  # type: ignore[arg-type]
+        forward = build_forward(model, config)
+        memory.fit(forward, config, list(model.parameters()))
+    assert forward.recomputation == Recomputation(1)
+    (token_bytes, fixed_bytes, free), (of_cut, fixed_of_cut, free_for_cut) = asked
+    assert (of_cut, fixed_of_cut) == (token_bytes, fixed_bytes)
+    # a layer: q 32 x 32 + 32, k and v 32 x 16 + 16, o 32 x 32, three of 32 x 48, two norms of 32: 7,808 weights;
+    # two and a gradient of one in float32, and the gradient that is added up: 4 x 4 bytes of each
+    assert free - free_for_cut == 16 * 7808
+
+
+@pytest.mark.usefixtures("_second_of_two")
+def test_each_process_reads_and_draws_its_rows_and_has_memory_for_them_alone(tmp_path: Path) -> None:
+    whole = plain(APART)
+    save_file(dict(whole.named_parameters()), tmp_path / "model.safetensors")
+    world = World(1, 2)
+    drawn, read = cut_model(APART, world), cut_model(APART, world)
+    draw_weights(drawn, seed=3)
+    read_weights(read, str(tmp_path), world)
+    for name, wanted in whole.named_parameters():
+        first = -(-len(wanted) // 2)  # of 101 rows 51
+        for model in (drawn, read):
+            part = model.get_parameter(name).data
+            assert isinstance(part, DTensor) and part.shape == wanted.shape
+            assert torch.equal(part.to_local(), wanted[first:]), name
+            assert part.to_local().untyped_storage().nbytes() <= 4 * wanted[:first].numel()
+    # a gradient and two states in float32, 12 bytes: of one of the two embeddings, 50 rows of 32
+    assert memory.held_later([read.get_parameter("lm_head.weight")], config_with()) == 12 * 50 * 32
+    assert memory.held_later([whole.get_parameter("lm_head.weight")], config_with()) == 12 * 101 * 32
+
+
+@pytest.mark.complete
+def test_compiled_steps_of_a_cut_model_are_those_of_the_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    options = {"adam_epsilon": 1e-3, "lr": 1e-2, "gradient_checkpointing": True}
+    rows: list[dict[str, float]] = []
+    for model, choice in ((plain(APART), "off"), (cut_model(APART), "on")):
+        config = config_with(compile=choice, **options)
+        draw_weights(model, seed=3)
+        freeze(model, config.model).requires_grad_(True)
+        trainer = Trainer(model, config)
+        assert trainer.forward.plan.is_compiled == (choice == "on")
+        assert (trainer.shards is None) == (choice == "off")
+        for step in range(3):
+            found = reduce(trainer.step(ROLLOUTS, step).metrics)
+            rows.append({key: found[key] for key in ("train/loss", "train/grad_norm")})
+    for plainly, compiled in zip(rows[:3], rows[3:], strict=True):
+        assert compiled == pytest.approx(plainly, rel=1e-4, abs=1e-6)
+    # layers: two, in steps and before them, each once more where it is computed again; head: two, however many layers
+    assert counters["stats"]["unique_graphs"] == 6 and not counters["graph_break"]
+    torch._dynamo.reset()
+
+
+def test_a_pass_of_the_model_itself_is_announced_by_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the others can compute; another kind of pass is not for them."""
+    world = World()
+    given: list[Command] = []
+    monkeypatch.setattr(world, "give_all", given.append)
+    model = cut_model(APART)
+    draw_weights(model, seed=3)
+    trainer = Trainer(model, config_with(), world=world)
+    assert trainer.shards is not None
+    tokens_BT = torch.arange(5, 9)[None]
+    logits_BTV = trainer.model(input_ids=tokens_BT, use_cache=False).logits
+    (order,) = given
+    assert isinstance(order, ModelPass) and order.tokens_BT.tolist() == [[5, 6, 7, 8]]
+    seen: list[torch.Tensor] = []
+    trainer.model.register_forward_hook(lambda *call: seen.append(call[-1].logits))
+    trainer.shards.follow(order)
+    assert torch.equal(seen[0], logits_BTV)
+    with pytest.raises(AssertionError):
+        trainer.model(input_ids=tokens_BT, use_cache=True)
+
+
+def test_a_cut_model_that_torch_can_not_compile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("uncompilable")
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=broken))
+    torch._dynamo.reset()
+    model = cut_model(APART)
+    draw_weights(model, seed=3)
+    with pytest.raises(ConfigError) as refused:
+        Trainer(model, config_with(compile="on"))
+    assert refused.value.field == "--compile" and "uncompilable" in refused.value.summary
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"optimizer": "adafactor"}, "adafactor"),
+        ({"kl_beta": 0.1}, "--kl-beta"),
+    ],
+)
+def test_what_can_not_be_cut_stays_whole(
+    values: dict[str, object], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    several = World(0, 2)
+    assert not is_sharded(several, config_with(**values)) and named in caplog.text
+    assert not is_sharded(several, config_with(weight_bridge_mode="lora_only"))
+    assert not is_sharded(World(), config_with())
+    assert is_sharded(several, config_with())
+    assert not is_sharded(several, config_with(sharding="none"))
+
+
+def test_a_model_of_unknown_layers_is_refused() -> None:
+    model = build_without_weights(APART, torch.float32, "sdpa", CPU)
+    model.model.layers = nn.Sequential(*model.model.layers)
+    with pytest.raises(ConfigError) as refused:
+        shard_model(model, World(), CPU, torch.float32)
+    assert refused.value.field == "--sharding" and "Qwen2ForCausalLM" in refused.value.summary
