@@ -5,11 +5,12 @@ same model with random weights, the same rollouts in place of generation; everyt
 advantages, scoring, its head that makes no whole logits, checkpointing, fused AdamW in the weights' dtype. It takes the
 options of `grpo bench step`, of which the trainer's own (microbatch budget, packing, …) mean nothing to it.
 
-`--loop` races the whole loop instead: see `trl_loop.py`.
+`--loop` races the whole loop instead (`trl_loop.py`), `--learn` a released model's held-out accuracy (`trl_learn.py`).
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import statistics
@@ -202,10 +203,8 @@ def main(
 
 
 if __name__ == "__main__":
-    if "--loop" in sys.argv:
-        import trl_loop
-
-        loop = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        loop.command()(trl_loop.main)
-        run_command(loop, "bench_trl.py")
+    if races := {"--loop", "--learn"} & set(sys.argv):
+        race = importlib.import_module(f"trl_{races.pop().removeprefix('--')}")
+        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        app.command()(race.main)
     run_command(app, "bench_trl.py")
