@@ -26,13 +26,12 @@ An environment that needs more than one question and one answer overrides `colle
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, cast
 
 from typing_extensions import TypeVar
 
 from environments.api import wire
-from environments.config import BaseEnvConfig, ConfigError, PromptTooLong
+from environments.config import BaseEnvConfig, PromptTooLong
 from environments.measures import Measures
 from environments.peers.inference import Completion, Inference, Sampling
 from environments.peers.teacher import Teacher
@@ -208,24 +207,6 @@ class BaseEnv(ABC, Generic[Item, Config]):
     @classmethod
     def cli(cls, arguments: Sequence[str] | None = None) -> None:
         """Run the environment as a program (``serve``, ``process`` or ``evaluate``) and exit."""
-        from environments.running.cli import main  # imported here: the command line imports environments
+        from environments.running.cli import main  # clients of the API and of servers, which only a program needs
 
         main(cls, arguments)
-
-
-def load_tokenizer(name: str) -> Any:
-    """Return the tokenizer of a model folder or hub name.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    from transformers import AutoTokenizer  # imports torch if it is installed, which takes seconds
-
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        is_path = name.startswith((".", "/", "~"))
-        reason = "no such folder" if is_path and not Path(name).is_dir() else str(error).splitlines()[0]
-        raise ConfigError(
-            field="--env.tokenizer_name", got=f"{name} ({reason})", wanted="a tokenizer", fix="name a model's folder"
-        ) from None

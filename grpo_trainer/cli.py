@@ -23,7 +23,7 @@ from grpo_trainer.suggestions import flags_of, unknown_word
 
 app = typer.Typer(
     name="grpo",
-    help="GRPO on your own GPU box: scored rollouts in, policy updates out, a vLLM server kept on the newest weights.",
+    help="Train with GRPO on your own GPU machine, and keep a vLLM server on the newest weights.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -93,7 +93,7 @@ def run(
 def train(ctx: typer.Context, options: dict[str, Any], config: ConfigFile = None) -> None:
     """Train on rollouts from a rollout API and keep a vLLM server on the newest weights.
 
-    API, server and environments run already; `grpo run` starts them for you.
+    Start API and environments yourself (and the server, except in the modes none and lora_restart), or use `grpo run`.
     """
     known = ["--config", *(name for leaf in unique_leaves(TrainConfig) for name in leaf.flags)]
     problems = [unknown_word(word, known) for word, _ in flags_of(ctx.args)]
@@ -130,7 +130,7 @@ def doctor(
     env: Environment = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Would `grpo run` with these options work here? Without any: is the machine fit? Exits with 1 if not."""
+    """Check whether `grpo run` would work with these options; without any, check the machine. Exits with 1 if not."""
     from grpo_trainer.doctor.command import as_json as to_json
     from grpo_trainer.doctor.command import print_examination
     from grpo_trainer.doctor.examine import examine
@@ -207,7 +207,8 @@ def export_checkpoint(
 
 @app.command(context_settings={**PASS_THROUGH, "allow_interspersed_args": False})  # leaves -- in the arguments
 def bench(ctx: typer.Context) -> None:
-    """Measure a whole run, an optimisation step, a weight bridge, shared weights under load, or a rollout API."""
+    """Measure `loop` (a whole run), `step` (an optimisation step), `sync` (a weight bridge), `fence` (shared weights
+    under load) or `api` (a rollout API)."""
     if ctx.args[:1] not in (["loop"], ["step"], ["api"], ["sync"], ["fence"]):
         typer.echo(
             "Usage: grpo bench loop [OPTIONS]     a whole run: tokens a second, where a step and the start go, memory\n"
@@ -225,7 +226,7 @@ def bench(ctx: typer.Context) -> None:
 def report(
     run_dirs: Annotated[list[Path], typer.Argument(help="Folders of runs; several are compared.", metavar="RUN_DIR…")],
     output: Annotated[Path | None, typer.Option(help="Where to write it (default: in the first folder).")] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Write it anew every 5 s until the run is done.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Rewrite it every 5 s until the run is done.")] = False,
 ) -> None:
     """Write a run's plots, samples, configuration and events onto one HTML page, or compare several runs."""
     from grpo_trainer.report import command

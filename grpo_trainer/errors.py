@@ -67,6 +67,24 @@ class TrainingError(GrpoError, RuntimeError):
     """Training can't go on: too many bad steps in a row, or no data."""
 
 
+class CommonError(GrpoError):
+    """An error that all processes raise at the same place and for the same reason, so they remain in step."""
+
+
+class CommonTrainingError(CommonError, TrainingError):
+    """Training can't continue; all processes raise this."""
+
+
+class CommonWeightsError(CommonTrainingError):
+    """The weights themselves are wrong; all processes raise this."""
+
+    spoils_weights = True
+
+
+class CommonDriftError(CommonError, DriftError):
+    """Samples have drifted; all processes raise this."""
+
+
 class HungError(TrainingError):
     """A step took longer than `--step-timeout`."""
 

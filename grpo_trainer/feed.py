@@ -25,7 +25,7 @@ from grpo_trainer.metrics.types import Mean, Metric, Sum
 from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.rollouts.filter import GroupFilter
 from grpo_trainer.rollouts.staleness import Judged, judge, same_judgement
-from grpo_trainer.rollouts.types import Leased, RolloutBatch
+from grpo_trainer.rollouts.types import RolloutBatch
 from grpo_trainer.saving.manifest import Progress
 from grpo_trainer.versions import NO_OFFSETS
 
@@ -37,24 +37,10 @@ UNFIT_IN_A_ROW = 16
 
 
 @dataclass(frozen=True)
-class FedBatch:
-    """A batch to train on now.
-
-    Attributes:
-        leased: the lease to acknowledge or release.
-        metrics: time to fetch it, its staleness, and the number of dropped groups.
-    """
-
-    leased: Leased
-    ready: ReadyBatch
-    metrics: dict[str, Metric]
-
-
-@dataclass(frozen=True)
 class _Fetched:
     """A batch in main memory, with the staleness that was judged when it arrived."""
 
-    leased: Leased
+    rollouts: RolloutBatch
     judged: Judged
     ready: ReadyBatch | None  # None: all groups were too old
     fetch_seconds: float
@@ -106,7 +92,7 @@ class BatchFeed:
         self._closing = True
         ahead, self._ahead = self._ahead, None
         if ahead is not None and not ahead.cancel() and ahead.exception() is None:
-            self._client.release(ahead.result().leased)
+            self._client.release(ahead.result().rollouts)
         self._thread.shutdown()
 
     def begin(self, progress: Progress) -> None:
@@ -119,9 +105,9 @@ class BatchFeed:
         self._client.settle(progress.batches, resumed=True)
         self._client.register()
 
-    def trained(self, batch: FedBatch) -> tuple[str, ...]:
+    def trained(self, batch: ReadyBatch) -> tuple[str, ...]:
         """Record that a batch was trained on, and return all trained batches that are not acknowledged yet."""
-        return self._client.trained(batch.leased)
+        return self._client.trained(batch.rollouts)
 
     def report(self, step: int) -> dict[str, Metric]:
         """Report the step to the rollout API, and return the environments' new evaluations on held-out prompts."""
@@ -138,12 +124,15 @@ class BatchFeed:
         own = [batch_id for batch_id in batches if batch_id in unsettled]
         (self._client.settle if patient else self._client.settle_at_once)(own)
 
-    def release(self, batch: FedBatch) -> None:
+    def release(self, batch: ReadyBatch) -> None:
         """Release a batch untrained."""
-        self._client.release(batch.leased)
+        self._client.release(batch.rollouts)
 
-    def next(self, version: int, *, last: bool = False) -> FedBatch:
+    def next(self, version: int, *, last: bool = False) -> ReadyBatch:
         """Wait for the next batch and return it; unless it is the last, start to prefetch the one after it.
+
+        Its `rollouts` are the whole lease, groups that are too old included. Its metrics also have its staleness, the
+        time to fetch it, and the number of dropped groups.
 
         Args:
             version: version of the weights that will train on it.
@@ -155,20 +144,20 @@ class BatchFeed:
         dropped = refused = unfit = 0
         while True:
             fetched = self._taken(version)
-            refused += fetched.leased.refused
-            judged = self._judge(fetched.leased, version)
+            refused += fetched.rollouts.refused
+            judged = self._judge(fetched.rollouts, version)
             if judged.groups:
                 break
-            dropped += len(fetched.leased.groups)
-            unfit = 0 if fetched.leased.groups else unfit + 1
-            self._client.drop(fetched.leased, self._why(fetched.leased))
+            dropped += len(fetched.rollouts.groups)
+            unfit = 0 if fetched.rollouts.groups else unfit + 1
+            self._client.drop(fetched.rollouts, self._why(fetched.rollouts))
             if unfit == UNFIT_IN_A_ROW:
                 summary = f"{unfit} batches in a row can't be trained on"
                 raise TrainingError.of([replace(self._filter.last, summary=summary)])
         again = time.perf_counter()
         ready = fetched.ready
         if ready is None or not same_judgement(judged.groups, fetched.judged.groups):
-            ready = self._ready(fetched.leased, judged, version)
+            ready = self._ready(fetched.rollouts, judged)
         waited = time.perf_counter() - started
         if self._config.prefetch and self._config.max_staleness != 0 and not last:
             self._ahead = self._thread.submit(self._fetch, version + 1)
@@ -176,10 +165,10 @@ class BatchFeed:
             "train/data_fetch_time": Sum(waited),
             "rollout/fetch_time": Sum(fetched.fetch_seconds),
             "rollout/prepare_time": Sum(fetched.prepare_seconds + time.perf_counter() - again),
-            "rollout/dropped_stale_groups": Sum(dropped + len(fetched.leased.groups) - len(judged.groups)),
+            "rollout/dropped_stale_groups": Sum(dropped + len(fetched.rollouts.groups) - len(judged.groups)),
             "rollout/refused_groups": Sum(refused),
         }
-        return FedBatch(fetched.leased, replace(ready, policy_version=version), metrics)
+        return replace(ready, metrics=ready.metrics | metrics, rollouts=fetched.rollouts, policy_version=version)
 
     def _taken(self, version: int) -> _Fetched:
         """Return the prefetched batch, or fetch one."""
@@ -197,14 +186,14 @@ class BatchFeed:
     def _fetch(self, version: int) -> _Fetched:
         started = time.perf_counter()
         with stage("fetch", version=version):
-            leased = self._filter.sift(self._client.lease(self._check_wanted))
+            rollouts = self._filter.sift(self._client.lease(self._check_wanted))
         came = time.perf_counter()
-        with stage("prepare", batch=leased.batch_id, version=version):
-            judged = self._judge(leased, version)
-            ready = self._ready(leased, judged, version) if judged.groups else None
-        return _Fetched(leased, judged, ready, came - started, time.perf_counter() - came)
+        with stage("prepare", batch=rollouts.batch_id, version=version):
+            judged = self._judge(rollouts, version)
+            ready = self._ready(rollouts, judged) if judged.groups else None
+        return _Fetched(rollouts, judged, ready, came - started, time.perf_counter() - came)
 
-    def _why(self, unused: Leased) -> str:
+    def _why(self, unused: RolloutBatch) -> str:
         if unused.groups:
             return f"it was more than {self._config.max_staleness} versions old (--max-staleness)"
         return f"no group of it can be trained on, the last one for {self._filter.last}"
@@ -219,11 +208,11 @@ class BatchFeed:
             raise _FeedClosedError
         self._check_stop()
 
-    def _judge(self, leased: Leased, version: int) -> Judged:
-        return judge(leased.groups, version, self._config.max_staleness, self._config.on_stale, self._numbering)
+    def _judge(self, rollouts: RolloutBatch, version: int) -> Judged:
+        return judge(rollouts.groups, version, self._config.max_staleness, self._config.on_stale, self._numbering)
 
-    def _ready(self, leased: Leased, judged: Judged, version: int) -> ReadyBatch:
-        ready = self._make_ready(RolloutBatch(leased.batch_id, judged.groups, {}, version))
+    def _ready(self, rollouts: RolloutBatch, judged: Judged) -> ReadyBatch:
+        ready = self._make_ready(replace(rollouts, groups=judged.groups))
         if self._device is None:
             return ready
         return replace(ready, microbatches=tuple(_pinned(microbatch) for microbatch in ready.microbatches))

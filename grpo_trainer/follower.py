@@ -9,20 +9,9 @@ import torch
 
 from grpo_trainer.config.rules import Hardware, checked
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.distributed import (
-    Collect,
-    Command,
-    CommonError,
-    End,
-    ModelPass,
-    Restore,
-    SaveStates,
-    Score,
-    Step,
-    World,
-    join,
-)
-from grpo_trainer.model.policy import build_policy
+from grpo_trainer.errors import CommonError
+from grpo_trainer.parallel.world import Collect, Command, End, ModelPass, Restore, SaveStates, Score, Step, World, join
+from grpo_trainer.policy import build_policy
 from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.trainer import Trainer
 

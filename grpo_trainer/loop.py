@@ -12,10 +12,10 @@ from rich.console import Console
 
 from environments.api import wire
 from grpo_common.trace import stage
-from grpo_trainer.allocator import grow_segments
+from grpo_trainer.alignment.drift import drift_alarm
 from grpo_trainer.batch.batching import import_own_parts
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.distributed import Restore, World
+from grpo_trainer.engine.allocator import grow_segments
 from grpo_trainer.feed import BatchFeed
 from grpo_trainer.files import METRICS_FILE, held_folder, refuse_to_mix_runs
 from grpo_trainer.follower import follow, join_others
@@ -25,8 +25,9 @@ from grpo_trainer.logs.times import print_time_split
 from grpo_trainer.metrics.health import last_line
 from grpo_trainer.metrics.rows import read_rows
 from grpo_trainer.metrics.types import Metrics
-from grpo_trainer.model.policy import build_policy
+from grpo_trainer.parallel.world import Restore, World
 from grpo_trainer.phases import FIRST_STEP, START, report_start
+from grpo_trainer.policy import build_policy
 from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.saving.generators import seed_generators
@@ -35,8 +36,8 @@ from grpo_trainer.shutdown import RunState, Writes, save_on_exit
 from grpo_trainer.signals import StopSignal
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.watchdog import StepWatch
-from grpo_trainer.weights.bridge import WeightBridge, build_bridge
-from grpo_trainer.weights.drift import drift_alarm
+from grpo_trainer.weights.bridge import WeightBridge
+from grpo_trainer.weights.build import build_bridge
 
 log = logging.getLogger(__name__)
 
@@ -133,11 +134,11 @@ def run_steps(
                 batch = feed.next(progress.policy_version, last=progress.step + 1 == config.training_steps)
             START.enter(FIRST_STEP)
             if samples is not None:
-                samples.take(progress.step + 1, batch.leased.groups)
+                samples.take(progress.step + 1, batch.rollouts.groups)
             with watch.over(f"step {progress.step + 1}"):
                 writes = Writes(bridge.updating)
                 try:
-                    result = trainer.step(batch.ready, progress.step, writes.updating)
+                    result = trainer.step(batch, progress.step, writes.updating)
                 except Exception:
                     if writes.landed:  # the weights contain this batch, so it counts as trained
                         progress = progress.after_step(feed.trained(batch), updated=True)
@@ -148,7 +149,7 @@ def run_steps(
                 with stage("publish", version=progress.policy_version):
                     published = bridge.publish(progress.policy_version)
                 evaluated = feed.report(progress.step)
-                metrics.log(progress.step, batch.metrics, result.metrics, published.metrics, saved, evaluated)
+                metrics.log(progress.step, result.metrics, published.metrics, saved, evaluated)
                 report_start(config.log_dir, _say)
                 saved = checkpoints.maybe_save(progress)  # after the row, so a resumed run has all its rows
                 feed.settle(checkpoints.settled(progress))

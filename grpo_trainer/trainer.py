@@ -15,22 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from grpo_common.trace import since, stage
-from grpo_trainer.batch.batching import PreparedBatch, ReadyBatch, ready
-from grpo_trainer.batch.microbatches import MicroBatch, TrainingSequence, idle_microbatch
-from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.distributed import CommonTrainingError, CommonWeightsError, Step, World
-from grpo_trainer.losses import BatchCounts, LossInputs, batch_loss
-from grpo_trainer.metrics.types import Mean, Metric, Metrics, Sum, merge
-from grpo_trainer.model.forward import check_teacher, evaluating
-from grpo_trainer.model.logprobs import TokenScores
-from grpo_trainer.model.reference import Reference, build_reference
-from grpo_trainer.model.sharding import Shards, hold
-from grpo_trainer.optim import build_optimizer
-from grpo_trainer.optim.landed import changed_fraction, first_not_finite, not_finite, sampled
-from grpo_trainer.optim.schedules import learning_rate
-from grpo_trainer.optim.spikes import NormHistory
-from grpo_trainer.rollouts.types import RolloutBatch
-from grpo_trainer.weights.drift import (
+from grpo_trainer.alignment.drift import (
     DriftAlarm,
     SampleGap,
     gap_metrics,
@@ -39,6 +24,22 @@ from grpo_trainer.weights.drift import (
     row_gaps,
     sample_gaps,
 )
+from grpo_trainer.batch.batching import ReadyBatch, ready
+from grpo_trainer.batch.microbatches import MicroBatch, TrainingSequence, idle_microbatch
+from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.engine.forward import check_teacher, evaluating
+from grpo_trainer.engine.logprobs import TokenScores
+from grpo_trainer.errors import CommonTrainingError, CommonWeightsError
+from grpo_trainer.losses import BatchCounts, LossInputs, batch_loss
+from grpo_trainer.metrics.types import Mean, Metric, Metrics, Sum, merge
+from grpo_trainer.model.reference import Reference, build_reference
+from grpo_trainer.optim import build_optimizer
+from grpo_trainer.optim.landed import changed_fraction, first_not_finite, not_finite, sampled
+from grpo_trainer.optim.schedules import learning_rate
+from grpo_trainer.optim.spikes import NormHistory
+from grpo_trainer.parallel.strategies import Shards, hold
+from grpo_trainer.parallel.world import Step, World
+from grpo_trainer.rollouts.types import RolloutBatch
 
 log = logging.getLogger(__name__)
 
@@ -189,7 +190,7 @@ class Trainer:
         started = time.perf_counter()
         batch = batch if isinstance(batch, ReadyBatch) else self.ready(batch)
         if self._world.leads:
-            self._check_teachers(batch.prepared)
+            self._check_teachers(batch)
             self._world.give([Step(share, step) for share in batch.shares_of_others()])
         with self._world.working():
             return self._step(batch, step, writing, started)
@@ -197,19 +198,18 @@ class Trainer:
     def _step(
         self, batch: ReadyBatch, step: int, writing: Callable[[], AbstractContextManager[None]], started: float
     ) -> StepResult:
-        prepared = batch.prepared
-        self._say_unused(prepared)
+        self._say_unused(batch)
         lr = learning_rate(self.config.optimizer, step, self.config.training_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         passes = [Pass(microbatch) for microbatch in batch.microbatches]
-        look = partial(self._look, step, batch.policy_version, prepared.sequences)
+        look = partial(self._look, step, batch.policy_version, batch.sequences)
         updates: list[StepResult] = []
-        for _ in range(self.config.loss.updates_per_batch if prepared.largest_weight else 0):
+        for _ in range(self.config.loss.updates_per_batch if batch.largest_weight else 0):
             untouched = not any(update.updated for update in updates)
             looking = look if not updates else None
-            updates.append(self._learn(step, passes, prepared, looking, writing, untouched))
-        metrics = merge([prepared.metrics, *(update.metrics for update in updates)])
+            updates.append(self._learn(step, passes, batch, looking, writing, untouched))
+        metrics = merge([batch.metrics, *(update.metrics for update in updates)])
         if not updates:  # all rewards of each group are equal, so no token has a gradient
             metrics |= {"train/loss": Sum(0.0), "train/skipped": Sum(1)}
         metrics |= {"train/lr": Mean(lr), "train/step_time": Sum(time.perf_counter() - started)}
@@ -219,7 +219,7 @@ class Trainer:
         self,
         step: int,
         passes: Sequence[Pass],
-        prepared: PreparedBatch,
+        batch: ReadyBatch,
         look: Callable[[Sequence[Tensor]], Metrics] | None,
         writing: Callable[[], AbstractContextManager[None]],
         untouched: bool,
@@ -232,7 +232,7 @@ class Trainer:
         """
         started = time.monotonic()
         self.optimizer.zero_grad(set_to_none=True)
-        scale = loss_scale(prepared.largest_weight)
+        scale = loss_scale(batch.largest_weight)
         parts: list[Metrics] = []
         rows: list[Tensor] = []
         idle = self.holding.passes(len(passes)) - len(passes)  # sharded: each pass needs all processes
@@ -240,9 +240,9 @@ class Trainer:
             for one in passes:
                 if untouched:
                     self._check_stop()
-                parts.append(self._accumulate(one, prepared.counts, scale, rows))
+                parts.append(self._accumulate(one, batch.counts, scale, rows))
             for _ in range(idle):
-                self._accumulate(Pass(idle_microbatch(self.forward.packed)), prepared.counts, 0.0, [])
+                self._accumulate(Pass(idle_microbatch(self.forward.packed)), batch.counts, 0.0, [])
         if self._drops and look is not None:
             rows = self._clean_rows(passes[:CLEAN_PASSES])
         self.holding.finish_gradients()
@@ -316,17 +316,17 @@ class Trainer:
     def _scores(self, microbatch: MicroBatch) -> TokenScores:
         return self.forward.scores(microbatch, entropy_gradient=self.config.loss.entropy_coef > 0)
 
-    def _check_teachers(self, prepared: PreparedBatch) -> None:
+    def _check_teachers(self, batch: ReadyBatch) -> None:
         """Check the teachers' tokens in the whole batch, before any other process gets its share."""
         if self.vocabulary is None:
             return
-        for sequence in prepared.sequences:
+        for sequence in batch.sequences:
             if sequence.teacher is not None:
                 check_teacher(sequence.teacher.ids_TK, self.vocabulary)
 
-    def _say_unused(self, prepared: PreparedBatch) -> None:
+    def _say_unused(self, batch: ReadyBatch) -> None:
         """Log once that samples have teachers' logprobs which the options do not use."""
-        if prepared.counts.teacher_tokens and not self.config.loss.distill_coef and not self._said_unused:
+        if batch.counts.teacher_tokens and not self.config.loss.distill_coef and not self._said_unused:
             self._said_unused = True
             log.warning("samples come with a teacher's logprobs, which are not used: --distill-coef is 0")
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from environments.api.testing import free_port, running_server
 from environments.arithmetic_server import ArithmeticConfig, ArithmeticEnv
-from environments.base import BaseEnv, load_tokenizer
+from environments.base import BaseEnv
 from environments.config import ServerConfig
 from environments.conversation import Conversation
 from environments.demo_model.model import build_tokenizer
@@ -30,6 +30,7 @@ from environments.peers.inference import inference
 from environments.peers.rollout_api import RolloutApi
 from environments.running import cli
 from environments.running.runner import serve
+from environments.tokenizers import load_tokenizer
 from environments.trajectory import Message
 
 GROUP = 8

@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from grpo_trainer.batch.batching import prepare
 from grpo_trainer.batch.microbatches import split
 from grpo_trainer.config.train import LossConfig
+from grpo_trainer.engine.logprobs import token_scores
 from grpo_trainer.losses import batch_loss
-from grpo_trainer.model.logprobs import token_scores
 from grpo_trainer.rollouts.types import Group, RolloutBatch, Sample
 from grpo_trainer.trainer import Pass, loss_inputs
 
@@ -146,7 +146,7 @@ def ours(model: Qwen2ForCausalLM, data: Data, options: dict[str, Any]) -> tuple[
         logprobs = np.concatenate([np.ones(PROMPT), said_BC[i, :length].numpy()]).astype(np.float32)
         advantages = np.full(len(tokens), float(data.advantages_B[i]), np.float32)
         samples.append(Sample(tokens, trained, 0.0, advantages, logprobs, temperature=TEMPERATURE))
-    prepared = prepare(RolloutBatch("b", (Group(tuple(samples)),), {}), config, 64)
+    prepared = prepare(RolloutBatch("b", (Group(tuple(samples)),)), config, 64)
     (microbatch,) = split(prepared.sequences, len(samples))  # sorted by length, as they are
     one, flat = Pass(microbatch), data.mask_BC.bool()
     one.old_logprobs_N = data.old_BC[flat]

@@ -19,6 +19,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from grpo_trainer.alignment.proof import Probe, probe_of, trainer_logprobs
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
@@ -28,8 +29,8 @@ from grpo_trainer.model.lora import add_adapter
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.lora_swap import LoraSwap
 from grpo_trainer.weights.packed import PackedAdapter
-from grpo_trainer.weights.proof import Probe, probe_of, trainer_logprobs
-from grpo_trainer.weights.transports.transport import AdapterTransport, open_transport
+from grpo_trainer.weights.transports.choose import open_transport
+from grpo_trainer.weights.transports.transport import AdapterTransport
 from tests.integration.serving import KEEP_VERSIONS, RANK, Serving
 from tests.unit.tiny_lora import fill_b
 from vllm_server.protocol import GenerateChunk, LoraStatus

@@ -51,16 +51,16 @@ def own_help() -> str:
     parser = argparse.ArgumentParser(
         PROGRAM,
         usage=f"{PROGRAM} --model MODEL [OPTIONS]",
-        description="vLLM's OpenAI server, plus the routes of a GRPO trainer's policy.",
+        description="vLLM's OpenAI server, plus the routes that a GRPO trainer needs.",
         epilog=f"{HELP_ALL} lists every flag of vLLM's server as well.",
         add_help=False,
     )
     _add_policy_options(parser.add_argument_group("for a trainer"))
-    plain = parser.add_argument_group("of vLLM, those that are needed most")
+    plain = parser.add_argument_group("most used vLLM options")
     plain.add_argument("--model", metavar="MODEL", help="folder or hub name")
     plain.add_argument("--host", help=f"address to listen on (default: {DEFAULT_HOST})")
     plain.add_argument("--port", metavar="N", help=f"default: {DEFAULT_PORT}")
-    plain.add_argument("--api-key", metavar="KEY", help="asked of every client (default: VLLM_API_KEY)")
+    plain.add_argument("--api-key", metavar="KEY", help="required from every client (default: VLLM_API_KEY)")
     plain.add_argument("--max-lora-rank", metavar="N", help="serve adapters up to this rank (the trainer's --lora-r)")
     plain.add_argument("--max-model-len", metavar="N", help="longest sequence (the trainer's --seq-len)")
     plain.add_argument("--dtype", help="of weights and activations (the trainer's --dtype)")
@@ -78,7 +78,7 @@ def set_environment() -> None:
 
 def parse(argv: list[str]) -> Namespace:
     """Return the parsed command line. Exit with argparse's message if it is wrong."""
-    parser = compat.server_parser(PROGRAM, "vLLM's OpenAI server, plus the routes of a GRPO trainer's policy.")
+    parser = compat.server_parser(PROGRAM, "vLLM's OpenAI server, plus the routes that a GRPO trainer needs.")
     _add_policy_options(parser.add_argument_group("policy"))
     unset = {"model": None, "max_lora_rank": None, "max_loras": None, "max_cpu_loras": None}
     plain = {name: parser.get_default(name) for name in unset}

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_server import compat
+from vllm_server import compat, seams
 from vllm_server.arguments import set_environment
 from vllm_server.errors import FatalError, gist
 from vllm_server.protocol import PreflightReport
@@ -69,7 +69,7 @@ def _full_check(model: str, architectures: list[str], trust_remote_code: bool) -
     try:
         config = engine_args(model=model, trust_remote_code=trust_remote_code).create_model_config()
     except Exception as error:  # vLLM refuses by many types; each is a reason
-        return f"got {names}, which vLLM {compat.vllm_version()} does not serve ({gist(error)}); {wanted}"
+        return f"got {names}, which vLLM {seams.vllm_version()} does not serve ({gist(error)}); {wanted}"
     if config.runner_type != "generate":
         return f"got {names}, which vLLM serves for {config.runner_type} only; {wanted}"
     if config.is_encoder_decoder:
@@ -102,7 +102,7 @@ def _report(model: str, architectures: list[str], reason: str, *, by_tables: boo
         reason=reason,
         by_tables=by_tables,
         architectures=architectures,
-        vllm_version=compat.vllm_version(),
+        vllm_version=seams.vllm_version(),
         torch_version=str(importlib.import_module("torch").__version__),
         device=compat.device_type(),
     )

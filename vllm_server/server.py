@@ -14,7 +14,7 @@ from uuid import uuid4
 from starlette.applications import Starlette
 from starlette.requests import Request
 
-from vllm_server import compat, sharing
+from vllm_server import compat, seams, sharing
 from vllm_server.bridge_file import BridgeFile
 from vllm_server.errors import ServeError
 from vllm_server.fence import Fence
@@ -196,7 +196,7 @@ class PolicyServer:
             keep_versions=self.registry.keep,
             max_model_len=model.max_model_len,
             logprobs_mode=str(model.logprobs_mode),
-            vllm_version=compat.vllm_version(),
+            vllm_version=seams.vllm_version(),
             lora_dtype=str(lora.lora_dtype).removeprefix("torch.") if lora else None,
             machine=machine_id(),
             workers=list(self.workers),

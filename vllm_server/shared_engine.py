@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_server import compat
+from vllm_server import compat, seams
 from vllm_server.errors import FatalError
 from vllm_server.protocol import ParameterInfo
 from vllm_server.worker.shared_weights import Exported
@@ -28,12 +28,12 @@ def assert_seams() -> None:
         FatalError: names what this vLLM does not have.
     """
     compat.assert_callable("vllm.v1.engine.core_client", "AsyncMPClient", _CORE_SEAMS)
-    request = compat.seam(("vllm.v1.engine",), "EngineCoreRequest").EngineCoreRequest
+    request = seams.seam(("vllm.v1.engine",), "EngineCoreRequest").EngineCoreRequest
     if "cache_salt" not in request.__struct_fields__ or request.__struct_config__.frozen:
-        raise compat.moved("EngineCoreRequest.cache_salt that can be set")
-    hashing = compat.seam(("vllm.v1.core.kv_cache_utils",), "generate_block_hash_extra_keys")
+        raise seams.moved("EngineCoreRequest.cache_salt that can be set")
+    hashing = seams.seam(("vllm.v1.core.kv_cache_utils",), "generate_block_hash_extra_keys")
     if "cache_salt" not in inspect.getsource(hashing.generate_block_hash_extra_keys):
-        raise compat.moved("generate_block_hash_extra_keys that reads cache_salt")
+        raise seams.moved("generate_block_hash_extra_keys that reads cache_salt")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_server import compat
+from vllm_server import compat, seams
 from vllm_server.errors import ServeError
 from vllm_server.http import error_response
 
@@ -105,7 +105,7 @@ class Shares:
         config, processor = engine.vllm_config, engine.output_processor
         for seam in ("request_states", "abort_requests"):
             if not hasattr(processor, seam):
-                raise compat.moved(f"OutputProcessor.{seam}")
+                raise seams.moved(f"OutputProcessor.{seam}")
         places = config.scheduler_config.max_num_seqs * config.parallel_config.data_parallel_size // 2
         shares = cls(
             max(LEAST_PLACES, places),

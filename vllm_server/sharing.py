@@ -4,7 +4,7 @@ import logging
 import os
 from argparse import Namespace
 
-from vllm_server import compat, preflight, shared_engine, sharing_checks
+from vllm_server import compat, preflight, seams, shared_engine, sharing_checks
 from vllm_server.bridge_file import BridgeFile
 from vllm_server.protocol import machine_id
 from vllm_server.protocol.bridge_config import SCHEMA_VERSION, BridgeConfigFile, ParamMapping
@@ -75,7 +75,7 @@ async def export(engine: SharedEngine, args: Namespace, boot_id: str, gpu_uuid: 
             boot_id=boot_id,
             machine=machine_id(),
             gpu_uuid=gpu_uuid,
-            vllm_version=compat.vllm_version(),
+            vllm_version=seams.vllm_version(),
             torch_version=exported.torch_version,
         )
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_server import compat
+from vllm_server import compat, seams
 
 NOT_FINITE = "a forward pass gave logits that are not finite"
 
@@ -20,13 +20,13 @@ def assert_seams() -> None:
     Raises:
         FatalError: names what this vLLM does not have.
     """
-    output = compat.seam(("vllm.v1.engine",), "EngineCoreOutput", "FinishReason").EngineCoreOutput
+    output = seams.seam(("vllm.v1.engine",), "EngineCoreOutput", "FinishReason").EngineCoreOutput
     if "num_nans_in_logits" not in output.__struct_fields__ or output.__struct_config__.frozen:
-        raise compat.moved("EngineCoreOutput.num_nans_in_logits")
+        raise seams.moved("EngineCoreOutput.num_nans_in_logits")
     compat.assert_callable("vllm.v1.engine.output_processor", "OutputProcessor", {"process_outputs": ()})
-    config = compat.seam(("vllm.v1.kv_cache_interface",), "KVCacheConfig").KVCacheConfig
+    config = seams.seam(("vllm.v1.kv_cache_interface",), "KVCacheConfig").KVCacheConfig
     if not hasattr(config, "needs_kv_cache_zeroing"):
-        raise compat.moved("KVCacheConfig.needs_kv_cache_zeroing")
+        raise seams.moved("KVCacheConfig.needs_kv_cache_zeroing")
 
 
 @dataclass

@@ -1,5 +1,7 @@
 """The command line that every environment has: ``serve``, ``process`` and ``evaluate``."""
 
+from __future__ import annotations
+
 import asyncio
 import inspect
 import json
@@ -13,10 +15,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from environments.api import wire
-from environments.base import BaseEnv, load_tokenizer
 from environments.config import ConfigError, ProcessSettings, PromptTooLong, Settings, parse_settings, settings_class
 from environments.peers.http import PeerError
 from environments.peers.inference import inference
@@ -25,6 +26,10 @@ from environments.running.files import GroupFile
 from environments.running.groups_page import groups_page
 from environments.running.runner import LOSSES, LOST_IN_A_ROW, EnvironmentFailed, serve, unfit
 from environments.scoring import ScoreTimeout, allow_interrupts
+from environments.tokenizers import load_tokenizer
+
+if TYPE_CHECKING:
+    from environments.base import BaseEnv
 
 log = logging.getLogger(__name__)
 

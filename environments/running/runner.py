@@ -1,17 +1,18 @@
 """``serve``: supply the trainer with groups, with a limit on how far ahead of it they are."""
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from environments.api import wire
-from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError, PromptTooLong
 from environments.peers.http import PeerError, PeerRefused
 from environments.peers.rollout_api import NotRegistered, RolloutApi
@@ -22,6 +23,9 @@ from environments.running.state import FOLDER, StateFiles
 from environments.scoring import ScoreTimeout
 from environments.trajectory import trained_tokens
 from grpo_common.trace import lane, stage
+
+if TYPE_CHECKING:
+    from environments.base import BaseEnv
 
 log = logging.getLogger(__name__)
 

@@ -19,40 +19,33 @@ from grpo_trainer.rollouts.types import Group, RolloutBatch, Sample, Teacher
 
 
 @dataclass(frozen=True)
-class PreparedBatch:
-    """The sequences of one step, the denominators of its means, and metrics of the preparation.
-
-    Attributes:
-        sequences: sequences of the whole batch; empty if this process has only its share.
-        largest_weight: largest weight of a token in the whole batch's loss; 0: no token is trained.
-    """
-
-    sequences: tuple[TrainingSequence, ...]
-    counts: BatchCounts
-    metrics: dict[str, Metric]
-    largest_weight: float
-
-
-@dataclass(frozen=True)
 class ReadyBatch:
     """A batch in main memory, ready for a step; a thread may build it during the step before.
 
     Attributes:
-        prepared: the whole batch.
+        rollouts: the leased batch; without groups if this process has only its share.
+        sequences: sequences of the whole batch; empty if this process has only its share.
+        counts: denominators of the whole batch's means.
+        metrics: of the whole batch.
+        largest_weight: largest weight of a token in the whole batch's loss; 0: no token is trained.
         microbatches: this process's microbatches.
-        policy_version: the trainer's version when the batch arrived, as in `RolloutBatch`.
         others: the microbatches of the trainer's other processes, by rank.
+        policy_version: version of the weights that train on it; samples of this version are fresh. None: not known.
     """
 
-    prepared: PreparedBatch
-    microbatches: tuple[MicroBatch, ...]
-    policy_version: int | None
+    rollouts: RolloutBatch
+    sequences: tuple[TrainingSequence, ...]
+    counts: BatchCounts
+    metrics: dict[str, Metric]
+    largest_weight: float
+    microbatches: tuple[MicroBatch, ...] = ()
     others: tuple[tuple[MicroBatch, ...], ...] = ()
+    policy_version: int | None = None
 
     def shares_of_others(self) -> list[ReadyBatch]:
-        """Return the share of each other process, by rank, without the sequences of the whole batch."""
-        prepared = replace(self.prepared, sequences=())
-        return [ReadyBatch(prepared, part, self.policy_version) for part in self.others]
+        """Return the share of each other process, by rank, without what concerns the whole batch."""
+        part = replace(self, rollouts=replace(self.rollouts, groups=()), sequences=(), metrics={}, others=())
+        return [replace(part, microbatches=own) for own in self.others]
 
 
 def ready(
@@ -70,7 +63,7 @@ def ready(
         tuple(split(share, config.batch_size, max_tokens=budget, packed=packed, shared=shared))
         for share in deal(prepared.sequences, processes, shared=shared)
     )
-    return ReadyBatch(prepared, own, batch.policy_version, tuple(others))
+    return replace(prepared, microbatches=own, others=tuple(others))
 
 
 def deal(
@@ -96,8 +89,8 @@ def deal(
     return shares
 
 
-def prepare(batch: RolloutBatch, config: LossConfig, seq_len: int, *, drop_overlong: bool = False) -> PreparedBatch:
-    """Give every trained token its advantage and its weight.
+def prepare(batch: RolloutBatch, config: LossConfig, seq_len: int, *, drop_overlong: bool = False) -> ReadyBatch:
+    """Give every trained token its advantage and its weight; microbatches are still to be made.
 
     Weights are counted in the whole batch before any sequence is skipped, so neither skipping nor the split into
     microbatches changes the loss. Sequences without a gradient are skipped: all their advantages are 0, and no other
@@ -131,7 +124,8 @@ def prepare(batch: RolloutBatch, config: LossConfig, seq_len: int, *, drop_overl
         "batch/truncated": Sum(0 if drop_overlong else sum(overlong)),
         "batch/dropped_overlong": Sum(sum(overlong) if drop_overlong else 0),
     }
-    return PreparedBatch(kept, counts, metrics, max((sequence.weight for sequence in kept), default=0.0))
+    largest = max((sequence.weight for sequence in kept), default=0.0)
+    return ReadyBatch(batch, kept, counts, metrics, largest)
 
 
 def import_own_parts(config: LossConfig) -> None:

@@ -4,7 +4,7 @@ A group of G completions has one prompt. Trained one by one, each of them repeat
 of each completion these are G (P + C) tokens, and P + G C with a shared prompt. The result is the same, because a
 prompt's hidden states do not depend on later tokens, and its gradient is the sum of those from all completions (as in
 Prefix Grouper, arXiv 2506.05433). Attention then has two parts: each piece of the row attends to itself, and
-completions also attend to their prompt (`model/attention.py`).
+completions also attend to their prompt (`engine/attention.py`).
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from grpo_trainer.config.options import Section, option
 from grpo_trainer.config.ranges import format_ranges, parse_ranges
 from grpo_trainer.errors import ConfigError
 from vllm_server.protocol import DEFAULT_LORA_NAME, LEGAL_LORA_RANKS, InFlight
+from vllm_server.protocol.lora import Transport
 
 SERVED_RANKS = ", ".join(map(str, LEGAL_LORA_RANKS))
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -154,7 +155,7 @@ class LoraOnly(LoraOptions, SharedServer, ProofOptions):
         flags=("--lora-keep-versions",),
         ge=2,
     )
-    transport: Literal["auto", "disk", "memory", "cuda_ipc", "nccl"] = option(
+    transport: Literal["auto", Transport] = option(
         "auto",
         help="Path of an adapter to the server: a folder, a request body, shared GPU memory, or a broadcast "
         "between GPUs; auto: the fastest that works.",

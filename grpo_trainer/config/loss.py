@@ -65,8 +65,7 @@ class LossConfig(Section):
     )
     kl_unbiased: bool = option(
         False,
-        help="Multiply the KL by the ratio, with its gradient. The gradient of k1 and k3 is then that of the "
-        "KL itself.",
+        help="Multiply the KL estimate by the ratio (with gradient), which makes the gradients of k1 and k3 unbiased.",
     )
     log_kl: bool = option(False, help="Measure the KL from the reference even if --kl-beta is 0.")
     ref_offload: bool = option(

@@ -83,7 +83,7 @@ class RunOptions(Section):
     )
     trainer_gpus: int = option(
         1,
-        help="Number of trainer GPUs, with one process and a share of every batch each; the server is on the first.",
+        help="GPUs for the trainer: one process on each, which trains its share of every batch.",
         ge=1,
     )
 

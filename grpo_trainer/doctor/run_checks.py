@@ -26,7 +26,7 @@ from grpo_trainer.doctor.model_shape import ModelShape
 from grpo_trainer.errors import GrpoError
 from grpo_trainer.files import refuse_to_mix_runs
 from grpo_trainer.launch.ports import is_free, port_holder
-from grpo_trainer.model.names import ALIKE, EXPERTS
+from grpo_trainer.shared.names import ALIKE, EXPERTS
 from vllm_server.protocol import PreflightReport
 
 # where it writes, whom it listens to ------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from grpo_trainer.rollouts.types import Group, Sample
 if TYPE_CHECKING:
     import torch
 
-    from grpo_trainer.model.forward import Forward
+    from grpo_trainer.engine.forward import Forward
 
 SAMPLES_FILE = "samples.jsonl"
 LONGEST_PROMPT, LONGEST_ANSWER = 2000, 2000
@@ -180,7 +180,7 @@ def policy_logprobs(forward: Forward, device: torch.device) -> Logprobs:
     import torch
 
     from grpo_trainer.batch.microbatches import TrainingSequence, split
-    from grpo_trainer.model.forward import evaluating
+    from grpo_trainer.engine.forward import evaluating
 
     @torch.no_grad()
     def logprobs(sample: Sample, positions: NDArray[np.int64]) -> NDArray[np.float32]:

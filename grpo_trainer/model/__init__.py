@@ -1,1 +1,1 @@
-"""The trained model: checks, loading, adapter, forward pass, memory plan, sharding and export."""
+"""The trained model: checks, loading, LoRA adapter, tokenizer, reference and export."""

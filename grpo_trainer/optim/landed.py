@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from grpo_trainer.distributed import CommonWeightsError
+from grpo_trainer.errors import CommonWeightsError
 
 SAMPLED_ENTRIES = 1 << 16
 

@@ -24,7 +24,7 @@ from grpo_trainer.config.train import RolloutConfig
 from grpo_trainer.errors import ServerError, TrainingError
 from grpo_trainer.rollouts.decode import to_group
 from grpo_trainer.rollouts.leases import Leases
-from grpo_trainer.rollouts.types import Leased
+from grpo_trainer.rollouts.types import RolloutBatch
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class RolloutClient:
 
     # Batches in
 
-    def lease(self, check_stop: Callable[[], None]) -> Leased:
+    def lease(self, check_stop: Callable[[], None]) -> RolloutBatch:
         """Wait for the next batch, and lease it.
 
         Args:
@@ -109,7 +109,7 @@ class RolloutClient:
         batch_id = batch.batch_id or ""
         self._leases.hold(batch_id)
         self._keep_leases()
-        return Leased(batch_id, tuple(to_group(packed) for packed in batch.batch or ()))
+        return RolloutBatch(batch_id, tuple(to_group(packed) for packed in batch.batch or ()))
 
     def _try_lease(self, request: str) -> wire.PackedBatch | _Wait:
         lease = f"lease={self._config.lease_seconds:g}&request={request}&uuid={self._registration.uuid}"
@@ -136,7 +136,7 @@ class RolloutClient:
         """Trained batches that are not acknowledged."""
         return self._leases.unsettled
 
-    def trained(self, batch: Leased) -> tuple[str, ...]:
+    def trained(self, batch: RolloutBatch) -> tuple[str, ...]:
         """Record that a batch was trained on, and return all such batches; they stay leased until `settle`."""
         self._leases.trained(batch.batch_id)
         return self._leases.unsettled
@@ -193,12 +193,12 @@ class RolloutClient:
                 return
             self._leases.end(batch_id)
 
-    def drop(self, batch: Leased, why: str) -> None:
+    def drop(self, batch: RolloutBatch, why: str) -> None:
         """Acknowledge a batch that can't be trained on, and log why."""
         log.warning("a whole batch was dropped: %s", why)
         self._acknowledge(batch.batch_id)
 
-    def release(self, batch: Leased) -> None:
+    def release(self, batch: RolloutBatch) -> None:
         """Release a leased batch untrained. Best effort: without a release, the lease expires."""
         self._leases.end(batch.batch_id)
         try:

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from grpo_common.errors import Problem
-from grpo_trainer.rollouts.types import Group, Leased, Sample
+from grpo_trainer.rollouts.types import Group, RolloutBatch, Sample
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +41,10 @@ class GroupFilter:
         self._told: set[int | None] = set()
         self._told_cut: set[int | None] = set()
 
-    def sift(self, leased: Leased) -> Leased:
+    def sift(self, batch: RolloutBatch) -> RolloutBatch:
         """Return the batch without groups that can't be trained on; `refused` counts those."""
-        kept = tuple(group for group in leased.groups if self._fits(group))
-        return replace(leased, groups=kept, refused=len(leased.groups) - len(kept))
+        kept = tuple(group for group in batch.groups if self._fits(group))
+        return replace(batch, groups=kept, refused=len(batch.groups) - len(kept))
 
     def _fits(self, group: Group) -> bool:
         reason = misfit(group, self._vocabulary, self._longest)

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from grpo_trainer.metrics.types import Metric
-
 
 @dataclass(frozen=True, eq=False)
 class Teacher:
@@ -76,26 +74,15 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Leased:
-    """A leased batch: whole groups, oldest first, and the number of groups that were left out as untrainable."""
-
-    batch_id: str
-    groups: tuple[Group, ...]
-    refused: int = 0
-
-
-@dataclass(frozen=True)
 class RolloutBatch:
-    """The batch of one step.
+    """The leased groups of one step.
 
     Attributes:
         batch_id: id of the lease, which the acknowledgement ends.
         groups: whole groups, oldest first.
-        metrics: metrics of the batch.
-        policy_version: the trainer's version when the batch arrived; samples of this version are fresh.
+        refused: number of groups that were left out as untrainable.
     """
 
     batch_id: str
     groups: tuple[Group, ...]
-    metrics: dict[str, Metric]
-    policy_version: int | None = None
+    refused: int = 0

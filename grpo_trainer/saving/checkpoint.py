@@ -1,6 +1,6 @@
 """Checkpoints: everything that a run needs to continue, in a folder that is complete or absent.
 
-step_12/                      the prefix depends on what is trained, see `model/policy.py`
+step_12/                      the prefix depends on what is trained, see `policy.py`
     …                         the trained weights, in the format of transformers or PEFT
     trainer_state.pt          optimizer, random generators, exact values of weights that the above rounds
     optimizer_states/         the optimizer's states, if the weights are sharded over several processes
@@ -29,11 +29,11 @@ from grpo_trainer.config.train import CheckpointConfig
 from grpo_trainer.errors import ConfigError, from_os_error
 from grpo_trainer.files import folders_named, remove_remains, whole_folder, write_tensors
 from grpo_trainer.metrics.types import Metrics, Sum
-from grpo_trainer.model.cut_states import Place, cut_states, read_states, whole_parts
-from grpo_trainer.model.policy import Adapter, AllWeights, Policy
-from grpo_trainer.model.sharding import Shards
 from grpo_trainer.optim import FusedAdamW, TwoPartOptimizer
 from grpo_trainer.optim.spikes import NormHistory
+from grpo_trainer.parallel.shard_states import Place, read_states, reshard_states, whole_parts
+from grpo_trainer.parallel.strategies import Shards
+from grpo_trainer.policy import Adapter, AllWeights, Policy
 from grpo_trainer.saving.finding import Found, newest_whole, said_of, saved_checkpoints
 from grpo_trainer.saving.generators import generator_states, restore_generators
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, Progress, check_files, read_state, seal
@@ -373,7 +373,7 @@ class Checkpoints:
             return whole
         parts = whole_parts(self._policy.model) if self._shards is None else self._shards.parts
         place = Place() if self._shards is None else self._shards.place
-        states = read_states(path, parts, place) if whole is None else cut_states(whole["state"], parts)
+        states = read_states(path, parts, place) if whole is None else reshard_states(whole["state"], parts)
         return {**self._optimizer.state_dict(), "state": states}
 
     def _check_kind(self, path: Path) -> None:

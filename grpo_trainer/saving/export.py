@@ -20,10 +20,10 @@ from grpo_common.models import from_anywhere
 from grpo_trainer.config.adapter_file import CONFIG_FILE, WEIGHTS_FILE
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import whole_folder, write_bytes
-from grpo_trainer.model.cut_states import STATES_FOLDER
 from grpo_trainer.model.export import export_model, stored_tensors
-from grpo_trainer.model.policy import MODEL_CONFIG_FILE, AllWeights
 from grpo_trainer.model.tokenizer import NoTokenizerError, read_tokenizer
+from grpo_trainer.parallel.shard_states import STATES_FOLDER
+from grpo_trainer.policy import MODEL_CONFIG_FILE, AllWeights
 from grpo_trainer.saving.checkpoint import TENSORS_FILE
 from grpo_trainer.saving.finding import saved_checkpoints
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, check_files, read_state

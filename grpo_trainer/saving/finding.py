@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_trainer.metrics.remaining import duration
-from grpo_trainer.model.policy import Adapter, AllWeights
+from grpo_trainer.policy import Adapter, AllWeights
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, State, check_files, read_state
 
 DAMAGED_PREFIX = "damaged_"

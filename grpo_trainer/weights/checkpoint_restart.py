@@ -26,6 +26,8 @@ from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedTokenizerBase
 
 from grpo_common.errors import Problem
+from grpo_trainer.alignment.model_proof import ModelProof
+from grpo_trainer.alignment.requirements import problems_of
 from grpo_trainer.config.bridge import RestartOptions
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import BridgeError
@@ -33,13 +35,11 @@ from grpo_trainer.files import folders_named, remove_remains, whole_folder
 from grpo_trainer.launch.owned_server import OwnedServer, owned_servers
 from grpo_trainer.metrics.types import Metric, Sum
 from grpo_trainer.model.export import export_model
-from grpo_trainer.model.policy import MODEL_CONFIG_FILE, Policy, load_tokenizer
+from grpo_trainer.policy import MODEL_CONFIG_FILE, Policy, load_tokenizer
 from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.signals import StopSignal
 from grpo_trainer.weights.bridge import Published
-from grpo_trainer.weights.model_proof import ModelProof
-from grpo_trainer.weights.requirements import problems_of
 from vllm_server.protocol import BridgeInfo
 
 log = logging.getLogger(__name__)

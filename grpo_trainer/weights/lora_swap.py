@@ -17,15 +17,16 @@ import torch
 from peft import PeftModel
 
 from grpo_common.errors import Problem
+from grpo_trainer.alignment.proof import Proved, prove_lora
+from grpo_trainer.alignment.requirements import problems_of
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import Sum
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.bridge import Published
 from grpo_trainer.weights.packed import PackedAdapter
-from grpo_trainer.weights.proof import Proved, prove_lora
-from grpo_trainer.weights.requirements import problems_of
-from grpo_trainer.weights.transports.transport import AdapterTransport, Sent, open_transport
+from grpo_trainer.weights.transports.choose import open_transport
+from grpo_trainer.weights.transports.transport import AdapterTransport, Sent
 from vllm_server.protocol import BridgeInfo, version_name
 
 log = logging.getLogger(__name__)

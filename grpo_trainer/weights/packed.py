@@ -8,7 +8,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
-from grpo_trainer.allocator import shareable
+from grpo_trainer.engine.allocator import shareable
 from grpo_trainer.model.lora import adapter_settings, adapter_state
 from vllm_server.protocol.flat import encode_header, lay_out
 

@@ -16,16 +16,16 @@ from types import TracebackType
 
 import torch
 
+from grpo_trainer.alignment.model_proof import ModelProof
+from grpo_trainer.alignment.proof import Proved
+from grpo_trainer.alignment.requirements import problems_of
+from grpo_trainer.alignment.shared_proof import SharedProof
 from grpo_trainer.config.bridge import SharedVllm
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import Metric, Sum
-from grpo_trainer.model.policy import SharedWeights
+from grpo_trainer.policy import SharedWeights
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.bridge import Published
-from grpo_trainer.weights.model_proof import ModelProof
-from grpo_trainer.weights.proof import Proved
-from grpo_trainer.weights.requirements import problems_of
-from grpo_trainer.weights.shared_proof import SharedProof
 from vllm_server.protocol import BridgeInfo, UpdateBeginRequest, UpdateEndRequest
 
 log = logging.getLogger(__name__)

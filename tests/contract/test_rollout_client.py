@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from environments.api import wire
-from grpo_trainer.batch.batching import ready
+from grpo_trainer.batch.batching import ReadyBatch, ready
 from grpo_trainer.config.train import ModelConfig, RolloutConfig, TrainConfig
 from grpo_trainer.errors import ServerError, StoppedError, TrainingError
-from grpo_trainer.feed import BatchFeed, FedBatch
+from grpo_trainer.feed import BatchFeed
 from grpo_trainer.launch.supervisor import NOTICE, WAITS
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.rollouts import client as client_module
@@ -100,16 +100,16 @@ def feed_and_client(
     return made, client
 
 
-def first_tokens(batch: FedBatch) -> list[int]:
-    return [int(group.samples[0].tokens_T[-1]) for group in batch.leased.groups]
+def first_tokens(batch: ReadyBatch) -> list[int]:
+    return [int(group.samples[0].tokens_T[-1]) for group in batch.rollouts.groups]
 
 
-def trained(batch: FedBatch) -> list[int]:
+def trained(batch: ReadyBatch) -> list[int]:
     """Last tokens of what is trained on."""
-    return sorted(int(sequence.tokens_T[-1]) for sequence in batch.ready.prepared.sequences)
+    return sorted(int(sequence.tokens_T[-1]) for sequence in batch.sequences)
 
 
-def finish(rollouts: BatchFeed, batch: FedBatch, step: int) -> None:
+def finish(rollouts: BatchFeed, batch: ReadyBatch, step: int) -> None:
     """Trained, and on the disk."""
     done = rollouts.trained(batch)
     rollouts.report(step)
@@ -125,7 +125,7 @@ def test_groups_come_as_they_were_scored(api: Api) -> None:
     api.post(5, 7, version=3)
     batch = rollouts.next(4)
     assert first_tokens(batch) == [5, 7]  # oldest first
-    sample = batch.leased.groups[0].samples[1]
+    sample = batch.rollouts.groups[0].samples[1]
     assert sample.tokens_T.tolist() == [1, 2, 6] and sample.trained_T.tolist() == [False, False, True]
     assert sample.reward == 1.0 and sample.policy_version == 3 and sample.temperature == 1.0
     assert sample.rollout_logprobs_T is not None and sample.rollout_logprobs_T[2] == np.float32(-0.25)
@@ -269,7 +269,7 @@ def test_a_trained_batch_stays_leased_until_it_is_settled_and_moves_the_step_bef
     first = feed(api)
     api.post(10, 12, 14, 16)
     batch = first.next(0)
-    assert first.trained(batch) == (batch.leased.batch_id,)
+    assert first.trained(batch) == (batch.rollouts.batch_id,)
     first.report(1)
     assert status(api)["current_step"] == 1 and status(api)["leased_groups"] == 2
     resumed = feed(api)  # another process, which knows of no checkpoint
@@ -372,7 +372,7 @@ def test_a_batch_that_was_fetched_ahead_is_judged_by_the_version_that_trains_on_
         wait_for("the next batch is leased", lambda: len(status(api)["leases"]) == 2, api.log, 20)
         batch = rollouts.next(3)  # the step before was skipped: what was thought too old is not
         assert trained(batch) == [14, 15, 16, 17] and reduce(batch.metrics)["rollout/staleness_max"] == 1
-        assert batch.ready.policy_version == 3
+        assert batch.policy_version == 3
         assert reduce(batch.metrics)["rollout/dropped_stale_groups"] == 0
     with feed(api, prefetch=True, max_staleness=1) as rollouts:
         rollouts.next(3)
@@ -407,7 +407,7 @@ def test_stale_groups_may_count_less_instead(api: Api) -> None:
     api.post(10, version=1)
     api.post(12, version=4)
     batch = feed(api, max_staleness=1, on_stale="downweight").next(5)
-    weights = {int(s.tokens_T[-1]): s.weight for s in batch.ready.prepared.sequences}
+    weights = {int(s.tokens_T[-1]): s.weight for s in batch.sequences}
     assert weights[12] == pytest.approx(0.25)  # one of four trained tokens
     assert weights[10] == pytest.approx(0.25 / 4)  # 5 - 1 is 3 more than 1: 1 / (1 + 3)
     assert reduce(batch.metrics)["rollout/downweighted_groups"] == 1
@@ -485,7 +485,7 @@ def test_hundreds_of_batches_wait_for_a_checkpoint_and_come_again_in_their_order
         taken = []
         for step in range(1, count + 1):
             batch = rollouts.next(0, last=True)
-            taken.append([group.samples[0].tokens_T.tolist() for group in batch.leased.groups])
+            taken.append([group.samples[0].tokens_T.tolist() for group in batch.rollouts.groups])
             rollouts.trained(batch)
             rollouts.report(step)
         return taken

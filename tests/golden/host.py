@@ -27,9 +27,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from grpo_trainer.config.train import ModelConfig
-from grpo_trainer.model.attach import attach_model, open_handles
-from grpo_trainer.model.bridge_file import read_bridge_config, tied_names
 from grpo_trainer.model.load import load_model
+from grpo_trainer.shared.attach import attach_model, open_handles
+from grpo_trainer.shared.bridge_file import read_bridge_config, tied_names
 from tests.golden.models import ATTENTION, CONFIGS, VOCABULARY, Golden, random_model
 from tests.golden.stand_in import bridge_config, write_config
 from vllm_server.protocol.bridge_config import BridgeConfigFile

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from grpo_trainer.allocator import grow_segments
+from grpo_trainer.engine.allocator import grow_segments
 
 
 @pytest.fixture(scope="session", autouse=True)  # before a module starts a server

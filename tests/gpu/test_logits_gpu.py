@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_trainer.model.head import HeadPlan, head_scores
-from grpo_trainer.model.head import product as trainers
+from grpo_trainer.engine.head import HeadPlan, head_scores
+from grpo_trainer.engine.head import product as trainers
 from vllm_server.worker.logits import product as servers
 
 H, V, N = 512, 151_936, 700

@@ -12,8 +12,8 @@ import torch
 from grpo_trainer.batch.batching import ready
 from grpo_trainer.config.train import CheckpointConfig, ModelConfig, RolloutConfig, TrainConfig
 from grpo_trainer.feed import BatchFeed
-from grpo_trainer.model.policy import AllWeights
-from grpo_trainer.rollouts.types import Leased
+from grpo_trainer.policy import AllWeights
+from grpo_trainer.rollouts.types import RolloutBatch
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.saving.snapshot import Snapshot
 from grpo_trainer.trainer import Trainer
@@ -102,8 +102,8 @@ def test_a_checkpoint_copied_while_the_next_step_runs_is_that_of_its_own_step(
 class OneBatch:
     """A rollout API that has one batch."""
 
-    def lease(self, check_stop: Any) -> Leased:
-        return Leased("b", batch(GROUP).groups)
+    def lease(self, check_stop: Any) -> RolloutBatch:
+        return RolloutBatch("b", batch(GROUP).groups)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -112,7 +112,7 @@ def test_a_batch_that_was_made_ready_lies_in_page_locked_memory(packed: bool) ->
     device = torch.device("cuda", torch.cuda.current_device())
     make = partial(ready, config=CONFIG, packed=packed)
     with BatchFeed(client, RolloutConfig(), make, lambda: None, device) as feed:
-        (microbatch,) = feed.next(0, last=True).ready.microbatches
+        (microbatch,) = feed.next(0, last=True).microbatches
     assert microbatch.tokens_BT.is_pinned() and microbatch.advantages_N.is_pinned()
     if packed:
         assert microbatch.packed is not None

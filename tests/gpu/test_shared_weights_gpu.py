@@ -14,7 +14,7 @@ import torch
 
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.model.policy import SharedWeights, build_policy
+from grpo_trainer.policy import SharedWeights, build_policy
 from tests.integration.serving import Serving, serving
 from tests.integration.test_shared_vllm import ROLLOUTS, Attached
 from tests.processes import ROOT

@@ -21,7 +21,7 @@ from grpo_trainer.config.bridge import CheckpointRestart
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.model.load import load_all_weights
-from grpo_trainer.model.policy import AllWeights, Policy, build_policy
+from grpo_trainer.policy import AllWeights, Policy, build_policy
 from grpo_trainer.weights.bridge import Published
 
 

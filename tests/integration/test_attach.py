@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import BridgeError
-from grpo_trainer.model.attach import attach_model
-from grpo_trainer.model.bridge_file import find_bridge_config, read_bridge_config
+from grpo_trainer.shared.attach import attach_model
+from grpo_trainer.shared.bridge_file import read_bridge_config
 from tests.golden.host import Figures, logprobs
 from tests.golden.models import CONFIGS, golden
 from tests.golden.models import Golden as Report
@@ -62,7 +62,7 @@ def test_vllm_still_has_the_names_and_places_of_the_golden_files(reports: Path, 
 def test_a_model_attached_to_a_server(tmp_path: Path) -> None:
     """Through the file that it wrote, with LoRA on (whose wrappers' names do not show); until it is gone."""
     with serving(tmp_path, "--shared-weights", "--bridge-config-path", str(tmp_path)) as server:
-        config = find_bridge_config(tmp_path)
+        config = read_bridge_config(tmp_path)
         info = msgspec.json.decode(server.get("/bridge/info").content, type=BridgeInfo)
         assert (info.boot_id, info.bridge_config_path) == (config.boot_id, str(tmp_path / "vllm_bridge_config.json"))
         model = attach_model(config, ModelConfig(name=str(server.model_folder)), torch.device("cpu"))

@@ -13,15 +13,15 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from grpo_trainer.alignment import proof
+from grpo_trainer.alignment.proof import NOISE_LIMIT_4BIT, Probe, probe_of, trainer_logprobs
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.model.load import load_model
 from grpo_trainer.model.lora import add_adapter, save_adapter
 from grpo_trainer.server_client import ServerClient
-from grpo_trainer.weights import proof
 from grpo_trainer.weights.lora_swap import LoraSwap
-from grpo_trainer.weights.proof import NOISE_LIMIT_4BIT, Probe, probe_of, trainer_logprobs
 from tests.integration.serving import KEEP_VERSIONS, RANK, Serving, save_tiny_model, serving, shared_server
 from tests.unit.tiny_lora import fill_b
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from grpo_trainer.alignment.proof import BASE_MODEL, EARLIER, FAILED, STALE_CACHE
 from grpo_trainer.errors import BridgeError
-from grpo_trainer.weights.proof import BASE_MODEL, EARLIER, FAILED, STALE_CACHE
 from tests import warm
 from tests.bridge_contract import Trainer
 from tests.integration.serving import Serving, serving

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_trainer.alignment.proof import Probe, probe_of, trainer_logprobs
 from grpo_trainer.config.bridge import SharedVllm
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import BridgeError
-from grpo_trainer.model.policy import SharedWeights, build_policy
+from grpo_trainer.policy import SharedWeights, build_policy
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.trainer import Trainer
-from grpo_trainer.weights.proof import Probe, probe_of, trainer_logprobs
 from grpo_trainer.weights.shared_weights import SharedBridge
 from tests.bridge_contract import PROMPT
 from tests.integration.serving import Serving, serving
@@ -205,4 +205,4 @@ def test_a_trainer_that_was_killed_attaches_anew_to_the_server_that_lived_on(dem
     said = logs["train"].read_text()
     (written,) = re.findall(r"wrote the checkpoint's weights into the server's memory, as version (\d+)", said)
     assert int(written) > last["publish/version"]
-    assert said.count("bridge proved") == 2 and "WARNING grpo_trainer.weights.drift" not in said
+    assert said.count("bridge proved") == 2 and "WARNING grpo_trainer.alignment.drift" not in said

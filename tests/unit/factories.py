@@ -51,7 +51,7 @@ def taught(prompt: int, rows: Sequence[dict[int, float]]) -> Teacher:
 
 
 def batch(*groups: Sequence[Sample]) -> RolloutBatch:
-    return RolloutBatch("b", tuple(Group(tuple(group), environment=0) for group in groups), {})
+    return RolloutBatch("b", tuple(Group(tuple(group), environment=0) for group in groups))
 
 
 class TinyModel(nn.Module):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_trainer.allocator import with_segments
+from grpo_trainer.engine.allocator import with_segments
 
 
 @pytest.mark.parametrize(

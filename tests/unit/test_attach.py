@@ -23,8 +23,10 @@ from transformers import (
 
 from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError
-from grpo_trainer.model import attach
-from grpo_trainer.model.attach import (
+from grpo_trainer.model.export import export_model
+from grpo_trainer.model.load import freeze, load_model
+from grpo_trainer.shared import attach
+from grpo_trainer.shared.attach import (
     attach_model,
     bind,
     build_skeleton,
@@ -32,9 +34,7 @@ from grpo_trainer.model.attach import (
     open_handles,
     server_device,
 )
-from grpo_trainer.model.export import export_model
-from grpo_trainer.model.load import freeze, load_model
-from grpo_trainer.model.names import Binding, NamesError
+from grpo_trainer.shared.names import Binding, NamesError
 from tests.golden.models import ATTENTION, CONFIGS, VOCABULARY, random_model
 from tests.golden.stand_in import StandIn, bridge_config, stand_in
 from tests.unit.test_bridge_file import CUDA

@@ -13,9 +13,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from environments.base import load_tokenizer
 from environments.peers.inference import Completion, Sampling
 from environments.synthetic_server import SyntheticConfig, SyntheticEnv, stop_token_ids
+from environments.tokenizers import load_tokenizer
 from grpo_trainer import cli
 from grpo_trainer.bench import devices
 from grpo_trainer.bench.loop import __main__ as command

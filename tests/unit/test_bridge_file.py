@@ -1,4 +1,4 @@
-"""Finding `vllm_bridge_config.json`, and each reason to refuse one."""
+"""Reading `vllm_bridge_config.json`, and each reason to refuse one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,9 @@ import pytest
 import torch
 
 from grpo_trainer.errors import BridgeError
-from grpo_trainer.model import bridge_file
-from grpo_trainer.model.bridge_file import (
-    SHARED_FOLDER,
+from grpo_trainer.shared import bridge_file
+from grpo_trainer.shared.bridge_file import (
     check_gpu,
-    find_bridge_config,
     read_bridge_config,
     tied_names,
 )
@@ -35,19 +32,6 @@ def config(tmp_path: Path) -> BridgeConfigFile:
     return bridge_config("some/model", write_tensors(tmp_path / "memory", tensors))
 
 
-@pytest.fixture
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Path]:
-    """The known places, empty."""
-    folders = {name: tmp_path / name for name in ("logs", "here", "temporary")}
-    folders["shared"] = folders["temporary"] / SHARED_FOLDER
-    for folder in folders.values():
-        folder.mkdir(mode=0o700, exist_ok=True)
-    monkeypatch.setenv("LOGDIR", str(folders["logs"]))
-    monkeypatch.setattr("tempfile.tempdir", str(folders["temporary"]))
-    monkeypatch.chdir(folders["here"])
-    return folders
-
-
 def changed(config: BridgeConfigFile, **fields: Any) -> BridgeConfigFile:
     return msgspec.structs.replace(config, **fields)
 
@@ -61,49 +45,19 @@ def refused(path: Path, field: str = "", got: str = "", *, wanted: str = "", fix
         assert word in part
 
 
-# finding ---------------------------------------------------------------------------------------------------
+# reading ---------------------------------------------------------------------------------------------------
 
 
 def test_a_named_file_or_its_folder(tmp_path: Path, config: BridgeConfigFile) -> None:
     path = write_config(tmp_path, config)
-    assert find_bridge_config(path) == find_bridge_config(tmp_path) == config
+    assert read_bridge_config(path) == read_bridge_config(tmp_path) == config
 
 
-def test_a_named_file_that_is_not_there_is_not_searched_for(
-    tmp_path: Path, config: BridgeConfigFile, places: Mapping[str, Path]
-) -> None:
-    write_config(places["here"], config)
+def test_a_named_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(BridgeError) as caught:
-        find_bridge_config(tmp_path / "nowhere.json")
+        read_bridge_config(tmp_path / "nowhere.json")
     assert caught.value.field == f"--vllm-config-path {tmp_path / 'nowhere.json'}"
     assert caught.value.got == os.strerror(errno.ENOENT)
-
-
-def test_places_in_order(config: BridgeConfigFile, places: Mapping[str, Path]) -> None:
-    for name in ("shared", "here", "logs"):  # each goes before those written so far
-        write_config(places[name], changed(config, boot_id=name))
-        assert find_bridge_config(None).boot_id == name
-
-
-def test_a_bad_file_is_passed_over_and_named_if_there_is_no_other(
-    config: BridgeConfigFile, places: Mapping[str, Path], caplog: pytest.LogCaptureFixture
-) -> None:
-    write_config(places["logs"], changed(config, tp_degree=2))
-    with pytest.raises(BridgeError) as caught:
-        find_bridge_config(None)
-    none, refused = caught.value.problems
-    assert all(str(places[name]) in none.got for name in ("logs", "here", "shared"))
-    assert refused.field.endswith(": tp_degree") and refused.got == "2"
-    write_config(places["shared"], config)
-    caplog.clear()
-    assert find_bridge_config(None) == config
-    assert "tp_degree: " in caplog.text
-
-
-def test_nothing_anywhere_says_what_to_start(places: Mapping[str, Path]) -> None:
-    with pytest.raises(BridgeError) as caught:
-        find_bridge_config(None)
-    assert str(places["logs"]) in caught.value.got and "grpo serve --shared-weights" in caught.value.fix
 
 
 # refusing --------------------------------------------------------------------------------------------------
@@ -168,7 +122,7 @@ def test_cut_short_anywhere(tmp_path: Path, config: BridgeConfigFile) -> None:
 def test_no_file_at_all(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).mkdir()
     with pytest.raises(BridgeError) as caught:
-        read_bridge_config(tmp_path / FILE_NAME)
+        read_bridge_config(tmp_path)
     assert caught.value.got == os.strerror(errno.EISDIR)
 
 

@@ -15,7 +15,7 @@ from grpo_trainer.config.bridge import LoraOptions
 from grpo_trainer.config.train import CheckpointConfig, ModelConfig, OptimizerConfig, TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import whole_folder
-from grpo_trainer.model.policy import Adapter, AllWeights
+from grpo_trainer.policy import Adapter, AllWeights
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.saving.manifest import STATE_FILE
 from grpo_trainer.trainer import Trainer

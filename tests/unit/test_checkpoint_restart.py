@@ -12,11 +12,13 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from grpo_trainer.alignment.model_proof import ModelProof
+from grpo_trainer.alignment.proof import BASE_MODEL, FAILED, OTHER_WEIGHTS
 from grpo_trainer.config.bridge import RestartOptions
 from grpo_trainer.config.train import CheckpointConfig, ModelConfig, TrainConfig
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.model.policy import AllWeights
+from grpo_trainer.policy import AllWeights
 from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.weights.checkpoint_restart import (
@@ -25,8 +27,6 @@ from grpo_trainer.weights.checkpoint_restart import (
     Launched,
     MergedModels,
 )
-from grpo_trainer.weights.model_proof import ModelProof
-from grpo_trainer.weights.proof import BASE_MODEL, FAILED, OTHER_WEIGHTS
 from tests.unit.test_proof import INFO
 from tests.unit.tiny_lora import fill_b, save_tiny, tiny_lora
 from vllm_server.protocol import BridgeInfo, GenerateResponse

@@ -27,24 +27,21 @@ from grpo_trainer.batch.microbatches import TrainingSequence
 from grpo_trainer.config.distributed import DistributedConfig
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.distributed import (
-    Command,
+from grpo_trainer.errors import (
     CommonDriftError,
     CommonError,
     CommonTrainingError,
-    End,
-    PeerGoneError,
-    Step,
-    World,
-    buckets,
-    join,
+    ConfigError,
+    DriftError,
+    GrpoError,
+    TrainingError,
 )
-from grpo_trainer.errors import ConfigError, DriftError, GrpoError, TrainingError
 from grpo_trainer.follower import run_worker
 from grpo_trainer.metrics.types import Max, Mean, Sum
-from grpo_trainer.model import cut_states
-from grpo_trainer.model.cut_states import STATES_FOLDER
 from grpo_trainer.optim.eight_bits import recoded
+from grpo_trainer.parallel import shard_states
+from grpo_trainer.parallel.shard_states import STATES_FOLDER
+from grpo_trainer.parallel.world import Command, End, PeerGoneError, Step, World, buckets, join
 from grpo_trainer.saving.manifest import DamagedError, check_files, read_state
 from grpo_trainer.trainer import Trainer
 from tests.integration.serving import save_tiny_model
@@ -276,7 +273,7 @@ def test_states_in_8_bits_are_cut_anew_for_another_number_of_processes(
 
     assert off(2, 2) == 0
     found = off(1, 2), off(2, 1)
-    monkeypatch.setattr(cut_states, "recoded", forgotten)
+    monkeypatch.setattr(shard_states, "recoded", forgotten)
     lost = off(1, 2)
     assert max(found) < 5e-5 < 1e-4 < lost, (found, lost)  # the blocks of steps to come are others, too
 
@@ -335,8 +332,8 @@ def test_a_process_is_told_its_share_and_no_more() -> None:
     tensors = [value for value in vars(microbatch).values() if isinstance(value, torch.Tensor)]
     assert 2 * 2001 * 8 < sum(tensor.nbytes for tensor in tensors) < len(pickle.dumps(second))
     assert len(pickle.dumps(second)) < 1.1 * sum(tensor.nbytes for tensor in tensors) + 10_000
-    assert not second.prepared.sequences
-    assert second.prepared.largest_weight == whole.prepared.largest_weight == 1 / (8 * 2000)
+    assert not second.sequences
+    assert second.largest_weight == whole.largest_weight == 1 / (8 * 2000)
 
 
 @pytest.mark.parametrize("killed", [0, 1])

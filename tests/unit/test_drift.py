@@ -15,19 +15,8 @@ import pytest
 import torch
 from peft import PeftModel
 
-from grpo_trainer.config.bridge import LoraOnly
-from grpo_trainer.config.options import build
-from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.errors import BridgeError, DriftError
-from grpo_trainer.feed import FedBatch
-from grpo_trainer.loop import run_steps
-from grpo_trainer.metrics.types import reduce
-from grpo_trainer.model.logprobs import token_scores
-from grpo_trainer.rollouts.types import Leased, RolloutBatch, Sample
-from grpo_trainer.saving.checkpoint import Progress
-from grpo_trainer.trainer import Trainer
-from grpo_trainer.weights import drift
-from grpo_trainer.weights.drift import (
+from grpo_trainer.alignment import drift
+from grpo_trainer.alignment.drift import (
     MEANING,
     SAY_EVERY,
     UNKNOWN,
@@ -41,6 +30,17 @@ from grpo_trainer.weights.drift import (
     gap_metrics,
     recheck_version,
 )
+from grpo_trainer.batch.batching import ReadyBatch
+from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.config.options import build
+from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.engine.logprobs import token_scores
+from grpo_trainer.errors import BridgeError, DriftError
+from grpo_trainer.loop import run_steps
+from grpo_trainer.metrics.types import reduce
+from grpo_trainer.rollouts.types import RolloutBatch, Sample
+from grpo_trainer.saving.checkpoint import Progress
+from grpo_trainer.trainer import Trainer
 from tests.unit.factories import TinyModel, batch, sample
 from tests.unit.tiny_lora import VOCAB, fill_b, tiny_lora
 
@@ -223,8 +223,8 @@ def other() -> PeftModel:
     return model
 
 
-def of_version(version: int, *samples: list[Sample]) -> RolloutBatch:
-    return replace(batch(*samples), policy_version=version)
+def of_version(version: int, *samples: list[Sample]) -> ReadyBatch:
+    return replace(trainer().ready(batch(*samples)), policy_version=version)
 
 
 def test_honest_samples_pass_and_their_gap_is_rounding() -> None:
@@ -274,7 +274,7 @@ def test_the_second_look_makes_no_logits_of_all_tokens_and_ends_at_its_limit(mon
     one = trainer()
     head: Any = one.model.get_output_embeddings()  # pyright: ignore[reportCallIssue]
     head.register_forward_hook(lambda *_: pytest.fail("the model's own logits were made"))
-    sequences = one.ready(of_version(3, rollouts(other(), 3))).prepared.sequences
+    sequences = of_version(3, rollouts(other(), 3)).sequences
     whole = recheck_version(one.forward, sequences, 3)
     monkeypatch.setattr(drift, "RECHECKED_TOKENS", 9)  # of the first sequence 9 tokens, 5 of them trained; no other
     (first,) = drift.beginnings(sequences)
@@ -287,7 +287,7 @@ def test_the_second_look_makes_no_logits_of_all_tokens_and_ends_at_its_limit(mon
 
 def test_no_memory_for_a_second_look_leaves_the_cause_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     one = trainer()
-    ready = one.ready(of_version(3, rollouts(tiny_lora(), 3)))  # the base model's logprobs, but nobody can tell
+    ready = of_version(3, rollouts(tiny_lora(), 3))  # the base model's logprobs, but nobody can tell
     scores = one.forward.scores
 
     def full(*args: Any, **more: Any) -> Any:
@@ -346,11 +346,10 @@ class Recorder:
 
     def begin(self, progress: Progress) -> None: ...
 
-    def next(self, version: int, *, last: bool) -> FedBatch:
-        ready = trainer().ready(replace(self.batch, policy_version=version))
-        return FedBatch(Leased("b", self.batch.groups), ready, {})
+    def next(self, version: int, *, last: bool) -> ReadyBatch:
+        return replace(trainer().ready(self.batch), policy_version=version)
 
-    def release(self, batch: FedBatch) -> None:
+    def release(self, batch: ReadyBatch) -> None:
         self.calls.append("release")
 
     def settle(self, batches: tuple[str, ...], *, patient: bool = True) -> None:

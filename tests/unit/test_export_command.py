@@ -20,8 +20,8 @@ from grpo_trainer.cli import app
 from grpo_trainer.config.train import CheckpointConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.model.lora import adapter_settings
-from grpo_trainer.model.policy import Adapter, AllWeights
 from grpo_trainer.optim import FusedAdamW
+from grpo_trainer.policy import Adapter, AllWeights
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.saving.export import ExportOptions, export_checkpoint
 from tests.unit.tiny_lora import fill_b, save_tiny, tiny_lora, tiny_qwen

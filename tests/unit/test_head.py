@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
-from grpo_trainer.model import head
-from grpo_trainer.model.head import HeadPlan, head_scores
+from grpo_trainer.engine import head
+from grpo_trainer.engine.head import HeadPlan, head_scores
 
 N, H, V, K = 300, 8, 37, 3
 PLAN = HeadPlan(torch.float32, torch.float32, chunk_bytes=0)

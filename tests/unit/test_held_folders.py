@@ -17,9 +17,9 @@ from grpo_trainer import files, loop, run
 from grpo_trainer.config.options import build
 from grpo_trainer.config.run import build_run
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.distributed import World
 from grpo_trainer.errors import ConfigError, FolderGoneError, from_os_error
 from grpo_trainer.files import held_folder
+from grpo_trainer.parallel.world import World
 from vllm_server.protocol.preflight import PreflightReport
 
 HOLDER = """

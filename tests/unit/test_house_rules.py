@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,18 @@ import pytest
 from tests.conftest import LANES
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = ("grpo_common", "vllm_server", "environments", "grpo_trainer")
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Full names of all that a file imports, at any depth."""
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports(path: Path, *, for_types: bool = True) -> Iterator[str]:
+    """Full names of all that a file imports, at any depth; on request without what only type checkers see."""
+    tree = ast.parse(path.read_text())
+    unseen: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not for_types:
+            unseen |= {*ast.walk(node)}
+        if node in unseen:
+            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -94,46 +102,22 @@ def test_loop_and_trainer_do_not_ask_for_the_mode() -> None:
 
 ROOMS = {
     "grpo_trainer": (
-        *(
-            "errors",
-            "files",
-            "cache",
-            "phases",
-            "suggestions",
-            "import_paths",
-            "versions",
-            "main_memory",
-            "config",
-            "metrics",
-        ),
-        *("losses", "rollouts"),
-        *(
-            "batch",
-            "server_client",
-            "distributed",
-            "allocator",
-            "optim",
-            "model",
-            "saving",
-            "signals",
-            "launch",
-            "weights",
-        ),
+        *("errors", "files", "cache", "phases", "suggestions", "import_paths", "versions", "main_memory"),
+        *("config", "metrics", "losses", "rollouts", "batch", "server_client", "optim"),
+        *("model", "engine", "shared", "parallel", "policy"),
+        *("saving", "signals", "launch", "alignment", "weights"),
         *("trainer", "follower", "feed", "logs"),
         *("watchdog", "shutdown", "loop", "bench", "doctor", "report", "run", "cli"),
     ),
     "environments": (
         *("config", "measures", "threads", "stacks", "scoring", "items", "intervals", "arithmetic"),
-        *("api", "peers", "trajectory", "conversation", "base", "multi_turn", "running", "maths", "word_problems"),
+        *("api", "peers", "trajectory", "conversation", "tokenizers", "running"),
+        *("base", "multi_turn", "maths", "word_problems"),
         *("from_verifiers", "released_model", "demo_model", "arithmetic_server", "gsm8k_server", "verifiers_server"),
         *("word_problems_server", "synthetic_server"),
     ),
 }
 """Lowest first."""
-
-
-def room_of(module: str) -> str:
-    return module.split(".")[1]
 
 
 @pytest.mark.parametrize("package", ROOMS)
@@ -144,12 +128,21 @@ def test_rooms_import_only_those_below_them(package: str) -> None:
         if own in ("__init__", "__main__"):
             continue
         assert own in rooms, f"{own}: a new room; say where it stands"
-        for node in ast.parse(path.read_text()).body:  # what a function imports when it is called is no arrow
-            if isinstance(node, ast.ImportFrom) and node.module and inside(node.module, package):
-                names = [node.module] if "." in node.module else [f"{package}.{a.name}" for a in node.names]
-                above = [name for name in names if room_of(name) in rooms[rooms.index(own) + 1 :]]
-                offenders += [(str(path.relative_to(ROOT)), name) for name in above]
+        above = [f"{package}.{room}" for room in rooms[rooms.index(own) + 1 :]]
+        found = [name for name in imports(path, for_types=False) if any(inside(name, room) for room in above)]
+        offenders += [(str(path.relative_to(ROOT)), name) for name in found]
     assert not offenders
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    paths = [path for package in PACKAGES for path in sources(package)]
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+
+    def file_of(name: str) -> str | None:
+        return next((known for known in (name, name.rpartition(".")[0]) if known in files), None)
+
+    arrows = {file: {file_of(name) for name in imports(path, for_types=False)} for file, path in files.items()}
+    TopologicalSorter({file: found - {file, None} for file, found in arrows.items()}).prepare()
 
 
 def test_the_ground_floor_imports_none_of_the_others() -> None:

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from grpo_trainer.model import logprobs
-from grpo_trainer.model.logprobs import token_scores
+from grpo_trainer.engine import logprobs
+from grpo_trainer.engine.logprobs import token_scores
 
 
 def test_by_hand() -> None:

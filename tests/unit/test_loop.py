@@ -16,14 +16,15 @@ from typing import Any
 import pytest
 
 from grpo_trainer import loop
+from grpo_trainer.batch.batching import ReadyBatch
 from grpo_trainer.bench.step import measure
 from grpo_trainer.bench.step.options import StepOptions
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import ModelConfig, TrainConfig
-from grpo_trainer.distributed import Command, CommonWeightsError, PeerGoneError, World
 from grpo_trainer.errors import (
     BridgeError,
+    CommonWeightsError,
     ConfigError,
     GrpoError,
     HungError,
@@ -33,10 +34,11 @@ from grpo_trainer.errors import (
     StoppedError,
     TrainingError,
 )
-from grpo_trainer.feed import FedBatch
 from grpo_trainer.files import METRICS_FILE, held_folder
 from grpo_trainer.loop import run_steps
-from grpo_trainer.rollouts.types import Leased
+from grpo_trainer.losses import BatchCounts
+from grpo_trainer.parallel.world import Command, PeerGoneError, World
+from grpo_trainer.rollouts.types import RolloutBatch
 from grpo_trainer.saving.checkpoint import Progress
 from grpo_trainer.trainer import StepResult
 from grpo_trainer.versions import VersionOffset, VersionOffsets
@@ -98,9 +100,7 @@ class Told:
     def next(self, version: int, *, last: bool) -> Any:
         self.meet("next")
         self.events.append(f"{'last ' if last else ''}batch {version}")
-        return FedBatch(Leased(f"b{version}", ()), self.ready, {})
-
-    ready: Any = None
+        return ReadyBatch(RolloutBatch(f"b{version}", ()), (), BatchCounts(0, 0), {}, 0.0)
 
     def step(self, batch: Any, step: int, writing: Any) -> StepResult:
         self.meet("step")
@@ -110,12 +110,12 @@ class Told:
                 self.events.append("write")
         return StepResult(self.lands[step], {})
 
-    def trained(self, batch: FedBatch) -> tuple[str, ...]:
-        self.held.append(batch.leased.batch_id)
+    def trained(self, batch: ReadyBatch) -> tuple[str, ...]:
+        self.held.append(batch.rollouts.batch_id)
         return tuple(self.held)
 
-    def release(self, batch: FedBatch) -> None:
-        self.events.append(f"release {batch.leased.batch_id}")
+    def release(self, batch: ReadyBatch) -> None:
+        self.events.append(f"release {batch.rollouts.batch_id}")
 
     def report(self, step: int) -> dict[str, Any]:
         self.events.append(f"report {step}")

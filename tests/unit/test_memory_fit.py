@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from grpo_trainer.config.train import ModelConfig, TrainConfig
-from grpo_trainer.model import memory
-from grpo_trainer.model.activations import Kept, LayerMemory, Recomputation, measure
-from grpo_trainer.model.forward import Forward, build_forward
+from grpo_trainer.engine import memory
+from grpo_trainer.engine.activations import Kept, LayerMemory, Recomputation, measure
+from grpo_trainer.engine.forward import Forward, build_forward
 from tests.unit.factories import TinyModel
 from tests.unit.test_packing import one_step, settings, tiny
 from tests.unit.test_trainer import assert_same

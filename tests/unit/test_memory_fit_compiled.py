@@ -14,14 +14,14 @@ from torch._dynamo.utils import counters
 
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.engine import compiled
+from grpo_trainer.engine.activations import Kept, LayerMemory, Recomputation, measure
+from grpo_trainer.engine.ahead import compile_ahead
+from grpo_trainer.engine.compiled import compile_layers
+from grpo_trainer.engine.forward import build_forward
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.model import compiled
-from grpo_trainer.model.activations import Kept, LayerMemory, Recomputation, measure
-from grpo_trainer.model.ahead import compile_ahead
-from grpo_trainer.model.attach import build_without_weights
-from grpo_trainer.model.compiled import compile_layers
-from grpo_trainer.model.forward import build_forward
 from grpo_trainer.model.lora import add_adapter
+from grpo_trainer.shared.attach import build_without_weights
 from grpo_trainer.trainer import Trainer
 from tests.unit.test_memory_fit import Gpu, fitted, fitting_of, flags
 from tests.unit.test_packing import gradients, one_step, settings, tiny

@@ -13,7 +13,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.distributed import BUCKET_BYTES
 from grpo_trainer.doctor.memory import (
     BUCKET,
     CONTEXT,
@@ -27,9 +26,10 @@ from grpo_trainer.doctor.memory import (
 )
 from grpo_trainer.doctor.memory_advice import NOTHING_HELPS, Planned, advice, largest_rows
 from grpo_trainer.doctor.model_shape import ModelShape
+from grpo_trainer.engine.activations import measure
 from grpo_trainer.errors import ModelError
-from grpo_trainer.model.activations import measure
 from grpo_trainer.model.lora_linear import use_few_kernels
+from grpo_trainer.parallel.world import BUCKET_BYTES
 
 H200 = Devices("cuda", 141_000_000_000)
 SMALL = ModelShape(

@@ -18,13 +18,13 @@ from grpo_common.errors import Problem, UserError
 from grpo_trainer.config.options import build
 from grpo_trainer.config.run import build_run, read_toml
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.distributed import World
 from grpo_trainer.doctor.command import print_examination
 from grpo_trainer.doctor.examine import Examination
 from grpo_trainer.doctor.findings import Finding, fail, ok, warn
 from grpo_trainer.errors import ConfigError, HungError, PortBusyError, StoppedError, TrainingError
 from grpo_trainer.launch.child import Child
 from grpo_trainer.launch.ports import claim_ports
+from grpo_trainer.parallel.world import World
 from grpo_trainer.saving.manifest import Progress
 from grpo_trainer.shutdown import RunState, save_on_exit
 from grpo_trainer.signals import StopSignal

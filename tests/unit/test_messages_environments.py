@@ -21,7 +21,7 @@ from tests.unit.test_environment_config import parse
 from tests.unit.test_environment_http import ask
 from tests.unit.test_nccl import StandInLibrary
 from tests.unit.test_shared_server import check
-from vllm_server import compat
+from vllm_server import seams
 from vllm_server.errors import FatalError, IncompatibleError, ServeError
 from vllm_server.http import parse_body
 from vllm_server.protocol import LoraLoadRequest, nccl
@@ -158,9 +158,9 @@ def test_nccl(monkeypatch: pytest.MonkeyPatch, state: int, text: str) -> None:
 
 @pytest.mark.parametrize(("modules", "symbol"), [(["json"], "json.gone"), (["jsonx", "jsony"], "jsonx or jsony")])
 def test_a_vllm_without_what_is_used(monkeypatch: pytest.MonkeyPatch, modules: list[str], symbol: str) -> None:
-    monkeypatch.setattr(compat, "vllm_version", lambda: "0.40.0")
+    monkeypatch.setattr(seams, "vllm_version", lambda: "0.40.0")
     with pytest.raises(IncompatibleError) as error:
-        compat.seam(tuple(modules), "gone")
+        seams.seam(tuple(modules), "gone")
     assert str(error.value) == f"vLLM 0.40.0: has no {symbol}; wanted vLLM 0.25 to 0.33; install one of them"
 
 

@@ -11,14 +11,14 @@ import msgspec
 import pytest
 import torch
 
+from grpo_trainer.alignment.drift import DriftAlarm, Recheck, SampleGap
+from grpo_trainer.alignment.proof import prove_lora
 from grpo_trainer.errors import BridgeError, DriftError, ServerError
-from grpo_trainer.model.bridge_file import SHARED_FOLDER, find_bridge_config
-from grpo_trainer.model.names import NamesError, bind_names
 from grpo_trainer.server_client import ATTEMPTS
-from grpo_trainer.weights.drift import DriftAlarm, Recheck, SampleGap
+from grpo_trainer.shared.bridge_file import read_bridge_config
+from grpo_trainer.shared.names import NamesError, bind_names
 from grpo_trainer.weights.packed import PackedAdapter
-from grpo_trainer.weights.proof import prove_lora
-from grpo_trainer.weights.transports import transport as transports
+from grpo_trainer.weights.transports import choose
 from tests.golden.stand_in import bridge_config, write_config, write_tensors
 from tests.unit.test_drift import LIMIT, NOTHING_FITS, gap
 from tests.unit.test_multi_server import Bridge, several
@@ -168,19 +168,14 @@ def test_several_servers_that_differ() -> None:
     )
 
 
-def test_no_bridge_file_that_can_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOGDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
+def test_a_bridge_file_that_can_not_be_used(tmp_path: Path) -> None:
     config = bridge_config("some/model", write_tensors(tmp_path / "memory", {"norm.weight": torch.zeros(8)}))
     write_config(tmp_path, msgspec.structs.replace(config, tp_degree=2))
     with pytest.raises(BridgeError) as error:
-        find_bridge_config(None)
-    assert str(error.value).splitlines() == [
-        f"--vllm-config-path: got no usable {FILE_NAME} in {tmp_path}, {tmp_path / SHARED_FOLDER}; "
-        "start the server with `grpo serve --shared-weights`, or name its file",
-        f"{tmp_path / FILE_NAME}: tp_degree: each worker holds a part only; got 2, wanted 1; serve on one GPU",
-    ]
+        read_bridge_config(tmp_path)
+    assert str(error.value) == (
+        f"{tmp_path / FILE_NAME}: tp_degree: each worker holds a part only; got 2, wanted 1; serve on one GPU"
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,11 +205,11 @@ def test_no_transport_that_works(monkeypatch: pytest.MonkeyPatch, wanted: Transp
     def refuse(*_: object) -> Any:
         raise ServerError("no room", field="rank", got=64)
 
-    monkeypatch.setattr(transports, "OPENERS", dict.fromkeys(transports.ORDER, refuse))
-    monkeypatch.setattr(transports, "layout", lambda packed, told: transports.Layout(OURS, "here", told))
+    monkeypatch.setattr(choose, "OPENERS", dict.fromkeys(choose.OPENERS, refuse))
+    monkeypatch.setattr(choose, "layout", lambda packed, told: choose.Layout(OURS, "here", told))
     nothing: Any = None
     with pytest.raises(BridgeError) as error:
-        transports.open_transport(wanted, nothing, nothing, info(worker(uuid=OTHER)), Path(), 2)
+        choose.open_transport(wanted, nothing, nothing, info(worker(uuid=OTHER)), Path(), 2)
     assert str(error.value).splitlines() == lines
 
 
@@ -222,5 +217,5 @@ def test_a_transport_that_needs_a_gpu() -> None:
     nobody: Any = None
     packed = PackedAdapter(tiny_lora(), torch.float32)
     with pytest.raises(BridgeError) as error:
-        transports.open_transport("cuda_ipc", packed, nobody, info(), Path(), 2)
+        choose.open_transport("cuda_ipc", packed, nobody, info(), Path(), 2)
     assert str(error.value).splitlines()[1:] == ["not cuda_ipc: trainer: got a CPU, wanted a GPU"]

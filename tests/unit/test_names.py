@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_common.errors import Problem
-from grpo_trainer.model.names import FUSED, Binding, Facts, NamesError, Shape, bind_names
+from grpo_trainer.shared.names import FUSED, Binding, Facts, NamesError, Shape, bind_names
 from tests.golden.models import CONFIGS, golden, random_model
 
 ARCHITECTURES = sorted(CONFIGS)

@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from grpo_trainer.batch.batching import ready
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.train import ModelConfig, TrainConfig
+from grpo_trainer.engine import attention
+from grpo_trainer.engine.forward import MIXES, MORE_THAN_HEAD, build_forward
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.model import attention
-from grpo_trainer.model.forward import MIXES, MORE_THAN_HEAD, build_forward
 from grpo_trainer.model.load import compute_in
 from grpo_trainer.model.lora import add_adapter
 from grpo_trainer.model.reference import FrozenWeights
@@ -143,7 +143,7 @@ def test_a_frozen_reference_is_packed_as_the_policy_is() -> None:
 def test_there_is_no_padding() -> None:
     trainer = Trainer(tiny("qwen2"), settings(packing="on", share_prompts="off"))
     made = trainer.ready(full_rollouts())
-    assert sum(m.tokens_BT.numel() for m in made.microbatches) == sum(len(s.tokens_T) for s in made.prepared.sequences)
+    assert sum(m.tokens_BT.numel() for m in made.microbatches) == sum(len(s.tokens_T) for s in made.sequences)
     padded = ready(full_rollouts(), trainer.config)
     assert sum(m.tokens_BT.numel() for m in padded.microbatches) > sum(m.tokens_BT.numel() for m in made.microbatches)
 

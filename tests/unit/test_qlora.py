@@ -11,12 +11,12 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from grpo_trainer.alignment.proof import FAILED, NOISE_LIMIT_4BIT, prove_lora
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import BridgeError, ModelError
 from grpo_trainer.model.load import load_model, weights_of
 from grpo_trainer.model.lora import add_adapter
-from grpo_trainer.weights.proof import FAILED, NOISE_LIMIT_4BIT, prove_lora
 from tests.unit.test_proof import INFO, FakeServer
 from tests.unit.tiny_lora import fill_b, tiny_qwen
 

@@ -22,7 +22,7 @@ from grpo_trainer.feed import UNFIT_IN_A_ROW, BatchFeed
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.rollouts.decode import to_group
 from grpo_trainer.rollouts.filter import misfit
-from grpo_trainer.rollouts.types import Group, Leased, RolloutBatch
+from grpo_trainer.rollouts.types import Group, RolloutBatch
 from grpo_trainer.trainer import Trainer
 from tests.unit.factories import VOCAB, TinyModel, sample
 
@@ -79,10 +79,10 @@ class Api:
         self.batches = batches
         self.dropped: list[str] = []
 
-    def lease(self, check_stop: Any) -> Leased:
-        return Leased("b", next(self.batches))
+    def lease(self, check_stop: Any) -> RolloutBatch:
+        return RolloutBatch("b", next(self.batches))
 
-    def drop(self, leased: Leased, why: str) -> None:
+    def drop(self, leased: RolloutBatch, why: str) -> None:
         self.dropped.append(why)
 
     def environment_name(self, env_id: int | None) -> str:
@@ -102,7 +102,7 @@ def test_the_rest_of_a_batch_is_trained_on_and_one_warning_names_the_environment
     with caplog.at_level(logging.WARNING), feed(api) as batches:
         first = batches.next(0)
         second = batches.next(1)
-    assert first.leased.groups == (GOOD,)  # the log of samples sees no other either
+    assert first.rollouts.groups == (GOOD,)  # the log of samples sees no other either
     assert [reduce(each.metrics)["rollout/refused_groups"] for each in (first, second)] == [1, 2]
     assert reduce(second.metrics)["rollout/dropped_stale_groups"] == 0
     (why,) = api.dropped
@@ -110,7 +110,7 @@ def test_the_rest_of_a_batch_is_trained_on_and_one_warning_names_the_environment
     warned: list[Any] = [record.args for record in caplog.records if record.name == "grpo_trainer.rollouts.filter"]
     ((problem,),) = warned
     assert (problem.field, problem.got) == ("environment sums_0: sequence 1: tokens", "2000000000")
-    result = Trainer(TinyModel(), CONFIG).step(first.ready, 0)
+    result = Trainer(TinyModel(), CONFIG).step(first, 0)
     assert result.updated
 
 
@@ -131,7 +131,7 @@ def test_sequences_that_are_cut_are_told_of_once(caplog: pytest.LogCaptureFixtur
     long = Group((sample([1], [2] * 100_000, 0.0), sample([1], [3], 1.0)), environment=0)
     with caplog.at_level(logging.WARNING), feed(Api(iter([(long,), (long, GOOD)]))) as batches:
         found = [batches.next(version) for version in range(2)]
-    assert [reduce(each.ready.prepared.metrics)["batch/truncated"] for each in found] == [1, 1]
+    assert [reduce(each.metrics)["batch/truncated"] for each in found] == [1, 1]
     (warned,) = [record.args for record in caplog.records if record.name == "grpo_trainer.rollouts.filter"]
     assert warned == ("environment sums_0", 100_001, 10)
 
@@ -157,7 +157,7 @@ def test_the_trainer_knows_its_vocabulary() -> None:
 
 def test_every_tensor_of_a_packed_microbatch_moves_those_of_shared_prompts_included() -> None:
     samples = [sample([1, 2], [3 + i], float(i)) for i in range(3)]
-    prepared = ready(RolloutBatch("b", (Group(tuple(samples)),), {}), CONFIG).prepared
+    prepared = ready(RolloutBatch("b", (Group(tuple(samples)),)), CONFIG)
     (packed,) = split(prepared.sequences, 4, packed=True, shared=True)
     assert packed.packed is not None and packed.packed.shared is not None
     seen: list[Tensor] = []

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from grpo_trainer.config.train import LossConfig, ModelConfig, TrainConfig
+from grpo_trainer.engine.forward import Forward
+from grpo_trainer.engine.head import HeadPlan
 from grpo_trainer.logs.samples import SampleLog, choose, policy_logprobs, whole_characters
 from grpo_trainer.loop import run_steps
 from grpo_trainer.metrics.rows import keep_steps, read_rows
-from grpo_trainer.model.forward import Forward
-from grpo_trainer.model.head import HeadPlan
 from grpo_trainer.rollouts.types import Group, Sample
 from grpo_trainer.saving.checkpoint import Progress
 from tests.unit.test_loop import Told

@@ -24,8 +24,8 @@ from grpo_trainer.config.train import CheckpointConfig, ModelConfig, OptimizerCo
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import whole_folder
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.model.policy import AllWeights
 from grpo_trainer.optim.spikes import NEEDED
+from grpo_trainer.policy import AllWeights
 from grpo_trainer.saving import manifest
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.saving.generators import generator_states, restore_generators, seed_generators

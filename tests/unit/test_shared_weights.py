@@ -12,16 +12,16 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
+from grpo_trainer.alignment.proof import FAILED, OTHER_WEIGHTS
+from grpo_trainer.alignment.shared_proof import UNSEEN
 from grpo_trainer.config.bridge import SharedVllm
 from grpo_trainer.config.train import CheckpointConfig, ModelConfig, OptimizerConfig, TrainConfig
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError, ServerError, TrainingError
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.model.policy import AllWeights, SharedWeights, choose_trained
+from grpo_trainer.policy import AllWeights, SharedWeights, choose_trained
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.weights import shared_weights
-from grpo_trainer.weights.proof import FAILED, OTHER_WEIGHTS
-from grpo_trainer.weights.shared_proof import UNSEEN
 from grpo_trainer.weights.shared_weights import SharedBridge
 from tests.unit.factories import batch, sample
 from tests.unit.test_proof import INFO

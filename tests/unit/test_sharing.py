@@ -17,10 +17,10 @@ from grpo_trainer.batch.batching import deal, ready
 from grpo_trainer.batch.microbatches import TrainingSequence, split
 from grpo_trainer.batch.shared_prompts import by_family, deal_families, families, plan_shared
 from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.engine.attention import arguments, packed_attention
+from grpo_trainer.engine.forward import build_forward
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.model.attention import arguments, packed_attention
-from grpo_trainer.model.forward import build_forward
 from grpo_trainer.model.lora import add_adapter
 from grpo_trainer.rollouts.types import RolloutBatch
 from grpo_trainer.trainer import Trainer
@@ -218,7 +218,7 @@ def test_what_can_not_be_had_is_refused() -> None:
 
 def test_a_model_that_does_not_see_the_prompt_has_it_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one would whose attention ignores what it is told."""
-    from grpo_trainer.model import attention
+    from grpo_trainer.engine import attention
 
     told = attention.arguments
     deaf = {"shared_prompts": attention.NONE_SHARED}

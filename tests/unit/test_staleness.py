@@ -72,9 +72,9 @@ def test_jumps_add_up_and_a_new_run_has_none() -> None:
 
 def test_a_weight_multiplies_the_loss_and_leaves_the_normaliser() -> None:
     config = TrainConfig(model=ModelConfig(name="m"))
-    plain = ready(RolloutBatch("b", tuple(GROUPS), {}), config).prepared
+    plain = ready(RolloutBatch("b", tuple(GROUPS)), config)
     lowered = judge(GROUPS, 6, limit=2, on_stale="downweight").groups
-    halved = ready(RolloutBatch("b", lowered, {}), config).prepared
+    halved = ready(RolloutBatch("b", lowered), config)
     assert halved.counts == plain.counts
     ratios = [b.weight / a.weight for a, b in zip(plain.sequences, halved.sequences, strict=True)]
     assert ratios == [1.0, 1.0, 0.5, 0.5, 1.0, 1.0, 0.25, 0.25]

@@ -59,7 +59,7 @@ def full_rollouts(seed: int = 0) -> RolloutBatch:
     told = [sample([1], [3, 4, 5], 1.0, supervised=True), sample([1], [6], 0.0, teacher=[{7: -0.1, 8: -3.0}])]
     dull = [sample([1, 2], [3, 4, 5, 6], 1.0, teacher=teacher(4), temperature=0.7) for _ in range(2)]
     plain = rollouts(seed).groups
-    return RolloutBatch("b", (*plain, *batch([*told, sample([1], [2], 1.0)], dull).groups), {})
+    return RolloutBatch("b", (*plain, *batch([*told, sample([1], [2], 1.0)], dull).groups))
 
 
 def gradients(trainer: Trainer) -> list[torch.Tensor]:

@@ -13,9 +13,9 @@ import torch
 
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.weights.packed import PackedAdapter
-from grpo_trainer.weights.transports import transport as module
+from grpo_trainer.weights.transports import choose as module
+from grpo_trainer.weights.transports.choose import OPENERS, Layout, layout, obstacle, open_transport
 from grpo_trainer.weights.transports.disk import Disk
-from grpo_trainer.weights.transports.transport import ORDER, Layout, layout, obstacle, open_transport
 from tests.unit.tiny_lora import tiny_lora
 from vllm_server.protocol import BridgeInfo, Transport, WorkerInfo, machine_id
 from vllm_server.protocol.nccl import NcclError
@@ -121,7 +121,7 @@ def worker(rank: int = 0, uuid: str = OURS, visible: list[str] | None = None) ->
 )
 def test_what_works_where(trainer: str, told: BridgeInfo, works: set[Transport]) -> None:
     where = Layout(trainer, "here", told)
-    assert {name for name in ORDER if obstacle(name, where) is None} == works | {"memory", "disk"}
+    assert {name for name in OPENERS if obstacle(name, where) is None} == works | {"memory", "disk"}
 
 
 @pytest.mark.parametrize("name", ["cuda_ipc", "nccl"])
@@ -176,7 +176,7 @@ def openers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
 
         return open_it
 
-    monkeypatch.setattr(module, "OPENERS", {name: opener(name) for name in ORDER})
+    monkeypatch.setattr(module, "OPENERS", {name: opener(name) for name in OPENERS})
     monkeypatch.setattr(module, "layout", lambda packed, told: Layout(OURS, "here", told))
     return failures
 
@@ -202,7 +202,7 @@ def test_auto_takes_the_fastest_that_opens(openers: dict[str, Exception], caplog
 
 
 def test_a_transport_that_was_asked_for_is_taken_or_refused_with_the_reason(openers: dict[str, Exception]) -> None:
-    for name in ORDER:
+    for name in OPENERS:
         assert opened(name) == name
         openers[name] = ServerError(f"{name} refused")
         with pytest.raises(BridgeError) as refused:
@@ -214,4 +214,4 @@ def test_a_transport_that_was_asked_for_is_taken_or_refused_with_the_reason(open
         opened(None)
     assert none.value.got == "auto"
     reasons = [(reason.field, reason.summary) for reason in none.value.problems[1:]]
-    assert reasons == [(f"not {name}", f"{name} refused") for name in ORDER]
+    assert reasons == [(f"not {name}", f"{name} refused") for name in OPENERS]

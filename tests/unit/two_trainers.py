@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
+from grpo_trainer.alignment.proof import Probe, trainer_logprobs
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.distributed import Restore, World, join
 from grpo_trainer.follower import follow
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.model.policy import build_policy
+from grpo_trainer.parallel.world import Restore, World, join
+from grpo_trainer.policy import build_policy
 from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.saving.generators import seed_generators
 from grpo_trainer.saving.manifest import Progress
 from grpo_trainer.trainer import Trainer
-from grpo_trainer.weights.proof import Probe, trainer_logprobs
 from tests.unit.factories import batch, sample
 
 STEPS = 3

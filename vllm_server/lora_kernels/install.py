@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_server import compat
+from vllm_server import seams
 from vllm_server.lora_kernels import KERNELS_VARIABLE
 from vllm_server.lora_kernels.groups import group, slots_of, write
 from vllm_server.worker import is_batch_invariant
@@ -17,7 +17,7 @@ logger = logging.getLogger("vllm.grpo.lora_kernels")
 
 def prepare_worker() -> None:
     """Group tokens on the host. With `--lora-kernels grpo`, also replace vLLM's kernels by ours."""
-    module = compat.seam(("vllm.lora.punica_wrapper.punica_gpu",), "PunicaWrapperGPU")
+    module = seams.seam(("vllm.lora.punica_wrapper.punica_gpu",), "PunicaWrapperGPU")
     module.PunicaWrapperGPU.update_metadata = update_metadata
     if os.environ.get(KERNELS_VARIABLE) != "grpo":
         return

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vllm_server import compat
+from vllm_server import compat, seams
 from vllm_server.lora_kernels import kernels
 
 MOST_SLICES = 3
@@ -170,8 +170,8 @@ def install() -> None:
     """
     global _library
     module = "vllm.lora.ops.triton_ops"
-    shrink_op = compat.seam((f"{module}.lora_shrink_op",), "_lora_shrink")
-    expand_op = compat.seam((f"{module}.lora_expand_op",), "_lora_expand")
+    shrink_op = seams.seam((f"{module}.lora_shrink_op",), "_lora_shrink")
+    expand_op = seams.seam((f"{module}.lora_expand_op",), "_lora_expand")
     _library = torch.library.Library("vllm", "IMPL")
     key = compat.dispatch_key()
     _library.impl("lora_shrink", _shrink_in_place_of(shrink_op._lora_shrink), key, allow_override=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_server import compat
+from vllm_server import seams
 from vllm_server.worker.packed import PackedAdapter
 
 COUNTED = "rows_not_finite"
@@ -67,7 +67,7 @@ def mark_logits() -> None:
         FatalError: this vLLM computes logits elsewhere.
     """
     name = "LogitsProcessor"
-    processor = getattr(compat.seam(("vllm.model_executor.layers.logits_processor",), name), name)
+    processor = getattr(seams.seam(("vllm.model_executor.layers.logits_processor",), name), name)
     vllms: Callable[..., Tensor | None] = processor.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -75,7 +75,7 @@ def mark_logits() -> None:
         return logits if logits is None else marked(logits)
 
     processor.forward = forward
-    runner = compat.seam(("vllm.v1.worker.gpu_model_runner",))
+    runner = seams.seam(("vllm.v1.worker.gpu_model_runner",))
     if hasattr(runner, "count_nans_per_row"):  # vLLM's own makes a mask of all logits
         vars(runner)["count_nans_per_row"] = rows_with_nan
 
@@ -107,7 +107,7 @@ def zero_new_blocks() -> None:
     Raises:
         FatalError: this vLLM has no such switch.
     """
-    config = compat.seam(("vllm.v1.kv_cache_interface",), "KVCacheConfig").KVCacheConfig
+    config = seams.seam(("vllm.v1.kv_cache_interface",), "KVCacheConfig").KVCacheConfig
     if not isinstance(getattr(config, "needs_kv_cache_zeroing", None), property):
-        raise compat.moved("KVCacheConfig.needs_kv_cache_zeroing")
+        raise seams.moved("KVCacheConfig.needs_kv_cache_zeroing")
     config.needs_kv_cache_zeroing = property(lambda _: True)

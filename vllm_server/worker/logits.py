@@ -1,7 +1,7 @@
 """Logits in fp32: the head's product is summed in fp32, and vLLM rounds the sum to the model's 16 bits.
 
 A logit of 10 in bfloat16 is off by up to 0.03: half of the total error of a bfloat16 model, measured on the demo model.
-The trainer's logits are fp32, too (`grpo_trainer.model.head`). vLLM 0.32, unlike 0.25, has this as
+The trainer's logits are fp32, too (`grpo_trainer.engine.head`). vLLM 0.32, unlike 0.25, has this as
 `--hf-overrides '{"head_dtype": "float32"}'`. The change here works in both, and users need no flag.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vllm_server import compat
+from vllm_server import seams
 from vllm_server.worker import LOGITS_VARIABLE, is_batch_invariant
 
 logger = logging.getLogger("vllm.grpo.logits")
@@ -30,7 +30,7 @@ def prepare_worker() -> None:
         logger.warning("VLLM_BATCH_INVARIANT: logits have the model's dtype, the only one of its product")
         return
     name = "UnquantizedEmbeddingMethod"
-    method = getattr(compat.seam(("vllm.model_executor.layers.vocab_parallel_embedding",), name), name)
+    method = getattr(seams.seam(("vllm.model_executor.layers.vocab_parallel_embedding",), name), name)
     method.apply = exact_in_place_of(method.apply)
 
 

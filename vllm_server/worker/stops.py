@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_server import compat
+from vllm_server import seams
 
 FEW = 8
 """Up to this many ids, a list is as fast."""
@@ -20,9 +20,9 @@ def look_up_in_sets() -> None:
     Raises:
         FatalError: this vLLM takes requests elsewhere.
     """
-    core = compat.seam(("vllm.v1.engine.core",), "EngineCore").EngineCore
+    core = seams.seam(("vllm.v1.engine.core",), "EngineCore").EngineCore
     if not hasattr(core, "preprocess_add_request"):
-        raise compat.moved("EngineCore.preprocess_add_request")
+        raise seams.moved("EngineCore.preprocess_add_request")
     vllms: Callable[..., tuple[Any, int]] = core.preprocess_add_request
 
     def preprocess_add_request(self: Any, request: Any) -> tuple[Any, int]:

@@ -14,6 +14,7 @@ from grpo_trainer.bench.sync.options import ModelChoice
 from grpo_trainer.bench.sync.shapes import SHAPES
 from grpo_trainer.config.options import Section, option
 from grpo_trainer.errors import ConfigError
+from vllm_server.protocol.lora import Transport
 
 GROUP = 8
 """Completions of a prompt."""
@@ -57,7 +58,7 @@ class BridgeChoice(Section):
         "shared_vllm", help="The weight bridge, as --weight-bridge-mode of a run."
     )
     share_base: bool = option(False, help="lora_only: the trainer's base model is the server's, as --share-base.")
-    transport: Literal["auto", "disk", "memory", "cuda_ipc", "nccl"] = option(
+    transport: Literal["auto", Transport] = option(
         "auto", help="lora_only: how adapters go to the server, as --lora-transport."
     )
 

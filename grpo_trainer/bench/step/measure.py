@@ -12,7 +12,6 @@ from unittest import mock
 import torch
 from transformers import PreTrainedModel
 
-from grpo_trainer.allocator import grow_segments
 from grpo_trainer.bench.step.flops import step_flops
 from grpo_trainer.bench.step.options import StepOptions
 from grpo_trainer.bench.step.rollouts import GROUP, synthetic_batch
@@ -23,14 +22,15 @@ from grpo_trainer.config.distributed import DistributedConfig
 from grpo_trainer.config.options import build
 from grpo_trainer.config.rules import checked
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.distributed import World, join
+from grpo_trainer.engine.allocator import grow_segments
 from grpo_trainer.follower import run_worker
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.model.attach import build_without_weights
-from grpo_trainer.model.cut import cut, draw_weights, give_memory, is_cut
 from grpo_trainer.model.load import freeze
 from grpo_trainer.model.lora import add_adapter
+from grpo_trainer.parallel.shards import draw_weights, give_memory, is_sharded, shard_model
+from grpo_trainer.parallel.world import World, join
 from grpo_trainer.rollouts.types import RolloutBatch
+from grpo_trainer.shared.attach import build_without_weights
 from grpo_trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def build_model(
     torch.manual_seed(options.seed)
     model = build_without_weights(model_config(shape, dtype), dtype, options.model.attention, device)
     if cut_over is not None:
-        cut(model, cut_over, device, dtype)
+        shard_model(model, cut_over, device, dtype)
     give_memory(model, device)
     draw_weights(model, options.seed)
     return model
@@ -112,7 +112,7 @@ def build_trainer(options: StepOptions, device: torch.device, world: World | Non
     """As a run has it, but for the weights."""
     world = world or World()
     config = train_config(options, world.size)
-    model = build_model(SHAPES[options.model.shape], options, device, world if is_cut(world, config) else None)
+    model = build_model(SHAPES[options.model.shape], options, device, world if is_sharded(world, config) else None)
     freeze(model, config.model)
     if isinstance(config.bridge, LoraOnly):
         return Trainer(add_adapter(model, config.bridge, options.seed), config, world=world)

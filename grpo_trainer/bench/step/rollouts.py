@@ -34,7 +34,7 @@ def synthetic_batch(choice: BatchChoice, vocab: int, seed: int) -> RolloutBatch:
         groups.append(
             Group(tuple(_sample(prompt, int(length), vocab, random) for length in lengths[start : start + GROUP]))
         )
-    return RolloutBatch(f"synthetic-{seed}", tuple(groups), {})
+    return RolloutBatch(f"synthetic-{seed}", tuple(groups))
 
 
 def _sample(prompt: NDArray[np.int64], length: int, vocab: int, random: np.random.Generator) -> Sample:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from grpo_trainer.alignment.proof import Proved
 from grpo_trainer.bench.sync.memory import gpu_used_mb, gpus_in_use
 from grpo_trainer.bench.sync.options import ModelChoice, SyncOptions
 from grpo_trainer.bench.sync.random_model import ensure_model
@@ -23,7 +24,6 @@ from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.launch.owned_server import OwnedServer
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.server_client import ServerClient
-from grpo_trainer.weights.proof import Proved
 
 PROMPT = [2, 3, 5, 7]
 

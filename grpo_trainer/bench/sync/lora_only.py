@@ -37,7 +37,7 @@ from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.launch.owned_server import OwnedServer
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.model.policy import build_policy
+from grpo_trainer.policy import build_policy
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.lora_swap import LoraSwap
 from vllm_server.protocol import LoraLoadRequest, LoraLoadResponse

@@ -13,10 +13,11 @@ from grpo_trainer.bench.sync.common import gpu_used_gb, placed
 from grpo_trainer.bench.sync.figures import Baseline, LoadFigures, Publish, PublishFigures, publish_figures
 from grpo_trainer.bench.sync.load import LoadTest
 from grpo_trainer.bench.sync.memory import MemoryFigures, Snapshot, gpus_in_use, memory_figures, snapshot
+from grpo_trainer.bench.sync.open import OPENERS
 from grpo_trainer.bench.sync.options import SyncOptions
 from grpo_trainer.bench.sync.shapes import SHAPES
 from grpo_trainer.bench.sync.step import StepFigures, measure_step
-from grpo_trainer.bench.sync.subject import Facts, Place, Subject, opener
+from grpo_trainer.bench.sync.subject import Facts, Place, Subject
 from vllm_server.protocol import BridgeInfo
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ def measure(options: SyncOptions, server_args: tuple[str, ...]) -> Report:
     """
     with (
         placed(options.model, options.log_dir, server_args) as place,
-        opener(options.choice.bridge)(options, place) as subject,
+        OPENERS[options.choice.bridge](options, place) as subject,
     ):
         return _measure(options, place, subject)
 

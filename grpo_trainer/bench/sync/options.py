@@ -9,6 +9,7 @@ from pydantic import model_validator
 
 from grpo_trainer.config.options import Section, option
 from grpo_trainer.errors import ConfigError
+from vllm_server.protocol.lora import Transport
 
 
 class BridgeChoice(Section):
@@ -18,9 +19,7 @@ class BridgeChoice(Section):
         "lora_only", help="The weight bridge; none restarts the server at each publish, so --repeat 3 will do."
     )
     share_base: bool = option(False, help="lora_only: the trainer's base model is the server's, as --share-base.")
-    transport: Literal["auto", "disk", "memory", "cuda_ipc", "nccl"] = option(
-        "auto", help="How adapters go to the server, as --lora-transport."
-    )
+    transport: Literal["auto", Transport] = option("auto", help="How adapters go to the server, as --lora-transport.")
     lora_r: int = option(16, help="Rank of the adapter, on all linear modules.")
     lora_root: Path | None = option(
         None, help="Folder of --transport disk and of the baseline, e.g. /dev/shm (default: a temporary one)."

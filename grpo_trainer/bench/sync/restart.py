@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from grpo_trainer.alignment.model_proof import ModelProof
 from grpo_trainer.bench.sync.common import (
     OwnServer,
     check_answers,
@@ -33,13 +34,12 @@ from grpo_trainer.launch.owned_server import OwnedServer
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.load import load_all_weights
-from grpo_trainer.model.policy import AllWeights, load_tokenizer
 from grpo_trainer.optim import build_optimizer
+from grpo_trainer.policy import AllWeights, load_tokenizer
 from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights import checkpoint_restart
 from grpo_trainer.weights.checkpoint_restart import CheckpointModels
-from grpo_trainer.weights.model_proof import ModelProof
 
 log = logging.getLogger(__name__)
 

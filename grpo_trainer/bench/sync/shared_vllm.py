@@ -31,7 +31,7 @@ from grpo_trainer.config.rules import checked
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.launch.owned_server import OwnedServer
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.model.policy import SharedWeights, build_policy
+from grpo_trainer.policy import SharedWeights, build_policy
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.shared_weights import SharedBridge
 from vllm_server.protocol import InFlight

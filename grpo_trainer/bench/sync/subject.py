@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from grpo_trainer.bench.sync.figures import Baseline, Publish
-from grpo_trainer.bench.sync.options import SyncOptions
 from grpo_trainer.bench.sync.step import Training
 from grpo_trainer.server_client import ServerClient
 from vllm_server.protocol import BridgeInfo
@@ -115,13 +112,3 @@ class Subject(Protocol):
     def baseline(self, repeat: int) -> Baseline | None:
         """Publish by vLLM's own means, if it has any. Call this last: nothing can be published afterwards."""
         ...
-
-
-Open = Callable[[SyncOptions, Place], AbstractContextManager[Subject]]
-
-
-def opener(bridge: str) -> Open:
-    """Starts the measurement of a bridge."""
-    from grpo_trainer.bench.sync import lora_only, restart, shared_vllm
-
-    return {"lora_only": lora_only.opened, "shared_vllm": shared_vllm.opened, "none": restart.opened}[bridge]

@@ -1,13 +1,11 @@
-"""Find `vllm_bridge_config.json`, and refuse a file unless it describes a running server of this user and machine."""
+"""Read `vllm_bridge_config.json`, and refuse it unless it describes a running server of this user and machine."""
 
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import os
 import stat
-import tempfile
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
@@ -22,11 +20,6 @@ from grpo_trainer.errors import BridgeError
 from vllm_server.protocol import machine_id
 from vllm_server.protocol.bridge_config import FILE_NAME, SCHEMA_VERSION, BridgeConfigFile, CudaIpcHandle, Handle
 
-log = logging.getLogger(__name__)
-
-SHARED_FOLDER: Final = "atropos_bridge"
-"""Folder in the system temporary folder into which a server writes the file by default."""
-
 CLOCK_SLACK_S: Final = 2.0
 """Tolerance in comparing start times of processes, which are rounded, with file times, which are of another clock."""
 
@@ -34,51 +27,15 @@ ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Dtypes that can be trained. Torch's own table is not used, so that this file needs no torch."""
 
 
-def find_bridge_config(path: Path | None) -> BridgeConfigFile:
-    """Return the server's file: the named one, else the first usable one in the known places.
-
-    Args:
-        path: `--vllm-config-path`, the file or its folder; None: search `$LOGDIR`, `.`, and `atropos_bridge` in the
-            system temporary folder, in this order.
-
-    Raises:
-        BridgeError: no file is usable; the message has the reason for each.
-    """
-    if path is not None:
-        return read_bridge_config(path / FILE_NAME if path.is_dir() else path)
-    refused: list[Problem] = []
-    for candidate in known_places():
-        if not os.path.lexists(candidate):
-            continue
-        try:
-            return read_bridge_config(candidate)
-        except BridgeError as error:
-            log.warning("passed over: %s", error)
-            refused += error.problems
-    looked = ", ".join(str(candidate.parent) for candidate in known_places())
-    none = Problem(
-        field="--vllm-config-path",
-        got=f"no usable {FILE_NAME} in {looked}",
-        fix="start the server with `grpo serve --shared-weights`, or name its file",
-    )
-    raise BridgeError.of([none, *refused])
-
-
-def known_places() -> list[Path]:
-    """Return the places to search for the file, in order."""
-    folders = [Path(folder) for folder in [os.environ.get("LOGDIR")] if folder]
-    folders += [Path.cwd(), Path(tempfile.gettempdir()) / SHARED_FOLDER]
-    return [folder / FILE_NAME for folder in dict.fromkeys(folders)]
-
-
 def read_bridge_config(path: Path) -> BridgeConfigFile:
-    """Read one file, and check everything that needs neither the server's answer nor a GPU.
+    """Read the file, or the one in the folder, and check everything that needs neither the server's answer nor a GPU.
 
     The caller must compare `boot_id` with that of `/bridge/info`, to exclude a file from before a server's restart.
 
     Raises:
         BridgeError: the file is not usable.
     """
+    path = path / FILE_NAME if path.is_dir() else path
     data, written = _read_private(path)
     try:
         version = msgspec.json.decode(data, type=_Versioned).schema_version

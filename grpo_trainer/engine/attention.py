@@ -25,7 +25,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from grpo_trainer.batch.microbatches import Packed
-from grpo_trainer.model.attention_parts import merge
+from grpo_trainer.engine.attention_parts import merge
 
 NAME = "grpo_packed"
 NONE_SHARED = (None, None, 0, 0, 0, 0)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from grpo_common.errors import Problem
-from grpo_trainer.model.forward import evaluating
+from grpo_trainer.engine.forward import evaluating
 from vllm_server.protocol import BridgeInfo
 
 log = logging.getLogger(__name__)

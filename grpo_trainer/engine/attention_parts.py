@@ -23,7 +23,7 @@ def merge(out_RHD: Tensor, normalisers_HR: Tensor, seen_RHD: Tensor, seen_HR: Te
         normalisers_HR, seen_HR: fp32, the logs of their normalisers, contiguous over tokens.
     """
     if out_RHD.is_cuda and HAS_TRITON:
-        from grpo_trainer.model import attention_kernel
+        from grpo_trainer.engine import attention_kernel
 
         with torch.cuda.device(out_RHD.device):  # Triton launches on the current device, not on the tensors'
             attention_kernel.launch(out_RHD, normalisers_HR, seen_RHD, seen_HR)

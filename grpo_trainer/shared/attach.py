@@ -21,10 +21,10 @@ from transformers.initialization import no_init_weights
 
 from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError
-from grpo_trainer.model.bridge_file import check_gpu, end_of, start_of, storage_of, tied_names
 from grpo_trainer.model.check import check_model
 from grpo_trainer.model.load import check_attention, freeze, pick_device, pick_dtype
-from grpo_trainer.model.names import Binding, Facts, bind_names
+from grpo_trainer.shared.bridge_file import check_gpu, end_of, start_of, storage_of, tied_names
+from grpo_trainer.shared.names import Binding, Facts, bind_names
 from vllm_server.protocol.bridge_config import BridgeConfigFile, CudaIpcHandle, FileHandle, Handle
 
 log = logging.getLogger(__name__)

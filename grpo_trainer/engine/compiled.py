@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from grpo_trainer.engine import attention
+from grpo_trainer.engine.activations import Kept, Recomputation
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.model import attention
-from grpo_trainer.model.activations import Kept, Recomputation
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Several trainer processes as one: each has a GPU and a share of each batch. `sharding.py` has the weights of each.
+"""Several trainer processes as one: each has a GPU and a share of each batch. `strategies.py` has the weights of each.
 
 Rank 0 leads. It runs the loop as if it were alone, and only rank 0 uses the rollout API, the server and the disk.
 Work of all ranks begins with an *order* that rank 0 sends to the others, which only wait for orders (`follower.py`):
@@ -30,7 +30,14 @@ from torch import Tensor
 from grpo_trainer.batch.batching import ReadyBatch
 from grpo_trainer.batch.microbatches import MicroBatch
 from grpo_trainer.config.distributed import DistributedConfig
-from grpo_trainer.errors import ConfigError, DriftError, GrpoError, TrainingError
+from grpo_trainer.errors import (
+    CommonDriftError,
+    CommonError,
+    CommonWeightsError,
+    ConfigError,
+    DriftError,
+    TrainingError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -253,24 +260,6 @@ class World:
                 got=f"rank {', '.join(map(str, different))}",
                 fix="resume from the last checkpoint with --resume auto",
             )
-
-
-class CommonError(GrpoError):
-    """An error that all processes raise at the same place and for the same reason, so they remain in step."""
-
-
-class CommonTrainingError(CommonError, TrainingError):
-    """Training can't continue; all processes raise this."""
-
-
-class CommonWeightsError(CommonTrainingError):
-    """The weights themselves are wrong; all processes raise this."""
-
-    spoils_weights = True
-
-
-class CommonDriftError(CommonError, DriftError):
-    """Samples have drifted; all processes raise this."""
 
 
 class PeerGoneError(TrainingError):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from grpo_trainer.model.logprobs import TokenScores
+from grpo_trainer.engine.logprobs import TokenScores
 
 COMPILED_CHUNK = 1 << 27
 """Logits of a chunk if both functions are compiled: about 768 rows of Qwen's vocabulary."""

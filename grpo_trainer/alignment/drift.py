@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from grpo_common.errors import Problem
+from grpo_trainer.alignment.proof import NOISE_LIMIT, NOISE_LIMIT_4BIT
 from grpo_trainer.batch.microbatches import MicroBatch, TrainingSequence, split
 from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.engine.forward import Forward, evaluating
 from grpo_trainer.errors import DriftError
 from grpo_trainer.metrics.types import Mean, Metric
-from grpo_trainer.model.forward import Forward, evaluating
-from grpo_trainer.weights.proof import NOISE_LIMIT, NOISE_LIMIT_4BIT
 
 log = logging.getLogger(__name__)
 

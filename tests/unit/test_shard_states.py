@@ -13,8 +13,8 @@ from torch import nn
 
 from grpo_trainer.config.train import OptimizerConfig
 from grpo_trainer.errors import ConfigError, DiskFullError, from_os_error
-from grpo_trainer.model.cut_states import STATES_FOLDER, Place, read_states, whole_parts, write_states
 from grpo_trainer.optim import TwoPartOptimizer, build_optimizer
+from grpo_trainer.parallel.shard_states import STATES_FOLDER, Place, read_states, whole_parts, write_states
 
 
 def trained(name: str, width: int = 6) -> tuple[nn.Module, TwoPartOptimizer]:

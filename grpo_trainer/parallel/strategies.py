@@ -24,14 +24,14 @@ from torch.nn import Parameter
 
 from grpo_trainer.batch.microbatches import MicroBatch
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.distributed import Collect, Command, ModelPass, SaveStates, Score, World, peers
+from grpo_trainer.engine.forward import Forward, build_forward
+from grpo_trainer.engine.logprobs import TokenScores
+from grpo_trainer.engine.memory import fit
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.model.cut import with_rest
-from grpo_trainer.model.cut_states import Part, Place, write_states
 from grpo_trainer.model.export import architecture, stored_tensors
-from grpo_trainer.model.forward import Forward, build_forward
-from grpo_trainer.model.logprobs import TokenScores
-from grpo_trainer.model.memory import fit
+from grpo_trainer.parallel.shard_states import Part, Place, write_states
+from grpo_trainer.parallel.shards import with_rest
+from grpo_trainer.parallel.world import Collect, Command, ModelPass, SaveStates, Score, World, peers
 
 METHOD = "grpo_scores"
 """A sharded model's method for `Forward.scores`, registered with FSDP2 so that weights are gathered for it too."""
@@ -276,7 +276,7 @@ def hold(
     """Return this process's holding of a model, with the forward pass ready for steps.
 
     Args:
-        model: a whole model, or one that is sharded already (`model/cut.py`).
+        model: a whole model, or one that is sharded already (`shards.py`).
         before_measuring: see `fit`.
 
     Raises:

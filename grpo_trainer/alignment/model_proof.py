@@ -11,9 +11,7 @@ from typing import Any
 
 from peft import PeftModel
 
-from grpo_trainer.errors import BridgeError
-from grpo_trainer.server_client import ServerClient
-from grpo_trainer.weights.proof import (
+from grpo_trainer.alignment.proof import (
     BASE_MODEL,
     COMPLETION_TOKENS,
     FAILED,
@@ -28,6 +26,8 @@ from grpo_trainer.weights.proof import (
     probe_prompts,
     trainer_logprobs,
 )
+from grpo_trainer.errors import BridgeError
+from grpo_trainer.server_client import ServerClient
 from vllm_server.protocol import BridgeInfo
 
 log = logging.getLogger(__name__)

@@ -25,13 +25,13 @@ from transformers import PreTrainedModel
 from grpo_trainer.batch.microbatches import MicroBatch, TrainingSequence, layout, split
 from grpo_trainer.config.compute import Choice
 from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.engine import attention
+from grpo_trainer.engine.activations import Recomputation, known_layers
+from grpo_trainer.engine.compiled import CompiledLayers
+from grpo_trainer.engine.head import ExactHead, HeadPlan, head_scores
+from grpo_trainer.engine.logprobs import TokenScores, token_scores
 from grpo_trainer.errors import ConfigError, TrainingError
-from grpo_trainer.model import attention
-from grpo_trainer.model.activations import Recomputation, known_layers
-from grpo_trainer.model.compiled import CompiledLayers
-from grpo_trainer.model.head import ExactHead, HeadPlan, head_scores
 from grpo_trainer.model.load import pick_dtype
-from grpo_trainer.model.logprobs import TokenScores, token_scores
 
 log = logging.getLogger(__name__)
 

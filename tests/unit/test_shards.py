@@ -19,15 +19,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, PreTra
 
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.distributed import Command, ModelPass, World
+from grpo_trainer.engine import memory
+from grpo_trainer.engine.activations import Kept, LayerMemory, Recomputation
+from grpo_trainer.engine.forward import build_forward
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.model import memory
-from grpo_trainer.model.activations import Kept, LayerMemory, Recomputation
-from grpo_trainer.model.attach import build_without_weights
-from grpo_trainer.model.cut import cut, draw_weights, give_memory, is_cut, read_weights, with_rest
-from grpo_trainer.model.forward import build_forward
 from grpo_trainer.model.load import freeze
+from grpo_trainer.parallel.shards import draw_weights, give_memory, is_sharded, read_weights, shard_model, with_rest
+from grpo_trainer.parallel.world import Command, ModelPass, World
+from grpo_trainer.shared.attach import build_without_weights
 from grpo_trainer.trainer import Trainer
 from tests.unit.factories import batch, sample
 
@@ -68,7 +68,7 @@ def plain(config: object) -> PreTrainedModel:
 
 def cut_model(config: object, world: World | None = None) -> PreTrainedModel:
     model = build_without_weights(config, torch.float32, "sdpa", CPU)
-    cut(model, world or World(), CPU, torch.float32)
+    shard_model(model, world or World(), CPU, torch.float32)
     give_memory(model, CPU)
     return model
 
@@ -233,16 +233,16 @@ def test_what_can_not_be_cut_stays_whole(
     values: dict[str, object], named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     several = World(0, 2)
-    assert not is_cut(several, config_with(**values)) and named in caplog.text
-    assert not is_cut(several, config_with(weight_bridge_mode="lora_only"))
-    assert not is_cut(World(), config_with())
-    assert is_cut(several, config_with())
-    assert not is_cut(several, config_with(sharding="none"))
+    assert not is_sharded(several, config_with(**values)) and named in caplog.text
+    assert not is_sharded(several, config_with(weight_bridge_mode="lora_only"))
+    assert not is_sharded(World(), config_with())
+    assert is_sharded(several, config_with())
+    assert not is_sharded(several, config_with(sharding="none"))
 
 
 def test_a_model_of_unknown_layers_is_refused() -> None:
     model = build_without_weights(APART, torch.float32, "sdpa", CPU)
     model.model.layers = nn.Sequential(*model.model.layers)
     with pytest.raises(ConfigError) as refused:
-        cut(model, World(), CPU, torch.float32)
+        shard_model(model, World(), CPU, torch.float32)
     assert refused.value.field == "--sharding" and "Qwen2ForCausalLM" in refused.value.summary

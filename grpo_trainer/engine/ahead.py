@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo_trainer.config.bridge import AllWeightsOptions, LoraOptions
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.model.forward import build_forward
+from grpo_trainer.engine.forward import build_forward
+from grpo_trainer.engine.memory import Fitting, decoder_list, is_compiled
 from grpo_trainer.model.load import freeze
 from grpo_trainer.model.lora import add_adapter
 from grpo_trainer.model.lora_linear import use_few_kernels
-from grpo_trainer.model.memory import Fitting, decoder_list, is_compiled
 from grpo_trainer.phases import START
 
 log = logging.getLogger(__name__)

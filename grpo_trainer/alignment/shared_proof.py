@@ -17,10 +17,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from grpo_trainer.alignment.model_proof import ModelProof
+from grpo_trainer.alignment.proof import (
+    FAILED,
+    MIN_MOVE,
+    RELATIVE_SIZES,
+    Probe,
+    Proved,
+    probe_prompts,
+    trainer_logprobs,
+)
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.model.lora import decoder_layers
-from grpo_trainer.weights.model_proof import ModelProof
-from grpo_trainer.weights.proof import FAILED, MIN_MOVE, RELATIVE_SIZES, Probe, Proved, probe_prompts, trainer_logprobs
 from vllm_server.protocol import PROOF_VERSION, BridgeInfo
 
 log = logging.getLogger(__name__)

@@ -28,15 +28,15 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from grpo_trainer.config.distributed import wants_parts, why_whole
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.distributed import World
+from grpo_trainer.engine.activations import known_layers
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.model.activations import known_layers
 from grpo_trainer.model.export import own_rows, stored_tensors
+from grpo_trainer.parallel.world import World
 
 log = logging.getLogger(__name__)
 
 
-def is_cut(world: World, config: TrainConfig) -> bool:
+def is_sharded(world: World, config: TrainConfig) -> bool:
     """Return whether to shard the weights over the processes: it is asked for, and they can be sharded."""
     if world.alone or not wants_parts(config):
         return False
@@ -46,7 +46,7 @@ def is_cut(world: World, config: TrainConfig) -> bool:
     return True
 
 
-def cut(model: PreTrainedModel, world: World, device: torch.device, dtype: torch.dtype) -> None:
+def shard_model(model: PreTrainedModel, world: World, device: torch.device, dtype: torch.dtype) -> None:
     """Shard a model without weights. Choose the trained parameters before.
 
     Args:

@@ -34,14 +34,10 @@ from grpo_trainer.config.bridge import (
     SharedVllm,
 )
 from grpo_trainer.config.train import ModelConfig, TrainConfig
-from grpo_trainer.distributed import World
+from grpo_trainer.engine.ahead import compile_ahead
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError
 from grpo_trainer.model import lora
-from grpo_trainer.model.ahead import compile_ahead
-from grpo_trainer.model.attach import attach_model, build_skeleton, build_without_weights, take_generation_config
-from grpo_trainer.model.bridge_file import find_bridge_config
 from grpo_trainer.model.check import check_model
-from grpo_trainer.model.cut import cut, give_memory, is_cut, read_weights
 from grpo_trainer.model.export import copy_whole, export_model, stored_tensors
 from grpo_trainer.model.load import (
     check_attention,
@@ -54,8 +50,12 @@ from grpo_trainer.model.load import (
 )
 from grpo_trainer.model.tokenizer import NoTokenizerError, read_tokenizer
 from grpo_trainer.optim.landed import first_not_finite
+from grpo_trainer.parallel.shards import give_memory, is_sharded, read_weights, shard_model
+from grpo_trainer.parallel.world import World
 from grpo_trainer.phases import COMMAND_VARIABLE
 from grpo_trainer.server_client import ServerClient
+from grpo_trainer.shared.attach import attach_model, build_skeleton, build_without_weights, take_generation_config
+from grpo_trainer.shared.bridge_file import read_bridge_config
 from vllm_server.protocol.bridge_config import BridgeConfigFile
 
 log = logging.getLogger(__name__)
@@ -260,7 +260,7 @@ def build_policy(
         ModelError, ConfigError: see `load_model`.
         BridgeError: the server does not share its weights, or they can't be attached.
     """
-    is_part = world is not None and is_cut(world, config)
+    is_part = world is not None and is_sharded(world, config)
     match config.bridge:
         case LoraOnly(share_base=True) as options:
             base, _ = attach_to_server(config, options, check_stop)
@@ -295,7 +295,7 @@ def _load_part(config: TrainConfig, options: AllWeightsOptions, world: World) ->
     take_generation_config(model, config.model.name)
     choose_trained(model, options)
     compute_in(model, config.model)
-    cut(model, world, device, dtype)
+    shard_model(model, world, device, dtype)
     give_memory(model, device)
     read_weights(model, config.model.name, world)
     log.info(
@@ -330,7 +330,7 @@ def attach_to_server(
             fix="start it with --shared-weights",
         )
     path = options.config_path or Path(info.bridge_config_path)
-    file = find_bridge_config(path)
+    file = read_bridge_config(path)
     if file.boot_id != info.boot_id:
         raise BridgeError(
             f"is of another server than the one at {config.vllm.url}",

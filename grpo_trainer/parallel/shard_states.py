@@ -57,7 +57,7 @@ class Part:
     own: Parameter
     whole: Tensor
 
-    def cut_alike(self, own: Tensor) -> Tensor:
+    def shard_alike(self, own: Tensor) -> Tensor:
         """Return a tensor of `own`'s shape as this process's shard of a tensor that is sharded like the parameter."""
         if not isinstance(self.whole, DTensor):
             return own
@@ -121,11 +121,11 @@ def _named(part: Part, state: Mapping[str, Any], place: Place) -> Iterator[tuple
         if not isinstance(value, Tensor):
             yield name, torch.tensor(value, dtype=torch.int64)
         elif value.shape == part.own.shape:
-            yield name, part.cut_alike(value)
+            yield name, part.shard_alike(value)
         elif not value.ndim:
             yield name, value
         elif value.shape == (part.own.numel(),):
-            yield f"{name}/{FLAT}", part.cut_alike(value.view(part.own.shape))
+            yield f"{name}/{FLAT}", part.shard_alike(value.view(part.own.shape))
         else:
             yield f"{name}/{place}", value
 
@@ -180,11 +180,11 @@ def read_states(path: Path, parts: Sequence[Part], place: Place) -> States:
         else:
             scales.setdefault((number, state.removesuffix(SCALE)), {})[Place.parsed(more[0])] = own
     for (number, state), written in scales.items():
-        _recut(parts[number], state, states[number], written)
+        _reshard(parts[number], state, states[number], written)
     return {number: state for number, state in states.items() if state}
 
 
-def _recut(part: Part, name: str, state: dict[str, Any], written: Mapping[Place, Tensor]) -> None:
+def _reshard(part: Part, name: str, state: dict[str, Any], written: Mapping[Place, Tensor]) -> None:
     """Re-encode an 8-bit state in the blocks of this process's part, from the scales of each writer's rows."""
     shape, own = part.whole.shape, tuple(part.own.shape)
     row = shape[1:].numel()
@@ -210,7 +210,7 @@ def _load(targets: dict[str, Tensor], reader: FileSystemReader, path: Path) -> N
         ) from None
 
 
-def cut_states(states: States, parts: Sequence[Part]) -> States:
+def reshard_states(states: States, parts: Sequence[Part]) -> States:
     """Return this process's part of the whole states that a single process has written."""
     found: States = {}
     for number, part in enumerate(parts):
@@ -225,7 +225,7 @@ def cut_states(states: States, parts: Sequence[Part]) -> States:
                 assert value.shape == part.whole.shape
                 state[key] = value[own]
         for key in in_blocks:
-            _recut(part, key, state, {Place(): state[key + SCALE]})
+            _reshard(part, key, state, {Place(): state[key + SCALE]})
     return found
 
 
@@ -237,7 +237,7 @@ def _is_for(place: Place, writer: Place) -> bool:
 def _target(part: Part, saved: TensorStorageMetadata) -> Tensor:
     """Return memory for a state to be read."""
     if len(saved.size) and saved.size == part.whole.shape:
-        return part.cut_alike(torch.empty(part.own.shape, dtype=saved.properties.dtype, device=part.own.device))
+        return part.shard_alike(torch.empty(part.own.shape, dtype=saved.properties.dtype, device=part.own.device))
     return torch.empty(saved.size, dtype=saved.properties.dtype)
 
 

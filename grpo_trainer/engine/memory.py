@@ -17,8 +17,8 @@ from torch.nn import Parameter
 from grpo_trainer.batch.microbatches import layout, sharing_layout
 from grpo_trainer.config.compute import SPARE
 from grpo_trainer.config.train import OptimizerConfig, TrainConfig
-from grpo_trainer.model import attention
-from grpo_trainer.model.activations import (
+from grpo_trainer.engine import attention
+from grpo_trainer.engine.activations import (
     MEASURED,
     Kept,
     LayerMemory,
@@ -27,9 +27,9 @@ from grpo_trainer.model.activations import (
     measure,
     recompute,
 )
-from grpo_trainer.model.compiled import CompiledLayers, compile_layers
-from grpo_trainer.model.forward import Forward
-from grpo_trainer.model.head import head_scores
+from grpo_trainer.engine.compiled import CompiledLayers, compile_layers
+from grpo_trainer.engine.forward import Forward
+from grpo_trainer.engine.head import head_scores
 from grpo_trainer.model.lora_linear import use_few_kernels
 from grpo_trainer.model.reference import free_bytes
 
@@ -89,9 +89,9 @@ class Fitting:
         self.config = config
         self.trained = trained
         self.before_measuring = before_measuring
-        self.is_cut = isinstance(forward.model, FSDPModule)
+        self.is_sharded = isinstance(forward.model, FSDPModule)
         self.random = _draws_random_numbers(forward.model)
-        self.recomputes_in_graphs = not (config.compute.activation_offload or self.is_cut or self.random)
+        self.recomputes_in_graphs = not (config.compute.activation_offload or self.is_sharded or self.random)
         """Whether compiled layers recompute inside their graphs; otherwise checkpoints around the layers do."""
 
     def fit(self) -> None:
@@ -109,7 +109,7 @@ class Fitting:
         if self.forward.compiled is None:
             return
         self.forward.plan = self.forward.plan.compiled()
-        with_head = head and not self.is_cut
+        with_head = head and not self.is_sharded
         if with_head:
             self._compile_head()
         log.info("decoder layers%s are compiled", " and head" if with_head else "")
@@ -195,7 +195,7 @@ class Fitting:
         free = free_bytes(device)
         if config.compute.trainer_memory_gb is not None:
             free = min(free, config.compute.trainer_memory_gb * 1e9 - torch.cuda.memory_allocated(device))
-        together = gathered_bytes(self.layers, self.forward.plan.dtype) if self.is_cut else 0
+        together = gathered_bytes(self.layers, self.forward.plan.dtype) if self.is_sharded else 0
         later = held_later(self.trained, config) + head_bytes(self.forward, config.largest_pass)
         return (1 - SPARE) * free - later - together
 

@@ -20,12 +20,12 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from grpo_trainer.alignment.diagnosis import Presence, adapted_modules, explain, look_for_each_module, replaced
+from grpo_trainer.engine.forward import evaluating
+from grpo_trainer.engine.logprobs import token_scores
 from grpo_trainer.errors import BridgeError
-from grpo_trainer.model.forward import evaluating
 from grpo_trainer.model.load import weights_of
-from grpo_trainer.model.logprobs import token_scores
 from grpo_trainer.server_client import ServerClient
-from grpo_trainer.weights.diagnosis import Presence, adapted_modules, explain, look_for_each_module, replaced
 from vllm_server.protocol import BridgeInfo, GenerateResponse
 
 log = logging.getLogger(__name__)
