@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,7 @@ from grpo_trainer.engine.allocator import grow_segments
 from grpo_trainer.feed import BatchFeed
 from grpo_trainer.files import METRICS_FILE, held_folder, refuse_to_mix_runs
 from grpo_trainer.follower import follow, join_others
+from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.logs.samples import SampleLog, build_sample_log
 from grpo_trainer.logs.sinks import MetricLog, build_metric_log
 from grpo_trainer.logs.times import print_time_split
@@ -26,7 +28,7 @@ from grpo_trainer.metrics.health import last_line
 from grpo_trainer.metrics.rows import read_rows
 from grpo_trainer.metrics.types import Metrics
 from grpo_trainer.parallel.world import Restore, World
-from grpo_trainer.phases import FIRST_STEP, START, report_start
+from grpo_trainer.phases import COMMAND_VARIABLE, FIRST_STEP, START, report_start
 from grpo_trainer.policy import build_policy
 from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
@@ -59,7 +61,14 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
     if not world.leads:
         follow(config, world)
         return
-    with StopSignal() as stop, held_folder(config.checkpoints.save_path, "--save-path") as folder, world:
+    # `grpo run` shows the steps itself, from metrics.jsonl: there they go to the trainer's log.
+    output = Console(file=sys.stderr if COMMAND_VARIABLE in os.environ else sys.stdout)
+    with (
+        RunConsole(output, config.training_steps, START.waits) as console,
+        StopSignal() as stop,
+        held_folder(config.checkpoints.save_path, "--save-path") as folder,
+        world,
+    ):
         with world.working():
             START.enter("model")
             policy = build_policy(config, stop.check, world)
@@ -73,7 +82,7 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
         if checkpoints.safe_path is not None:
             world.give_all(Restore(checkpoints.safe_path))
         bridge = build_bridge(config, policy, checkpoints, progress, stop)
-        metrics = build_metric_log(config, Console(file=sys.stdout), progress.step)
+        metrics = build_metric_log(config, console, progress.step)
         samples = build_sample_log(config, trainer.forward, trainer.device, progress.step)
         rollouts = RolloutClient(config.rollouts, registration(config, progress), stop.check)
         feed = BatchFeed(
@@ -92,7 +101,6 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
             with bridge, feed:
                 run_steps(config, progress, trainer, bridge, feed, checkpoints, metrics, samples, watch, world)
         finally:
-            watch.close()
             rollouts.close()
             metrics.close()
             checkpoints.close()

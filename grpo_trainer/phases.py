@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_trainer.files import replace_file
@@ -26,6 +27,60 @@ FIRST_STEP = "step"
 """The last phase; before it there is nothing to save."""
 COMMAND_VARIABLE = "GRPO_COMMAND_TIME"
 """Environment variable with the start time, in Unix seconds, of the command that started this process."""
+PATIENCE_SECONDS = 10.0
+"""Seconds of a wait after which a process reports what it waits for."""
+LONGEST_SILENCE_SECONDS = 60.0
+STARTING = "starting"
+"""What a process does of which no phase is known yet."""
+IN_WORDS = {
+    "imports": "imports torch and transformers",
+    "model": "loads the model",
+    "compile": "tries and compiles the forward pass",
+    SERVER: "waits for the server",
+    "resume": "loads the checkpoint, if there is one",
+    "connect": "opens the bridge",
+    "proof": "proves the bridge",
+    "publish": "publishes the first version",
+    "rollouts": "waits for the first batch",
+    FIRST_STEP: "takes the first step",
+}
+"""What the trainer does in each phase."""
+LOGGED = (SERVER, "rollouts")
+"""Phases of which the trainer itself logs that they last, and why."""
+
+
+def report_at(reported: float) -> float:
+    """Return the seconds of a wait at which it is reported next: at 10, 20, 40 and 80 s, then every minute.
+
+    Args:
+        reported: seconds of the wait at the last report; 0: there was none.
+    """
+    return reported + min(max(reported, PATIENCE_SECONDS), LONGEST_SILENCE_SECONDS)
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What a process does before the first trained step, and for how long.
+
+    Attributes:
+        name: of the process.
+        what: it does or waits for.
+        seconds: since it began to.
+        last_time: seconds that this took in the last start; None: not known.
+        note: its last log line.
+        logged: the process itself logs that it lasts.
+    """
+
+    name: str
+    what: str
+    seconds: float
+    last_time: float | None = None
+    note: str = ""
+    logged: bool = False
+
+    def __str__(self) -> str:
+        last_time = "" if self.last_time is None else f" ({self.last_time:.0f} s last time)"
+        return f"{self.name}: {self.what}, {self.seconds:.0f} s{last_time}"
 
 
 class Phases:
@@ -65,6 +120,11 @@ class Phases:
         finally:
             if before is not None:
                 self.enter(before)
+
+    def waits(self) -> list[Wait]:
+        """Return the present phase, as what the trainer waits for; nothing before `begin` and after `end`."""
+        name = self._name
+        return [] if name is None else [Wait("trainer", IN_WORDS.get(name, name), self._clock() - self._since)]
 
     def end(self) -> dict[str, float] | None:
         """End the last phase, and return the seconds by phase; None if nothing was counted, or after the first call."""

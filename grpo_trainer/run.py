@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import tomli_w
@@ -26,13 +27,15 @@ from grpo_trainer.errors import FolderGoneError, ProcessFailedError, StoppedErro
 from grpo_trainer.files import METRICS_FILE, HeldFolder, held_folder, refuse_to_mix_runs, replace_file
 from grpo_trainer.launch.plan import RunPlan, plan_run
 from grpo_trainer.launch.ports import claim_ports
-from grpo_trainer.launch.preflight import preflight
+from grpo_trainer.launch.preflight import ask, preflight
 from grpo_trainer.launch.start import StartWatch, kept_at
 from grpo_trainer.launch.supervisor import Supervisor
+from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.metrics.health import last_line
-from grpo_trainer.metrics.rows import read_rows
+from grpo_trainer.metrics.rows import NewRows, read_rows
 from grpo_trainer.phases import COMMAND_VARIABLE, REPORT_FILE, process_start
 from grpo_trainer.saving.manifest import STATE_FILE
+from vllm_server.protocol import PreflightReport
 
 
 def run(config: RunConfig, console: Console) -> None:
@@ -47,8 +50,13 @@ def run(config: RunConfig, console: Console) -> None:
     together = {"trainers": 0} if config.options.trainer_gpus > 1 else {}
     warn_of_lr(config.trainer)
     ports = claim_ports({"api": config.api.port, **config.server.wanted_ports, **together})
-    with console.status("checking the model and vLLM"):
-        report = preflight(config.trainer.model.name)
+
+    def ask_aloud(model: str) -> PreflightReport:
+        console.print("asking vLLM whether it serves the model: some 10 s, the first time", highlight=False)
+        with console.status("importing vLLM"):
+            return ask(model)
+
+    report = preflight(config.trainer.model.name, ask_aloud)
     on_gpu = report.device == "cuda"
     console.print(
         f"model {config.trainer.model.name} ({', '.join(report.architectures)}), "
@@ -75,7 +83,7 @@ def run(config: RunConfig, console: Console) -> None:
             write_configs(plan)
             watch = StartWatch(config.run_dir / REPORT_FILE, kept)
             with recorded(config.trace_file):
-                _supervise(config, plan, console, folder, watch)
+                supervise(config, plan, console, folder, watch)
     except OSError as error:
         raise from_os_error(error, "write into the run folder") or error from error
 
@@ -89,19 +97,34 @@ def _model_config(config: RunConfig) -> bytes | None:
         return None  # the trainer reports the error when it loads the model
 
 
-def _supervise(config: RunConfig, plan: RunPlan, console: Console, folder: HeldFolder, watch: StartWatch) -> None:
+def supervise(config: RunConfig, plan: RunPlan, console: Console, folder: HeldFolder, watch: StartWatch) -> None:
+    """Start and watch the processes of a plan, show the run's progress, and at the end whether it learnt."""
     spoken_to = ("api", *config.server.names)
     addresses = ", ".join(f"{name} http://127.0.0.1:{port}" for name, port in plan.ports.items() if name in spoken_to)
-    console.print(f"run folder {config.run_dir}; {addresses}", highlight=False, soft_wrap=True)
+    metrics = config.run_dir / METRICS_FILE
+    began, new_rows = time.time(), NewRows(metrics)
+    view = RunConsole(console, config.trainer.training_steps, lambda: watch.waits)
+    view.say(f"run folder {config.run_dir}; {addresses}; Ctrl-C stops the run and keeps it resumable")
+
+    def show() -> None:
+        view.say_waits()
+        for row in new_rows.read() if watch.is_over else ():
+            if row["time"] < began:  # of a run that is resumed
+                view.remember(row)
+            else:
+                view.write(row["step"], row)
+
     try:
         with (
-            console.status("running; Ctrl-C stops the run and keeps it resumable"),
+            closing(new_rows),
+            view,
             Supervisor(
                 config.run_dir / "logs",
-                say=lambda line: console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True),
-                echo=lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True),
+                say=lambda line: view.say(line, style="dim"),
+                echo=view.say,
                 watch=watch,
                 check=folder.check,
+                show=show,
             ) as supervisor,
         ):
             supervisor.run(plan.stages)
@@ -112,13 +135,12 @@ def _supervise(config: RunConfig, plan: RunPlan, console: Console, folder: HeldF
         goes_on = "--resume auto goes on with it" if _saved(config) else "nothing was saved"
         failed.add(summary=f"; the run is over, {goes_on}")
         raise
-    metrics = config.run_dir / METRICS_FILE
     rows = read_rows(metrics) if metrics.exists() else []
     for line in (
         f"done: {config.run_dir}/checkpoints, {config.run_dir}/metrics.jsonl; `grpo report {config.run_dir}` shows it",
         last_line(rows),
     ):
-        console.print(line, highlight=False, soft_wrap=True)
+        view.say(line)
 
 
 def _saved(config: RunConfig) -> bool:

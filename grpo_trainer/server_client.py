@@ -15,14 +15,13 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait
 from grpo_common.http import CLIENT_IDLE_S, CONNECT_S, complaint
 from grpo_trainer.config.train import VllmConfig
 from grpo_trainer.errors import ServerError
-from grpo_trainer.phases import SERVER, START
+from grpo_trainer.phases import SERVER, START, report_at
 from vllm_server import protocol
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 POLL_SECONDS = 0.25
-PATIENCE_SECONDS = 15.0
 PIECE_BYTES = 1 << 20  # size of the pieces in which a large body is sent
 
 ATTEMPTS = 3
@@ -79,7 +78,7 @@ class ServerClient:
                     field="--vllm-timeout",
                     fix=f"start one with `grpo serve --port {self._config.port}`, or name its port with --vllm-port",
                 )
-            if waited - said >= PATIENCE_SECONDS:
+            if waited >= report_at(said):
                 said = waited
                 log.info("waiting %.0f s for the inference server at %s", waited, self._config.url)
             time.sleep(POLL_SECONDS)

@@ -12,7 +12,6 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -30,7 +29,7 @@ def dump_stacks() -> None:
 
 
 class StepWatch:
-    """Limits the time of one block at a time, from a thread.
+    """Limits the time of one block at a time, each from its own thread.
 
     Args:
         seconds: time limit of a block; 0: no limit.
@@ -52,12 +51,7 @@ class StepWatch:
         self._grace = grace
         self._dump = dump
         self._end = end
-        self._changed = threading.Condition()
-        self._what: str | None = None
-        self._deadline = 0.0
         self._expired: str | None = None
-        self._closing = False
-        self._thread: threading.Thread | None = None
 
     @contextmanager
     def over(self, what: str) -> Iterator[None]:
@@ -65,11 +59,15 @@ class StepWatch:
         if not self._seconds:
             yield
             return
-        self._set(what)
+        ended = threading.Event()
+        watching = threading.Thread(target=self._watch, args=(what, ended), name="step watch", daemon=True)
+        watching.start()
         try:
             yield
         finally:
-            self._set(None)
+            ended.set()
+            watching.join()
+            self._expired = None
 
     def check(self) -> None:
         """Raise an error if the block has exceeded its time limit; the block calls this at its safe points.
@@ -85,45 +83,14 @@ class StepWatch:
                 fix="see the stacks of all threads above",
             )
 
-    def close(self) -> None:
-        """End the thread."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _set(self, what: str | None) -> None:
-        with self._changed:
-            self._what, self._expired = what, None
-            self._deadline = time.monotonic() + self._seconds
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._watch, name="step watch", daemon=True)
-                self._thread.start()
-            self._changed.notify()
-
-    def _watch(self) -> None:
-        with self._changed:
-            while not self._closing:
-                left = self._deadline - time.monotonic()
-                if self._what is None:
-                    self._changed.wait()
-                elif left > 0:
-                    self._changed.wait(left)
-                elif self._expired is None:
-                    self._ask()
-                else:
-                    self._finish(self._what)
-                    return
-
-    def _ask(self) -> None:
-        assert self._what is not None
-        log.error("%s has not ended for %.0f s; the stacks of all threads:", self._what, self._seconds)
+    def _watch(self, what: str, ended: threading.Event) -> None:
+        if ended.wait(self._seconds):
+            return
+        log.error("%s has not ended for %.0f s; the stacks of all threads:", what, self._seconds)
         self._dump()
-        self._expired = self._what
-        self._deadline = time.monotonic() + self._grace
-
-    def _finish(self, what: str) -> None:
+        self._expired = what
+        if ended.wait(self._grace):
+            return
         log.error(
             "%s does not end: this process ends without a new checkpoint. --resume auto continues from the last one, "
             "with the same batches",

@@ -5,12 +5,12 @@ same model with random weights, the same rollouts in place of generation; everyt
 advantages, scoring, its head that makes no whole logits, checkpointing, fused AdamW in the weights' dtype. It takes the
 options of `grpo bench step`, of which the trainer's own (microbatch budget, packing, …) mean nothing to it.
 
-`--loop` races the whole loop instead: see `trl_loop.py`.
+`--loop` races the whole loop instead (`trl_loop.py`), `--learn` a released model's held-out accuracy (`trl_learn.py`).
 """
 
 from __future__ import annotations
 
-import json
+import importlib
 import math
 import os
 import statistics
@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 import typer
 
-from grpo_trainer.bench.command import run_command
+from grpo_trainer.bench.command import JsonLine, print_figures, run_command
 from grpo_trainer.bench.step.options import StepOptions
 from grpo_trainer.config.options import build, with_options
 
@@ -83,10 +83,10 @@ def make_trainer(options: StepOptions, trl: TrlSettings, folder: str, clock: Clo
     from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
 
+    from grpo_trainer.bench.random_model import numbered_tokenizer
+    from grpo_trainer.bench.shapes import SHAPES
     from grpo_trainer.bench.step.measure import build_model
-    from grpo_trainer.bench.step.rollouts import GROUP, synthetic_batch
-    from grpo_trainer.bench.sync.random_model import numbered_tokenizer
-    from grpo_trainer.bench.sync.shapes import SHAPES
+    from grpo_trainer.bench.step.work import GROUP, synthetic_batch
     from grpo_trainer.config.bridge import LoraOnly
 
     on_gpu = torch.cuda.is_available()
@@ -149,10 +149,8 @@ def measure(options: StepOptions, trl: TrlSettings) -> dict[str, Any]:
     """Figures under the names of `grpo bench step`."""
     import torch
 
-    from grpo_trainer.bench.step.flops import step_flops
-    from grpo_trainer.bench.step.measure import lengths_of
-    from grpo_trainer.bench.step.rollouts import synthetic_batch
-    from grpo_trainer.bench.sync.shapes import SHAPES
+    from grpo_trainer.bench.shapes import SHAPES
+    from grpo_trainer.bench.step.work import lengths_of, step_flops, synthetic_batch
 
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
@@ -193,7 +191,7 @@ def main(
     scoring: Annotated[bool, typer.Option(help="Score all samples first, as TRL does with vLLM by default.")] = True,
     checkpointing: Annotated[bool, typer.Option(help="Recompute activations.")] = True,
     liger: Annotated[bool, typer.Option(help="liger-kernel's layers.")] = False,
-    json_line: Annotated[bool, typer.Option("--json", help="Print one JSON line.")] = False,
+    json_line: JsonLine = False,
 ) -> None:
     """Measure TRL's GRPOTrainer on the job of `grpo bench step`."""
     asked = build(StepOptions, options)
@@ -201,14 +199,12 @@ def main(
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     warnings.simplefilter("ignore")
     figures = measure(asked, TrlSettings(micro, scoring, checkpointing, liger))
-    print(json.dumps(figures) if json_line else "\n".join(f"{name:>26}  {value}" for name, value in figures.items()))
+    print_figures(figures, as_json=json_line)
 
 
 if __name__ == "__main__":
-    if "--loop" in sys.argv:
-        import trl_loop
-
-        loop = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        loop.command()(trl_loop.main)
-        run_command(loop, "bench_trl.py")
+    if races := {"--loop", "--learn"} & set(sys.argv):
+        race = importlib.import_module(f"trl_{races.pop().removeprefix('--')}")
+        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        app.command()(race.main)
     run_command(app, "bench_trl.py")

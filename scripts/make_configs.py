@@ -1,8 +1,9 @@
-"""The example configurations of GSM8K, from their one definition: `python scripts/make_configs.py`.
+"""The example configurations, from their one definition: `python scripts/make_configs.py`.
 
-Sizes of Qwen2.5-Instruct, each weight bridge, one, two and four GPUs, as far as that makes sense: one copy of the
-weights is on one GPU; of two, one is the trainer's; of four, each has a trainer and a part of the server. Which of them
-fit 80 GB is worked out by the memory plan of `grpo doctor`.
+GSM8K with sizes of Qwen2.5-Instruct, each weight bridge, one, two and four GPUs, as far as that makes sense: one copy
+of the weights is on one GPU; of two, one is the trainer's; of four, each has a trainer and a part of the server. Word
+problems and GSM8K with SmolLM2-135M-Instruct, on one GPU. Which of them fit 80 GB is worked out by the memory plan of
+`grpo doctor`.
 """
 
 from __future__ import annotations
@@ -40,8 +41,69 @@ SHAPES = {
     "1.5B": _qwen(1536, 8960, 28, 12, 2),
     "3B": _qwen(2048, 11_008, 36, 16, 2),
     "7B": _qwen(3584, 18_944, 28, 28, 4, tied=False),
+    "135M": ModelShape(576, 1536, layers=30, heads=9, kv_heads=3, head_dim=64, vocab=49_152, tied=True, positions=8192),
 }
-"""Of Qwen2.5, from their configurations."""
+"""Of Qwen2.5, and of SmolLM2 (135M), from their configurations."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is learnt by which model.
+
+    Attributes:
+        model: name of the model, {} for its size; `folder`: where it is, if it is not on the hub.
+        made: command that makes that folder.
+        microbatches: of 8 sequences, in a step.
+        rates: learning rate of an adapter, and of all weights.
+        restart_interval: steps between restarts of the server, where there are restarts.
+        eval_every: steps between evaluations; 0: none.
+        env: the environment's settings, besides `group_size` and `max_token_length`.
+    """
+
+    title: str
+    environment: str
+    model: str = "Qwen/Qwen2.5-{}-Instruct"
+    folder: str = ""
+    made: str = ""
+    steps: int = 200
+    warmup: int = 10
+    group: int = 8
+    microbatches: int = 32
+    seq_len: int = 1024
+    rates: tuple[str, str] = ("2e-5", "1e-6")
+    restart_interval: int = 5
+    eval_every: int = 0
+    env: str = ""
+
+
+QWEN = Task("GSM8K", "gsm8k")
+SMOLLM2 = {
+    "model": "SmolLM2-{}-Instruct",
+    "folder": "runs/smollm2",
+    "made": "grpo demo-model runs/smollm2 --released",
+    "rates": ("2e-4", "2e-5"),
+    "restart_interval": 10,
+}
+WORDS = Task(
+    "Word problems",
+    "word_problems",
+    steps=100,
+    warmup=5,
+    seq_len=256,
+    eval_every=10,
+    env='level = "1-2", ',
+    **SMOLLM2,
+)
+LENIENT = Task(  # the model never writes the form that the strict reward asks for
+    "GSM8K",
+    "gsm8k",
+    group=16,
+    microbatches=64,
+    seq_len=640,
+    eval_every=25,
+    env='reward = "lenient", eval_questions = 200, ',
+    **SMOLLM2,
+)
 
 
 @dataclass(frozen=True)
@@ -50,18 +112,22 @@ class Example:
 
     Attributes:
         kind: of the file's name: lora, shared, legacy, restart.
+        name: of the file; empty: made of size, kind and GPUs.
     """
 
     size: str
     kind: str
     gpus: int = 1
+    task: Task = QWEN
+    name: str = ""
 
     @property
     def path(self) -> Path:
         gpus = "" if self.gpus == 1 else f"_{self.gpus}gpu"
-        return FOLDER / f"gsm8k_{self.size.lower()}_{self.kind}{gpus}.toml"
+        return FOLDER / f"{self.name or f'gsm8k_{self.size.lower()}_{self.kind}{gpus}'}.toml"
 
 
+SIZES = ("0.5B", "1.5B", "3B", "7B")
 MODES = {"lora": "lora_only", "shared": "shared_vllm", "legacy": "none", "restart": "lora_restart"}
 WHAT = {
     "lora": "LoRA, swapped into the running server",
@@ -70,29 +136,36 @@ WHAT = {
     "restart": "LoRA, merged into a copy on which the server is restarted",
 }
 EXAMPLES = (
-    *(Example(size, kind) for size in SHAPES for kind in MODES if (size, kind) != ("7B", "legacy")),
-    *(Example(size, kind, 2) for size in SHAPES for kind in ("lora", "legacy")),
-    *(Example(size, "lora", 4) for size in SHAPES),
+    *(Example(size, kind) for size in SIZES for kind in MODES if (size, kind) != ("7B", "legacy")),
+    *(Example(size, kind, 2) for size in SIZES for kind in ("lora", "legacy")),
+    *(Example(size, "lora", 4) for size in SIZES),
+    Example("135M", "lora", task=WORDS, name="smollm2_lora"),
+    Example("135M", "shared", task=WORDS, name="smollm2_shared"),
+    Example("135M", "legacy", task=WORDS, name="smollm2_none"),
+    Example("135M", "lora", task=LENIENT, name="smollm2_gsm8k"),
 )
 
 
 def text(example: Example, fits: str) -> str:
     """The file; `fits` says on which GPUs."""
-    whole = example.kind in ("shared", "legacy")
+    task, whole = example.task, example.kind in ("shared", "legacy")
+    model, sequences = task.model.format(example.size), 8 * task.microbatches
+    a_step = f"{sequences} sequences in a step: {sequences // task.group} questions, {task.group} answers each"
     trainer = {
-        "model_name": f'"Qwen/Qwen2.5-{example.size}-Instruct"',
+        "model_name": f'"{task.folder or model}"',
         "weight_bridge_mode": f'"{MODES[example.kind]}"',
         **({"device": '"cuda:1"'} if example.gpus == 2 else {}),
-        "training_steps": "200",
+        "training_steps": str(task.steps),
         "batch_size": "8",
-        "gradient_accumulation_steps": "32      # 256 sequences in a step: 32 questions, 8 answers each",
+        "gradient_accumulation_steps": f"{task.microbatches}      # {a_step}",
         "max_tokens_per_microbatch": "16384     # of a forward pass",
-        "seq_len": "1024",
-        "lr": "1e-6" if whole else "2e-5",
-        "warmup_steps": "10",
+        "seq_len": str(task.seq_len),
+        "lr": task.rates[whole],
+        "warmup_steps": str(task.warmup),
         **({"optimizer": '"adamw_8bit"'} if whole and example.size in ("3B", "7B") else {}),
-        **({"vllm_restart_interval": "5"} if example.kind in ("legacy", "restart") else {}),
+        **({"vllm_restart_interval": str(task.restart_interval)} if example.kind in ("legacy", "restart") else {}),
         **({} if whole else {"lora_r": "16", "lora_alpha": "32"}),
+        **({"eval_every": str(task.eval_every)} if task.eval_every else {}),
         "keep_checkpoints": "2",
         "log_samples": "4                          # for `grpo report`",
     }
@@ -104,9 +177,10 @@ def text(example: Example, fits: str) -> str:
     four = f"four GPUs: {served}"
     return "\n".join(
         [
-            f"# GSM8K with Qwen2.5-{example.size}-Instruct: {WHAT[example.kind]}.",
+            f"# {task.title} with {model.rpartition('/')[2]}: {WHAT[example.kind]}.",
             f"# For {where.get(example.gpus, four)}; {fits}.",
             "#",
+            *([f"#   {task.made}"] if task.made else []),
             f"#   grpo doctor --config configs/{example.path.name}",
             f"#   grpo run --config configs/{example.path.name} --run-dir runs/{example.path.stem}",
             "",
@@ -118,8 +192,8 @@ def text(example: Example, fits: str) -> str:
             *(f"{key} = {value}" for key, value in server.items()),
             "",
             "[[environments]]",
-            'name = "gsm8k"',
-            "env = { group_size = 8, max_token_length = 1024 }",
+            f'name = "{task.environment}"',
+            f"env = {{ {task.env}group_size = {task.group}, max_token_length = {task.seq_len} }}",
             "",
         ]
     )
@@ -127,7 +201,7 @@ def text(example: Example, fits: str) -> str:
 
 def _degree(example: Example) -> int:
     """GPUs of the server where there are four: as many as divide the attention heads."""
-    return next(degree for degree in (4, 2) if SHAPES[example.size].heads % degree == 0)
+    return next(degree for degree in (4, 2, 1) if SHAPES[example.size].heads % degree == 0)
 
 
 def _share(example: Example) -> str:

@@ -1,9 +1,9 @@
 """Curves of several runs in one picture: `python scripts/plot_runs.py dapo=runs/a gspo=runs/b --out curves.png`.
 
 A run is a folder or its metrics.jsonl, with a label; runs of the same label (other seeds) have the same colour. Thin
-lines are the values, thick ones the mean of some around each (`--smooth`). Several `--y` make several pictures in one,
-each over steps, over seconds of training (the sum of `train/seconds`, so without the break before a `--resume`), or
-both. Needs matplotlib.
+lines are the values, thick ones the mean of some around each (`--smooth`). A key with KEY_low and KEY_high, as those of
+evaluations, is drawn as it is, with its interval. Several `--y` make several pictures in one, each over steps, over
+seconds of training (the sum of `train/seconds`, so without the break before a `--resume`), or both. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ NAMES = {
     "train/grad_norm": "gradient norm",
     "grpo/clipped_fraction": "share of tokens clipped",
     "rollout/staleness_mean": "staleness (versions)",
+    "length/completion_mean": "mean length of a completion (tokens)",
+    "eval/word_problems/accuracy": "held-out accuracy",
+    "accuracy": "held-out accuracy",
 }
 """What axes are called; others by their key."""
 
@@ -49,12 +52,17 @@ class Curves:
 
     Attributes:
         xs: "step" and "seconds" (since training began) -> places.
-        ys: key of metrics.jsonl -> values.
+        ys: key of metrics.jsonl -> values, and those of its interval (KEY_low, KEY_high) if it has one.
     """
 
     label: str
     xs: Mapping[str, Sequence[float]]
     ys: Mapping[str, Sequence[float]]
+
+    def points(self, key: str, x: str) -> tuple[list[float], list[float]]:
+        """Return places and values of the steps that have the key."""
+        pairs = [pair for pair in zip(self.xs[x], self.ys[key], strict=True) if not math.isnan(pair[1])]
+        return [place for place, _ in pairs], [value for _, value in pairs]
 
 
 def read_curves(label: str, path: Path, keys: Sequence[str]) -> Curves:
@@ -75,7 +83,8 @@ def read_curves(label: str, path: Path, keys: Sequence[str]) -> Curves:
             raise PlotError(f"{path}: {key} is in none of its rows; {advice}")
     seconds = list(accumulate(_number(row, "train/seconds") for row in rows))
     xs = {"step": [_number(row, "step") for row in rows], "seconds": seconds}
-    return Curves(label, xs, {key: [_number(row, key) for row in rows] for key in keys})
+    drawn = [name for key in keys for name in (key, f"{key}_low", f"{key}_high") if name in known]
+    return Curves(label, xs, {key: [_number(row, key) for row in rows] for key in drawn})
 
 
 def _number(row: Mapping[str, Any], key: str) -> float:
@@ -85,10 +94,9 @@ def _number(row: Mapping[str, Any], key: str) -> float:
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """The mean of each value and those around it, `window` in all, fewer at the ends; NaN where there is none."""
+    """The mean of each value and those around it, `window` in all, fewer at the ends."""
     spans = (values[max(0, at - (window - 1) // 2) : at + window // 2 + 1] for at in range(len(values)))
-    there = ([value for value in span if not math.isnan(value)] for span in spans)
-    return [sum(found) / len(found) if found else math.nan for found in there]
+    return [sum(span) / len(span) for span in spans]
 
 
 def draw(runs: Sequence[Curves], keys: Sequence[str], xs: Sequence[str], *, window: int, title: str, out: Path) -> None:
@@ -119,16 +127,21 @@ def draw(runs: Sequence[Curves], keys: Sequence[str], xs: Sequence[str], *, wind
     figure.savefig(out, dpi=130)
 
 
-def _panel(axis: Axes, runs: Sequence[Curves], key: str, x: str, window: int) -> None:
+def _panel(axis: Axes, runs: Sequence[Curves], key: str, x: str, smooth: int) -> None:
     """One key of all runs over one x."""
     numbers = {label: number for number, label in enumerate(dict.fromkeys(run.label for run in runs))}
     for run in runs:
         round_, number = divmod(numbers[run.label], len(COLOURS))
         colour, dash = COLOURS[number], DASHES[round_ % len(DASHES)]
+        (places, values), window = run.points(key, x), smooth
+        if f"{key}_low" in run.ys:
+            window = 1
+            low, high = (run.points(f"{key}_{bound}", x)[1] for bound in ("low", "high"))
+            axis.fill_between(places, low, high, color=colour, alpha=0.15, linewidth=0)
         if window > 1:
-            axis.plot(run.xs[x], run.ys[key], color=colour, linestyle=dash, linewidth=0.8, alpha=0.3)
+            axis.plot(places, values, color=colour, linestyle=dash, linewidth=0.8, alpha=0.3)
         label = "" if run.label in axis.get_legend_handles_labels()[1] else run.label
-        axis.plot(run.xs[x], smoothed(run.ys[key], window), color=colour, linestyle=dash, linewidth=1.8, label=label)
+        axis.plot(places, smoothed(values, window), color=colour, linestyle=dash, linewidth=1.8, label=label)
     axis.set_xlabel(NAMES[x])
     axis.set_ylabel(NAMES.get(key, key))
     axis.grid(alpha=0.3)

@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
 from environments.arithmetic import ProblemSet
-from grpo_trainer.bench.sync.random_model import EOS, numbered_tokenizer, random_model
-from grpo_trainer.bench.sync.shapes import SHAPES
+from grpo_trainer.bench.random_model import EOS, numbered_tokenizer, random_model
+from grpo_trainer.bench.shapes import SHAPES
 from grpo_trainer.files import whole_folder
 
 BATCH = 256

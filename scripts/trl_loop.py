@@ -1,4 +1,4 @@
-"""The whole loop on one task, here and in TRL: `python scripts/bench_trl.py --loop --model runs/demo-model`.
+"""The whole loop on one task, here and in TRL: `python scripts/bench_trl.py --loop --model runs/demo-model --out DIR`.
 
 Sums of two numbers, the same model, prompts, rewards, batch, loss and learning rate, all weights trained, one after the
 other on the same machine. TRL's GRPOTrainer generates with transformers in its own process; `grpo run` has a vLLM
@@ -14,8 +14,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, median
@@ -35,7 +35,13 @@ LONGEST = 4
 
 @dataclass(frozen=True)
 class Job:
-    """What both trainers do; `sequences` a step, in groups of `group`."""
+    """What both trainers do.
+
+    Attributes:
+        sequences: completions of a step, in groups of `group`.
+        lora_r: rank of the adapter; 0: all weights are trained.
+        save_every: steps between checkpoints; 0: none.
+    """
 
     model: Path
     steps: int
@@ -43,6 +49,23 @@ class Job:
     group: int
     lr: float
     warmup: int = 5
+    lora_r: int = 0
+    save_every: int = 0
+
+
+@dataclass(frozen=True)
+class Questions:
+    """A task for TRL: `grpo run` has an environment.
+
+    Attributes:
+        columns: of TRL's data set, in the order of training: `prompt`, and what `score` needs.
+        score: TRL's reward function.
+        longest: tokens of an answer.
+    """
+
+    columns: Mapping[str, Sequence[Any]]
+    score: Callable[..., list[float]]
+    longest: int
 
 
 @dataclass
@@ -73,8 +96,8 @@ class Curve:
         }
 
 
-def ours(job: Job, mode: str, folder: Path, more: Sequence[str]) -> Curve:
-    """`grpo run` with its defaults."""
+def ours(job: Job, mode: str, folder: Path, more: Sequence[str], task: Mapping[str, object]) -> Curve:
+    """`grpo run` with its defaults, but for `task`: the environment, its settings and the lengths that it needs."""
     command = [sys.executable, "-m", "grpo_trainer", "run", "--model-name", job.model, "--run-dir", folder]
     options = {
         "weight-bridge-mode": mode,
@@ -85,10 +108,12 @@ def ours(job: Job, mode: str, folder: Path, more: Sequence[str]) -> Curve:
         "lr-schedule": "constant",
         "warmup-steps": job.warmup,
         "loss": "dapo",
-        "seq-len": 64,
         "server.port": 0,
         "api.port": 0,
         "env.group_size": job.group,
+        **({"lora-r": job.lora_r, "lora-alpha": 2 * job.lora_r} if job.lora_r else {}),
+        **({"checkpoint-interval": job.save_every, "keep-checkpoints": 0} if job.save_every else {}),
+        **task,
     }
     flags = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     subprocess.run([*map(str, command), *flags, *more], check=True, stdout=sys.stderr)
@@ -100,10 +125,11 @@ def ours(job: Job, mode: str, folder: Path, more: Sequence[str]) -> Curve:
     return Curve([row["reward/mean"] for row in rows], list(accumulate(lasted)), split)
 
 
-def trl(job: Job, folder: Path) -> Curve:
-    """TRL's GRPOTrainer with transformers' generation."""
+def trl(job: Job, questions: Questions, folder: Path, **settings: Any) -> Curve:
+    """TRL's GRPOTrainer, by default with transformers' generation and in float32. `settings`: more of GRPOConfig."""
     import torch
     from datasets import Dataset
+    from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl.trainer.grpo_config import GRPOConfig
     from trl.trainer.grpo_trainer import GRPOTrainer
@@ -121,9 +147,6 @@ def trl(job: Job, folder: Path) -> Curve:
                 curve.rewards.append(float(logs["reward"]))
                 curve.seconds.append(time.perf_counter() - began[0])
 
-    def score(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-        return [reward(_problem(prompt), answer) for prompt, answer in zip(prompts, completions, strict=True)]
-
     class Timed(GRPOTrainer):
         def _generate_and_score_completions(self, inputs: Any) -> Any:
             started = time.perf_counter()
@@ -133,38 +156,57 @@ def trl(job: Job, folder: Path) -> Curve:
                 curve.split["generate and score"] += time.perf_counter() - started
 
     on_gpu = torch.cuda.is_available()
-    args = GRPOConfig(
-        str(folder),
-        per_device_train_batch_size=job.sequences,
-        gradient_accumulation_steps=1,
-        num_generations=job.group,
-        max_completion_length=LONGEST,
-        max_steps=job.steps,
-        learning_rate=job.lr,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=job.warmup,
-        loss_type="dapo",
-        beta=0.0,
-        temperature=1.0,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=not on_gpu,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
-    problems = ProblemSet.of(10, 49).train
+    options: dict[str, Any] = {
+        "per_device_train_batch_size": job.sequences,
+        "gradient_accumulation_steps": 1,
+        "num_generations": job.group,
+        "max_completion_length": questions.longest,
+        "max_steps": job.steps,
+        "learning_rate": job.lr,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": job.warmup,
+        "loss_type": "dapo",
+        "beta": 0.0,
+        "temperature": 1.0,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": not on_gpu,
+        "logging_steps": 1,
+        "save_strategy": "steps" if job.save_every else "no",
+        "save_steps": job.save_every or job.steps,
+        "save_only_model": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    # Adapters are float32 on a 16-bit model; all weights are trained in float32, with 16-bit products.
+    dtype = torch.bfloat16 if settings.get("bf16") and job.lora_r else torch.float32
+    adapter = LoraConfig(
+        r=job.lora_r, lora_alpha=2 * job.lora_r, target_modules="all-linear", task_type="CAUSAL_LM"
+    ) if job.lora_r else None  # fmt: skip
     Timed(
-        AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32),
-        score,
-        args,
-        Dataset.from_dict({"prompt": [problem.prompt for problem in problems]}),
+        AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype),
+        questions.score,
+        GRPOConfig(str(folder), **(options | settings)),
+        Dataset.from_dict(dict(questions.columns)),
         processing_class=AutoTokenizer.from_pretrained(job.model),
+        peft_config=adapter,
         callbacks=[Watch()],
     ).train()
     curve.split["train"] = curve.seconds[-1] - curve.split["generate and score"]
     return curve
+
+
+SUMS = {"env": "arithmetic", "seq-len": 64}
+"""The task of `grpo run`; `sums` is TRL's."""
+
+
+def sums() -> Questions:
+    """Return the sums of two numbers that the demo model knows a little of."""
+
+    def score(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        return [reward(_problem(prompt), answer) for prompt, answer in zip(prompts, completions, strict=True)]
+
+    return Questions({"prompt": [problem.prompt for problem in ProblemSet.of(10, 49).train]}, score, LONGEST)
 
 
 def _problem(prompt: str) -> Problem:
@@ -189,7 +231,8 @@ def main(
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     wanted = [float(each) for each in targets.split(",")]
     out.mkdir(parents=True)
-    found = {"grpo": ours(Job(model, steps, sequences, group, lr), mode, out / "grpo", more.split()).figures(wanted)}
+    job = Job(model, steps, sequences, group, lr)
+    found = {"grpo": ours(job, mode, out / "grpo", more.split(), SUMS).figures(wanted)}
     if trl_steps:
-        found["trl"] = trl(Job(model, trl_steps, sequences, group, lr), out / "trl").figures(wanted)
+        found["trl"] = trl(replace(job, steps=trl_steps), sums(), out / "trl").figures(wanted)
     print(json.dumps({"mode": mode, "sequences": sequences, "lr": lr, **found}))

@@ -19,6 +19,7 @@ def parse(arguments: list[str] | None = None) -> Settings:
     add("--host", default=default.host, help="address to listen on; beyond loopback --api-key is needed")
     add("--port", type=int, default=default.port, help="0 takes a free one")
     add("--store", type=Path, help="SQLite file that outlives the process (default: memory only)")
+    add("--run-dir", type=Path, help="folder of the run, whose name and report the status page shows")
     add("--fsync", action="store_true", help="also survive a power cut: flush the disk at every commit")
     add("--env-timeout", type=float, default=default.env_timeout, help="seconds of silence that end a reservation")
     add(

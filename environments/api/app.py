@@ -136,6 +136,8 @@ class Api:
     async def scored_data_list(self, request: Request) -> Response:
         """Post groups; those that are wrong are named, the others are received."""
         answer = await self._take(request, intake.read_list, intake.take_list)
+        for each in answer.rejected or ():
+            self.service.refuse("POST /scored_data_list", 422, f"group {each.group}: {each.detail}")
         return respond(request, answer, 422 if answer.rejected else 200)
 
     @endpoint("GET", "/batch", 409, answer=wire.Batch)
@@ -201,6 +203,14 @@ class Api:
     async def overview(self, request: Request) -> Overview:
         """What the status page shows."""
         return self.service.overview()
+
+    @endpoint("GET", "/report")
+    async def report(self, request: Request) -> Response:
+        """The run's report."""
+        path = self.service.settings.report
+        if path is None or not path.exists():
+            raise ApiError(404, Problem("GET /report", "none yet", "a report", "grpo report RUN_DIR --watch"))
+        return HTMLResponse(await asyncio.to_thread(path.read_bytes), headers=PAGE_HEADERS)
 
     @endpoint("GET", "/metrics", answer=str)
     async def metrics_text(self, request: Request) -> Response:
@@ -308,7 +318,7 @@ def build_app(service: Service) -> ASGIApp:
         middleware=[Middleware(CORSMiddleware, allow_origins=cors, allow_methods=["*"], allow_headers=["*"])]
         if cors
         else [],
-        exception_handlers=dict.fromkeys(_REFUSALS, _refused),
+        exception_handlers=dict.fromkeys(_REFUSALS, partial(_refused, service)),
         lifespan=lifespan,
     )
     settings = service.settings
@@ -345,8 +355,8 @@ def _given(value: T | UnsetType) -> T | None:
     return None if value is UNSET else value
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    """The answer to a request that ended in an error of `_REFUSALS`."""
+async def _refused(service: Service, request: Request, error: Exception) -> Response:
+    """The answer to a request that ended in an error of `_REFUSALS`; the status page lists what clients did wrong."""
     match error:
         case ClientDisconnect():
             return Response(status_code=400)  # nobody is left to read it
@@ -367,6 +377,8 @@ async def _refused(request: Request, error: Exception) -> Response:
             answer.headers["Retry-After"] = str(RETRY_AFTER_S)
         case _:  # the store: the server is about to end, and says why
             answer = respond(request, wire.ErrorResponse(detail=str(error)), 503)
+    if isinstance(error, (ApiError, LeaseError, UnknownEnvironment)):
+        service.refuse(f"{request.method} {request.url.path}", answer.status_code, str(error))
     return answer
 
 

@@ -1,34 +1,45 @@
-"""What the status page shows: rewards over time and the newest groups, in little memory."""
+"""What the status page shows: rewards and tokens over time, the pace of the steps, the newest groups and refusals."""
 
 from collections import deque
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from environments.api import wire
 from environments.api.records import Group
 
 SAMPLES = 8
+REFUSALS = 20
 POINTS = 240
+PACE_STEPS = 50
+"""Number of last steps whose mean time is the pace."""
 _TEXT = 1200
 _SEQUENCES = 8
 
 
 class Point(Struct, frozen=True):
-    """Mean, lowest and highest mean score of `groups` consecutive groups; `at` is when the last one came."""
+    """Groups that came in the interval from `at` on (seconds since the start): mean, lowest and highest mean score."""
 
     at: float
     groups: int
+    tokens: int
     mean: float
     low: float
     high: float
+
+    def merged(self, later: "Point", at: float) -> "Point":
+        """Both as one, of an interval from `at` on."""
+        groups = self.groups + later.groups
+        mean = (self.mean * self.groups + later.mean * later.groups) / groups
+        tokens, low, high = self.tokens + later.tokens, min(self.low, later.low), max(self.high, later.high)
+        return Point(at, groups, tokens, mean, low, high)
 
 
 class Sample(Struct, frozen=True):
     """A group as the page shows it: its texts (cut), scores and lengths."""
 
     id: int
-    at: float
     env_id: int | None
     scores: list[float]
     lengths: list[int]
@@ -36,60 +47,98 @@ class Sample(Struct, frozen=True):
     policy_version: int | None
 
 
-class Overview(Struct, frozen=True):
-    """What the status page asks for once a second."""
+class Refusal(Struct, frozen=True):
+    """A request that was refused, `at` seconds after the start."""
 
+    at: float
+    request: str
+    status: int
+    detail: str
+
+
+class Overview(Struct, frozen=True):
+    """What the status page asks for every two seconds.
+
+    `run` is the run's folder, if the API was told; `now` and `at` are seconds since its start; each of `points` covers
+    `seconds_per_point`.
+    """
+
+    run: str | None
+    has_report: bool
     project: str | None
     group: str | None
+    now: float
+    seconds_per_step: float | None
+    seconds_left: float | None
     status: wire.Status
-    rewards: list[Point]
+    points: list[Point]
+    seconds_per_point: float
     samples: list[Sample]
+    refusals: list[Refusal]
+    refused: int
 
 
 class History:
-    """Rewards of the whole run in at most `POINTS` points, and the newest `SAMPLES` groups."""
+    """Groups of the whole run in at most `POINTS` points, and the newest `SAMPLES` of them.
 
-    def __init__(self) -> None:
+    Args:
+        start: time from which it counts, on the clock of all later times.
+    """
+
+    def __init__(self, start: float) -> None:
+        self.start = start
         self.points: list[Point] = []
+        self.seconds_per_point = 1.0
         self.samples: deque[Sample] = deque(maxlen=SAMPLES)
         self.groups = 0
-        self._per_point = 1
+        self.refusals: deque[Refusal] = deque(maxlen=REFUSALS)
+        self.refused = 0
+        self._steps: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS + 1)
 
     def add(self, group: Group, packed: wire.PackedGroup, now: float) -> None:
         """Note a group that has come."""
         self.groups += 1
         score = group.mean_score
-        last = self.points[-1] if self.points else None
-        if last is None or last.groups >= self._per_point:
-            self.points.append(Point(now, 1, score, score, score))
+        while now - self.start >= POINTS * self.seconds_per_point:
+            self.seconds_per_point *= 2
+            points, self.points = self.points, []
+            for point in points:
+                self._put(point)
+        self._put(Point(now - self.start, 1, sum(packed.lengths), score, score, score))
+        self.samples.append(_sample(group, packed))
+
+    def _put(self, point: Point) -> None:
+        at = point.at // self.seconds_per_point * self.seconds_per_point
+        if self.points and self.points[-1].at >= at:
+            self.points[-1] = self.points[-1].merged(point, at)
         else:
-            mean = last.mean + (score - last.mean) / (last.groups + 1)
-            self.points[-1] = Point(now, last.groups + 1, mean, min(last.low, score), max(last.high, score))
-        if len(self.points) > POINTS:
-            self._halve()
-        self.samples.append(_sample(group, packed, now))
+            self.points.append(replace(point, at=at))
 
-    def _halve(self) -> None:
-        """Merge neighbours: the run is twice as long, the line as fine as before."""
-        self._per_point *= 2
-        pairs = [self.points[i : i + 2] for i in range(0, len(self.points), 2)]
-        self.points = [
-            Point(
-                at=pair[-1].at,
-                groups=sum(each.groups for each in pair),
-                mean=sum(each.mean * each.groups for each in pair) / sum(each.groups for each in pair),
-                low=min(each.low for each in pair),
-                high=max(each.high for each in pair),
-            )
-            for pair in pairs
-        ]
+    def refuse(self, request: str, status: int, detail: str, now: float) -> None:
+        """Note a request that is refused."""
+        self.refused += 1
+        self.refusals.append(Refusal(now - self.start, request[:100], status, detail[:400]))
+
+    def reached(self, step: int, now: float) -> None:
+        """Note the trainer's step, which may be the one noted before."""
+        if self._steps and step < self._steps[-1][0]:
+            self._steps.clear()  # another trainer, or one that was resumed
+        if not self._steps or step > self._steps[-1][0]:
+            self._steps.append((step, now))
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Mean over the last `PACE_STEPS` steps; None before two are done."""
+        if len(self._steps) < 2:
+            return None
+        (first, begin), (last, end) = self._steps[0], self._steps[-1]
+        return (end - begin) / (last - first)
 
 
-def _sample(group: Group, packed: wire.PackedGroup, now: float) -> Sample:
+def _sample(group: Group, packed: wire.PackedGroup) -> Sample:
     conversations = (packed.messages or [])[:_SEQUENCES]
     return Sample(
         id=group.id,
-        at=now,
         env_id=group.env_id,
         scores=packed.scores[:_SEQUENCES],
         lengths=packed.lengths[:_SEQUENCES],

@@ -70,7 +70,7 @@ class Service:
         self.timer = timer
         self.store = Store(settings.store, settings.fsync) if settings.store else None
         self.payloads = Payloads(self.store, settings.memory_mb << 20)
-        self.history = History()
+        self.history = History(timer())
         self.latest: bytes | None = None
         self.evaluations: deque[wire.NumberedEvaluation] = deque(maxlen=KEPT_EVALUATIONS)
         self.failed = asyncio.Event()
@@ -242,7 +242,7 @@ class Service:
         self.timeline.taken(taken.id, self.timer())
         self.payloads.put(taken.id, payload)
         self.latest = payload
-        self.history.add(taken, group, now)
+        self.history.add(taken, group, self.timer())
         if buffered is None:
             return wire.ScoredDataResponse(status="received")
         return wire.ScoredDataResponse(status="buffered", buffer_size=buffered)
@@ -279,19 +279,33 @@ class Service:
     def overview(self) -> Overview:
         """What the status page shows."""
         trainer = self.queue.run.trainer if self.queue.run else None
+        history, status, pace = self.history, self.status(), self.history.seconds_per_step
+        report, steps = self.settings.report, status.num_steps
         return Overview(
+            run=str(self.settings.run_dir) if self.settings.run_dir else None,
+            has_report=report is not None and report.exists(),
             project=trainer.wandb_project if trainer else None,
             group=trainer.wandb_group if trainer else None,
-            status=self.status(),
-            rewards=self.history.points,
-            samples=list(self.history.samples)[::-1],
+            now=self.timer() - history.start,
+            seconds_per_step=pace,
+            seconds_left=pace * max(0, steps - status.current_step) if pace and steps > 0 else None,
+            status=status,
+            points=history.points,
+            seconds_per_point=history.seconds_per_point,
+            samples=list(history.samples)[::-1],
+            refusals=list(history.refusals)[::-1],
+            refused=history.refused,
         )
+
+    def refuse(self, request: str, status: int, detail: str) -> None:
+        """Note a request that is refused, for the status page."""
+        self.history.refuse(request, status, detail, self.timer())
 
     async def reset(self) -> None:
         """Forget the run, its environments and every group."""
         self.queue.reset()
         self.payloads.clear()
-        self.history = History()
+        self.history = History(self.timer())
         self.timeline = Timeline()
         self.latest = None
         self.evaluations.clear()
@@ -351,6 +365,7 @@ class Service:
         except StoreError as error:
             self._fail(error)  # memory is now ahead of the disk: stop, and go on from what was written
             raise
+        self.history.reached(self.step, self.timer())
         self.batch_waiters.tell(self.queue.changes)
         self.news_waiters.tell(self.queue.news)
 

@@ -19,6 +19,7 @@ class Settings:
     Attributes:
         host, port: where it listens; port 0 takes a free one.
         store: SQLite file that outlives the process; None keeps everything in memory.
+        run_dir: folder of the run, whose name and report the status page shows.
         fsync: also survive a power cut (a disk flush per commit).
         env_timeout: seconds of silence after which an environment loses its reservation.
         api_key: required as `Authorization: Bearer ...`; needed to listen beyond loopback.
@@ -31,6 +32,7 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8000
     store: Path | None = None
+    run_dir: Path | None = None
     fsync: bool = False
     env_timeout: float = 60.0
     api_key: str | None = None
@@ -38,6 +40,11 @@ class Settings:
     memory_mb: int = 1024
     max_queued_mb: int = 4096
     cors_origins: Sequence[str] = ()
+
+    @property
+    def report(self) -> Path | None:
+        """Where `grpo report` writes the run's report."""
+        return self.run_dir / "report.html" if self.run_dir else None
 
     def __post_init__(self) -> None:
         if not self.api_key and not is_loopback(self.host):

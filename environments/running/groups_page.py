@@ -10,28 +10,20 @@ from typing import Any, Final
 
 from environments.api import wire
 from environments.trajectory import trained_tokens
+from grpo_common.pages.document import PAGE_STYLE, document
 
 BARS: Final = 20
 MOST_GROUPS: Final = 200
 """Limit of groups on a page: a browser must hold them in memory."""
 
-STYLE: Final = """
-:root { color-scheme: light dark; --line: #8884; --soft: #8882; --accent: #3b7dd8; --good: #2e9e5b; --bad: #c9503c }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.4rem } h2 { font-size: 1.05rem; margin: 0 }
-.figures { display: flex; flex-wrap: wrap; gap: 1.5rem; margin: 1rem 0 }
-.figures b { display: block; font-size: 1.3rem; font-variant-numeric: tabular-nums }
-.bars { display: flex; align-items: flex-end; gap: 2px; height: 5rem; border-bottom: 1px solid var(--line) }
-.bars i { flex: 1; background: var(--accent); min-height: 1px }
-.scale { display: flex; justify-content: space-between; font-size: .8rem; opacity: .7 }
-details { border: 1px solid var(--line); border-radius: 6px; margin: .6rem 0; padding: .5rem .8rem }
-summary { cursor: pointer } .answer { border-top: 1px solid var(--line); padding: .5rem 0 }
-.score { font-variant-numeric: tabular-nums; font-weight: 600; margin-right: .6rem }
-.above { color: var(--good) } .below { color: var(--bad) } .small { font-size: .8rem; opacity: .75 }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: .3rem 0; padding: .4rem .6rem; background: var(--soft);
-  border-radius: 4px; font: 13px/1.45 ui-monospace, monospace }
-.role { font-size: .75rem; text-transform: uppercase; letter-spacing: .05em; opacity: .7 }
+STYLE: Final = (
+    PAGE_STYLE
+    + """
+body { max-width: 60rem } .bars { width: 100%; height: 5rem; border-bottom: 1px solid var(--line); fill: var(--c0) }
+.scale { display: flex; justify-content: space-between } .answer { border-top: 1px solid var(--line); padding: .5rem 0 }
+.role { display: block; text-transform: uppercase; letter-spacing: .05em }
 """
+)
 
 
 def groups_page(title: str, groups: Sequence[wire.ScoredData]) -> str:
@@ -40,14 +32,8 @@ def groups_page(title: str, groups: Sequence[wire.ScoredData]) -> str:
     body = [f"<h1>{html.escape(title)}</h1>", _figures(groups, scores), _histogram(scores)]
     body += [_group(number, group) for number, group in enumerate(groups[:MOST_GROUPS], start=1)]
     if len(groups) > MOST_GROUPS:
-        body.append(f"<p class=small>{len(groups) - MOST_GROUPS} more groups are in the JSONL file.</p>")
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(title)}</title><style>{STYLE}</style></head>\n<body>"
-        + "\n".join(body)
-        + "</body></html>\n"
-    )
+        body.append(f'<p class="dim">{len(groups) - MOST_GROUPS} more groups are in the JSONL file.</p>')
+    return document(title, "".join(body), style=STYLE)
 
 
 def _figures(groups: Sequence[wire.ScoredData], scores: Sequence[float]) -> str:
@@ -55,10 +41,10 @@ def _figures(groups: Sequence[wire.ScoredData], scores: Sequence[float]) -> str:
     same = sum(len(set(group.scores)) == 1 for group in groups)
     figures = {"groups": f"{len(groups):,}", "answers": f"{len(scores):,}"}
     if scores:
-        figures |= {"mean score": f"{fmean(scores):.3f}", "mean length": f"{fmean(lengths):,.1f} tokens"}
+        figures |= {"mean score": f"{fmean(scores):.3f}", "mean length in tokens": f"{fmean(lengths):,.1f}"}
         figures["groups that teach"] = f"{1 - same / len(groups):.0%}"
-    cells = "".join(f"<span><b>{value}</b>{name}</span>" for name, value in figures.items())
-    return f'<div class="figures">{cells}</div>'
+    tiles = (f'<div class="tile"><small>{name}</small><b>{value}</b></div>' for name, value in figures.items())
+    return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
 def _histogram(scores: Sequence[float]) -> str:
@@ -68,10 +54,15 @@ def _histogram(scores: Sequence[float]) -> str:
     counts = [0] * BARS
     for score in scores:
         counts[min(BARS - 1, int((score - low) / (high - low) * BARS)) if high > low else 0] += 1
-    bars = "".join(f'<i style="height:{100 * count / max(counts):.1f}%" title="{count}"></i>' for count in counts)
+    bars = "".join(
+        f'<rect x="{at}" y="{1 - count / max(counts):.3f}" width="0.9" height="{count / max(counts):.3f}">'
+        f"<title>{count}</title></rect>"
+        for at, count in enumerate(counts)
+    )
     return (
-        f'<div class="bars" role="img" aria-label="Scores from {low:.3g} to {high:.3g}">{bars}</div>'
-        f'<div class="scale"><span>{low:.3g}</span><span>score</span><span>{high:.3g}</span></div>'
+        f'<svg class="bars" viewBox="0 0 {BARS} 1" preserveAspectRatio="none" role="img" '
+        f'aria-label="Scores from {low:.3g} to {high:.3g}">{bars}</svg>'
+        f'<div class="scale dim"><span>{low:.3g}</span><span>score</span><span>{high:.3g}</span></div>'
     )
 
 
@@ -102,17 +93,19 @@ def _shared(conversations: Sequence[Sequence[dict[str, Any]]]) -> int:
 def _answer(group: wire.ScoredData, index: int, messages: Sequence[dict[str, Any]], mean: float) -> str:
     score = group.scores[index]
     trained = trained_tokens(group.masks[index])
-    side = "above" if score > mean else "below" if score < mean else ""
+    side = "good" if score > mean else "bad" if score < mean else ""
     version = f", policy {group.policy_versions[index]}" if group.policy_versions else ""
     return (
-        f'<div class="answer"><span class="score {side}">{score:.3f}</span><span class=small>{trained} of '
-        f"{len(group.tokens[index])} tokens trained{version}</span>{_messages(messages)}</div>"
+        f'<div class="answer"><b class="{side}">{score:.3f}</b> <small>{trained} of '
+        f"{len(group.tokens[index])} tokens trained{version}</small>{_messages(messages)}</div>"
     )
 
 
 def _messages(messages: Sequence[dict[str, Any]]) -> str:
     pairs = ((str(message.get("role")), _text(message.get("content"))) for message in messages)
-    return "".join(f'<div class="role">{html.escape(role)}</div><pre>{html.escape(text)}</pre>' for role, text in pairs)
+    return "".join(
+        f'<small class="role">{html.escape(role)}</small><pre>{html.escape(text)}</pre>' for role, text in pairs
+    )
 
 
 def _text(content: Any) -> str:

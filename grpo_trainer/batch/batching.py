@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,9 @@ from grpo_trainer.config.train import LossConfig, TrainConfig
 from grpo_trainer.losses import BatchCounts, loss_spec, token_weight
 from grpo_trainer.metrics.types import Max, Mean, Metric, Sum
 from grpo_trainer.rollouts.types import Group, RolloutBatch, Sample, Teacher
+
+MOST_VALUES = 8
+"""Limit of distinct rewards whose shares are logged one by one."""
 
 
 @dataclass(frozen=True)
@@ -225,12 +229,21 @@ def _batch_metrics(
         "length/completion_max": Max(max(map(len, positions))),
         **_quantiles("length/completion_", [*map(len, positions)], {"min": 0.0, "p10": 0.1, "p90": 0.9}),
         **_reward_metrics("reward/mean", "reward/std", rewards),
+        **_shares("reward/share/", rewards),
         **_quantiles("reward/", rewards, {"min": 0.0, "p25": 0.25, "median": 0.5, "p75": 0.75, "max": 1.0}),
     }
     for environment in sorted({group.environment for group in judged if group.environment is not None}):
         own = [reward for group in judged if group.environment == environment for reward in group.rewards]
         metrics |= _reward_metrics(f"reward/env_{environment}", f"reward/env_{environment}_std", own)
     return metrics
+
+
+def _shares(prefix: str, values: Sequence[float]) -> dict[str, Metric]:
+    """Return the share of each distinct value, a histogram; nothing where they are many."""
+    counts = Counter(f"{value:.4g}" for value in values)
+    if len(counts) > min(MOST_VALUES, len(values) // 4):
+        return {}
+    return {f"{prefix}{value}": Mean(count, len(values)) for value, count in counts.items()}
 
 
 def _quantiles(prefix: str, values: Sequence[float], shares: Mapping[str, float]) -> dict[str, Metric]:

@@ -5,6 +5,8 @@ made and compressed before the clock starts, so that the figures are the server'
 running server is loaded, for example the original one; if it is on this machine its CPU time and memory are read.
 """
 
+from __future__ import annotations
+
 import contextlib
 import gzip
 import http.client
@@ -17,94 +19,70 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from statistics import quantiles
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
+import numpy as np
 import psutil
 import typer
+from pydantic import model_validator
 
 from environments.api import wire
+from grpo_trainer.bench.command import JsonLine, print_figures, run_command
+from grpo_trainer.bench.figures import quantile_ms
 from grpo_trainer.bench.pollers import poll
+from grpo_trainer.config.options import Section, build, option, with_options
 from grpo_trainer.errors import ConfigError, ProcessFailedError, ServerError
+from grpo_trainer.launch.ports import claim_ports
 
-Wire = Literal["json", "msgpack"]
 _LEASE_S = 300
 _IDLE_S = 0.02
 _GIVE_UP_S = 30.0
 _VOCABULARY = range(150_000)
 
 
-@dataclass(frozen=True)
-class Load:
-    """The load on the server."""
+class Load(Section):
+    """Load."""
 
-    groups: int = 2000
-    group_size: int = 8
-    tokens: int = 512
-    clients: int = 16
-    batch_size: int = 64
-    wire: Wire = "json"
-    environments: int = 1
-    prefill: bool = False
+    groups: int = option(2000, help="Groups to post.", ge=1)
+    group_size: int = option(8, help="Sequences in a group.", ge=1)
+    tokens: int = option(512, help="Tokens in a sequence.", ge=4)
+    clients: int = option(16, help="Posting clients.", ge=1)
+    batch_size: int = option(64, help="Sequences in a batch.", ge=1)
+    environments: int = option(1, help="Environments that poll every 0.1 s.", ge=1)
+    wire: Literal["json", "msgpack"] = option("json", help="Format of groups and batches.")
+    prefill: bool = option(False, help="Post everything before the first batch is taken.")
+    url: str | None = option(None, help="Load this running server (default: start one).")
+    store: Path | None = option(None, help="Give the server that is started this store.")
 
-
-@dataclass
-class Figures:
-    """One line of results. Times of the server's answers are as the clients saw them; `server_cpu_ms_per_group` is
-    post and batch together; `status_env_max_ms` is the longest stall a polling environment saw."""
-
-    wire: Wire
-    groups: int
-    seconds: float = 0.0
-    groups_per_s: float = 0.0
-    mb_per_s: float = 0.0
-    batches_per_s: float = 0.0
-    post_p50_ms: float = 0.0
-    post_p99_ms: float = 0.0
-    batch_p50_ms: float = 0.0
-    batch_p99_ms: float = 0.0
-    status_env_p50_ms: float = 0.0
-    status_env_p99_ms: float = 0.0
-    status_env_max_ms: float = 0.0
-    polls_per_s: float = 0.0
-    lost: int = 0
-    duplicated: int = 0
-    rss_mb: float | None = None
-    server_cpu_ms_per_group: float | None = None
-    server_cpu_share: float | None = None
-    load_average: float = 0.0
-    failures: list[str] = field(default_factory=list)
+    @model_validator(mode="after")
+    def _fills_batches(self) -> Load:
+        if self.groups * self.group_size % self.batch_size:
+            raise ConfigError(
+                "the last batch would never come",
+                field="--groups x --group-size",
+                got=f"{self.groups} x {self.group_size}",
+                wanted=f"a multiple of --batch-size {self.batch_size}",
+            )
+        return self
 
 
-def main(load: Load, url: str | None = None, store: Path | None = None) -> Figures:
-    """Load a server and return the figures; without `url`, start a server for that (with `store` if given)."""
-    if load.groups * load.group_size % load.batch_size:
-        raise ConfigError(
-            "the last batch would never come",
-            field="--groups x --group-size",
-            got=f"{load.groups} x {load.group_size}",
-            wanted=f"a multiple of --batch-size {load.batch_size}",
-        )
-    if url is not None:
-        return _measure(load, url)
-    with _own_server(store) as own:
-        return _measure(load, own)
+def measure(load: Load, url: str) -> dict[str, Any]:
+    """Load a server and return the figures.
 
-
-def _measure(load: Load, url: str) -> Figures:
+    Times of the server's answers are as the clients saw them; `server_cpu_ms_per_group` is post and batch together;
+    `status_env_max_ms` is the longest stall a polling environment saw.
+    """
     address = urlsplit(url)
     host, port = address.hostname or "127.0.0.1", address.port or 80
     env_ids = _open_run(load, host, port)
     server = _listener(port) if host in ("127.0.0.1", "localhost") else None
     context = mp.get_context("spawn")
-    posters = _shares(load.groups, min(load.clients, 4))
-    clients = _shares(load.clients, len(posters))
     pipes: list[Connection] = []
     processes: list[BaseProcess] = []
 
@@ -116,12 +94,14 @@ def _measure(load: Load, url: str) -> Figures:
         processes.append(process)
         return here
 
-    first = 0
-    posting = []
-    for share, threads in zip(posters, clients, strict=True):
-        posting.append(start(_post, host, port, load, range(first, first + share), threads, env_ids[0]))
-        first += share
-    polling = [start(poll, host, port, share) for share in _deal(env_ids, 1 if len(env_ids) < 100 else 2)]
+    posters = min(load.clients, 4)
+    threads = [len(part) for part in np.array_split(range(load.clients), posters)]
+    posting = [
+        start(_post, host, port, load, numbers.tolist(), own, env_ids[0])
+        for numbers, own in zip(np.array_split(range(load.groups), posters), threads, strict=True)
+    ]
+    shares = np.array_split(env_ids, 1 if len(env_ids) < 100 else 2)
+    polling = [start(poll, host, port, share.tolist()) for share in shares]
     consuming = start(_consume, host, port, load)
     for pipe in pipes:
         assert pipe.recv() == "ready"
@@ -135,53 +115,43 @@ def _measure(load: Load, url: str) -> Figures:
         consuming.send("go")
     consumed = consuming.recv()
     seconds = time.perf_counter() - began
-    used = _cpu(server) - before
+    cpu_s, rss = _cpu(server) - before, max(peak, _rss(server))
     for pipe in polling:
         pipe.send("stop")
     polled = [pipe.recv() for pipe in polling]
     for process in processes:
         process.join()
-    return _figures(load, seconds, posted, consumed, polled, server, used, max(peak, _rss(server)))
+
+    posts, polls = (_pooled(shares, "times") for shares in (posted, polled))
+    seen: Counter[int] = consumed["seen"]
+    return {
+        "wire": load.wire,
+        "groups": load.groups,
+        "seconds": round(seconds, 3),
+        "groups_per_s": round(load.groups / seconds, 1),
+        "mb_per_s": round(sum(share["bytes"] for share in posted) / 1e6 / seconds, 1),
+        "batches_per_s": round(len(consumed["times"]) / seconds, 1),
+        **_percentiles("post", posts),
+        **_percentiles("batch", consumed["times"]),
+        **_percentiles("status_env", polls),
+        "status_env_max_ms": round(max(polls, default=0.0) * 1e3, 2),
+        "polls_per_s": round(len(polls) / seconds, 1),
+        "lost": load.groups - len(seen),
+        "duplicated": seen.total() - len(seen),
+        "rss_mb": round(rss / 1e6, 1) if server else None,
+        "server_cpu_ms_per_group": round(cpu_s / load.groups * 1e3, 3) if server else None,
+        "server_cpu_share": round(cpu_s / seconds, 2) if server else None,
+        "load_average": round(psutil.getloadavg()[0], 2),
+        "failures": _pooled([*posted, *polled, consumed], "failures")[:5],
+    }
 
 
-def _figures(
-    load: Load,
-    seconds: float,
-    posted: list[dict[str, Any]],
-    consumed: dict[str, Any],
-    polled: list[dict[str, Any]],
-    server: psutil.Process | None,
-    cpu_s: float,
-    rss: float,
-) -> Figures:
-    posts = [each for share in posted for each in share["times"]]
-    polls = [each for share in polled for each in share["times"]]
-    seen: dict[int, int] = consumed["seen"]
-    figures = Figures(load.wire, load.groups, round(seconds, 3), load_average=round(psutil.getloadavg()[0], 2))
-    figures.groups_per_s = round(load.groups / seconds, 1)
-    figures.mb_per_s = round(sum(share["bytes"] for share in posted) / 1e6 / seconds, 1)
-    figures.batches_per_s = round(len(consumed["times"]) / seconds, 1)
-    figures.post_p50_ms, figures.post_p99_ms = _percentiles(posts)
-    figures.batch_p50_ms, figures.batch_p99_ms = _percentiles(consumed["times"])
-    figures.status_env_p50_ms, figures.status_env_p99_ms = _percentiles(polls)
-    figures.status_env_max_ms = round(max(polls, default=0.0) * 1e3, 2)
-    figures.polls_per_s = round(len(polls) / seconds, 1)
-    figures.lost = load.groups - len(seen)
-    figures.duplicated = sum(count - 1 for count in seen.values())
-    figures.failures = [each for share in (*posted, *polled, consumed) for each in share["failures"]][:5]
-    if server is not None:
-        figures.rss_mb = round(rss / 1e6, 1)
-        figures.server_cpu_ms_per_group = round(cpu_s / load.groups * 1e3, 3)
-        figures.server_cpu_share = round(cpu_s / seconds, 2)
-    return figures
+def _pooled(shares: Sequence[dict[str, Any]], name: str) -> list[Any]:
+    return [each for share in shares for each in share[name]]
 
 
-def _percentiles(times: list[float]) -> tuple[float, float]:
-    """Return median and 99th percentile in milliseconds."""
-    if not times:
-        return 0.0, 0.0
-    cuts = quantiles(times * 2 if len(times) == 1 else times, n=100, method="inclusive")
-    return round(cuts[49] * 1e3, 2), round(cuts[98] * 1e3, 2)
+def _percentiles(name: str, times: list[float]) -> dict[str, float]:
+    return {f"{name}_p{percent}_ms": quantile_ms(times or [0.0], percent / 100) for percent in (50, 99)}
 
 
 # The run that the clients take part in
@@ -190,6 +160,7 @@ def _percentiles(times: list[float]) -> tuple[float, float]:
 def _open_run(load: Load, host: str, port: int) -> list[int]:
     """Register a trainer and the environments, on a queue that is empty."""
     connection = http.client.HTTPConnection(host, port, timeout=60)
+    as_json = {"Content-Type": wire.JSON}
     _call(connection, "GET", "/reset_data")
     trainer = wire.Register(
         wandb_group="bench",
@@ -201,25 +172,34 @@ def _open_run(load: Load, host: str, port: int) -> list[int]:
         starting_step=0,
         num_steps=load.groups,
     )
-    _call(connection, "POST", "/register", wire.encode(trainer))
+    _call(connection, "POST", "/register", wire.encode(trainer), as_json)
     _call(connection, "GET", "/batch")
-    ids = []
-    for _ in range(load.environments):
-        request = wire.RegisterEnv(
-            max_token_length=load.tokens, desired_name="bench", weight=1.0, group_size=load.group_size
-        )
-        ids.append(json.loads(_call(connection, "POST", "/register-env", wire.encode(request)))["env_id"])
+    environment = wire.encode(
+        wire.RegisterEnv(max_token_length=load.tokens, desired_name="bench", weight=1.0, group_size=load.group_size)
+    )
+    registered = [_call(connection, "POST", "/register-env", environment, as_json) for _ in range(load.environments)]
     connection.close()
-    return ids
+    return [json.loads(content)["env_id"] for content, _ in registered]
 
 
-def _call(connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None = None) -> bytes:
-    connection.request(method, path, body, {"Content-Type": wire.JSON} if body else {})
+def _call(
+    connection: http.client.HTTPConnection,
+    method: str,
+    path: str,
+    body: bytes | None = None,
+    headers: dict[str, str] | None = None,
+) -> tuple[bytes, http.client.HTTPMessage]:
+    """Return an answer's body and headers.
+
+    Raises:
+        ServerError: the status is not 200.
+    """
+    connection.request(method, path, body, headers or {})
     answer = connection.getresponse()
     content = answer.read()
     if answer.status != 200:
         raise ServerError(f"{content[:200]!r}", field=f"{method} {path}", got=f"status {answer.status}", wanted="200")
-    return content
+    return content, answer.headers
 
 
 def _group(number: int, load: Load, env_id: int) -> wire.ScoredData:
@@ -245,7 +225,9 @@ def _group(number: int, load: Load, env_id: int) -> wire.ScoredData:
 # Roles, each in a separate process
 
 
-def _post(pipe: Connection, host: str, port: int, load: Load, numbers: range, threads: int, env_id: int) -> None:
+def _post(
+    pipe: Connection, host: str, port: int, load: Load, numbers: Sequence[int], threads: int, env_id: int
+) -> None:
     """Post groups from several clients at once, each with one connection."""
     headers = {"Content-Type": wire.MSGPACK if load.wire == "msgpack" else wire.JSON}
     if load.wire == "json":
@@ -262,18 +244,15 @@ def _post(pipe: Connection, host: str, port: int, load: Load, numbers: range, th
         connection = http.client.HTTPConnection(host, port, timeout=120)
         connection.connect()
         connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        while True:
-            try:
+        with contextlib.suppress(IndexError):  # all are posted
+            while True:
                 body = waiting.pop()
-            except IndexError:
-                return
-            start = time.perf_counter()
-            connection.request("POST", "/scored_data", body, headers)
-            answer = connection.getresponse()
-            content = answer.read()
-            times.append(time.perf_counter() - start)
-            if answer.status != 200:
-                failures.append(f"POST /scored_data: {answer.status} {content[:200]!r}")
+                start = time.perf_counter()
+                try:
+                    _call(connection, "POST", "/scored_data", body, headers)
+                except ServerError as error:
+                    failures.append(str(error))
+                times.append(time.perf_counter() - start)
 
     pipe.send("ready")
     pipe.recv()
@@ -290,25 +269,24 @@ def _consume(pipe: Connection, host: str, port: int, load: Load) -> None:
     connection = http.client.HTTPConnection(host, port, timeout=300)
     packed = load.wire == "msgpack"
     path = f"/batch?lease={_LEASE_S}" if packed else "/batch"
-    headers = {"Accept": wire.MSGPACK} if packed else {"Accept": wire.JSON, "Accept-Encoding": "gzip"}
+    accepted = {"Accept": wire.MSGPACK} if packed else {"Accept": wire.JSON, "Accept-Encoding": "gzip"}
     times: list[float] = []
-    seen: dict[int, int] = {}
+    seen: Counter[int] = Counter()
     failures: list[str] = []
     pipe.send("ready")
     pipe.recv()
     last = time.monotonic()
     while len(seen) < load.groups and time.monotonic() - last < _GIVE_UP_S:
         start = time.perf_counter()
-        connection.request("GET", path, headers=headers)
-        answer = connection.getresponse()
-        content = answer.read()
-        took = time.perf_counter() - start
-        if answer.status != 200:
-            failures.append(f"GET {path}: {answer.status} {content[:200]!r}")
+        try:
+            content, headers = _call(connection, "GET", path, headers=accepted)
+        except ServerError as error:
+            failures.append(str(error))
             break
-        if answer.headers.get("Content-Encoding") == "gzip":
+        took = time.perf_counter() - start
+        if headers.get("Content-Encoding") == "gzip":
             content = gzip.decompress(content)
-        batch = wire.decode_batch(content, answer.headers.get("Content-Type", wire.JSON))
+        batch = wire.decode_batch(content, headers.get("Content-Type", wire.JSON))
         if not batch.batch:
             time.sleep(_IDLE_S)
             continue
@@ -317,8 +295,7 @@ def _consume(pipe: Connection, host: str, port: int, load: Load) -> None:
         size = sum(len(group.tokens) for group in batch.batch)
         if size != load.batch_size:
             failures.append(f"a batch of {size} sequences, expected {load.batch_size}")
-        for group in batch.batch:
-            seen[group.tokens[0][0]] = seen.get(group.tokens[0][0], 0) + 1
+        seen.update(group.tokens[0][0] for group in batch.batch)
         if batch.batch_id is not None:
             _call(connection, "POST", f"/batch/{batch.batch_id}/ack")
     pipe.send({"times": times, "seen": seen, "failures": failures})
@@ -330,9 +307,7 @@ def _consume(pipe: Connection, host: str, port: int, load: Load) -> None:
 @contextlib.contextmanager
 def _own_server(store: Path | None) -> Iterator[str]:
     """Run a server on a free port within the block, and yield its URL."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = claim_ports({"api": 0})["api"]
     command = [sys.executable, "-m", "environments.api", "--port", str(port)]
     process = subprocess.Popen([*command, *(["--store", str(store)] if store else [])], stderr=subprocess.DEVNULL)
     try:
@@ -366,46 +341,17 @@ def _rss(server: psutil.Process | None) -> float:
     return float(server.memory_info().rss) if server else 0.0
 
 
-def _shares(total: int, parts: int) -> list[int]:
-    """Split `total` into nearly equal parts."""
-    return [total // parts + (1 if i < total % parts else 0) for i in range(parts)]
-
-
-def _deal(items: list[int], parts: int) -> list[list[int]]:
-    return [items[i::parts] for i in range(min(parts, len(items)))]
-
-
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command()
-def api(
-    groups: Annotated[int, typer.Option(min=1, help="groups to post")] = Load.groups,
-    group_size: Annotated[int, typer.Option(min=1, help="sequences in a group")] = Load.group_size,
-    tokens: Annotated[int, typer.Option(min=4, help="tokens in a sequence")] = Load.tokens,
-    clients: Annotated[int, typer.Option(min=1, help="posting clients")] = Load.clients,
-    batch_size: Annotated[int, typer.Option(min=1, help="sequences in a batch")] = Load.batch_size,
-    environments: Annotated[int, typer.Option(min=1, help="environments that poll every 0.1 s")] = 1,
-    wire_format: Annotated[str, typer.Option("--wire", help="json or msgpack")] = Load.wire,
-    prefill: Annotated[bool, typer.Option(help="post everything before the first batch is taken")] = False,
-    url: Annotated[str | None, typer.Option(help="a running server instead of our own")] = None,
-    store: Annotated[Path | None, typer.Option(help="give our own server this store")] = None,
-    json_line: Annotated[bool, typer.Option("--json", help="print one JSON line")] = False,
-) -> None:
+@with_options(Load)
+def api(options: dict[str, Any], json_line: JsonLine = False) -> None:
     """Load a rollout API and print its figures."""
-    if wire_format not in ("json", "msgpack"):
-        raise typer.BadParameter(f"{wire_format!r}: expected json or msgpack", param_hint="--wire")
-    load = Load(groups, group_size, tokens, clients, batch_size, wire_format, environments, prefill)
-    try:
-        figures = asdict(main(load, url, store))
-    except ConfigError as error:
-        raise typer.BadParameter(str(error)) from None
-    if json_line:
-        print(json.dumps(figures))
-    else:
-        for name, value in figures.items():
-            print(f"{name:>24}  {value}")
+    load = build(Load, options)
+    with _own_server(load.store) if load.url is None else contextlib.nullcontext(load.url) as url:
+        print_figures(measure(load, url), as_json=json_line)
 
 
 if __name__ == "__main__":
-    app(prog_name="grpo bench api")
+    run_command(app, "grpo bench api")

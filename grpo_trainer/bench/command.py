@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,6 +27,22 @@ def share_cores() -> None:
     """Set environment variables before torch is imported: other processes share the cores, and no hub is asked."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads sleep
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def print_figures(figures: Mapping[str, Any], *, as_json: bool) -> None:
+    """Print one JSON line, or a line for each figure."""
+    if as_json:
+        print(json.dumps(figures))
+        return
+    for name, value in figures.items():
+        inner = {f"{name}.{part}": each for part, each in value.items()} if isinstance(value, dict) else {name: value}
+        for full_name, each in inner.items():
+            print(f"{full_name:>34}  {_text(each)}")
+
+
+def _text(value: Any) -> str:
+    text = " → ".join(map(str, value)) if isinstance(value, (tuple, list)) else "" if value is None else str(value)
+    return text or "-"
 
 
 def _stop(number: int, _: FrameType | None) -> None:

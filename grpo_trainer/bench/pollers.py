@@ -9,6 +9,8 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
+import uvloop
+
 INTERVAL_S = 0.1
 _CONNECTING_AT_ONCE = 50
 
@@ -57,12 +59,7 @@ def poll(pipe: Connection, host: str, port: int, env_ids: list[int]) -> None:
     """The process: `ready`, then from `go` to `stop` every environment asks on its beat; ends with the times."""
     times: list[float] = []
     failures: list[str] = []
-    try:
-        import uvloop
-    except ImportError:
-        asyncio.run(_poll(pipe, host, port, env_ids, times, failures))
-    else:
-        uvloop.run(_poll(pipe, host, port, env_ids, times, failures))
+    uvloop.run(_poll(pipe, host, port, env_ids, times, failures))
     pipe.send({"times": times, "failures": failures})
 
 

@@ -134,6 +134,12 @@ class Child:
         return self.spec.name
 
     @property
+    def last_line(self) -> str:
+        """The last line with any text, at most 150 characters; empty: there is none yet."""
+        with self._lock:  # a reader may append meanwhile
+            return next((line.strip()[:150] for line in reversed(self.last_lines) if line.strip()), "")
+
+    @property
     def exit_code(self) -> int | None:
         return self.process.poll()
 

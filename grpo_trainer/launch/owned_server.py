@@ -28,11 +28,10 @@ from grpo_trainer.launch.child import Child
 from grpo_trainer.launch.plan import ProcessSpec, server_process, waiting_server
 from grpo_trainer.launch.ports import is_free, port_holder
 from grpo_trainer.launch.supervisor import POLL_SECONDS, answers
-from grpo_trainer.phases import SERVER, START
+from grpo_trainer.phases import SERVER, START, report_at
 
 log = logging.getLogger(__name__)
 
-PATIENCE_SECONDS = 15.0
 LAST_LINES = 12
 """Lines of the server's log in an error: few enough that the whole message fits into the trainer's own last lines."""
 
@@ -152,10 +151,10 @@ class OwnedServer:
                 waited = time.monotonic() - child.started
                 if waited > child.spec.ready_timeout:
                     raise child.not_ready("--vllm-timeout")
-                if waited - said >= PATIENCE_SECONDS:
+                if waited >= report_at(said):
                     said = waited
-                    last = next((line for line in reversed(child.last_lines) if line.strip()), "nothing said yet")
-                    log.info("waiting %.0f s for the inference server to start: %s", waited, last.strip()[:150])
+                    last = child.last_line or "nothing said yet"
+                    log.info("waiting %.0f s for the inference server to start: %s", waited, last)
                 time.sleep(POLL_SECONDS)
         return time.monotonic() - child.started
 

@@ -156,6 +156,8 @@ def _api_process(config: RunConfig, ports: Mapping[str, int], python: str) -> Pr
             LOOPBACK,
             "--port",
             str(port),
+            "--run-dir",
+            str(config.run_dir),
             *store,
             *config.api.extra_args,
         ),
@@ -309,6 +311,15 @@ def _named(environments: tuple[EnvironmentProcess, ...]) -> list[tuple[str, Envi
 
 def _base_name(environment: EnvironmentProcess) -> str:
     return f"env-{environment.name.rpartition('.')[2].removesuffix('_server')}"
+
+
+SET_FOR_ENVIRONMENTS = frozenset(
+    {
+        *("tokenizer_name", "max_token_length", "metrics_path", "wandb_name", "rollout_server_url", "rollout_api_key"),
+        *("use_wandb", "retry_timeout"),
+    }
+)
+"""Options of environments that a run derives, unless the user sets them."""
 
 
 def _environment_tables(

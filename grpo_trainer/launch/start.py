@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import msgspec
 from grpo_trainer.cache import cache_folder
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.files import replace_file
+from grpo_trainer.launch.child import Child
+from grpo_trainer.phases import IN_WORDS, LOGGED, SERVER, STARTING, Wait
 
 _VLLM_SAYS = {
     "weights": re.compile(r"Loading weights took ([\d.]+) seconds"),
@@ -46,6 +49,10 @@ class StartWatch:
     Args:
         report: the file that the trainer writes at its first trained step.
         kept: file with the report of the last such start on this machine; None: there is no cache.
+
+    Attributes:
+        waits: what the processes do now, until the first step is trained.
+        is_over: the first step is trained.
     """
 
     def __init__(self, report: Path, kept: Path | None) -> None:
@@ -53,6 +60,7 @@ class StartWatch:
         self._kept = kept
         self._last = read_report(kept) if kept else None
         self._servers: dict[str, dict[str, float]] = {}
+        self.waits: Sequence[Wait] = ()
         self.is_over = False
         report.unlink(missing_ok=True)  # left by an earlier start in the same folder
 
@@ -64,24 +72,35 @@ class StartWatch:
             said = ""
         self._servers[name] = {"ready": round(seconds, 3), **server_phases(said)}
 
-    def server_last_time(self, name: str) -> str:
-        """Return in words how long a server took to be ready last time; empty if unknown."""
-        return _last_time(self._last.servers.get(name, {}) if self._last else {}, "ready")
-
-    def phase_last_time(self, name: str) -> str:
-        """Return in words how long a phase of the trainer took last time; empty if unknown."""
-        return _last_time(self._last.phases if self._last else {}, name)
-
-    def look(self) -> None:
-        """Check whether the first step is trained; if so, store the durations of this start."""
-        if self.is_over or (found := read_report(self._report)) is None:
+    def look(self, children: Sequence[Child]) -> None:
+        """Note what the processes do now; once the first step is trained, store the durations of this start."""
+        if self.is_over:
             return
+        if (found := read_report(self._report)) is None:
+            self.waits = [*self._waits(children)]
+            return
+        self.waits = ()
         self.is_over = True
         whole = msgspec.json.encode(msgspec.structs.replace(found, servers=self._servers))
         for path in filter(None, (self._report, self._kept)):
             with suppress(OSError):  # the run does not depend on these files
                 path.parent.mkdir(parents=True, exist_ok=True)
                 replace_file(path, msgspec.json.format(whole, indent=1))
+
+    def _waits(self, children: Sequence[Child]) -> Iterator[Wait]:
+        """Yield what servers that are not ready, and the trainer, do now."""
+        now = time.monotonic()
+        known = self._last or StartReport(0.0, {})
+        for child in children:
+            if not child.ready:
+                last_time = known.servers.get(child.name, {}).get("ready")
+                yield Wait(child.name, STARTING, now - child.started, last_time, child.last_line)
+            elif child.spec.ends_run:
+                phase, since = child.phase or (STARTING, child.started)
+                if phase == SERVER and not all(each.ready for each in children):
+                    continue  # the server's own wait covers it
+                what, last_time = IN_WORDS.get(phase, phase), known.phases.get(phase)
+                yield Wait(child.name, what, now - since, last_time, logged=phase in LOGGED)
 
 
 def server_phases(log: str) -> dict[str, float]:
@@ -119,7 +138,3 @@ def kept_at(config: RunConfig, device: str, model_config: bytes | None) -> Path 
     parts += [config.options.trainer_gpus, config.trainer.compute.compile, config.trainer.model.load_in_4bit]
     digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
     return folder / "starts" / f"{bridge.mode}-{digest}.json"
-
-
-def _last_time(known: Mapping[str, float], name: str) -> str:
-    return f" ({known[name]:.0f} s last time)" if name in known else ""

@@ -19,13 +19,12 @@ from grpo_trainer.errors import StoppedError, from_os_error
 from grpo_trainer.launch.child import Child
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.start import StartWatch
-from grpo_trainer.phases import SERVER
 
 POLL_SECONDS = 0.1
 SHUTDOWN_SECONDS = 9.5
 """Most seconds from the first signal until the last child is gone; more only if a process needs longer to save."""
 
-NOTICE = re.compile(r"\b(?:WARNING|ERROR)\b|\bwaiting \d+ s for\b|\bbridge proved\b")
+NOTICE = re.compile(r"\b(?:WARNING|ERROR)\b|\bwaiting \d+ s for\b|\bbridge proved\b|\bcheckpoint: saved\b")
 """Log lines of trainer and environments that the user should see at once."""
 
 WAITING = re.compile(r"\bwaiting\b")
@@ -34,19 +33,17 @@ WAITING = re.compile(r"\bwaiting\b")
 WAITS = re.compile(r"\bwaiting \d+ s for a batch\b")
 """The trainer's log line while it has no batch to train on."""
 
-PROGRESS_SECONDS = 10.0
-"""Least time between two progress lines of a start; it grows with the length of the start."""
-
 
 class Supervisor:
     """Owns the processes of one run. Use as a context manager: its exit ends every child.
 
     Args:
         log_folder: each process has its NAME.log there.
-        say: shows a line of progress to the user.
+        say: shows a line about a process to the user.
         echo: shows a line that the process with `ends_run` wrote to its stdout.
-        watch: follows the start, which ends with the first trained step; None: it ends when the last server is ready.
+        watch: follows the start, which ends with the first trained step.
         check: raises an error that ends the run, for example if the run's folder is gone.
+        show: shows the run's progress; called many times a second, and once after the end.
     """
 
     def __init__(
@@ -56,14 +53,15 @@ class Supervisor:
         echo: Callable[[str], None],
         watch: StartWatch | None = None,
         check: Callable[[], None] = lambda: None,
+        show: Callable[[], None] = lambda: None,
     ) -> None:
         self.children: list[Child] = []
         self._log_folder = log_folder
         self._say = say
         self._echo = echo
         self._watch = watch
-        self._begun = self._said = time.monotonic()
         self._check_run = check
+        self._show = show
         self._waits = False
         self._unheard = False
         self._signals: list[int] = []
@@ -77,6 +75,7 @@ class Supervisor:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.stop_all()
+        self._show_progress()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
@@ -100,7 +99,7 @@ class Supervisor:
                 self._check()
                 for child in self._unready:
                     self._look(child, http)
-                self._say_progress()
+                self._show_progress()
                 time.sleep(POLL_SECONDS)
 
     def start(self, spec: ProcessSpec) -> Child:
@@ -118,16 +117,15 @@ class Supervisor:
 
         child = Child(spec, self._log_folder / f"{spec.name}.log", on_stdout, on_stderr)
         self.children.append(child)
-        if child.ready:
-            self._tell(self._say, f"{spec.name}: started (log: {child.log_path})")
+        self._tell(self._say, f"{spec.name}: started (log: {child.log_path})")
         return child
 
-    def _tell(self, show: Callable[[str], None], line: str) -> None:
+    def _tell(self, show: Callable[..., None], *line: str) -> None:
         """Show a line. Once the output is closed (`grpo run | head`), show no more; the run and its logs continue."""
         if self._unheard:
             return
         try:
-            show(line)
+            show(*line)
         except (OSError, SystemExit):  # rich turns a broken pipe into SystemExit
             self._unheard = True
 
@@ -160,14 +158,6 @@ class Supervisor:
         return child.exit_code == 0 and (child.spec.may_end or child.spec.ends_run)
 
     @property
-    def _is_starting(self) -> bool:
-        """Whether the first step is still to come; False if that is not known."""
-        if self._watch is None:
-            return False
-        self._watch.look()
-        return not self._watch.is_over
-
-    @property
     def _unready(self) -> list[Child]:
         return [child for child in self.children if not child.ready]
 
@@ -181,36 +171,17 @@ class Supervisor:
         seconds = time.monotonic() - child.started
         child.ready = answers(http, child.spec.ready_url)
         if child.ready:
-            self._tell(self._say, f"{child.name}: ready after {seconds:.1f} s (log: {child.log_path})")
+            self._tell(self._say, f"{child.name}: ready after {seconds:.1f} s")
             if self._watch is not None:
                 self._watch.note_ready(child.name, seconds, child.log_path)
         elif seconds > child.spec.ready_timeout:
             child.terminate()
             raise child.not_ready()
 
-    def _say_progress(self) -> None:
-        """Show what the start waits for, from time to time until the first step is trained."""
-        now = time.monotonic()
-        patience = max(PROGRESS_SECONDS, 0.2 * (self._said - self._begun))
-        if not (self._is_starting or self._unready) or now - self._said < patience:
-            return
-        self._said = now
-        for child in self.children:
-            if line := self._progress_of(child, now):
-                self._tell(self._say, f"{child.name}: {line}")
-
-    def _progress_of(self, child: Child, now: float) -> str:
-        """Return a child's progress towards the first step; empty if that is done or unknown."""
-        if not child.ready:
-            last_time = self._watch.server_last_time(child.name) if self._watch else ""
-            last = next((line for line in reversed(child.last_lines) if line.strip()), "nothing said yet")
-            return f"starting for {now - child.started:.0f} s{last_time}: {last.strip()[:150]}"
-        if not child.spec.ends_run or child.phase is None or self._watch is None or not self._is_starting:
-            return ""
-        name, since = child.phase
-        if name == SERVER and self._unready:
-            return ""  # the server's own progress line covers it
-        return f"{name}, {now - since:.0f} s{self._watch.phase_last_time(name)}"
+    def _show_progress(self) -> None:
+        if self._watch is not None:
+            self._watch.look(self.children)
+        self._tell(self._show)
 
     def stop_all(self) -> None:
         """End every child: first trainers and environments, then the servers that they use.

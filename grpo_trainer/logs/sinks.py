@@ -1,4 +1,4 @@
-"""Where a step's numbers go: a line on the console, an object in metrics.jsonl, trackers on request."""
+"""Where a step's numbers go: the console, an object in metrics.jsonl, trackers on request."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TextIO
 
-from rich.console import Console
-
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.files import METRICS_FILE
+from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.logs.machine import machine_metrics
 from grpo_trainer.logs.trackers import SINKS
-from grpo_trainer.metrics.health import BEGIN, WINDOW, Row, first_entropy, flagged, flags, seen, signs
-from grpo_trainer.metrics.remaining import RECENT, duration, seconds_left
+from grpo_trainer.metrics.health import BEGIN, WINDOW, Row, episodes, first_entropy, flags, signs
 from grpo_trainer.metrics.rows import keep_steps, read_rows
 from grpo_trainer.metrics.types import Metrics, merge, reduce
 
@@ -48,7 +46,7 @@ class MetricLog:
         self._first: list[Row] = list(earlier[:BEGIN])
         self._recent: deque[Row] = deque(earlier[-WINDOW:], maxlen=WINDOW)
         self._resumed = bool(earlier)
-        self._said = {sign.check.name for _, sign in seen(earlier)}
+        self._said = {*episodes(earlier)}
         self._say = say
         machine_metrics()  # utilisation counts from here on
         self._last = time.perf_counter()
@@ -110,98 +108,12 @@ class JsonlSink:
             self._file.close()
 
 
-class ConsoleSink:
-    """One aligned line a step, and one for each evaluation."""
-
-    def __init__(self, console: Console, total_steps: int) -> None:
-        self._console = console
-        self._total = total_steps
-        self._explained = False
-        self._recent: deque[float] = deque(maxlen=RECENT)
-
-    def write(self, step: int, numbers: dict[str, float]) -> None:
-        if "train/seconds" in numbers:
-            self._recent.append(numbers["train/seconds"])
-        left = seconds_left(self._total - step, self._recent)
-        line = step_line(step, self._total, numbers, left)
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-        for evaluation in evaluation_lines(numbers):
-            self._console.print(evaluation, markup=False, highlight=False, soft_wrap=True)
-        learnt = "grpo/mean_ratio" in numbers
-        if not self._explained and learnt and abs(numbers.get("train/loss", 1.0)) < 1e-3:
-            self._explained = True
-            self._console.print(
-                "(a loss near 0 is right: the ratio is about 1 and advantages sum to 0; watch the reward)",
-                style="dim",
-                soft_wrap=True,
-            )
-
-    def close(self) -> None:
-        pass
-
-
-def step_line(step: int, total: int, numbers: dict[str, float], left: float | None = None) -> str:
-    """A step in one line: reward, loss, ratio, staleness, groups without a spread, tokens/s, seconds, time left, and
-    which figures are out of their usual range.
-
-    What there is no number of is left out; a step that taught nothing says so in the place of loss and ratio.
-
-    Args:
-        left: seconds that the run still takes, if they are known.
-    """
-    served = "publish/served_version" if "publish/served_version" in numbers else "publish/version"
-
-    def part(form: str, key: str) -> str:
-        return form.format(numbers[key]) if key in numbers else ""
-
-    learnt = [part("loss {:+.4f}", "train/loss"), part("ratio {:.3f}", "grpo/mean_ratio")]
-    seconds = [
-        part("wait {:.2f}", "train/data_fetch_time"),
-        part("step {:.2f}", "train/step_time"),
-        part("publish {:.3f} s", "train/sync_time"),
-    ]
-    parts = [
-        f"Step {step:>{len(str(total))}}/{total}",
-        part("reward {:.3f}", "reward/mean"),
-        *(learnt if "grpo/mean_ratio" in numbers else ["nothing to learn: no group has a spread of rewards"]),
-        part("stale {:.1f}", "rollout/staleness_mean"),
-        part("zero-var {:.0%}", "batch/zero_variance_share"),
-        part("{:,.0f} tok/s", "train/tokens_per_second"),
-        " ".join(filter(None, seconds)),
-        part("v{:.0f}", served),  # older than what was published, where restarts are far between
-        f"{duration(left)} left" if left else "",
-        f"OUT OF RANGE: {', '.join(unusual)}" if (unusual := flagged(numbers)) else "",
-    ]
-    return "  ".join(filter(None, parts))
-
-
-def evaluation_lines(numbers: dict[str, float]) -> list[str]:
-    """A line for each environment that was evaluated: at which step, and each figure with its confidence interval."""
-    found: dict[str, dict[str, float]] = {}
-    for key, value in numbers.items():
-        if key.startswith("eval/"):
-            _, name, figure = key.split("/", 2)
-            found.setdefault(name, {})[figure] = value
-    return [_evaluation_line(name, figures) for name, figures in found.items()]
-
-
-def _evaluation_line(name: str, figures: dict[str, float]) -> str:
-    parts = []
-    for key, value in figures.items():
-        base, _, bound = key.rpartition("_")
-        if key == "step" or (bound in ("low", "high") and base in figures):
-            continue
-        low, high = figures.get(f"{key}_low"), figures.get(f"{key}_high")
-        parts.append(
-            f"{key} {value:.4g}" + (f" ({low:.3g} to {high:.3g})" if low is not None and high is not None else "")
-        )
-    return f"Evaluation of {name} at step {figures.get('step', 0):.0f}: {', '.join(parts)}"
-
-
-def build_metric_log(config: TrainConfig, console: Console, steps_done: int) -> MetricLog:
+def build_metric_log(config: TrainConfig, console: RunConsole, steps_done: int) -> MetricLog:
     """The sinks that the configuration asks for; `steps_done` steps were logged before."""
     path = config.log_dir / METRICS_FILE
-    sinks: list[Sink] = [JsonlSink(path, steps_done), ConsoleSink(console, config.training_steps)]
+    sinks: list[Sink] = [JsonlSink(path, steps_done), console]
     sinks += [SINKS[tracker](config, steps_done) for tracker in config.logging.trackers]
     earlier = read_rows(path) if path.exists() else []
+    for row in earlier:
+        console.remember(row)
     return MetricLog(sinks, earlier)

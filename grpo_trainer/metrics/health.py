@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median, stdev
 from typing import Literal
 
@@ -163,14 +163,32 @@ def flagged(numbers: Row) -> list[str]:
     return list(dict.fromkeys(check.title for check in CHECKS if numbers.get(f"health/{check.name}")))
 
 
-def seen(rows: Sequence[Row]) -> list[tuple[int, Sign]]:
-    """Return each unhealthy figure of a run once, with the index of the row at which it left its range first."""
+@dataclass(frozen=True)
+class Episode:
+    """Consecutive rows during which a figure was out of its usual range.
+
+    Attributes:
+        sign: of the first of them.
+        first, last: indices of rows.
+    """
+
+    sign: Sign
+    first: int
+    last: int
+
+
+def episodes(rows: Sequence[Row]) -> dict[str, list[Episode]]:
+    """Return the episodes of a run by name of the check; the figure that left its range first comes first."""
     entropy = first_entropy(rows)
-    first: dict[str, tuple[int, Sign]] = {}
-    for end in range(WINDOW, len(rows) + 1):
-        for sign in signs(rows[end - WINDOW : end], entropy):
-            first.setdefault(sign.check.name, (end - 1, sign))
-    return list(first.values())
+    found: dict[str, list[Episode]] = {}
+    for at in range(WINDOW - 1, len(rows)):
+        for sign in signs(rows[at + 1 - WINDOW : at + 1], entropy):
+            own = found.setdefault(sign.check.name, [])
+            if own and own[-1].last == at - 1:
+                own[-1] = replace(own[-1], last=at)
+            else:
+                own.append(Episode(sign, at, at))
+    return found
 
 
 def _finite(rows: Sequence[Row], key: str) -> list[float]:
@@ -218,9 +236,13 @@ def outcome(rows: Sequence[Row]) -> Outcome | None:
     return Outcome(fmean(first), stdev(first), fmean(last), stdev(last), steps, len(rewards))
 
 
+def learnt(rows: Sequence[Row]) -> str:
+    """Return whether a run learnt, as one line."""
+    found = outcome(rows)
+    return str(found) if found else f"too few steps to say whether it learnt: {len(rows)}, of at least {FEWEST_STEPS}"
+
+
 def last_line(rows: Sequence[Row]) -> str:
     """Return whether a run learnt, and which figures left their usual range."""
-    found = outcome(rows)
-    learnt = str(found) if found else f"too few steps to say whether it learnt: {len(rows)}, of at least {FEWEST_STEPS}"
-    names = ", ".join(dict.fromkeys(sign.check.title for _, sign in seen(rows)))
-    return f"{learnt}; out of the usual range: {names}" if names else learnt
+    names = ", ".join(dict.fromkeys(own[0].sign.check.title for own in episodes(rows).values()))
+    return f"{learnt(rows)}; out of the usual range: {names}" if names else learnt(rows)

@@ -12,6 +12,10 @@ from grpo_trainer.report.read import Run
 TRAINING, EVALUATION, ENVIRONMENTS, MACHINE, OTHER = "Training", "Evaluation", "Environments", "Machine", "More metrics"
 """Headings, in their order on the page."""
 
+TIME_SPLIT, HISTOGRAM, QUANTILES = "Where the time went", "Rewards by value", "Reward distribution"
+"""Titles; of the last two, a run has the histogram if its rewards have few values, and else the quantiles."""
+SHARE = "reward/share/"
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -32,7 +36,7 @@ class Figure:
 FIGURES = (
     Figure("Reward", {"reward/mean": "mean", "reward/env/*": ""}, "mean of the step's samples"),
     Figure(
-        "Reward distribution",
+        QUANTILES,
         {
             **{"reward/max": "highest", "reward/p75": "3 of 4 below", "reward/median": "median"},
             **{"reward/p25": "1 of 4 below", "reward/min": "lowest"},
@@ -94,8 +98,6 @@ FIGURES = (
     Figure("CPU utilisation", {"host/cpu": "busy"}, "of all cores", percent=True, section=MACHINE),
 )
 
-TIME_SPLIT = "Where the time went"
-"""Title of the plot that is made of several metrics."""
 HIDDEN = ("train/seconds", "train/step_time", "publish/version", "publish/served_version")
 MOST_LINES = 8
 
@@ -104,6 +106,8 @@ def all_plots(runs: Sequence[Run]) -> list[Plot]:
     """Every figure that has numbers, section by section."""
     figures = [*FIGURES, *_evaluations(runs), *_of_environments(runs)]
     plots = [plot for figure in figures if (plot := _plot(runs, figure)).lines]
+    if histograms := [_histogram(run, number, len(runs)) for number, run in enumerate(runs) if _shares(run)]:
+        plots = [plots[0], *histograms, *(plot for plot in plots[1:] if plot.title != QUANTILES)]
     splits = [time_split(run, number, len(runs)) for number, run in enumerate(runs) if run.rows]
     plots = [*plots, *splits, *_others(runs, figures)]
     order = (TRAINING, EVALUATION, ENVIRONMENTS, MACHINE, OTHER)
@@ -136,45 +140,35 @@ def _others(runs: Sequence[Run], figures: Sequence[Figure]) -> list[Plot]:
     """One for each metric that no figure shows."""
     shown = {key for figure in figures for run in runs for key in _keys_of(run, figure)}
     shown |= {*PHASES.values(), *HIDDEN}
-    shown |= {key for run in runs for key in run.series if key.startswith("reward/env")}
+    shown |= {key for run in runs for key in run.series if key.startswith(("reward/env", SHARE))}
     left = sorted({key for run in runs for key in run.series} - shown)
     return [_plot(runs, Figure(key, {key: key}, section=OTHER)) for key in left]
 
 
 def _plot(runs: Sequence[Run], figure: Figure) -> Plot:
-    """In a comparison the colour says which run, in a single run which key."""
-    alone = len(runs) == 1
+    """In a comparison the colour says which run, in a single run which key; edges of bands are dashed."""
+    names = {key: name for run in runs for key, name in _keys_of(run, figure).items()}
+    keys, edges = [*names][:MOST_LINES], {*figure.bands, *figure.bands.values()}
     lines: list[Line] = []
-    any_run = {key for run in runs for key in _keys_of(run, figure)}
-    main = next((key for key in figure.keys if key in any_run), None)
     for number, run in enumerate(runs):
-        found = list(_keys_of(run, figure).items())[:MOST_LINES]
-        keys = [key for key, _ in found]
-        for index, (key, name) in enumerate(found):
-            own = name if len(figure.keys) > 1 else ""
-            label = own if alone else f"{run.name}, {own}" if len(any_run) > 1 else run.name
+        own = [key for key in keys if key in run.series]
+        for index, key in enumerate(own):
             lower = figure.bands.get(key)
-            band = keys.index(lower) - index if lower in keys else None
-            series = run.series[key]
+            place = keys.index(key)
             lines.append(
                 Line(
-                    label,
-                    series.steps,
-                    series.values,
+                    names[key] if len(figure.keys) > 1 else "",
+                    run.series[key].steps,
+                    run.series[key].values,
+                    key=key,
                     run=number,
-                    colour=index if alone and not figure.bands else number,
-                    dash=int(_is_aside(figure, key, main)),
+                    colour=place if len(runs) == 1 and not edges else number,
+                    dash=int(key in edges) if edges else place,
                     marked=figure.section == EVALUATION,
-                    band=band,
+                    band=own.index(lower) - index if lower in own else None,
                 )
             )
     return Plot(figure.title, lines, figure.note, figure.section, percent=figure.percent)
-
-
-def _is_aside(figure: Figure, key: str, main: str | None) -> bool:
-    """It is drawn dashed: not the first key that any run has, or an edge of a band."""
-    edges = {*figure.bands, *figure.bands.values()}
-    return key in edges if edges else key != main
 
 
 def _keys_of(run: Run, figure: Figure) -> dict[str, str]:
@@ -196,10 +190,27 @@ def time_split(run: Run, number: int, runs: int) -> Plot:
     known = [sum(values) for values in zip(*parts.values(), strict=True)] if parts else [0.0] * len(run.rows)
     whole = _numbers(run, "train/seconds")
     parts["other"] = [max(0.0, all_of_it - some) for all_of_it, some in zip(whole, known, strict=True)]
+    return _stacked(run, number, runs, TIME_SPLIT, "seconds of each step", parts)
+
+
+def _shares(run: Run) -> list[str]:
+    """The keys that say how often each reward was given, the lowest reward first."""
+    return sorted((key for key in run.series if key.startswith(SHARE)), key=lambda key: float(key.removeprefix(SHARE)))
+
+
+def _histogram(run: Run, number: int, runs: int) -> Plot:
+    """Share of each reward in the step's samples."""
+    parts = {key.removeprefix(SHARE): _numbers(run, key) for key in _shares(run)}
+    return _stacked(run, number, runs, HISTOGRAM, "share of the step's samples", parts, percent=True)
+
+
+def _stacked(
+    run: Run, number: int, runs: int, title: str, note: str, parts: Mapping[str, list[float]], *, percent: bool = False
+) -> Plot:
     steps = [float(row["step"]) for row in run.rows]
-    lines = [Line(name, steps, values, number, colour) for colour, (name, values) in enumerate(parts.items())]
-    title = TIME_SPLIT if runs == 1 else f"{TIME_SPLIT}: {run.name}"
-    return Plot(title, lines, "seconds of each step", TRAINING, stacked=True)
+    lines = [Line(name, steps, values, run=number, colour=at) for at, (name, values) in enumerate(parts.items())]
+    own = title if runs == 1 else f"{title}: {run.name}"
+    return Plot(own, lines, note, TRAINING, stacked=True, percent=percent)
 
 
 def _numbers(run: Run, key: str) -> list[float]:

@@ -1,20 +1,13 @@
-"""The page as a whole: one file that asks nobody else for anything, in light and dark, on a phone as well.
-
-Samples carry text from models: HTML is escaped, the script makes text of text only, and the page's own policy lets no
-script run but those of `static/`, which it knows by their hashes. uPlot (MIT licence) draws the plots.
-"""
+"""The report as a whole: plain HTML, and the data from which the page's scripts draw plots and samples."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
 from collections.abc import Sequence
 from datetime import datetime
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+from grpo_common.pages.document import document, plotting
 from grpo_trainer.report import parts
 from grpo_trainer.report.figures import all_plots
 from grpo_trainer.report.plots import Line, plot_data, rounded, thinned
@@ -22,13 +15,7 @@ from grpo_trainer.report.read import Run
 from grpo_trainer.report.samples import MOST_BYTES, sample_data
 
 STATIC = Path(__file__).parent / "static"
-SCRIPTS, STYLES = ("uPlot.min.js", "plots.js", "samples.js"), ("uPlot.min.css", "page.css")
-
-
-@cache
-def static(name: str) -> str:
-    """A file that goes into the page."""
-    return (STATIC / name).read_text()
+SCRIPTS = ("controls.js", "samples.js")
 
 
 def page(runs: Sequence[Run], *, made: datetime, refresh_seconds: int = 0) -> str:
@@ -43,7 +30,8 @@ def page(runs: Sequence[Run], *, made: datetime, refresh_seconds: int = 0) -> st
     state = "refreshed while the run goes on" if refresh_seconds else "a snapshot"
     body.append(f"<small>grpo report, {made:%Y-%m-%d %H:%M:%S}, {state}</small></header>")
     body.append(parts.tiles(runs[0]) if alone else parts.comparison(runs))
-    body.append(static("controls.html"))
+    body += [parts.banner(run, None if alone else number) for number, run in enumerate(runs)]
+    body.append((STATIC / "controls.html").read_text())
     body.append('<main id="plots"></main>')
     if not alone:
         body.append(f"<h2>Options that differ</h2>{parts.differences(runs)}")
@@ -54,18 +42,26 @@ def page(runs: Sequence[Run], *, made: datetime, refresh_seconds: int = 0) -> st
             body.append(f"<h2>Timeline{of_it}</h2>{parts.timeline(run)}")
         body.append(f"<h2>Events{of_it}</h2>{parts.events(run)}")
         body.append(f"<h2>Configuration{of_it}</h2>{parts.configuration(run)}")
-    return _document(runs, "".join(body), refresh_seconds)
+    style, scripts = plotting()
+    return document(
+        f"{runs[0].name}: grpo report",
+        "".join(body),
+        style=style,
+        scripts=[*scripts, *((STATIC / name).read_text() for name in SCRIPTS)],
+        data=page_data(runs),
+        refresh_seconds=refresh_seconds,
+    )
 
 
 def _samples(runs: Sequence[Run]) -> str:
     if not any(run.samples for run in runs):
         how = "None were logged: <code>--log-samples 4</code> writes four of each step."
         return f'<h2>Samples</h2><p class="dim">{how}</p>'
-    return static("samples.html")
+    return (STATIC / "samples.html").read_text()
 
 
 def page_data(runs: Sequence[Run]) -> dict[str, Any]:
-    """Everything that the script draws; `xs` of a line is the number of its `places`."""
+    """Everything that the scripts draw; `xs` of a line is the number of its `places`."""
     with_samples = [(number, run) for number, run in enumerate(runs) if run.samples]
     most = MOST_BYTES // max(len(with_samples), 1)
     plots = [{"section": plot.section, **plot_data(plot, len(runs))} for plot in all_plots(runs)]
@@ -81,36 +77,21 @@ def page_data(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def _run_data(run: Run) -> dict[str, Any]:
-    """Its seconds of training at some steps, and the steps at which it was resumed."""
+    """Its seconds of training at some steps, and what is marked in its plots."""
     seconds, total = [], 0.0
     for row in run.rows:
         total += row.get("train/seconds") or 0.0
         seconds.append(total)
-    clock = thinned(Line("", [float(row["step"]) for row in run.rows], seconds))
+    steps = [float(row["step"]) for row in run.rows]
+    clock = thinned(Line("", steps, seconds))
     return {
         "name": run.name,
         "steps": [rounded(step, 7) for step in clock.xs],
         "seconds": [rounded(value, 6) for value in clock.ys],
         "resumed": run.resumed,
+        "episodes": [
+            {"key": each.sign.check.key, "ends": [steps[each.first], steps[each.last]]}
+            for own in run.unhealthy.values()
+            for each in own
+        ],
     }
-
-
-def _document(runs: Sequence[Run], body: str, refresh_seconds: int) -> str:
-    known = " ".join(f"'sha256-{_digest(static(name))}'" for name in SCRIPTS)
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src {known}; img-src data:"
-    refresh = f'<meta http-equiv="refresh" content="{refresh_seconds}">' if refresh_seconds else ""
-    data = json.dumps(page_data(runs), separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">{refresh}'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
-        f"<title>{parts.text(runs[0].name)}: grpo report</title>"
-        f"<style>{''.join(map(static, STYLES))}</style></head>"
-        f'<body>{body}<script type="application/json" id="data">{data}</script>'
-        f"<!-- uPlot: {static('uPlot.LICENSE')} -->"
-        f"{''.join(f'<script>{static(name)}</script>' for name in SCRIPTS)}</body></html>\n"
-    )
-
-
-def _digest(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -8,16 +8,15 @@ import statistics
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from grpo_trainer.config.run import SET_BY_THE_RUN
+from grpo_trainer.metrics.health import Episode, learnt, outcome
 from grpo_trainer.metrics.remaining import duration
 from grpo_trainer.metrics.summary import ENDS
-from grpo_trainer.report.read import Event, Run
+from grpo_trainer.report.events import Event
+from grpo_trainer.report.read import Run
 from grpo_trainer.report.timeline import lanes, last_steps, sentence
 
 MOST_EVALUATIONS = 4
 """Tiles of them."""
-INTERNAL = {*SET_BY_THE_RUN, "resume"}
-"""Options that differ between any two runs, or say nothing of what was trained."""
 
 
 def text(value: object) -> str:
@@ -76,6 +75,34 @@ def _tile(name: str, value: str, note: str) -> str:
     return f'<div class="tile"><small>{text(name)}</small><b>{text(value)}</b><small>{below}</small></div>'
 
 
+def banner(run: Run, number: int | None = None) -> str:
+    """Whether the run learnt, and a line for each figure that left its usual range, with the first thing to try.
+
+    Args:
+        number: of the run on the page; None: it is the only one.
+    """
+    if not run.rows:
+        return ""
+    found = outcome(run.rows)
+    tone = {"it learnt": "good", "it got worse": "bad"}.get(found.verdict, "") if found else ""
+    edge = "warn" if run.unhealthy and tone != "bad" else tone
+    name = "" if number is None else f'<i class="c{number % 8}"></i>{text(run.name)}: '
+    lines = "".join(f"<li>{_unhealthy(run, own)}</li>" for own in run.unhealthy.values())
+    return (
+        f'<section class="banner {edge}"><p>{name}<b class="{tone}">{text(_sentence(learnt(run.rows)))}</b></p>'
+        f"{f'<ul>{lines}</ul>' if lines else ''}</section>"
+    )
+
+
+def _unhealthy(run: Run, own: Sequence[Episode]) -> str:
+    steps = sum(each.last + 1 - each.first for each in own)
+    return f"<b>Step {run.rows[own[0].first]['step']}</b>, {steps} of {len(run.rows)} steps: {text(own[0].sign)}."
+
+
+def _sentence(line: str) -> str:
+    return f"{line[0].upper()}{line[1:]}."
+
+
 # several runs, configuration, events -----------------------------------------------------------------------
 
 
@@ -102,9 +129,9 @@ def timeline(run: Run) -> str:
 
 
 def differences(runs: Sequence[Run]) -> str:
-    """The trainer's options in which they differ."""
+    """The options of trainer and environments in which they differ."""
     settings = [run.settings for run in runs]
-    keys = sorted({key for each in settings for key in each} - INTERNAL)
+    keys = sorted({key for each in settings for key in each})
     rows = [
         [text(key), *(text(each.get(key, "–")) for each in settings)]
         for key in keys
@@ -122,12 +149,13 @@ def configuration(run: Run) -> str:
 
 
 def events(run: Run) -> str:
-    """What was out of the ordinary, the newest last; what servers warn of while they start is folded."""
-    loud = [event for event in run.events if not event.at_start]
-    quiet = [event for event in run.events if event.at_start]
+    """What was out of the ordinary, the newest last; what servers say while they start and end is folded."""
+    loud = [event for event in run.events if not event.routine]
+    quiet = [event for event in run.events if event.routine]
     found = _events(loud) if loud else '<p class="dim">None.</p>'
     if quiet:
-        found += f"<details><summary>{len(quiet)} warnings while servers started</summary>{_events(quiet)}</details>"
+        summary = f"{len(quiet)} warnings while servers started and ended"
+        found += f"<details><summary>{summary}</summary>{_events(quiet)}</details>"
     return found
 
 

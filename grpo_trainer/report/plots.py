@@ -20,10 +20,11 @@ class Line:
     """One line; where `ys` is None it has a gap.
 
     Attributes:
+        key: of metrics.jsonl, if it is one figure of it.
         run: the number of its run on the page.
         xs: steps.
         colour: which of the page's.
-        dash: 0: solid; 1: dashed.
+        dash: which of the page's; 0: solid.
         marked: every point has a marker, because there are few.
         band: how many lines further on the line is down to which the space is filled; None: it is not.
     """
@@ -31,6 +32,7 @@ class Line:
     name: str
     xs: Sequence[float]
     ys: Sequence[Value]
+    key: str = ""
     run: int = 0
     colour: int = 0
     dash: int = 0
@@ -78,7 +80,7 @@ def plot_data(plot: Plot, runs: int) -> dict[str, Any]:
 
 def _line_data(line: Line) -> dict[str, Any]:
     return {
-        **{"name": line.name, "run": line.run, "colour": line.colour, "dash": line.dash},
+        **{"name": line.name, "key": line.key, "run": line.run, "colour": line.colour, "dash": line.dash},
         **{"marked": line.marked, "band": line.band},
         "xs": [rounded(x, 7) for x in line.xs],
         "ys": [rounded(y) for y in line.ys],

@@ -2,50 +2,30 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_common.trace import read_events
-from grpo_trainer.config.run import TRACE_FILE
+from grpo_common.trace import read_events as read_trace
+from grpo_trainer.config.run import SET_BY_THE_RUN, TRACE_FILE
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import METRICS_FILE
+from grpo_trainer.launch.plan import SET_FOR_ENVIRONMENTS
 from grpo_trainer.logs.samples import SAMPLES_FILE
+from grpo_trainer.metrics.health import Episode, episodes
 from grpo_trainer.metrics.rows import read_rows
+from grpo_trainer.report.events import Event, read_events
+from grpo_trainer.report.redact import without_secrets
 from grpo_trainer.report.series import Series, read_environments, read_series
 from grpo_trainer.report.timeline import Interval, intervals
 from grpo_trainer.saving.manifest import STATE_FILE, DamagedError, read_state
 
-SECRET = re.compile(r"(?m)^(\s*\S*(?:api_key|token|secret|password)\S*\s*=\s*)(.+)$")
-"""A line of TOML that nobody else should read."""
-NO_SECRET = frozenset({"token_budget"})
-LOUD = re.compile(r"\b(WARNING|ERROR|CRITICAL)\b")
-PLACES = re.compile(r"^\$ |^\(\w+ pid=\d+\) |\d+")
-"""What differs between two lines that say the same: who said it, when, and its figures."""
-STARTED = "Application startup complete."
-"""The line of a server's log that ends its start. vLLM warns of dozens of things before it."""
-COMMAND = "$ "
-"""How the line begins with which the supervisor starts a process."""
+DERIVED = frozenset({*SET_BY_THE_RUN, "resume"})
+"""Options of the trainer that a run sets, or that say nothing of what was trained."""
 CONFIG_FILE = Path("config", "trainer.toml")
-NEWEST_LINES, LOG_BYTES = 60, 1 << 20
-"""Of each log: how many loud lines are shown, out of how much of its end."""
-
-
-@dataclass(frozen=True)
-class Event:
-    """Something out of the ordinary.
-
-    Attributes:
-        at_start: a warning of a server that was starting; there are always some.
-    """
-
-    source: str
-    text: str
-    at_start: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,6 +34,7 @@ class Run:
 
     Attributes:
         rows: of metrics.jsonl, one a step.
+        unhealthy: the episodes during which a figure was out of its usual range, by name of the check.
         series: every figure over its steps, those of environments under their names.
         samples: of samples.jsonl, with names of environments.
         configs: process -> its TOML file, without secrets.
@@ -66,6 +47,7 @@ class Run:
     name: str
     folder: Path
     rows: Sequence[Mapping[str, Any]]
+    unhealthy: Mapping[str, Sequence[Episode]]
     series: Mapping[str, Series]
     samples: Sequence[Mapping[str, Any]]
     configs: Mapping[str, str]
@@ -94,8 +76,17 @@ class Run:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The trainer's options, flat; secrets are left out."""
-        return {key: value for key, value in tomllib.loads(self.configs.get("trainer", "")).items() if value != "…"}
+        """What the user set for the trainer and, as `NAME.OPTION`, for environments; without secrets."""
+        found = {key: value for key, value in self._config("trainer").items() if key not in DERIVED}
+        for name in self.configs:
+            own = self._config(name).get("env", {}).items() if name.startswith("env-") else ()
+            found |= {
+                f"{name.removeprefix('env-')}.{key}": value for key, value in own if key not in SET_FOR_ENVIRONMENTS
+            }
+        return {key: value for key, value in found.items() if value != "…"}
+
+    def _config(self, name: str) -> dict[str, Any]:
+        return tomllib.loads(self.configs.get(name, ""))
 
 
 def is_done(steps: int, total_steps: int | None, final_step: int | None) -> bool:
@@ -137,10 +128,11 @@ def read_run(folder: Path, *, may_be_empty: bool = False) -> Run:
         name=folder.resolve().name,
         folder=folder,
         rows=rows,
+        unhealthy=episodes(rows),
         series=series,
         samples=samples,
         configs=configs,
-        events=[*_steps_out_of_the_ordinary(rows), *_loud_lines(folder / "logs")],
+        events=read_events(rows, folder / "logs"),
         total_steps=int(steps) if steps is not None else None,
         checkpoints=_checkpoints(folder / "checkpoints"),
         final_step=final_step(folder / "checkpoints"),
@@ -150,20 +142,9 @@ def read_run(folder: Path, *, may_be_empty: bool = False) -> Run:
 
 def _timeline(path: Path) -> list[Interval]:
     try:
-        return intervals(read_events(path)) if path.exists() else []
+        return intervals(read_trace(path)) if path.exists() else []
     except ValueError as error:
         raise ConfigError(field=str(path), got=str(error), wanted="a timeline that --trace wrote") from None
-
-
-def without_secrets(toml: str) -> str:
-    """The same with keys to servers replaced."""
-    return SECRET.sub(lambda match: match[0] if _is_harmless(match) else f'{match[1]}"…"', toml)
-
-
-def _is_harmless(match: re.Match[str]) -> bool:
-    """Numbers, and names of tokenizers and budgets, are no secrets."""
-    key, value = match[1].strip().rstrip("=").strip(), match[2].strip()
-    return "tokenizer" in key or value.replace(".", "").isdigit() or key in NO_SECRET
 
 
 def _checkpoints(folder: Path) -> list[str]:
@@ -180,43 +161,3 @@ def final_step(folder: Path) -> int | None:
         with suppress(OSError, DamagedError):
             steps.append(read_state(path).progress.step)
     return max(steps, default=None)
-
-
-def _steps_out_of_the_ordinary(rows: Sequence[Mapping[str, Any]]) -> list[Event]:
-    told = {
-        "train/skipped": "skipped: nothing to learn from, or a loss or gradient that is not finite",
-        "rollout/dropped_stale_groups": "groups dropped as too old",
-        "rollout/refused_groups": "groups left out that can't be trained on",
-    }
-    found = []
-    for row in rows:
-        for key, text in told.items():
-            if (value := row.get(key)) and value > 0:
-                found.append(Event(f"step {row['step']}", f"{value:g} × {text}"))
-        if "train/loss" in row and row["train/loss"] is None:
-            found.append(Event(f"step {row['step']}", "the loss was not finite"))
-    return found
-
-
-def _loud_lines(folder: Path) -> list[Event]:
-    """The newest warnings and errors of each process, equal ones once."""
-    found = []
-    for path in sorted(folder.glob("*.log")):
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - LOG_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()
-        loud = {PLACES.sub("", event.text): event for event in _loud(path.stem, lines)}
-        found += list(loud.values())[-NEWEST_LINES:]
-    return found
-
-
-def _loud(source: str, lines: Sequence[str]) -> Iterator[Event]:
-    starts = STARTED in "\n".join(lines)
-    starting = starts and not any(line.startswith(COMMAND) for line in lines)  # a log that nobody else began
-    for line in lines:
-        if line.startswith(COMMAND):
-            starting = starts
-        elif STARTED in line:
-            starting = False
-        elif found := LOUD.search(line):
-            yield Event(source, without_secrets(line.strip())[:400], starting and found[1] == "WARNING")

@@ -1,13 +1,13 @@
 """What a run measured, as series over steps: its own rows, and those of its environments.
 
-The rollout API gives an environment a new number whenever it registers, so a run that is resumed has `sums_0` and
-then `sums_1`. Here an environment is known by its name: two numbers of one name are one environment, unless both
-measured something at the same time.
+The rollout API gives each environment a number and a name such as `sums_0`, and both again when it comes back after a
+resume.
 """
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,8 @@ REGISTERED = re.compile(r"environment (\d+) registered: (\S+),")
 """A line of the rollout API's log: which number has which name."""
 UNKNOWN = "environment"
 """What comes before the number of one whose name is not known."""
-NOT_MEASURED = ("step", "time", "train/resumed")
+NOT_MEASURED = re.compile(r"step|time|train/resumed|health/.*")
+"""What rows have that is no figure of its own: the report marks it in the plots of others."""
 
 
 @dataclass
@@ -31,10 +32,6 @@ class Series:
 
     steps: list[float] = field(default_factory=list)
     values: list[float | None] = field(default_factory=list)
-
-    def add(self, step: float, value: float | None) -> None:
-        self.steps.append(step)
-        self.values.append(value)
 
 
 @dataclass(frozen=True)
@@ -74,80 +71,72 @@ def read_series(rows: Rows, environments: Environments) -> tuple[dict[str, Serie
     Keys are those of metrics.jsonl, but `reward/env/NAME` and `reward/env_std/NAME` for an environment's rewards,
     `eval/NAME/FIGURE` at the step that was evaluated, and `env/NAME/FIGURE` for what an environment wrote itself.
     """
-    found = [*_of_rows(rows, environments.names), *_of_files(environments.own)]
-    # An environment's own rows say when it was there. Groups of the one before it are trained on after a resume, too.
-    own = {name for name, key, _, _ in found if key.startswith("env/")}
-    present = ((name, step) for name, key, step, _ in found if name and (key.startswith("env/") or name not in own))
-    labels = identities(present)
-    series: dict[str, Series] = {}
-    for name, key, step, value in found:
-        series.setdefault(key.format(name=labels[name]) if name else key, Series()).add(step, value)
+    found = [*_of_rows(columns(rows), environments.names)]
+    found += [column for own in environments.own for column in _of_file(columns(own))]
+    labels = labels_of({name for name, _, _ in found if name})
+    series = {key.format(name=labels[name]) if name else key: each for name, key, each in found}
     numbers = {number: labels[name] for number, name in environments.names.items() if name in labels}
     return series, numbers
 
 
-Point = tuple[str, str, float, float | None]
-"""Name of an environment or nothing, key with `{name}` in its place, step, value."""
-
-
-def _of_rows(rows: Rows, names: Mapping[int, str]) -> Iterable[Point]:
+def columns(rows: Rows) -> dict[str, Series]:
+    """Rows as one series for each key."""
+    found: defaultdict[str, Series] = defaultdict(Series)
     for row in rows:
         step = row["step"]
         for key, value in row.items():
-            if key in NOT_MEASURED:
-                continue
-            if own := OF_ENVIRONMENT.fullmatch(key):
-                name = names.get(int(own[1]), f"{UNKNOWN}_{own[1]}")
-                yield name, f"reward/env{own[2] or ''}/{{name}}", step, value
-            elif own := EVALUATION.fullmatch(key):
-                if own[2] != "step":
-                    yield own[1], f"eval/{{name}}/{_escaped(own[2])}", row.get(f"eval/{own[1]}/step", step), value
-            else:
-                yield "", key, step, value
+            column = found[key]
+            column.steps.append(step)
+            column.values.append(value)
+    return found
 
 
-def _of_files(files: Sequence[Rows]) -> Iterable[Point]:
-    for rows in files:
-        for row in rows:
-            for key, value in row.items():
-                name, _, figure = key.partition("/")
-                if figure and not figure.startswith("eval/"):  # metrics.jsonl has these
-                    yield name, f"env/{{name}}/{_escaped(figure)}", row["step"], value
+Column = tuple[str, str, Series]
+"""Name of an environment or nothing, key with `{name}` in its place, values."""
+
+
+def _of_rows(found: Mapping[str, Series], names: Mapping[int, str]) -> Iterable[Column]:
+    for key, series in found.items():
+        if NOT_MEASURED.fullmatch(key):
+            continue
+        if own := OF_ENVIRONMENT.fullmatch(key):
+            name = names.get(int(own[1]), f"{UNKNOWN}_{own[1]}")
+            yield name, f"reward/env{own[2] or ''}/{{name}}", series
+        elif own := EVALUATION.fullmatch(key):
+            if own[2] != "step":
+                evaluated = found.get(f"eval/{own[1]}/step", Series())
+                at = {
+                    step: value
+                    for step, value in zip(evaluated.steps, evaluated.values, strict=True)
+                    if value is not None
+                }
+                steps = [at.get(step, step) for step in series.steps]
+                yield own[1], f"eval/{{name}}/{_escaped(own[2])}", Series(steps, series.values)
+        else:
+            yield "", key, series
+
+
+def _of_file(found: Mapping[str, Series]) -> Iterable[Column]:
+    for key, series in found.items():
+        name, _, figure = key.partition("/")
+        if figure and not figure.startswith("eval/"):  # metrics.jsonl has these
+            yield name, f"env/{{name}}/{_escaped(figure)}", series
 
 
 def _escaped(key: str) -> str:
     return key.replace("{", "{{").replace("}", "}}")
 
 
-def identities(seen: Iterable[tuple[str, float]]) -> dict[str, str]:
-    """Return what to call the environment behind each numbered name: `sums` for `sums_0`, and for `sums_1` after it.
-
-    Args:
-        seen: numbered name, and a step at which it measured something.
-
-    Returns:
-        `sums (2)` for `sums_1` if it was there while `sums_0` was. Numbers alone (`environment_0`) stay apart if any
-        two of them were there at the same time: which of them went on as which is not known.
-    """
-    spans: dict[str, tuple[float, float]] = {}
-    for name, step in seen:
-        first, last = spans.get(name, (step, step))
-        spans[name] = min(first, step), max(last, step)
+def labels_of(names: Iterable[str]) -> dict[str, str]:
+    """Return what to call each numbered name: `sums` for the first `sums_N`, and `sums (2)` for the second."""
     by_stem: dict[str, list[str]] = {}
-    for name in sorted(spans, key=_stem):
+    for name in sorted(names, key=_stem):
         by_stem.setdefault(_stem(name)[0], []).append(name)
-    labels: dict[str, str] = {}
-    for stem, names in by_stem.items():
-        newest: list[tuple[float, float]] = []  # of each environment of this name, the span of its newest number
-        places = []
-        for first, last in (spans[name] for name in names):
-            ended = (at for at, (begin, end) in enumerate(newest) if begin < first and end <= first)
-            places.append(next(ended, len(newest)))
-            newest[places[-1] : places[-1] + 1] = [(first, last)]
-        unknown = stem == UNKNOWN and len(newest) > 1
-        for name, place in zip(names, places, strict=True):
-            labels[name] = name.replace("_", " ") if unknown else stem if place == 0 else f"{stem} ({place + 1})"
-    return labels
+    return {
+        name: f"{stem} ({place})" if place > 1 else stem
+        for stem, own in by_stem.items()
+        for place, name in enumerate(own, start=1)
+    }
 
 
 def _stem(name: str) -> tuple[str, int]:

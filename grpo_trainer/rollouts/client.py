@@ -22,6 +22,7 @@ from environments.api import wire
 from grpo_common.http import CONNECT_S, complaint, may_pass
 from grpo_trainer.config.train import RolloutConfig
 from grpo_trainer.errors import ServerError, TrainingError
+from grpo_trainer.phases import report_at
 from grpo_trainer.rollouts.decode import to_group
 from grpo_trainer.rollouts.leases import Leases
 from grpo_trainer.rollouts.types import RolloutBatch
@@ -35,9 +36,6 @@ POLL_SECONDS = 0.02
 
 WAIT_SECONDS = 0.5
 """Time for which the API holds a request if there is no batch yet; it delays a stop by this much at most."""
-
-PATIENCE_SECONDS = 15.0
-"""Interval at which the log reports what the client waits for."""
 
 
 @dataclass(frozen=True)
@@ -306,7 +304,7 @@ class RolloutClient:
                 return result
             check_stop()
             waited = time.monotonic() - started
-            if waited - said >= PATIENCE_SECONDS:
+            if waited >= report_at(said):
                 said = waited
                 log.info("waiting %.0f s for %s: %s", waited, what, self._explanation() or result.reason)
             if 0 < self._config.rollout_timeout < waited:

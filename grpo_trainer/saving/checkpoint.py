@@ -29,7 +29,7 @@ from grpo_trainer.config.train import CheckpointConfig
 from grpo_trainer.errors import ConfigError, from_os_error
 from grpo_trainer.files import folders_named, remove_remains, whole_folder, write_tensors
 from grpo_trainer.metrics.types import Metrics, Sum
-from grpo_trainer.optim import FusedAdamW, TwoPartOptimizer
+from grpo_trainer.optim import TwoPartOptimizer
 from grpo_trainer.optim.spikes import NormHistory
 from grpo_trainer.parallel.shard_states import Place, read_states, reshard_states, whole_parts
 from grpo_trainer.parallel.strategies import Shards
@@ -339,7 +339,7 @@ class Checkpoints:
             ConfigError: it was made with another optimizer or other options, or its optimizer's states can't be read.
         """
         tensors = torch.load(path / TENSORS_FILE, map_location="cpu", weights_only=True, mmap=True)
-        kind = tensors.get("optimizer_kind", FusedAdamW.kind)
+        kind = tensors["optimizer_kind"]
         if kind != self._optimizer.kind:
             raise ConfigError(
                 "made with another optimizer",
@@ -348,10 +348,10 @@ class Checkpoints:
                 wanted=self._optimizer.kind,
                 fix="give --optimizer, --master-weights and --dtype as they were",
             )
-        self._policy.load(path, tensors.get("weights", {}))
-        self._check_trained(path, tensors.get("trained"))
+        self._policy.load(path, tensors["weights"])
+        self._check_trained(path, tensors["trained"])
         self._load_optimizer(self._own_states(path, tensors["optimizer"]))
-        self._norms.restore(tensors.get("gradient_norms", ()))
+        self._norms.restore(tensors["gradient_norms"])
         restore_generators(tensors["generators"], self._device)
 
     def save_states(self, folder: Path) -> None:
@@ -390,14 +390,14 @@ class Checkpoints:
                 fix="choose the mode that it was made in, or another --save-path",
             )
 
-    def _check_trained(self, path: Path, then: list[str] | None) -> None:
+    def _check_trained(self, path: Path, then: list[str]) -> None:
         """Check that the same parameters are trained: states would otherwise be matched wrongly or be missing.
 
         Args:
-            then: names in the checkpoint; None: an older checkpoint does not have them.
+            then: names in the checkpoint.
         """
         now = self._trained()
-        if then is None or then == now:
+        if then == now:
             return
         raise ConfigError(
             "made with other trained parameters",

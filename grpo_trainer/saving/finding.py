@@ -75,9 +75,8 @@ def said_of(found: Found) -> str:
     """Return one line about the resumed checkpoint."""
     progress, files = found.state.progress, found.state.files
     age = duration(max(0.0, time.time() - found.state.saved_at))
-    size = sum(size for size, _ in (files or {}).values()) / 1e6
-    verified = "no checksums in it" if files is None else f"{len(files)} files, {size:.1f} MB, checksums right"
+    size = sum(size for size, _ in files.values()) / 1e6
     return (
         f"resumed {found.path}: step {progress.step}, policy version {progress.policy_version}, saved {age} ago, "
-        f"{verified}"
+        f"{len(files)} files, {size:.1f} MB, checksums right"
     )

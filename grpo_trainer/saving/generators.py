@@ -23,12 +23,11 @@ def generator_states(device: torch.device) -> dict[str, Any]:
 
 
 def restore_generators(states: dict[str, Any], device: torch.device) -> None:
-    """Restore the states; generators that an older checkpoint lacks keep theirs."""
+    """Restore the states; the GPU's only if the checkpoint was made on one."""
     torch.set_rng_state(states["cpu"].clone())
-    if "python" in states:
-        random.setstate(states["python"])
-        name, keys, *rest = states["numpy"]
-        np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    random.setstate(states["python"])
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     if "cuda" in states and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"].clone(), device)
 

@@ -58,12 +58,12 @@ class State:
 
     Attributes:
         saved_at: Unix seconds.
-        files: path in the folder -> size in bytes and SHA-256; None: an older state.json without checksums.
+        files: path in the folder -> size in bytes and SHA-256.
     """
 
     progress: Progress
     saved_at: float
-    files: Mapping[str, tuple[int, str]] | None
+    files: Mapping[str, tuple[int, str]]
 
 
 class DamagedError(UserError):
@@ -99,14 +99,12 @@ def read_state(folder: Path) -> State:
     """
     try:
         content = json.loads((folder / STATE_FILE).read_text())
-        if "files" in content and content.pop("checksum", None) != _checksum_of(content):
+        if content.pop("checksum") != _checksum_of(content):
             raise DamagedError(field=STATE_FILE, got="another checksum", wanted="its own checksum")
-        jumps = tuple(VersionOffset(**jump) for jump in content.get("numbering", {"jumps": ()})["jumps"])
-        batches = tuple(content.get("batches", ()))
-        progress = Progress(content["step"], content["policy_version"], batches, VersionOffsets(jumps))
-        listed = content.get("files")
-        files = None if listed is None else {name: (int(size), str(sha)) for name, (size, sha) in listed.items()}
-        return State(progress, content.get("saved_at", (folder / STATE_FILE).stat().st_mtime), files)
+        offsets = VersionOffsets(tuple(VersionOffset(**jump) for jump in content["numbering"]["jumps"]))
+        progress = Progress(content["step"], content["policy_version"], tuple(content["batches"]), offsets)
+        files = {name: (int(size), str(sha)) for name, (size, sha) in content["files"].items()}
+        return State(progress, content["saved_at"], files)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError("can't be read", field=STATE_FILE, got=f"{type(error).__name__}: {error}") from None
 
@@ -117,16 +115,15 @@ def check_files(folder: Path, state: State) -> None:
     Raises:
         DamagedError: a file differs; the error names it.
     """
-    files = state.files or {}
-    for name, (size, _) in files.items():
+    for name, (size, _) in state.files.items():
         path = folder / name
         if not path.is_file():
             raise DamagedError(field=name, got="no such file", wanted=f"{size} bytes")
         if path.stat().st_size != size:
             raise DamagedError(field=name, got=f"{path.stat().st_size} bytes", wanted=f"{size} bytes")
     with ThreadPoolExecutor(READERS) as readers:
-        sums = readers.map(lambda name: _checksum(folder / name), files)
-        for (name, (_, wanted)), found in zip(files.items(), sums, strict=True):
+        sums = readers.map(lambda name: _checksum(folder / name), state.files)
+        for (name, (_, wanted)), found in zip(state.files.items(), sums, strict=True):
             if found != wanted:
                 raise DamagedError(field=name, got=f"checksum {found}", wanted=f"checksum {wanted}")
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 
 class BackgroundWriter:
     """Runs jobs one after the other. The process exits only after the running job has ended."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._pool = ThreadPoolExecutor(1, "checkpoint writer")
+        self._job: Future[None] | None = None
 
     def start(self, job: Callable[[], None]) -> None:
         """Run a job in the background, after waiting for the last one.
@@ -20,44 +20,28 @@ class BackgroundWriter:
             BaseException: the error of the last job.
         """
         self.wait()
-        self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint writer")
-        self._thread.start()
+        self._job = self._pool.submit(job)
 
     @property
     def is_busy(self) -> bool:
         """Whether a job is running."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._job is not None and not self._job.done()
 
     def check(self) -> None:
-        """Raise the error of a job that has ended; do not wait for a running one.
-
-        Raises:
-            BaseException: the job's error, only once.
-        """
+        """Raise the error of a job that has ended, only once; do not wait for a running one."""
         if not self.is_busy:
             self.wait()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait for a running job, for at most `seconds`.
-
-        Returns:
-            Whether no job is running any more.
+        """Wait for a running job, for at most `seconds`, and return whether none is running any more.
 
         Raises:
-            BaseException: the job's error.
+            BaseException: the job's error, only once.
         """
-        if self._thread is not None:
-            self._thread.join(seconds)
-            if self._thread.is_alive():
-                return False
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        if self._job is None:
+            return True
+        if not wait([self._job], seconds).done:
+            return False
+        job, self._job = self._job, None
+        job.result()
         return True
-
-    def _run(self, job: Callable[[], None]) -> None:
-        try:
-            job()
-        except BaseException as error:  # raised again by `wait`
-            self._error = error

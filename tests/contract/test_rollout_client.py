@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from environments.api import wire
+from grpo_trainer import phases
 from grpo_trainer.batch.batching import ReadyBatch, ready
 from grpo_trainer.config.train import ModelConfig, RolloutConfig, TrainConfig
 from grpo_trainer.errors import ServerError, StoppedError, TrainingError
@@ -148,7 +149,7 @@ def test_an_acknowledged_batch_never_comes_again_a_released_one_does(api: Api) -
 def test_the_supervisor_knows_what_a_trainer_says_that_waits(
     api: Api, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(client_module, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(phases, "PATIENCE_SECONDS", 0.05)
     with caplog.at_level(logging.INFO), pytest.raises(TrainingError):
         feed(api, rollout_timeout=0.3).next(0)
     said = [record.getMessage() for record in caplog.records if record.name == client_module.__name__]

@@ -43,10 +43,14 @@ class Page:
 
 
 class Browser:
-    """Calling it opens a URL, in a phone-sized page unless said otherwise."""
+    """Calling it opens a URL, in a phone-sized page unless said otherwise.
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
+    Attributes:
+        errors: what the console has shown of them since the start.
+    """
+
+    def __init__(self, call: Callable[..., Any], errors: list[str]) -> None:
+        self._call, self.errors = call, errors
 
     def __call__(self, url: str, *, width: int = PHONE_WIDTH, height: int = 844, scheme: str = "light") -> Page:
         size = {"width": width, "height": height, "deviceScaleFactor": 2, "mobile": width <= PHONE_WIDTH}
@@ -74,7 +78,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         ],
         stderr=subprocess.DEVNULL,
     )
-    numbers = itertools.count(1)
+    numbers, errors = itertools.count(1), list[str]()
     try:
         target = wait_for(lambda: targets(port))[0]
         with sync_client.connect(target["webSocketDebuggerUrl"], max_size=None) as socket:
@@ -83,14 +87,27 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
                 number = next(numbers)
                 socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
                 while (answer := json.loads(socket.recv(timeout=60))).get("id") != number:
-                    pass
+                    errors.extend(errors_in(answer))
                 assert "error" not in answer, answer
                 return answer["result"]
 
-            yield Browser(call)
+            call("Runtime.enable")
+            call("Log.enable")
+            yield Browser(call, errors)
     finally:
         process.terminate()
         process.wait()
+
+
+def errors_in(event: dict[str, Any]) -> Iterator[str]:
+    """What an event of the debugging protocol says of errors on the console."""
+    match event:
+        case {"method": "Runtime.exceptionThrown", "params": {"exceptionDetails": details}}:
+            yield str(details)
+        case {"method": "Log.entryAdded", "params": {"entry": {"level": "error"} as entry}}:
+            yield str(entry)
+        case {"method": "Runtime.consoleAPICalled", "params": {"type": "error", "args": said}}:
+            yield str(said)
 
 
 def targets(port: int) -> list[dict[str, Any]]:

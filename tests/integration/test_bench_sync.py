@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from grpo_trainer.bench.sync.shapes import SHAPES
+from grpo_trainer.bench.shapes import SHAPES
+from grpo_trainer.config.bridge import ALL_LINEAR
 from tests.processes import ROOT, mentioning
 
 pytestmark = pytest.mark.timeout(400)  # a server starts
@@ -39,7 +40,7 @@ def test_one_line_of_figures_and_nothing_left_running(tmp_path: Path) -> None:
     assert (figures["bridge"], figures["transport"], figures["shape"]) == ("lora_only", "memory", "tiny")
     assert (figures["lora_r"], figures["repeat"], figures["keep_versions"]) == (16, 3, 4)
     assert figures["max_loras"] == 8  # four to keep, four to spare
-    assert figures["adapter_mb"] == round(SHAPES["tiny"].adapter_parameters(16) * 4 / 1e6, 3)
+    assert figures["adapter_mb"] == round(SHAPES["tiny"].adapter_parameters(16, ALL_LINEAR) * 4 / 1e6, 3)
     assert set(figures["versions"]) == {"vllm", "torch", "python"} and figures["device"]
     proof = figures["proof"]
     assert proof["noise"] < 1e-4 and proof["restored"] < 1e-4 and proof["synthetic_moved"] > 10 * proof["synthetic"]
@@ -66,7 +67,7 @@ def test_shared_weights_are_written_where_they_are(tmp_path: Path) -> None:
     assert figures["step"]["sequences"] == 8
     assert (figures["bridge"], figures["transport"], figures["adapter_mb"]) == ("shared_vllm", None, None)
     assert figures["attach_ms"] > 0 and figures["proof"]["noise"] < 1e-4
-    assert figures["model_gb"] == round(SHAPES["tiny"].parameters() * 4 / 1e9, 4)
+    assert figures["model_gb"] == round(SHAPES["tiny"].parameters * 4 / 1e9, 4)
     assert 0 < figures["write_ms"] < figures["stall_ms"] <= figures["publish_p50_ms"]
     assert figures["phases"]["pack_ms"] == figures["write_ms"] and figures["after_write_ms"] > 0
     assert figures["baseline_ms"] is None and figures["memory"]["files_at_end"] == 0

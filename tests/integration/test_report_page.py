@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from grpo_trainer.report.command import write_report
+from grpo_trainer.report.figures import TIME_SPLIT
 from tests.integration.browsing import NEEDS_BROWSER, PHONE_WIDTH, Browser, Page, browser, wait_for
 from tests.unit.test_report import EVIL, a_sample, row, write_run
 
@@ -33,6 +35,12 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> str:
     (folder / "samples.jsonl").write_text("".join(json.dumps(each) + "\n" for each in samples))
     write_report([folder], folder / "report.html")
     return f"file://{folder}/report.html"
+
+
+@pytest.fixture(autouse=True)
+def no_error_on_the_console(browser: Browser) -> Iterator[None]:
+    yield
+    assert browser.errors == []
 
 
 def plot(ask: Page, title: str) -> str:
@@ -99,6 +107,14 @@ def test_an_extreme_value_does_not_stretch_the_axis_unless_that_is_wanted(browse
     wait_for(lambda: ask(f"{note}.hidden"))
 
 
+def test_shares_of_a_whole_have_no_logarithmic_scale(browser: Browser, url: str) -> None:
+    ask = browser(url, width=1200)
+    ask("document.forms.controls.elements.log.click()")
+    scales = {plot(ask, title): title for title in (TIME_SPLIT, "Throughput")}
+    found = "figures.find(each => each.element === {}).chart.scales.y.distr"
+    assert {title: ask(found.format(element)) for element, title in scales.items()} == {TIME_SPLIT: 1, "Throughput": 3}
+
+
 def test_samples_by_step_and_by_text(browser: Browser, url: str) -> None:
     ask = browser(url, width=1200)
     shown = "[...document.querySelectorAll('#found summary')].map(each => each.textContent.split(',')[0])"
@@ -129,11 +145,15 @@ def test_a_page_that_is_loaded_again_looks_as_before(browser: Browser, url: str)
 
 
 def test_a_run_can_be_hidden(browser: Browser, tmp_path: Path) -> None:
-    folders = [write_run(tmp_path / name, [row(1), row(2)]) for name in ("one", "two")]
+    ratios = ({"grpo/mean_ratio": 1, "grpo/max_ratio": 3}, {"grpo/mean_ratio": 2, "grpo/max_ratio": 4})
+    rows = [[row(1), row(2, **ratio)] for ratio in ratios]
+    folders = [write_run(tmp_path / name, own) for name, own in zip(("one", "two"), rows, strict=True)]
     write_report(folders, tmp_path / "both.html")
     ask = browser(f"file://{tmp_path}/both.html", width=1200)
     names = f"[...{plot(ask, 'Reward')}.querySelectorAll('.legend button')].map(each => each.textContent)"
     assert ask(names) == ["one0.2", "two0.2"]
+    table = f"[...{plot(ask, 'Ratio')}.querySelectorAll('.legend tr')].map(each => each.innerText.trim().split(/\\s+/))"
+    assert ask(table) == [["one", "two"], ["mean", "1", "2"], ["largest", "3", "4"]]
     ask("document.querySelector('input[data-run]').click()")
     assert ask(names) == ["two0.2"]
 

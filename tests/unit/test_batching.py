@@ -129,6 +129,16 @@ def test_the_spread_of_rewards_and_lengths() -> None:
     assert lengths == pytest.approx([1.0, 1.3, 8.6, 11.0])  # 0.3 places from 1; 2.7 places: 3 + 0.7 * (11 - 3)
 
 
+def test_the_shares_of_few_distinct_rewards() -> None:
+    def shares(*rewards: float) -> dict[str, float]:
+        numbers = reduce(prepare(batch([sample([1], [2], each) for each in rewards]), LossConfig(), 9).metrics)
+        return {key: value for key, value in numbers.items() if key.startswith("reward/share/")}
+
+    few = (0.0, 0.0, 0.0, 1 / 3, 0.0, 0.0, 0.0, 1 / 3)
+    assert shares(*few) == {"reward/share/0": 0.75, "reward/share/0.3333": 0.25}
+    assert shares(*few[:7]) == {}, "more than one distinct value for four samples"
+
+
 completions = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)
 groups = st.lists(
     st.lists(st.tuples(completions, st.sampled_from([0.0, 0.5, 1.0])), min_size=2, max_size=4), min_size=1, max_size=4

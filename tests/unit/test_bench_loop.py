@@ -18,13 +18,13 @@ from environments.synthetic_server import SyntheticConfig, SyntheticEnv, stop_to
 from environments.tokenizers import load_tokenizer
 from grpo_trainer import cli
 from grpo_trainer.bench import devices
+from grpo_trainer.bench.figures import cache_tokens
 from grpo_trainer.bench.loop import __main__ as command
 from grpo_trainer.bench.loop import measure
 from grpo_trainer.bench.loop.figures import (
     Load,
     Look,
     Window,
-    cache_tokens,
     can_hold,
     cpu_per_group,
     server_figures,
@@ -33,8 +33,8 @@ from grpo_trainer.bench.loop.figures import (
 )
 from grpo_trainer.bench.loop.options import LoopOptions
 from grpo_trainer.bench.loop.processes import ENVIRONMENT, role_of, run_process
-from grpo_trainer.bench.sync.random_model import ensure_model
-from grpo_trainer.bench.sync.shapes import SHAPES
+from grpo_trainer.bench.random_model import ensure_model
+from grpo_trainer.bench.shapes import SHAPES
 from grpo_trainer.config.options import build
 from grpo_trainer.config.run import RunConfig, build_run
 from grpo_trainer.errors import ConfigError

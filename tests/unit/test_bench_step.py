@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_trainer.bench.step.flops import step_flops
+from grpo_trainer.bench.shapes import SHAPES
 from grpo_trainer.bench.step.options import BatchChoice, StepOptions
-from grpo_trainer.bench.step.rollouts import completion_lengths, synthetic_batch
-from grpo_trainer.bench.sync.shapes import SHAPES, Shape
+from grpo_trainer.bench.step.work import completion_lengths, step_flops, synthetic_batch
 from grpo_trainer.config.options import build
+from grpo_trainer.doctor.model_shape import ModelShape
 from grpo_trainer.errors import ConfigError
 from tests.processes import ROOT
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("warm_trainers")
 
 def test_operations_by_hand() -> None:
     # hidden 4, inner 6, 2 layers, 2 heads of 2, 1 of keys and values, 10 tokens
-    shape = Shape(4, 6, 2, 2, 1, 10, tied=False)
+    shape = ModelShape(4, 6, 2, 2, 1, 2, 10, tied=False)
     # a layer: q and o 4 x 4, k and v 4 x 2, three of 4 x 6: 32 + 16 + 72 = 120 elements
     # 5 tokens, 3 of them trained: 5 x 6 x 120 x 2 + 3 x 6 x 4 x 10; pairs 15: 3 x 4 x 15 x 4 x 2
     assert step_flops(shape, [(2, 3)], lora_r=0) == 7200 + 720 + 1440

@@ -16,22 +16,20 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from grpo_trainer.bench.sync.figures import Publish, counter_total, percentile, publish_figures
+from grpo_trainer.bench.command import print_figures
+from grpo_trainer.bench.figures import counter_total, median_ms, p95_ms
+from grpo_trainer.bench.random_model import ensure_model
+from grpo_trainer.bench.shapes import SHAPES
 from grpo_trainer.bench.sync.generator import GROUP, Demand
-from grpo_trainer.bench.sync.memory import Snapshot, memory_figures
-from grpo_trainer.bench.sync.options import ServerChoice, SyncOptions
-from grpo_trainer.bench.sync.random_model import ensure_model
-from grpo_trainer.bench.sync.report import as_table
-from grpo_trainer.bench.sync.server import server_spec
-from grpo_trainer.bench.sync.shapes import SHAPES
-from grpo_trainer.bench.sync.subject import Place
-from grpo_trainer.config.bridge import LoraOnly
+from grpo_trainer.bench.sync.measure import Snapshot, memory_figures, publish_figures
+from grpo_trainer.bench.sync.options import SyncOptions
+from grpo_trainer.bench.sync.subject import Place, Publish, configured, server_spec
+from grpo_trainer.config.bridge import ALL_LINEAR, LoraOnly
 from grpo_trainer.config.options import build
-from grpo_trainer.config.train import ModelConfig, TrainConfig
+from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import ConfigError, ServerError
+from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.model.load import load_model
 from grpo_trainer.model.lora import add_adapter
 from tests.processes import ROOT
@@ -41,7 +39,7 @@ from tests.processes import ROOT
 
 @pytest.mark.parametrize(("shape", "parameters"), [("0.5b", 494.03e6), ("1.5b", 1543.71e6), ("7b", 7615.62e6)])
 def test_shapes_are_those_of_the_published_qwen2_models(shape: str, parameters: float) -> None:
-    assert SHAPES[shape].parameters() == pytest.approx(parameters, rel=1e-4)
+    assert SHAPES[shape].parameters == pytest.approx(parameters, rel=1e-4)
 
 
 def test_a_training_step_longer_than_the_model_is_refused() -> None:
@@ -57,19 +55,19 @@ def test_a_training_step_longer_than_the_model_is_refused() -> None:
 def test_size_of_an_adapter() -> None:
     # 7b, a layer: q, o 2 * (3584 + 3584); k, v 2 * (3584 + 4 * 128); gate, up, down 3 * (3584 + 18944): 90,112
     # rows and columns, times rank 16, 28 layers, 2 bytes: 80.7 MB
-    assert SHAPES["7b"].adapter_parameters(16) * 2 == 90_112 * 16 * 28 * 2 == 80_740_352
+    assert SHAPES["7b"].adapter_parameters(16, ALL_LINEAR) * 2 == 90_112 * 16 * 28 * 2 == 80_740_352
     # 0.5b: 2 * 1792 + 2 * (896 + 2 * 64) + 3 * (896 + 4864) = 22,912; times 16, 24 layers, 4 bytes: 35.2 MB
-    assert SHAPES["0.5b"].adapter_parameters(16) * 4 == 22_912 * 16 * 24 * 4 == 35_192_832
+    assert SHAPES["0.5b"].adapter_parameters(16, ALL_LINEAR) * 4 == 22_912 * 16 * 24 * 4 == 35_192_832
 
 
 def test_a_model_of_a_shape_has_its_sizes_and_is_used_again(tmp_path: Path) -> None:
     folder, shape = tmp_path / "model", SHAPES["tiny"]
     ensure_model(shape, folder, torch.float32)
     model = load_model(ModelConfig(name=str(folder), device="cpu"))
-    assert model.num_parameters() == shape.parameters()
+    assert model.num_parameters() == shape.parameters
     adapted = add_adapter(model, LoraOnly(r=16), seed=0)
     lora = sum(p.numel() for name, p in adapted.named_parameters() if "lora_" in name)
-    assert lora == shape.adapter_parameters(16)
+    assert lora == shape.adapter_parameters(16, ALL_LINEAR)
     written = (folder / "model.safetensors").stat().st_mtime_ns
     ensure_model(shape, folder, torch.float32)
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
@@ -90,27 +88,18 @@ def test_a_folder_with_other_files_is_not_overwritten(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- sums
 
 
-def test_percentiles_lie_between_neighbours_in_proportion() -> None:
-    values = [40.0, 10.0, 30.0, 20.0]  # places 0, 1, 2, 3
-    assert percentile(values, 0.5) == 25.0  # place 1.5
-    assert percentile(values, 0.95) == pytest.approx(38.5)  # place 2.85: 30 + 0.85 * 10
-    assert (percentile(values, 0.0), percentile(values, 1.0), percentile([7.0], 0.95)) == (10.0, 40.0, 7.0)
-    with pytest.raises(ValueError, match="0 values"):
-        percentile([], 0.5)
-
-
-@given(st.lists(st.floats(0, 1e6), min_size=1), st.floats(0, 1), st.floats(0, 1))
-def test_a_percentile_is_within_the_values_and_grows_with_its_share(values: list[float], a: float, b: float) -> None:
-    low, high = (percentile(values, share) for share in sorted((a, b)))
-    assert min(values) <= low <= high * (1 + 1e-9) and high <= max(values) * (1 + 1e-9)
+def test_quantiles_lie_between_neighbours_in_proportion() -> None:
+    values = [0.04, 0.01, 0.03, 0.02]  # places 0, 1, 2, 3
+    assert median_ms(values) == 25.0  # place 1.5
+    assert p95_ms(values) == 38.5  # place 2.85: 30 + 0.85 * 10
 
 
 def test_phases_add_up_to_the_publish() -> None:
     publishes = [Publish(0.010, 0.001, 0.006, 0.0002), Publish(0.020, 0.002, 0.012, 0.0004)]
     figures = publish_figures(publishes)
-    assert (figures.publish_p50_ms, figures.stall_ms) == (15.0, 0.3)
+    assert (figures["publish_p50_ms"], figures["stall_ms"]) == (15.0, 0.3)
     # requests: 10 - 1 - 6 = 3 and 20 - 2 - 12 = 6
-    assert (figures.phases.pack_ms, figures.phases.request_ms, figures.phases.engine_ms) == (1.5, 4.5, 9.0)
+    assert figures["phases"] == {"pack_ms": 1.5, "request_ms": 4.5, "engine_ms": 9.0}
 
 
 def test_a_counter_is_summed_over_its_labels_and_told_from_longer_names() -> None:
@@ -134,14 +123,15 @@ def test_growth_is_from_the_early_publish_to_the_late_one_and_totals_are_of_the_
     late = Snapshot(1000, 1012.5, 90, 500.5, 40_002.0, 4, 5)
     end = Snapshot(1000, 1100.0, 91, 501.0, 41_000.0, 4, 5)
     figures = memory_figures(early, late, end)
-    assert (figures.server_rss_growth_mb, figures.gpu_growth_mb) == (12.5, 2.0)
-    assert (figures.gpu_total_gb, figures.server_rss_mb, figures.files_at_end) == (41.0, 1100.0, 5)
-    assert (figures.flat_adapters, figures.flat_publishes, figures.flat_files) == ((4, 4), (10, 1000), (0, 5))
+    assert (figures["server_rss_growth_mb"], figures["gpu_growth_mb"]) == (12.5, 2.0)
+    assert (figures["gpu_total_gb"], figures["server_rss_mb"], figures["files_at_end"]) == (41.0, 1100.0, 5)
+    flat = {name: value for name, value in figures.items() if name in ("flat_adapters", "flat_publishes", "flat_files")}
+    assert flat == {"flat_adapters": (4, 4), "flat_publishes": (10, 1000), "flat_files": (0, 5)}
 
 
-def test_the_table_has_a_line_for_each_figure() -> None:
-    table = as_table({"publish_p50_ms": 2.5, "load": None, "memory": {"flat_adapters": (4, 5)}})
-    assert [line.split(None, 1) for line in table.splitlines()] == [
+def test_the_table_has_a_line_for_each_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    print_figures({"publish_p50_ms": 2.5, "load": None, "memory": {"flat_adapters": (4, 5)}}, as_json=False)
+    assert [line.split(None, 1) for line in capsys.readouterr().out.splitlines()] == [
         ["publish_p50_ms", "2.5"],
         ["load", "-"],
         ["memory.flat_adapters", "4 → 5"],
@@ -160,15 +150,17 @@ def test_sequences_in_flight() -> None:
 
 def test_the_servers_command(tmp_path: Path) -> None:
     place = Place(tmp_path, tmp_path, tmp_path / "model", True, "bfloat16", ("--seed", "1"))
-    config = build(TrainConfig, {"model": str(place.model), "dtype": "bfloat16", "gpu_memory_utilization": 0.3})
-    choice = ServerChoice(tensor_parallel_size=2, server_gpus="1,2")
-    spec = server_spec(config, choice, place, ["--max-lora-rank", "16"], tiny=False)
-    line = " ".join(spec.argv)
-    assert "--max-lora-rank 16 --tensor-parallel-size 2 --seed 1" in line
+
+    def spec(**asked: Any) -> ProcessSpec:
+        config = configured(build(SyncOptions, asked), place, "none", vllm_restart_interval=1)
+        return server_spec(config, place, "m", ["--max-lora-rank", "16"])
+
+    asked = spec(gpu_memory_utilization=0.3, tensor_parallel_size=2, server_gpus="1,2")
+    line = " ".join(asked.argv)
+    assert "--tensor-parallel-size 2 --max-lora-rank 16 --seed 1" in line
     assert "--gpu-memory-utilization 0.3" in line and "--kv-cache-memory-bytes" not in line
-    assert spec.env["CUDA_VISIBLE_DEVICES"] == "1,2" and spec.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
-    alone = server_spec(config, ServerChoice(), place, [], tiny=False)
-    assert "CUDA_VISIBLE_DEVICES" not in alone.env  # as the trainer's
+    assert asked.env["CUDA_VISIBLE_DEVICES"] == "1,2" and asked.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert "CUDA_VISIBLE_DEVICES" not in spec().env  # as the trainer's
 
 
 def test_the_command_lists_both_benchmarks_and_its_help_needs_no_torch() -> None:

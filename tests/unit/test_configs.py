@@ -34,7 +34,8 @@ PORTS = {"api": 1, "server": 2, "trainers": 3}
 
 
 def test_all_examples_are_there_and_no_others() -> None:
-    assert {path.name for path in (ROOT / "configs").glob("gsm8k_*.toml")} == {e.path.name for e in EXAMPLES.EXAMPLES}
+    shipped = {path.name for path in (ROOT / "configs").glob("*.toml")}
+    assert shipped == {"quickstart.toml", *(example.path.name for example in EXAMPLES.EXAMPLES)}
     kinds = {(example.kind, example.gpus) for example in EXAMPLES.EXAMPLES}
     assert {kind for kind, _ in kinds} == set(EXAMPLES.MODES) and {gpus for _, gpus in kinds} == {1, 2, 4}
 
@@ -57,9 +58,9 @@ def test_an_example_is_valid_and_fits_the_gpus_that_it_names(example: Any) -> No
     ):
         assert finding.status == "ok", finding
     started = [process.name for process in plan_run(config, PORTS, python="p", on_gpu=True).processes]
-    assert "env-gsm8k" in started and ("server" in started) == (not config.trainer.owns_server)
+    assert f"env-{example.task.environment}" in started and ("server" in started) == (not config.trainer.owns_server)
 
 
 def test_the_parameters_are_those_of_the_models() -> None:
-    known = {"0.5B": 494_032_768, "1.5B": 1_543_714_304, "3B": 3_085_938_688, "7B": 7_615_616_512}
+    known = {"0.5B": 494_032_768, "1.5B": 1_543_714_304, "3B": 3_085_938_688, "7B": 7_615_616_512, "135M": 134_515_008}
     assert {size: shape.parameters for size, shape in EXAMPLES.SHAPES.items()} == known

@@ -11,8 +11,9 @@ from rich.console import Console
 from grpo_trainer.config.learning_rate import ADAPTER_LR, ALL_WEIGHTS_LR, SMALL, SMALL_LR, too_high
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.logs.sinks import ConsoleSink, JsonlSink, MetricLog
-from grpo_trainer.metrics.health import CHECKS, Row, first_entropy, flags, outcome, seen, signs
+from grpo_trainer.logs.console import RunConsole
+from grpo_trainer.logs.sinks import JsonlSink, MetricLog
+from grpo_trainer.metrics.health import CHECKS, Row, episodes, first_entropy, flags, outcome, signs
 from grpo_trainer.metrics.rows import read_rows
 from grpo_trainer.metrics.types import Mean
 
@@ -68,10 +69,12 @@ def test_entropy_is_high_by_the_run_s_own_first_steps() -> None:
     assert names([{"grpo/entropy": 3.1}] * 3, 1.5) == ["entropy_high"]
 
 
-def test_each_sign_is_seen_once_where_it_begins() -> None:
-    rows: list[Row] = [HEALTHY, HEALTHY, *[{**HEALTHY, "train/grad_norm": 20.0}] * 4]
-    ((at, sign),) = seen(rows)  # medians of three: 1 up to row 2, 20 up to row 3
-    assert (at, sign.check.name) == (3, "grad_norm")
+def test_episodes_of_a_run() -> None:
+    norms = [1.0, 1.0, 20.0, 20.0, 30.0, 1.0, 1.0, 40.0, 40.0]
+    found = episodes([{**HEALTHY, "train/grad_norm": norm} for norm in norms])
+    assert [*found] == ["grad_norm"]
+    # medians of three, from row 2 on: 1, 20, 20, 20, 1, 1, 40
+    assert [(each.first, each.last, each.sign.value) for each in found["grad_norm"]] == [(3, 5, 20.0), (8, 8, 40.0)]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +103,7 @@ def test_the_log_flags_them_and_says_each_once(tmp_path: Path) -> None:
     said: list[str] = []
     path = tmp_path / "metrics.jsonl"
     with (tmp_path / "out").open("w") as file:
-        log = MetricLog([JsonlSink(path), ConsoleSink(Console(file=file, width=300), 5)], say=said.append)
+        log = MetricLog([JsonlSink(path), RunConsole(Console(file=file, width=300), 5)], say=said.append)
         for step in range(1, 6):
             log.log(step, {"train/grad_norm": Mean(16.6), "reward/mean": Mean(0.35)})
         log.close()

@@ -146,7 +146,7 @@ def test_a_second_run_in_a_live_folder_touches_nothing(
         torch_version="0",
         device="cpu",
     )
-    monkeypatch.setattr(run, "preflight", lambda _: report)
+    monkeypatch.setattr(run, "preflight", lambda *_: report)
     for check in ("refuse_missing", "refuse_without_room"):
         monkeypatch.setattr(run, check, lambda *_, **__: None)
     before = contents(folder)

@@ -195,7 +195,6 @@ def test_a_step_that_hangs_gives_its_batch_back_and_saves_what_was_before() -> N
     config = TrainConfig(model=ModelConfig(name="m"), training_steps=2)
     with pytest.raises(HungError) as ended:
         run_steps(config, Progress(0, 5), told, told, told, told, told, watch=watch)
-    watch.close()
     assert said_of(ended.value) >= SAVED | {"1", "2"}  # the second step hung, the first is saved
     assert told.events[-3:] == ["release b6", "stop 1/6", "settle b5"]
 

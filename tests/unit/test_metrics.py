@@ -13,10 +13,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from grpo_trainer.logs.machine import machine_metrics
-from grpo_trainer.logs.sinks import ConsoleSink, JsonlSink, MetricLog, step_line
+from grpo_trainer.logs.sinks import JsonlSink, MetricLog
 from grpo_trainer.metrics.remaining import duration, seconds_left
 from grpo_trainer.metrics.types import Max, Mean, Sum, merge, reduce
 
@@ -107,55 +106,6 @@ def test_a_gpu_whose_utilisation_is_not_known_is_no_problem(
     assert found == memory | ({} if problem else {"gpu/utilisation": 0.75})
 
 
-def test_an_evaluation_is_one_line_on_the_console(tmp_path: Path) -> None:
-    console = Console(file=(tmp_path / "out").open("w"), width=200)
-    figures = {
-        "accuracy": 0.5,
-        "accuracy_low": 0.4,
-        "accuracy_high": 0.6125,
-        "samples": 96.0,
-        "odd_low": 2.0,
-        "step": 7.0,
-    }
-    ConsoleSink(console, 10).write(9, {f"eval/sums_0/{key}": value for key, value in figures.items()})
-    console.file.flush()
-    line = (tmp_path / "out").read_text().splitlines()[1]
-    assert line == "Evaluation of sums_0 at step 7: accuracy 0.5 (0.4 to 0.613), samples 96, odd_low 2"
-
-
-def test_the_console_says_why_the_loss_is_about_zero_once_something_was_learnt(tmp_path: Path) -> None:
-    console = Console(file=(tmp_path / "out").open("w"), width=200)
-    sink = ConsoleSink(console, 10)
-    sink.write(1, {"train/loss": 0.0, "reward/mean": 0.0})
-    console.file.flush()
-    assert [line[:4] for line in (tmp_path / "out").read_text().splitlines()] == ["Step"]
-    for step in (2, 3):
-        sink.write(step, {"train/loss": 1e-6, "grpo/mean_ratio": 1.0, "reward/mean": 0.25})
-    console.file.flush()
-    text = (tmp_path / "out").read_text()
-    assert "Step  2/10  reward 0.250" in text
-    (explained,) = [line for line in text.splitlines() if not line.startswith("Step")]
-    assert "loss" in explained and "reward" in explained
-
-
-def test_a_step_in_a_line() -> None:
-    numbers = {
-        "reward/mean": 0.25, "train/loss": -0.5, "grpo/mean_ratio": 1.01, "rollout/staleness_mean": 1.0,
-        "batch/zero_variance_share": 0.5, "train/tokens_per_second": 1234.0, "train/data_fetch_time": 0.1,
-        "train/step_time": 0.2, "train/sync_time": 0.003, "publish/version": 7.0, "publish/served_version": 5.0,
-    }  # fmt: skip
-    assert step_line(7, 10, numbers) == (
-        "Step  7/10  reward 0.250  loss -0.5000  ratio 1.010  stale 1.0  zero-var 50%  1,234 tok/s  "
-        "wait 0.10 step 0.20 publish 0.003 s  v5"
-    )
-
-
-def test_a_step_without_anything_to_learn_from_says_so_and_shows_no_number_that_there_is_not() -> None:
-    numbers = {"reward/mean": 1.0, "train/loss": 0.0, "train/skipped": 1.0, "batch/zero_variance_share": 1.0}
-    line = "Step 1/1  reward 1.000  nothing to learn: no group has a spread of rewards  zero-var 100%"
-    assert step_line(1, 1, numbers) == line
-
-
 @pytest.mark.parametrize(
     ("steps", "recent", "seconds"),
     [
@@ -179,15 +129,3 @@ def test_time_left_is_steps_left_times_the_mean_of_recent_steps(
 )
 def test_a_duration_in_words(seconds: float, words: str) -> None:
     assert duration(seconds) == words
-
-
-def test_the_console_says_how_long_the_run_still_takes(tmp_path: Path) -> None:
-    console = Console(file=(tmp_path / "out").open("w"), width=200)
-    sink = ConsoleSink(console, 100)
-    for step, seconds in ((1, 90.0), (2, 10.0), (3, 20.0), (100, 10.0)):
-        sink.write(step, {"reward/mean": 0.5, "train/seconds": seconds})
-    console.file.flush()
-    ends = [line.rpartition("  ")[2] for line in (tmp_path / "out").read_text().splitlines()]
-    # after two: 98 x (10 + 10) / 2 = 980 s; after three: 97 x (10 + 20 + 20) / 3 = 1616.7 s; after the last nothing
-    assert ends[1:3] == ["16 min left", "27 min left"]
-    assert not ends[0].endswith("left") and not ends[3].endswith("left")

@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("grpo_trainer", "vllm_server", "environments")
+PACKAGES = ("grpo_common", "grpo_trainer", "vllm_server", "environments")
 
 
 def test_every_folder_of_modules_is_a_package() -> None:

@@ -14,7 +14,7 @@ from grpo_trainer import phases
 from grpo_trainer.cache import CACHE_VARIABLE, compile_caches
 from grpo_trainer.config.run import RunConfig, build_run
 from grpo_trainer.launch.start import StartReport, StartWatch, kept_at, read_report, server_phases
-from grpo_trainer.phases import FIRST_STEP, Phases, report_start
+from grpo_trainer.phases import FIRST_STEP, IN_WORDS, Phases, Wait, report_at, report_start
 
 
 class Clock:
@@ -63,6 +63,22 @@ def test_a_phase_that_goes_on_is_one(caplog: pytest.LogCaptureFixture) -> None:
     assert counted.end() == {"imports": 1, FIRST_STEP: 5}
 
 
+def test_the_present_phase_is_what_the_trainer_waits_for() -> None:
+    counted = Phases(Clock(14, 20))
+    assert counted.waits() == []
+    counted.begin("imports", 10)
+    assert counted.waits() == [Wait("trainer", IN_WORDS["imports"], 4.0)]  # from 10 to 14
+    counted.end()
+    assert counted.waits() == []
+
+
+def test_a_wait_is_reported_early_then_ever_less_often() -> None:
+    reports = [0.0]
+    while reports[-1] < 250:
+        reports.append(report_at(reports[-1]))
+    assert reports == [0, 10, 20, 40, 80, 140, 200, 260]  # doubled, but at least every minute
+
+
 def test_what_a_start_took_is_written_and_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Phases(Clock(4, 9))
     monkeypatch.setattr(phases, "START", counted)
@@ -102,23 +118,20 @@ def test_the_last_start_is_known_to_the_next(tmp_path: Path) -> None:
     log = tmp_path / "server.log"
     log.write_text("$ server\nLoading weights took 2.50 seconds\n")
     first.note_ready("server", 30.4, log)
-    first.look()
-    assert not first.is_over and first.server_last_time("server") == first.phase_last_time("model") == ""
+    first.look([])
+    assert not first.is_over
     report.write_text(json.dumps({"seconds": 41.0, "phases": {"model": 5.2}}))
-    first.look()
+    first.look([])
     assert first.is_over
     assert read_report(report) == read_report(kept)
     assert read_report(kept) == StartReport(41, {"model": 5.2}, {"server": {"ready": 30.4, "weights": 2.5}})
-    second = StartWatch(report, kept)
-    assert "30 s" in second.server_last_time("server") and "5 s" in second.phase_last_time("model")
-    assert second.server_last_time("server-2") == second.phase_last_time("proof") == ""
 
 
 def test_what_was_kept_and_is_damaged_is_nothing(tmp_path: Path) -> None:
     kept = tmp_path / "kept.json"
     for content in ("", "{", "[]", '{"seconds": "x", "phases": {}}'):
         kept.write_text(content)
-        assert StartWatch(tmp_path / "start.json", kept).phase_last_time("model") == ""
+        assert read_report(kept) is None
 
 
 def test_vllms_own_phases_are_those_of_the_last_server_in_a_log() -> None:

@@ -15,7 +15,7 @@ from grpo_trainer.config.options import build
 from grpo_trainer.config.run import RunConfig, build_run
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.launch.plan import RunPlan, plan_run, server_process
+from grpo_trainer.launch.plan import SET_FOR_ENVIRONMENTS, RunPlan, plan_run, server_process
 from grpo_trainer.run import empty_old_queue
 
 PORTS = {"api": 8123, "server": 9123}
@@ -263,6 +263,13 @@ def test_server_and_trainer_have_one_dtype(flags: dict[str, Any], on_gpu: bool, 
 def test_idle_threads_sleep_where_processes_share_the_cores() -> None:
     assert all(process.env["OMP_WAIT_POLICY"] == "passive" for process in plan(on_gpu=False).processes)
     assert not any("OMP_WAIT_POLICY" in process.env for process in plan(on_gpu=True).processes)
+
+
+def test_the_options_that_a_run_derives_for_environments_are_known() -> None:
+    flags = {"weight_bridge_mode": "none", "rollout_api_key": "k"}
+    made = plan(flags, file={"environments": [{"name": "arithmetic"}, {"name": "arithmetic"}]})
+    tables = [table["env"] for path, table in made.config_files.items() if path.name.startswith("env-")]
+    assert {key for table in tables for key in table} == SET_FOR_ENVIRONMENTS
 
 
 def test_two_environments_of_a_kind_have_names_and_files_of_their_own() -> None:

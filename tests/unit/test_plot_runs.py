@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,12 +62,29 @@ def test_runs_of_one_label_are_of_one_colour_with_one_entry(
     assert np.asarray(axis.get_lines()[0].get_xdata()).tolist() == [2.0, 4.0]  # 2 seconds a step
 
 
-def test_the_mean_is_of_the_values_around_that_there_are(plot_runs: ModuleType) -> None:
-    values = plot_runs.smoothed([math.nan, math.nan, 1.0, math.nan, 3.0, 6.0], 3)
-    assert math.isnan(values[0])
-    assert values[1:] == [1.0, 1.0, 2.0, 4.5, 4.5]  # 1; 1; (1 + 3) / 2; (3 + 6) / 2; the same
+def test_the_mean_is_of_the_values_around(plot_runs: ModuleType) -> None:
+    assert plot_runs.smoothed([1.0, 3.0, 8.0], 3) == [2.0, 4.0, 5.5]  # (1 + 3) / 2; (1 + 3 + 8) / 3; (3 + 8) / 2
     assert plot_runs.smoothed([1.0, 2.0, 4.0], 1) == [1.0, 2.0, 4.0]
     assert plot_runs.smoothed([1.0, 2.0, 4.0], 2) == [1.5, 3.0, 4.0]  # with the next
+
+
+def test_an_evaluation_is_drawn_at_its_steps_with_its_interval(
+    plot_runs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    file = tmp_path / "metrics.jsonl"
+    found = {"accuracy": 0.5, "accuracy_low": 0.4, "accuracy_high": 0.7}
+    rows = [{"step": step, "train/seconds": 2.0} | (found if step % 2 == 0 else {}) for step in range(1, 6)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plot_runs.main([f"a={file}", "--out", str(tmp_path / "x.png"), "--x", "step", "--y", "accuracy"])
+    (axis,) = drawn[0].axes
+    (line,) = axis.get_lines()  # no smoothed one beside it
+    assert np.asarray(line.get_xydata()).tolist() == [[2.0, 0.5], [4.0, 0.5]]
+    (band,) = axis.collections
+    assert band.get_paths()[0].get_extents().get_points().tolist() == [[2.0, 0.4], [4.0, 0.7]]
 
 
 @pytest.mark.parametrize(

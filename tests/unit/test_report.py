@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import datetime
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from grpo_common.pages.document import plotting
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import METRICS_FILE
 from grpo_trainer.logs.times import PHASES
+from grpo_trainer.metrics.health import CHECKS
 from grpo_trainer.report import command
 from grpo_trainer.report.command import report_path, watch, write_report
-from grpo_trainer.report.figures import EVALUATION, FIGURES, OTHER, TIME_SPLIT, all_plots
+from grpo_trainer.report.figures import EVALUATION, FIGURES, HISTOGRAM, OTHER, QUANTILES, TIME_SPLIT, all_plots
 from grpo_trainer.report.page import SCRIPTS, page, page_data
-from grpo_trainer.report.parts import comparison, differences, events, tiles
+from grpo_trainer.report.parts import banner, comparison, differences, events, tiles
 from grpo_trainer.report.plots import Line, Plot, plot_data, thinned
-from grpo_trainer.report.read import Run, read_run, without_secrets
+from grpo_trainer.report.read import Run, read_run
+from grpo_trainer.report.redact import without_secrets
 from grpo_trainer.report.samples import NOT_TRAINED, SAME, UNKNOWN, character, evenly, sample_data
-from grpo_trainer.report.series import identities
+from grpo_trainer.report.series import labels_of
+from grpo_trainer.saving.manifest import Progress, seal
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
 
@@ -90,8 +96,10 @@ def test_a_run_that_was_started_by_hand_is_done_when_its_end_is_there(tmp_path: 
     (folder / "config" / "trainer.toml").unlink()
     final = folder / "checkpoints" / "adapter_final"
     final.mkdir(parents=True)
-    for step, done in ((None, False), (1, False), (2, True)):
-        (final / "state.json").write_text(json.dumps({"step": step, "policy_version": 1}) if step else "{")
+    (final / "state.json").write_text("{")
+    assert not read_run(folder).is_done
+    for step, done in ((1, False), (2, True)):
+        seal(final, Progress(step, 1))
         assert read_run(folder).is_done is done
 
 
@@ -105,15 +113,14 @@ def test_keys_to_servers_stay_secret(tmp_path: Path) -> None:
 
 def test_events_are_bad_steps_and_loud_lines(tmp_path: Path) -> None:
     rows = [row(1), row(2, **{"train/skipped": 1, "train/loss": None}), row(3, **{"rollout/dropped_stale_groups": 4})]
+    rows += [row(4, **{"rollout/dropped_stale_groups": 1}), row(5), row(6, **{"rollout/dropped_stale_groups": 1})]
     folder = write_run(tmp_path / "a", rows)
     (folder / "logs").mkdir()
     (folder / "logs" / "trainer.log").write_text("INFO fine\nWARNING odd\nWARNING odd\nERROR bad\n")
     events = [(event.source, event.text) for event in read_run(folder).events]
-    assert [source for source, _ in events] == ["step 2", "step 2", "step 3", "trainer", "trainer"]
-    assert events[2][1].startswith("4 × groups dropped") and events[-2:] == [
-        ("trainer", "WARNING odd"),
-        ("trainer", "ERROR bad"),
-    ]
+    assert [source for source, _ in events[:-2]] == ["step 2", "step 2", "steps 3 to 4", "step 6"]
+    assert [text.split(" × ")[0] for _, text in events[:-2]] == ["1", "1", "5", "1"]  # 4 groups at step 3, 1 at step 4
+    assert events[-2:] == [("trainer", "WARNING odd"), ("trainer", "ERROR bad")]
 
 
 def test_warnings_of_a_server_that_starts_are_folded(tmp_path: Path) -> None:
@@ -123,15 +130,18 @@ def test_warnings_of_a_server_that_starts_are_folded(tmp_path: Path) -> None:
     ready, later = "INFO: Application startup complete.\n", "(X pid=1) WARNING 2 late\n"
     log = folder / "logs" / "server.log"
     log.write_text(start + ready + later)
-    assert [event.at_start for event in read_run(folder).events] == [True, False, False]
+    assert [event.routine for event in read_run(folder).events] == [True, False, False]
     shown, folded = events(read_run(folder)).split("<details>")
     assert "late" in shown and "bad" in shown and "odd" in folded
     log.write_text(start + ready + start.replace("pid=1) WARNING 1", "pid=7) WARNING 5"))
-    assert [event.at_start for event in read_run(folder).events] == [True, False], "a second start says the same"
+    assert [event.routine for event in read_run(folder).events] == [True, False], "a second start says the same"
     log.write_text(start.split("\n", 1)[1] + ready + later)
-    assert [event.at_start for event in read_run(folder).events] == [True, False, False], "started by hand"
+    assert [event.routine for event in read_run(folder).events] == [True, False, False], "started by hand"
+    log.write_text(start + ready + "INFO [shutdown] triggered\nERROR 3 gone\n" + start + ready + later)
+    found = {event.text.split()[-1]: event.routine for event in read_run(folder).events}
+    assert found == {"odd": True, "bad": False, "gone": True, "late": False}, "a server that ends"
     log.write_text(start)
-    assert [event.at_start for event in read_run(folder).events] == [False, False], "it never came to its end"
+    assert [event.routine for event in read_run(folder).events] == [False, False], "it never came to its end"
 
 
 # plots -------------------------------------------------------------------------------------------------------
@@ -173,12 +183,12 @@ def test_seconds_of_training_at_each_step(tmp_path: Path) -> None:
 
 def test_an_evaluation_stands_at_its_own_step(tmp_path: Path) -> None:
     key = "eval/gsm8k_0/strict"
-    came = {key: 0.1, f"{key}_low": 0.05, "eval/gsm8k_0/step": 1, "eval/gsm8k_0/samples": 8}
+    came = {key: 0.1, f"{key}_low": 0.05, "eval/gsm8k_0/step": 0, "eval/gsm8k_0/samples": 8}
     rows = [row(1), row(3, **came), row(5, **{key: 0.3, "eval/gsm8k_0/step": 4}), row(6, **{"train/loss": None})]
     run = read_run(write_run(tmp_path / "a", rows))
     evaluation, bound = plots_of(run)["gsm8k/strict"].lines
-    assert (bound.name, list(bound.xs), list(bound.ys)) == ("at least", [1.0], [0.05])
-    assert list(evaluation.xs) == [1.0, 4.0] and list(evaluation.ys) == [0.1, 0.3]
+    assert (bound.name, list(bound.xs), list(bound.ys)) == ("at least", [0.0], [0.05])
+    assert list(evaluation.xs) == [0.0, 4.0] and list(evaluation.ys) == [0.1, 0.3]
     assert evaluation.marked and evaluation.band is None, "there is no upper bound"
     assert [plot.title for plot in all_plots([run]) if plot.section == EVALUATION] == ["gsm8k/strict"]
     assert list(plots_of(run)["Loss"].lines[0].ys) == [-0.01, -0.01, -0.01, None], "not finite is a gap"
@@ -197,67 +207,70 @@ def test_the_card_says_the_last_and_the_best(tmp_path: Path) -> None:
 def test_bands_lie_between_their_lines(tmp_path: Path) -> None:
     names = ("max", "p75", "median", "p25", "min")
     run = read_run(write_run(tmp_path / "a", [row(1, **{f"reward/{name}": 0.5 for name in names})]))
-    bands = [(line.name, line.band) for line in plots_of(run)["Reward distribution"].lines if line.band is not None]
-    assert bands == [("highest", 4), ("3 of 4 below", 2)]
+    lines = plots_of(run)[QUANTILES].lines
+    assert [(line.name, line.band) for line in lines if line.band is not None] == [("highest", 4), ("3 of 4 below", 2)]
+    assert [line.dash for line in lines] == [1, 1, 0, 1, 1], "edges are dashed"
+
+
+def test_rewards_of_few_values_are_a_histogram(tmp_path: Path) -> None:
+    shares = ({"reward/share/-0.5": 0.75, "reward/share/1": 0.25}, {"reward/share/1": 1.0})
+    rows = [row(step, **{"reward/median": 0.5, **own}) for step, own in enumerate(shares, start=1)]
+    plots = plots_of(read_run(write_run(tmp_path / "a", rows)))
+    assert [(line.name, list(line.ys)) for line in plots[HISTOGRAM].lines] == [
+        ("-0.5", [0.75, 0.0]),
+        ("1", [0.25, 1.0]),
+    ]
+    assert plots[HISTOGRAM].stacked and not [title for title in plots if title == QUANTILES or "share" in title]
+
+
+def test_what_left_its_range_is_marked_in_the_plots_and_is_no_plot(tmp_path: Path) -> None:
+    norms = [1.0, 1.0, *[20.0] * 8, 1.0, 1.0]
+    rows = [row(step, **{"train/grad_norm": norm, "health/grad_norm": 0.0}) for step, norm in enumerate(norms, start=1)]
+    run = read_run(write_run(tmp_path / "a", rows))
+    # Medians of three: 20 from step 4 on (1, 20, 20), the last time at step 11 (20, 20, 1).
+    assert page_data([run])["runs"][0]["episodes"] == [{"key": "train/grad_norm", "ends": [4, 11]}]
+    assert "train/grad_norm" in [line.key for line in plots_of(run)["Gradient norm"].lines]
+    assert not [title for title in plots_of(run) if "health" in title]
+
+
+def test_the_banner_says_whether_it_learnt_and_what_to_try(tmp_path: Path) -> None:
+    check = next(check for check in CHECKS if check.name == "grad_norm")
+    sick = read_run(write_run(tmp_path / "a", [row(step, **{"train/grad_norm": 20.0}) for step in range(1, 13)]))
+    html = banner(sick)
+    assert "<b>Step 3</b>, 10 of 12 steps" in html and escape(check.fix) in html and "20" in html
+    well = read_run(write_run(tmp_path / "b", [row(step) for step in range(1, 13)]))
+    assert "<li>" not in banner(well) and "banner good" in banner(well), "its rewards rise: it learnt"
+    assert banner(sick) in html_of(sick.folder)
+    both = html_of(sick.folder, well.folder)
+    assert all(banner(run, number) in both for number, run in enumerate((sick, well)))
 
 
 # environments ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("spans", "labels"),
-    [
-        ({"s_0": (1, 5), "s_1": (6, 9)}, ["s", "s"]),
-        ({"s_0": (1, 5), "s_1": (5, 9)}, ["s", "s"]),  # it was evaluated once more where the run was resumed
-        ({"s_0": (1, 9), "s_1": (1, 9)}, ["s", "s (2)"]),
-        ({"s_0": (5, 5), "s_1": (5, 5)}, ["s", "s (2)"]),
-        ({"s_0": (1, 5), "s_1": (1, 4), "s_2": (6, 9), "s_3": (6, 9)}, ["s", "s (2)", "s", "s (2)"]),
-        ({"a_0": (1, 5), "b_0": (1, 5), "b_1": (6, 9), "a_1": (6, 9)}, ["a", "b", "b", "a"]),
-        ({f"s_{n}": (n, n) for n in range(11)}, ["s"] * 11),
-        ({"environment_0": (1, 5), "environment_1": (6, 9)}, ["environment", "environment"]),
-        (
-            {"environment_0": (1, 5), "environment_1": (1, 5), "environment_2": (6, 9)},
-            ["environment 0", "environment 1", "environment 2"],
-        ),
-        ({"plain": (1, 5)}, ["plain"]),
-    ],
-)
-def test_who_an_environment_is(spans: dict[str, tuple[int, int]], labels: list[str]) -> None:
-    found = identities((name, step) for name, ends in spans.items() for step in ends)
-    assert [found[name] for name in spans] == labels
+def test_what_environments_are_called() -> None:
+    numbered = {"s_0": "s", "s_2": "s (2)", "s_10": "s (3)", "a_b_1": "a_b", "plain": "plain"}
+    assert labels_of(numbered) == numbered
 
 
-def test_a_resumed_run_has_one_curve_for_each_environment(tmp_path: Path) -> None:
-    before = [row(n, **{"reward/env_0": 0.1, "reward/env_1": 0.3, "reward/env_0_std": 0.5}) for n in (1, 2)]
-    after = [row(n, **{"reward/env_2": 0.4, "reward/env_3": 0.2}) for n in (3, 4)]
-    after[0]["train/resumed"] = 1.0
-    folder = write_run(tmp_path / "a", [*before, *after])
-    (folder / "logs").mkdir()
-    registered = enumerate(("sums_0", "words_0", "words_1", "sums_1"))  # in another order, the second time
-    lines = [f"INFO environment {number} registered: {name}, groups of 8\n" for number, name in registered]
-    (folder / "logs" / "api.log").write_text("".join(lines))
-    own = [{"step": n, f"sums_{n // 3}/format": n / 10} for n in (1, 2, 3, 2, 3, 4)]  # 3 and 2 are taken twice
-    (folder / "logs" / "env-sums.metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in own))
-    (folder / "samples.jsonl").write_text(json.dumps(a_sample(environment=3)) + "\n")
-    run = read_run(folder)
-    reward = {line.name: list(line.ys) for line in plots_of(run)["Reward"].lines}
-    assert reward == {"mean": [0.1, 0.2, 0.3, 0.4], "sums": [0.1, 0.1, 0.2, 0.2], "words": [0.3, 0.3, 0.4, 0.4]}
-    assert run.resumed == [3] and page_data([run])["runs"][0]["resumed"] == [3]
-    assert list(plots_of(run)["sums/format"].lines[0].ys) == [0.1, 0.2, 0.3, 0.4]
-    assert run.samples[0]["environment"] == "sums"
-    assert not [title for title in plots_of(run) if "resumed" in title]
-
-
-def test_groups_that_were_queued_before_a_resume_do_not_make_a_second_environment(tmp_path: Path) -> None:
-    rows = [row(n, **{f"reward/env_{int(n > 4)}": 0.1 * n}) for n in range(1, 7)]  # 3 and 4: of the environment before
+def test_environments_of_a_resumed_run_have_one_curve_each_under_their_names(tmp_path: Path) -> None:
+    rows = [row(n, **{"reward/env_0": 0.1 * n, "reward/env_1": 0.3, "reward/env_0_std": 0.5}) for n in (1, 2, 3, 4)]
+    rows[2]["train/resumed"] = 1.0
     folder = write_run(tmp_path / "a", rows)
     (folder / "logs").mkdir()
-    lines = [f"INFO environment {number} registered: sums_{number}, groups of 8\n" for number in (0, 1)]
+    registered = [(0, "sums_0"), (1, "words_0"), (1, "words_0"), (0, "sums_0")]  # in another order, the second time
+    lines = [f"INFO environment {number} registered: {name}, groups of 8\n" for number, name in registered]
     (folder / "logs" / "api.log").write_text("".join(lines))
-    own = [{"step": n, f"sums_{int(n > 2)}/format": n / 10} for n in range(1, 7)]
+    own = [{"step": n, "sums_0/format": n / 10} for n in (1, 2, 3, 2, 3, 4)]  # 3 and 2 are taken twice
     (folder / "logs" / "env-sums.metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in own))
-    series = read_run(folder).series
-    assert list(series["reward/env/sums"].steps) == list(series["env/sums/format"].steps) == [1, 2, 3, 4, 5, 6]
+    (folder / "samples.jsonl").write_text(json.dumps(a_sample(environment=1)) + "\n")
+    run = read_run(folder)
+    reward = {line.name: list(line.ys) for line in plots_of(run)["Reward"].lines}
+    assert reward["sums"] == pytest.approx([0.1, 0.2, 0.3, 0.4]) and reward["words"] == [0.3] * 4
+    assert run.resumed == [3] and page_data([run])["runs"][0]["resumed"] == [3]
+    assert list(plots_of(run)["sums/format"].lines[0].ys) == [0.1, 0.2, 0.3, 0.4]
+    assert run.samples[0]["environment"] == "words"
+    assert not [title for title in plots_of(run) if "resumed" in title]
 
 
 def test_one_environment_has_no_line_of_its_own(tmp_path: Path) -> None:
@@ -313,8 +326,9 @@ def test_no_external_request_and_no_foreign_script(tmp_path: Path) -> None:
     assert reader.found == ["data:,"], "the icon that a browser would ask for"
     assert reader.handlers == []
     assert "url(" not in html and "@import" not in html
-    assert html.count("<script") == 1 + len(SCRIPTS) and "<img" not in html, "the data and the page's own"
-    assert "default-src 'none'" in html and "unsafe-inline'; script-src 'sha256-" in html
+    own = len(plotting()[1]) + len(SCRIPTS)
+    assert html.count("<script") == 1 + own and "<img" not in html, "the data and the page's own"
+    assert "default-src 'none'" in html and "unsafe" not in html and html.count("'sha256-") == 1 + own
 
 
 def test_a_page_without_samples_says_how_to_get_some(tmp_path: Path) -> None:
@@ -331,12 +345,16 @@ def test_runs_beside_each_other(tmp_path: Path) -> None:
         vllm_config_path="p",
     )
     b = write_run(tmp_path / "b", [row(1, **{"alignment/kl_rollout": 0.1})], lr=5e-4, seed=0, save_path="y")
+    for folder, size in ((a, 8), (b, 16)):
+        settings = f'[env]\ngroup_size = {size}\nmetrics_path = "{folder}"\nrollout_api_key = "{folder}"\n'
+        (folder / "config" / "env-sums.toml").write_text(settings)
     runs = [read_run(a), read_run(b)]
-    assert [(line.name, line.run) for line in all_plots(runs)[0].lines] == [("a", 0), ("b", 1)]
+    assert [(line.name, line.run, line.colour) for line in all_plots(runs)[0].lines] == [("mean", 0, 0), ("mean", 1, 1)]
     kl = plots_of(*runs)["KL"]
     of_reference, of_rollout = next(figure.keys.values() for figure in FIGURES if figure.title == "KL")
-    assert [(line.name, line.dash) for line in kl.lines] == [(f"a, {of_reference}", 0), (f"b, {of_rollout}", 1)]
-    assert differences(runs).count("<tr>") == 2 and "0.0005" in differences(runs)  # the head, and lr
+    assert [(line.name, line.run, line.dash) for line in kl.lines] == [(of_reference, 0, 0), (of_rollout, 1, 1)]
+    assert re.findall("<tr><td>(.+?)</td>", differences(runs)) == ["lr", "sums.group_size"]
+    assert "0.0005" in differences(runs)
     assert comparison(runs).count("<tr>") == 3
     html = html_of(a, b)
     assert differences(runs) in html and html.count(TIME_SPLIT) >= 2

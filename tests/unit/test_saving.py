@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
-import json
 import logging
 import os
 import random
@@ -23,6 +22,7 @@ import torch
 from grpo_trainer.config.train import CheckpointConfig, ModelConfig, OptimizerConfig, TrainConfig
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import whole_folder
+from grpo_trainer.launch.supervisor import NOTICE
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.optim.spikes import NEEDED
 from grpo_trainer.policy import AllWeights
@@ -100,7 +100,7 @@ def test_a_sealed_folder_is_whole_and_says_where_the_run_stood(tmp_path: Path) -
     state = read_state(sealed(tmp_path / "c"))
     check_files(tmp_path / "c", state)
     assert state.progress == Progress(3, 4, ("x", "y"), JUMPED)
-    assert state.files is not None and {name: size for name, (size, _) in state.files.items()} == {
+    assert {name: size for name, (size, _) in state.files.items()} == {
         "weights": 10,
         "inner/more": 3,
     }
@@ -153,13 +153,6 @@ def test_a_digit_of_the_state_that_changed_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(DamagedError) as error:
         read_state(path)
     assert error.value.field == STATE_FILE and "checksum" in error.value.got
-
-
-def test_a_checkpoint_from_before_there_were_checksums_can_be_read(tmp_path: Path) -> None:
-    (tmp_path / STATE_FILE).write_text(json.dumps({"step": 2, "policy_version": 1}))
-    state = read_state(tmp_path)
-    assert state.progress == Progress(2, 1) and state.files is None
-    check_files(tmp_path, state)
 
 
 # ---------------------------------------------------------------- damaged checkpoints of a run
@@ -285,6 +278,13 @@ def test_a_save_is_put_off_while_another_is_written_and_then_due_at_once(tmp_pat
     checkpoints.save(Progress(7, 7), final=True)
     assert begun == [2, 5, 6], "that of step 4 was put off"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model_final", "step_2", "step_5", "step_6"]
+
+
+def test_whoever_runs_the_trainer_hears_of_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        path = saver(trainer(), tmp_path).save(Progress(2, 2, ("a",)))
+    heard = [record for record in caplog.records if NOTICE.search(f"{record.name}: {record.getMessage()}")]
+    assert [str(path) in record.getMessage() for record in heard] == [True]
 
 
 def test_a_checkpoint_that_was_resumed_is_not_written_again(tmp_path: Path) -> None:

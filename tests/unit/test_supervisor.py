@@ -19,13 +19,12 @@ import pytest
 
 from grpo_trainer import phases
 from grpo_trainer.errors import DiskFullError, FolderGoneError, PortBusyError, ProcessFailedError, StoppedError
-from grpo_trainer.launch import supervisor as module
 from grpo_trainer.launch.child import START_STOP_SECONDS, Child
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.launch.start import StartWatch, read_report
 from grpo_trainer.launch.supervisor import SHUTDOWN_SECONDS, Supervisor
-from grpo_trainer.phases import FIRST_STEP
+from grpo_trainer.phases import FIRST_STEP, IN_WORDS, STARTING, Wait
 from tests.processes import wait_for
 
 SERVER = """
@@ -149,28 +148,37 @@ def test_processes_of_a_stage_start_together(
         supervisor.run([[server, spec("trainer", ANSWERED + textwrap.dedent(first), ends_run=True)]])
     assert_gone(recorder.pids)
     named = [line.partition(":")[0] for line in recorder.said]
-    assert named == ["trainer", "server"], "one was started, the other one became ready later"
+    assert named == ["server", "trainer", "server"], "both were started, the server became ready later"
 
 
-def test_what_a_start_waits_for_is_said_with_what_it_took_the_last_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "PROGRESS_SECONDS", 0.2)
-    report, kept, said = tmp_path / "start.json", tmp_path / "kept.json", list[str]()
-    kept.write_text('{"seconds": 99, "phases": {"compile": 77}, "servers": {"server": {"ready": 88}}}')
+def test_what_a_start_waits_for_is_known_with_what_it_took_the_last_time(tmp_path: Path) -> None:
+    report, kept = tmp_path / "start.json", tmp_path / "kept.json"
+    kept.write_text('{"seconds": 99, "phases": {"compile": 77, "server": 66}, "servers": {"server": {"ready": 88}}}')
     trainer = f"""
         import sys, time
+        print("12:00 INFO {phases.__name__}: start: server", file=sys.stderr, flush=True)
+        answered(int(sys.argv[1]))
+        time.sleep(1)
         print("12:00 INFO {phases.__name__}: start: compile", file=sys.stderr, flush=True)
-        time.sleep(2)
+        time.sleep(1)
         open({str(report)!r}, "w").write('{{"seconds": 5, "phases": {{"compile": 4}}}}')
         time.sleep(1)
     """
-    port = free_port()
-    server = spec("server", LATE_SERVER, str(port), ready_url=f"http://127.0.0.1:{port}/")
-    with Supervisor(tmp_path, said.append, said.append, StartWatch(report, kept)) as supervisor:
-        supervisor.run([[server, spec("trainer", trainer, ends_run=True)]])
-    assert any(line.startswith("server: ") and "88 s" in line for line in said)
-    assert any(line.startswith("trainer: compile") and "77 s" in line for line in said)
+    port, watch = free_port(), StartWatch(report, kept)
+    said, seen = list[str](), list[Wait]()
+    server = spec(
+        "server", 'print("loads", flush=True)\n' + LATE_SERVER, str(port), ready_url=f"http://127.0.0.1:{port}/"
+    )
+    train = spec("trainer", ANSWERED + textwrap.dedent(trainer), str(port), ends_run=True)
+    with Supervisor(tmp_path, said.append, said.append, watch, show=lambda: seen.extend(watch.waits)) as supervisor:
+        supervisor.run([[server, train]])
+    found = {(wait.name, wait.what): (wait.last_time, wait.note) for wait in seen}
+    assert found.pop(("server", STARTING)) == (88, "loads")
+    found.pop(("trainer", STARTING), None)  # before its first line
+    assert found == {("trainer", IN_WORDS[name]): (last, "") for name, last in (("server", 66), ("compile", 77))}
+    first = seen.index(next(wait for wait in seen if wait.what == IN_WORDS["server"]))
+    assert all(wait.name == "trainer" for wait in seen[first:]), "the trainer's wait for the server is the server's"
+    assert watch.is_over and not watch.waits
     known = read_report(kept)
     assert known is not None and known.phases == {"compile": 4} and known.servers.keys() == {"server"}
 

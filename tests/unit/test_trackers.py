@@ -11,6 +11,7 @@ from rich.console import Console
 
 from grpo_trainer.config.train import LogConfig, ModelConfig, RolloutConfig, TrainConfig
 from grpo_trainer.logs import trackers
+from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.logs.sinks import build_metric_log
 from grpo_trainer.logs.trackers import TensorBoardSink, TrackioSink, WandbSink, run_id
 from grpo_trainer.metrics.types import Mean
@@ -97,7 +98,7 @@ def test_every_tracker_gets_every_key(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setitem(trackers.SINKS, name, lambda config, steps_done, name=name: Recorder(name))
     config = config_of(tmp_path, "tensorboard", "trackio", use_wandb=True)
     assert config.logging.trackers == ("tensorboard", "trackio", "wandb")
-    log = build_metric_log(config, Console(file=(tmp_path / "out").open("w")), 0)
+    log = build_metric_log(config, RunConsole(Console(file=(tmp_path / "out").open("w")), 3), 0)
     log.log(1, {"reward/mean": Mean(1.0)})
     log.close()
     (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

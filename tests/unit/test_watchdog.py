@@ -48,7 +48,6 @@ def test_a_slow_step_is_asked_to_end_and_nothing_more_happens_once_it_does() -> 
     assert error.value.exit_code == 124 and error.value.field == "step 7"
     assert "0 s" in error.value.got and "--step-timeout" in error.value.wanted
     watch.check()  # what saves afterwards is not disturbed
-    watch.close()
     assert seen.events == ["dump"]
 
 
@@ -66,7 +65,6 @@ def test_steps_that_end_are_left_alone() -> None:
     for step in range(3):
         with watch.over(f"step {step}"):
             watch.check()
-    watch.close()
     assert not seen.events
 
 
@@ -74,7 +72,6 @@ def test_without_a_limit_nothing_is_watched() -> None:
     watch = StepWatch(0.0)
     with watch.over("step 1"):
         assert "step watch" not in [thread.name for thread in threading.enumerate()]
-    watch.close()
 
 
 HANGS = """

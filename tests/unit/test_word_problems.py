@@ -185,6 +185,28 @@ def test_an_answer_counts_if_it_is_right_and_has_ended(tokenizer: Qwen2Tokenizer
     assert env.measures.take() == {"level": 1.0, "accuracy_level_1": pytest.approx(1 / 3)}
 
 
+def test_a_chat_model_gets_a_chat_and_others_plain_text(tokenizer: Qwen2Tokenizer) -> None:
+    question = f"{TOM.text} End with the number."
+    env = environment(tokenizer, ["1"])
+    assert env.prompt(TOM) == [{"role": "user", "content": question}]
+    env.tokenizer = build_tokenizer()
+    env.tokenizer.chat_template = None
+    assert env.prompt(TOM) == f"{question}\nAnswer:"
+
+
+@pytest.mark.parametrize(("level", "drawn"), [("2-3", {2, 3}), ("auto", {4, 5})])
+def test_problems_are_of_the_chosen_levels_or_of_those_with_mixed_groups(
+    tokenizer: Qwen2Tokenizer, level: str, drawn: set[int]
+) -> None:
+    env = environment(tokenizer, ["1"], level=level)
+    env.restore({"position": 0, "means": {"1": 0.9, "2": 0.9, "3": 0.9, "4": 0.5, "5": 0.1}})
+
+    async def levels() -> set[int]:
+        return {(await env.get_next_item()).level for _ in range(60)}
+
+    assert asyncio.run(levels()) == drawn  # auto: level 4, and 1 time in 8 the one above
+
+
 def test_a_resumed_environment_goes_on_where_it_stood(tokenizer: Qwen2Tokenizer) -> None:
     async def items(env: WordProblemsEnv, count: int) -> list[WordProblem]:
         return [await env.get_next_item() for _ in range(count)]

@@ -8,64 +8,39 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
-from grpo_trainer.bench.fence.judge import Case
+from grpo_trainer.bench.fence.asking import Answer, Case
 from grpo_trainer.bench.fence.options import FenceOptions
-from grpo_trainer.bench.fence.patterns import Heard, Quantiles, References, Verdicts, two_patterns
-from grpo_trainer.bench.sync.common import placed
-from grpo_trainer.bench.sync.figures import median_ms, p95_ms
+from grpo_trainer.bench.fence.patterns import References, Verdicts, quantiles, two_patterns
+from grpo_trainer.bench.figures import Meter, median_ms, p95_ms
+from grpo_trainer.bench.shapes import SHAPES
+from grpo_trainer.bench.sync.bridges import SharedSubject, shared_vllm
 from grpo_trainer.bench.sync.generator import Demand
-from grpo_trainer.bench.sync.load import Meter, check_busy, generating
-from grpo_trainer.bench.sync.shapes import SHAPES
-from grpo_trainer.bench.sync.shared_vllm import SharedSubject, opened
-from grpo_trainer.bench.sync.subject import Place
+from grpo_trainer.bench.sync.load import generating
+from grpo_trainer.bench.sync.subject import Place, placed
 from grpo_trainer.errors import BridgeError, ProcessFailedError
 
 log = logging.getLogger(__name__)
 
 PROMPTS = 16
 PROMPT_TOKENS = 24
+LEAST_REFERENCES = 4
+"""Answers of a pattern to each prompt."""
 SETTLE_SECONDS = 2.0
 PROGRESS_EVERY = 1000
-JUDGE_SECONDS = 120.0
+ASKING_SECONDS = 120.0
 """Time limit for the last answers."""
 
 
-@dataclass(frozen=True)
-class FenceReport:
-    """The measurements.
-
-    Attributes:
-        own: distances of answers while nothing but one pattern was there, as those that are judged have them.
-        spread, allowed: see `References`.
-        writes_ms: p50 and p95 of a write with its fence; stalls_ms: of the standstill alone.
-        quiet_tokens_per_s, writing_tokens_per_s: of the load, without and with writes one after the other.
-    """
-
-    options: FenceOptions
-    device: str
-    vllm_version: str
-    verdicts: Verdicts
-    own: Quantiles
-    spread: float
-    allowed: float
-    writes: int
-    seconds: float
-    writes_ms: tuple[float, float]
-    stalls_ms: tuple[float, float]
-    quiet_tokens_per_s: float
-    writing_tokens_per_s: float
-
-
-def measure(options: FenceOptions, server_args: tuple[str, ...]) -> FenceReport:
-    """Start a server, attach to its weights, write them repeatedly under load, and judge the answers.
+def measure(options: FenceOptions, server_args: tuple[str, ...]) -> dict[str, Any]:
+    """Start a server, attach to its weights, write them repeatedly under load, judge the answers; return the figures.
 
     Raises:
         BridgeError: the patterns can't be told apart.
@@ -73,7 +48,7 @@ def measure(options: FenceOptions, server_args: tuple[str, ...]) -> FenceReport:
     """
     with (
         placed(options.model, options.log_dir, server_args) as place,
-        opened(options.bridge(), place, options.in_flight) as subject,
+        shared_vllm(options.bridge(), place, options.in_flight) as subject,
     ):
         return Stress(options, place, subject).run()
 
@@ -91,44 +66,45 @@ class Stress:
         self._prompts = [draw.choices(range(2, self._vocab), k=PROMPT_TOKENS) for _ in range(PROMPTS)]
         self._patterns = two_patterns(subject.parameters)
 
-    def run(self) -> FenceReport:
-        demand = Demand(
-            self._subject.url, self._options.concurrency, PROMPT_TOKENS, self._options.completion_len, self._vocab, {}
-        )
+    def run(self) -> dict[str, Any]:
+        options, url = self._options, self._subject.url
+        demand = Demand(url, options.concurrency, PROMPT_TOKENS, options.completion_len, self._vocab, {})
         writes: list[float] = []
         stalls: list[float] = []
-        with generating(demand, self._place.logs / "load.log", self._meter) as generator:
+        with generating(demand, self._place.logs / "load.log", self._meter):
             time.sleep(SETTLE_SECONDS)
             references = self._references()
-            quiet = [self._rate(self._rest)]
-            with self._judged(references) as verdicts:
-                started = time.perf_counter()
-                writing = self._rate(lambda: self._write_all(writes, stalls))
-                seconds = time.perf_counter() - started
-            quiet.append(self._rate(self._rest))
-            check_busy(generator)
+            # The second pattern has just been written, as `version`.
+            even = (1 + self._subject.version) % 2 if options.fenced else None
+            before = self._quiet()
+            with self._asked(Case(url, options.judges, self._prompts)) as answers:
+                written, seconds = self._meter.during(lambda: self._write_all(writes, stalls))
+            after = self._quiet()
         self._subject.check()
-        for torn in verdicts.examples:
-            log.warning(
-                "torn: prompt %d of patterns %s is %.4g and %.4g nats from them, allowed %.4g; its logprobs: %s",
-                *(torn.prompt, torn.patterns, *torn.distances, references.allowed),
-                " ".join(f"{logprob:.3f}" for logprob in torn.answer),
-            )
-        return FenceReport(
-            options=self._options,
-            device=torch.cuda.get_device_name() if self._place.on_gpu else "CPU",
-            vllm_version=self._subject.info.vllm_version,
-            verdicts=verdicts,
-            own=Quantiles.of(references.own),
-            spread=references.spread,
-            allowed=references.allowed,
-            writes=len(writes),
-            seconds=seconds,
-            writes_ms=(median_ms(writes), p95_ms(writes)),
-            stalls_ms=(median_ms(stalls), p95_ms(stalls)),
-            quiet_tokens_per_s=sum(quiet) / len(quiet),
-            writing_tokens_per_s=writing,
-        )
+        verdicts = self._judge(references, answers, even)
+        quiet, writing = (before + after) / 2, written / seconds
+        return {
+            "shape": options.model.shape,
+            "device": torch.cuda.get_device_name() if self._place.on_gpu else "CPU",
+            "vllm": self._subject.info.vllm_version,
+            "in_flight": options.in_flight,
+            "fenced": options.fenced,
+            "writes": len(writes),
+            "concurrency": options.concurrency,
+            **verdicts.figures(),
+            **{f"reference_{name}": value for name, value in quantiles(references.own).items()},
+            "spread": references.spread,
+            "allowed": references.allowed,
+            "seconds": round(seconds, 1),
+            "write_p50_ms": median_ms(writes),
+            "write_p95_ms": p95_ms(writes),
+            "stall_p50_ms": median_ms(stalls),
+            "stall_p95_ms": p95_ms(stalls),
+            "writes_per_s": round(len(writes) / seconds, 1),
+            "quiet_tokens_per_s": round(quiet, 1),
+            "writing_tokens_per_s": round(writing, 1),
+            "writing_over_quiet": round(writing / quiet, 4),
+        }
 
     def _references(self) -> References:
         """Collect answers of each pattern under the same load as the judged ones, including writes.
@@ -139,13 +115,14 @@ class Stress:
         Raises:
             BridgeError: the patterns can't be told apart.
         """
-        first, second = (self._heard(pattern) for pattern in self._patterns)
+        first, second = (self._answers_of(pattern) for pattern in self._patterns)
         references = References.of(first, second)
-        own = Quantiles.of(references.own)
         log.info(
-            "%d answers of one pattern are %.3g nats from others of it (p50; p95 %.3g, p99 %.3g, most %.3g), the "
-            "patterns' at least %.3g from each other; allowed: %.3g",
-            *(len(references.own), own.p50, own.p95, own.p99, own.max, references.spread, references.allowed),
+            "%d answers of one pattern are %s nats from others of it, the patterns' at least %.3g from each other; "
+            "allowed: %.3g",
+            len(references.own),
+            ", ".join(f"{name} {value:.3g}" for name, value in quantiles(references.own).items()),
+            *(references.spread, references.allowed),
         )
         if not references.distinct:
             raise BridgeError(
@@ -157,14 +134,25 @@ class Stress:
             )
         return references
 
-    def _heard(self, pattern: Sequence[Tensor]) -> Heard:
-        """What is answered with a pattern."""
+    def _answers_of(self, pattern: Sequence[Tensor]) -> list[Answer]:
         self._write(pattern, fenced=True)
-        with self._asked(Case(self._subject.url, self._options.judges, self._prompts)) as said:
+        with self._asked(Case(self._subject.url, self._options.judges, self._prompts, LEAST_REFERENCES)) as answers:
             until = time.perf_counter() + self._options.reference_seconds
             while time.perf_counter() < until:
                 self._write(pattern, fenced=True)
-        return msgspec.json.decode(said[0], type=Heard)
+        return answers
+
+    def _judge(self, references: References, answers: Sequence[Answer], even: int | None) -> Verdicts:
+        verdicts = Verdicts()
+        for answer in answers:
+            verdicts.judge(references, answer, even)
+        for torn in verdicts.examples:
+            log.warning(
+                "torn: prompt %d of patterns %s is %.4g and %.4g nats from them, allowed %.4g; its logprobs: %s",
+                *(torn.answer.prompt, torn.patterns, *torn.distances, references.allowed),
+                " ".join(f"{logprob:.3f}" for logprob in torn.answer.logprobs),
+            )
+        return verdicts
 
     def _write_all(self, writes: list[float], stalls: list[float]) -> None:
         """Write the two patterns in turn, the second one last."""
@@ -190,49 +178,38 @@ class Stress:
             torch.cuda.synchronize()
         return time.perf_counter() - started, 0.0
 
-    def _rest(self) -> None:
-        time.sleep(self._options.quiet_seconds)
-
-    def _rate(self, meanwhile: Callable[[], None]) -> float:
-        """Return the tokens per second that the server generates during another action."""
-        tokens, began = self._meter.counted()
-        meanwhile()
-        more, ended = self._meter.counted()
-        return (more - tokens) / (ended - began)
+    def _quiet(self) -> float:
+        """Return the tokens per second that the server generates without writes."""
+        tokens, seconds = self._meter.during(lambda: time.sleep(self._options.quiet_seconds))
+        return tokens / seconds
 
     @contextmanager
-    def _judged(self, references: References) -> Iterator[Verdicts]:
-        """Judge the answers generated within the block; the verdicts are available after it."""
-        # The second pattern has just been written, as `version`.
-        even = (1 + self._subject.version) % 2 if self._options.fenced else None
-        verdicts = Verdicts()
-        with self._asked(Case(self._subject.url, self._options.judges, self._prompts, references, even)) as said:
-            yield verdicts
-        vars(verdicts).update(vars(msgspec.json.decode(said[0], type=Verdicts)))
-
-    @contextmanager
-    def _asked(self, case: Case) -> Iterator[list[bytes]]:
-        """Run the judging process during the block; its findings are available after it."""
-        argv = [sys.executable, "-m", "grpo_trainer.bench.fence.judge"]
-        said: list[bytes] = []
+    def _asked(self, case: Case) -> Iterator[list[Answer]]:
+        """Run the asking process during the block, from its first answer on; its answers are available after it."""
+        argv = [sys.executable, "-m", "grpo_trainer.bench.fence.asking"]
+        answers: list[Answer] = []
+        path, log_path = self._place.folder / "answers.jsonl", self._place.logs / "asking.log"
         with (
-            (self._place.logs / "judge.log").open("ab") as log_file,
-            subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log_file) as process,
+            path.open("wb") as out,
+            log_path.open("ab") as log_file,
+            subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=out, stderr=log_file) as process,
         ):
             try:
-                assert process.stdin is not None and process.stdout is not None
+                assert process.stdin is not None
                 process.stdin.write(msgspec.json.encode(case) + b"\n")
                 process.stdin.flush()
-                process.stdout.readline()  # the first answer is there, or the process has ended
-                yield said
-                said.append(process.communicate(timeout=JUDGE_SECONDS)[0])
+                while not path.stat().st_size and process.poll() is None:
+                    time.sleep(0.01)
+                yield answers
+                process.communicate(timeout=ASKING_SECONDS)
             finally:
                 process.kill()
         if process.returncode:
-            last = (self._place.logs / "judge.log").read_text(errors="replace").strip().splitlines()[-1:]
-            raise ProcessFailedError(
-                " ".join(last), field="judge", got=f"exit code {process.returncode}", fix="see judge.log"
-            )
+            last = log_path.read_text(errors="replace").strip().splitlines()[-1:]
+            got, fix = f"exit code {process.returncode}", f"see {log_path.name}"
+            raise ProcessFailedError(" ".join(last), field="the process that asks", got=got, fix=fix)
+        decoder = msgspec.json.Decoder(Answer)
+        answers += [decoder.decode(line) for line in path.read_bytes().splitlines()]
 
 
 @torch.no_grad()

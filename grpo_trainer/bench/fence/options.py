@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from grpo_trainer.bench.sync.options import BridgeChoice, ModelChoice, ServerChoice, SyncOptions
+from grpo_trainer.bench.shapes import ModelChoice
+from grpo_trainer.bench.sync.options import BridgeChoice, ServerChoice, SyncOptions
 from grpo_trainer.config.options import Section, option
 
 

@@ -1,18 +1,18 @@
-"""Two sets of weights (patterns), and the comparison of an answer with those of each. The second half is pure."""
+"""Two sets of weights (patterns), and the comparison of answers with those of each. The second half is pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from grpo_trainer.bench.sync.figures import percentile
-from vllm_server.protocol import GenerateResponse
+from grpo_trainer.bench.fence.asking import Answer
 
 NOISE_MARGIN = 2.0
 """Times the largest distance among answers of one pattern, of which far fewer are looked at than are judged."""
@@ -24,19 +24,15 @@ ROOM = 3.0
 """Times what is allowed, from one pattern to the other: between them lies what is neither's."""
 
 KNOWN = 8
-"""Answers of a pattern to a prompt that others are held against, at most."""
+"""Answers of a pattern to a prompt that others are compared with, at most."""
 
 EXAMPLES = 3
-"""Torn answers that are told in full."""
+"""Torn answers that are reported in full."""
 
 RELATIVE_CHANGE = 0.5
 """Of each matrix, from one pattern to the other."""
 
-Answer = list[float]
-"""Logprobs of a prompt's tokens, but the first. The mean over many positions has less rounding than any single one."""
-
-Heard = list[list[Answer]]
-"""Answers to each prompt, in the order in which they came."""
+Floats = NDArray[np.float64]
 
 
 def two_patterns(parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -53,42 +49,15 @@ def two_patterns(parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tenso
     return first, second
 
 
-def request(prompt: Sequence[int]) -> dict[str, Any]:
-    """Return a request for one forward pass over the prompt.
-
-    A request for prompt logprobs does not use the prefix cache, so all logprobs are of one pass. Only a prompt that is
-    split for lack of room (`max_num_batched_tokens`) would need two.
-    """
-    sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "ignore_eos": True, "seed": 0}
-    return {"prompt": {"prompt_token_ids": list(prompt)}, **sampling}
+def nearest(answer_T: Floats, known_KT: Floats) -> float:
+    """Return the distance from the nearest known answer: the mean |difference| of the logprobs, in nats a token."""
+    return float(np.abs(known_KT - answer_T).mean(axis=1).min())
 
 
-def answer_of(body: bytes, prompt: Sequence[int]) -> tuple[Answer, int, int]:
-    """The logprobs in an answer, and the policy versions at its start and end."""
-    response = msgspec.json.decode(body, type=GenerateResponse)
-    assert response.prompt_logprobs is not None, "asked with prompt_logprobs"
-    told = zip(prompt[1:], response.prompt_logprobs[1:], strict=True)
-    end = response.policy_version if response.policy_version_end is None else response.policy_version_end
-    return [entry[token] for token, entry in told if entry is not None], response.policy_version, end
-
-
-def distance(one: Answer, other: Answer) -> float:
-    """Return the mean |difference| of the logprobs, in nats a token."""
-    return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / len(one)
-
-
-@dataclass(frozen=True)
-class Quantiles:
-    """Of distances, in nats a token."""
-
-    p50: float
-    p95: float
-    p99: float
-    max: float
-
-    @classmethod
-    def of(cls, distances: Sequence[float]) -> Quantiles:
-        return cls(*(percentile(distances, part) for part in (0.5, 0.95, 0.99, 1.0)))
+def quantiles(distances: Sequence[float]) -> dict[str, float]:
+    """Return quantiles by name."""
+    values = np.quantile(distances, (0.5, 0.95, 0.99, 1.0)).tolist()
+    return dict(zip(("p50", "p95", "p99", "max"), values, strict=True))
 
 
 @dataclass(frozen=True)
@@ -96,27 +65,31 @@ class References:
     """What each pattern answers to each prompt.
 
     Attributes:
-        answers: by pattern, by prompt: several answers, which differ by rounding; that depends on what else is in a
-            batch.
+        answers: by pattern, by prompt: several answers `[K, T]`, which differ by rounding; that depends on what else is
+            in a batch.
         own: distances of other answers of each pattern from the nearest of its `answers`.
     """
 
-    answers: tuple[Heard, Heard]
+    answers: tuple[Sequence[Floats], Sequence[Floats]]
     own: Sequence[float]
 
     @classmethod
-    def of(cls, first: Heard, second: Heard) -> References:
+    def of(cls, first: Iterable[Answer], second: Iterable[Answer]) -> References:
         """Of answers while the server had nothing but one pattern; each prompt has two or more.
 
-        Every second one, or every n-th of many, is kept to hold others against; the rest says how far those may be.
+        Every second one, or every n-th of many, is kept to compare others with; the rest says how far those may be.
         """
-        known: list[Heard] = []
+        known: list[list[Floats]] = []
         own: list[float] = []
-        for heard in (first, second):
-            steps = [max(2, -(-len(several) // KNOWN)) for several in heard]
-            known.append([several[::step] for several, step in zip(heard, steps, strict=True)])
-            for kept, several, step in zip(known[-1], heard, steps, strict=True):
-                own += [nearest(answer, kept) for index, answer in enumerate(several) if index % step]
+        for answers in (first, second):
+            by_prompt: dict[int, list[list[float]]] = {}
+            for answer in answers:
+                by_prompt.setdefault(answer.prompt, []).append(answer.logprobs)
+            known.append([])
+            for _, several in sorted(by_prompt.items()):
+                step = max(2, -(-len(several) // KNOWN))
+                known[-1].append(np.array(several[::step]))
+                own += [nearest(np.array(one), known[-1][-1]) for i, one in enumerate(several) if i % step]
         return cls((known[0], known[1]), own)
 
     @cached_property
@@ -139,16 +112,6 @@ class References:
         """Whether an answer can't be both patterns' within what is allowed, with room for mixtures between them."""
         return ROOM * self.allowed <= self.spread
 
-    def distances(self, prompt: int, answer: Answer) -> tuple[float, float]:
-        """From what each of the patterns answers."""
-        first, second = (nearest(answer, pattern[prompt]) for pattern in self.answers)
-        return first, second
-
-
-def nearest(answer: Answer, known: Sequence[Answer]) -> float:
-    """Return the distance from the nearest of them."""
-    return min(distance(answer, other) for other in known)
-
 
 def patterns_of(begun: int, ended: int, even: int | None) -> frozenset[int]:
     """Those of the versions from one to the other: the one forward pass was made by any of them.
@@ -163,10 +126,9 @@ def patterns_of(begun: int, ended: int, even: int | None) -> frozenset[int]:
 class Torn:
     """An answer that no pattern gives; `distances` from each, in nats a token."""
 
-    prompt: int
+    answer: Answer
     patterns: list[int]
     distances: tuple[float, float]
-    answer: Answer
 
 
 @dataclass
@@ -187,30 +149,26 @@ class Verdicts:
     distances: list[float] = field(default_factory=list)
     examples: list[Torn] = field(default_factory=list)
 
-    @property
-    def answers(self) -> int:
-        return len(self.distances)
-
-    def judge(self, references: References, prompt: int, answer: Answer, patterns: frozenset[int]) -> None:
+    def judge(self, references: References, answer: Answer, even: int | None) -> None:
         """Count an answer.
 
         Args:
-            patterns: those of the versions that the answer says it is of, 0 or 1; two if an update came in between;
-                none: not known.
+            even: the pattern of versions of even number; None: not known.
         """
-        distances = references.distances(prompt, answer)
-        least = min(distances)
+        patterns = patterns_of(answer.begun, answer.ended, even)
+        first, second = (nearest(np.array(answer.logprobs), known[answer.prompt]) for known in references.answers)
+        least = min(first, second)
         self.distances.append(least)
         self.spanning += len(patterns) > 1
         if least > references.allowed:
             self.torn += 1
             if len(self.examples) < EXAMPLES:
-                self.examples.append(Torn(prompt, sorted(patterns), distances, answer))
+                self.examples.append(Torn(answer, sorted(patterns), (first, second)))
             return
-        self.misnamed += bool(patterns) and distances.index(least) not in patterns
+        self.misnamed += bool(patterns) and int(second < first) not in patterns
 
     def figures(self) -> dict[str, Any]:
         """Return the figures to report."""
-        counts = {name: getattr(self, name) for name in ("answers", "torn", "misnamed", "spanning")}
-        quantiles = asdict(Quantiles.of(self.distances)) if self.distances else {}
-        return counts | {f"distance_{name}": value for name, value in quantiles.items()}
+        counts = {"answers": len(self.distances), **{n: getattr(self, n) for n in ("torn", "misnamed", "spanning")}}
+        spread = quantiles(self.distances) if self.distances else {}
+        return counts | {f"distance_{name}": value for name, value in spread.items()}

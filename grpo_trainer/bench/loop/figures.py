@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from grpo_trainer.bench.loop.options import GROUP
 from grpo_trainer.errors import ConfigError
 
@@ -24,7 +22,6 @@ SPLIT = {
 """Consecutive parts of a training step -> the metric of their seconds."""
 CPU_ROLES = {"environment": "environment", "api": "api", "server": "server_front_end"}
 """Role of a process -> the name under which its CPU time is reported."""
-CACHE_INFO = "vllm:cache_config_info"
 
 
 @dataclass(frozen=True)
@@ -150,16 +147,6 @@ def can_hold(cache_tokens: int | None, max_num_seqs: int | None, sequence_tokens
     by_cache = None if cache_tokens is None else int(cache_tokens / sequence_tokens)
     limits = [limit for limit in (by_cache, max_num_seqs) if limit is not None]
     return min(limits, default=None)
-
-
-def cache_tokens(metrics: str) -> int | None:
-    """Return the tokens that a server's KV cache has room for, from vLLM's metrics as text; None: they don't say."""
-    lines = [line for line in metrics.splitlines() if line.startswith(CACHE_INFO)]
-    found = [s.labels for family in text_string_to_metric_families("\n".join(lines) + "\n") for s in family.samples]
-    sizes = [(labels.get("num_gpu_blocks", ""), labels.get("block_size", "")) for labels in found]
-    if not sizes or not all(part.isdecimal() for size in sizes for part in size):
-        return None
-    return sum(int(blocks) * int(size) for blocks, size in sizes)
 
 
 def server_figures(window: Window, loads: Sequence[Load], holds: int | None) -> dict[str, Any]:

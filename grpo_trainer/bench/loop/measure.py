@@ -8,7 +8,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -88,7 +87,7 @@ def as_dict(
     return {
         **options.choice.model_dump(),
         "shape": options.model.shape,
-        **asdict(options.work),
+        **options.work.model_dump(),
         "group_size": GROUP,
         "steps": len(rows),
         "warmup_steps": options.warmup_steps,

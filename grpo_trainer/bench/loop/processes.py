@@ -18,7 +18,7 @@ STOP_SECONDS = 30.0
 
 def model_process(options: LoopOptions, folder: Path) -> ProcessSpec:
     """Return the process that writes the model unless the model exists."""
-    argv = (sys.executable, "-m", "grpo_trainer.bench.loop.model", options.model.shape, str(folder))
+    argv = (sys.executable, "-m", "grpo_trainer.bench.random_model", options.model.shape, str(folder))
     return ProcessSpec("model", argv, ends_run=True)
 
 

@@ -17,9 +17,9 @@ import msgspec
 import psutil
 
 from grpo_trainer.bench.devices import gpus_used_mb
-from grpo_trainer.bench.loop.figures import Load, Look, cache_tokens
+from grpo_trainer.bench.figures import RUNNING, cache_tokens, counter_total
+from grpo_trainer.bench.loop.figures import Load, Look
 from grpo_trainer.bench.loop.processes import role_of
-from grpo_trainer.bench.sync.figures import RUNNING, counter_total
 from grpo_trainer.config.server import KEY_VARIABLE
 from vllm_server.protocol import BRIDGE_INFO_ROUTE, BridgeInfo
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
 import typer
 
-from grpo_trainer.bench.command import JsonLine, run_command
+from grpo_trainer.bench.command import JsonLine, print_figures, run_command
 from grpo_trainer.bench.step.options import StepOptions
 from grpo_trainer.config.options import build, with_options
 
@@ -28,14 +27,10 @@ def step(
     """
     asked = build(StepOptions, options)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from grpo_trainer.bench.step.measure import as_dict, measure
-    from grpo_trainer.bench.sync.report import as_table
+    from grpo_trainer.bench.step.measure import measure
 
-    found = measure(asked)
-    if found is None:  # under torchrun, on all ranks but the first
-        return
-    figures = as_dict(asked, found)
-    print(json.dumps(figures) if json_line else as_table(figures))
+    if (figures := measure(asked)) is not None:  # under torchrun, on the first rank alone
+        print_figures(figures, as_json=json_line)
 
 
 if __name__ == "__main__":

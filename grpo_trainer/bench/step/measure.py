@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import logging
-import statistics
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from statistics import fmean, median
 from typing import Any
 from unittest import mock
 
 import torch
 from transformers import PreTrainedModel
 
-from grpo_trainer.bench.step.flops import step_flops
+from grpo_trainer.bench.random_model import model_config
+from grpo_trainer.bench.shapes import SHAPES
 from grpo_trainer.bench.step.options import StepOptions
-from grpo_trainer.bench.step.rollouts import GROUP, synthetic_batch
-from grpo_trainer.bench.sync.random_model import model_config
-from grpo_trainer.bench.sync.shapes import SHAPES, Shape
+from grpo_trainer.bench.step.work import GROUP, lengths_of, step_flops, synthetic_batch
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.distributed import DistributedConfig
 from grpo_trainer.config.options import build
 from grpo_trainer.config.rules import checked
 from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.doctor.model_shape import ModelShape
 from grpo_trainer.engine.allocator import grow_segments
 from grpo_trainer.follower import run_worker
 from grpo_trainer.metrics.types import reduce
@@ -34,37 +34,6 @@ from grpo_trainer.shared.attach import build_without_weights
 from grpo_trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Phases:
-    """Seconds of one step whose phases wait for each other: it takes a little longer than those that are measured."""
-
-    prepare: float
-    forward: float
-    backward: float
-    optimizer: float
-
-
-@dataclass(frozen=True)
-class StepFigures:
-    """The measurements.
-
-    Attributes:
-        losses, norms: losses and gradient norms of the measured steps, which the number of processes changes only by
-            rounding.
-    """
-
-    seconds: tuple[float, ...]
-    losses: tuple[float, ...]
-    norms: tuple[float, ...]
-    phases: Phases
-    tokens: float
-    completion_tokens: float
-    flops: float
-    peak_allocated: int | None
-    peak_reserved: int | None
-    facts: dict[str, Any]
 
 
 def train_config(options: StepOptions, processes: int = 1) -> TrainConfig:
@@ -95,7 +64,7 @@ def train_config(options: StepOptions, processes: int = 1) -> TrainConfig:
 
 
 def build_model(
-    shape: Shape, options: StepOptions, device: torch.device, cut_over: World | None = None
+    shape: ModelShape, options: StepOptions, device: torch.device, cut_over: World | None = None
 ) -> PreTrainedModel:
     """Return a model with random weights created on their device, in bfloat16 on a GPU, independent of sharding."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -119,7 +88,7 @@ def build_trainer(options: StepOptions, device: torch.device, world: World | Non
     return Trainer(model.requires_grad_(True), config, world=world)
 
 
-def measure(options: StepOptions) -> StepFigures | None:
+def measure(options: StepOptions) -> dict[str, Any] | None:
     """Warm up, then measure; memory counts from the first step on.
 
     Under torchrun all processes take their shares of each batch; rank 0 measures, for the others this is None.
@@ -134,42 +103,53 @@ def measure(options: StepOptions) -> StepFigures | None:
     return None
 
 
-def _measure(options: StepOptions, device: torch.device, world: World) -> StepFigures:
-    shape = SHAPES[options.model.shape]
+def _measure(options: StepOptions, device: torch.device, world: World) -> dict[str, Any]:
+    shape, asked, on_gpu = SHAPES[options.model.shape], options.batch, device.type == "cuda"
     started = time.perf_counter()
     with world.working():
         trainer = build_trainer(options, device, world)
     log.info("model and trainer are there after %.1f s", time.perf_counter() - started)
-    if device.type == "cuda":
+    if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     numbers = range(options.warmup + options.steps)
-    batches = [synthetic_batch(options.batch, shape.vocab, options.seed + number) for number in numbers]
+    batches = [synthetic_batch(asked, shape.vocab, options.seed + number) for number in numbers]
     done = [_one_step(trainer, batch, number, device) for number, batch in enumerate(batches)][options.warmup :]
-    measured = [lengths_of(batch) for batch in batches[options.warmup :]]
-    on_gpu = device.type == "cuda"
+    lengths = [lengths_of(batch) for batch in batches[options.warmup :]]
     readers = GROUP if trainer.forward.shared else 1
-    flops = [step_flops(shape, lengths, options.model.lora_r, readers=readers) for lengths in measured]
-    return StepFigures(
-        seconds=tuple(seconds for seconds, _ in done),
-        losses=tuple(row["train/loss"] for _, row in done),
-        norms=tuple(row["train/grad_norm"] for _, row in done),
-        peak_allocated=torch.cuda.max_memory_allocated() if on_gpu else None,
-        peak_reserved=torch.cuda.max_memory_reserved() if on_gpu else None,
-        tokens=statistics.mean(sum(map(sum, lengths)) for lengths in measured),
-        completion_tokens=statistics.mean(sum(last for _, last in lengths) for lengths in measured),
-        flops=statistics.mean(flops),
-        phases=_phases(trainer, batches[-1], len(batches), device),
-        facts={
-            "processes": world.size,
-            "cut": not trainer.holding.whole,
-            **trainer.forward.facts(),
-            "microbatches": len(trainer.ready(batches[-1]).microbatches),
-            "dtype": str(trainer.parameters[0].dtype).removeprefix("torch."),
-            "device": torch.cuda.get_device_name() if on_gpu else "cpu",
-            "torch": torch.__version__,
-        },
-    )
+    flops = fmean(step_flops(shape, each, options.model.lora_r, readers=readers) for each in lengths)
+    seconds = [one for one, _ in done]
+    middle = median(seconds)
+    return {
+        "shape": options.model.shape,
+        "lora_r": options.model.lora_r,
+        "seqs": asked.seqs,
+        "prompt_len": asked.prompt_len,
+        "completion_len": asked.completion_len,
+        "lognormal": asked.lognormal,
+        "optimizer": options.optimizer_name,
+        "max_tokens_per_microbatch": options.compute.max_tokens_per_microbatch,
+        "step_s_median": round(middle, 4),
+        "step_s": [round(one, 4) for one in seconds],
+        # Losses and gradient norms, which the number of processes changes only by rounding.
+        "loss": [row["train/loss"] for _, row in done],
+        "grad_norm": [row["train/grad_norm"] for _, row in done],
+        "tokens_per_s": round(fmean(sum(map(sum, each)) for each in lengths) / middle),
+        "completion_tokens_per_s": round(fmean(sum(last for _, last in each) for each in lengths) / middle),
+        "peak_allocated_gb": round(torch.cuda.max_memory_allocated() / 1e9, 2) if on_gpu else None,
+        "peak_reserved_gb": round(torch.cuda.max_memory_reserved() / 1e9, 2) if on_gpu else None,
+        "mfu": round(flops / middle / options.peak_tflops / 1e12 / world.size, 4),
+        "tflops": round(flops / middle / 1e12, 1),
+        "peak_tflops": options.peak_tflops,
+        "phases": _phases(trainer, batches[-1], len(batches), device),
+        "processes": world.size,
+        "cut": not trainer.holding.whole,
+        **trainer.forward.facts(),
+        "microbatches": len(trainer.ready(batches[-1]).microbatches),
+        "dtype": str(trainer.parameters[0].dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "torch": torch.__version__,
+    }
 
 
 def _one_step(
@@ -184,78 +164,31 @@ def _one_step(
     return seconds, row
 
 
-def _phases(trainer: Trainer, batch: RolloutBatch, number: int, device: torch.device) -> Phases:
-    """Run one more step that waits for the device at the end of each phase."""
-    forward: list[float] = []
-    scores = trainer.forward.scores
+def _phases(trainer: Trainer, batch: RolloutBatch, number: int, device: torch.device) -> dict[str, float]:
+    """Run one more step, and return the seconds of its phases. Each phase waits for the device at its end, so the step
+    takes a little longer than those that are measured."""
+    spent = {"prepare": 0.0, "forward": 0.0, "backward": 0.0, "optimizer": 0.0}
 
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        started = _now(device)
-        found = scores(*args, **kwargs)
-        forward.append(_now(device) - started)
-        return found
+    def timed(phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def clocked(*args: Any, **kwargs: Any) -> Any:
+            started = _now(device)
+            found = call(*args, **kwargs)
+            spent[phase] += _now(device) - started
+            return found
 
-    update = trainer.optimizer_step
-    optimizer: list[float] = []
+        return clocked
 
-    def timed_update(*args: Any) -> bool:
-        started = _now(device)
-        landed = update(*args)
-        optimizer.append(_now(device) - started)
-        return landed
-
-    started = _now(device)
-    ready = trainer.ready(batch)
-    prepare = _now(device) - started
+    ready = timed("prepare", trainer.ready)(batch)
     with (
-        mock.patch.object(trainer.forward, "scores", timed),
-        mock.patch.object(trainer, "optimizer_step", timed_update),
+        mock.patch.object(trainer.forward, "scores", timed("forward", trainer.forward.scores)),
+        mock.patch.object(trainer, "optimizer_step", timed("optimizer", trainer.optimizer_step)),
     ):
-        started = _now(device)
-        trainer.step(ready, number)
-        whole = _now(device) - started
-    return Phases(prepare, sum(forward), whole - sum(forward) - sum(optimizer), sum(optimizer))
+        timed("backward", trainer.step)(ready, number)
+    spent["backward"] -= spent["forward"] + spent["optimizer"]
+    return {phase: round(seconds, 4) for phase, seconds in spent.items()}
 
 
 def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def lengths_of(batch: RolloutBatch) -> list[tuple[int, int]]:
-    """Return the tokens of prompt and completion."""
-    samples = [sample for group in batch.groups for sample in group.samples]
-    return [(int((~sample.trained_T).sum()), int(sample.trained_T.sum())) for sample in samples]
-
-
-def as_dict(options: StepOptions, found: StepFigures) -> dict[str, Any]:
-    """Return one line of JSON."""
-    median = statistics.median(found.seconds)
-
-    def in_gb(nbytes: int | None) -> float | None:
-        return None if nbytes is None else round(nbytes / 1e9, 2)
-
-    return {
-        "shape": options.model.shape,
-        "lora_r": options.model.lora_r,
-        "seqs": options.batch.seqs,
-        "prompt_len": options.batch.prompt_len,
-        "completion_len": options.batch.completion_len,
-        "lognormal": options.batch.lognormal,
-        "optimizer": options.optimizer_name,
-        "max_tokens_per_microbatch": options.compute.max_tokens_per_microbatch,
-        "step_s_median": round(median, 4),
-        "step_s": [round(one, 4) for one in found.seconds],
-        "loss": list(found.losses),
-        "grad_norm": list(found.norms),
-        "tokens_per_s": round(found.tokens / median),
-        "completion_tokens_per_s": round(found.completion_tokens / median),
-        "peak_allocated_gb": in_gb(found.peak_allocated),
-        "peak_reserved_gb": in_gb(found.peak_reserved),
-        "mfu": round(found.flops / median / options.peak_tflops / 1e12 / found.facts["processes"], 4),
-        "tflops": round(found.flops / median / 1e12, 1),
-        "peak_tflops": options.peak_tflops,
-        "phases": {name: round(value, 4) for name, value in asdict(found.phases).items()},
-        **found.facts,
-    }

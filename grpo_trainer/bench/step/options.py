@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from grpo_trainer.bench.shapes import SHAPE_HELP, ShapeName
 from grpo_trainer.config.compute import ComputeConfig
 from grpo_trainer.config.options import Section, option
 
@@ -11,7 +12,7 @@ from grpo_trainer.config.options import Section, option
 class ModelChoice(Section):
     """Model."""
 
-    shape: Literal["tiny", "0.5b", "1.5b", "7b"] = option("0.5b", help="Shape of the model; its weights are random.")
+    shape: ShapeName = option("0.5b", help=SHAPE_HELP)
     lora_r: int = option(0, help="Rank of an adapter on all linear modules; 0: all weights are trained.", ge=0)
     gradient_checkpointing: bool | None = option(
         None, help="Recompute activations (default: auto, in as few layers as the GPU's free memory allows)."

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import typer
 
-from grpo_trainer.bench.command import JsonLine, ServerArgs, run_command, share_cores
+from grpo_trainer.bench.command import JsonLine, ServerArgs, print_figures, run_command, share_cores
 from grpo_trainer.bench.sync.options import SyncOptions
 from grpo_trainer.config.options import build, with_options
 
@@ -25,10 +24,8 @@ def sync(
     asked = build(SyncOptions, options)
     share_cores()
     from grpo_trainer.bench.sync.measure import measure
-    from grpo_trainer.bench.sync.report import as_dict, as_table
 
-    figures = as_dict(measure(asked, tuple(server_arg or ())))
-    print(json.dumps(figures) if json_line else as_table(figures))
+    print_figures(measure(asked, tuple(server_arg or ())), as_json=json_line)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
+from grpo_trainer.bench.shapes import ModelChoice
 from grpo_trainer.config.options import Section, option
 from grpo_trainer.errors import ConfigError
 from vllm_server.protocol.lora import Transport
@@ -34,15 +35,6 @@ class BridgeChoice(Section):
                 field="--share-base", got=f"--bridge {self.bridge}", wanted="--bridge lora_only", fix="leave it out"
             )
         return self
-
-
-class ModelChoice(Section):
-    """Model."""
-
-    shape: Literal["tiny", "0.5b", "1.5b", "7b"] = option("0.5b", help="Shape of the model; its weights are random.")
-    model_dir: Path | None = option(
-        None, help="Write the model there, or use it if it is there (default: a temporary folder)."
-    )
 
 
 class ServerChoice(Section):

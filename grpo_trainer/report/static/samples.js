@@ -81,7 +81,8 @@ function tokens(sample) {
   });
 }
 
-buildFigures();
 bindControls();
+buildFigures(document.getElementById("plots"));
 const samples = new Samples();
+on.pick = x => samples.near(stepAt(x));
 document.body.dataset.ready = "yes";

@@ -1,16 +1,21 @@
-"""A model of a given shape with random weights, and a tokenizer that has its vocabulary: needs no hub."""
+"""A model of a given shape with random weights, and a tokenizer that has its vocabulary: needs no hub.
+
+`python -m grpo_trainer.bench.random_model SHAPE FOLDER` writes one from a process that frees its GPU memory.
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from grpo_trainer.bench.sync.shapes import Shape
-from grpo_trainer.errors import ConfigError
+from grpo_trainer.bench.shapes import SHAPES
+from grpo_trainer.doctor.model_shape import ModelShape
+from grpo_trainer.errors import ConfigError, GrpoError
 from grpo_trainer.files import whole_folder
 
 log = logging.getLogger(__name__)
@@ -19,7 +24,7 @@ PAD, EOS = "<pad>", "<eos>"
 POSITIONS = 32_768
 
 
-def ensure_model(shape: Shape, folder: Path, dtype: torch.dtype) -> None:
+def ensure_model(shape: ModelShape, folder: Path, dtype: torch.dtype) -> None:
     """Write the model into a folder unless it exists.
 
     Raises:
@@ -53,7 +58,7 @@ def ensure_model(shape: Shape, folder: Path, dtype: torch.dtype) -> None:
         torch.cuda.reset_peak_memory_stats()  # the peak that is reported is the trainer's
 
 
-def random_model(shape: Shape, dtype: torch.dtype, device: torch.device) -> Qwen2ForCausalLM:
+def random_model(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> Qwen2ForCausalLM:
     """Return the model, created on its device and in its dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -64,7 +69,7 @@ def random_model(shape: Shape, dtype: torch.dtype, device: torch.device) -> Qwen
         torch.set_default_dtype(before)
 
 
-def model_config(shape: Shape, dtype: torch.dtype) -> Qwen2Config:
+def model_config(shape: ModelShape, dtype: torch.dtype) -> Qwen2Config:
     """Return the shape as transformers' configuration."""
     return Qwen2Config(
         vocab_size=shape.vocab,
@@ -91,3 +96,11 @@ def numbered_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD)
+
+
+if __name__ == "__main__":
+    try:
+        weights = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+        ensure_model(SHAPES[sys.argv[1]], Path(sys.argv[2]), weights)
+    except GrpoError as error:
+        sys.exit(f"grpo: {error}")

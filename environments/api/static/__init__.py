@@ -1,0 +1,1 @@
+"""Scripts and bodies of the rollout API's pages."""

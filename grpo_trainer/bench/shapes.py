@@ -1,0 +1,41 @@
+"""Models of the benchmarks: Qwen2's own configurations. The values of weights do not affect speed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+from grpo_trainer.config.options import Section, option
+from grpo_trainer.doctor.model_shape import ModelShape
+
+ShapeName = Literal["tiny", "0.5b", "1.5b", "7b"]
+SHAPE_HELP = "Shape of the model; its weights are random."
+
+
+class ModelChoice(Section):
+    """Model."""
+
+    shape: ShapeName = option("0.5b", help=SHAPE_HELP)
+    model_dir: Path | None = option(
+        None, help="Write the model there, or use it if it is there (default: a temporary folder)."
+    )
+
+
+def _qwen2(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int, *, tied: bool
+) -> ModelShape:
+    return ModelShape(
+        *(hidden, intermediate, layers, heads, kv_heads), head_dim=hidden // heads, vocab=vocab, tied=tied, biases=True
+    )
+
+
+SHAPES: Mapping[str, ModelShape] = MappingProxyType(
+    {
+        "tiny": _qwen2(64, 128, 2, 2, 1, 98, tied=False),  # heads of 32: vLLM on a CPU has no smaller ones
+        "0.5b": _qwen2(896, 4864, 24, 14, 2, 151_936, tied=True),
+        "1.5b": _qwen2(1536, 8960, 28, 12, 2, 151_936, tied=True),
+        "7b": _qwen2(3584, 18_944, 28, 28, 4, 152_064, tied=False),
+    }
+)

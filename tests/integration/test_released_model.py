@@ -1,0 +1,85 @@
+"""The released model on a CPU: three steps of a real run, and the answers of a server and of plain transformers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from environments.demo_model import build_released
+from environments.released_model import ReleasedModelError
+from tests.processes import ROOT, answers, free_port, running, tail, wait_for
+from tests.runs import finished, rows, started
+
+pytestmark = pytest.mark.timeout(1200)
+
+LENGTH = 192
+"""Tokens of a problem with its answer."""
+ASKED = ("--env.level", "1-2", "--env.max_token_length", str(LENGTH), "--env.eval_questions", "12")
+
+
+@pytest.fixture(scope="module")
+def released_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("released") / "smollm2"
+    try:
+        build_released(folder)
+    except ReleasedModelError as error:
+        pytest.skip(f"needs the released model: {error}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_dir(released_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps, each on samples of the newest policy."""
+    folder = tmp_path_factory.mktemp("run")
+    log = folder / "log"
+    options = {"env": "word_problems", "env__level": "1", "env__max_token_length": LENGTH, "seq_len": LENGTH}
+    options |= {"lora_r": 16, "max_staleness": 0, "checkpoint_interval": 0}
+    with started(released_model, folder / "run", log, **options) as process:
+        assert finished(process, log, 900) == 0, tail(log)
+    return folder / "run"
+
+
+def test_three_steps_are_proved_and_server_and_trainer_agree(run_dir: Path) -> None:
+    done = rows(run_dir)
+    assert [row["step"] for row in done] == [1, 2, 3]
+    assert all(row["rollout/staleness_max"] == 0 for row in done)
+    assert all(row["alignment/logprob_diff_max"] <= 1e-4 for row in done)  # nats, float32
+    assert any(row["train/changed_fraction"] > 0 for row in done)
+    assert "bridge proved" in (run_dir / "logs" / "trainer.log").read_text()
+
+
+def output(*words: object) -> dict[str, Any]:
+    """The JSON object that a program prints last."""
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_served_checkpoint_and_its_export_in_plain_transformers_answer_alike(
+    released_model: Path, run_dir: Path, tmp_path: Path
+) -> None:
+    export, log, port = tmp_path / "export", tmp_path / "log", free_port()
+    checkpoint = run_dir / "checkpoints" / "adapter_final"
+    merge = [sys.executable, "-m", "grpo_trainer", "export", str(checkpoint), str(export), "--merge"]
+    subprocess.run(merge, cwd=ROOT, check=True, timeout=300)
+    url = f"http://127.0.0.1:{port}"
+    serve = ["--model", str(released_model), "--port", str(port), "--max-model-len", str(LENGTH)]
+    serve += ["--max-lora-rank", "16", "--lora-root", str(run_dir)]
+    with running("-m", "vllm_server", *serve, log=log) as process:
+        wait_for("a healthy server", lambda: process.poll() is not None or answers(f"{url}/health"), log, 240)
+        body = {"adapter_path": str(checkpoint)}
+        loaded = httpx.post(f"{url}/lora/load", json=body, timeout=120, trust_env=False)
+        assert loaded.status_code == 200, loaded.text
+        where = ("--env.tokenizer_name", released_model, "--openai.base_url", url)
+        evaluated = output("-m", "grpo_trainer", "env", "word_problems", "evaluate", *where, *ASKED)
+        after = output("scripts/held_out.py", "word_problems", export, "--server", url, *ASKED)
+        before = output("scripts/held_out.py", "word_problems", released_model, "--server", url, *ASKED)
+    assert after["different_answers"] == 0 < before["different_answers"]
+    assert {"env": "word_problems", **after["transformers"]} == evaluated
