@@ -65,7 +65,7 @@ class ServedOptions(Section):
     @classmethod
     def flags(cls) -> dict[str, str]:
         """The first flag of each option, by its name."""
-        return {leaf.path[-1]: f"--{cls.prefix}{leaf.flags[0].removeprefix('--')}" for leaf in leaves(cls)}
+        return {leaf.name: f"--{cls.prefix}{leaf.flags[0].removeprefix('--')}" for leaf in leaves(cls)}
 
 
 class VllmConfig(ServedOptions):
