@@ -310,24 +310,6 @@ def override(root: type[Section], given: Mapping[str, Any], by: Mapping[str, Any
     return {**{written: value for written, value in given.items() if tree.key(written) not in gone}, **anew}
 
 
-def split_arguments(text: str) -> tuple[str, ...]:
-    """Split at commas, but not within quotes, brackets or braces: an argument may be JSON.
-
-    `--seed,7` gives two words, `--compilation-config={"level":3,"backend":""}` one.
-    """
-    words, depth, quoted = [""], 0, False
-    for position, sign in enumerate(text):
-        if sign == '"' and text[position - 1 : position] != "\\":
-            quoted = not quoted
-        elif not quoted:
-            depth += (sign in "[{") - (sign in "]}")
-        if sign == "," and not quoted and depth <= 0:
-            words.append("")
-        else:
-            words[-1] += sign
-    return tuple(word for word in words if word)
-
-
 def dump(config: Section, *, only_set: bool = False) -> dict[str, Any]:
     """A configuration as flat TOML values under its options' keys: `build(type(config), dump(config)) == config`."""
     values: dict[str, Any] = {}
