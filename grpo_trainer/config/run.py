@@ -32,10 +32,11 @@ from pydantic import field_validator
 
 from grpo_common.errors import Problem, collected
 from grpo_trainer.config.environments import EnvironmentProcess, problems_of_tables
-from grpo_trainer.config.options import Section, build, leaves, option, override, shown, split_arguments
+from grpo_trainer.config.options import Section, build, leaves, option, override, shown
 from grpo_trainer.config.rules import SET_BY_THE_RUN, checked
 from grpo_trainer.config.server import ALIASES, ServerProcess
 from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.config.values import Arguments
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.suggestions import flags_of, unknown_key, unknown_word
 
@@ -54,12 +55,7 @@ class ApiProcess(Section):
         help="SQLite file that keeps the queue over restarts; none: in memory only (default: queue.sqlite in "
         "--run-dir).",
     )
-    extra_args: tuple[str, ...] = option((), help="More arguments for `grpo api`, comma-separated.")
-
-    @field_validator("extra_args", mode="before")
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        return split_arguments(value) if isinstance(value, str) else value
+    extra_args: Arguments = option((), help="More arguments for `grpo api`, comma-separated.")
 
     @field_validator("extra_args")
     @classmethod

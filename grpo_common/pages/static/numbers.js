@@ -65,7 +65,7 @@ function common(ranges) {
   const spans = ranges.map(([low, high]) => high - low).sort((a, b) => a - b);
   const span = spans.slice(0, Math.ceil(spans.length / 2)).pop();
   if (!span) return extent(ranges);
-  const [lowest, highest] = extent(ranges), [low, high] = extent(ranges.filter(([low, high]) => high - low <= 4 * span));
+  const [lowest, highest] = extent(ranges), [low, high] = extent(ranges.filter(([low, high]) => high - low <= 10 * span));
   return [Math.max(lowest, low - span), Math.min(highest, high + span)];
 }
 

@@ -112,7 +112,7 @@ class Figure {
       cursor: {sync: {key: "all", scales: ["x", null]}, drag: {x: true, y: false, setScale: false}, y: false,
         points: {size: 6}, bind: {dblclick: () => () => zoom(null)}},
       hooks: {setCursor: [() => this.readOut()], setSelect: [u => this.selected(u)],
-        drawClear: [u => drawEpisodes(u, plot)], draw: [u => drawMarks(u)],
+        drawClear: [u => drawEpisodes(u, plot)], draw: [u => drawMarks(u, plot)],
         ready: [u => u.over.addEventListener("click", event => this.picked(u, event))]}};
   }
 
@@ -147,7 +147,7 @@ class Figure {
     const beyond = all.filter(y => y < low || y > high).length;
     this.note.hidden = !beyond;
     this.note.textContent = (beyond === 1 ? "1 point is " : `${beyond} points are `) +
-      (this.log ? "not above 0 and not drawn" : "beyond the range; Whole range or Log scale shows them");
+      (this.log ? "not above 0 and not drawn" : "beyond; Whole range shows them");
     return [low, high];
   }
 
@@ -247,26 +247,28 @@ function zoom(ends) {
     if (figure.visible && figure.chart) figure.chart.setScale("x", {min, max}); else figure.fresh = false;
 }
 
+/** The runs that a plot shows, with their numbers. */
+const runsOf = plot => [...data.runs.entries()].filter(([at]) => !state.hidden.has(at) && plot.lines.some(line => line.run === at));
+
 /** Shade the steps at which a figure was out of its usual range: its own plot as a whole, others at their lower edge. */
 function drawEpisodes(u, plot) {
   const {ctx, bbox} = u, {min, max} = u.scales.x;
-  data.runs.forEach((run, at) => {
-    if (state.hidden.has(at)) return;
+  for (const [at, run] of runsOf(plot))
     for (const {key, ends} of run.episodes ?? []) {
-      const [from, to] = places({run: at, xs: ends}).map(x => u.valToPos(Math.min(max, Math.max(min, x)), "x", true));
+      const [first, last] = places({run: at, xs: ends});
+      if (last < min || first > max) continue;
+      const [from, to] = [Math.max(min, first), Math.min(max, last)].map(x => u.valToPos(x, "x", true));
       const own = plot.lines.some(line => line.key === key), height = own ? bbox.height : 4 * devicePixelRatio;
       ctx.fillStyle = faded(data.runs.length > 1 ? colour(at) : css("--bad"), own ? 0.13 : 0.5);
       ctx.fillRect(from, bbox.top + bbox.height - height, Math.max(to - from, 2 * devicePixelRatio), height);
     }
-  });
 }
 
 /** A line where a run was resumed. */
-function drawMarks(u) {
+function drawMarks(u, plot) {
   const {ctx, bbox} = u, scale = devicePixelRatio;
   ctx.save();
-  data.runs.forEach((run, at) => {
-    if (state.hidden.has(at)) return;
+  for (const [at, run] of runsOf(plot))
     for (const x of places({run: at, xs: run.resumed ?? []})) {
       if (x < u.scales.x.min || x > u.scales.x.max) continue;
       const left = Math.round(u.valToPos(x, "x", true));
@@ -279,7 +281,6 @@ function drawMarks(u) {
       ctx.textAlign = right ? "left" : "right";
       ctx.fillText("resumed", left + (right ? 3 : -3) * scale, bbox.top + 10 * scale);
     }
-  });
   ctx.restore();
 }
 
