@@ -104,7 +104,7 @@ function heading(o) {
   document.title = `${$("run").textContent}: rollout API`;
   const found = o.has_report && !key;  // a link carries no key
   $("report").replaceChildren(found ? make("a", {href: "report"}, "Report of this run")
-    : `Report: grpo report ${o.run ?? "RUN_DIR"} --watch`);
+    : make("code", {}, `grpo report ${o.run ?? "RUN_DIR"} --watch`));
 }
 
 async function refresh() {
