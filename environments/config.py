@@ -187,10 +187,11 @@ def parse_settings(settings_cls: type[Settings[Any]], prog: str, arguments: Sequ
         SystemExit: ``--help`` was given, or a flag has no value.
     """
     names = sorted(_paths(settings_cls))
-    for argument in arguments:
-        name = argument.removeprefix("--").partition("=")[0]
-        if argument.startswith("--") and name not in {*names, "help"}:
-            raise ConfigError("no such option", field=f"--{name}", fix=_nearest(name, names, "--"))
+    flags = [argument.removeprefix("--").partition("=")[0] for argument in arguments if argument.startswith("--")]
+    unknown = [name for name in flags if name not in {*names, "help"}]
+    if unknown:
+        problems = [Problem(f"--{name}", summary="no such option", fix=_nearest(name, names, "--")) for name in unknown]
+        raise ConfigError.of(problems)
     values: dict[str, Any] = {"env": {}} | _file_values(arguments)
     tables = [name for name in settings_cls.model_fields if name != "config"]
     for name in values:

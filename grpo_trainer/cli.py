@@ -173,8 +173,8 @@ def env(ctx: typer.Context) -> None:
         known = ", ".join(BUILT_IN_ENVIRONMENTS)
         typer.echo(
             f"Usage: grpo env NAME serve|process|evaluate [OPTIONS]\n\nNAME: {known}, or a module of yours.\n"
-            "Each lists its options: grpo env NAME serve --help. Before the first use of verifiers: "
-            "grpo env verifiers install."
+            "Each command lists its options: grpo env NAME serve --help.\n"
+            "Before the first use of verifiers: grpo env verifiers install."
         )
         raise typer.Exit(0 if ctx.args else 2)
     name = ctx.args[0]
@@ -211,10 +211,10 @@ def bench(ctx: typer.Context) -> None:
     under load) or `api` (a rollout API)."""
     if ctx.args[:1] not in (["loop"], ["step"], ["api"], ["sync"], ["fence"]):
         typer.echo(
-            "Usage: grpo bench loop [OPTIONS]     a whole run: tokens a second, where a step and the start go, memory\n"
-            "       grpo bench step [OPTIONS]     optimisation steps: tokens a second, memory, where the time goes\n"
-            "       grpo bench sync [OPTIONS]     a weight bridge: publishes, their cost to the server, leaks\n"
-            "       grpo bench fence [OPTIONS]    shared weights written under load: does an answer see half a write?\n"
+            "Usage: grpo bench loop [OPTIONS]     a whole run: speed and memory\n"
+            "       grpo bench step [OPTIONS]     optimisation steps: speed and memory\n"
+            "       grpo bench sync [OPTIONS]     a weight bridge: publishes and leaks\n"
+            "       grpo bench fence [OPTIONS]    shared weights, written under load\n"
             "       grpo bench api [OPTIONS]      a rollout API under load\n"
             "(--help lists the options)"
         )

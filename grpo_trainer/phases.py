@@ -45,6 +45,8 @@ IN_WORDS = {
     FIRST_STEP: "takes the first step",
 }
 """What the trainer does in each phase."""
+LOGGED = (SERVER, "rollouts")
+"""Phases of which the trainer itself logs that they last, and why."""
 
 
 def report_at(reported: float) -> float:
@@ -66,6 +68,7 @@ class Wait:
         seconds: since it began to.
         last_time: seconds that this took in the last start; None: not known.
         note: its last log line.
+        logged: the process itself logs that it lasts.
     """
 
     name: str
@@ -73,6 +76,7 @@ class Wait:
     seconds: float
     last_time: float | None = None
     note: str = ""
+    logged: bool = False
 
     def __str__(self) -> str:
         last_time = "" if self.last_time is None else f" ({self.last_time:.0f} s last time)"

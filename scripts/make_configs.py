@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_trainer.config.run import RunConfig, build_run, read_toml
-from grpo_trainer.doctor.memory import Devices, plan_memory
+from grpo_trainer.doctor.memory import Devices, Setup
 from grpo_trainer.doctor.model_shape import ModelShape
 from grpo_trainer.doctor.run_checks import server_spread
 
@@ -219,7 +219,7 @@ def fits(config: RunConfig, example: Example, gigabytes: int) -> bool:
     """Whether its plan leaves room on GPUs of so many GB."""
     devices = Devices("cuda", gigabytes * 10**9, example.gpus)
     spread, trainers = server_spread(config), config.options.trainer_gpus
-    plan = plan_memory(config.trainer, SHAPES[example.size], spread, devices, trainers)
+    plan = Setup(config.trainer, SHAPES[example.size], spread, devices, trainers).plan()
     return not plan.problems and not plan.is_tight
 
 

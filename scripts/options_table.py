@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from grpo_trainer.config.options import Leaf, Section, choices, described, shown, unique_leaves
+from grpo_trainer.config.options import Leaf, Section, shown, unique_leaves
 from grpo_trainer.config.run import ApiProcess, RunOptions
 from grpo_trainer.config.server import ServerProcess
 from grpo_trainer.config.train import TrainConfig
@@ -35,21 +35,20 @@ def _tables(root: type[Section], prefix: str) -> list[str]:
     for leaf in unique_leaves(root):
         panels.setdefault(leaf.panel, []).append(leaf)
     return [
-        f"\n| {panel} | default | |\n|---|---|---|\n" + "".join(_row(leaf, root, prefix) for leaf in leaves)
+        f"\n| {panel} | default | |\n|---|---|---|\n" + "".join(_row(leaf, prefix) for leaf in leaves)
         for panel, leaves in panels.items()
     ]
 
 
-def _row(leaf: Leaf, root: type[Section], prefix: str) -> str:
+def _row(leaf: Leaf, prefix: str) -> str:
     names = ", ".join(f"`--{prefix}{flag.removeprefix('--')}`" for flag in leaf.flags)
-    given = None if leaf.field.is_required() else leaf.field.get_default(call_default_factory=True)
-    default = "required" if leaf.field.is_required() else f"`{shown(given)}`" if given not in (None, ()) else ""
-    allowed, meanings = choices(leaf, root), described(leaf, root)
+    default = f"`{shown(leaf.default)}`" if leaf.default not in (None, ()) else ""
+    default = "required" if leaf.field.is_required() else default
     text = str(leaf.field.description)
-    if meanings:
-        text += " " + "; ".join(f"`{value}`: {meaning}" for value, meaning in meanings.items()) + "."
-    elif len(allowed) > 1:
-        text = " ".join(f"`{choice}`" for choice in allowed) + ". " + text
+    if leaf.meanings:
+        text += " " + "; ".join(f"`{value}`: {meaning}" for value, meaning in leaf.meanings.items()) + "."
+    elif len(leaf.choices) > 1:
+        text = " ".join(f"`{choice}`" for choice in leaf.choices) + ". " + text
     return f"| {names} | {default} | {text.replace('|', BAR)} |\n"
 
 

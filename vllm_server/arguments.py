@@ -12,6 +12,7 @@ from vllm_server.protocol import DEFAULT_KEEP_VERSIONS, DEFAULT_LORA_NAME, DEFAU
 from vllm_server.worker import LOGITS_VARIABLE
 
 PROGRAM = "grpo serve"
+USAGE = f"{PROGRAM} --model MODEL [OPTIONS]"
 DEFAULT_HOST = "127.0.0.1"
 
 HELP_ALL = "--help-all"
@@ -50,7 +51,7 @@ def own_help() -> str:
     """Return the help of the flags that a trainer's server needs, ours first, without importing vLLM."""
     parser = argparse.ArgumentParser(
         PROGRAM,
-        usage=f"{PROGRAM} --model MODEL [OPTIONS]",
+        usage=USAGE,
         description="vLLM's OpenAI server, plus the routes that a GRPO trainer needs.",
         epilog=f"{HELP_ALL} lists every flag of vLLM's server as well.",
         add_help=False,
@@ -79,6 +80,7 @@ def set_environment() -> None:
 def parse(argv: list[str]) -> Namespace:
     """Return the parsed command line. Exit with argparse's message if it is wrong."""
     parser = compat.server_parser(PROGRAM, "vLLM's OpenAI server, plus the routes that a GRPO trainer needs.")
+    parser.usage = USAGE  # vLLM's has 300 lines, which argparse prints before the message about a wrong flag
     _add_policy_options(parser.add_argument_group("policy"))
     unset = {"model": None, "max_lora_rank": None, "max_loras": None, "max_cpu_loras": None}
     plain = {name: parser.get_default(name) for name in unset}

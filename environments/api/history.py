@@ -93,6 +93,7 @@ class History:
         self.groups = 0
         self.refusals: deque[Refusal] = deque(maxlen=REFUSALS)
         self.refused = 0
+        self._step: int | None = None
         self._steps: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS + 1)
 
     def add(self, group: Group, packed: wire.PackedGroup, now: float) -> None:
@@ -120,15 +121,16 @@ class History:
         self.refusals.append(Refusal(now - self.start, request[:100], status, detail[:400]))
 
     def reached(self, step: int, now: float) -> None:
-        """Note the trainer's step, which may be the one noted before."""
-        if self._steps and step < self._steps[-1][0]:
+        """Note the trainer's step, which may be the one noted before; the first one says nothing of the pace."""
+        if self._step is None or step < self._step:
             self._steps.clear()  # another trainer, or one that was resumed
-        if not self._steps or step > self._steps[-1][0]:
+        elif step > self._step:
             self._steps.append((step, now))
+        self._step = step
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Mean over the last `PACE_STEPS` steps; None before two are done."""
+        """Mean over the last `PACE_STEPS` steps; None before two are done, as the first one has the start in it."""
         if len(self._steps) < 2:
             return None
         (first, begin), (last, end) = self._steps[0], self._steps[-1]

@@ -21,7 +21,7 @@ STYLE: Final = (
     + """
 body { max-width: 60rem } .bars { width: 100%; height: 5rem; border-bottom: 1px solid var(--line); fill: var(--c0) }
 .scale { display: flex; justify-content: space-between } .answer { border-top: 1px solid var(--line); padding: .5rem 0 }
-.role { text-transform: uppercase; letter-spacing: .05em }
+.role { display: block; text-transform: uppercase; letter-spacing: .05em }
 """
 )
 

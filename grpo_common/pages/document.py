@@ -21,7 +21,8 @@ PAGE_STYLE = (STATIC / "page.css").read_text()
 
 def plotting() -> tuple[str, list[str]]:
     """Return the style and the scripts of a page with plots; the page's own script calls `buildFigures`."""
-    licence, *scripts = ((STATIC / name).read_text() for name in ("uPlot.LICENSE", "uPlot.min.js", "plots.js"))
+    names = ("uPlot.LICENSE", "uPlot.min.js", "numbers.js", "plots.js")
+    licence, *scripts = ((STATIC / name).read_text() for name in names)
     return (STATIC / "uPlot.min.css").read_text() + PAGE_STYLE, [f"/* {licence} */", *scripts]
 
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
+from enum import Enum
 from typing import Any, Literal
 
 import numpy as np
@@ -51,16 +52,50 @@ RECHECKED_TOKENS = 8192
 """Most sequences, and most tokens in all, that are computed again to find a cause."""
 
 
-class Cause(StrEnum):
-    """Likely cause of a gap."""
+class Cause(Enum):
+    """Likely cause of a gap: what it means, and the fix."""
 
-    NOT_FINITE = "not finite"
-    BASE_MODEL = "base model"
-    TEMPERATURE = "temperature"
-    ONE_VERSION = "one version"
-    FRESH = "fresh samples"
-    QUANTISATION = "quantisation"
-    STALE = "stale samples"
+    NOT_FINITE = (
+        "logprobs of the samples are not finite",
+        "look at train/loss and logprobs/ in metrics.jsonl; lower --lr if they are the trainer's, restart the server "
+        "if they are the server's",
+    )
+    BASE_MODEL = (
+        "the samples have the base model's logprobs: the server does not apply the adapter",
+        "let the environment ask for the served model's name or `policy_version`; if it does, restart the server",
+    )
+    TEMPERATURE = (
+        "the samples fit at temperature 1: the server's logprobs are raw, or the environment reports a temperature "
+        "that it does not sample with",
+        "start the server with --logprobs-mode processed_logprobs, and send the temperature that is sampled with",
+    )
+    ONE_VERSION = (
+        "samples of older versions agree with the trainer: the server holds other weights under this one",
+        "look at the server's log around the publish of this version; restart the server",
+    )
+    FRESH = (
+        "the server generates with other weights or in another precision than the trainer's, or the environment trains "
+        "on tokens that the server did not sample",
+        "compare --model-name, --dtype and --seq-len of both sides, and the environment's masks; run the proof again "
+        "by restarting the trainer",
+    )
+    QUANTISATION = (
+        "the trainer's base model in 4 bits and the server's now differ too much: the adapter learns to correct "
+        "quantisation errors that only the trainer has",
+        "omit --load-in-4bit, lower --lr, or raise --drift-limit if the reward still rises",
+    )
+    STALE = (
+        "the policy has moved away from the older version that sampled",
+        "lower --lr, or --max-staleness where the policy moves slowly",
+    )
+
+    @property
+    def meaning(self) -> str:
+        return self.value[0]
+
+    @property
+    def fix(self) -> str:
+        return self.value[1]
 
 
 @dataclass(frozen=True)
@@ -70,15 +105,6 @@ class SampleGap:
     version: int | None
     tokens: int
     total: float
-
-
-@dataclass(frozen=True)
-class Gap:
-    """The mean gap of several samples, in nats a token; NaN if there are none."""
-
-    mean: float
-    samples: int
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -98,11 +124,16 @@ class Recheck:
 
 @dataclass(frozen=True)
 class Finding:
-    """The reason for an alarm."""
+    """The reason for an alarm: the samples of a version, and their mean gap in nats a token, NaN if not finite."""
 
     cause: Cause
-    gap: Gap
     version: int | None
+    samples: int
+    gap: float
+
+    @classmethod
+    def of(cls, cause: Cause, gaps: Sequence[SampleGap]) -> Finding:
+        return cls(cause, gaps[0].version, len(gaps), mean_gap(gaps) if cause is not Cause.NOT_FINITE else math.nan)
 
 
 def row_gaps(microbatch: MicroBatch, trainer_logprobs_N: Tensor) -> Tensor:
@@ -128,10 +159,10 @@ def sample_gaps(rows: Sequence[Tensor]) -> list[SampleGap]:
     ]
 
 
-def pooled(gaps: Sequence[SampleGap]) -> Gap:
-    """Return the mean gap per token over all samples."""
+def mean_gap(gaps: Sequence[SampleGap]) -> float:
+    """Return the mean gap of all samples, in nats a token; NaN if there are none."""
     tokens = sum(gap.tokens for gap in gaps)
-    return Gap(sum(gap.total for gap in gaps) / tokens if tokens else math.nan, len(gaps), tokens)
+    return sum(gap.total for gap in gaps) / tokens if tokens else math.nan
 
 
 def gap_metrics(gaps: Sequence[SampleGap], version: int | None) -> dict[str, Metric]:
@@ -142,9 +173,9 @@ def gap_metrics(gaps: Sequence[SampleGap], version: int | None) -> dict[str, Met
         "train/logprob_gap_stale": [gap for gap in finite if gap.version != version],
     }
     return {
-        key: Mean(sum(gap.total for gap in some), sum(gap.tokens for gap in some))
-        for key, some in kinds.items()
-        if some
+        key: Mean(sum(gap.total for gap in kind), sum(gap.tokens for gap in kind))
+        for key, kind in kinds.items()
+        if kind
     }
 
 
@@ -159,71 +190,28 @@ def find_drift(
         recheck: computes samples of a version again; called only if their gap is above the limit.
     """
     if broken := [gap for gap in gaps if not math.isfinite(gap.total)]:
-        return Finding(Cause.NOT_FINITE, replace(pooled(broken), mean=math.nan), broken[0].version)
+        return Finding.of(Cause.NOT_FINITE, broken)
     known = sorted({gap.version for gap in gaps if gap.version is not None})
-    by_version = {number: pooled([gap for gap in gaps if gap.version == number]) for number in known}
-    fresh = by_version.get(version) if version is not None else None
-    if fresh is not None and fresh.mean > limit:
-        return Finding(_explain(by_version, fresh, version, limit, recheck), fresh, version)
-    for number, gap in by_version.items():
-        if gap.mean > max(limit, STALE_LIMIT):
-            older_agree = any(by_version[older].mean <= limit for older in known if older < number)
-            return Finding(Cause.ONE_VERSION if older_agree else Cause.STALE, gap, number)
+    samples = {number: [gap for gap in gaps if gap.version == number] for number in known}
+    means = {number: mean_gap(some) for number, some in samples.items()}
+    if version is not None and means.get(version, 0.0) > limit:
+        older_agree = any(mean <= limit for number, mean in means.items() if number < version)
+        return Finding.of(_explain(recheck(version), limit, older_agree=older_agree), samples[version])
+    for number, mean in means.items():
+        if mean > max(limit, STALE_LIMIT):
+            older_agree = any(means[older] <= limit for older in known if older < number)
+            return Finding.of(Cause.ONE_VERSION if older_agree else Cause.STALE, samples[number])
     return None
 
 
-def _explain(
-    by_version: dict[int, Gap], fresh: Gap, version: int | None, limit: float, recheck: Callable[[int], Recheck]
-) -> Cause:
+def _explain(again: Recheck, limit: float, *, older_agree: bool) -> Cause:
     """Return the cause of a gap on samples of the present version."""
-    assert version is not None
-    again = recheck(version)
     near = max(limit, 0.25 * again.own)  # another explanation must fit much better than the trainer
-    if again.base is not None and again.base <= limit and again.base < near < again.own:
-        return Cause.BASE_MODEL
-    if again.raw is not None and again.raw <= limit and again.raw < near < again.own:
-        return Cause.TEMPERATURE
-    if any(gap.mean <= limit for number, gap in by_version.items() if number < version):
-        return Cause.ONE_VERSION  # older samples fit, so the policy has not moved enough to explain this gap
-    return Cause.FRESH
-
-
-MEANING = {
-    Cause.NOT_FINITE: (
-        "logprobs of the samples are not finite",
-        "look at train/loss and logprobs/ in metrics.jsonl; lower --lr if they are the trainer's, restart the server "
-        "if they are the server's",
-    ),
-    Cause.BASE_MODEL: (
-        "the samples have the base model's logprobs: the server does not apply the adapter",
-        "let the environment ask for the served model's name or `policy_version`; if it does, restart the server",
-    ),
-    Cause.TEMPERATURE: (
-        "the samples fit at temperature 1: the server's logprobs are raw, or the environment reports a temperature "
-        "that it does not sample with",
-        "start the server with --logprobs-mode processed_logprobs, and send the temperature that is sampled with",
-    ),
-    Cause.ONE_VERSION: (
-        "samples of older versions agree with the trainer: the server holds other weights under this one",
-        "look at the server's log around the publish of this version; restart the server",
-    ),
-    Cause.FRESH: (
-        "the server generates with other weights or in another precision than the trainer's, or the environment trains "
-        "on tokens that the server did not sample",
-        "compare --model-name, --dtype and --seq-len of both sides, and the environment's masks; run the proof again "
-        "by restarting the trainer",
-    ),
-    Cause.QUANTISATION: (
-        "the trainer's base model in 4 bits and the server's now differ too much: the adapter learns to correct "
-        "quantisation errors that only the trainer has",
-        "omit --load-in-4bit, lower --lr, or raise --drift-limit if the reward still rises",
-    ),
-    Cause.STALE: (
-        "the policy has moved away from the older version that sampled",
-        "lower --lr, or --max-staleness where the policy moves slowly",
-    ),
-}
-"""Meaning and fix of each cause."""
+    for cause, other in ((Cause.BASE_MODEL, again.base), (Cause.TEMPERATURE, again.raw)):
+        if other is not None and other <= limit and other < near < again.own:
+            return cause
+    # If older samples fit, the policy has not moved enough to explain this gap.
+    return Cause.ONE_VERSION if older_agree else Cause.FRESH
 
 
 class DriftAlarm:
@@ -245,7 +233,7 @@ class DriftAlarm:
         self._bridge = bridge
         self._in_4_bits = in_4_bits
         self._said: dict[Cause, int] = {}
-        self._kept_back: dict[Cause, int] = {}
+        self._kept_back: Counter[Cause] = Counter()
 
     def look(
         self, step: int, gaps: Sequence[SampleGap], version: int | None, recheck: Callable[[int], Recheck]
@@ -264,7 +252,7 @@ class DriftAlarm:
             raise DriftError.of([self._problem(finding, len(gaps))])
         cause = finding.cause
         if cause in self._said and step - self._said[cause] < SAY_EVERY:
-            self._kept_back[cause] = self._kept_back.get(cause, 0) + 1
+            self._kept_back[cause] += 1
             return
         self._said[cause] = step
         before = self._kept_back.pop(cause, 0)
@@ -272,16 +260,14 @@ class DriftAlarm:
         log.warning("%s%s", self._problem(finding, len(gaps)), more)
 
     def _problem(self, finding: Finding, samples: int) -> Problem:
-        meaning, fix = MEANING[finding.cause]
         limit = max(self.limit, STALE_LIMIT) if finding.cause is Cause.STALE else self.limit
-        gap = finding.gap
-        off = "" if math.isnan(gap.mean) else f", {gap.mean:.3g} nats a token off"
+        off = "" if math.isnan(finding.gap) else f", {finding.gap:.3g} nats a token off"
         return Problem(
             field=f"drift on bridge {self._bridge}",
-            got=f"{gap.samples} of {samples} samples, of version {finding.version}{off}",
+            got=f"{finding.samples} of {samples} samples, of version {finding.version}{off}",
             wanted=f"at most {limit:.2g}" if off else "",
-            fix=fix,
-            summary=meaning,
+            fix=finding.cause.fix,
+            summary=finding.cause.meaning,
         )
 
 
@@ -381,4 +367,4 @@ def _mean_difference(forward: Forward, sequences: Sequence[TrainingSequence]) ->
         row_gaps(microbatch, forward.scores(microbatch).logprobs_N)
         for microbatch in (one.to(device) for one in split(sequences, size=1, packed=forward.packed))
     ]
-    return pooled(sample_gaps(rows)).mean
+    return mean_gap(sample_gaps(rows))

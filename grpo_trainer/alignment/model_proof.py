@@ -14,17 +14,17 @@ from peft import PeftModel
 from grpo_trainer.alignment.proof import (
     BASE_MODEL,
     COMPLETION_TOKENS,
-    FAILED,
     NOISE_LIMIT,
     NOISE_MARGIN,
     OTHER_WEIGHTS,
     SAME_MODEL,
     TOLERANCE,
     Probe,
-    mean_gap,
-    probe_of,
+    ask,
+    disagreement,
+    gap,
+    gap_of_base,
     probe_prompts,
-    trainer_logprobs,
 )
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.server_client import ServerClient
@@ -56,12 +56,12 @@ class ModelProof:
         Raises:
             BridgeError: the server generates with other weights; the message has the gap.
         """
-        gap, allowed = self.compare(info, version)
+        own, allowed = self.compare(info, version)
         log.info(
             "bridge proved: the server on version %d is within %.2g nats a token of the trainer (allowed %.2g)",
-            *(version, gap, allowed),
+            *(version, own, allowed),
         )
-        return gap
+        return own
 
     def compare(self, info: BridgeInfo, version: int) -> tuple[float, float]:
         """Return mean |server - trainer| and its limit, in nats a token; the first call measures the noise.
@@ -70,13 +70,13 @@ class ModelProof:
             BridgeError: the gap is above the limit.
         """
         probes = self.ask(info, version)
-        gap = self.gap(probes)
+        own = gap(self._model, probes)
         allowed = self.allowed(info)
-        if not gap <= allowed:  # `not <=` also catches NaN
-            raise self._verdict(version, gap, allowed, probes)
+        if not own <= allowed:  # `not <=` also catches NaN
+            raise self._verdict(version, own, allowed, probes)
         if self._noise is None:
-            self._noise = gap
-        return gap, allowed
+            self._noise = own
+        return own, allowed
 
     def allowed(self, info: BridgeInfo) -> float:
         """Return the largest allowed gap between the two sides, in nats a token."""
@@ -85,43 +85,19 @@ class ModelProof:
             return NOISE_LIMIT[precision]
         return max(TOLERANCE[precision], NOISE_MARGIN * self._noise)
 
-    def gap(self, probes: list[Probe]) -> float:
-        """Return mean |server - trainer| with the trainer's present weights, in nats a token."""
-        return mean_gap(probes, [trainer_logprobs(self._model, probe) for probe in probes])
-
     def ask(self, info: BridgeInfo, version: int) -> list[Probe]:
         """Return the server's samples for the probe prompts.
 
         Raises:
             BridgeError: another version than `version` answered.
         """
-        probes = []
-        for prompt in probe_prompts(self._model.config.vocab_size, info.max_model_len - COMPLETION_TOKENS):
-            answer = self._server.generate(
-                prompt, max_tokens=COMPLETION_TOKENS, temperature=1.0, logprobs=0, seed=0, ignore_eos=True
-            )
-            if answer.policy_version != version:
-                raise BridgeError(
-                    field=f"{FAILED}: version",
-                    got=answer.policy_version,
-                    wanted=f"{version}, which the server was launched as",
-                )
-            probes.append(probe_of(answer))
-        return probes
+        prompts = probe_prompts(self._model.config.vocab_size, info.max_model_len - COMPLETION_TOKENS)
+        return ask(self._server, prompts, COMPLETION_TOKENS, version=version)
 
-    def _verdict(self, version: int, gap: float, allowed: float, probes: list[Probe]) -> BridgeError:
-        what = OTHER_WEIGHTS
-        base = ""
+    def _verdict(self, version: int, own: float, allowed: float, probes: list[Probe]) -> BridgeError:
+        what, base = OTHER_WEIGHTS, ""
         if isinstance(self._model, PeftModel):
-            with self._model.disable_adapter():
-                distance = mean_gap(probes, [trainer_logprobs(self._model, probe) for probe in probes])
-            base = f", |server - base model| {distance:.3g}"
-            if distance <= allowed:
-                what = BASE_MODEL
-        return BridgeError(
-            f"the server {what}",
-            field=f"{FAILED} (version {version})",
-            got=f"mean |server - trainer| of {gap:.3g} nats a token{base}",
-            wanted=f"at most {allowed:.2g}",
-            fix=SAME_MODEL,
-        )
+            distance = gap_of_base(self._model, probes)
+            base = f"|server - base model| {distance:.3g}"
+            what = BASE_MODEL if distance <= allowed else what
+        return disagreement(what, f"version {version}", own, allowed, base, SAME_MODEL)

@@ -131,7 +131,8 @@ def prove_lora(model: PeftModel, server: ServerClient, load: Callable[[str], obj
         with _synthetic_adapter(model, proof.prompts, MIN_MOVE / 2 * larger):
             synthetic = proof.probe("synthetic", larger)
             if synthetic.base < 2 * larger:
-                raise _inconclusive(synthetic, larger)
+                fix = "nothing was trained; leave --load-in-4bit out, use one dtype on both sides, or --no-proof"
+                raise inconclusive("a synthetic adapter", synthetic.base, larger, fix)
             presence = proof.look_for_each_module()
         restored = proof.probe("restored", allowed)
     finally:
@@ -167,11 +168,14 @@ class _Proof:
         self._load(name)
         earlier = {tried: weights for tried, (_, weights) in self._tried.items()}
         self._tried[stage] = name, {key: b_Or.detach().clone() for key, b_Or in self._modules.items()}
-        probes = [_ask(self._server, prompt, name, self._completion) for prompt in self.prompts]
-        gaps = _measure(self._model, probes)
+        probes = ask(self._server, self.prompts, self._completion, name=name)
+        gaps = Gaps(trainer=gap(self._model, probes), base=gap_of_base(self._model, probes))
         # `not <=` also catches NaN
         if not gaps.trainer <= allowed or self._still(probes, gaps.trainer, earlier):
-            raise _verdict(stage, gaps, allowed, self._what_is_wrong(probes, gaps, allowed, earlier))
+            what, base = self._what_is_wrong(probes, gaps, allowed, earlier), f"|server - base model| {gaps.base:.3g}"
+            raise disagreement(
+                what, f"{stage} adapter", gaps.trainer, allowed, base, f"nothing was trained; {SAME_MODEL}"
+            )
         return gaps
 
     def _still(self, probes: list[Probe], least: float, earlier: Mapping[str, Mapping[str, Tensor]]) -> str | None:
@@ -180,12 +184,9 @@ class _Proof:
             if all(torch.equal(b_Or, self._modules[name]) for name, b_Or in weights.items()):
                 continue  # the same weights again
             with replaced(self._modules, weights):
-                if self._gap(probes) < least:
+                if gap(self._model, probes) < least:
                     return stage
         return None
-
-    def _gap(self, probes: list[Probe]) -> float:
-        return mean_gap(probes, [trainer_logprobs(self._model, probe) for probe in probes])
 
     def look_for_each_module(self) -> Presence:
         """Check each module of the adapter that was probed last; raise a `BridgeError` if the server lacks one.
@@ -218,9 +219,9 @@ class _Proof:
             return BASE_MODEL
         if stage := self._still(probes, min(gaps.trainer, allowed), earlier):
             return f"{EARLIER} ({stage})"
-        if len(probes) > 1 and self._gap(probes[:1]) <= allowed:
+        if len(probes) > 1 and gap(self._model, probes[:1]) <= allowed:
             return STALE_CACHE
-        known = explain(self._modules, lambda: self._gap(probes), allowed, _scalings(self._model))
+        known = explain(self._modules, lambda: gap(self._model, probes), allowed, _scalings(self._model))
         return known or OTHER_WEIGHTS
 
     def leave(self) -> None:
@@ -239,29 +240,27 @@ def _scalings(model: PeftModel) -> dict[str, float]:
     return {reason: factor for reason, factor in found.items() if factor != 1.0}
 
 
-def _measure(model: PeftModel, probes: list[Probe]) -> Gaps:
-    own = mean_gap(probes, [trainer_logprobs(model, probe) for probe in probes])
-    with model.disable_adapter():
-        return Gaps(own, mean_gap(probes, [trainer_logprobs(model, probe) for probe in probes]))
+def disagreement(what: str, stage: str, own: float, allowed: float, other: str, fix: str) -> BridgeError:
+    """Return the error of a server whose logprobs are not the trainer's.
+
+    Args:
+        what: one of the faults above.
+        own: mean |server - trainer|, in nats a token.
+        other: a second distance, for the message; may be empty.
+    """
+    distances = ", ".join(filter(None, [f"mean |server - trainer| of {own:.3g} nats a token", other]))
+    field, wanted = f"{FAILED} ({stage})", f"at most {allowed:.2g}"
+    return BridgeError(f"the server {what}", field=field, got=distances, wanted=wanted, fix=fix)
 
 
-def _verdict(stage: str, gaps: Gaps, allowed: float, what: str) -> BridgeError:
+def inconclusive(what: str, moved: float, allowed: float, fix: str) -> BridgeError:
+    """Return the error of a synthetic change that moves the logprobs too little to prove anything."""
     return BridgeError(
-        f"the server {what}",
-        field=f"{FAILED} ({stage} adapter)",
-        got=f"mean |server - trainer| of {gaps.trainer:.3g} nats a token, |server - base model| {gaps.base:.3g}",
-        wanted=f"at most {allowed:.2g}",
-        fix=f"nothing was trained; {SAME_MODEL}",
-    )
-
-
-def _inconclusive(gaps: Gaps, allowed: float) -> BridgeError:
-    return BridgeError(
-        "a synthetic adapter moves this model too little: one that is not served would go unseen",
+        f"{what} moves this model too little: a server that does not use it would go unseen",
         field="bridge proof impossible",
-        got=f"{gaps.base:.3g} nats a token",
+        got=f"{moved:.3g} nats a token",
         wanted=f"twice the gap that must be allowed between the two sides, {allowed:.2g}",
-        fix="nothing was trained; leave --load-in-4bit out, use one dtype on both sides, or --no-proof",
+        fix=fix,
     )
 
 
@@ -272,13 +271,26 @@ def probe_prompts(vocab_size: int, room: int) -> list[list[int]]:
     return [torch.randint(0, vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
-def _ask(server: ServerClient, prompt: list[int], name: str, completion: int) -> Probe:
-    answer = server.generate(
-        prompt, model=name, max_tokens=completion, temperature=1.0, logprobs=0, seed=0, ignore_eos=True
-    )
-    if answer.model != name:
-        raise BridgeError(field=f"{FAILED}: model", got=answer.model, wanted=name)
-    return probe_of(answer)
+def ask(
+    server: ServerClient, prompts: list[list[int]], tokens: int, *, name: str | None = None, version: int | None = None
+) -> list[Probe]:
+    """Return the server's samples for the prompts, of `tokens` tokens each.
+
+    Raises:
+        BridgeError: another model than `name` answered, or another version than `version`.
+    """
+    probes = []
+    for prompt in prompts:
+        answer = server.generate(
+            prompt, model=name, max_tokens=tokens, temperature=1.0, logprobs=0, seed=0, ignore_eos=True
+        )
+        if name is not None and answer.model != name:
+            raise BridgeError(field=f"{FAILED}: model", got=answer.model, wanted=name)
+        if version is not None and answer.policy_version != version:
+            wanted = f"{version}, which the server was launched as"
+            raise BridgeError(field=f"{FAILED}: version", got=answer.policy_version, wanted=wanted)
+        probes.append(probe_of(answer))
+    return probes
 
 
 def probe_of(answer: GenerateResponse) -> Probe:
@@ -300,10 +312,37 @@ def trainer_logprobs(model: nn.Module, probe: Probe) -> Tensor:
     return scores.logprobs_N.cpu()
 
 
-def mean_gap(probes: list[Probe], trainer: list[Tensor]) -> float:
+def gap(model: nn.Module, probes: list[Probe]) -> float:
     """Return mean |server - trainer| over all sampled tokens, in nats."""
-    differences = [(probe.server_logprobs - own).abs() for probe, own in zip(probes, trainer, strict=True)]
-    return float(torch.cat(differences).mean())
+    return float(torch.cat([(probe.server_logprobs - trainer_logprobs(model, probe)).abs() for probe in probes]).mean())
+
+
+def gap_of_base(model: PeftModel, probes: list[Probe]) -> float:
+    """Return mean |server - base model| over all sampled tokens, in nats."""
+    with model.disable_adapter():
+        return gap(model, probes)
+
+
+def logprobs_of(model: nn.Module, prompts: list[list[int]]) -> Tensor:
+    """Return the trainer's logprobs of all tokens of the prompts but the first of each."""
+    texts = [Probe(prompt, 1, torch.zeros(len(prompt) - 1)) for prompt in prompts]
+    return torch.cat([trainer_logprobs(model, text) for text in texts])
+
+
+def enlarge(
+    model: nn.Module, prompts: list[list[int]], before: Tensor, move: float, change: Callable[[float], None]
+) -> None:
+    """Make a synthetic change so large that it moves the trainer's own logprobs by `move` nats a token on average.
+
+    Args:
+        prompts: texts on which the effect is measured.
+        before: logprobs of these texts without the change.
+        change: makes the change of a size in `RELATIVE_SIZES`, of which the largest is used if none is enough.
+    """
+    for size in RELATIVE_SIZES:
+        change(size)
+        if float((logprobs_of(model, prompts) - before).abs().mean()) >= move:
+            return
 
 
 @contextmanager
@@ -311,27 +350,20 @@ def _synthetic_adapter(model: PeftModel, prompts: list[list[int]], move: float) 
     """Make every adapted module's B random and large within the block; restore all weights bit for bit afterwards.
 
     Args:
-        prompts: texts on which the effect of the adapter is measured.
-        move: least mean change of the trainer's own logprobs on `prompts`, in nats a token. If even the largest of
-            `RELATIVE_SIZES` changes them less, that size is used.
+        prompts, move: see `enlarge`.
     """
     layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]
-    saved = [(layer.lora_B["default"].weight, layer.lora_B["default"].weight.detach().clone()) for layer in layers]
-    texts = [Probe(prompt, 1, torch.zeros(len(prompt) - 1)) for prompt in prompts]
-    try:
+    modules = adapted_modules(model)
+
+    def write(size: float) -> None:
+        for index, layer in enumerate(layers):
+            _set_random_b(layer, size, seed=index)
+
+    with replaced(modules, modules):
         with model.disable_adapter():
-            base = [trainer_logprobs(model, text) for text in texts]
-        for size in RELATIVE_SIZES:
-            for index, layer in enumerate(layers):
-                _set_random_b(layer, size, seed=index)
-            moved = [trainer_logprobs(model, text) for text in texts]
-            if float(torch.cat([(a - b).abs() for a, b in zip(base, moved, strict=True)]).mean()) >= move:
-                break
+            base = logprobs_of(model, prompts)
+        enlarge(model, prompts, base, move, write)
         yield
-    finally:
-        with torch.no_grad():
-            for weight, before in saved:
-                weight.copy_(before)
 
 
 @torch.no_grad()

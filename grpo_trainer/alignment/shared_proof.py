@@ -21,11 +21,14 @@ from grpo_trainer.alignment.model_proof import ModelProof
 from grpo_trainer.alignment.proof import (
     FAILED,
     MIN_MOVE,
-    RELATIVE_SIZES,
     Probe,
     Proved,
+    disagreement,
+    enlarge,
+    gap,
+    inconclusive,
+    logprobs_of,
     probe_prompts,
-    trainer_logprobs,
 )
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.model.lora import decoder_layers
@@ -64,23 +67,18 @@ class SharedProof:
             change.write(MIN_MOVE / 2 * larger)
         try:
             synthetic = self._proof.ask(info, PROOF_VERSION)
-            gap = self._proof.gap(synthetic)
+            own = gap(self._model, synthetic)
         finally:
             with fence(version):
                 change.restore()
-        moved = self._proof.gap(synthetic)
-        if not gap <= larger:
-            raise _verdict(gap, moved, larger)
+        moved = gap(self._model, synthetic)
+        if not own <= larger:
+            what, other = UNSEEN if moved <= larger else MISPLACED, f"|server - unchanged weights| {moved:.3g}"
+            raise disagreement(what, "synthetic change", own, larger, other, RESTORED)
         if moved < 2 * larger:
-            raise BridgeError(
-                "a synthetic change moves this model too little",
-                field="bridge proof impossible",
-                got=f"{moved:.3g} nats a token",
-                wanted=f"twice the gap that must be allowed, {larger:.2g}",
-                fix="--no-proof trains all the same",
-            )
+            raise inconclusive("a synthetic change", moved, larger, "--no-proof trains all the same")
         after = self._proof.ask(info, version)
-        back = _difference(before, after, self._proof.gap(after))
+        back = _difference(before, after, gap(self._model, after))
         if not back <= allowed:
             raise BridgeError(
                 "the server's logprobs are not those of before, a stale cache?",
@@ -92,9 +90,9 @@ class SharedProof:
         log.info(
             "bridge proved: the server is within %.2g nats a token of the trainer; a synthetic change of the weights "
             "moved it by %.3g and it stayed within %.2g; undone, it is within %.2g of before",
-            *(noise, moved, gap, back),
+            *(noise, moved, own, back),
         )
-        return Proved(noise, moved, gap, back)
+        return Proved(noise, moved, own, back)
 
 
 UNSEEN: Final = "does not see what the trainer writes: it answers as before the change"
@@ -102,14 +100,7 @@ MISPLACED: Final = "computes with other weights than the trainer's (a parameter 
 """Faults of a server, to follow "the server …"."""
 
 
-def _verdict(gap: float, moved: float, allowed: float) -> BridgeError:
-    return BridgeError(
-        f"the server {UNSEEN if moved <= allowed else MISPLACED}",
-        field=f"{FAILED} (synthetic change)",
-        got=f"mean |server - trainer| of {gap:.3g} nats a token, |server - unchanged weights| {moved:.3g}",
-        wanted=f"at most {allowed:.2g}",
-        fix="the old weights are back, nothing was trained: restart the server; --no-proof trains all the same",
-    )
+RESTORED: Final = "the old weights are back, nothing was trained: restart the server; --no-proof trains all the same"
 
 
 def _difference(before: list[Probe], after: list[Probe], gap: float) -> float:
@@ -129,33 +120,26 @@ class SyntheticChange:
 
     def __init__(self, model: PreTrainedModel, prompts: list[list[int]]) -> None:
         self._model = model
-        self._texts = [Probe(prompt, 1, torch.zeros(len(prompt) - 1)) for prompt in prompts]
+        self._prompts = prompts
         self._places = [matrix[: -(-len(matrix) // 2)] for matrix in _matrices(model)]
         self._saved = [place.clone() for place in self._places]
 
-    @torch.no_grad()
     def write(self, move: float) -> None:
-        """Change the weights so that the trainer's own logprobs change by at least `move` nats a token on average.
+        """Change the weights so that they move the trainer's own logprobs by `move` nats a token, see `enlarge`."""
+        enlarge(self._model, self._prompts, logprobs_of(self._model, self._prompts), move, self._write)
 
-        If even the largest of `RELATIVE_SIZES` changes them less, that size is used.
-        """
-        before = self._logprobs()
-        for size in RELATIVE_SIZES:
-            for index, (place, saved) in enumerate(zip(self._places, self._saved, strict=True)):
-                generator = torch.Generator(place.device).manual_seed(index)
-                noise = torch.randn(saved.shape, generator=generator, device=place.device)
-                place.copy_(saved.float() + noise.mul_(size * saved.float().square().mean().sqrt()))
-            if float((self._logprobs() - before).abs().mean()) >= move:
-                return
+    @torch.no_grad()
+    def _write(self, size: float) -> None:
+        for index, (place, saved) in enumerate(zip(self._places, self._saved, strict=True)):
+            generator = torch.Generator(place.device).manual_seed(index)
+            noise = torch.randn(saved.shape, generator=generator, device=place.device)
+            place.copy_(saved.float() + noise.mul_(size * saved.float().square().mean().sqrt()))
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the old weights bit for bit."""
         for place, saved in zip(self._places, self._saved, strict=True):
             place.copy_(saved)
-
-    def _logprobs(self) -> Tensor:
-        return torch.cat([trainer_logprobs(self._model, text) for text in self._texts])
 
 
 def _matrices(model: PreTrainedModel) -> list[Tensor]:

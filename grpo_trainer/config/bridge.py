@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, field_validator
 
 from grpo_trainer.config.options import Section, option
-from grpo_trainer.config.ranges import format_ranges, parse_ranges
+from grpo_trainer.config.values import Ranges, parse_ranges
 from grpo_trainer.errors import ConfigError
 from vllm_server.protocol import DEFAULT_LORA_NAME, LEGAL_LORA_RANKS, InFlight
 from vllm_server.protocol.lora import Transport
@@ -30,7 +30,7 @@ class LoraOptions(Section):
     target_modules: tuple[str, ...] = option(
         ALL_LINEAR, help="Modules with an adapter, comma-separated.", flags=("--lora-target-modules",)
     )
-    layers: str | None = option(
+    layers: Ranges | None = option(
         None,
         help="Layers with an adapter, from 0: numbers and ranges such as 0-3,28-31 (default: all).",
         flags=("--lora-layer-indices",),
@@ -57,11 +57,6 @@ class LoraOptions(Section):
         if not names:
             raise ConfigError(got="no names", wanted="at least one module name, such as q_proj,v_proj")
         return names
-
-    @field_validator("layers")
-    @classmethod
-    def _are_layers(cls, value: str | None) -> str | None:
-        return None if value is None else format_ranges(parse_ranges(value))
 
     @property
     def layer_indices(self) -> tuple[int, ...] | None:
@@ -91,16 +86,11 @@ MODE_FLAGS = ("--weight-bridge-mode",)
 class AllWeightsOptions(Section):
     """All weights are trained, or those of some layers."""
 
-    train_layers: str | None = option(
+    train_layers: Ranges | None = option(
         None,
         help="Train only these layers, counted from 0: numbers and ranges such as 20-31 (default: the whole model).",
         flags=("--train-layer-indices",),
     )
-
-    @field_validator("train_layers")
-    @classmethod
-    def _are_layers(cls, value: str | None) -> str | None:
-        return None if value is None else format_ranges(parse_ranges(value))
 
     @property
     def layer_indices(self) -> tuple[int, ...] | None:

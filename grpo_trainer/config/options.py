@@ -1,8 +1,8 @@
 """One definition per option: a pydantic tree is read from flags and from TOML under the same names.
 
 A field of a `Section` is an option. Its flag is its name with dashes, or what `option(flags=…)` says; the same name
-(dashes or underscores) is its key in TOML. Sections nest inside a configuration for the code's sake, while flags and
-keys stay flat. A field that is a union of sections is a choice: its members share a discriminator option, and an
+(dashes or underscores) is its key in TOML. A root has options and sections of them for the code's sake, while flags and
+keys are flat. One field of a root may be a union of sections, a choice: its members share the option `mode`, and an
 option of a member that was not chosen is refused instead of ignored; but a flag may choose another than a file does.
 """
 
@@ -12,7 +12,8 @@ import inspect
 import logging
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
@@ -20,8 +21,7 @@ import typer
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
-from grpo_common.errors import Problem
-from grpo_trainer.config.findings import Place, problems_of
+from grpo_common.errors import Problem, UserError, wanted_by_pydantic
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.suggestions import unknown_key
 
@@ -59,15 +59,32 @@ def option(default: Any = ..., *, help: str, flags: tuple[str, ...] = (), **cons
     return Field(default, description=help, json_schema_extra={"flags": list(flags)}, **constraints)
 
 
+def key_of(flag: str) -> str:
+    """A flag's name in TOML: `lora_r` for `--lora-r`."""
+    return flag.removeprefix("--").replace("-", "_")
+
+
 @dataclass(frozen=True)
 class Leaf:
-    """One option of a tree: where it stands and what it is called."""
+    """One option of a tree: where it stands and what it is called.
+
+    Attributes:
+        path: names of its section, if it stands in one, and of itself.
+        member: the member of a union that it belongs to; None: it belongs to no union.
+        union: all members of that union.
+    """
 
     path: tuple[str, ...]
     flags: tuple[str, ...]
     field: FieldInfo
     panel: str
-    choice: type[Section] | None  # the union member it belongs to, if any
+    member: type[Section] | None = None
+    union: tuple[type[Section], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of its field."""
+        return self.path[-1]
 
     @property
     def key(self) -> str:
@@ -78,37 +95,111 @@ class Leaf:
     def is_bool(self) -> bool:
         return self.field.annotation in (bool, bool | None)
 
+    @property
+    def is_tag(self) -> bool:
+        """Whether it chooses the member of a union."""
+        return self.member is not None and self.name == TAG
 
-def key_of(flag: str) -> str:
-    """A flag's name in TOML: `lora_r` for `--lora-r`."""
-    return flag.removeprefix("--").replace("-", "_")
+    @property
+    def default(self) -> Any:
+        """Its value when it is not given; None also for one that is required."""
+        return None if self.field.is_required() else self.field.get_default(call_default_factory=True)
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values that it may have, where they can be listed."""
+        if self.is_tag:
+            return tuple(map(_tag_of, self.union))
+        if get_origin(self.field.annotation) is Literal:
+            return tuple(str(value) for value in get_args(self.field.annotation))
+        return ()
+
+    @property
+    def meanings(self) -> dict[str, str]:
+        """What each value means, of an option that chooses the member of a union."""
+        return {_tag_of(member): member.means for member in self.union if member.means} if self.is_tag else {}
+
+    @property
+    def help(self) -> str:
+        """What it does, a line for each value that is explained, its default."""
+        text = self.field.description or ""
+        if self.field.is_required():
+            text += " (required)"
+        if self.is_bool and self.default is not False:
+            off = f"off: --no-{self.flags[0].removeprefix('--')}"
+            text += f" (default: on; {off})" if self.default else f" ({off})"
+        elif self.default not in (None, ()) and "(default" not in text:  # where the text explains it
+            text += f" (default: {shown(self.default)})"
+        if self.meanings:
+            return "\n\n".join([text, *(f"{value}: {meaning}" for value, meaning in self.meanings.items())])
+        return f"{' | '.join(self.choices)}. {text}" if len(self.choices) > 1 else text
 
 
-def leaves(root: type[Section], path: tuple[str, ...] = (), choice: type[Section] | None = None) -> Iterator[Leaf]:
+def leaves(root: type[Section]) -> Iterator[Leaf]:
     """Every option of a tree, depth first, union members one after the other; what chooses a member is its first."""
     for name, field in sorted(root.model_fields.items(), key=lambda item: item[0] != TAG):
-        members = _sections(field.annotation)
-        for member in members:
-            yield from leaves(member, (*path, name), member if len(members) > 1 else choice)
-        if not members:
+        sections = _sections(field.annotation)
+        for section in sections:
+            in_union = {"member": section, "union": sections} if len(sections) > 1 else {}
+            yield from (replace(leaf, path=(name, *leaf.path), **in_union) for leaf in leaves(section))
+        if not sections:
             extra = field.json_schema_extra
             declared = extra.get("flags") if isinstance(extra, dict) else None
-            flags = tuple(str(f) for f in declared) if isinstance(declared, list) and declared else ()
+            flags = tuple(map(str, declared)) if isinstance(declared, list) and declared else ()
             panel = (inspect.getdoc(root) or root.__name__).splitlines()[0].rstrip(".")
-            yield Leaf((*path, name), flags or (f"--{name.replace('_', '-')}",), field, panel, choice)
+            yield Leaf((name,), flags or (f"--{name.replace('_', '-')}",), field, panel)
+
+
+def unique_leaves(root: type[Section]) -> list[Leaf]:
+    """Options by key, once each: union members share options such as `mode`."""
+    seen: dict[str, Leaf] = {}
+    for leaf in leaves(root):
+        seen.setdefault(leaf.key, leaf)
+    return list(seen.values())
 
 
 def _sections(annotation: Any) -> tuple[type[Section], ...]:
     """The sections that an annotation stands for: one, a union's members, or none."""
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        return _sections(get_args(annotation)[0])
-    if origin in (Union, types.UnionType):
-        found = tuple(member for arg in get_args(annotation) for member in _sections(arg))
-        return found if len(found) == len(get_args(annotation)) else ()
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return (annotation,)
-    return ()
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    return kinds if all(isinstance(kind, type) and issubclass(kind, Section) for kind in kinds) else ()
+
+
+def _tag_of(member: type[Section]) -> str:
+    return str(get_args(member.model_fields[TAG].annotation)[0])
+
+
+class _Tree:
+    """The options of a root by their names."""
+
+    def __init__(self, root: type[Section]) -> None:
+        self.leaves = list(leaves(root))
+        self.by_key: dict[str, list[Leaf]] = {}
+        for leaf in self.leaves:
+            for flag in leaf.flags:
+                self.by_key.setdefault(key_of(flag), []).append(leaf)
+        self.tag = next((leaf for leaf in self.leaves if leaf.is_tag), None)
+
+    def key(self, written: str) -> str:
+        """The first name of an option, whichever was written; of an unknown one what was written."""
+        key = written.replace("-", "_")
+        return self.by_key[key][0].key if key in self.by_key else key
+
+    def picked(self, given: Mapping[str, Any]) -> Any:
+        """The union member that values choose: the first one if they say nothing; None: the tree has no union."""
+        if self.tag is None:
+            return None
+        return {self.key(written): value for written, value in given.items()}.get(self.tag.key, self.tag.choices[0])
+
+    @cached_property
+    def keys_of_members(self) -> dict[str, set[str]]:
+        """A union member's name -> its options' keys."""
+        return {
+            _tag_of(member): {leaf.key for leaf in self.leaves if leaf.member is member}
+            for member in (self.tag.union if self.tag else ())
+        }
+
+
+_tree = cache(_Tree)
 
 
 # ---------------------------------------------------------------- values -> configuration
@@ -125,42 +216,79 @@ def build(root: type[C], given: Mapping[str, Any], *, where: str = "") -> C:
         ConfigError: for each unknown key (suggesting the nearest), wrong value, missing one, and option that does not
             belong to what was chosen.
     """
+    tree, given = _tree(root), root.normalised(given)
+    picked = tree.picked(given)
     problems: list[Problem] = []
-    given = root.normalised(given)
-    tree: dict[str, Any] = {}
     said: dict[tuple[str, ...], str] = {}
-    by_key: dict[str, list[Leaf]] = {}
-    for leaf in leaves(root):
-        if leaf.choice is None and len(leaf.path) > 1:
-            tree.setdefault(leaf.path[0], {})  # so that what a section lacks is reported by its own name
-        for flag in leaf.flags:
-            by_key.setdefault(key_of(flag), []).append(leaf)
-    for raw_key, value in given.items():
-        candidates = by_key.get(raw_key.replace("-", "_"))
+    # Sections are there even if empty, so that what one lacks is reported by its own name.
+    values: dict[str, Any] = {leaf.path[0]: {} for leaf in tree.leaves if len(leaf.path) > 1 and leaf.member is None}
+    for written, value in given.items():
+        candidates = tree.by_key.get(written.replace("-", "_"))
         if candidates is None:
-            problems.append(unknown_key(raw_key, [leaf.key for leaf in leaves(root)], where))
+            problems.append(unknown_key(written, [leaf.key for leaf in tree.leaves], where))
             continue
-        leaf = _chosen(candidates, given, by_key, where)
-        if isinstance(leaf, Problem):
-            problems.append(leaf)
+        fitting = [leaf for leaf in candidates if leaf.member is None or leaf.is_tag or _tag_of(leaf.member) == picked]
+        if not fitting and picked in tree.keys_of_members:  # another is reported as a wrong value of the mode
+            problems.append(_foreign(candidates, picked, where))
             continue
-        flag = f"--{where}{raw_key.replace('_', '-')}"
-        if leaf.path in said and value != _placed(tree, leaf.path):
-            former = f"{said[leaf.path]} {_placed(tree, leaf.path)}"
-            summary = "two names of one option"
-            problems.append(Problem(flag, f"{value} and {former}", fix="leave one out", summary=summary))
+        leaf = (fitting or candidates)[0]
+        section = values.setdefault(leaf.path[0], {}) if len(leaf.path) > 1 else values
+        flag = f"--{where}{written.replace('_', '-')}"
+        if leaf.path in said and value != section[leaf.name]:
+            got, why = f"{value} and {said[leaf.path]} {section[leaf.name]}", "two names of one option"
+            problems.append(Problem(flag, got, fix="leave one out", summary=why))
         said[leaf.path] = flag
-        _place(tree, leaf.path, value)
-        if leaf.choice is not None and not _is_tag(leaf):
-            _place(tree, (*leaf.path[:-1], TAG), _tag_of(leaf.choice))
+        section[leaf.name] = value
+        if leaf.member is not None:
+            section.setdefault(TAG, picked)
     config: C | None = None
     try:
-        config = root.model_validate(tree)
+        config = root.model_validate(values)
     except ValidationError as error:
-        problems += problems_of(error, _flag_at(root, where, said))
+        problems += _wrong_values(error, tree, root.__name__, where, said)
     if config is None or problems:
         raise ConfigError.of(list(dict.fromkeys(problems)))
     return config
+
+
+def _foreign(candidates: list[Leaf], picked: str, where: str) -> Problem:
+    """Return the problem of an option of union members that were not picked; it names them."""
+    of = [_tag_of(leaf.member) for leaf in candidates if leaf.member is not None]
+    mode = next(leaf for leaf in leaves(candidates[0].union[0]) if leaf.path == (TAG,)).flags[0]
+    return Problem(
+        f"--{where}{candidates[0].flags[0].removeprefix('--')}",
+        got=f"{mode} {picked}",
+        wanted=f"{mode} {', '.join(of)}",
+        fix=f"leave it out, or choose {mode} {of[0]}",
+        summary="belongs to another mode",
+    )
+
+
+def _wrong_values(
+    error: ValidationError, tree: _Tree, root: str, where: str, said: Mapping[tuple[str, ...], str]
+) -> Iterator[Problem]:
+    """Yield what pydantic finds wrong, each with the option as it was written, what came, and what was wanted.
+
+    A validator may raise a `UserError`; it need not know the field and the value. The values of a section are not
+    shown: a key may be among them.
+    """
+    names = {leaf.path: leaf.flags[0] for leaf in tree.leaves}
+    for finding in error.errors():
+        parts = [part for part in finding["loc"] if isinstance(part, str) and part not in tree.keys_of_members]
+        path = tuple(parts)
+        name = names.get(path) or names.get((*path, TAG)) or ".".join(path) or root
+        flag = said.get(path) or (f"--{where}{name.removeprefix('--')}" if where else name)
+        got, context = str(finding["input"]) if path in names else "", finding.get("ctx", {})
+        raised = context.get("error")
+        if finding["type"] == "missing":
+            yield Problem(flag, "nothing", "a value: it is required")
+        elif finding["type"] == "union_tag_invalid":
+            yield Problem(flag, str(context.get("tag")), f"one of {context.get('expected_tags')}")
+        elif isinstance(raised, UserError):
+            yield from (replace(each, field=each.field or flag, got=each.got or got) for each in raised.problems)
+        else:
+            wanted = wanted_by_pydantic(finding["msg"])
+            yield Problem(flag, got, wanted[0].lower() + wanted[1:])
 
 
 def override(root: type[Section], given: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,125 +296,18 @@ def override(root: type[Section], given: Mapping[str, Any], by: Mapping[str, Any
 
     If another member of a union is chosen, options that only the former has go, with a warning.
     """
-    keys = {key_of(flag): leaf.key for leaf in leaves(root) for flag in leaf.flags}
-
-    def first_name(written: str) -> str:
-        key = written.replace("-", "_")
-        return keys.get(key, key)
-
-    given_anew = root.normalised(by)
-    anew = {first_name(written): value for written, value in given_anew.items()}
-    former = {first_name(written): value for written, value in root.normalised(given).items()}
-    gone = {*anew, *map(first_name, by)}
-    for tag in filter(_is_tag, unique_leaves(root)):
-        foreign = _foreign(root, tag, former.get(tag.key, _default_tag([tag])), anew.get(tag.key))
-        left_out = [written for written in given if first_name(written) in foreign - gone]
+    tree, anew = _tree(root), root.normalised(by)
+    gone = {tree.key(written) for written in (*anew, *by)}
+    if tree.tag is not None and tree.tag.key in gone:
+        keys, now = tree.keys_of_members, tree.picked(anew)
+        former = keys.get(tree.picked(root.normalised(given)), set())
+        foreign = former - keys.get(now, former)
+        left_out = [written for written in given if tree.key(written) in foreign - gone]
         if left_out:
-            written = ", ".join(left_out)
-            log.warning("%s %s: left out the file's %s, which belong to its mode", tag.flags[0], anew[tag.key], written)
+            names, flag = ", ".join(left_out), tree.tag.flags[0]
+            log.warning("%s %s: left out the file's %s, which belong to its mode", flag, now, names)
         gone |= foreign
-    return {**{written: value for written, value in given.items() if first_name(written) not in gone}, **given_anew}
-
-
-def _foreign(root: type[Section], tag: Leaf, former: Any, picked: Any) -> set[str]:
-    """Keys that the former member of a union has and the newly picked one has not; none if nothing is newly picked."""
-    members: dict[str, set[str]] = {}
-    for leaf in leaves(root):
-        if leaf.choice is not None and leaf.path[:-1] == tag.path[:-1]:
-            members.setdefault(_tag_of(leaf.choice), set()).add(leaf.key)
-    if former not in members or picked not in members:
-        return set()
-    return members[former] - members[picked]
-
-
-def split_arguments(text: str) -> tuple[str, ...]:
-    """Split at commas, but not within quotes, brackets or braces: an argument may be JSON.
-
-    `--seed,7` gives two words, `--compilation-config={"level":3,"backend":""}` one.
-    """
-    words, depth, quoted = [""], 0, False
-    for position, sign in enumerate(text):
-        if sign == '"' and text[position - 1 : position] != "\\":
-            quoted = not quoted
-        elif not quoted:
-            depth += (sign in "[{") - (sign in "]}")
-        if sign == "," and not quoted and depth <= 0:
-            words.append("")
-        else:
-            words[-1] += sign
-    return tuple(word for word in words if word)
-
-
-def _placed(tree: Mapping[str, Any], path: tuple[str, ...]) -> Any:
-    value: Any = tree
-    for name in path:
-        value = value[name]
-    return value
-
-
-def _place(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    node = tree
-    for name in path[:-1]:
-        node = node.setdefault(name, {})
-    node[path[-1]] = value
-
-
-def _chosen(
-    candidates: list[Leaf], given: Mapping[str, Any], by_key: Mapping[str, list[Leaf]], where: str
-) -> Leaf | Problem:
-    """The candidate whose union member the discriminator picks; a problem names the members that would have it."""
-    first = candidates[0]
-    if first.choice is None:
-        return first
-    selector = next(
-        leaf for leaves_ in by_key.values() for leaf in leaves_ if leaf.choice is first.choice and _is_tag(leaf)
-    )
-    normalised = {key.replace("-", "_"): value for key, value in given.items()}
-    picked = normalised.get(selector.key, _default_tag(by_key[selector.key]))
-    for leaf in candidates:
-        if leaf.choice is not None and (_is_tag(leaf) or _tag_of(leaf.choice) == picked):
-            return leaf
-    known = [_tag_of(leaf.choice) for leaf in by_key[selector.key] if leaf.choice is not None]
-    if picked not in known:
-        return Problem(selector.flags[0], str(picked), f"one of {', '.join(map(repr, known))}")
-    fitting = ", ".join(_tag_of(leaf.choice) for leaf in candidates if leaf.choice is not None)
-    name = f"--{where}{first.flags[0].removeprefix('--')}"
-    return Problem(
-        name,
-        got=f"{selector.flags[0]} {picked}",
-        wanted=f"{selector.flags[0]} {fitting}",
-        fix=f"leave it out, or choose {selector.flags[0]} {fitting.split(',')[0]}",
-        summary="belongs to another mode",
-    )
-
-
-def _is_tag(leaf: Leaf) -> bool:
-    return leaf.choice is not None and leaf.path[-1] == TAG
-
-
-def _tag_of(member: type[Section]) -> str:
-    return str(get_args(member.model_fields[TAG].annotation)[0])
-
-
-def _default_tag(tags: list[Leaf]) -> str:
-    """The first member of a union is what stands when nothing was chosen."""
-    assert tags[0].choice is not None
-    return _tag_of(tags[0].choice)
-
-
-def _flag_at(
-    root: type[Section], where: str, said: Mapping[tuple[str, ...], str]
-) -> Callable[[Place], tuple[str, bool]]:
-    """Return what names a place in the values as the user wrote it, and says whether an option stands there."""
-    names = {leaf.path: leaf.flags[0] for leaf in leaves(root)}
-    tags = {_tag_of(leaf.choice) for leaf in leaves(root) if leaf.choice is not None}
-
-    def flag_at(place: Place) -> tuple[str, bool]:
-        path = tuple(str(part) for part in place if str(part) not in tags and not isinstance(part, int))
-        name = names.get(path) or names.get((*path, TAG)) or ".".join(path) or root.__name__
-        return said.get(path) or (f"--{where}{name.removeprefix('--')}" if where else name), path in names
-
-    return flag_at
+    return {**{written: value for written, value in given.items() if tree.key(written) not in gone}, **anew}
 
 
 def dump(config: Section, *, only_set: bool = False) -> dict[str, Any]:
@@ -294,14 +315,10 @@ def dump(config: Section, *, only_set: bool = False) -> dict[str, Any]:
     values: dict[str, Any] = {}
     data = config.model_dump(mode="json", exclude_unset=only_set)
     for leaf in leaves(type(config)):
-        node: Any = config
-        for name in leaf.path[:-1]:
-            node = getattr(node, name)
-        if leaf.choice is not None and not isinstance(node, leaf.choice):
+        in_section = len(leaf.path) > 1
+        if leaf.member is not None and not isinstance(getattr(config, leaf.path[0]), leaf.member):
             continue
-        value: Any = data
-        for name in leaf.path:
-            value = value.get(name) if isinstance(value, dict) else None
+        value = (data.get(leaf.path[0], {}) if in_section else data).get(leaf.name)
         if value is not None:  # TOML has no null: an option that is None is left out
             values[leaf.key] = value
     return values
@@ -328,12 +345,9 @@ def with_options(
         keys: dict[str, tuple[str, bool]] = {}  # by a parameter: the option's, and whether it turns that off
         for leaf in unique_leaves(root):
             for flag in leaf.flags:
-                key = key_of(flag)
-                made = [_parameter(leaf, flag, prefix, root, hidden=key in hidden)]
-                if leaf.is_bool:
-                    made.append(_negative(leaf, flag, prefix))
+                made = list(_parameters(leaf, flag.removeprefix("--"), prefix, hidden=key_of(flag) in hidden))
                 parameters += made
-                keys |= {each.name: (prefix + key, each is not made[0]) for each in made}
+                keys |= {each.name: (prefix + key_of(flag), each is not made[0]) for each in made}
 
         def wrapped(**values: Any) -> None:
             given = {name: values.pop(name) for name in list(values) if name in keys}
@@ -350,73 +364,26 @@ def with_options(
     return decorate
 
 
-def unique_leaves(root: type[Section]) -> list[Leaf]:
-    """Options by key, once each: union members share options such as the discriminator."""
-    seen: dict[str, Leaf] = {}
-    for leaf in leaves(root):
-        seen.setdefault(leaf.key, leaf)
-    return list(seen.values())
+def _parameters(leaf: Leaf, name: str, prefix: str, *, hidden: bool) -> Iterator[inspect.Parameter]:
+    """A flag, and for what can be on or off the one that turns it off.
 
-
-def _parameter(leaf: Leaf, flag: str, prefix: str, root: type[Section], *, hidden: bool) -> inspect.Parameter:
-    """A flag; an option's second name is one of its own, so that messages name what was written."""
-    annotation: Any = bool | None if leaf.is_bool else str | None
-    metavar = "CHOICE" if choices(leaf, root) else _metavar(leaf.field.annotation)
-    text = (
-        help_text(leaf, root) if flag == leaf.flags[0] else f"The same as --{prefix}{leaf.flags[0].removeprefix('--')}."
-    )
-    return _typed(f"{prefix}{flag.removeprefix('--')}", annotation, text, metavar, leaf.panel, hidden=hidden)
-
-
-def _negative(leaf: Leaf, flag: str, prefix: str) -> inspect.Parameter:
-    """What turns an option off. Its help is that of the option: in a column of its own it would cut all names short."""
-    return _typed(f"{prefix}no-{flag.removeprefix('--')}", bool | None, "", "", leaf.panel, hidden=True)
-
-
-def _typed(name: str, annotation: Any, text: str, metavar: str, panel: str, *, hidden: bool) -> inspect.Parameter:
-    info = typer.Option(
-        f"--{name}", help=text, metavar=metavar, show_default=False, rich_help_panel=panel, hidden=hidden
-    )
-    variable = name.replace(".", "__").replace("-", "_")
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(variable, kind, default=None, annotation=Annotated[annotation, info])
-
-
-def help_text(leaf: Leaf, root: type[Section]) -> str:
-    """An option's help: what it does, a line for each value that is explained, its default."""
-    text = leaf.field.description or ""
-    allowed = choices(leaf, root)
-    explained = described(leaf, root)
-    if leaf.field.is_required():
-        text += " (required)"
-    default = None if leaf.field.is_required() else leaf.field.get_default(call_default_factory=True)
-    off = f"--no-{leaf.flags[0].removeprefix('--')}"
-    if leaf.is_bool and default is not False:
-        text += f" (default: on; off: {off})" if default else f" (off: {off})"
-    elif default is not None and default != () and "(default" not in text:  # where the text explains it
-        text += f" (default: {shown(default)})"
-    if explained:
-        return "\n\n".join([text, *(f"{value}: {meaning}" for value, meaning in explained.items())])
-    return f"{' | '.join(allowed)}. {text}" if len(allowed) > 1 else text
-
-
-def choices(leaf: Leaf, root: type[Section]) -> tuple[str, ...]:
-    """The values that an option may have, where they can be listed."""
-    if _is_tag(leaf):
-        return tuple(
-            _tag_of(other.choice) for other in leaves(root) if other.choice and other.key == leaf.key and _is_tag(other)
+    An option's second name is a flag of its own, so that messages name what was written. What turns an option off is
+    hidden, and the option's help names it: in a column of its own it would cut all names short.
+    """
+    first = leaf.flags[0].removeprefix("--")
+    text = leaf.help if name == first else f"The same as --{prefix}{first}."
+    kind: Any = bool | None if leaf.is_bool else str | None
+    flags = [(name, text, "CHOICE" if leaf.choices else _metavar(leaf.field.annotation), hidden)]
+    flags += [(f"no-{name}", "", "", True)] if leaf.is_bool else []
+    for each, help_text, metavar, is_hidden in flags:
+        flag = f"--{prefix}{each}"
+        info = typer.Option(
+            flag, help=help_text, metavar=metavar, show_default=False, rich_help_panel=leaf.panel, hidden=is_hidden
         )
-    if get_origin(leaf.field.annotation) is Literal:
-        return tuple(str(value) for value in get_args(leaf.field.annotation))
-    return ()
-
-
-def described(leaf: Leaf, root: type[Section]) -> dict[str, str]:
-    """What each value of a discriminator means: `Section.means` of each member."""
-    if not _is_tag(leaf):  # as nearly all: the tree is not looked through for each of hundreds of options
-        return {}
-    members = [other.choice for other in leaves(root) if other.choice and other.key == leaf.key and _is_tag(other)]
-    return {_tag_of(member): member.means for member in members if member.means}
+        variable = f"{prefix}{each}".replace(".", "__").replace("-", "_")
+        yield inspect.Parameter(
+            variable, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, info]
+        )
 
 
 def _metavar(annotation: Any) -> str:

@@ -192,7 +192,7 @@ def adapter(case: Case) -> Iterator[Problem]:
     bridge = case.trainer.bridge
     if not isinstance(bridge, LoraOptions) or bridge.adapter is None:
         return
-    flags = {leaf.path[0]: leaf.flags[0] for leaf in leaves(LoraOptions)}
+    flags = {leaf.name: leaf.flags[0] for leaf in leaves(LoraOptions)}
     for name, its in settings_of(read_adapter(bridge.adapter)).items():
         given = getattr(bridge, name)
         if (sorted(given) if isinstance(given, tuple) else given) != its:

@@ -32,10 +32,11 @@ from pydantic import field_validator
 
 from grpo_common.errors import Problem, collected
 from grpo_trainer.config.environments import EnvironmentProcess, problems_of_tables
-from grpo_trainer.config.options import Section, build, leaves, option, override, shown, split_arguments
+from grpo_trainer.config.options import Section, build, leaves, option, override, shown
 from grpo_trainer.config.rules import SET_BY_THE_RUN, checked
 from grpo_trainer.config.server import ALIASES, ServerProcess
 from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.config.values import Arguments
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.suggestions import flags_of, unknown_key, unknown_word
 
@@ -54,12 +55,7 @@ class ApiProcess(Section):
         help="SQLite file that keeps the queue over restarts; none: in memory only (default: queue.sqlite in "
         "--run-dir).",
     )
-    extra_args: tuple[str, ...] = option((), help="More arguments for `grpo api`, comma-separated.")
-
-    @field_validator("extra_args", mode="before")
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        return split_arguments(value) if isinstance(value, str) else value
+    extra_args: Arguments = option((), help="More arguments for `grpo api`, comma-separated.")
 
     @field_validator("extra_args")
     @classmethod
@@ -165,7 +161,8 @@ def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Seque
             where = f"{table}." if table in ("server", "api") else ""
             built[table] = build(section, given[table], where=where)
     with collected(problems):
-        built["environments"] = _environments(file.get("environments", []), flags.get("env"), env_args)
+        options = _env_options(env_args, problems)
+        built["environments"] = _environments(file.get("environments", []), flags.get("env"), options)
         problems += problems_of_tables(built["environments"])
     if problems:
         raise ConfigError.of(problems)
@@ -215,12 +212,13 @@ def _with_server(trainer: TrainConfig, server: ServerProcess) -> TrainConfig:
     return trainer.model_copy(update={"vllm": trainer.vllm.model_copy(update=known)})
 
 
-def _environments(tables: Any, name: str | None, args: Sequence[str]) -> tuple[EnvironmentProcess, ...]:
+def _environments(
+    tables: Any, name: str | None, options: Mapping[str, Mapping[str, str]]
+) -> tuple[EnvironmentProcess, ...]:
     if isinstance(tables, dict):  # [environments] instead of [[environments]]: meant as one
         tables = [tables]
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise ConfigError(field="environments", got=repr(tables), wanted="tables: [[environments]]")
-    options = _env_options(args)
     if not (name or any(options.values())):
         return tuple(_environment(table) for table in tables) or (EnvironmentProcess(),)
     if len(tables) > 1:
@@ -247,10 +245,9 @@ def _environment(table: dict[str, Any]) -> EnvironmentProcess:
     return EnvironmentProcess(**table)
 
 
-def _env_options(args: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _env_options(args: Sequence[str], problems: list[Problem]) -> dict[str, dict[str, str]]:
     """`--env.group_size 8 --openai.api_key=x` as `{"env": {"group_size": "8"}, "openai": {"api_key": "x"}}`."""
-    found: dict[str, dict[str, Any]] = {"env": {}, "openai": {}}
-    problems: list[Problem] = []
+    found: dict[str, dict[str, str]] = {"env": {}, "openai": {}}
     for flag, value in flags_of(args):
         group, _, key = flag.removeprefix("--").partition(".")
         if not flag.startswith("--") or group not in found or not key:
@@ -259,8 +256,6 @@ def _env_options(args: Sequence[str]) -> dict[str, dict[str, Any]]:
             problems.append(Problem(flag, "nothing", "a value after it"))
         else:
             found[group][key.replace("-", "_")] = value
-    if problems:
-        raise ConfigError.of(problems)
     return found
 
 

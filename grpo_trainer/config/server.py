@@ -6,14 +6,14 @@ torch.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import field_validator
 
-from grpo_trainer.config.options import Section, key_of, leaves, option, split_arguments
+from grpo_trainer.config.options import Section, key_of, leaves, option
+from grpo_trainer.config.values import COMMA_SEPARATED, Arguments, from_variable
 from grpo_trainer.errors import ConfigError
 from vllm_server.protocol import DEFAULT_PORT
 
@@ -39,11 +39,6 @@ class ServedOptions(Section):
 
     prefix: ClassVar[str] = ""
 
-    @field_validator("extra_args", mode="before", check_fields=False)
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        return split_arguments(value) if isinstance(value, str) else value
-
     @field_validator("extra_args", check_fields=False)
     @classmethod
     def _have_no_option(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -65,7 +60,7 @@ class ServedOptions(Section):
     @classmethod
     def flags(cls) -> dict[str, str]:
         """The first flag of each option, by its name."""
-        return {leaf.path[-1]: f"--{cls.prefix}{leaf.flags[0].removeprefix('--')}" for leaf in leaves(cls)}
+        return {leaf.name: f"--{cls.prefix}{leaf.flags[0].removeprefix('--')}" for leaf in leaves(cls)}
 
 
 class VllmConfig(ServedOptions):
@@ -73,7 +68,7 @@ class VllmConfig(ServedOptions):
 
     host: str = option("127.0.0.1", help="Host of the inference server.", flags=("--vllm-host",))
     port: int = option(DEFAULT_PORT, help="Port of the inference server.", flags=("--vllm-port",), ge=1, le=65535)
-    also: tuple[str, ...] = option(
+    also: Annotated[tuple[str, ...], COMMA_SEPARATED] = option(
         (),
         help="Further servers of the same policy: HOST:PORT, comma-separated. The trainer proves and updates each of "
         "them. If this command starts vLLM, it starts them, too.",
@@ -85,7 +80,7 @@ class VllmConfig(ServedOptions):
         "(default: as here).",
         flags=("--vllm-gpus",),
     )
-    api_key: str | None = option(
+    api_key: Annotated[str | None, from_variable(KEY_VARIABLE)] = option(
         None,
         help="Bearer token of the inference server (default: VLLM_API_KEY, which no process list shows).",
         flags=("--vllm-api-key",),
@@ -112,21 +107,11 @@ class VllmConfig(ServedOptions):
     tensor_parallel_size: int = option(1, help="Tensor parallel size of vLLM, where this command starts it.", ge=1)
     pipeline_parallel_size: int = option(1, help="Pipeline parallel size of vLLM, where this command starts it.", ge=1)
     data_parallel_size: int = option(1, help="Data parallel size of vLLM, where this command starts it.", ge=1)
-    extra_args: tuple[str, ...] = option(
+    extra_args: Arguments = option(
         (),
         help="More arguments for `grpo serve`, comma-separated, where this command starts it.",
         flags=("--vllm-extra-args",),
     )
-
-    @field_validator("api_key", mode="before")
-    @classmethod
-    def _from_environment(cls, value: Any) -> Any:
-        return value or os.environ.get(KEY_VARIABLE) or None
-
-    @field_validator("also", mode="before")
-    @classmethod
-    def _split_also(cls, value: Any) -> Any:
-        return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
     @field_validator("also")
     @classmethod
@@ -186,7 +171,7 @@ class ServerProcess(ServedOptions):
     tensor_parallel_size: int = option(1, help="Tensor parallel size: GPUs that share each layer.", ge=1)
     pipeline_parallel_size: int = option(1, help="Pipeline parallel size: GPUs that each hold some layers.", ge=1)
     data_parallel_size: int = option(1, help="Data parallel size: replicas of the model, each on other GPUs.", ge=1)
-    extra_args: tuple[str, ...] = option((), help="More arguments for `grpo serve`, comma-separated.")
+    extra_args: Arguments = option((), help="More arguments for `grpo serve`, comma-separated.")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -6,10 +6,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import field_validator, model_validator
 
@@ -27,8 +26,8 @@ from grpo_trainer.config.distributed import DistributedConfig
 from grpo_trainer.config.learning_rate import ADAPTER_LR, ALL_WEIGHTS_LR, default_lr
 from grpo_trainer.config.loss import LossConfig
 from grpo_trainer.config.options import Section, option
-from grpo_trainer.config.ranges import format_ranges
 from grpo_trainer.config.server import VllmConfig
+from grpo_trainer.config.values import COMMA_SEPARATED, format_ranges, from_variable
 from grpo_trainer.errors import ConfigError
 from vllm_server.protocol import DEFAULT_KEEP_VERSIONS
 
@@ -69,7 +68,7 @@ class RolloutConfig(Section):
     url: str = option(
         "http://localhost:8000", help="Address of the rollout API.", flags=("--atropos-url", "--rollout-url")
     )
-    api_key: str | None = option(
+    api_key: Annotated[str | None, from_variable(API_KEY_VARIABLE)] = option(
         None,
         help="Bearer token of the rollout API (default: ROLLOUT_API_KEY, which no process list shows).",
         flags=("--rollout-api-key",),
@@ -95,11 +94,6 @@ class RolloutConfig(Section):
     prefetch: bool = option(
         True, help="Fetch and prepare the next batch during the present step; has no effect with --max-staleness 0."
     )
-
-    @field_validator("api_key", mode="before")
-    @classmethod
-    def _from_environment(cls, value: Any) -> Any:
-        return value or os.environ.get(API_KEY_VARIABLE) or None
 
     @field_validator("url")
     @classmethod
@@ -170,7 +164,7 @@ class LogConfig(Section):
     """Logging."""
 
     log_dir: Path | None = option(None, help="Folder of metrics.jsonl (default: --save-path).")
-    log_to: tuple[Literal["wandb", "tensorboard", "trackio"], ...] = option(
+    log_to: Annotated[tuple[Literal["wandb", "tensorboard", "trackio"], ...], COMMA_SEPARATED] = option(
         (), help="Trackers in addition to metrics.jsonl, comma-separated: wandb, tensorboard, trackio."
     )
     use_wandb: bool = option(False, help="The same as --log-to wandb.")
@@ -180,11 +174,6 @@ class LogConfig(Section):
         0, help="Write N sequences of each step to samples.jsonl, which `grpo report` shows.", ge=0
     )
     benchmark: bool = option(False, help="Print at the end how the time was spent.")
-
-    @field_validator("log_to", mode="before")
-    @classmethod
-    def _split(cls, value: Any) -> Any:
-        return [name for name in value.replace(" ", "").split(",") if name] if isinstance(value, str) else value
 
     @property
     def trackers(self) -> tuple[str, ...]:

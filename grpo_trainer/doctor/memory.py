@@ -6,7 +6,6 @@ what the backward pass keeps, for layers as Llama's and Qwen's are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_common.errors import Problem
@@ -144,139 +143,154 @@ def device_name(devices: Devices, index: int) -> str:
     return f"GPU {index}" if devices.kind == "cuda" else "this machine"
 
 
-def plan_memory(
-    config: TrainConfig, model: ModelShape, server: Server, devices: Devices, trainers: int = 1
-) -> MemoryPlan:
-    """Lay out a run's memory.
+@dataclass(frozen=True)
+class Setup:
+    """What a memory plan is made of.
 
-    Args:
+    Attributes:
         config: the trainer's options; its `--device cuda:N` says which GPU is the trainer's.
         server: the inference server, which `--weight-bridge-mode` may make share its weights.
-        trainers: processes, on the first devices; each with all weights, or a part where they are cut.
+        trainers: processes, on the first devices; each with all weights, or a part where they are sharded.
     """
-    rows, kv_tokens = _server_rows(config, model, server, devices)
-    recomputed = 0
-    for device in range(trainers) if trainers > 1 else [_own_device(config, devices)]:
-        taken = sum(row.nbytes for row in rows if row.device == device)
-        count, parts = _trainer_parts(config, model, devices, devices.total - taken, trainers)
-        recomputed = max(recomputed, count)
-        rows = [*rows, *(MemoryRow(device, "trainer", what, int(size)) for what, size in parts.items() if size >= 1)]
-    return MemoryPlan(
-        rows=tuple(rows),
-        devices=devices,
-        kv_tokens=kv_tokens,
-        max_model_len=server.max_model_len,
-        recomputed=(recomputed, model.layers),
-        adapts=_chooses(config, on_gpu=devices.kind == "cuda"),
-    )
 
+    config: TrainConfig
+    model: ModelShape
+    server: Server
+    devices: Devices
+    trainers: int = 1
 
-def _own_device(config: TrainConfig, devices: Devices) -> int:
-    """The one of a trainer that is alone."""
-    _, _, number = config.model.device.partition(":")
-    return int(number) if devices.kind == "cuda" and number else 0
+    @property
+    def on_gpu(self) -> bool:
+        return self.devices.kind == "cuda"
 
+    @property
+    def item(self) -> int:
+        """Bytes of a number that the trainer computes with."""
+        return 4 if self.config.trainer_dtype(on_gpu=self.on_gpu) == "float32" else 2
 
-# the server ------------------------------------------------------------------------------------------------
+    def plan(self) -> MemoryPlan:
+        """Lay out a run's memory."""
+        rows, kv_tokens = self._server_rows()
+        recomputed = 0
+        _, _, number = self.config.model.device.partition(":")
+        alone = int(number) if self.on_gpu and number else 0
+        for device in range(self.trainers) if self.trainers > 1 else [alone]:
+            taken = sum(row.nbytes for row in rows if row.device == device)
+            parts = self._trainer_parts()
+            count = self._recomputed((1 - SPARE) * (self.devices.total - taken - sum(parts.values())))
+            recomputed = max(recomputed, count)
+            parts["activations"] = self._activations(count)
+            rows += [MemoryRow(device, "trainer", what, int(size)) for what, size in parts.items() if size >= 1]
+        return MemoryPlan(
+            rows=tuple(rows),
+            devices=self.devices,
+            kv_tokens=kv_tokens,
+            max_model_len=self.server.max_model_len,
+            recomputed=(recomputed, self.model.layers),
+            adapts=self._chooses,
+        )
 
+    def _server_rows(self) -> tuple[list[MemoryRow], int]:
+        """The server's rows on each of its devices, and the tokens of its cache."""
+        config, model, server = self.config, self.model, self.server
+        item = 2 if config.served_dtype(on_gpu=self.on_gpu) != "float32" else 4
+        slots = 0  # the adapters that the server holds at one time
+        if isinstance(config.bridge, LoraOnly):
+            adapter = model.adapter_parameters(config.bridge.r, config.bridge.target_modules)
+            slots = item * adapter * (config.keep_versions + SPARE_ADAPTERS)
+        layers = -(-model.layers // server.pipeline_parallel)
+        token = 2 * layers * max(model.kv_heads // server.tensor_parallel, 1) * model.head_dim * item
+        if not self.on_gpu:  # all workers share its memory
+            standby = isinstance(config.bridge, RestartOptions) and config.bridge.vllm_standby
+            rows = {
+                "weights": model.parameters * item * server.replicas,
+                "adapter slots": slots * server.workers,
+                CACHE: CPU_CACHE * server.workers,
+                "process": CPU_PROCESS * server.workers,
+                "standby process": CPU_STANDBY * server.replicas if standby else 0,
+            }
+            return [MemoryRow(0, "server", what, size) for what, size in rows.items() if size], CPU_CACHE // token
+        weights = model.parameters * item // server.parts
+        cache = int(server.gpu_share * self.devices.total) - weights - slots - SERVER_WORKSPACE
+        rows = {
+            "weights": weights,
+            "adapter slots": slots,
+            "workspace": SERVER_WORKSPACE,
+            "context": CONTEXT,
+            CACHE: max(cache, 0),
+        }
+        on_each = [(what, size) for what, size in rows.items() if size]
+        placed = [MemoryRow(device, "server", what, size) for device in server.devices for what, size in on_each]
+        return placed, server.replicas * (cache // token)
 
-def _server_rows(
-    config: TrainConfig, model: ModelShape, server: Server, devices: Devices
-) -> tuple[Sequence[MemoryRow], int]:
-    """The server's rows on each of its devices, and the tokens of its cache."""
-    item = 2 if config.served_dtype(on_gpu=devices.kind == "cuda") != "float32" else 4
-    weights = model.parameters * item // server.parts
-    slots = _adapter_slots(config, model) * item
-    layers = -(-model.layers // server.pipeline_parallel)
-    token = 2 * layers * max(model.kv_heads // server.tensor_parallel, 1) * model.head_dim * item
-    if devices.kind == "cpu":  # all workers share its memory
-        rows = [
-            ("weights", model.parameters * item * server.replicas),
-            ("adapter slots", slots * server.workers),
-            (CACHE, CPU_CACHE * server.workers),
-            ("process", CPU_PROCESS * server.workers),
-            ("standby process", CPU_STANDBY * server.replicas if _has_standby(config) else 0),
-        ]
-        return [MemoryRow(0, "server", what, size) for what, size in rows if size], CPU_CACHE // token
-    share = int(server.gpu_share * devices.total)
-    cache = share - weights - slots - SERVER_WORKSPACE
-    parts = [("weights", weights), ("adapter slots", slots), ("workspace", SERVER_WORKSPACE), ("context", CONTEXT)]
-    parts.append((CACHE, max(cache, 0)))
-    rows = [MemoryRow(device, "server", what, size) for device in server.devices for what, size in parts if size]
-    return rows, server.replicas * (cache // token)
+    def _trainer_parts(self) -> dict[str, float]:
+        """What one trainer holds besides activations, in bytes."""
+        config, model, item = self.config, self.model, self.item
+        trained = trained_parameters(config, model)
+        shared, adapter = config.shares_weights, isinstance(config.bridge, LoraOptions)
+        if adapter:
+            weights, cast, grad = 0.0 if shared else self._frozen_bytes(), 0.0, 4
+        else:  # `none` holds fp32 and computes in --dtype from a cast copy; `shared_vllm` holds nothing of its own
+            weights = 0.0 if shared else 4.0 * model.parameters
+            cast = 0.0 if shared or item == 4 else float(item * model.parameters)
+            grad = item if shared and config.compute.grad_dtype == "weights" else 4
+        copy = not adapter and config.loss.needs_reference and not config.loss.ref_offload
+        held = {
+            "weights": weights,
+            "weights, cast": cast,
+            "adapter": 4.0 * trained if adapter else 0.0,
+            "gradients": float(grad * trained),
+            "optimizer states": STATE_BYTES[config.optimizer.optimizer] * trained,
+            "master weights": 4.0 * trained if config.master_weights and item == 2 else 0.0,
+            "reference": float(item * model.parameters) if copy else 0.0,
+            "head": head_bytes(model, config.largest_pass, item),
+            "process": float(CONTEXT if self.on_gpu else CPU_PROCESS),
+        }
+        if self.trainers > 1 and wants_parts(config) and why_whole(config) is None:
+            return self._sharded(held)
+        return {**held, "gradient bucket": float(BUCKET)} if self.trainers > 1 else held  # gradients are added up there
 
+    def _sharded(self, held: dict[str, float]) -> dict[str, float]:
+        """What each of several trainers holds of sharded weights, as `engine.memory.gathered_bytes` counts it: parts,
+        and whole what is in no layer, two layers, and one's gradient in fp32."""
+        model, item = self.model, self.item
+        for what in ("weights", "gradients", "optimizer states"):
+            held[what] /= self.trainers
+        del held["weights, cast"]
+        together = model.layer_parameters * (3 * item + 4) + (model.embedding_parameters + model.hidden) * item
+        return {**held, "gathered weights": float(together)}
 
-def _has_standby(config: TrainConfig) -> bool:
-    return isinstance(config.bridge, RestartOptions) and config.bridge.vllm_standby
+    def _frozen_bytes(self) -> float:
+        """A frozen base model: whole, or its layers in 4 bits."""
+        if not self.config.model.load_in_4bit:
+            return float(self.item * self.model.parameters)
+        layers = self.model.layers * self.model.layer_parameters
+        return NF4_BYTES * layers + self.item * (self.model.parameters - layers)
 
+    @property
+    def _chooses(self) -> bool:
+        """Whether it is the trainer that decides how many layers are recomputed."""
+        config = self.config
+        return config.model.gradient_checkpointing is None and self.on_gpu and not config.compute.activation_offload
 
-def _adapter_slots(config: TrainConfig, model: ModelShape) -> int:
-    """Elements of the adapters that the server holds at one time."""
-    bridge = config.bridge
-    if not isinstance(bridge, LoraOnly):
-        return 0
-    return model.adapter_parameters(bridge.r, bridge.target_modules) * (config.keep_versions + SPARE_ADAPTERS)
+    def _recomputed(self, free: float) -> int:
+        """As many layers as are asked for; left to itself a GPU's trainer takes the fewest that fit."""
+        layers = self.model.layers
+        if self._chooses:
+            return next((count for count in range(layers) if self._activations(count) <= free), layers)
+        return layers if self.config.model.gradient_checkpointing or self.config.compute.activation_offload else 0
 
+    def _activations(self, recomputed: int) -> float:
+        """Bytes at the peak of the largest pass: what layers keep, all or their inputs, and one layer's gradients.
 
-# the trainer -----------------------------------------------------------------------------------------------
-
-
-def _trainer_parts(
-    config: TrainConfig, model: ModelShape, devices: Devices, free: int, trainers: int
-) -> tuple[int, dict[str, float]]:
-    """The layers that one trainer recomputes, and what it holds, in bytes.
-
-    Args:
-        free: of its device's memory.
-    """
-    on_gpu = devices.kind == "cuda"
-    parts = dict(_held(config, model, on_gpu=on_gpu))
-    if trainers > 1 and wants_parts(config) and why_whole(config) is None:
-        parts = _cut(parts, model, item_bytes(config, on_gpu=on_gpu), trainers)
-    elif trainers > 1:  # who add up their gradients in a buffer
-        parts["gradient bucket"] = float(BUCKET)
-    activations = Activations.of(config, model, on_gpu=on_gpu)
-    count = activations.recomputed(config, (1 - SPARE) * (free - sum(parts.values())), on_gpu=on_gpu)
-    return count, {**parts, "activations": activations.needed(count)}
-
-
-def _held(config: TrainConfig, model: ModelShape, *, on_gpu: bool) -> list[tuple[str, float]]:
-    """What the trainer's process holds besides activations, in bytes."""
-    item = item_bytes(config, on_gpu=on_gpu)
-    trained = trained_parameters(config, model)
-    shared, adapter = config.shares_weights, isinstance(config.bridge, LoraOptions)
-    if adapter:
-        weights, cast, grad = 0.0 if shared else _frozen_bytes(config, model, item), 0.0, 4
-    else:  # `none` holds fp32 and computes in --dtype from a cast copy; `shared_vllm` holds nothing of its own
-        weights = 0.0 if shared else 4.0 * model.parameters
-        cast = 0.0 if shared or item == 4 else float(item * model.parameters)
-        grad = item if shared and config.compute.grad_dtype == "weights" else 4
-    copy = not adapter and config.loss.needs_reference and not config.loss.ref_offload
-    return [
-        ("weights", weights),
-        ("weights, cast", cast),
-        ("adapter", 4.0 * trained if adapter else 0.0),
-        ("gradients", float(grad * trained)),
-        ("optimizer states", STATE_BYTES[config.optimizer.optimizer] * trained),
-        ("master weights", 4.0 * trained if config.master_weights and item == 2 else 0.0),
-        ("reference", float(item * model.parameters) if copy else 0.0),
-        ("head", head_bytes(model, config.largest_pass, item)),
-        ("process", float(CONTEXT if on_gpu else CPU_PROCESS)),
-    ]
-
-
-def _cut(held: dict[str, float], model: ModelShape, item: int, trainers: int) -> dict[str, float]:
-    """What each of several trainers holds of weights that are cut, as `model.memory.gathered_bytes` counts it: parts,
-    and whole what is in no layer, two layers, and one's gradient in fp32."""
-    whole = {"weights", "gradients", "optimizer states"}
-    parts = {what: size / trainers if what in whole else size for what, size in held.items() if what != "weights, cast"}
-    together = model.layer_parameters * (3 * item + 4) + (model.embedding_parameters + model.hidden) * item
-    return {**parts, "gathered weights": float(together)}
-
-
-def item_bytes(config: TrainConfig, *, on_gpu: bool) -> int:
-    """Of a number that the trainer computes with."""
-    return 4 if config.trainer_dtype(on_gpu=on_gpu) == "float32" else 2
+        Inputs that are moved to main memory count nothing. Compiled layers can keep something between
+        (`engine.activations.Kept`), and then less is recomputed than this says.
+        """
+        tokens, offloaded = self.config.largest_pass, self.config.compute.activation_offload and self.on_gpu
+        layer = tokens * layer_bytes_per_token(self.config, self.model, self.item)
+        inputs = 0.0 if offloaded else float(tokens * self.model.hidden * self.item)
+        kept = (self.model.layers - recomputed) * layer + recomputed * inputs
+        return kept + (1 if recomputed < self.model.layers else 2) * layer
 
 
 def trained_parameters(config: TrainConfig, model: ModelShape) -> int:
@@ -286,53 +300,6 @@ def trained_parameters(config: TrainConfig, model: ModelShape) -> int:
     if isinstance(bridge, LoraOptions):
         return model.adapter_parameters(bridge.r, bridge.target_modules, layers)
     return model.parameters if layers is None else layers * model.layer_parameters
-
-
-def _frozen_bytes(config: TrainConfig, model: ModelShape, item: int) -> float:
-    """A frozen base model: whole, or its layers in 4 bits."""
-    if not config.model.load_in_4bit:
-        return float(item * model.parameters)
-    layers = model.layers * model.layer_parameters
-    return NF4_BYTES * layers + item * (model.parameters - layers)
-
-
-@dataclass(frozen=True)
-class Activations:
-    """What a pass keeps for its backward pass, estimated: a layer keeps all, or its input.
-
-    Compiled layers can keep something between (`model.activations.Kept`), and then less is recomputed than this says.
-
-    Attributes:
-        layer: bytes of one layer.
-        input: bytes of a layer's input alone.
-    """
-
-    layers: int
-    layer: float
-    input: float
-
-    @classmethod
-    def of(cls, config: TrainConfig, model: ModelShape, *, on_gpu: bool) -> Activations:
-        """Of the largest pass; inputs that are moved to main memory count nothing."""
-        item, tokens = item_bytes(config, on_gpu=on_gpu), config.largest_pass
-        kept = 0.0 if config.compute.activation_offload and on_gpu else float(tokens * model.hidden * item)
-        return cls(model.layers, tokens * layer_bytes_per_token(config, model, item), kept)
-
-    def needed(self, recomputed: int) -> float:
-        """Bytes at the peak: what layers keep, and the gradients of one layer's."""
-        kept = (self.layers - recomputed) * self.layer + recomputed * self.input
-        return kept + (1 if recomputed < self.layers else 2) * self.layer
-
-    def recomputed(self, config: TrainConfig, free: float, *, on_gpu: bool) -> int:
-        """As many layers as are asked for; left to itself a GPU's trainer takes the fewest that fit."""
-        if _chooses(config, on_gpu=on_gpu):
-            return next((count for count in range(self.layers) if self.needed(count) <= free), self.layers)
-        return self.layers if config.model.gradient_checkpointing or config.compute.activation_offload else 0
-
-
-def _chooses(config: TrainConfig, *, on_gpu: bool) -> bool:
-    """Whether it is the trainer that decides how many layers are recomputed."""
-    return config.model.gradient_checkpointing is None and on_gpu and not config.compute.activation_offload
 
 
 def layer_bytes_per_token(config: TrainConfig, model: ModelShape, item: int) -> float:

@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_trainer.config.bridge import CheckpointRestart, LoraOnly, LoraOptions, SharedVllm
-from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.doctor.memory import Devices, MemoryPlan, MemoryRow, Server, plan_memory
-from grpo_trainer.doctor.model_shape import ModelShape
+from grpo_trainer.doctor.memory import MemoryPlan, MemoryRow, Setup
 
 SHARES = (0.1, 0.9)
 """Of a GPU, what `--server.gpu-memory-utilization` is tried with, in steps of 0.05."""
@@ -17,23 +15,10 @@ NOTHING_HELPS = "no option makes it fit: choose a smaller model, or a machine wi
 
 
 @dataclass(frozen=True)
-class Planned:
-    """What a memory plan is made of.
+class Planned(Setup):
+    """A setup, and the options that were changed to make it."""
 
-    Attributes:
-        trainers: processes of the trainer.
-        said: the options that were changed.
-    """
-
-    config: TrainConfig
-    model: ModelShape
-    server: Server
-    devices: Devices
-    trainers: int = 1
     said: tuple[str, ...] = ()
-
-    def plan(self) -> MemoryPlan:
-        return plan_memory(self.config, self.model, self.server, self.devices, self.trainers)
 
     @property
     def fits(self) -> bool:
@@ -92,7 +77,7 @@ def _own_gpu(now: Planned) -> Planned | None:
 
 def _server_share(now: Planned) -> Planned | None:
     """The share nearest to the present one with which it fits, or else the least that leaves room for a sequence."""
-    if now.devices.kind != "cuda":
+    if not now.on_gpu:
         return None
     low, high = SHARES
     shares = [round(low + 0.05 * n, 2) for n in range(round((high - low) / 0.05) + 1)]
@@ -119,18 +104,6 @@ def _smaller_passes(now: Planned) -> Planned | None:
     return now.with_section(f"--max-tokens-per-microbatch {longest}", "compute", max_tokens_per_microbatch=longest)
 
 
-def _checkpointing(now: Planned) -> Planned | None:
-    if now.config.model.gradient_checkpointing or now.plan().adapts:
-        return None
-    return now.with_section("--gradient-checkpointing", "model", gradient_checkpointing=True)
-
-
-def _8_bits(now: Planned) -> Planned | None:
-    if now.config.optimizer.optimizer != "adamw":
-        return None
-    return now.with_section("--optimizer adamw_8bit", "optimizer", optimizer="adamw_8bit")
-
-
 def _shared_vllm(now: Planned) -> Planned | None:
     if not isinstance(now.config.bridge, CheckpointRestart) or now.trainers > 1:
         return None
@@ -146,21 +119,33 @@ def _lora(now: Planned) -> Planned | None:
     return replace(now, said=said).saying("--weight-bridge-mode lora_only", config=config)
 
 
-def _shared_base(now: Planned) -> Planned | None:
+def _set(text: str, helps: Callable[[Planned], bool], section: str, **values: Any) -> Change:
+    """One option with one value, where it may help."""
+    return lambda now: now.with_section(text, section, **values) if helps(now) else None
+
+
+def _base_is_its_own(now: Planned) -> bool:
+    """Whether the trainer holds a base model of an adapter, in 16 or 32 bits."""
     bridge = now.config.bridge
-    if not isinstance(bridge, LoraOnly) or bridge.share_base or now.trainers > 1 or now.config.model.load_in_4bit:
-        return None
-    return now.with_section("--share-base", "bridge", share_base=True)
-
-
-def _4_bits(now: Planned) -> Planned | None:
-    if not isinstance(now.config.bridge, LoraOnly) or now.config.model.load_in_4bit or now.config.bridge.share_base:
-        return None
-    return now.with_section("--load-in-4bit", "model", load_in_4bit=True)
+    return isinstance(bridge, LoraOnly) and not bridge.share_base and not now.config.model.load_in_4bit
 
 
 CHANGES: tuple[Change, ...] = (
-    *(_own_gpu, _server_share, _shorter_server, _smaller_passes, _checkpointing, _8_bits),
-    *(_shared_vllm, _lora, _shared_base, _4_bits),
+    *(_own_gpu, _server_share, _shorter_server, _smaller_passes),
+    _set(
+        "--gradient-checkpointing",
+        lambda now: not now.config.model.gradient_checkpointing and not now.plan().adapts,
+        "model",
+        gradient_checkpointing=True,
+    ),
+    _set(
+        "--optimizer adamw_8bit",
+        lambda now: now.config.optimizer.optimizer == "adamw",
+        "optimizer",
+        optimizer="adamw_8bit",
+    ),
+    *(_shared_vllm, _lora),
+    _set("--share-base", lambda now: _base_is_its_own(now) and now.trainers == 1, "bridge", share_base=True),
+    _set("--load-in-4bit", _base_is_its_own, "model", load_in_4bit=True),
 )
 """First what costs least: what is learnt stays the same, then speed goes, then it is another kind of training."""

@@ -12,7 +12,7 @@ from grpo_common.models import find_folder
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.config.server import arguments
 from grpo_trainer.doctor.machine import Machine
-from grpo_trainer.doctor.memory import CACHE, plan_memory
+from grpo_trainer.doctor.memory import CACHE, Setup
 from grpo_trainer.doctor.model_files import ModelFiles, read_model
 from grpo_trainer.doctor.model_shape import ModelShape
 from grpo_trainer.doctor.run_checks import devices_of, server_spread
@@ -40,7 +40,7 @@ def planned_cache(config: RunConfig, machine: Machine) -> int | None:
     shape = _known_shape(trainer.model.name)
     if shape is None:
         return None
-    plan = plan_memory(trainer, shape, server_spread(config), devices_of(machine))
+    plan = Setup(trainer, shape, server_spread(config), devices_of(machine)).plan()
     sizes = [row.nbytes for row in plan.rows if (row.owner, row.what) == ("server", CACHE)]
     return min(sizes) if sizes and not plan.problems else None
 

@@ -17,7 +17,7 @@ from grpo_trainer.cache import cache_folder
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.files import replace_file
 from grpo_trainer.launch.child import Child
-from grpo_trainer.phases import IN_WORDS, SERVER, STARTING, Wait
+from grpo_trainer.phases import IN_WORDS, LOGGED, SERVER, STARTING, Wait
 
 _VLLM_SAYS = {
     "weights": re.compile(r"Loading weights took ([\d.]+) seconds"),
@@ -97,9 +97,10 @@ class StartWatch:
                 yield Wait(child.name, STARTING, now - child.started, last_time, child.last_line)
             elif child.spec.ends_run:
                 phase, since = child.phase or (STARTING, child.started)
-                if phase == SERVER and not all(each.ready for each in children):
-                    continue  # the server's own wait covers it
-                yield Wait(child.name, IN_WORDS.get(phase, phase), now - since, known.phases.get(phase))
+                if phase == SERVER and any(each.name.startswith("server") for each in children):
+                    continue  # that server's own wait covers it
+                what, last_time = IN_WORDS.get(phase, phase), known.phases.get(phase)
+                yield Wait(child.name, what, now - since, last_time, logged=phase in LOGGED)
 
 
 def server_phases(log: str) -> dict[str, float]:

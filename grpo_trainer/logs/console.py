@@ -124,6 +124,8 @@ class RunConsole:
         for wait in () if self._is_live else self._waits():
             what, reported = self._reported.get(wait.name, (STARTING, 0.0))
             is_new = wait.what != what
+            if wait.logged and not is_new:
+                continue
             if wait.seconds >= (FIRST_SECONDS if is_new else report_at(reported)):
                 self._reported[wait.name] = wait.what, 0.0 if is_new else wait.seconds
                 self.say(waits_line([wait]), style="dim")

@@ -16,7 +16,7 @@ from grpo_trainer.files import METRICS_FILE
 from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.logs.machine import machine_metrics
 from grpo_trainer.logs.trackers import SINKS
-from grpo_trainer.metrics.health import BEGIN, WINDOW, Row, episodes, first_entropy, flags, signs
+from grpo_trainer.metrics.health import WINDOW, Row, episodes, first_entropy, flags, signs
 from grpo_trainer.metrics.rows import keep_steps, read_rows
 from grpo_trainer.metrics.types import Metrics, merge, reduce
 
@@ -43,7 +43,7 @@ class MetricLog:
         self, sinks: Sequence[Sink], earlier: Sequence[Row] = (), say: Callable[[str], None] = log.warning
     ) -> None:
         self._sinks = sinks
-        self._first: list[Row] = list(earlier[:BEGIN])
+        self._entropy = first_entropy(earlier)
         self._recent: deque[Row] = deque(earlier[-WINDOW:], maxlen=WINDOW)
         self._resumed = bool(earlier)
         self._said = {*episodes(earlier)}
@@ -62,10 +62,10 @@ class MetricLog:
         if self._resumed:
             numbers["train/resumed"] = 1.0
             self._resumed = False
-        if len(self._first) < BEGIN:
-            self._first.append(numbers)
+        if self._entropy is None:
+            self._entropy = first_entropy([numbers])
         self._recent.append(numbers)
-        found = signs([*self._recent], first_entropy(self._first))
+        found = signs([*self._recent], self._entropy)
         numbers |= flags(found)
         for sink in self._sinks:
             sink.write(step, numbers)

@@ -208,7 +208,10 @@ def _stacked(
     run: Run, number: int, runs: int, title: str, note: str, parts: Mapping[str, list[float]], *, percent: bool = False
 ) -> Plot:
     steps = [float(row["step"]) for row in run.rows]
-    lines = [Line(name, steps, values, run=number, colour=at) for at, (name, values) in enumerate(parts.items())]
+    lines = [
+        Line(name, steps, values, run=number, colour=at if runs == 1 else runs + at)  # not the runs' own colours
+        for at, (name, values) in enumerate(parts.items())
+    ]
     own = title if runs == 1 else f"{title}: {run.name}"
     return Plot(own, lines, note, TRAINING, stacked=True, percent=percent)
 

@@ -1,8 +1,7 @@
 """What a run measured, as series over steps: its own rows, and those of its environments.
 
-The rollout API gives an environment a new number whenever it registers, so a run that is resumed has `sums_0` and
-then `sums_1`. Here an environment is known by its name: two numbers of one name are one environment, unless both
-measured something at the same time.
+The rollout API gives each environment a number and a name such as `sums_0`, and both again when it comes back after a
+resume.
 """
 
 from __future__ import annotations
@@ -33,12 +32,6 @@ class Series:
 
     steps: list[float] = field(default_factory=list)
     values: list[float | None] = field(default_factory=list)
-
-    def merged(self, other: Series) -> Series:
-        """Both, in the order of their steps."""
-        pairs = [*zip(self.steps, self.values, strict=True), *zip(other.steps, other.values, strict=True)]
-        pairs.sort(key=lambda pair: pair[0])
-        return Series([step for step, _ in pairs], [value for _, value in pairs])
 
 
 @dataclass(frozen=True)
@@ -80,14 +73,8 @@ def read_series(rows: Rows, environments: Environments) -> tuple[dict[str, Serie
     """
     found = [*_of_rows(columns(rows), environments.names)]
     found += [column for own in environments.own for column in _of_file(columns(own))]
-    # An environment's own rows say when it was there. Groups of the one before it are trained on after a resume, too.
-    own = {name for name, key, _ in found if key.startswith("env/")}
-    sure = [(name, each) for name, key, each in found if name and (key.startswith("env/") or name not in own)]
-    labels = identities((name, step) for name, each in sure for step in each.steps)
-    series: dict[str, Series] = {}
-    for name, key, each in found:
-        label = key.format(name=labels[name]) if name else key
-        series[label] = series[label].merged(each) if label in series else each
+    labels = labels_of({name for name, _, _ in found if name})
+    series = {key.format(name=labels[name]) if name else key: each for name, key, each in found}
     numbers = {number: labels[name] for number, name in environments.names.items() if name in labels}
     return series, numbers
 
@@ -140,35 +127,16 @@ def _escaped(key: str) -> str:
     return key.replace("{", "{{").replace("}", "}}")
 
 
-def identities(seen: Iterable[tuple[str, float]]) -> dict[str, str]:
-    """Return what to call the environment behind each numbered name: `sums` for `sums_0`, and for `sums_1` after it.
-
-    Args:
-        seen: numbered name, and a step at which it measured something.
-
-    Returns:
-        `sums (2)` for `sums_1` if it was there while `sums_0` was. Numbers alone (`environment_0`) stay apart if any
-        two of them were there at the same time: which of them went on as which is not known.
-    """
-    spans: dict[str, tuple[float, float]] = {}
-    for name, step in seen:
-        first, last = spans.get(name, (step, step))
-        spans[name] = min(first, step), max(last, step)
+def labels_of(names: Iterable[str]) -> dict[str, str]:
+    """Return what to call each numbered name: `sums` for the first `sums_N`, and `sums (2)` for the second."""
     by_stem: dict[str, list[str]] = {}
-    for name in sorted(spans, key=_stem):
+    for name in sorted(names, key=_stem):
         by_stem.setdefault(_stem(name)[0], []).append(name)
-    labels: dict[str, str] = {}
-    for stem, names in by_stem.items():
-        newest: list[tuple[float, float]] = []  # of each environment of this name, the span of its newest number
-        places = []
-        for first, last in (spans[name] for name in names):
-            ended = (at for at, (begin, end) in enumerate(newest) if begin < first and end <= first)
-            places.append(next(ended, len(newest)))
-            newest[places[-1] : places[-1] + 1] = [(first, last)]
-        unknown = stem == UNKNOWN and len(newest) > 1
-        for name, place in zip(names, places, strict=True):
-            labels[name] = name.replace("_", " ") if unknown else stem if place == 0 else f"{stem} ({place + 1})"
-    return labels
+    return {
+        name: f"{stem} ({place})" if place > 1 else stem
+        for stem, own in by_stem.items()
+        for place, name in enumerate(own, start=1)
+    }
 
 
 def _stem(name: str) -> tuple[str, int]:

@@ -136,12 +136,14 @@ def test_samples_by_step_and_by_text(browser: Browser, url: str) -> None:
 def test_a_page_that_is_loaded_again_looks_as_before(browser: Browser, url: str) -> None:
     ask = browser(url, width=1200)
     ask("document.forms.controls.elements.log.click(); document.forms.find.elements.text.value = '1+1'")
+    ask("document.querySelector('#plots > details').open = true")
     press(ask, plot(ask, "Reward"), "-")
     end = ask("document.forms.controls.elements.to.value")
     again = browser(url, width=1200)
     assert again("document.forms.controls.elements.log.checked")
     assert again("document.forms.controls.elements.to.value") == end != ""
     assert again("document.querySelectorAll('#found summary').length") == 2
+    assert again("document.querySelector('#plots > details').open")
 
 
 def test_a_run_can_be_hidden(browser: Browser, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_one_topic() -> None:
 @pytest.mark.parametrize("columns", [80, 120])
 @pytest.mark.parametrize("command", [app, *BENCHES], ids=lambda each: each.registered_commands[0].callback.__name__)
 def test_no_name_is_cut(command: typer.Typer, columns: int) -> None:
-    words = [[]] if command is not app else [[], *([name] for name in ("report", "runs", "export"))]
+    words = [[]] if command is not app else [[], *([name] for name in ("report", "runs", "export", "env", "bench"))]
     for each in words:
         done = CliRunner().invoke(command, [*each, "--help"], env={"COLUMNS": str(columns)})
         assert done.exit_code == 0 and max(map(len, done.output.splitlines())) <= columns

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from grpo_trainer.config.run import build_run, read_toml
+from grpo_trainer.cli import app
+from grpo_trainer.config.learning_rate import too_high
+from grpo_trainer.config.run import RunConfig, build_run, read_toml
 
 ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+DEMO_PARAMETERS = 760_000
 
 
 def test_the_page_of_options_is_that_of_the_code() -> None:
@@ -41,6 +48,40 @@ def test_every_shipped_configuration_is_valid(path: Path) -> None:
     assert config.trainer.training_steps > 0
 
 
+def commands(text: str) -> list[list[str]]:
+    """The arguments of each `grpo run` and `grpo doctor` of a page's shell blocks; not those with a placeholder."""
+    blocks = "".join(re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)).replace("\\\n", " ")
+    lines = [shlex.split(line, comments=True) for line in blocks.splitlines() if re.match("grpo (run|doctor) ", line)]
+    return [line[2:] for line in lines if line[2:] and not re.search(r"[…$]|\b[A-Z]{3,}\b", " ".join(line))]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page.read_text())], ids=lambda page: page.name)
+def test_commands_of_a_page_are_accepted(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but starting: options, configuration files, what goes together, and a learning rate that suits the mode."""
+    accepted: list[RunConfig] = []
+    monkeypatch.setattr("grpo_trainer.run.run", lambda config, console: accepted.append(config))
+    monkeypatch.chdir(ROOT)
+    found = [[word for word in words if word != "--json"] for words in commands(page.read_text())]
+    for words in found:
+        CliRunner().invoke(app, ["run", *words], catch_exceptions=False)
+    assert len(accepted) == len(found)
+    for config in accepted:
+        name = config.trainer.model.name
+        assert too_high(config.trainer, DEMO_PARAMETERS if name == "runs/demo-model" else None) is None
+
+
+def test_files_that_the_readme_shows_are_accepted() -> None:
+    (table,) = re.findall(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert build_run(tomllib.loads(table), {}).run_dir == Path("runs/sums-2")
+
+
+def test_what_to_type_comes_before_figures() -> None:
+    text = (ROOT / "README.md").read_text()
+    first = ("git clone ", "bash scripts/quickstart.sh", "grpo run --config configs/", "\n|")
+    places = [text.index(each) for each in first]
+    assert places == sorted(places) and text[: places[-1]].count("\n") < 50
+
+
 def anchors(page: Path) -> set[str]:
     """What GitHub calls the page's headings."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
@@ -50,10 +91,9 @@ def anchors(page: Path) -> set[str]:
 
 def test_links_between_pages_lead_somewhere() -> None:
     """To a file, and to a heading of it where the link names one."""
-    pages = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")), *(ROOT / "docs").glob("*.md")]
     links = [
         (page, (page.parent / name).resolve() if name else page, anchor)
-        for page in pages
+        for page in PAGES
         for name, anchor in re.findall(r"\]\((?!http)([^)#\s]*)#?([^)\s]*)\)", page.read_text())
     ]
     assert any(anchor for _, _, anchor in links)

@@ -17,7 +17,6 @@ from peft import PeftModel
 
 from grpo_trainer.alignment import drift
 from grpo_trainer.alignment.drift import (
-    MEANING,
     SAY_EVERY,
     UNKNOWN,
     Cause,
@@ -125,7 +124,7 @@ def test_a_line_names_everything_and_comes_once_in_a_while(caplog: pytest.LogCap
     warned: list[Any] = [record.args for record in caplog.records if record.levelno == logging.WARNING]
     (problem, before), (again, later) = warned
     assert problem == again and before == "" and str(SAY_EVERY - 1) in str(later).split()
-    assert "lora_only" in problem.field and (problem.summary, problem.fix) == MEANING[Cause.BASE_MODEL]
+    assert "lora_only" in problem.field and (problem.summary, problem.fix) == Cause.BASE_MODEL.value
     assert re.findall(r"[\d.]+", problem.got) == ["2", "3", "5", "0.5"] and problem.wanted.endswith(" 0.1")
 
 
@@ -133,7 +132,7 @@ def test_another_cause_is_said_at_once(caplog: pytest.LogCaptureFixture) -> None
     alarm = DriftAlarm(LIMIT, "warn", "lora_only")
     alarm.look(0, [gap(5, 0.6)], 5, lambda version: NOTHING_FITS)
     alarm.look(1, [gap(4, 0.6)], 5, never)
-    assert [MEANING[Cause.FRESH][0] in lines(caplog)[0], MEANING[Cause.STALE][0] in lines(caplog)[1]] == [True, True]
+    assert [Cause.FRESH.meaning in lines(caplog)[0], Cause.STALE.meaning in lines(caplog)[1]] == [True, True]
 
 
 def test_stop_raises_but_not_for_samples_that_are_merely_old(caplog: pytest.LogCaptureFixture) -> None:
@@ -147,7 +146,7 @@ def test_stop_raises_but_not_for_samples_that_are_merely_old(caplog: pytest.LogC
     with pytest.raises(DriftError) as broken:
         alarm.look(1, [SampleGap(5, 1, math.nan)], 5, never)
     assert re.findall(r"[\d.]+", broken.value.got) == ["1", "1", "5"]
-    assert broken.value.summary == MEANING[Cause.NOT_FINITE][0]
+    assert broken.value.summary == Cause.NOT_FINITE.meaning
 
 
 def test_a_gap_of_a_4_bit_trainer_without_another_cause_is_its_quantisation() -> None:
@@ -155,7 +154,7 @@ def test_a_gap_of_a_4_bit_trainer_without_another_cause_is_its_quantisation() ->
     for recheck, cause in ((NOTHING_FITS, Cause.QUANTISATION), (Recheck(0.6, 0.01, None), Cause.BASE_MODEL)):
         with pytest.raises(DriftError) as stopped:
             alarm.look(0, [gap(5, 0.6)], 5, lambda version, recheck=recheck: recheck)
-        assert stopped.value.summary == MEANING[cause][0]
+        assert stopped.value.summary == cause.meaning
 
 
 @pytest.mark.parametrize(
@@ -266,7 +265,7 @@ def test_planted_faults_stop_the_step_with_the_weights_untouched(fault: str) -> 
     before = [parameter.detach().clone() for parameter in one.parameters]
     with pytest.raises(DriftError) as stopped:
         one.step(of_version(3, *groups), 0)
-    assert stopped.value.summary == MEANING[cause][0]
+    assert stopped.value.summary == cause.meaning
     assert all(torch.equal(a, b) for a, b in zip(before, one.parameters, strict=True))
 
 
@@ -298,7 +297,7 @@ def test_no_memory_for_a_second_look_leaves_the_cause_unknown(monkeypatch: pytes
     monkeypatch.setattr(one.forward, "scores", full)
     with pytest.raises(DriftError) as stopped:
         one.step(ready, 0)
-    assert stopped.value.summary == MEANING[Cause.FRESH][0]
+    assert stopped.value.summary == Cause.FRESH.meaning
 
 
 def test_dropout_is_no_drift(caplog: pytest.LogCaptureFixture) -> None:
@@ -310,7 +309,7 @@ def test_dropout_is_no_drift(caplog: pytest.LogCaptureFixture) -> None:
     assert numbers["train/logprob_gap"] < 1e-5 < 0.01 < numbers["alignment/logprob_diff_mean"]
     with pytest.raises(DriftError) as stopped:
         one.step(of_version(3, rollouts(other(), 3)), 1)
-    assert stopped.value.summary == MEANING[Cause.FRESH][0]
+    assert stopped.value.summary == Cause.FRESH.meaning
     assert one.model.training
 
 

@@ -118,12 +118,14 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def train(service: Service, steps: int) -> list[list[int]]:
-    """A trainer: takes and acknowledges batches; returns each one's policy versions."""
+async def train(service: Service, steps: int, environment: asyncio.Task[None] | None = None) -> list[list[int]]:
+    """A trainer: takes and acknowledges batches; returns their policy versions. Raises what ends the environment."""
     taken = []
     for _ in range(steps):
         while (served := await service.next_batch(lease=60.0)) is None:
             await asyncio.sleep(0.01)
+            if environment is not None and environment.done():
+                environment.result()
         groups = [wire.unpack(wire.decode(payload, wire.PackedGroup, wire.MSGPACK)) for payload in served.payloads]
         taken.append([versions[0] for one in groups if (versions := one.policy_versions)])
         assert served.lease is not None
@@ -186,6 +188,9 @@ def test_a_slow_group_does_not_keep_others_from_starting() -> None:
 
 
 def test_no_scored_group_is_lost_while_the_api_is_away(caplog: pytest.LogCaptureFixture) -> None:
+    def waits() -> list[logging.LogRecord]:
+        return [record for record in caplog.records if record.name == "environments.peers.http"]
+
     async def scene() -> list[list[int]]:
         service, cut = await started(), asyncio.Event()
 
@@ -198,9 +203,9 @@ def test_no_scored_group_is_lost_while_the_api_is_away(caplog: pytest.LogCapture
             task = asyncio.create_task(serving(Sums(config(), cutting), api, asyncio.Event()))
             await cut.wait()
             await api.stop()
-            await asyncio.sleep(0.3)
+            await until(lambda: bool(waits()))
             await api.start()
-            taken = await train(service, steps=3)
+            taken = await train(service, steps=3, environment=task)
             await asyncio.wait_for(task, 10)
         return taken
 
@@ -208,8 +213,7 @@ def test_no_scored_group_is_lost_while_the_api_is_away(caplog: pytest.LogCapture
         taken = asyncio.run(scene())
     # Posts that were repeated may come after others, but each comes once.
     assert sorted(version for batch in taken for version in batch) == list(range(1, 13))
-    waiting = [record for record in caplog.records if record.name == "environments.peers.http"]
-    assert waiting[0].levelno == logging.INFO and "the rollout API" in waiting[0].message
+    assert waits()[0].levelno == logging.INFO and "the rollout API" in waits()[0].message
 
 
 def test_an_api_that_was_started_anew_is_registered_with_again() -> None:

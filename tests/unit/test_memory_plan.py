@@ -21,8 +21,8 @@ from grpo_trainer.doctor.memory import (
     SERVER_WORKSPACE,
     Devices,
     Server,
+    Setup,
     layer_bytes_per_token,
-    plan_memory,
 )
 from grpo_trainer.doctor.memory_advice import NOTHING_HELPS, Planned, advice, largest_rows
 from grpo_trainer.doctor.model_shape import ModelShape
@@ -53,7 +53,7 @@ def trainer(mode: str = "none", **flags: Any) -> TrainConfig:
 def parts(
     config: TrainConfig, shape: ModelShape = SMALL, devices: Devices = H200, replicas: int = 1
 ) -> dict[tuple[str, str], int]:
-    plan = plan_memory(config, shape, Server(0.5, 10, replicas=replicas), devices)
+    plan = Setup(config, shape, Server(0.5, 10, replicas=replicas), devices).plan()
     return {(row.owner, row.what): row.nbytes for row in plan.rows}
 
 
@@ -134,7 +134,7 @@ def test_left_to_itself_as_few_layers_are_recomputed_as_fit() -> None:
     config = trainer("lora_only", batch_size=8, seq_len=4096)
 
     def recomputed(gigabytes: int) -> int:
-        plan = plan_memory(config, SEVEN_B, Server(0.3, 4096), Devices("cuda", gigabytes * 1_000_000_000))
+        plan = Setup(config, SEVEN_B, Server(0.3, 4096), Devices("cuda", gigabytes * 1_000_000_000)).plan()
         assert bool(plan.problems) == (gigabytes < 60)
         return plan.recomputed[0]
 
@@ -167,25 +167,25 @@ def test_estimates_agree_with_what_a_model_keeps(adapter: bool) -> None:
 
 
 def test_the_servers_share() -> None:
-    plan = plan_memory(trainer(), SMALL, Server(0.5, 10), H200)
+    plan = Setup(trainer(), SMALL, Server(0.5, 10), H200).plan()
     token = 2 * 2 * 1 * 4 * 2  # keys and values of 2 layers, one head of 4, 2 bytes
     cache = 70_500_000_000 - 2 * SMALL.parameters - SERVER_WORKSPACE
     assert plan.kv_tokens == cache // token
     server = sum(row.nbytes for row in plan.rows if row.owner == "server")
     assert server == 70_500_000_000 + CONTEXT  # its share, and what comes before it
     assert not plan.problems
-    shards = plan_memory(trainer(), HALF_B, Server(0.5, 10, tensor_parallel=2), replace(H200, count=2))
+    shards = Setup(trainer(), HALF_B, Server(0.5, 10, tensor_parallel=2), replace(H200, count=2)).plan()
     assert {row.device for row in shards.rows if row.owner == "server"} == {0, 1}
     (weights,) = {row.nbytes for row in shards.rows if (row.owner, row.what) == ("server", "weights")}
     assert weights == HALF_B.parameters
-    own = plan_memory(trainer(device="cuda:1"), HALF_B, Server(0.9, 10), replace(H200, count=2))
+    own = Setup(trainer(device="cuda:1"), HALF_B, Server(0.9, 10), replace(H200, count=2)).plan()
     assert {row.device for row in own.rows if row.owner == "trainer"} == {1}
 
 
 def test_weights_that_are_cut_are_held_in_parts() -> None:
     """All weights, as `--sharding auto` has it: a quarter each, and what comes together to compute."""
     whole, cut = (
-        {r.what: r.nbytes for r in plan_memory(trainer(), SEVEN_B, Server(0.3, 10), replace(H200, count=4), n).rows
+        {r.what: r.nbytes for r in Setup(trainer(), SEVEN_B, Server(0.3, 10), replace(H200, count=4), n).plan().rows
          if (r.device, r.owner) == (0, "trainer")}
         for n in (1, 4)
     )  # fmt: skip
@@ -198,7 +198,7 @@ def test_weights_that_are_cut_are_held_in_parts() -> None:
 
 
 def test_several_trainers_hold_the_same_each() -> None:
-    plan = plan_memory(trainer(sharding="none"), HALF_B, Server(0.3, 10), replace(H200, count=4), 4)
+    plan = Setup(trainer(sharding="none"), HALF_B, Server(0.3, 10), replace(H200, count=4), 4).plan()
     held = [{r.what: r.nbytes for r in plan.rows if (r.device, r.owner) == (at, "trainer")} for at in range(4)]
     assert held[0] == held[3] and held[0]["weights"] == 4 * HALF_B.parameters
     assert held[0]["gradient bucket"] == BUCKET == BUCKET_BYTES

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.logs.lines import live_line, step_line, waits_line
-from grpo_trainer.phases import IN_WORDS, STARTING, Wait
+from grpo_trainer.phases import IN_WORDS, LOGGED, STARTING, Wait
 
 
 def test_a_step_in_a_line() -> None:
@@ -58,10 +58,11 @@ def test_a_pipe_has_a_line_when_a_phase_begins_and_when_it_lasts() -> None:
     now: list[Wait] = []
     out = io.StringIO()
     view = RunConsole(Console(file=out, width=200), 10, lambda: now)
-    begins = {0: "imports", 3: "model", 4: "compile"}
-    for second in (tenth / 10 for tenth in range(600)):
+    begins = {0: "imports", 3: "model", 4: "compile", 50: "rollouts"}
+    for second in (tenth / 10 for tenth in range(700)):
         since = max(begin for begin in begins if begin <= second)
-        now[:] = [Wait("server", STARTING, second, 31.0, "loads"), Wait("trainer", begins[since], second - since)]
+        phase = Wait("trainer", begins[since], second - since, logged=begins[since] in LOGGED)
+        now[:] = [Wait("server", STARTING, second, 31.0, "loads"), phase]
         view.say_waits()
     assert out.getvalue().splitlines() == [
         "trainer: imports, 1 s",  # the model's phase takes less than a second
@@ -72,4 +73,5 @@ def test_a_pipe_has_a_line_when_a_phase_begins_and_when_it_lasts() -> None:
         "trainer: compile, 20 s",
         "server: starting, 40 s (31 s last time): loads",
         "trainer: compile, 40 s",
+        "trainer: rollouts, 1 s",  # the trainer's own log says when that lasts
     ]

@@ -48,11 +48,12 @@ def test_settings_are_a_line_each(tmp_path: Path) -> None:
     [
         ("--group_size=8", "--group_size: no such option; did you mean --env.group_size?"),
         ("--nothing=8", "--nothing: no such option; --help lists them"),
+        ("--a=1 --b=2", "--a: no such option; --help lists them\n--b: no such option; --help lists them"),
     ],
 )
-def test_an_unknown_flag(argument: str, text: str) -> None:
+def test_unknown_flags(argument: str, text: str) -> None:
     with pytest.raises(ConfigError) as error:
-        parse(argument)
+        parse(*argument.split())
     assert str(error.value) == text
 
 

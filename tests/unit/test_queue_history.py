@@ -28,11 +28,12 @@ def test_rewards_of_a_long_run_stay_few_and_keep_their_mean():
 
 def test_the_pace_is_that_of_the_last_steps():
     history = History(start=0.0)
-    history.reached(7, now=100.0)
-    assert history.seconds_per_step is None
+    for step, now in ((6, 0.0), (7, 100.0)):
+        history.reached(step, now)
+        assert history.seconds_per_step is None, "the first step has the start in it"
     for step, now in ((8, 110.0), (8, 115.0), (10, 130.0)):
         history.reached(step, now)
-    assert history.seconds_per_step == 10.0  # steps 7 to 10 in 30 s
+    assert history.seconds_per_step == 10.0  # from step 7 to step 10 in 30 s
     history.reached(3, now=200.0)
     assert history.seconds_per_step is None, "another trainer has begun"
     for step in range(4, 4 + 2 * PACE_STEPS):

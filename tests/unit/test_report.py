@@ -26,7 +26,7 @@ from grpo_trainer.report.plots import Line, Plot, plot_data, thinned
 from grpo_trainer.report.read import Run, read_run
 from grpo_trainer.report.redact import without_secrets
 from grpo_trainer.report.samples import NOT_TRAINED, SAME, UNKNOWN, character, evenly, sample_data
-from grpo_trainer.report.series import identities
+from grpo_trainer.report.series import labels_of
 from grpo_trainer.saving.manifest import Progress, seal
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\"'&"
@@ -248,60 +248,29 @@ def test_the_banner_says_whether_it_learnt_and_what_to_try(tmp_path: Path) -> No
 # environments ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("spans", "labels"),
-    [
-        ({"s_0": (1, 5), "s_1": (6, 9)}, ["s", "s"]),
-        ({"s_0": (1, 5), "s_1": (5, 9)}, ["s", "s"]),  # it was evaluated once more where the run was resumed
-        ({"s_0": (1, 9), "s_1": (1, 9)}, ["s", "s (2)"]),
-        ({"s_0": (5, 5), "s_1": (5, 5)}, ["s", "s (2)"]),
-        ({"s_0": (1, 5), "s_1": (1, 4), "s_2": (6, 9), "s_3": (6, 9)}, ["s", "s (2)", "s", "s (2)"]),
-        ({"a_0": (1, 5), "b_0": (1, 5), "b_1": (6, 9), "a_1": (6, 9)}, ["a", "b", "b", "a"]),
-        ({f"s_{n}": (n, n) for n in range(11)}, ["s"] * 11),
-        ({"environment_0": (1, 5), "environment_1": (6, 9)}, ["environment", "environment"]),
-        (
-            {"environment_0": (1, 5), "environment_1": (1, 5), "environment_2": (6, 9)},
-            ["environment 0", "environment 1", "environment 2"],
-        ),
-        ({"plain": (1, 5)}, ["plain"]),
-    ],
-)
-def test_who_an_environment_is(spans: dict[str, tuple[int, int]], labels: list[str]) -> None:
-    found = identities((name, step) for name, ends in spans.items() for step in ends)
-    assert [found[name] for name in spans] == labels
+def test_what_environments_are_called() -> None:
+    numbered = {"s_0": "s", "s_2": "s (2)", "s_10": "s (3)", "a_b_1": "a_b", "plain": "plain"}
+    assert labels_of(numbered) == numbered
 
 
-def test_a_resumed_run_has_one_curve_for_each_environment(tmp_path: Path) -> None:
-    before = [row(n, **{"reward/env_0": 0.1, "reward/env_1": 0.3, "reward/env_0_std": 0.5}) for n in (1, 2)]
-    after = [row(n, **{"reward/env_2": 0.4, "reward/env_3": 0.2}) for n in (3, 4)]
-    after[0]["train/resumed"] = 1.0
-    folder = write_run(tmp_path / "a", [*before, *after])
-    (folder / "logs").mkdir()
-    registered = enumerate(("sums_0", "words_0", "words_1", "sums_1"))  # in another order, the second time
-    lines = [f"INFO environment {number} registered: {name}, groups of 8\n" for number, name in registered]
-    (folder / "logs" / "api.log").write_text("".join(lines))
-    own = [{"step": n, f"sums_{n // 3}/format": n / 10} for n in (1, 2, 3, 2, 3, 4)]  # 3 and 2 are taken twice
-    (folder / "logs" / "env-sums.metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in own))
-    (folder / "samples.jsonl").write_text(json.dumps(a_sample(environment=3)) + "\n")
-    run = read_run(folder)
-    reward = {line.name: list(line.ys) for line in plots_of(run)["Reward"].lines}
-    assert reward == {"mean": [0.1, 0.2, 0.3, 0.4], "sums": [0.1, 0.1, 0.2, 0.2], "words": [0.3, 0.3, 0.4, 0.4]}
-    assert run.resumed == [3] and page_data([run])["runs"][0]["resumed"] == [3]
-    assert list(plots_of(run)["sums/format"].lines[0].ys) == [0.1, 0.2, 0.3, 0.4]
-    assert run.samples[0]["environment"] == "sums"
-    assert not [title for title in plots_of(run) if "resumed" in title]
-
-
-def test_groups_that_were_queued_before_a_resume_do_not_make_a_second_environment(tmp_path: Path) -> None:
-    rows = [row(n, **{f"reward/env_{int(n > 4)}": 0.1 * n}) for n in range(1, 7)]  # 3 and 4: of the environment before
+def test_environments_of_a_resumed_run_have_one_curve_each_under_their_names(tmp_path: Path) -> None:
+    rows = [row(n, **{"reward/env_0": 0.1 * n, "reward/env_1": 0.3, "reward/env_0_std": 0.5}) for n in (1, 2, 3, 4)]
+    rows[2]["train/resumed"] = 1.0
     folder = write_run(tmp_path / "a", rows)
     (folder / "logs").mkdir()
-    lines = [f"INFO environment {number} registered: sums_{number}, groups of 8\n" for number in (0, 1)]
+    registered = [(0, "sums_0"), (1, "words_0"), (1, "words_0"), (0, "sums_0")]  # in another order, the second time
+    lines = [f"INFO environment {number} registered: {name}, groups of 8\n" for number, name in registered]
     (folder / "logs" / "api.log").write_text("".join(lines))
-    own = [{"step": n, f"sums_{int(n > 2)}/format": n / 10} for n in range(1, 7)]
+    own = [{"step": n, "sums_0/format": n / 10} for n in (1, 2, 3, 2, 3, 4)]  # 3 and 2 are taken twice
     (folder / "logs" / "env-sums.metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in own))
-    series = read_run(folder).series
-    assert list(series["reward/env/sums"].steps) == list(series["env/sums/format"].steps) == [1, 2, 3, 4, 5, 6]
+    (folder / "samples.jsonl").write_text(json.dumps(a_sample(environment=1)) + "\n")
+    run = read_run(folder)
+    reward = {line.name: list(line.ys) for line in plots_of(run)["Reward"].lines}
+    assert reward["sums"] == pytest.approx([0.1, 0.2, 0.3, 0.4]) and reward["words"] == [0.3] * 4
+    assert run.resumed == [3] and page_data([run])["runs"][0]["resumed"] == [3]
+    assert list(plots_of(run)["sums/format"].lines[0].ys) == [0.1, 0.2, 0.3, 0.4]
+    assert run.samples[0]["environment"] == "words"
+    assert not [title for title in plots_of(run) if "resumed" in title]
 
 
 def test_one_environment_has_no_line_of_its_own(tmp_path: Path) -> None:

@@ -375,6 +375,12 @@ def test_a_runs_mistakes_are_told_together() -> None:
     assert [each.field for each in together.value.problems] == ["--warmup-steps", "--sharding", "--sharding"]
 
 
+def test_an_unknown_flag_hides_no_mistake_of_an_environment() -> None:
+    with pytest.raises(ConfigError) as error:
+        build_run({}, {"model_name": "m"}, ["--seqlen", "64", "--env.group_sise", "4"])
+    assert [each.field for each in error.value.problems] == ["--seqlen", "--env arithmetic: env.group_sise"]
+
+
 def test_a_lost_option_makes_no_second_problem() -> None:
     """The rules are asked of what was meant, not of what is left of it."""
     with pytest.raises(ConfigError) as error:

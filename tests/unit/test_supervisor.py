@@ -175,12 +175,22 @@ def test_what_a_start_waits_for_is_known_with_what_it_took_the_last_time(tmp_pat
     found = {(wait.name, wait.what): (wait.last_time, wait.note) for wait in seen}
     assert found.pop(("server", STARTING)) == (88, "loads")
     found.pop(("trainer", STARTING), None)  # before its first line
-    assert found == {("trainer", IN_WORDS[name]): (last, "") for name, last in (("server", 66), ("compile", 77))}
-    first = seen.index(next(wait for wait in seen if wait.what == IN_WORDS["server"]))
-    assert all(wait.name == "trainer" for wait in seen[first:]), "the trainer's wait for the server is the server's"
+    assert found == {("trainer", IN_WORDS["compile"]): (77, "")}, "its wait for the server is that server's"
     assert watch.is_over and not watch.waits
     known = read_report(kept)
     assert known is not None and known.phases == {"compile": 4} and known.servers.keys() == {"server"}
+
+
+def test_a_trainer_that_starts_its_server_itself_waits_for_it(tmp_path: Path) -> None:
+    waits = f"""
+        import sys, time
+        print("12:00 INFO {phases.__name__}: start: server", file=sys.stderr, flush=True)
+        time.sleep(1)
+    """
+    watch, said, seen = StartWatch(tmp_path / "start.json", None), list[str](), list[Wait]()
+    with Supervisor(tmp_path, said.append, said.append, watch, show=lambda: seen.extend(watch.waits)) as supervisor:
+        supervisor.run([[spec("trainer", waits, ends_run=True)]])
+    assert {(wait.what, wait.logged) for wait in seen} >= {(IN_WORDS["server"], True)}
 
 
 def phase(child: Child) -> str | None:

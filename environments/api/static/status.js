@@ -28,7 +28,7 @@ function tiles(o) {
   tile("tokens/s", short(Math.round(speed.lines[0].ys[speed.lines[0].ys.length - 1] ?? 0)), "of the newest groups");
   const batch = s.batch_size < 0 ? "" : ` of ${s.batch_size}`;
   tile("queued groups", s.queue_size, `${s.queued_sequences}${batch} sequences, ${size(s.queued_bytes)}`);
-  tile("leased groups", s.leased_groups, "being trained");
+  tile("leased groups", s.leased_groups, "not in a checkpoint yet");
   tile("staleness", old ? old.behind : "–", old ? "steps behind, oldest group" : "no versions sent");
 }
 
@@ -44,7 +44,7 @@ function plots(o) {
   };
   const bins = [...Array(now + 1).keys()].slice(1);
   Object.assign(speed.lines[0], {xs: bins.map(bin => bin * each), ys: bins.map(rate)});
-  data.runs[0].steps = [0, o.now];
+  data.runs[0].steps = [points.length ? points[0].at : 0, o.now];
   for (const figure of figures) figure.update();
 }
 
@@ -97,9 +97,9 @@ function samples(o) {
 }
 
 function heading(o) {
-  const named = o.project === null ? "no trainer has registered" : `${o.project} / ${o.group}`;
-  $("run").textContent = o.run === null ? named : o.run.replace(/\/+$/, "").split("/").pop();
-  $("what").textContent = `rollout API${o.run === null ? "" : ", " + named}, ${o.status.durable ? "kept on disk" : "in memory only"}`;
+  const named = o.status.registered ? [o.project, o.group].filter(Boolean).join(" / ") : "no trainer has registered";
+  $("run").textContent = o.run?.replace(/\/+$/, "").split("/").pop() || named || "Rollout API";
+  $("what").textContent = ["rollout API", named, o.status.durable ? "kept on disk" : "in memory only"].filter(Boolean).join(", ");
   document.title = `${$("run").textContent}: rollout API`;
   const found = o.has_report && !key;  // a link carries no key
   $("report").replaceChildren(found ? make("a", {href: "report"}, "Report of this run")

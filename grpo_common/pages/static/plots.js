@@ -1,10 +1,13 @@
 "use strict";
-// Plots: how lines are drawn, and what all plots of a page share. A page's own script fills `data` and `on`.
+// Plots: how their lines are drawn, read, zoomed and hidden.
 
-let data = {runs: [], plots: []};
-const state = {x: "step", log: false, whole: false, smoothing: 0, zoom: null, hidden: new Set()};
-const on = {zoom() {}, pick() {}};  // the horizontal range has changed; a place of it was chosen
 const figures = [];
+const STEPS = [...Array(10).keys()].flatMap(power => [1, 2, 5].map(times => times * 10 ** power));
+const TIMES = [1, 2, 5, 10, 30, ...[1, 2, 5, 10, 30, 60, 120, 360, 720, 1440, 7200].map(minutes => 60 * minutes)];
+const DASHES = [[], [5, 4], [2, 3], [9, 3, 2, 3]];
+const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const colour = number => css("--c" + number % 8);
+const faded = (hex, share) => hex + Math.round(255 * share).toString(16).padStart(2, "0");
 
 function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -19,79 +22,6 @@ function drawing(tag, attributes, ...children) {
   element.append(...children);
   return element;
 }
-
-const STEPS = [...Array(10).keys()].flatMap(power => [1, 2, 5].map(times => times * 10 ** power));
-const TIMES = [1, 2, 5, 10, 30, ...[1, 2, 5, 10, 30, 60, 120, 360, 720, 1440, 7200].map(minutes => 60 * minutes)];
-const DASHES = [[], [5, 4], [2, 3], [9, 3, 2, 3]];
-const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const colour = number => css("--c" + number % 8);
-const faded = (hex, share) => hex + Math.round(255 * share).toString(16).padStart(2, "0");
-
-function short(value, percent = false, tiny = 1e-3) {
-  if (value === null || value === undefined) return "–";
-  if (percent) return Number((100 * value).toPrecision(3)) + "%";
-  const size = Math.abs(value);
-  for (const [limit, divisor, unit] of [[1e9, 1e9, "G"], [1e6, 1e6, "M"], [1e4, 1e3, "k"]])
-    if (size >= limit) return Number((value / divisor).toPrecision(3)) + unit;
-  if (size > 0 && size < tiny) return value.toExponential(2).replace(/\.?0+e/, "e");
-  return String(Number(value.toPrecision(4)));
-}
-
-/** `90 s`, `12 min`, `3.4 h`; `unit` is the time to which it is exact. */
-function duration(seconds, unit = seconds < 120 ? 1 : seconds < 7200 ? 60 : 360) {
-  if (unit < 60) return Math.round(seconds) + " s";
-  return unit < 360 ? Math.round(seconds / 60) + " min" : Number((seconds / 3600).toFixed(1)) + " h";
-}
-
-// numbers --------------------------------------------------------------------------------------------------
-
-/** What a line's steps are on the horizontal axis: a run with `seconds` says how many had passed at its `steps`. */
-function places(line) {
-  const {steps, seconds} = data.runs[line.run];
-  if (state.x === "step" || !seconds) return line.xs;
-  let at = 0;
-  return line.xs.map(step => {
-    while (at + 2 < steps.length && steps[at + 1] < step) at++;
-    if (steps.length < 2) return seconds[0] ?? 0;
-    const share = (step - steps[at]) / (steps[at + 1] - steps[at]);
-    return seconds[at] + share * (seconds[at + 1] - seconds[at]);
-  });
-}
-
-/** An exponential mean that begins without a bias, as in W&B and TensorBoard; gaps stay gaps. */
-function smoothed(ys) {
-  let mean = 0, weight = 0;
-  return ys.map(y => {
-    if (y === null) return null;
-    mean = state.smoothing * mean + (1 - state.smoothing) * y;
-    weight = state.smoothing * weight + (1 - state.smoothing);
-    return mean / weight;
-  });
-}
-
-const FEW = 20; // points, of which none is extreme
-const quantile = (sorted, share) => sorted[Math.round(share * (sorted.length - 1))];
-const extent = ranges => [ranges.reduce((low, each) => Math.min(low, each[0]), Infinity),
-  ranges.reduce((high, each) => Math.max(high, each[1]), -Infinity)];
-
-/** From where to where a line's usual values go: a twentieth at either end does not count if it lies far from the rest. */
-function usual(values) {
-  const sorted = [...values].sort((a, b) => a - b), last = sorted[sorted.length - 1];
-  if (sorted.length < FEW) return [sorted[0], last];
-  const low = quantile(sorted, 0.05), high = quantile(sorted, 0.95), reach = high - low || last - sorted[0];
-  return [Math.max(sorted[0], low - reach), Math.min(last, high + reach)];
-}
-
-/** One range for the same figure of several runs: a run that is far wider than the others does not stretch it. */
-function common(ranges) {
-  const spans = ranges.map(([low, high]) => high - low).sort((a, b) => a - b);
-  const span = spans.slice(0, Math.ceil(spans.length / 2)).pop();
-  if (!span) return extent(ranges);
-  const [lowest, highest] = extent(ranges), [low, high] = extent(ranges.filter(([low, high]) => high - low <= 4 * span));
-  return [Math.max(lowest, low - span), Math.min(highest, high + span)];
-}
-
-// a figure -------------------------------------------------------------------------------------------------
 
 class Figure {
   constructor(plot) {
@@ -182,7 +112,7 @@ class Figure {
       cursor: {sync: {key: "all", scales: ["x", null]}, drag: {x: true, y: false, setScale: false}, y: false,
         points: {size: 6}, bind: {dblclick: () => () => zoom(null)}},
       hooks: {setCursor: [() => this.readOut()], setSelect: [u => this.selected(u)],
-        drawClear: [u => drawEpisodes(u, plot)], draw: [u => drawMarks(u)],
+        drawClear: [u => drawEpisodes(u, plot)], draw: [u => drawMarks(u, plot)],
         ready: [u => u.over.addEventListener("click", event => this.picked(u, event))]}};
   }
 
@@ -217,7 +147,7 @@ class Figure {
     const beyond = all.filter(y => y < low || y > high).length;
     this.note.hidden = !beyond;
     this.note.textContent = (beyond === 1 ? "1 point is " : `${beyond} points are `) +
-      (this.log ? "not above 0 and not drawn" : "beyond the range; Whole range or Log scale shows them");
+      (this.log ? "not above 0 and not drawn" : "beyond; Whole range shows them");
     return [low, high];
   }
 
@@ -309,20 +239,6 @@ class Figure {
   }
 }
 
-// what all figures share -----------------------------------------------------------------------------------
-
-/** The horizontal range of all plots. */
-function horizontal() {
-  const [first, last] = state.zoom ?? bounds();
-  return first < last ? [first, last] : [first - 1, last + 1];
-}
-
-function bounds() {
-  const ends = data.runs.flatMap((run, at) => state.hidden.has(at) || !run.steps.length ? []
-    : [places({run: at, xs: [run.steps[0], run.steps[run.steps.length - 1]]})]);
-  return ends.length ? extent(ends) : [0, 1];
-}
-
 function zoom(ends) {
   state.zoom = ends;
   on.zoom(ends);
@@ -331,26 +247,28 @@ function zoom(ends) {
     if (figure.visible && figure.chart) figure.chart.setScale("x", {min, max}); else figure.fresh = false;
 }
 
+/** The runs that a plot shows, with their numbers. */
+const runsOf = plot => [...data.runs.entries()].filter(([at]) => !state.hidden.has(at) && plot.lines.some(line => line.run === at));
+
 /** Shade the steps at which a figure was out of its usual range: its own plot as a whole, others at their lower edge. */
 function drawEpisodes(u, plot) {
   const {ctx, bbox} = u, {min, max} = u.scales.x;
-  data.runs.forEach((run, at) => {
-    if (state.hidden.has(at)) return;
+  for (const [at, run] of runsOf(plot))
     for (const {key, ends} of run.episodes ?? []) {
-      const [from, to] = places({run: at, xs: ends}).map(x => u.valToPos(Math.min(max, Math.max(min, x)), "x", true));
+      const [first, last] = places({run: at, xs: ends});
+      if (last < min || first > max) continue;
+      const [from, to] = [Math.max(min, first), Math.min(max, last)].map(x => u.valToPos(x, "x", true));
       const own = plot.lines.some(line => line.key === key), height = own ? bbox.height : 4 * devicePixelRatio;
       ctx.fillStyle = faded(data.runs.length > 1 ? colour(at) : css("--bad"), own ? 0.13 : 0.5);
       ctx.fillRect(from, bbox.top + bbox.height - height, Math.max(to - from, 2 * devicePixelRatio), height);
     }
-  });
 }
 
 /** A line where a run was resumed. */
-function drawMarks(u) {
+function drawMarks(u, plot) {
   const {ctx, bbox} = u, scale = devicePixelRatio;
   ctx.save();
-  data.runs.forEach((run, at) => {
-    if (state.hidden.has(at)) return;
+  for (const [at, run] of runsOf(plot))
     for (const x of places({run: at, xs: run.resumed ?? []})) {
       if (x < u.scales.x.min || x > u.scales.x.max) continue;
       const left = Math.round(u.valToPos(x, "x", true));
@@ -363,7 +281,6 @@ function drawMarks(u) {
       ctx.textAlign = right ? "left" : "right";
       ctx.fillText("resumed", left + (right ? 3 : -3) * scale, bbox.top + 10 * scale);
     }
-  });
   ctx.restore();
 }
 

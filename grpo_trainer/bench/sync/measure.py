@@ -12,10 +12,10 @@ from typing import Any
 import psutil
 import torch
 
-from grpo_trainer.bench.devices import cpu_name
+from grpo_trainer.bench.devices import cpu_name, listener
 from grpo_trainer.bench.figures import median_ms, p95_ms
 from grpo_trainer.bench.shapes import SHAPES
-from grpo_trainer.bench.sync.bridges import OPENERS
+from grpo_trainer.bench.sync.bridges import opened
 from grpo_trainer.bench.sync.load import load_figures
 from grpo_trainer.bench.sync.options import SyncOptions
 from grpo_trainer.bench.sync.step import step_figures
@@ -35,7 +35,7 @@ def measure(options: SyncOptions, server_args: tuple[str, ...]) -> dict[str, Any
     """
     with (
         placed(options.model, options.log_dir, server_args) as place,
-        OPENERS[options.choice.bridge](options, place) as subject,
+        opened(options, place) as subject,
     ):
         return _measure(options, place, subject)
 
@@ -92,8 +92,8 @@ class Snapshot:
     @classmethod
     def of(cls, subject: Subject[Any], publishes: int, gpu_mb: float | None) -> Snapshot:
         """Return the present sizes."""
-        assert subject.server.pid is not None
-        server = psutil.Process(subject.server.pid)
+        server = listener(subject.config.vllm.port)
+        assert server is not None
         rss = open_files = 0
         for process in [server, *server.children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):  # a helper that has ended since it was listed

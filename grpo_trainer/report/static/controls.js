@@ -13,10 +13,12 @@ function stepAt(x) {
 
 // A page that is refreshed while a run goes on looks as it did before.
 
-const remembered = "#controls [name]:not(button), #find [name=text], #find [name=order], [data-run]";
+const remembered = "#controls [name]:not(button), #find [name=text], #find [name=order], [data-run], #plots > details";
+const nameOf = each => each.name || each.dataset.run || each.tagName;
+const chosen = each => each.type === "checkbox" ? "checked" : each.tagName === "DETAILS" ? "open" : "value";
 
 function remember() {
-  const found = [...document.querySelectorAll(remembered)].map(each => each.type === "checkbox" ? each.checked : each.value);
+  const found = Object.fromEntries([...document.querySelectorAll(remembered)].map(each => [nameOf(each), each[chosen(each)]]));
   try {
     sessionStorage.setItem(location.href, JSON.stringify(found));
   } catch {
@@ -31,11 +33,8 @@ function recall() {
   } catch {
     // see above
   }
-  if (!found) return;
-  document.querySelectorAll(remembered).forEach((each, at) => {
-    if (found[at] === undefined) return;  // the page has this control since it was refreshed
-    if (each.type === "checkbox") each.checked = found[at]; else each.value = found[at];
-  });
+  for (const each of document.querySelectorAll(remembered))
+    if (found && nameOf(each) in found) each[chosen(each)] = found[nameOf(each)];
 }
 
 function bindControls() {
@@ -58,6 +57,7 @@ function bindControls() {
     remember();
   };
   document.addEventListener("input", remember);
+  document.addEventListener("toggle", remember, true);
   form.addEventListener("submit", event => event.preventDefault());
   form.addEventListener("input", event => {
     if (event.target === elements.from || event.target === elements.to) readRange();

@@ -81,8 +81,8 @@ function tokens(sample) {
   });
 }
 
-bindControls();
 buildFigures(document.getElementById("plots"));
+bindControls();
 const samples = new Samples();
 on.pick = x => samples.near(stepAt(x));
 document.body.dataset.ready = "yes";

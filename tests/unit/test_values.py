@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_trainer.config.ranges import format_ranges, parse_ranges
+from grpo_trainer.config.values import format_ranges, parse_ranges
 from grpo_trainer.errors import ConfigError
 
 
