@@ -225,7 +225,10 @@ def bench(ctx: typer.Context) -> None:
 @app.command()
 def report(
     run_dirs: Annotated[list[Path], typer.Argument(help="Folders of runs; several are compared.", metavar="RUN_DIR…")],
-    output: Annotated[Path | None, typer.Option(help="Where to write it (default: in the first folder).")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="File to write (default: report.html, or comparison-RUNS.html, in the first folder)."),
+    ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Rewrite it every 5 s until the run is done.")] = False,
 ) -> None:
     """Write a run's plots, samples, configuration and events onto one HTML page, or compare several runs."""
