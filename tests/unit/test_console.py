@@ -6,7 +6,6 @@ import io
 import logging
 import os
 import pty
-import signal
 import sys
 import threading
 from contextlib import suppress
