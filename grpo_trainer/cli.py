@@ -19,6 +19,7 @@ from grpo_trainer.config.run import ApiProcess, RunConfig, RunOptions, build_run
 from grpo_trainer.config.server import ALIASES, ServerProcess
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError, GrpoError, from_os_error
+from grpo_trainer.signals import stopped_at_once
 from grpo_trainer.suggestions import flags_of, unknown_word
 
 app = typer.Typer(
@@ -81,11 +82,12 @@ def run(
 ) -> None:
     """Start rollout API, vLLM server, environments and trainer, and watch over them until training is done."""
     run_config = _read_run(ctx, options, config, env)
-    from rich.console import Console
+    with stopped_at_once():  # the supervisor takes over once it starts processes
+        from rich.console import Console
 
-    from grpo_trainer.run import run as supervise
+        from grpo_trainer.run import run as supervise
 
-    supervise(run_config, Console())
+        supervise(run_config, Console())
 
 
 @app.command(cls=showing(*FIRST, "--atropos-url", "--vllm-port", "--save-path"), context_settings=ANY_FLAG)
@@ -225,7 +227,10 @@ def bench(ctx: typer.Context) -> None:
 @app.command()
 def report(
     run_dirs: Annotated[list[Path], typer.Argument(help="Folders of runs; several are compared.", metavar="RUN_DIR…")],
-    output: Annotated[Path | None, typer.Option(help="Where to write it (default: in the first folder).")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="File to write (default: report.html, or comparison-RUNS.html, in the first folder)."),
+    ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Rewrite it every 5 s until the run is done.")] = False,
 ) -> None:
     """Write a run's plots, samples, configuration and events onto one HTML page, or compare several runs."""

@@ -136,7 +136,7 @@ def make_trainer(options: StepOptions, trl: TrlSettings, folder: str, clock: Clo
     device = torch.device("cuda" if on_gpu else "cpu")
     rows = Dataset.from_dict({"prompt": [f"<{number}>" for number in range(steps * batch.seqs // GROUP)]})
     trainer: Any = GRPOTrainer(
-        build_model(shape, options, device), reward, args, rows, processing_class=numbered_tokenizer(shape.vocab),
+        build_model(options, device), reward, args, rows, processing_class=numbered_tokenizer(shape.vocab),
         peft_config=adapter, rollout_func=rollouts, callbacks=[callback(clock)],
     )  # fmt: skip
     if trl.scoring:  # what it does with vLLM: samples come from another engine, so their ratio is corrected

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from grpo_trainer.config.run import RunConfig, build_run, read_toml
 from grpo_trainer.doctor.memory import Devices, Setup
-from grpo_trainer.doctor.model_shape import ModelShape
+from grpo_trainer.doctor.model import ModelShape
 from grpo_trainer.doctor.run_checks import server_spread
 
 FOLDER = Path(__file__).parents[1] / "configs"
@@ -89,6 +89,8 @@ WORDS = Task(
     "word_problems",
     steps=100,
     warmup=5,
+    group=16,  # before training about 3 % of the answers are right
+    microbatches=64,
     seq_len=256,
     eval_every=10,
     env='level = "1-2", ',

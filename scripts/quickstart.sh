@@ -6,7 +6,7 @@
 # Four processes talk HTTP: a vLLM server, the rollout API, an environment and the trainer, whose LoRA adapter is swapped
 # into the running server at each step. A small model that is built here learns sums of two numbers: works without a GPU
 # (2 cores, 8 GB); with one it uses it. --released: SmolLM2-135M-Instruct, downloaded, learns word problems instead, on
-# a GPU; on a CPU for the few steps that --steps names, each an eighth as large.
+# a GPU; on a CPU for the few steps that --steps names, each a sixteenth as large.
 #
 # A second run reuses the installation and the model. The last line is a JSON object; the exit code is not 0 if in 40 steps
 # or more the mean reward did not rise by 0.3.
@@ -34,7 +34,7 @@ while [ $# -gt 0 ]; do
 done
 if [ $model = smollm2 ] && ! nvidia-smi --list-gpus >/dev/null 2>&1; then
     [ ${#flags[@]} -gt 0 ] || fail "--released: no GPU here (nvidia-smi lists none); 100 steps on two CPU cores would" \
-        "take about HOURS hours. --steps 3 takes three, with 32 sequences instead of 256, in about MINUTES minutes"
+        "take about HOURS hours. --steps 3 takes three, with 32 sequences instead of 512, in about MINUTES minutes"
     flags+=(--gradient-accumulation-steps 4)
 fi
 

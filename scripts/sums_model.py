@@ -15,7 +15,7 @@ from typing import Annotated
 import torch
 import typer
 from torch import Tensor
-from transformers import Qwen2ForCausalLM
+from transformers import PreTrainedModel
 
 from environments.arithmetic import ProblemSet
 from grpo_trainer.bench.random_model import EOS, numbered_tokenizer, random_model
@@ -58,7 +58,7 @@ def main(
     print(out)
 
 
-def _learn(model: Qwen2ForCausalLM, tokens_BT: Tensor, prompt: int, max_steps: int) -> bool:
+def _learn(model: PreTrainedModel, tokens_BT: Tensor, prompt: int, max_steps: int) -> bool:
     """Supervised steps on the answers; whether they were enough."""
 
     def logprobs(taken_bT: Tensor) -> Tensor:

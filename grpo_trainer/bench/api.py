@@ -34,6 +34,7 @@ from pydantic import model_validator
 
 from environments.api import wire
 from grpo_trainer.bench.command import JsonLine, print_figures, run_command
+from grpo_trainer.bench.devices import listener
 from grpo_trainer.bench.figures import quantile_ms
 from grpo_trainer.bench.pollers import poll
 from grpo_trainer.config.options import Section, build, option, with_options
@@ -81,7 +82,7 @@ def measure(load: Load, url: str) -> dict[str, Any]:
     address = urlsplit(url)
     host, port = address.hostname or "127.0.0.1", address.port or 80
     env_ids = _open_run(load, host, port)
-    server = _listener(port) if host in ("127.0.0.1", "localhost") else None
+    server = listener(port) if host in ("127.0.0.1", "localhost") else None
     context = mp.get_context("spawn")
     pipes: list[Connection] = []
     processes: list[BaseProcess] = []
@@ -312,7 +313,7 @@ def _own_server(store: Path | None) -> Iterator[str]:
     process = subprocess.Popen([*command, *(["--store", str(store)] if store else [])], stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + _GIVE_UP_S
-        while _listener(port) is None:
+        while listener(port) is None:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise ProcessFailedError("not ready", field="environments.api", got=f"exit code {process.poll()}")
             time.sleep(0.05)
@@ -320,14 +321,6 @@ def _own_server(store: Path | None) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait()
-
-
-def _listener(port: int) -> psutil.Process | None:
-    """Return the process of this machine that listens on a port, if this user may see it."""
-    for each in psutil.net_connections("tcp"):
-        if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr[1] == port and each.pid:
-            return psutil.Process(each.pid)
-    return None
 
 
 def _cpu(server: psutil.Process | None) -> float:

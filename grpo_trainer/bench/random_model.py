@@ -11,12 +11,15 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
 
 from grpo_trainer.bench.shapes import SHAPES
-from grpo_trainer.doctor.model_shape import ModelShape
+from grpo_trainer.doctor.model import ModelShape
 from grpo_trainer.errors import ConfigError, GrpoError
 from grpo_trainer.files import whole_folder
+from grpo_trainer.parallel.shards import draw_weights, give_memory, shard_model
+from grpo_trainer.parallel.world import World
+from grpo_trainer.shared.attach import build_without_weights
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +49,6 @@ def ensure_model(shape: ModelShape, folder: Path, dtype: torch.dtype) -> None:
     if folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(field=f"--model-dir {folder}", got="files, but no model", wanted="an empty or a new folder")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(0)
     model = random_model(shape, dtype, torch.device(device))
     with whole_folder(folder) as writing:
         numbered_tokenizer(shape.vocab).save_pretrained(writing)
@@ -58,15 +60,26 @@ def ensure_model(shape: ModelShape, folder: Path, dtype: torch.dtype) -> None:
         torch.cuda.reset_peak_memory_stats()  # the peak that is reported is the trainer's
 
 
-def random_model(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> Qwen2ForCausalLM:
-    """Return the model, created on its device and in its dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with device:
-            return Qwen2ForCausalLM(model_config(shape, dtype))
-    finally:
-        torch.set_default_dtype(before)
+def random_model(
+    shape: ModelShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    attention: str = "sdpa",
+    seed: int = 0,
+    world: World | None = None,
+) -> PreTrainedModel:
+    """Return the model, created on its device and in its dtype.
+
+    Args:
+        world: the processes over which it is sharded, which changes no weight; None: it is whole.
+    """
+    model = build_without_weights(model_config(shape, dtype), dtype, attention, device)
+    if world is not None:
+        shard_model(model, world, device, dtype)
+    give_memory(model, device)
+    draw_weights(model, seed)
+    return model
 
 
 def model_config(shape: ModelShape, dtype: torch.dtype) -> Qwen2Config:

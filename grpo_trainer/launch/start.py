@@ -94,11 +94,11 @@ class StartWatch:
         for child in children:
             if not child.ready:
                 last_time = known.servers.get(child.name, {}).get("ready")
-                yield Wait(child.name, STARTING, now - child.started, last_time, child.last_line)
+                yield Wait(child.name, STARTING, now - child.started, last_time, child.progress)
             elif child.spec.ends_run:
                 phase, since = child.phase or (STARTING, child.started)
-                if phase == SERVER and not all(each.ready for each in children):
-                    continue  # the server's own wait covers it
+                if phase == SERVER and any(each.name.startswith("server") for each in children):
+                    continue  # that server's own wait covers it
                 what, last_time = IN_WORDS.get(phase, phase), known.phases.get(phase)
                 yield Wait(child.name, what, now - since, last_time, logged=phase in LOGGED)
 

@@ -16,7 +16,7 @@ from grpo_trainer.files import METRICS_FILE
 from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.logs.machine import machine_metrics
 from grpo_trainer.logs.trackers import SINKS
-from grpo_trainer.metrics.health import BEGIN, WINDOW, Row, episodes, first_entropy, flags, signs
+from grpo_trainer.metrics.health import WINDOW, Row, episodes, first_entropy, flags, signs
 from grpo_trainer.metrics.rows import keep_steps, read_rows
 from grpo_trainer.metrics.types import Metrics, merge, reduce
 
@@ -34,6 +34,8 @@ class Sink(Protocol):
 class MetricLog:
     """Reduces a step's metrics once and hands them to every sink.
 
+    A step's seconds are from the end of the step before to its own; those of the first one are from `start`.
+
     Args:
         earlier: rows of the steps that a resumed run has behind it; its next row has `train/resumed`.
         say: takes a line about each figure that leaves its usual range, the first time that it does.
@@ -43,11 +45,15 @@ class MetricLog:
         self, sinks: Sequence[Sink], earlier: Sequence[Row] = (), say: Callable[[str], None] = log.warning
     ) -> None:
         self._sinks = sinks
-        self._first: list[Row] = list(earlier[:BEGIN])
+        self._entropy = first_entropy(earlier)
         self._recent: deque[Row] = deque(earlier[-WINDOW:], maxlen=WINDOW)
         self._resumed = bool(earlier)
         self._said = {*episodes(earlier)}
         self._say = say
+        self.start()
+
+    def start(self) -> None:
+        """Begin the first step's seconds: what the process did before is its start."""
         machine_metrics()  # utilisation counts from here on
         self._last = time.perf_counter()
 
@@ -57,15 +63,16 @@ class MetricLog:
         seconds, self._last = now - self._last, now
         numbers = reduce(merge(parts))
         numbers["train/seconds"] = seconds
-        numbers["train/tokens_per_second"] = numbers.get("batch/tokens", 0.0) / seconds
+        if numbers.get("batch/sequences_trained"):
+            numbers["train/tokens_per_second"] = numbers["batch/tokens"] / seconds
         numbers |= machine_metrics()
         if self._resumed:
             numbers["train/resumed"] = 1.0
             self._resumed = False
-        if len(self._first) < BEGIN:
-            self._first.append(numbers)
+        if self._entropy is None:
+            self._entropy = first_entropy([numbers])
         self._recent.append(numbers)
-        found = signs([*self._recent], first_entropy(self._first))
+        found = signs([*self._recent], self._entropy)
         numbers |= flags(found)
         for sink in self._sinks:
             sink.write(step, numbers)

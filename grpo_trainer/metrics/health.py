@@ -16,11 +16,11 @@ Row = Mapping[str, float | None]
 
 WINDOW = 3
 """Steps of which the median is taken: one step alone, a spike, says little."""
-BEGIN = 5
-"""Steps by which a run's first entropy is judged."""
 REWARD = "reward/mean"
 FEWEST_STEPS = 10
-"""With fewer, first and last tenth are too few rewards to compare."""
+"""With fewer, the rewards of beginning and end are too few to compare."""
+LEAST = 5
+"""Steps of the beginning, and of the end, at least."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Check:
         key: of metrics.jsonl.
         says: what it means when it leaves the range.
         fix: the first thing to try.
+        harms: a run with such a figure at its end is not healthy, whatever its reward.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Check:
     high: float
     says: str
     fix: str
+    harms: bool = True
 
 
 CHECKS = (
@@ -70,6 +72,7 @@ CHECKS = (
         math.inf,
         "the policy hardly explores: the answers of a group are alike",
         "--clip-eps-high 0.28, or a lower --lr",
+        harms=False,
     ),
     Check(
         "entropy_high",
@@ -97,6 +100,7 @@ CHECKS = (
         0.8,
         "most groups have equal rewards and teach nothing",
         "tasks that the model solves sometimes; then larger groups (--env.group_size)",
+        harms=False,
     ),
     Check(
         "ratio",
@@ -105,7 +109,7 @@ CHECKS = (
         0.8,
         1.25,
         "the samples are not of the policy that trains on them",
-        "fewer stale samples (--max-staleness), or a lower --lr",
+        "a lower --lr; then fewer stale samples (--max-staleness)",
     ),
 )
 
@@ -130,9 +134,8 @@ class Sign:
 
 
 def first_entropy(rows: Sequence[Row]) -> float | None:
-    """Return the mean entropy of a run's first steps; None: no step has one."""
-    values = _finite(rows[:BEGIN], "grpo/entropy")
-    return fmean(values) if values else None
+    """Return the entropy of a run's first step that has one; a collapse may begin with the second."""
+    return next(iter(_finite(rows, "grpo/entropy")), None)
 
 
 def signs(recent: Sequence[Row], entropy: float | None) -> list[Sign]:
@@ -200,7 +203,8 @@ class Outcome:
     """The reward of a run's first and last tenth: mean and standard deviation over steps.
 
     Attributes:
-        steps: in each tenth.
+        steps: in each tenth, five at least.
+        harm: what was out of its usual range in the last third of the run, so that its reward says little.
     """
 
     first: float
@@ -209,31 +213,38 @@ class Outcome:
     last_spread: float
     steps: int
     of: int
+    harm: Sign | None = None
 
     @property
-    def verdict(self) -> Literal["it learnt", "it got worse", "no clear change"]:
+    def verdict(self) -> Literal["it learnt", "it got worse", "no clear change", "not healthy"]:
         """Whether the means differ by more than two standard errors of their difference."""
         rise = self.last - self.first
-        if abs(rise) <= 2 * math.sqrt((self.first_spread**2 + self.last_spread**2) / self.steps):
-            return "no clear change"
-        return "it learnt" if rise > 0 else "it got worse"
+        is_clear = abs(rise) > 2 * math.sqrt((self.first_spread**2 + self.last_spread**2) / self.steps)
+        if is_clear and rise < 0:
+            return "it got worse"
+        if self.harm is not None:
+            return "not healthy"
+        return "it learnt" if is_clear else "no clear change"
 
     def __str__(self) -> str:
         """Return one line."""
         return (
-            f"{self.verdict}: reward {self.first:.3f} ± {self.first_spread:.3f} in the first {self.steps} of {self.of} "
-            f"steps, {self.last:.3f} ± {self.last_spread:.3f} in the last {self.steps}"
+            f"{self.verdict}{f', {self.harm.short}' if self.verdict == 'not healthy' and self.harm else ''}: reward "
+            f"{self.first:.3f} ± {self.first_spread:.3f} in the first {self.steps} of {self.of} steps, "
+            f"{self.last:.3f} ± {self.last_spread:.3f} in the last {self.steps}"
         )
 
 
 def outcome(rows: Sequence[Row]) -> Outcome | None:
-    """Return what a run's rewards say; None: it has too few steps."""
+    """Return what a run's rewards and health say; None: it has too few steps."""
     rewards = [reward for row in rows if (reward := row.get(REWARD)) is not None]
     if len(rewards) < FEWEST_STEPS:
         return None
-    steps = max(3, len(rewards) // 10)
+    steps = max(LEAST, len(rewards) // 10)
     first, last = rewards[:steps], rewards[-steps:]
-    return Outcome(fmean(first), stdev(first), fmean(last), stdev(last), steps, len(rewards))
+    late = [own[-1].sign for own in episodes(rows).values() if own[-1].last >= len(rows) * 2 // 3]
+    harm = next((sign for sign in late if sign.check.harms), None)
+    return Outcome(fmean(first), stdev(first), fmean(last), stdev(last), steps, len(rewards), harm)
 
 
 def learnt(rows: Sequence[Row]) -> str:
@@ -243,6 +254,7 @@ def learnt(rows: Sequence[Row]) -> str:
 
 
 def last_line(rows: Sequence[Row]) -> str:
-    """Return whether a run learnt, and which figures left their usual range."""
-    names = ", ".join(dict.fromkeys(own[0].sign.check.title for own in episodes(rows).values()))
-    return f"{learnt(rows)}; out of the usual range: {names}" if names else learnt(rows)
+    """Return whether a run learnt, which figures left their usual range, and the first thing to try."""
+    left = [own[0].sign.check for own in episodes(rows).values()]
+    names = ", ".join(dict.fromkeys(check.title for check in left))
+    return f"{learnt(rows)}; out of the usual range: {names}; first try {left[0].fix}" if left else learnt(rows)

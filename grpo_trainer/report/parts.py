@@ -84,7 +84,7 @@ def banner(run: Run, number: int | None = None) -> str:
     if not run.rows:
         return ""
     found = outcome(run.rows)
-    tone = {"it learnt": "good", "it got worse": "bad"}.get(found.verdict, "") if found else ""
+    tone = {"it learnt": "good", "it got worse": "bad", "not healthy": "bad"}.get(found.verdict, "") if found else ""
     edge = "warn" if run.unhealthy and tone != "bad" else tone
     name = "" if number is None else f'<i class="c{number % 8}"></i>{text(run.name)}: '
     lines = "".join(f"<li>{_unhealthy(run, own)}</li>" for own in run.unhealthy.values())

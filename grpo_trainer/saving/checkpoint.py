@@ -313,23 +313,14 @@ class Checkpoints:
             found = Found(path, read_state(path))
             check_files(path, found.state)
         except DamagedError as damage:
-            raise ConfigError(
-                "the checkpoint is damaged",
-                field=f"--resume {path / damage.field}",
-                got=damage.got,
-                wanted=damage.wanted,
-                fix="use --resume auto to go on from the newest whole one",
-            ) from None
+            fix, why = "use --resume auto to go on from the newest whole one", "the checkpoint is damaged"
+            raise _refused(path / damage.field, damage.got, damage.wanted, fix, why) from None
         step = found.state.progress.step
         newer = [one.path.name for one in saved_checkpoints(self._config.save_path) if one.state.progress.step > step]
         if newer:
-            raise ConfigError(
-                f"the run would mix with newer checkpoints in {self._config.save_path}",
-                field=f"--resume {path}",
-                got=", ".join(newer),
-                wanted=f"none after step {step}",
-                fix="move them away, or choose another --save-path",
-            )
+            why = f"the run would mix with newer checkpoints in {self._config.save_path}"
+            fix = "move them away, or choose another --save-path"
+            raise _refused(path, ", ".join(newer), f"none after step {step}", fix, why)
         return found
 
     def load(self, path: Path) -> None:
@@ -341,13 +332,8 @@ class Checkpoints:
         tensors = torch.load(path / TENSORS_FILE, map_location="cpu", weights_only=True, mmap=True)
         kind = tensors["optimizer_kind"]
         if kind != self._optimizer.kind:
-            raise ConfigError(
-                "made with another optimizer",
-                field=f"--resume {path}",
-                got=kind,
-                wanted=self._optimizer.kind,
-                fix="give --optimizer, --master-weights and --dtype as they were",
-            )
+            fix = "give --optimizer, --master-weights and --dtype as they were"
+            raise _refused(path, kind, self._optimizer.kind, fix, "made with another optimizer")
         self._policy.load(path, tensors["weights"])
         self._check_trained(path, tensors["trained"])
         self._load_optimizer(self._own_states(path, tensors["optimizer"]))
@@ -382,13 +368,9 @@ class Checkpoints:
                 raise ConfigError("no checkpoint there", field="--resume", got=path, wanted=f"a folder with {file}")
         if not (path / self._policy.marker).is_file():
             others = [kind.kind for kind in (Adapter, AllWeights) if (path / kind.marker).is_file()]
-            raise ConfigError(
-                "this --weight-bridge-mode trains something else",
-                field=f"--resume {path}",
-                got=" and ".join(others) or "no weights",
-                wanted=self._policy.kind,
-                fix="choose the mode that it was made in, or another --save-path",
-            )
+            got, why = " and ".join(others) or "no weights", "this --weight-bridge-mode trains something else"
+            fix = "choose the mode that it was made in, or another --save-path"
+            raise _refused(path, got, self._policy.kind, fix, why)
 
     def _check_trained(self, path: Path, then: list[str]) -> None:
         """Check that the same parameters are trained: states would otherwise be matched wrongly or be missing.
@@ -397,15 +379,11 @@ class Checkpoints:
             then: names in the checkpoint.
         """
         now = self._trained()
-        if then == now:
-            return
-        raise ConfigError(
-            "made with other trained parameters",
-            field=f"--resume {path}",
-            got=_few(set(then) - set(now), "not trained now"),
-            wanted=_few(set(now) - set(then), "trained only now"),
-            fix="give --train-layer-indices as it was",
-        )
+        if then != now:
+            got = _few(set(then) - set(now), "not trained now")
+            wanted = _few(set(now) - set(then), "trained only now")
+            fix, why = "give --train-layer-indices as it was", "made with other trained parameters"
+            raise _refused(path, got, wanted, fix, why)
 
     def _load_optimizer(self, state: dict[str, Any]) -> None:
         """Load moments and step counts from the checkpoint, but keep the hyperparameters of the flags."""
@@ -425,6 +403,10 @@ class Checkpoints:
             with suppress(FileNotFoundError):  # already deleted by the user
                 shutil.rmtree(path)
                 log.info("pruned %s", path)
+
+
+def _refused(path: Path, got: str, wanted: str, fix: str, why: str) -> ConfigError:
+    return ConfigError(why, field=f"--resume {path}", got=got, wanted=wanted, fix=fix)
 
 
 def _few(names: set[str], what: str) -> str:

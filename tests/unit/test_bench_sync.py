@@ -152,12 +152,11 @@ def test_the_servers_command(tmp_path: Path) -> None:
     place = Place(tmp_path, tmp_path, tmp_path / "model", True, "bfloat16", ("--seed", "1"))
 
     def spec(**asked: Any) -> ProcessSpec:
-        config = configured(build(SyncOptions, asked), place, "none", vllm_restart_interval=1)
-        return server_spec(config, place, "m", ["--max-lora-rank", "16"])
+        return server_spec(configured(build(SyncOptions, asked), place), place)
 
     asked = spec(gpu_memory_utilization=0.3, tensor_parallel_size=2, server_gpus="1,2")
     line = " ".join(asked.argv)
-    assert "--tensor-parallel-size 2 --max-lora-rank 16 --seed 1" in line
+    assert "--tensor-parallel-size 2 --max-lora-rank 16 " in line and line.endswith(" --seed 1")
     assert "--gpu-memory-utilization 0.3" in line and "--kv-cache-memory-bytes" not in line
     assert asked.env["CUDA_VISIBLE_DEVICES"] == "1,2" and asked.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     assert "CUDA_VISIBLE_DEVICES" not in spec().env  # as the trainer's

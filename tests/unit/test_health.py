@@ -13,7 +13,7 @@ from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.logs.sinks import JsonlSink, MetricLog
-from grpo_trainer.metrics.health import CHECKS, Row, episodes, first_entropy, flags, outcome, signs
+from grpo_trainer.metrics.health import CHECKS, REWARD, Row, episodes, first_entropy, flags, last_line, outcome, signs
 from grpo_trainer.metrics.rows import read_rows
 from grpo_trainer.metrics.types import Mean
 
@@ -62,9 +62,8 @@ def test_the_median_of_three_steps_counts() -> None:
     assert names([{"train/grad_norm": None}] * 3) == []
 
 
-def test_entropy_is_high_by_the_run_s_own_first_steps() -> None:
-    rows: list[Row] = [{"grpo/entropy": 1.5}] * 5
-    assert first_entropy(rows) == 1.5 and first_entropy([{}]) is None
+def test_entropy_is_high_by_the_run_s_own_first_step() -> None:
+    assert first_entropy([{}, {"grpo/entropy": 1.5}, {"grpo/entropy": 4.0}]) == 1.5 and first_entropy([{}]) is None
     assert names([{"grpo/entropy": 2.9}] * 3, 1.5) == []  # at most 2 * 1.5
     assert names([{"grpo/entropy": 3.1}] * 3, 1.5) == ["entropy_high"]
 
@@ -80,17 +79,34 @@ def test_episodes_of_a_run() -> None:
 @pytest.mark.parametrize(
     ("rewards", "verdict"),
     [
-        ([0.30, 0.35, 0.40, *[0.5] * 4, 0.85, 0.90, 0.95], "it learnt"),
-        ([0.85, 0.90, 0.95, *[0.5] * 4, 0.30, 0.35, 0.40], "it got worse"),
-        # 0.35 to 0.37 with a spread of 0.05: two standard errors are 2 * sqrt(2 * 0.05^2 / 3) = 0.082.
-        ([0.30, 0.35, 0.40, *[0.5] * 4, 0.32, 0.37, 0.42], "no clear change"),
+        ([0.30, 0.33, 0.35, 0.37, 0.40, 0.85, 0.88, 0.90, 0.92, 0.95], "it learnt"),
+        ([0.85, 0.88, 0.90, 0.92, 0.95, 0.30, 0.33, 0.35, 0.37, 0.40], "it got worse"),
+        # 0.35 to 0.39; squared deviations sum to 0.0058, so the variance is 0.00145, and two standard errors are
+        # 2 * sqrt(2 * 0.00145 / 5) = 0.048.
+        ([0.30, 0.33, 0.35, 0.37, 0.40, 0.34, 0.37, 0.39, 0.41, 0.44], "no clear change"),
     ],
 )
 def test_whether_a_run_learnt(rewards: list[float], verdict: str) -> None:
     found = outcome([{"reward/mean": reward} for reward in rewards])
     assert found is not None and found.verdict == verdict
-    assert (found.first, found.steps, found.of) == (pytest.approx(sum(rewards[:3]) / 3), 3, 10)
-    assert found.first_spread == pytest.approx(0.05) and found.last_spread == pytest.approx(0.05)
+    assert (found.first, found.steps, found.of) == (pytest.approx(sum(rewards[:5]) / 5), 5, 10)
+    assert (found.first_spread, found.last_spread) == pytest.approx((math.sqrt(0.00145),) * 2)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "steps", "verdict"),
+    [
+        ("alignment/kl_rollout", 2e3, range(6, 12), "not healthy"),
+        ("alignment/kl_rollout", 2e3, range(6), "it learnt"),  # it came back, before the last third
+        ("batch/zero_variance_share", 0.9, range(6, 12), "it learnt"),  # as where nearly all is solved
+    ],
+)
+def test_a_rise_in_a_run_that_is_not_healthy_is_no_learning(key: str, value: float, steps: range, verdict: str) -> None:
+    rows = [{**HEALTHY, REWARD: step / 12, **({key: value} if step in steps else {})} for step in range(12)]
+    found = outcome(rows)
+    assert found is not None and found.verdict == verdict
+    sign = next(check for check in CHECKS if check.key == key)
+    assert sign.title in last_line(rows) and sign.fix in last_line(rows)
 
 
 def test_the_tenths_grow_with_the_run_and_few_steps_say_nothing() -> None:

@@ -21,7 +21,7 @@ from grpo_trainer.bench.fence.options import FenceOptions
 from grpo_trainer.bench.fence.patterns import References, Verdicts, quantiles, two_patterns
 from grpo_trainer.bench.figures import Meter, median_ms, p95_ms
 from grpo_trainer.bench.shapes import SHAPES
-from grpo_trainer.bench.sync.bridges import SharedSubject, shared_vllm
+from grpo_trainer.bench.sync.bridges import SharedSubject, opened
 from grpo_trainer.bench.sync.generator import Demand
 from grpo_trainer.bench.sync.load import generating
 from grpo_trainer.bench.sync.subject import Place, placed
@@ -48,8 +48,9 @@ def measure(options: FenceOptions, server_args: tuple[str, ...]) -> dict[str, An
     """
     with (
         placed(options.model, options.log_dir, server_args) as place,
-        shared_vllm(options.bridge(), place, options.in_flight) as subject,
+        opened(options.bridge(), place, in_flight=options.in_flight) as subject,
     ):
+        assert isinstance(subject, SharedSubject)
         return Stress(options, place, subject).run()
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from grpo_trainer.bench.loop.options import GROUP
 from grpo_trainer.errors import ConfigError
@@ -122,19 +123,14 @@ def cpu_per_group(window: Window, looks: Sequence[Look]) -> dict[str, float]:
     Args:
         looks: at least one, in order; between two of them a process is taken to use its CPU evenly.
     """
-    used = {role: _cpu_at(looks, role, window.end) - _cpu_at(looks, role, window.begin) for role in CPU_ROLES}
-    return {name: _short(1e3 * used[role] / window.groups) for role, name in CPU_ROLES.items()}
+    times = [look.time for look in looks]
 
+    def used(role: str) -> float:
+        cpu_s = [look.cpu_s.get(role, 0.0) for look in looks]
+        begin, end = np.interp([window.begin, window.end], times, cpu_s)
+        return float(end - begin)
 
-def _cpu_at(looks: Sequence[Look], role: str, moment: float) -> float:
-    """Return the CPU seconds of a role at a moment; outside all samples, those of the nearest sample."""
-    after = bisect_right([look.time for look in looks], moment)
-    if after in (0, len(looks)):
-        return looks[min(after, len(looks) - 1)].cpu_s.get(role, 0.0)
-    early, late = looks[after - 1], looks[after]
-    share = (moment - early.time) / (late.time - early.time)
-    begin, end = early.cpu_s.get(role, 0.0), late.cpu_s.get(role, 0.0)
-    return begin + share * (end - begin)
+    return {name: _short(1e3 * used(role) / window.groups) for role, name in CPU_ROLES.items()}
 
 
 def can_hold(cache_tokens: int | None, max_num_seqs: int | None, sequence_tokens: float) -> int | None:

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from transformers import PreTrainedModel
 
-from grpo_trainer.bench.random_model import model_config
+from grpo_trainer.bench.random_model import random_model
 from grpo_trainer.bench.shapes import SHAPES
 from grpo_trainer.bench.step.options import StepOptions
 from grpo_trainer.bench.step.work import GROUP, lengths_of, step_flops, synthetic_batch
@@ -21,16 +21,14 @@ from grpo_trainer.config.distributed import DistributedConfig
 from grpo_trainer.config.options import build
 from grpo_trainer.config.rules import checked
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.doctor.model_shape import ModelShape
 from grpo_trainer.engine.allocator import grow_segments
 from grpo_trainer.follower import run_worker
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.load import freeze
 from grpo_trainer.model.lora import add_adapter
-from grpo_trainer.parallel.shards import draw_weights, give_memory, is_sharded, shard_model
+from grpo_trainer.parallel.shards import is_sharded
 from grpo_trainer.parallel.world import World, join
 from grpo_trainer.rollouts.types import RolloutBatch
-from grpo_trainer.shared.attach import build_without_weights
 from grpo_trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -63,25 +61,19 @@ def train_config(options: StepOptions, processes: int = 1) -> TrainConfig:
     return checked(build(TrainConfig, {key: value for key, value in values.items() if value is not None}))
 
 
-def build_model(
-    shape: ModelShape, options: StepOptions, device: torch.device, cut_over: World | None = None
-) -> PreTrainedModel:
-    """Return a model with random weights created on their device, in bfloat16 on a GPU, independent of sharding."""
+def build_model(options: StepOptions, device: torch.device, world: World | None = None) -> PreTrainedModel:
+    """Return a model with random weights, in bfloat16 on a GPU."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(options.seed)
-    model = build_without_weights(model_config(shape, dtype), dtype, options.model.attention, device)
-    if cut_over is not None:
-        shard_model(model, cut_over, device, dtype)
-    give_memory(model, device)
-    draw_weights(model, options.seed)
-    return model
+    model = options.model
+    return random_model(SHAPES[model.shape], dtype, device, attention=model.attention, seed=options.seed, world=world)
 
 
 def build_trainer(options: StepOptions, device: torch.device, world: World | None = None) -> Trainer:
     """As a run has it, but for the weights."""
     world = world or World()
     config = train_config(options, world.size)
-    model = build_model(SHAPES[options.model.shape], options, device, world if is_sharded(world, config) else None)
+    model = build_model(options, device, world if is_sharded(world, config) else None)
     freeze(model, config.model)
     if isinstance(config.bridge, LoraOnly):
         return Trainer(add_adapter(model, config.bridge, options.seed), config, world=world)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -13,9 +13,7 @@ from typing import Any, ClassVar
 
 import httpx
 import torch
-from peft import PeftModel
 
-from grpo_trainer.alignment.model_proof import ModelProof
 from grpo_trainer.bench.figures import median_ms
 from grpo_trainer.bench.sync.options import SyncOptions
 from grpo_trainer.bench.sync.subject import (
@@ -25,36 +23,35 @@ from grpo_trainer.bench.sync.subject import (
     Publish,
     Subject,
     configured,
-    gb_since,
     gpu_used_mb,
-    own_server,
-    server_spec,
+    mb_since,
     serving,
 )
-from grpo_trainer.config.bridge import CheckpointRestart, LoraOnly, SharedVllm
+from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.errors import BridgeError, ServerError
-from grpo_trainer.launch.plan import ProcessSpec, lora_flags
 from grpo_trainer.optim import build_optimizer
-from grpo_trainer.policy import SharedWeights
-from grpo_trainer.saving.checkpoint import Checkpoints
-from grpo_trainer.server_client import ServerClient
-from grpo_trainer.weights import checkpoint_restart
-from grpo_trainer.weights.checkpoint_restart import CheckpointModels, Launched
+from grpo_trainer.saving.checkpoint import Checkpoints, Progress
+from grpo_trainer.signals import StopSignal
+from grpo_trainer.weights.build import build_bridge
+from grpo_trainer.weights.checkpoint_restart import CheckpointRestart
 from grpo_trainer.weights.lora_swap import LoraSwap
 from grpo_trainer.weights.shared_weights import SharedBridge
-from vllm_server.protocol import InFlight
-from vllm_server.protocol.bridge_config import FILE_NAME
 
 SMALL_B = 1e-3
 SHARED_WARM_UP = 3
-NO_LAST_VERSION = -1
 
 
 class LoraSubject(Subject[LoraSwap]):
     """Publishes an adapter. Versions start at 1, so that 0 is the base model."""
 
     base_routing: ClassVar[Mapping[str, Any]] = {"policy_version": 0}
+    first_version = 1
     parts = (("publish/save_time",), ("publish/load_time",), ("publish/stall_time",))
+
+    @property
+    def written(self) -> Path:
+        assert isinstance(self.config.bridge, LoraOnly) and self.config.bridge.lora_root is not None
+        return self.config.bridge.lora_root
 
     @cached_property
     def _named(self) -> dict[str, torch.Tensor]:
@@ -183,7 +180,7 @@ class SharedSubject(Subject[SharedBridge]):
         return {**super().facts(publishes), "write": write, **own, "stall_beside_write_ms": median_ms(beside)}
 
 
-class RestartSubject(Subject[checkpoint_restart.CheckpointRestart]):
+class RestartSubject(Subject[CheckpointRestart]):
     """Writes a checkpoint of all weights and restarts the server on it; meanwhile the server answers no requests."""
 
     serves_on = False
@@ -194,87 +191,52 @@ class RestartSubject(Subject[checkpoint_restart.CheckpointRestart]):
     )
 
 
-@contextmanager
-def _lora_only(options: SyncOptions, place: Place) -> Iterator[LoraSubject]:
-    """Model first, server after it: vLLM must not see memory come and go while it measures what is free. (A model in
-    the server's memory takes none.)"""
-    choice = options.choice
-    root = (choice.lora_root or place.folder).absolute()
-    root.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="grpo-adapters-", dir=root) as folder:
-        config = configured(
-            *(options, place, "lora_only"),
-            lora_transport=choice.transport,
-            lora_r=choice.lora_r,
-            lora_alpha=2.0 * choice.lora_r,
-            lora_keep_versions=choice.keep_versions,
-            lora_root=folder,
-            share_base=choice.share_base,
-        )
-        assert isinstance(config.bridge, LoraOnly)
-        early = None if choice.share_base else Loaded.of(config, place)
-        flags = lora_flags(config, config.bridge, place.folder)
-        flags = (*flags, *_sharing(place)) if choice.share_base else flags
-        before = gpu_used_mb(options)
-        with serving(config, place, flags) as server:
-            alone = gb_since(before, options)
-            loaded, client = early or Loaded.of(config, place), ServerClient(config.vllm)
-            assert isinstance(loaded.policy.model, PeftModel)
-            with LoraSwap(config.bridge, loaded.policy.model, client, Path(folder), config.model.seq_len) as swap:
-                version = swap.connect(1) - 1
-                yield LoraSubject(swap, loaded, config, client, server, Path(folder), alone, version)
-
-
-@contextmanager
-def shared_vllm(options: SyncOptions, place: Place, in_flight: InFlight = "keep") -> Iterator[SharedSubject]:
-    """Start the server first, since the trainer uses its memory."""
-    config = configured(options, place, "shared_vllm", in_flight=in_flight)
-    assert isinstance(config.bridge, SharedVllm)
-    before = gpu_used_mb(options)
-    with serving(config, place, _sharing(place)) as server:
-        alone = gb_since(before, options)
-        loaded, client = Loaded.of(config, place), ServerClient(config.vllm)
-        assert isinstance(loaded.policy, SharedWeights)
-        with SharedBridge(config.bridge, loaded.policy, client, config.model.seq_len) as bridge:
-            version = bridge.connect(0)
-            yield SharedSubject(bridge, loaded, config, client, server, place.folder / "written", alone, version)
-
-
-def _sharing(place: Place) -> tuple[str, ...]:
-    """Return the flags of a server that shares its weights."""
-    return ("--shared-weights", "--bridge-config-path", str(place.folder / FILE_NAME))
-
-
-@contextmanager
-def _restart(options: SyncOptions, place: Place) -> Iterator[RestartSubject]:
-    """The trainer's model is in fp32, as in training; its optimizer has no states yet."""
-    written = place.folder / "written"
-    config = configured(options, place, "none", vllm_restart_interval=1, save_path=str(written), keep_checkpoints=1)
-    assert isinstance(config.bridge, CheckpointRestart)
-    loaded, client = Loaded.of(config, place), ServerClient(config.vllm)
-    model = loaded.policy.model
-    optimizer = build_optimizer(list(model.parameters()), config.optimizer)
-    checkpoints = Checkpoints(config.checkpoints, loaded.policy, optimizer)
-
-    def launch(path: str, version: int) -> ProcessSpec:
-        return server_spec(config, place, path, ("--policy-version", str(version)))
-
-    server = own_server(place, launch)
-    proof = ModelProof(model, client, place.dtype) if config.bridge.proof else None
-    models = CheckpointModels(config.model.name, checkpoints)
-    launched = [Launched(server, client, proof)]
-    with checkpoint_restart.CheckpointRestart(
-        config.bridge, models, launched, config.model.seq_len, NO_LAST_VERSION
-    ) as bridge:
-        if place.on_gpu:
-            torch.cuda.empty_cache()  # a launch does: what the loading has left is none of the server's
-        before = gpu_used_mb(options)
-        version = bridge.connect(0)
-        yield RestartSubject(bridge, loaded, config, client, server, written, gb_since(before, options), version)
-
-
-OPENERS: Mapping[str, Callable[[SyncOptions, Place], AbstractContextManager[Subject[Any]]]] = {
-    "lora_only": _lora_only,
-    "shared_vllm": shared_vllm,
-    "none": _restart,
+SUBJECTS: Mapping[str, type[Subject[Any]]] = {
+    "lora_only": LoraSubject,
+    "shared_vllm": SharedSubject,
+    "none": RestartSubject,
 }
+
+
+@contextmanager
+def opened(options: SyncOptions, place: Place, **values: Any) -> Iterator[Subject[Any]]:
+    """Connect and prove a bridge with its model and its server, within the block.
+
+    The model is loaded before the server starts: vLLM must not see memory come and go while it measures what is free. A
+    model in the server's memory takes none, and is attached afterwards.
+
+    Args:
+        values: further options of the trainer.
+    """
+    choice, stop = options.choice, StopSignal()
+    with ExitStack() as held:
+        if choice.bridge == "lora_only":
+            root = (choice.lora_root or place.folder).absolute()
+            root.mkdir(parents=True, exist_ok=True)
+            values |= {
+                "lora_transport": choice.transport,
+                "lora_r": choice.lora_r,
+                "lora_alpha": 2.0 * choice.lora_r,
+                "lora_keep_versions": choice.keep_versions,
+                "lora_root": held.enter_context(tempfile.TemporaryDirectory(prefix="grpo-adapters-", dir=root)),
+                "share_base": choice.share_base,
+            }
+        elif choice.bridge == "none":
+            values |= {"vllm_restart_interval": 1, "vllm_standby": False}
+        config = configured(options, place, **values)
+        early = None if config.shares_weights else Loaded.of(config, place)
+        if place.on_gpu:
+            torch.cuda.empty_cache()  # what loading has left is none of the server's
+        before, server_mb = gpu_used_mb(options), None
+        if not config.owns_server:
+            held.enter_context(serving(config, place, stop))
+            server_mb = mb_since(before, options)
+        policy = (loaded := early or Loaded.of(config, place)).policy
+        trained = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
+        checkpoints = Checkpoints(config.checkpoints, policy, build_optimizer(trained, config.optimizer))
+        bridge = held.enter_context(build_bridge(config, policy, checkpoints, Progress(), stop))
+        subject = SUBJECTS[choice.bridge]
+        version = bridge.connect(subject.first_version) - subject.first_version
+        if config.owns_server:
+            server_mb = mb_since(before, options)
+        yield subject(bridge, loaded, config, stop.check, server_mb, version)

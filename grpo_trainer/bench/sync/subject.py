@@ -21,20 +21,25 @@ from grpo_trainer.bench.devices import gpus_used_mb
 from grpo_trainer.bench.random_model import ensure_model
 from grpo_trainer.bench.shapes import SHAPES, ModelChoice
 from grpo_trainer.bench.sync.options import SyncOptions
+from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.options import build
 from grpo_trainer.config.rules import checked
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.launch.owned_server import OwnedServer
-from grpo_trainer.launch.plan import CACHE_FLAG, ProcessSpec, server_process
+from grpo_trainer.launch.plan import CACHE_FLAG, ProcessSpec, lora_flags, server_process
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.policy import Policy, build_policy
 from grpo_trainer.server_client import ServerClient
+from grpo_trainer.signals import StopSignal
 from grpo_trainer.weights.bridge import WeightBridge
 from vllm_server.protocol import BridgeInfo
+from vllm_server.protocol.bridge_config import FILE_NAME
 
 PROMPT = [2, 3, 5, 7]
+MANY = 1_000_000_000
+"""Steps of a training that does not end before the measurement: after the last one no server is started again."""
 CPU_CACHE_BYTES_TINY = 64 << 20
 
 B = TypeVar("B", bound=WeightBridge)
@@ -72,8 +77,8 @@ def placed(choice: ModelChoice, logs: Path | None, server_args: tuple[str, ...])
         yield Place(Path(name), logs or Path(name), model, on_gpu, dtype, (*cache, *server_args))
 
 
-def configured(options: SyncOptions, place: Place, mode: str, **values: Any) -> TrainConfig:
-    """Return the trainer's configuration in a mode, with further values for the mode's own options."""
+def configured(options: SyncOptions, place: Place, **values: Any) -> TrainConfig:
+    """Return the trainer's configuration, with further values for the bridge's own options."""
     server, step = options.server, options.step
     training = {
         "batch_size": 8,
@@ -87,8 +92,13 @@ def configured(options: SyncOptions, place: Place, mode: str, **values: Any) -> 
         **(training if step.step_seqs else {}),
         "model": str(place.model),
         "dtype": place.dtype,
+        "compile": "off",
         "seq_len": server.max_model_len,
-        "weight_bridge_mode": mode,
+        "training_steps": MANY,
+        "save_path": place.folder / "written",
+        "keep_checkpoints": 1,
+        "log_dir": place.logs,
+        "weight_bridge_mode": options.choice.bridge,
         "proof": options.choice.proof,
         "vllm_port": claim_ports({"server": 0})["server"],
         "max_model_len": server.max_model_len,
@@ -98,36 +108,42 @@ def configured(options: SyncOptions, place: Place, mode: str, **values: Any) -> 
         "vllm_gpus": server.server_gpus,
         **values,
     }
-    return checked(build(TrainConfig, {name: value for name, value in values.items() if value is not None}))
+    config = checked(build(TrainConfig, {name: value for name, value in values.items() if value is not None}))
+    vllm = config.vllm.model_copy(update={"extra_args": place.server_args})
+    return config.model_copy(update={"vllm": vllm})
 
 
-def server_spec(config: TrainConfig, place: Place, model: str, flags: Sequence[str]) -> ProcessSpec:
-    """Return the server's process, with vLLM's own routes for adapters enabled for the baseline."""
-    flags = (*flags, *place.server_args)
+def server_spec(config: TrainConfig, place: Place) -> ProcessSpec:
+    """Return the process of a server that outlives publishes, with vLLM's own routes for adapters for the baseline."""
+    flags: tuple[str, ...] = ()
+    if isinstance(config.bridge, LoraOnly):
+        flags = lora_flags(config, config.bridge, place.folder)
+    if config.shares_weights:
+        flags = (*flags, "--shared-weights", "--bridge-config-path", str(place.folder / FILE_NAME))
+    model = str(place.model)
     spec = server_process(config, python=sys.executable, on_gpu=place.on_gpu, model=model, flags=flags)
     return dataclasses.replace(spec, env={**spec.env, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"})
 
 
-def own_server(place: Place, launch: Callable[[str, int], ProcessSpec]) -> OwnedServer:
-    """Return a server, not yet started, with its log and its link to the served model in their places."""
-    return OwnedServer(launch, place.logs / "server.log", place.folder / "served")
-
-
 @contextmanager
-def serving(config: TrainConfig, place: Place, flags: Sequence[str]) -> Iterator[OwnedServer]:
+def serving(config: TrainConfig, place: Place, stop: StopSignal) -> Iterator[None]:
     """Run a server within the block, and wait until it answers.
 
     If the server has ended, its last lines are the error instead of that of the missing answer.
 
+    Args:
+        stop: checks from then on whether the server has ended.
+
     Raises:
         ProcessFailedError: the server did not start, or has ended; the message has its last lines.
     """
-    spec = server_spec(config, place, str(place.model), flags)
-    with own_server(place, lambda model, version: spec) as server:
+    spec = server_spec(config, place)
+    with OwnedServer(lambda model, version: spec, place.logs / "server.log", place.folder / "served") as server:
         server.start(str(place.model), 0)
         server.wait_ready()
+        stop.watch(server.check)
         try:
-            yield server
+            yield
         except ServerError:
             server.check()
             raise
@@ -177,10 +193,10 @@ def gpu_used_mb(options: SyncOptions) -> float | None:
     return used
 
 
-def gb_since(before: float | None, options: SyncOptions) -> float | None:
-    """Return how much `gpu_used_mb` has grown since it was `before`, in units of 1e9 bytes."""
+def mb_since(before: float | None, options: SyncOptions) -> float | None:
+    """Return how much `gpu_used_mb` has grown since it was `before`."""
     now = gpu_used_mb(options)
-    return None if now is None or before is None else (now - before) / 1e3
+    return None if now is None or before is None else now - before
 
 
 @dataclass(frozen=True)
@@ -204,8 +220,8 @@ class Subject(Generic[B]):
     """A connected bridge, and a trainer that does nothing but publish. Each bridge has its own subclass.
 
     Attributes:
-        written: folder that the bridge writes to.
-        server_gb: GPU memory of the server after its start, in units of 1e9 bytes; None: there is no GPU.
+        check: raises an error if the server has ended by itself.
+        server_mb: GPU memory of the server after its start, in units of 1e6 bytes; None: there is no GPU.
         info: the server.
         version: the version that was published last.
         proof: what the bridge's proof measured, in nats a token; None: it was skipped.
@@ -215,23 +231,29 @@ class Subject(Generic[B]):
     """The server answers requests during a publish."""
     base_routing: ClassVar[Mapping[str, Any]] = {}
     """Fields by which a request selects the base model."""
+    first_version: ClassVar[int] = 0
     parts: ClassVar[tuple[tuple[str, ...], ...]]
     """Metrics of a publish that add up to its preparation, the engine's part, and the engine's pause."""
 
     bridge: B
     loaded: Loaded
     config: TrainConfig
-    client: ServerClient
-    server: OwnedServer
-    written: Path
-    server_gb: float | None
+    check: Callable[[], None]
+    server_mb: float | None
     version: int
+    client: ServerClient = field(init=False)
     info: BridgeInfo = field(init=False)
     proof: Mapping[str, float] | None = field(init=False)
 
     def __post_init__(self) -> None:
+        self.client = ServerClient(self.config.vllm)
         self.info = self.client.wait_until_ready()
         self.proof = self.prove()
+
+    @property
+    def written(self) -> Path:
+        """Folder that the bridge writes to."""
+        return self.config.checkpoints.save_path
 
     def prove(self) -> Mapping[str, float] | None:
         """Prove the bridge, and return what the proof measured."""
@@ -245,10 +267,6 @@ class Subject(Generic[B]):
     @property
     def model(self) -> PreTrainedModel | PeftModel:
         return self.loaded.policy.model
-
-    def check(self) -> None:
-        """Raise an error if the server has ended by itself."""
-        self.server.check()
 
     def warm_up(self) -> None:
         """Run the first publishes, which do additional work."""
