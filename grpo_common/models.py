@@ -9,6 +9,8 @@ from pathlib import Path
 from grpo_common.errors import Problem
 
 CONFIG_FILE = "config.json"
+LISTED = 6
+"""A message lists at most this many models."""
 WANTED = "the folder of a saved model, or a name on the hub such as Qwen/Qwen2.5-0.5B-Instruct"
 
 
@@ -61,10 +63,18 @@ def missing_path(name: str) -> Problem | None:
     elif (near / CONFIG_FILE).is_file():
         fix = f"did you mean {near}?"
     else:
+        found = models_below(near)
         fix = f"correct the path; the nearest folder that is there: {near.resolve() if near == Path() else near}"
+        fix += f", which holds the models {', '.join(map(str, found))}" if found else ""
     if first_is_here and not is_path(name):
         fix += f" (for a model of the hub: hf download {name})"
     return Problem(got=name, wanted=WANTED, fix=fix, summary="this is a file" if path.exists() else "no such folder")
+
+
+def models_below(folder: Path) -> list[Path]:
+    """Return the folders of models in a folder, two levels down at most; no more than `LISTED`."""
+    found = (path.parent for pattern in (f"*/{CONFIG_FILE}", f"*/*/{CONFIG_FILE}") for path in folder.glob(pattern))
+    return sorted(found)[:LISTED]
 
 
 def nearest_folder(path: Path) -> Path:

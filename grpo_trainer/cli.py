@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +20,7 @@ from grpo_trainer.config.run import ApiProcess, RunConfig, RunOptions, build_run
 from grpo_trainer.config.server import ALIASES, ServerProcess
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError, GrpoError, from_os_error
+from grpo_trainer.signals import stopped_at_once
 from grpo_trainer.suggestions import flags_of, unknown_word
 
 app = typer.Typer(
@@ -39,6 +41,11 @@ FIRST = (
 )
 """Flags that matter first: the others have good defaults."""
 FIRST_OF_A_RUN = (*FIRST, "--env", "--run-dir", "--log-samples", "--server.gpu-memory-utilization")
+TRAIN_EXAMPLE = (
+    "for example: grpo train --model-name runs/demo-model --weight-bridge-mode lora_only; to start rollout API, server "
+    "and environment too, as most people want, use `grpo run` with the same options"
+)
+"""What `grpo train` without any option answers besides."""
 Environment = Annotated[
     str | None,
     typer.Option(
@@ -81,11 +88,12 @@ def run(
 ) -> None:
     """Start rollout API, vLLM server, environments and trainer, and watch over them until training is done."""
     run_config = _read_run(ctx, options, config, env)
-    from rich.console import Console
+    with stopped_at_once():  # the supervisor takes over once it starts processes
+        from rich.console import Console
 
-    from grpo_trainer.run import run as supervise
+        from grpo_trainer.run import run as supervise
 
-    supervise(run_config, Console())
+        supervise(run_config, Console())
 
 
 @app.command(cls=showing(*FIRST, "--atropos-url", "--vllm-port", "--save-path"), context_settings=ANY_FLAG)
@@ -101,7 +109,10 @@ def train(ctx: typer.Context, options: dict[str, Any], config: ConfigFile = None
     with collected(problems):
         train_config = build(TrainConfig, override(TrainConfig, file, options))
     if problems:
-        raise ConfigError.of(problems)
+        error = ConfigError.of(problems)
+        if not (options or config):
+            error.add(fix=TRAIN_EXAMPLE)
+        raise error
     checked(train_config)
     if train_config.model.load_in_4bit:
         logging.getLogger(FAST_4_BITS).setLevel(logging.NOTSET)
@@ -199,10 +210,12 @@ def export_checkpoint(
     """Write a checkpoint as a folder that plain transformers or PEFT load."""
     if dtype not in (None, "float32", "bfloat16", "float16"):
         raise ConfigError(field="--dtype", got=dtype, wanted="float32, bfloat16 or float16")
+    how = "with the adapter merged into its base model" if merge else "without the trainer's state"
+    typer.echo(f"writes the checkpoint of {checkpoint} {how} to {output or 'a folder beside it'}", err=True)
     from grpo_trainer.saving.export import ExportOptions
     from grpo_trainer.saving.export import export_checkpoint as write
 
-    typer.echo(write(ExportOptions(checkpoint, output, merge, dtype, model_name)))
+    typer.echo(write(ExportOptions(checkpoint, output, merge, dtype, model_name), partial(typer.echo, err=True)))
 
 
 @app.command(context_settings={**PASS_THROUGH, "allow_interspersed_args": False})  # leaves -- in the arguments
@@ -225,7 +238,10 @@ def bench(ctx: typer.Context) -> None:
 @app.command()
 def report(
     run_dirs: Annotated[list[Path], typer.Argument(help="Folders of runs; several are compared.", metavar="RUN_DIR…")],
-    output: Annotated[Path | None, typer.Option(help="Where to write it (default: in the first folder).")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="File to write (default: report.html, or comparison-RUNS.html, in the first folder)."),
+    ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Rewrite it every 5 s until the run is done.")] = False,
 ) -> None:
     """Write a run's plots, samples, configuration and events onto one HTML page, or compare several runs."""

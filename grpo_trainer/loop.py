@@ -137,6 +137,7 @@ def run_steps(
         START.enter("rollouts")
         feed.begin(progress)
         progress = replace(progress, batches=())
+        metrics.start()
         while progress.step < config.training_steps:
             with stage("wait", step=progress.step + 1):
                 batch = feed.next(progress.policy_version, last=progress.step + 1 == config.training_steps)

@@ -67,7 +67,7 @@ class Wait:
         what: it does or waits for.
         seconds: since it began to.
         last_time: seconds that this took in the last start; None: not known.
-        note: its last log line.
+        note: the last log line that says what it does.
         logged: the process itself logs that it lasts.
     """
 

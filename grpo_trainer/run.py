@@ -52,7 +52,7 @@ def run(config: RunConfig, console: Console) -> None:
     ports = claim_ports({"api": config.api.port, **config.server.wanted_ports, **together})
 
     def ask_aloud(model: str) -> PreflightReport:
-        console.print("asking vLLM whether it serves the model: some 10 s, the first time", highlight=False)
+        console.print("asking vLLM whether it serves the model", highlight=False)
         with console.status("importing vLLM"):
             return ask(model)
 
@@ -129,7 +129,8 @@ def supervise(config: RunConfig, plan: RunPlan, console: Console, folder: HeldFo
         ):
             supervisor.run(plan.stages)
     except StoppedError as stopped:
-        stopped.add(summary="; all processes have ended", fix="go on with the same command and --resume auto")
+        goes_on = "go on with the same command and --resume auto" if _saved(config) else "nothing was saved"
+        stopped.add(summary="; all processes have ended", fix=goes_on)
         raise
     except (FolderGoneError, ProcessFailedError) as failed:
         goes_on = "--resume auto goes on with it" if _saved(config) else "nothing was saved"

@@ -1,12 +1,38 @@
-"""Delays SIGINT and SIGTERM to the next safe point of a command."""
+"""SIGINT and SIGTERM: delayed to the next safe point of a command, or raised at once."""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 from grpo_trainer.errors import StoppedError
+
+
+@contextmanager
+def stopped_at_once() -> Iterator[None]:
+    """In the block, a signal ends what runs, even if a shell made this process ignore SIGINT (as for `command &`).
+
+    Raises:
+        StoppedError: a signal arrived; the error has its exit code.
+    """
+    arrived: list[int] = []
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        arrived.append(number)
+        raise KeyboardInterrupt  # unlike an `Exception`, it is caught by nothing on its way
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not arrived:
+            raise
+        raise _stopped(arrived[0]) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class StopSignal:
@@ -42,6 +68,10 @@ class StopSignal:
             StoppedError: a signal arrived; the error has its exit code.
         """
         if self.number is not None:
-            raise StoppedError(f"stopped by {signal.Signals(self.number).name}", self.number)
+            raise _stopped(self.number)
         for check in self._watched:
             check()
+
+
+def _stopped(number: int) -> StoppedError:
+    return StoppedError(f"stopped by {signal.Signals(number).name}", number)

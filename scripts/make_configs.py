@@ -13,7 +13,7 @@ from pathlib import Path
 
 from grpo_trainer.config.run import RunConfig, build_run, read_toml
 from grpo_trainer.doctor.memory import Devices, Setup
-from grpo_trainer.doctor.model_shape import ModelShape
+from grpo_trainer.doctor.model import ModelShape
 from grpo_trainer.doctor.run_checks import server_spread
 
 FOLDER = Path(__file__).parents[1] / "configs"

@@ -3,7 +3,8 @@
 A run is a folder or its metrics.jsonl, with a label; runs of the same label (other seeds) have the same colour. Thin
 lines are the values, thick ones the mean of some around each (`--smooth`). A key with KEY_low and KEY_high, as those of
 evaluations, is drawn as it is, with its interval. Several `--y` make several pictures in one, each over steps, over
-seconds of training (the sum of `train/seconds`, so without the break before a `--resume`), or both. Needs matplotlib.
+seconds of training (the sum of `train/seconds`, so without the start and the break before a `--resume`), or both. Needs
+matplotlib.
 """
 
 from __future__ import annotations

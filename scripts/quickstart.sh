@@ -8,8 +8,8 @@
 # (2 cores, 8 GB); with one it uses it. --released: SmolLM2-135M-Instruct, downloaded, learns word problems instead, on
 # a GPU; on a CPU for the few steps that --steps names, each a sixteenth as large.
 #
-# A second run reuses the installation and the model. The last line is a JSON object; the exit code is not 0 if in 40 steps
-# or more the mean reward did not rise by 0.3.
+# A second run reuses the installation and the model. The last line of stdout is a JSON object; the exit code is not 0 if
+# in 40 steps or more the mean reward did not rise by 0.3.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
@@ -49,3 +49,7 @@ export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}
 run_dir=$out/$(date +%Y%m%d-%H%M%S)
 "$PYTHON" -m grpo_trainer run --config "$config" --model "$out/$model" --run-dir "$run_dir" "${flags[@]}"
 "$PYTHON" -m grpo_trainer.metrics.summary "$run_dir" "${rise[@]}"
+{
+    echo "the model, for runs of your own: $out/$model"
+    print_path
+} >&2 # the last line of stdout is the JSON object

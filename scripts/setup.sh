@@ -1,5 +1,6 @@
-# shellcheck shell=bash
-# Sourced by the other scripts: makes the virtual environment once and sets $PYTHON to its interpreter.
+#!/usr/bin/env bash
+# bash scripts/setup.sh: installs, and trains nothing. The other scripts source this file and call `prepare`, which makes
+# the virtual environment once and sets $PYTHON to its interpreter.
 #
 #   GRPO_VENV         where the environment lies (default: .venv in the repository)
 #   GRPO_PYTHON       use this interpreter as it is and install nothing: for machines without a package registry
@@ -86,6 +87,11 @@ install() { # BUILD EXTRAS
     fi
 }
 
+# print_path: how `grpo` becomes a command of the shell that called the script.
+print_path() {
+    echo "to have \`grpo\` as a command: export PATH=$(cd "$(dirname "$PYTHON")" && pwd):\$PATH"
+}
+
 # prepare EXTRAS: an environment with the project and its extras, made or brought up to date only when they changed.
 prepare() {
     local extras=$1 venv=${GRPO_VENV:-$repository/.venv} build stamp installed extra have=, missing=
@@ -116,3 +122,9 @@ prepare() {
             "can be used with GRPO_PYTHON=/path/to/python3"
     echo "$stamp $have" >"$venv/.grpo-installed"
 }
+
+if [ "${BASH_SOURCE[0]}" = "$0" ]; then # executed, not sourced
+    set -euo pipefail
+    prepare envs,wandb
+    print_path
+fi

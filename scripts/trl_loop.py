@@ -120,9 +120,8 @@ def ours(job: Job, mode: str, folder: Path, more: Sequence[str], task: Mapping[s
     rows = read_rows(folder / "metrics.jsonl")
     split = {name: sum(row.get(key) or 0.0 for row in rows) for name, key in SPLIT.items()}
     split["step_s"] -= sum(map(fenced, rows))
-    first = sum(rows[0].get(key) or 0.0 for key in SPLIT.values()) - fenced(rows[0])  # its own time; not the start's
-    lasted = [first, *(row["train/seconds"] for row in rows[1:])]
-    return Curve([row["reward/mean"] for row in rows], list(accumulate(lasted)), split)
+    seconds = [*accumulate(row["train/seconds"] for row in rows)]
+    return Curve([row["reward/mean"] for row in rows], seconds, split)
 
 
 def trl(job: Job, questions: Questions, folder: Path, **settings: Any) -> Curve:

@@ -264,12 +264,14 @@ class Runner:
             self._moved_at = now
         elif now - self._moved_at >= SAY_WAITING_EVERY_S:
             self._moved_at = now
+            in_flight = len(self._generating) + len(self._posting)
             log.warning(
-                "no progress for %.0f s: the trainer is at step %d, %d groups are queued, %d in flight; %s",
+                "no progress for %.0f s, waiting for %s: the trainer is at step %d, %d groups queued, %d in flight; %s",
                 SAY_WAITING_EVERY_S,
+                "groups in flight" if in_flight else "the trainer",
                 status.current_step,
                 status.queue_size,
-                len(self._generating) + len(self._posting),
+                in_flight,
                 self.reporter.tally.line(),
             )
         self._seen = status

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
 
 from grpo_trainer.bench.shapes import SHAPES
-from grpo_trainer.doctor.model_shape import ModelShape
+from grpo_trainer.doctor.model import ModelShape
 from grpo_trainer.errors import ConfigError, GrpoError
 from grpo_trainer.files import whole_folder
 from grpo_trainer.parallel.shards import draw_weights, give_memory, shard_model

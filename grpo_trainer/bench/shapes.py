@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from grpo_trainer.config.options import Section, option
-from grpo_trainer.doctor.model_shape import ModelShape
+from grpo_trainer.doctor.model import ModelShape
 
 ShapeName = Literal["tiny", "0.5b", "1.5b", "7b"]
 SHAPE_HELP = "Shape of the model; its weights are random."

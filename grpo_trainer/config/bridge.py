@@ -80,6 +80,7 @@ class RestartOptions(ProofOptions):
     )
 
 
+MODE_HELP = "What is trained, and how vLLM gets it."
 MODE_FLAGS = ("--weight-bridge-mode",)
 
 
@@ -111,15 +112,15 @@ class SharedServer(Section):
 class CheckpointRestart(AllWeightsOptions, RestartOptions):
     """Weight bridge."""
 
-    means: ClassVar[str] = "trains all weights, and restarts vLLM on checkpoints"
-    mode: Literal["none"] = option("none", help="How the server gets new weights.", flags=MODE_FLAGS)
+    means: ClassVar[str] = "all weights; vLLM restarts on them"
+    mode: Literal["none"] = option("none", help=MODE_HELP, flags=MODE_FLAGS)
 
 
 class SharedVllm(AllWeightsOptions, SharedServer, ProofOptions):
     """Shared weights."""
 
-    means: ClassVar[str] = "trains all weights in place, in the memory of vLLM"
-    mode: Literal["shared_vllm"] = option("shared_vllm", help="How the server gets new weights.", flags=MODE_FLAGS)
+    means: ClassVar[str] = "all weights, in vLLM's memory"
+    mode: Literal["shared_vllm"] = option("shared_vllm", help=MODE_HELP, flags=MODE_FLAGS)
     single_copy: bool = option(False, help="The same as --weight-bridge-mode shared_vllm.")
     in_flight: InFlight = option(
         "keep",
@@ -134,8 +135,8 @@ class SharedVllm(AllWeightsOptions, SharedServer, ProofOptions):
 class LoraOnly(LoraOptions, SharedServer, ProofOptions):
     """LoRA."""
 
-    means: ClassVar[str] = "trains an adapter, and swaps it into the running vLLM"
-    mode: Literal["lora_only"] = option("lora_only", help="How the server gets new weights.", flags=MODE_FLAGS)
+    means: ClassVar[str] = "an adapter, swapped into vLLM"
+    mode: Literal["lora_only"] = option("lora_only", help=MODE_HELP, flags=MODE_FLAGS)
     share_base: bool = option(
         False, help="Load no base model: use the weights of the server, which runs on this GPU with --shared-weights."
     )
@@ -160,8 +161,8 @@ class LoraOnly(LoraOptions, SharedServer, ProofOptions):
 class LoraRestart(LoraOptions, RestartOptions):
     """LoRA."""
 
-    means: ClassVar[str] = "trains an adapter, and restarts vLLM on a merged copy"
-    mode: Literal["lora_restart"] = option("lora_restart", help="How the server gets new weights.", flags=MODE_FLAGS)
+    means: ClassVar[str] = "an adapter, merged at restarts"
+    mode: Literal["lora_restart"] = option("lora_restart", help=MODE_HELP, flags=MODE_FLAGS)
 
 
 BridgeConfig = Annotated[CheckpointRestart | SharedVllm | LoraOnly | LoraRestart, Field(discriminator="mode")]

@@ -5,6 +5,7 @@ Plain text instead of Typer's tables, whose columns cut long names short.
 
 from __future__ import annotations
 
+import copy
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from typing import Any, ClassVar
 import typer
 from typer.core import TyperCommand
 
+from grpo_trainer.config.options import first_name
 from grpo_trainer.errors import ConfigError
 
 ALL = "--help-all"
@@ -36,12 +38,22 @@ class ManyOptions(TyperCommand):
         formatter.write(first_options(ctx.command_path, str(self.help or ""), self._shown(ctx), self.first))
 
     def _shown(self, ctx: Any) -> list[Any]:
-        return [each for each in self.get_params(ctx) if not getattr(each, "hidden", False)]
+        return _joined([each for each in self.get_params(ctx) if not getattr(each, "hidden", False)])
 
 
 def showing(*first: str) -> type[ManyOptions]:
     """Return the class of a command whose `--help` shows these flags."""
     return type("Command", (ManyOptions,), {"first": first})
+
+
+def _joined(options: Sequence[Any]) -> list[Any]:
+    """Return the options without those that are second names; these stand beside the first name."""
+    joined = {option.opts[0]: copy.copy(option) for option in options}
+    for flag, option in list(joined.items()):
+        if (first := joined.get(first_name(option.help or ""))) is not None:
+            first.opts = [*first.opts, flag]
+            del joined[flag]
+    return list(joined.values())
 
 
 def first_options(command: str, about: str, options: Sequence[Any], first: Sequence[str]) -> str:
@@ -76,11 +88,14 @@ def _topics(options: Sequence[Any]) -> dict[str, list[Any]]:
 
 
 def _row(option: Any, *, brief: bool = False) -> Iterator[str]:
-    """An option's lines; its name is whole, however long it is. Brief: the first sentence and the default."""
+    """An option's lines: names are whole, however long, and each value that is explained has a line.
+
+    Brief: the first sentence and the default.
+    """
     name = f"  {', '.join(option.opts)} {(option.metavar or '').strip()}".rstrip()
-    paragraphs = str(option.help or "").split("\n\n")
-    text = _wrapped(_in_brief(*paragraphs) if brief else paragraphs[0], COLUMN)
-    text += [] if brief else [line for paragraph in paragraphs[1:] for line in _wrapped(paragraph, COLUMN + 2)]
+    about, *values = str(option.help or "").split("\n\n")
+    text = _wrapped(_in_brief(about) if brief else about, COLUMN)
+    text += [line for value in values for line in _wrapped(value, COLUMN + 2)]
     if len(name) < COLUMN - 1 and text:
         text[0] = name.ljust(COLUMN) + text[0][COLUMN:]
     else:
@@ -88,15 +103,14 @@ def _row(option: Any, *, brief: bool = False) -> Iterator[str]:
     yield from text
 
 
-def _in_brief(text: str, *explained: str) -> str:
-    """The first sentence, the values that are explained, by name, and the default."""
+def _in_brief(text: str) -> str:
+    """The first sentence and the default."""
     sentence, stop, rest = text.partition(". ")
     if " | " in sentence and stop:  # the choices
         more, _, rest = rest.partition(". ")
         sentence = f"{sentence}. {more}"
     default = text[text.rindex(" (") :] if text.endswith(")") and rest else ""
-    values = f" {' | '.join(each.partition(':')[0] for each in explained)}." if explained else ""
-    return f"{sentence.split(';')[0].rstrip('.')}.{values}{default}"
+    return f"{sentence.split(';')[0].rstrip('.')}.{default}"
 
 
 def _wrapped(text: str, indent: int) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -50,13 +52,23 @@ def environment_module(name: str, said: str = "--env") -> str:
     if "." in name or PathFinder.find_spec(name, [str(Path.cwd()), *sys.path]):
         return name
     known = ", ".join(BUILT_IN_ENVIRONMENTS)
+    near = _nearest_file(name)
     raise ConfigError(
-        "unknown environment",
+        f"no module of this name in {Path.cwd()}, nor in PYTHONPATH ({os.environ.get('PYTHONPATH') or 'not set'})",
         field=said,
         got=name,
         wanted=f"one of {known}, or the module of your own",
-        fix=f"name your own by its module, such as my_envs.{name}",
+        fix=f"did you mean {'.'.join(near.with_suffix('').parts)} ({near})?"
+        if near
+        else f"start in the folder of your own {name}.py, or name it by its package, such as my_envs.{name}",
     )
+
+
+def _nearest_file(name: str) -> Path | None:
+    """The Python file most like an environment's name, in the current folder or one below it; None: none is alike."""
+    files = {path.stem: path for pattern in ("*/*.py", "*.py") for path in Path().glob(pattern)}
+    nearest = difflib.get_close_matches(name, files, n=1, cutoff=0.7)
+    return files[nearest[0]] if nearest else None
 
 
 def problems_of_tables(environments: Sequence[EnvironmentProcess]) -> list[Problem]:

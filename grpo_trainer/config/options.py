@@ -33,6 +33,10 @@ TAG = "mode"
 """The field by which the members of a union of sections are told apart."""
 
 
+SAME_AS = "The same as "
+"""Begins the help of an option's second name."""
+
+
 class Section(BaseModel):
     """A group of options: immutable, complete, and without unknown fields."""
 
@@ -371,7 +375,7 @@ def _parameters(leaf: Leaf, name: str, prefix: str, *, hidden: bool) -> Iterator
     hidden, and the option's help names it: in a column of its own it would cut all names short.
     """
     first = leaf.flags[0].removeprefix("--")
-    text = leaf.help if name == first else f"The same as --{prefix}{first}."
+    text = leaf.help if name == first else f"{SAME_AS}--{prefix}{first}."
     kind: Any = bool | None if leaf.is_bool else str | None
     flags = [(name, text, "CHOICE" if leaf.choices else _metavar(leaf.field.annotation), hidden)]
     flags += [(f"no-{name}", "", "", True)] if leaf.is_bool else []
@@ -384,6 +388,11 @@ def _parameters(leaf: Leaf, name: str, prefix: str, *, hidden: bool) -> Iterator
         yield inspect.Parameter(
             variable, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, info]
         )
+
+
+def first_name(text: str) -> str:
+    """The flag of which the flag with this help is a second name; empty: of none."""
+    return text.removeprefix(SAME_AS).removesuffix(".") if text.startswith(SAME_AS) else ""
 
 
 def _metavar(annotation: Any) -> str:

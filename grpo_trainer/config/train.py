@@ -186,7 +186,11 @@ class TrainConfig(Section):
 
     training_steps: int = option(10, help="Optimisation steps in all.", ge=1)
     batch_size: int = option(2, help="Sequences in a microbatch (one forward and backward pass).", ge=1)
-    gradient_accumulation_steps: int = option(32, help="Microbatches in a step.", ge=1)
+    gradient_accumulation_steps: int = option(
+        32,
+        help="Microbatches in a step: --batch-size times this must be a multiple of --env.group_size.",
+        ge=1,
+    )
     step_timeout: float = option(
         3600.0,
         help="A step that takes longer counts as hung, in seconds: the trainer logs the stacks, saves if "

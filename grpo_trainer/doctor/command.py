@@ -36,7 +36,7 @@ def print_examination(examination: Examination, console: Console) -> None:
     if fails:
         verdict = f"[bold red]{fails} would fail[/]"
     elif wrong:
-        verdict = f"[yellow]nothing fails for certain; warnings: {len(wrong)}[/]"
+        verdict = f"[yellow]nothing fails for certain; warnings: {escape(', '.join(each.name for each in wrong))}[/]"
     else:
         verdict = "[green]nothing stands in the way[/]"
     console.print(f"\n{verdict}")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
 
-from grpo_common.models import CONFIG_FILE, find_folder
 from grpo_trainer.config.bridge import CheckpointRestart, LoraOptions, LoraRestart, SharedVllm
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor.findings import Finding, fail, ok, warn
 from grpo_trainer.doctor.memory import GB, STATE_BYTES, trained_parameters
-from grpo_trainer.doctor.model_shape import ModelShape
+from grpo_trainer.doctor.model import ModelShape, shape_of
 from grpo_trainer.errors import ConfigError
 
 LOGS = 100_000_000
@@ -59,15 +57,6 @@ def refuse_without_room(config: TrainConfig, folder: Path, flag: str, *, on_gpu:
     if finding.status == "fail":
         raise ConfigError(f"no room in {folder}", field=flag, got=finding.got, wanted=finding.wanted, fix=finding.fix)
     return finding
-
-
-def shape_of(name: str) -> ModelShape | None:
-    """Of a model that is on this machine; None: it is not, or can't be told. Others say why."""
-    folder = find_folder(name)
-    try:
-        return ModelShape.from_config(json.loads((folder / CONFIG_FILE).read_text())) if folder else None
-    except (OSError, ValueError):
-        return None
 
 
 def checkpoint_bytes(config: TrainConfig, shape: ModelShape) -> int:

@@ -19,8 +19,7 @@ from grpo_trainer.doctor.ipc import check_cuda_ipc
 from grpo_trainer.doctor.lr import check_lr
 from grpo_trainer.doctor.machine import Machine
 from grpo_trainer.doctor.memory import MemoryPlan
-from grpo_trainer.doctor.model_files import ModelFiles, read_model
-from grpo_trainer.doctor.model_shape import ModelShape
+from grpo_trainer.doctor.model import ModelFiles, ModelShape, read_model
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.launch.preflight import preflight
 from vllm_server.protocol import PreflightReport

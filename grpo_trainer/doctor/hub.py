@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 
-from grpo_common.models import WANTED, find_folder, missing_path
+from grpo_common.models import WANTED, find_folder, missing_path, models_below
 from grpo_trainer.doctor.findings import Finding, fail, ok, warn
 from grpo_trainer.errors import ModelError
 
@@ -51,19 +52,23 @@ def ask_hub(name: str) -> Finding:
         RepositoryNotFoundError,
     )
 
+    below = models_below(Path())
+    here = f"; models in this folder: {', '.join(map(str, below))}" if below else ""
     try:
         model_info(name, timeout=HUB_SECONDS)
     except GatedRepoError:
         fix = f"accept its terms at https://huggingface.co/{name}, then `hf auth login`"
         return fail("model", f"{name}: the hub gives it only to who accepted its terms", "a model you may have", fix)
     except (RepositoryNotFoundError, HFValidationError):
-        fix = "correct --model-name; for a private model, `hf auth login`"
+        fix = "correct --model-name; for a private model, `hf auth login`" + here
         return fail("model", f"{name}: no folder here, and no model on the hub", WANTED, fix)
     except OfflineModeIsEnabled:
-        fix = "correct --model-name; or download it first where the hub can be reached (unset HF_HUB_OFFLINE)"
+        fix = "correct --model-name; or download it first where the hub can be reached (unset HF_HUB_OFFLINE)" + here
         return fail("model", f"{name}: no folder here, and none in the hub's cache", WANTED, fix)
     except Exception as error:  # its HTTP client, and so its errors' type, differs between releases
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         got = f"{name} is not on this machine, and the hub can't be asked for it: {reason}"
-        return warn("model", got, "the model here, or a hub that answers", f"download it first: hf download {name}")
+        return warn(
+            "model", got, "the model here, or a hub that answers", f"download it first: hf download {name}{here}"
+        )
     return ok("model", f"{name} is on the hub; the run downloads it when it starts")

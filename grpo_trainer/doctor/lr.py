@@ -6,9 +6,8 @@ import logging
 
 from grpo_trainer.config.learning_rate import too_high
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.doctor.disk import shape_of
 from grpo_trainer.doctor.findings import Finding, ok, warn
-from grpo_trainer.doctor.model_shape import ModelShape
+from grpo_trainer.doctor.model import ModelShape, shape_of
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from grpo_trainer.config.bridge import LoraOnly, LoraOptions, RestartOptions
 from grpo_trainer.config.compute import SPARE
 from grpo_trainer.config.distributed import wants_parts, why_whole
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.doctor.model_shape import ModelShape
+from grpo_trainer.doctor.model import ModelShape
 
 GB = 1e9
 CONTEXT = int(0.6 * GB)

@@ -13,8 +13,7 @@ from grpo_trainer.config.run import RunConfig
 from grpo_trainer.config.server import arguments
 from grpo_trainer.doctor.machine import Machine
 from grpo_trainer.doctor.memory import CACHE, Setup
-from grpo_trainer.doctor.model_files import ModelFiles, read_model
-from grpo_trainer.doctor.model_shape import ModelShape
+from grpo_trainer.doctor.model import ModelFiles, ModelShape, read_model
 from grpo_trainer.doctor.run_checks import devices_of, server_spread
 from grpo_trainer.errors import ModelError
 from grpo_trainer.launch.plan import says_cache_size

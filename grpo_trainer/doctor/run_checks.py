@@ -21,8 +21,7 @@ from grpo_trainer.doctor.memory import (
     device_name,
 )
 from grpo_trainer.doctor.memory_advice import Planned, advice, largest_rows
-from grpo_trainer.doctor.model_files import ModelFiles
-from grpo_trainer.doctor.model_shape import ModelShape
+from grpo_trainer.doctor.model import ModelFiles, ModelShape
 from grpo_trainer.errors import GrpoError
 from grpo_trainer.files import refuse_to_mix_runs
 from grpo_trainer.launch.ports import is_free, port_holder

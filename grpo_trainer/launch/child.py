@@ -33,6 +33,9 @@ CAUSE = re.compile(r"\b[A-Z]\w*(?:Error|Exception|Failure): \S.*")
 """A log line that names an exception. The first such lines name the cause; later ones only pass it on."""
 CAUSES = 3
 
+PROGRESS = re.compile(r"\bINFO\b|\d%")
+"""A log line of vLLM that says what it does, unlike its warnings."""
+
 PHASE = re.compile(rf"\b{re.escape(phases.__name__)}: start: (.+)")
 """A log line in which a trainer names the present phase of its start."""
 
@@ -49,7 +52,11 @@ def _end_with_parent() -> None:
 
 
 class Child:
-    """A running process, its log file and its last lines."""
+    """A running process, its log file and its last lines.
+
+    Attributes:
+        progress: the last line of its log that says what it does, at most 150 characters; empty: there is none yet.
+    """
 
     def __init__(
         self,
@@ -63,6 +70,7 @@ class Child:
         self.log_path = log_path
         self.last_lines: collections.deque[str] = collections.deque(maxlen=last_lines)
         self.causes: list[str] = []
+        self.progress = ""
         self.log_error: OSError | None = None
         self.ready = spec.ready_url is None
         self.phase: tuple[str, float] | None = None
@@ -109,6 +117,8 @@ class Child:
 
     def _remember(self, line: str) -> None:
         self.last_lines.append(line)
+        if PROGRESS.search(line):
+            self.progress = line.strip()[:150]
         if (phase := PHASE.search(line)) is not None:
             self.phase = phase[1], time.monotonic()
         cause = CAUSE.search(line)
@@ -134,20 +144,19 @@ class Child:
         return self.spec.name
 
     @property
-    def last_line(self) -> str:
-        """The last line with any text, at most 150 characters; empty: there is none yet."""
-        with self._lock:  # a reader may append meanwhile
-            return next((line.strip()[:150] for line in reversed(self.last_lines) if line.strip()), "")
-
-    @property
     def exit_code(self) -> int | None:
         return self.process.poll()
 
     @property
     def stop_seconds(self) -> float:
         """Seconds to end after SIGTERM: few for a trainer before its first step, which has nothing to save."""
-        starts = self.spec.ends_run and self.phase is not None and self.phase[0] != phases.FIRST_STEP
+        starts = self.spec.ends_run and self.phase is not None and not self.trains
         return min(self.spec.stop_seconds, START_STOP_SECONDS) if starts else self.spec.stop_seconds
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is a trainer that has come to its first step, and so may have something to save."""
+        return self.phase is not None and self.phase[0] == phases.FIRST_STEP
 
     def ended(self) -> ProcessFailedError:
         """Return the error for a process that has ended, with its exit code or signal and its last lines."""

@@ -153,7 +153,7 @@ class OwnedServer:
                     raise child.not_ready("--vllm-timeout")
                 if waited >= report_at(said):
                     said = waited
-                    last = child.last_line or "nothing said yet"
+                    last = child.progress or "nothing said yet"
                     log.info("waiting %.0f s for the inference server to start: %s", waited, last)
                 time.sleep(POLL_SECONDS)
         return time.monotonic() - child.started

@@ -121,7 +121,8 @@ def _place_of_answer(model: str) -> Path | None:
 
 def _package(name: str, path: list[str]) -> Path:
     """Return a package's folder without importing it."""
-    spec = PathFinder.find_spec(name, path)
+    # An editable install is on no path: only its own finder, which `importlib.util` asks, knows the folder.
+    spec = PathFinder.find_spec(name, path) or importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         raise FileNotFoundError(name)
     return Path(spec.origin).parent

@@ -94,7 +94,7 @@ class StartWatch:
         for child in children:
             if not child.ready:
                 last_time = known.servers.get(child.name, {}).get("ready")
-                yield Wait(child.name, STARTING, now - child.started, last_time, child.last_line)
+                yield Wait(child.name, STARTING, now - child.started, last_time, child.progress)
             elif child.spec.ends_run:
                 phase, since = child.phase or (STARTING, child.started)
                 if phase == SERVER and any(each.name.startswith("server") for each in children):

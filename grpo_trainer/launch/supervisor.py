@@ -190,6 +190,9 @@ class Supervisor:
         This takes at most `SHUTDOWN_SECONDS`, or the longest `stop_seconds`. A second signal to the supervisor kills at
         once.
         """
+        if self._signals:
+            saves = "the trainer saves a checkpoint, then " if any(child.trains for child in self.children) else ""
+            self._tell(self._say, f"stopping ({signal.Signals(self._signals[0]).name}): {saves}all processes end")
         families = {child: child.family() for child in self.children}
         longest = max((child.stop_seconds for child in self.children), default=0.0)
         deadline = time.monotonic() + max(SHUTDOWN_SECONDS, longest)

@@ -34,6 +34,8 @@ class Sink(Protocol):
 class MetricLog:
     """Reduces a step's metrics once and hands them to every sink.
 
+    A step's seconds are from the end of the step before to its own; those of the first one are from `start`.
+
     Args:
         earlier: rows of the steps that a resumed run has behind it; its next row has `train/resumed`.
         say: takes a line about each figure that leaves its usual range, the first time that it does.
@@ -48,6 +50,10 @@ class MetricLog:
         self._resumed = bool(earlier)
         self._said = {*episodes(earlier)}
         self._say = say
+        self.start()
+
+    def start(self) -> None:
+        """Begin the first step's seconds: what the process did before is its start."""
         machine_metrics()  # utilisation counts from here on
         self._last = time.perf_counter()
 
@@ -57,7 +63,8 @@ class MetricLog:
         seconds, self._last = now - self._last, now
         numbers = reduce(merge(parts))
         numbers["train/seconds"] = seconds
-        numbers["train/tokens_per_second"] = numbers.get("batch/tokens", 0.0) / seconds
+        if numbers.get("batch/sequences_trained"):
+            numbers["train/tokens_per_second"] = numbers["batch/tokens"] / seconds
         numbers |= machine_metrics()
         if self._resumed:
             numbers["train/resumed"] = 1.0

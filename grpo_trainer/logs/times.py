@@ -32,7 +32,7 @@ def time_split(path: Path) -> dict[str, float]:
     rows = read_rows(path)
     split = {name: sum(row.get(key) or 0.0 for row in rows) for name, key in PHASES.items()}
     total = sum(row.get("train/seconds") or 0.0 for row in rows)
-    return {**split, "other (start, logging)": max(0.0, total - sum(split.values()))}
+    return {**split, "other": max(0.0, total - sum(split.values()))}
 
 
 def time_beside(path: Path) -> dict[str, float]:

@@ -11,8 +11,8 @@ RECENT = 50
 def seconds_left(steps: int, recent: Sequence[float]) -> float | None:
     """Return the seconds that `steps` more steps take, each the mean of `recent`.
 
-    The longest of `recent` counts as the second longest. So a single outlier (the first step, which includes the
-    server's start and compiling) does not matter, but repeated ones (saves, restarts) do.
+    The longest of `recent` counts as the second longest. So a single outlier (the first step, which waits for
+    the first rollouts and compiles) does not matter, but repeated ones (saves, restarts) do.
 
     Args:
         recent: seconds of the last steps, from the end of one to the end of the next.

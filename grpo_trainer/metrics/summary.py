@@ -20,7 +20,7 @@ ENDS = 5
 
 @dataclass(frozen=True)
 class Summary:
-    """Outcome of a run; `seconds` is the time from the start of the first step to the end of the last."""
+    """Outcome of a run; `seconds` is the time from the first request of a batch to the end of the last step."""
 
     reward_start: float
     reward_end: float

@@ -5,19 +5,30 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from hashlib import sha256
 from pathlib import Path
 
 from grpo_trainer.files import replace_file
 from grpo_trainer.report.page import page
 from grpo_trainer.report.read import read_run
 
-REPORT_FILE, COMPARISON_FILE = "report.html", "comparison.html"
+REPORT_FILE = "report.html"
+MOST_OF_NAMES = 50
+"""Characters of the runs' names in a comparison's file name; a file name may have 255 bytes."""
 WATCH_SECONDS = 5
 
 
 def report_path(folders: Sequence[Path], output: Path | None) -> Path:
     """Where the page goes: into the run's folder, or the first one's, unless said otherwise."""
-    return output or folders[0] / (REPORT_FILE if len(folders) == 1 else COMPARISON_FILE)
+    return output or folders[0] / (REPORT_FILE if len(folders) == 1 else _comparison_file(folders))
+
+
+def _comparison_file(folders: Sequence[Path]) -> str:
+    """Name the page after the runs, so that each comparison has its own; long names end with a digest of them all."""
+    names = "-".join(folder.resolve().name for folder in folders)
+    if len(names) > MOST_OF_NAMES:
+        names = f"{names[:MOST_OF_NAMES]}-{sha256(names.encode()).hexdigest()[:8]}"
+    return f"comparison-{names}.html"
 
 
 def write_report(folders: Sequence[Path], path: Path, *, refresh_seconds: int = 0) -> bool:

@@ -25,6 +25,9 @@ DEPTH = 2
 LAST_BYTES = 1 << 16
 """The end of metrics.jsonl that is read; it holds the last `ENDS` rows, of which the reward is the mean."""
 
+MODEL_WIDTH = 26
+"""A longer name of a model is shortened in the table, which should fit 80 columns."""
+
 
 @dataclass(frozen=True)
 class Listed:
@@ -102,6 +105,11 @@ def as_json(runs: Sequence[Listed]) -> str:
     return json.dumps([asdict(run) for run in runs], indent=1)
 
 
+def _short(model: str) -> str:
+    """A model's name or path; of a long one the last part."""
+    return model if len(model) <= MODEL_WIDTH else f"…/{Path(model).name}"
+
+
 def print_runs(runs: Sequence[Listed], folder: Path, console: Console) -> None:
     """A table; runs are named by their place in the folder."""
     table = Table(box=None, pad_edge=False)
@@ -111,5 +119,7 @@ def print_runs(runs: Sequence[Listed], folder: Path, console: Console) -> None:
     for run in runs:
         steps = f"{run.steps}/{run.total_steps}" if run.total_steps else str(run.steps)
         reward = "–" if run.reward is None else f"{run.reward:.3f}"
-        table.add_row(os.path.relpath(run.folder, folder), run.mode or "–", run.model or "–", steps, reward, run.state)
+        table.add_row(
+            os.path.relpath(run.folder, folder), run.mode or "–", _short(run.model or "–"), steps, reward, run.state
+        )
     console.print(table if runs else f"no run in {folder}", markup=False, highlight=False)

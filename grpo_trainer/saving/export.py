@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,13 +54,16 @@ class ExportOptions:
     base: str | None = None
 
 
-def export_checkpoint(options: ExportOptions) -> Path:
+def export_checkpoint(options: ExportOptions, say: Callable[[str], None] = log.info) -> Path:
     """Write the folder, completely or not at all, and return its path.
+
+    Args:
+        say: called with a line that names the newest checkpoint, if the options name a folder of several.
 
     Raises:
         ConfigError: there is no checkpoint, it is damaged, it can't be merged, or the output folder is not empty.
     """
-    path = _find(options.checkpoint)
+    path = _find(options.checkpoint, say)
     prefix = "merged" if options.merge else "exported"
     output = options.output or path.with_name(f"{prefix}_{path.name}")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -80,7 +84,7 @@ def export_checkpoint(options: ExportOptions) -> Path:
     return output
 
 
-def _find(path: Path) -> Path:
+def _find(path: Path, say: Callable[[str], None]) -> Path:
     """Return the checkpoint to export, after verifying its checksums."""
     if not any((path / marker).is_file() for marker in (CONFIG_FILE, MODEL_CONFIG_FILE)):
         found = [one.path for folder in (path, path / "checkpoints") for one in saved_checkpoints(folder)]
@@ -91,7 +95,7 @@ def _find(path: Path) -> Path:
                 wanted=f"a folder with {CONFIG_FILE} or {MODEL_CONFIG_FILE}, or a folder of such folders",
             )
         path = found[-1]
-        log.info("the newest checkpoint is %s", path)
+        say(f"the newest checkpoint is {path}")
     if (path / STATE_FILE).is_file():
         try:
             check_files(path, read_state(path))

@@ -95,6 +95,7 @@ def check_relaunches(run_dir: Path, done: list[dict[str, Any]], said: str) -> No
     assert 4 - done[-1]["rollout/staleness_max"] >= 2
     assert (run_dir / "logs" / "server.log").read_text().count("-m vllm_server.standby") == 2
     assert "from scratch" not in said
+    assert " WARNING " not in (run_dir / "logs" / "env-arithmetic.log").read_text(), "the server's absence was expected"
 
 
 def check_final(checkpoints: Path, base: Path, mode: str) -> None:

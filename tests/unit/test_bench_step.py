@@ -14,7 +14,7 @@ from grpo_trainer.bench.shapes import SHAPES
 from grpo_trainer.bench.step.options import BatchChoice, StepOptions
 from grpo_trainer.bench.step.work import completion_lengths, step_flops, synthetic_batch
 from grpo_trainer.config.options import build
-from grpo_trainer.doctor.model_shape import ModelShape
+from grpo_trainer.doctor.model import ModelShape
 from grpo_trainer.errors import ConfigError
 from tests.processes import ROOT
 

@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 
 from grpo_trainer.config.run import build_run
+from grpo_trainer.errors import StoppedError
 from grpo_trainer.files import METRICS_FILE, held_folder
 from grpo_trainer.launch.plan import ProcessSpec, RunPlan
 from grpo_trainer.launch.start import StartWatch
@@ -24,6 +25,7 @@ from grpo_trainer.logs.lines import live_line, sparkline, step_line
 from grpo_trainer.metrics.rows import NewRows
 from grpo_trainer.phases import REPORT_FILE
 from grpo_trainer.run import supervise
+from grpo_trainer.saving.manifest import STATE_FILE
 
 
 def test_an_evaluation_is_one_line_on_the_console(tmp_path: Path) -> None:
@@ -107,13 +109,13 @@ print("x WARNING careful", file=sys.stderr, flush=True)
 """
 
 
-def run_stand_in(folder: Path, console: Console) -> None:
+def run_stand_in(folder: Path, console: Console, program: str = TRAINER) -> None:
     """A run whose trainer is a small program: three steps after one of an earlier process."""
     (folder / METRICS_FILE).write_text('{"step": 1, "time": 1.0, "reward/mean": 0.0}\n')
     config = build_run(
         {}, {"model_name": "demo", "weight_bridge_mode": "lora_only", "training_steps": "4", "run_dir": str(folder)}
     )
-    trainer = ProcessSpec("trainer", (sys.executable, "-c", TRAINER, str(folder)), ends_run=True)
+    trainer = ProcessSpec("trainer", (sys.executable, "-c", program, str(folder)), ends_run=True)
     with held_folder(folder, "--run-dir") as held:
         supervise(config, RunPlan(((trainer,),), {}, {}), console, held, StartWatch(folder / REPORT_FILE, None))
 
@@ -129,6 +131,17 @@ def test_a_run_that_is_piped_has_a_line_a_step(tmp_path: Path) -> None:
     ]
     assert {"resumed", "trainer: x WARNING careful"} < {*lines}
     assert any(line.startswith("Evaluation") for line in lines)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_run_that_is_stopped_goes_on_only_if_something_was_saved(tmp_path: Path, saved: bool) -> None:
+    if saved:
+        (tmp_path / "checkpoints" / "adapter_step_1").mkdir(parents=True)
+        (tmp_path / "checkpoints" / "adapter_step_1" / STATE_FILE).touch()
+    stops = f"import os, signal, time; os.kill({os.getpid()}, signal.SIGINT); time.sleep(60)"
+    with pytest.raises(StoppedError) as stopped:
+        run_stand_in(tmp_path, Console(quiet=True), stops)
+    assert ("--resume auto" in stopped.value.fix) == saved
 
 
 class Terminal:

@@ -345,6 +345,8 @@ class Recorder:
 
     def begin(self, progress: Progress) -> None: ...
 
+    def start(self) -> None: ...
+
     def next(self, version: int, *, last: bool) -> ReadyBatch:
         return replace(trainer().ready(self.batch), policy_version=version)
 

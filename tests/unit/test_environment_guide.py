@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,53 +35,49 @@ def shown(name: str) -> type[BaseEnv[Any]]:
 
 
 @pytest.fixture
-def capitals() -> type[BaseEnv[Any]]:
-    return shown("Capitals")
+def tens() -> type[BaseEnv[Any]]:
+    return shown("Tens")
 
 
-def build(env_cls: type[BaseEnv[Any]], **changes: Any) -> BaseEnv[Any]:
-    """The environment before a server that answers Paris and Rome, in turns."""
+def build(env_cls: type[BaseEnv[Any]], says: Sequence[str] = ("40", "46"), **changes: Any) -> BaseEnv[Any]:
+    """The environment before a server that says this, in turns."""
     tokenizer = build_tokenizer()
-    server = Scripted(tokenizer, lambda _: ["Paris<|endoftext|>", "Rome<|endoftext|>"])
+    server = Scripted(tokenizer, lambda _: [f"{text}<|endoftext|>" for text in says])
     return env_cls(BaseEnvConfig(**({"tokenizer_name": "demo", "group_size": 2} | changes)), server, tokenizer)
 
 
 def test_the_guides_environment_scores_and_evaluates(
-    capitals: type[BaseEnv[Any]], capsys: pytest.CaptureFixture[str]
+    tens: type[BaseEnv[Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    env = build(capitals)
+    env = build(tens)
 
     async def scene() -> tuple[Any, Any]:
         await env.setup()
-        items = [await env.get_next_item() for _ in range(2)]
-        groups = [await env.collect_trajectories(item) for item in items]
+        groups = [await env.collect_trajectories(item) for item in ((12, 34), (10, 49))]
+        assert len(env.prompt(await env.get_next_item())) == len("12+34=")
         await cli.evaluate(env)
         return groups[0], groups[1]
 
-    france, japan = asyncio.run(scene())
-    assert (france.scores, japan.scores) == ([1.0, 0.0], [0.0, 0.0])
-    assert "France" in env.prompt(("France", "Paris"))
-    assert france.messages[0] == [
-        {"role": "user", "content": env.prompt(("France", "Paris"))},
-        {"role": "assistant", "content": "Paris"},
-    ]
-    assert json.loads(capsys.readouterr().out) == {"env": "capitals", "accuracy": 0.0}  # it says Paris
+    forties, fifties = asyncio.run(scene())
+    assert (forties.scores, fifties.scores) == ([1.0, 0.0], [0.0, 0.0])
+    assert forties.messages[0] == [{"role": "user", "content": "12+34="}, {"role": "assistant", "content": "40"}]
+    assert json.loads(capsys.readouterr().out) == {"env": "tens", "accuracy": 0.5}
 
 
-def test_messages_go_through_the_chat_template_and_may_be_left_out(capitals: type[BaseEnv[Any]]) -> None:
-    env = build(capitals, include_messages=False)
+def test_messages_go_through_the_chat_template_and_may_be_left_out(tens: type[BaseEnv[Any]]) -> None:
+    env = build(tens, include_messages=False)
     chat = [{"role": "system", "content": "Say "}, {"role": "user", "content": "Paris"}]
     assert env.encode(chat) == env.encode("Say Paris")  # the demo model's template only joins
-    group = asyncio.run(env.collect_trajectories(("France", "Paris")))
+    group = asyncio.run(env.collect_trajectories((12, 34)))
     assert group is not None and group.messages is None
 
 
-def test_process_stops_where_the_items_do(capitals: type[BaseEnv[Any]], tmp_path: Path) -> None:
-    env = build(capitals, data_path_to_save_groups=tmp_path / "groups.jsonl", max_concurrent_groups=2)
-    env.items = iter([("France", "Paris")] * 3)  # type: ignore[attr-defined]
+def test_process_stops_where_the_items_do(tens: type[BaseEnv[Any]], tmp_path: Path) -> None:
+    env = build(tens, data_path_to_save_groups=tmp_path / "groups.jsonl", max_concurrent_groups=2)
+    items = iter([(12, 34)] * 3)
 
     async def next_or_none() -> Any:
-        return next(env.items, None)  # type: ignore[attr-defined]
+        return next(items, None)
 
     async def no_setup() -> None:
         return
@@ -88,12 +85,12 @@ def test_process_stops_where_the_items_do(capitals: type[BaseEnv[Any]], tmp_path
     env.get_next_item, env.setup = next_or_none, no_setup  # type: ignore[method-assign]
     with pytest.raises(PeerError) as error:
         asyncio.run(cli.process(env, 4))
-    assert (error.value.field, error.value.got, error.value.wanted) == ("capitals", "3 groups", "4 groups")
+    assert (error.value.field, error.value.got, error.value.wanted) == ("tens", "3 groups", "4 groups")
     assert len((tmp_path / "groups.jsonl").read_text().splitlines()) == 3
 
 
 def test_the_guides_port_of_an_environment_of_atropos_works() -> None:
-    env = build(shown("PortedCapitals"))
+    env = build(shown("PortedCapitals"), says=("Paris", "Rome"))
 
     async def scene() -> Any:
         await env.setup()

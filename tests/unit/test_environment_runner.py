@@ -166,6 +166,30 @@ def test_it_waits_for_the_trainer_within_the_bound() -> None:
     assert asyncio.run(scene()) == (4, 4)
 
 
+@pytest.mark.parametrize("stuck", [False, True])
+def test_without_progress_it_says_whether_groups_or_the_trainer_are_missing(
+    stuck: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "SAY_WAITING_EVERY_S", 0.2)
+    monkeypatch.setattr(runner, "WAIT_S", 0.1)
+
+    missing = "groups in flight" if stuck else "the trainer"
+
+    async def make(item: int) -> wire.ScoredData:
+        await asyncio.sleep(60.0 if stuck else 0.0)
+        return group(version=item)
+
+    async def scene() -> None:
+        service, stop = await started(), asyncio.Event()
+        task = asyncio.create_task(serving(Sums(config(), make), service, stop))
+        await until(lambda: any(missing in (record.args or ()) for record in caplog.records))
+        stop.set()
+        await task
+
+    with caplog.at_level(logging.WARNING, logger=runner.__name__):
+        asyncio.run(scene())
+
+
 def test_a_slow_group_does_not_keep_others_from_starting() -> None:
     """A place comes free with each group that is posted, and not only when the trainer takes the batch."""
 

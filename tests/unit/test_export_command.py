@@ -98,6 +98,17 @@ def test_the_output_is_the_second_argument(adapter: tuple[PeftModel, Path], tmp_
     assert (tmp_path / "out" / "adapter_config.json").is_file()
 
 
+def test_the_command_says_what_it_does_without_a_log_record(
+    adapter: tuple[PeftModel, Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    _, path = adapter
+    with caplog.at_level("INFO"):
+        done = CliRunner().invoke(app, ["export", str(path.parent)])
+    first, newest = done.stderr.splitlines()
+    assert str(path.parent) in first and str(path) in newest
+    assert not [record for record in caplog.records if record.name.startswith("grpo")]
+
+
 def test_an_adapter_may_be_written_in_16_bits(adapter: tuple[PeftModel, Path]) -> None:
     _, path = adapter
     output = export_checkpoint(ExportOptions(path, dtype="bfloat16"))

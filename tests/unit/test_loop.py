@@ -126,6 +126,9 @@ class Told:
     def settle(self, batches: tuple[str, ...], *, patient: bool = True) -> None:
         self.events.append(f"settle {','.join(batches)}")
 
+    def start(self) -> None:
+        self.events.append("clock")
+
     def log(self, step: int, *_: Any) -> None:
         self.metrics.append(step)
 
@@ -152,7 +155,7 @@ def test_a_version_is_a_step_that_landed_and_a_batch_is_settled_when_it_is_on_th
     told: Any = Told(True, False, True)
     run(told, 3)
     assert told.events == [
-        *("prove", "publish 5", "begin at 0"),
+        *("prove", "publish 5", "begin at 0", "clock"),
         *("batch 5", "begin", "write", "end", "publish 6", "report 1", "save 1/6 b5", "settle "),
         *("batch 6", "publish 6", "report 2", "save 2/6 b5,b6", "settle b5"),
         *("last batch 6", "begin", "write", "end", "publish 7", "report 3", "save 3/7 b5,b6,b6", "settle b5,b6"),

@@ -25,7 +25,7 @@ from grpo_trainer.doctor.memory import (
     layer_bytes_per_token,
 )
 from grpo_trainer.doctor.memory_advice import NOTHING_HELPS, Planned, advice, largest_rows
-from grpo_trainer.doctor.model_shape import ModelShape
+from grpo_trainer.doctor.model import ModelShape
 from grpo_trainer.engine.activations import measure
 from grpo_trainer.errors import ModelError
 from grpo_trainer.model.lora_linear import use_few_kernels

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -41,13 +42,25 @@ def test_any_split_gives_the_same_mean(values: list[float], at: int) -> None:
 
 def test_one_json_object_a_step_whatever_the_numbers(tmp_path: Path) -> None:
     log = MetricLog([JsonlSink(tmp_path / "new" / "metrics.jsonl")])
-    log.log(1, {"reward/mean": Mean(1.0)}, {"batch/tokens": Sum(10)})
+    log.log(1, {"reward/mean": Mean(1.0)}, {"reward/std": Mean(0.5)})
     log.log(2, {"reward/mean": Mean(float("nan"))})
     log.close()
     rows = [json.loads(line) for line in (tmp_path / "new" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
     assert rows[0]["reward/mean"] == 1.0 and rows[1]["reward/mean"] is None  # NaN is no JSON
-    assert rows[0]["train/tokens_per_second"] > 0
+    assert rows[0]["reward/std"] == 0.5
+
+
+def test_the_start_is_not_in_the_first_steps_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([0.0, 100.0, 102.0, 105.0])  # made, started, a step, another one
+    monkeypatch.setattr(time, "perf_counter", lambda: next(moments))
+    log = MetricLog([])
+    log.start()
+    tokens = {"batch/tokens": Sum(30)}
+    trained = log.log(1, tokens | {"batch/sequences_trained": Sum(4)})
+    assert trained["train/seconds"] == 2.0 and trained["train/tokens_per_second"] == 15.0
+    untrained = log.log(2, tokens | {"batch/sequences_trained": Sum(0)})
+    assert untrained["train/seconds"] == 3.0 and "train/tokens_per_second" not in untrained
 
 
 def test_a_start_that_failed_leaves_no_run_behind(tmp_path: Path) -> None:
@@ -110,7 +123,7 @@ def test_a_gpu_whose_utilisation_is_not_known_is_no_problem(
     ("steps", "recent", "seconds"),
     [
         (9, [], None),
-        (9, [5.0], None),  # the first step has the start in it
+        (9, [5.0], None),  # the first step may be an outlier
         (8, [100.0, 5.0], 40.0),  # 100 counts as 5: 8 x (5 + 5) / 2
         (9, [4.0, 6.0, 5.0], 42.0),  # 6 counts as 5: 9 x (4 + 5 + 5) / 3
         (10, [1.0, 1.0, 11.0, 1.0, 1.0, 11.0], 260.0 / 6),  # a restart every three steps: 10 x (4 + 22) / 6

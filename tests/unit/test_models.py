@@ -25,7 +25,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("runs/demo-modle", "runs/demo-model"),
         ("rnus/demo-model", "runs/demo-model"),  # could be the hub's, but for the model that is called nearly so
-        ("runs/nothing-alike", "runs"),
+        ("runs/nothing-alike", "the models runs/demo-model"),
+        ("./nothing/alike", "the models runs/demo-model"),  # two levels down
         ("./runs/demo_model", "runs/demo-model"),
     ],
 )

@@ -265,6 +265,14 @@ def test_a_toml_file_with_an_error_names_the_place(tmp_path: Path) -> None:
     assert "Traceback" not in missing.stderr
 
 
+def test_train_alone_is_answered_with_an_example_and_the_command_that_starts_everything() -> None:
+    error = CliRunner().invoke(app, ["train"]).exception
+    assert isinstance(error, ConfigError) and error.field == "--model-name"
+    assert "grpo train --model-name " in error.fix and "`grpo run`" in error.fix
+    some = CliRunner().invoke(app, ["train", "--lr", "1e-5"]).exception
+    assert isinstance(some, ConfigError) and not some.fix
+
+
 def test_help_says_defaults_and_what_is_required() -> None:
     """In square brackets they would be markup, and not be seen."""
     command = typer.Typer()

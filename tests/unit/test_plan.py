@@ -293,6 +293,19 @@ def test_an_unknown_environment_is_named_with_those_that_are_known(
     assert environment_module("chess") == "chess"
 
 
+def test_an_environment_that_is_not_there_says_where_it_was_looked_for_and_names_the_nearest_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "/a/b:/c")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "reverse_text.py").touch()
+    with pytest.raises(ConfigError) as error:
+        environment_module("reverse")
+    assert str(tmp_path) in error.value.summary and "/a/b:/c" in error.value.summary
+    assert "mine.reverse_text" in error.value.fix and "mine/reverse_text.py" in error.value.fix
+
+
 def test_planning_is_pure() -> None:
     assert plan() == plan()
 

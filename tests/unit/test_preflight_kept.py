@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import msgspec
@@ -70,6 +71,17 @@ def test_a_model_that_is_served_is_asked_for_once_wherever_it_lies(model: Path, 
     copy = shutil.copytree(model, tmp_path / "copy")
     assert preflight(str(copy), vllm) == msgspec.structs.replace(first, model=str(copy))
     assert vllm.asked == [str(model)]
+
+
+def test_an_editable_installation_is_found_from_any_folder(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if not (Path(each) / "vllm_server").is_dir()])
+    vllm = Vllm()
+    for _ in range(2):
+        preflight(str(model), vllm)
+    assert len(vllm.asked) == 1
 
 
 @pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "VLLM_TARGET_DEVICE", "VLLM_PLUGINS"])

@@ -32,6 +32,16 @@ def bash(script: str, folder: Path, *, seconds: float = 60.0) -> subprocess.Comp
     return subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env, check=False)
 
 
+def test_the_set_up_installs_when_executed_and_only_defines_when_sourced() -> None:
+    script, env = ROOT / "scripts" / "setup.sh", {**os.environ, "GRPO_PYTHON": "/no/such/python"}
+    executed = subprocess.run(["bash", str(script)], capture_output=True, text=True, env=env, check=False)
+    assert executed.returncode == 1 and "/no/such/python" in executed.stderr
+    sourced = subprocess.run(
+        ["bash", "-c", f"source {script}; type -t prepare"], capture_output=True, env=env, check=True
+    )
+    assert sourced.stdout == b"function\n"
+
+
 def is_alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 

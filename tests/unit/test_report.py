@@ -362,7 +362,9 @@ def test_runs_beside_each_other(tmp_path: Path) -> None:
 
 def test_where_it_is_written(tmp_path: Path) -> None:
     a, b = write_run(tmp_path / "a", [row(1)]), write_run(tmp_path / "b", [row(1)])
-    assert report_path([a], None) == a / "report.html" and report_path([a, b], None) == a / "comparison.html"
+    assert report_path([a], None) == a / "report.html" and report_path([a, b], None) == a / "comparison-a-b.html"
+    long = [report_path([a, *(tmp_path / f"{'ж' * 100}{number}" for number in (1, last))], None) for last in (2, 3)]
+    assert long[0] != long[1] and all(len(path.name.encode()) <= 255 for path in long)
     assert report_path([a], tmp_path / "x.html") == tmp_path / "x.html"
     assert not write_report([a], a / "report.html")
     assert (a / "report.html").read_text().startswith("<!doctype html>")

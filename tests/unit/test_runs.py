@@ -75,6 +75,15 @@ def test_the_table_names_runs_by_their_place(tmp_path: Path) -> None:
     assert out.getvalue().splitlines()[1].split() == ["monday/words", "none", "–", "1/10", "0.100", "stopped"]
 
 
+def test_a_long_path_of_a_model_is_shortened_to_its_end(tmp_path: Path) -> None:
+    write_run(
+        tmp_path / "sums", [row(1)], weight_bridge_mode="lora_only", model_name="/home/someone/grpo/runs/demo-model"
+    )
+    out = io.StringIO()
+    print_runs(list_runs(tmp_path), tmp_path, Console(file=out, width=80))
+    assert [line.split()[2] for line in out.getvalue().splitlines()] == ["model", "…/demo-model"]
+
+
 def test_no_such_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         list_runs(tmp_path / "typo")

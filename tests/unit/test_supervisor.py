@@ -167,13 +167,16 @@ def test_what_a_start_waits_for_is_known_with_what_it_took_the_last_time(tmp_pat
     port, watch = free_port(), StartWatch(report, kept)
     said, seen = list[str](), list[Wait]()
     server = spec(
-        "server", 'print("loads", flush=True)\n' + LATE_SERVER, str(port), ready_url=f"http://127.0.0.1:{port}/"
+        "server",
+        'print("INFO loads\\nWARNING no Triton\\n", flush=True)\n' + LATE_SERVER,
+        str(port),
+        ready_url=f"http://127.0.0.1:{port}/",
     )
     train = spec("trainer", ANSWERED + textwrap.dedent(trainer), str(port), ends_run=True)
     with Supervisor(tmp_path, said.append, said.append, watch, show=lambda: seen.extend(watch.waits)) as supervisor:
         supervisor.run([[server, train]])
     found = {(wait.name, wait.what): (wait.last_time, wait.note) for wait in seen}
-    assert found.pop(("server", STARTING)) == (88, "loads")
+    assert found.pop(("server", STARTING)) == (88, "INFO loads")
     found.pop(("trainer", STARTING), None)  # before its first line
     assert found == {("trainer", IN_WORDS["compile"]): (77, "")}, "its wait for the server is that server's"
     assert watch.is_over and not watch.waits
@@ -211,6 +214,7 @@ def test_who_has_not_come_to_a_step_has_little_time_to_end(make: Callable[[], Su
         other = supervisor.start(spec("c", says, stop_seconds=3))
         wait_for("all is said", lambda: phase(compiles) == "compile" and phase(trains) == FIRST_STEP, tmp_path)
         seconds = [child.stop_seconds for child in (compiles, trains, other)]
+        assert [child.trains for child in (compiles, trains, other)] == [False, True, False]
     assert seconds == [START_STOP_SECONDS, 120, 3]
 
 
@@ -376,6 +380,7 @@ def test_a_signal_ends_every_child_and_grandchild_within_ten_seconds(
         supervisor.run([[spec("env", SLEEPER), stubborn]])
     assert time.monotonic() - started < 1.5 + SHUTDOWN_SECONDS + 0.5  # what is promised to users, not a benchmark
     assert error.value.exit_code == 128 + number
+    assert [line for line in recorder.said if number.name in line] == recorder.said[-1:]
     grandchild = re.search(r"^child (\d+)$", (tmp_path / "logs" / "trainer.log").read_text(), re.MULTILINE)
     assert grandchild
     assert_gone([*recorder.pids, int(grandchild[1])])

@@ -2,7 +2,7 @@
 // The status page: asks for the overview every two seconds and shows it.
 
 const $ = id => document.getElementById(id);
-const WINDOW = 12; // points over which the throughput is taken
+const WINDOW = 12; // newest points, of which the mean is shown
 
 const size = bytes => bytes < 1e6 ? short(bytes / 1e3) + " kB" : short(bytes / 1e6) + " MB";
 const ago = seconds => seconds < 1 ? "now" : duration(seconds) + " ago";
@@ -12,10 +12,11 @@ const reward = {title: "Reward", note: "mean score of groups", section: "Progres
   lines: [line("highest group", {dash: 1, band: 2}), line("mean"), line("lowest group", {dash: 1})]};
 const speed = {title: "Throughput", note: "tokens/s of the groups that came", section: "Progress", lines: [line("tokens/s")]};
 data = {runs: [{name: "", steps: []}], plots: [reward, speed]};
-state.x = "seconds";
+Object.assign(state, {x: "seconds", smoothing: 0.6});
 
 function tiles(o) {
-  const s = o.status, box = $("tiles"), steps = s.num_steps > 0, old = s.staleness, last = reward.lines[1].ys;
+  const s = o.status, box = $("tiles"), steps = s.num_steps > 0, old = s.staleness, newest = o.points.slice(-WINDOW);
+  const [groups, sum] = newest.reduce(([count, sum], each) => [count + each.groups, sum + each.groups * each.mean], [0, 0]);
   box.replaceChildren();
   const tile = (name, value, note) => {
     const t = add(box, "div", undefined, "tile");
@@ -24,7 +25,7 @@ function tiles(o) {
   tile("step", s.current_step, steps ? "of " + s.num_steps : "");
   tile("time left", o.seconds_left === null ? "–" : duration(o.seconds_left),
     o.seconds_per_step === null ? "known after two steps" : short(Number(o.seconds_per_step.toPrecision(3))) + " s a step");
-  tile("reward", last.length ? last[last.length - 1].toFixed(3) : "–", "newest groups");
+  tile("reward", groups ? (sum / groups).toFixed(3) : "–", `newest ${groups} groups`);
   tile("tokens/s", short(Math.round(speed.lines[0].ys[speed.lines[0].ys.length - 1] ?? 0)), "of the newest groups");
   const batch = s.batch_size < 0 ? "" : ` of ${s.batch_size}`;
   tile("queued groups", s.queue_size, `${s.queued_sequences}${batch} sequences, ${size(s.queued_bytes)}`);

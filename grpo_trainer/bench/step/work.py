@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from grpo_trainer.bench.step.options import BatchChoice
 from grpo_trainer.config.bridge import ALL_LINEAR
-from grpo_trainer.doctor.model_shape import ModelShape
+from grpo_trainer.doctor.model import ModelShape
 from grpo_trainer.rollouts.types import Group, RolloutBatch, Sample
 
 GROUP = 8

@@ -23,8 +23,8 @@ from grpo_trainer.bench.sync.subject import (
     Publish,
     Subject,
     configured,
-    gb_since,
     gpu_used_mb,
+    mb_since,
     serving,
 )
 from grpo_trainer.config.bridge import LoraOnly
@@ -227,10 +227,10 @@ def opened(options: SyncOptions, place: Place, **values: Any) -> Iterator[Subjec
         early = None if config.shares_weights else Loaded.of(config, place)
         if place.on_gpu:
             torch.cuda.empty_cache()  # what loading has left is none of the server's
-        before, server_gb = gpu_used_mb(options), None
+        before, server_mb = gpu_used_mb(options), None
         if not config.owns_server:
             held.enter_context(serving(config, place, stop))
-            server_gb = gb_since(before, options)
+            server_mb = mb_since(before, options)
         policy = (loaded := early or Loaded.of(config, place)).policy
         trained = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
         checkpoints = Checkpoints(config.checkpoints, policy, build_optimizer(trained, config.optimizer))
@@ -238,5 +238,5 @@ def opened(options: SyncOptions, place: Place, **values: Any) -> Iterator[Subjec
         subject = SUBJECTS[choice.bridge]
         version = bridge.connect(subject.first_version) - subject.first_version
         if config.owns_server:
-            server_gb = gb_since(before, options)
-        yield subject(bridge, loaded, config, stop.check, server_gb, version)
+            server_mb = mb_since(before, options)
+        yield subject(bridge, loaded, config, stop.check, server_mb, version)

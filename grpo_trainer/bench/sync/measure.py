@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import platform
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,16 +16,21 @@ import torch
 from grpo_trainer.bench.devices import cpu_name, listener
 from grpo_trainer.bench.figures import median_ms, p95_ms
 from grpo_trainer.bench.shapes import SHAPES
+from grpo_trainer.bench.step.options import BatchChoice
+from grpo_trainer.bench.step.work import synthetic_batch
 from grpo_trainer.bench.sync.bridges import opened
 from grpo_trainer.bench.sync.load import load_figures
 from grpo_trainer.bench.sync.options import SyncOptions
-from grpo_trainer.bench.sync.step import step_figures
 from grpo_trainer.bench.sync.subject import Place, Publish, Subject, gpu_used_mb, placed
+from grpo_trainer.metrics.types import reduce
+from grpo_trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
 EARLY_PUBLISH = 10
 PROGRESS_EVERY = 100
+TRAINED_STEPS = 2
+"""Of which the first creates the optimizer's states."""
 
 
 def measure(options: SyncOptions, server_args: tuple[str, ...]) -> dict[str, Any]:
@@ -52,7 +58,7 @@ def _measure(options: SyncOptions, place: Place, subject: Subject[Any]) -> dict[
         load = load_figures(subject, place.logs, options.load, options.concurrency(on_gpu=place.on_gpu), vocab)
     memory = memory_figures(early, late, Snapshot.of(subject, late.publishes, gpu_used_mb(options)))
     if options.step.step_seqs:
-        step = step_figures(subject, options.step, vocab, lambda: _gb(gpu_used_mb(options)))
+        step = step_figures(subject, options)
     baseline = subject.baseline(options.baseline_repeat) if options.baseline_repeat else None
     return {
         "bridge": choice.bridge,
@@ -161,6 +167,51 @@ def memory_figures(early: Snapshot, late: Snapshot, end: Snapshot) -> dict[str, 
         "server_rss_growth_mb": round(late.server_rss_mb - early.server_rss_mb, 1),
         "gpu_growth_mb": None if early.gpu_mb is None or late.gpu_mb is None else round(late.gpu_mb - early.gpu_mb, 1),
         "files_at_end": end.files,
+    }
+
+
+def step_figures(subject: Subject[Any], options: SyncOptions) -> dict[str, Any]:
+    """Train on synthetic rollouts, twice. Sizes are in units of 1e9 bytes, None without a GPU.
+
+    * `seconds`: of the last step;
+    * `weights_gb`: allocated by the trainer before the first step;
+    * `peak_gb`: the most that the trainer had allocated at one time: weights, gradients, states, activations;
+    * `server_gb`: taken by the server alone; `together_gb`: used on the GPU after the steps, by whomever;
+    * `together_over_parts`: above 1 by what CUDA and torch keep for themselves.
+    """
+    choice, vocab = options.step, SHAPES[options.model.shape].vocab
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() / 1e6 if on_gpu else None
+    trainer = Trainer(subject.model, subject.config)
+    batch = BatchChoice(
+        seqs=choice.step_seqs, prompt_len=choice.step_prompt_len, completion_len=choice.step_completion_len
+    )
+    seconds, loss = 0.0, 0.0
+    for number in range(TRAINED_STEPS):
+        ready = trainer.ready(synthetic_batch(batch, vocab, number))
+        started = time.perf_counter()
+        result = trainer.step(ready, number, subject.bridge.updating)
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds, loss = time.perf_counter() - started, reduce(result.metrics)["train/loss"]
+        subject.trained()
+        log.info("training step %d: %.2f s", number, seconds)
+    peak = torch.cuda.max_memory_allocated() / 1e6 if on_gpu else None
+    server, together = subject.server_mb, gpu_used_mb(options)
+    parts = None if peak is None or server is None else server + peak
+    return {
+        "sequences": choice.step_seqs,
+        "optimizer": choice.step_optimizer,
+        "seconds": round(seconds, 3),
+        "loss": loss,
+        "weights_gb": _gb(before),
+        "peak_gb": _gb(peak),
+        "server_gb": _gb(server),
+        "together_gb": _gb(together),
+        "together_over_parts": None if parts is None or together is None else round(together / parts, 4),
     }
 
 

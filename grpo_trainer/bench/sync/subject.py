@@ -193,10 +193,10 @@ def gpu_used_mb(options: SyncOptions) -> float | None:
     return used
 
 
-def gb_since(before: float | None, options: SyncOptions) -> float | None:
-    """Return how much `gpu_used_mb` has grown since it was `before`, in units of 1e9 bytes."""
+def mb_since(before: float | None, options: SyncOptions) -> float | None:
+    """Return how much `gpu_used_mb` has grown since it was `before`."""
     now = gpu_used_mb(options)
-    return None if now is None or before is None else (now - before) / 1e3
+    return None if now is None or before is None else now - before
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class Subject(Generic[B]):
 
     Attributes:
         check: raises an error if the server has ended by itself.
-        server_gb: GPU memory of the server after its start, in units of 1e9 bytes; None: there is no GPU.
+        server_mb: GPU memory of the server after its start, in units of 1e6 bytes; None: there is no GPU.
         info: the server.
         version: the version that was published last.
         proof: what the bridge's proof measured, in nats a token; None: it was skipped.
@@ -239,7 +239,7 @@ class Subject(Generic[B]):
     loaded: Loaded
     config: TrainConfig
     check: Callable[[], None]
-    server_gb: float | None
+    server_mb: float | None
     version: int
     client: ServerClient = field(init=False)
     info: BridgeInfo = field(init=False)

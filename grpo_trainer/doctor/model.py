@@ -1,14 +1,20 @@
-"""A model's sizes, from its config.json alone: enough to plan memory, without torch or transformers."""
+"""A model's sizes and files, without loading a weight: its config.json, and tensors by the headers of its files."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from grpo_common.models import CONFIG_FILE, find_folder
 from grpo_trainer.errors import ModelError
+from vllm_server.protocol.flat import decode_header, read_header
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+INDEX_FILE = "model.safetensors.index.json"
+SAVE_AGAIN = "save or download the model again"
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclass(frozen=True)
@@ -117,3 +123,90 @@ def _first(config: Mapping[str, Any], *names: str, default: int | None = None) -
     if default is None:
         raise ModelError(field="config.json", got=f"no {names[0]}", wanted="a model's sizes")
     return default
+
+
+def shape_of(name: str) -> ModelShape | None:
+    """The sizes of a model that is on this machine; None: it is not, or can't be told. Others say why."""
+    folder = find_folder(name)
+    try:
+        return ModelShape.from_config(json.loads((folder / CONFIG_FILE).read_text())) if folder else None
+    except (OSError, ValueError):
+        return None
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What a model's folder holds.
+
+    Attributes:
+        shapes: of its tensors, by name; empty where it has none in safetensors.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether there is a vocabulary: `tokenizer_config.json` alone has none."""
+        return any((self.folder / name).is_file() for name in VOCABULARIES)
+
+
+def read_model(folder: Path) -> ModelFiles:
+    """Read configuration and headers.
+
+    Raises:
+        ModelError: a file is missing, can't be read, or is cut off; its `field` names the file.
+    """
+    config = _json(folder / CONFIG_FILE)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in _weight_files(folder):
+        shapes |= _shapes(path)
+    if not shapes and not list(folder.glob("*.bin")):
+        raise ModelError(field=str(folder), got="no *.safetensors", wanted="a model's weights", fix=SAVE_AGAIN)
+    return ModelFiles(folder, config, shapes)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that the index names, or all there are."""
+    if not (folder / INDEX_FILE).exists():
+        return sorted(folder.glob("*.safetensors"))
+    names = sorted(set(_json(folder / INDEX_FILE).get("weight_map", {}).values()))
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing:
+        raise ModelError(
+            f"{missing[0]} is missing",
+            field=str(folder),
+            got=f"{len(names) - len(missing)} of {len(names)} weight files",
+            wanted="all of them",
+            fix=SAVE_AGAIN,
+        )
+    return [folder / name for name in names]
+
+
+def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        with path.open("rb") as file:
+            header = decode_header(read_header(file))
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from None
+    whole = header.size + header.nbytes
+    if (size := path.stat().st_size) < whole:
+        raise ModelError(field=str(path), got=f"{size:,} bytes", wanted=f"all {whole:,} bytes", fix=SAVE_AGAIN)
+    return {span.name: span.shape for span in header.spans}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ModelError(field=str(path), got="no such file", wanted="a saved model's file", fix=SAVE_AGAIN) from None
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from None
+    if not isinstance(found, dict):
+        raise ModelError(field=str(path), got=type(found).__name__, wanted="a JSON object", fix=SAVE_AGAIN)
+    return found
+
+
+def _unreadable(path: Path, error: Exception) -> ModelError:
+    return ModelError(field=str(path), got=str(error), wanted="a whole file", fix=SAVE_AGAIN)
