@@ -20,10 +20,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from transformers import AutoModelForCausalLM
 
-from environments.base import BaseEnv, load_tokenizer
+from environments.base import BaseEnv
 from environments.config import ServerConfig, parse_settings, settings_class
 from environments.gsm8k_server import Gsm8kEnv
 from environments.peers.inference import Completion, Inference, Sampling, inference
+from environments.tokenizers import load_tokenizer
 from environments.word_problems_server import WordProblemsEnv
 
 ENVIRONMENTS: dict[str, type[BaseEnv[Any, Any]]] = {"gsm8k": Gsm8kEnv, "word_problems": WordProblemsEnv}

@@ -30,6 +30,12 @@ from rich.console import Console
 from rich.table import Table
 from trl_loop import Curve, Job, Questions, ours, trl
 
+from environments.config import ServerConfig
+from environments.peers.inference import inference
+from environments.tokenizers import load_tokenizer
+from environments.word_problems import is_right
+from environments.word_problems_server import WordProblemsConfig, WordProblemsEnv
+
 RANK = 16
 """Of an adapter."""
 SEQ_LEN = 256
@@ -75,12 +81,6 @@ class Run:
 
 def word_problems(job: Job, level: str) -> Questions:
     """Return the problems that `grpo env word_problems` asks, in its order, for TRL."""
-    from environments.base import load_tokenizer
-    from environments.config import ServerConfig
-    from environments.peers.inference import inference
-    from environments.word_problems import is_right
-    from environments.word_problems_server import WordProblemsConfig, WordProblemsEnv
-
     tokenizer = load_tokenizer(str(job.model))
     config = WordProblemsConfig(tokenizer_name=str(job.model), level=level, max_token_length=SEQ_LEN)
     env = WordProblemsEnv(config, inference(ServerConfig(), patience=1.0), tokenizer)
