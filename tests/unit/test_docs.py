@@ -77,7 +77,7 @@ def test_files_that_the_readme_shows_are_accepted() -> None:
 
 def test_what_to_type_comes_before_figures() -> None:
     text = (ROOT / "README.md").read_text()
-    first = ("git clone ", "bash scripts/quickstart.sh", "grpo run --config configs/", "\n|")
+    first = ("Clone this", "bash scripts/quickstart.sh", "bash scripts/test.sh", "grpo run --config configs/", "\n|")
     places = [text.index(each) for each in first]
     assert places == sorted(places) and text[: places[-1]].count("\n") < 50
 

@@ -103,8 +103,8 @@ function heading(o) {
   $("what").textContent = ["rollout API", named, o.status.durable ? "kept on disk" : "in memory only"].filter(Boolean).join(", ");
   document.title = `${$("run").textContent}: rollout API`;
   const found = o.has_report && !key;  // a link carries no key
-  $("report").replaceChildren(found ? make("a", {href: "report"}, "Report of this run")
-    : `Report: grpo report ${o.run ?? "RUN_DIR"} --watch`);
+  $("report").replaceChildren(...found ? [make("a", {href: "report"}, "Report")]
+    : ["Report: ", make("code", {}, `grpo report ${o.run ?? "RUN_DIR"} --watch`)]);
 }
 
 async function refresh() {
