@@ -31,8 +31,9 @@ ask() {
 # learn CONFIG SEED TASK…: a run and its held-out questions.
 learn() {
     local run=$out/$1-$2 task=("${@:3}")
-    "$PYTHON" -m grpo_trainer run --config "configs/smollm2_$1.toml" --model "$model" --run-dir "$run" --resume auto \
-        --seed "$2" --env.seed "$2" "${task[@]:1}" "${options[@]}"
+    [ -s "$run/held_out.json" ] ||
+        "$PYTHON" -m grpo_trainer run --config "configs/smollm2_$1.toml" --model "$model" --run-dir "$run" --resume auto \
+            --seed "$2" --env.seed "$2" "${task[@]:1}" "${options[@]}"
     ask "$(echo "$run"/checkpoints/*_final)" "$run/held_out.json" "${task[@]}"
 }
 
