@@ -10,7 +10,7 @@ import pytest
 
 from grpo_common.errors import Problem
 from grpo_trainer.errors import BridgeError, ServerError
-from grpo_trainer.weights.transports import transport as transports
+from grpo_trainer.weights.transports import choose
 from tests.bridge_contract import PROMISES, Contract, Trainer, contract
 from tests.integration.serving import serving, shared_server
 from tests.processes import free_port
@@ -51,7 +51,7 @@ def test_auto_takes_what_works_and_says_why_not_the_faster_ones(caplog: pytest.L
         probe, answered = trainer.ask()
         assert answered == first and trainer.gap(probe) < 1e-3
     on_a_cpu = Problem("trainer", "a CPU", "a GPU")
-    chosen = [record.args for record in caplog.records if record.name == transports.__name__]
+    chosen = [record.args for record in caplog.records if record.name == choose.__name__]
     assert chosen == [("memory", f" (not cuda_ipc: {on_a_cpu}; not nccl: {on_a_cpu})")]
 
 
