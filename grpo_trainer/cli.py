@@ -45,7 +45,7 @@ TRAIN_EXAMPLE = (
     "for example: grpo train --model-name runs/demo-model --weight-bridge-mode lora_only; to start rollout API, server "
     "and environment too, as most people want, use `grpo run` with the same options"
 )
-"""What `grpo train` without any option answers besides."""
+"""The fix that `grpo train` adds to its errors if it got no option at all."""
 Environment = Annotated[
     str | None,
     typer.Option(

@@ -25,7 +25,7 @@ from grpo_trainer.logs.samples import SampleLog, build_sample_log
 from grpo_trainer.logs.sinks import MetricLog, build_metric_log
 from grpo_trainer.logs.times import print_time_split
 from grpo_trainer.metrics.health import last_line
-from grpo_trainer.metrics.rows import read_rows
+from grpo_trainer.metrics.rows import rows_so_far
 from grpo_trainer.metrics.types import Metrics
 from grpo_trainer.parallel.world import Restore, World
 from grpo_trainer.phases import COMMAND_VARIABLE, FIRST_STEP, START, report_start
@@ -104,10 +104,15 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
             rollouts.close()
             metrics.close()
             checkpoints.close()
-    rows = config.log_dir / METRICS_FILE
-    log.info("%s", last_line(read_rows(rows) if rows.exists() else []))
+    _sum_up(config)
+
+
+def _sum_up(config: TrainConfig) -> None:
+    """Log whether the run learnt, and print where its time went if `--benchmark` asks for it."""
+    path = config.log_dir / METRICS_FILE
+    log.info("%s", last_line(rows_so_far(path)))
     if config.logging.benchmark:
-        print_time_split(rows, Console(file=sys.stdout))
+        print_time_split(path, Console(file=sys.stdout))
 
 
 def run_steps(

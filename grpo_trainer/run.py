@@ -32,7 +32,7 @@ from grpo_trainer.launch.start import StartWatch, kept_at
 from grpo_trainer.launch.supervisor import Supervisor
 from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.metrics.health import last_line
-from grpo_trainer.metrics.rows import NewRows, read_rows
+from grpo_trainer.metrics.rows import NewRows, rows_so_far
 from grpo_trainer.phases import COMMAND_VARIABLE, REPORT_FILE, process_start
 from grpo_trainer.saving.manifest import STATE_FILE
 from vllm_server.protocol import PreflightReport
@@ -136,7 +136,7 @@ def supervise(config: RunConfig, plan: RunPlan, console: Console, folder: HeldFo
         goes_on = "--resume auto goes on with it" if _saved(config) else "nothing was saved"
         failed.add(summary=f"; the run is over, {goes_on}")
         raise
-    rows = read_rows(metrics) if metrics.exists() else []
+    rows = rows_so_far(metrics)
     for line in (
         f"done: {config.run_dir}/checkpoints, {config.run_dir}/metrics.jsonl; `grpo report {config.run_dir}` shows it",
         last_line(rows),

@@ -59,7 +59,7 @@ class Refusal(Struct, frozen=True):
 class Overview(Struct, frozen=True):
     """What the status page asks for every two seconds.
 
-    `run` is the run's folder, if the API was told; `now` and `at` are seconds since its start; each of `points` covers
+    `run` is the folder that `--run-dir` names; `now` and `at` are seconds since its start; each of `points` covers
     `seconds_per_point`.
     """
 

@@ -218,8 +218,8 @@ class RolloutQueue:
         or is done.
 
         An environment that comes after one of the same desired name has left takes over its id and name: in a resumed
-        run it is the same environment. A finished run is gone on with by a trainer that registers anew; who came before
-        it would find nothing to do.
+        run it is the same environment. After a finished run, environments have to wait until another trainer registers,
+        because they would find nothing to do before.
         """
         if self.run is None or not self.run.started or self.run.over:
             return None
@@ -241,7 +241,7 @@ class RolloutQueue:
     def _goes_on_as(self, former: Environment, request: wire.RegisterEnv) -> bool:
         """Whether an environment has left and has the name of one that registers."""
         has_left = former.id not in self.alive or former.id in self.unheard
-        # Its queued groups stand in lanes of its own if it has a reservation.
+        # With a reservation, the queue keeps an environment's groups in separate lanes.
         same_lanes = self._reserves(former.id) == (request.min_batch_allocation is not None)
         return has_left and same_lanes and former.request.desired_name == request.desired_name
 

@@ -296,7 +296,7 @@ def _wrong_values(
 
 
 def override(root: type[Section], given: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:
-    """Flat values, of which some are given anew, under whichever of an option's names.
+    """Return flat values with those of `by` in place of the same options' earlier ones, under any of their names.
 
     If another member of a union is chosen, options that only the former has go, with a warning.
     """
@@ -371,8 +371,8 @@ def with_options(
 def _parameters(leaf: Leaf, name: str, prefix: str, *, hidden: bool) -> Iterator[inspect.Parameter]:
     """A flag, and for what can be on or off the one that turns it off.
 
-    An option's second name is a flag of its own, so that messages name what was written. What turns an option off is
-    hidden, and the option's help names it: in a column of its own it would cut all names short.
+    An option's second name is a separate flag, so that messages name what was written. The flag that turns an option
+    off is hidden, and the option's help names it: another column would leave too little room for the names.
     """
     first = leaf.flags[0].removeprefix("--")
     text = leaf.help if name == first else f"{SAME_AS}--{prefix}{first}."

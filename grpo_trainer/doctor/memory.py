@@ -230,7 +230,7 @@ class Setup:
         shared, adapter = config.shares_weights, isinstance(config.bridge, LoraOptions)
         if adapter:
             weights, cast, grad = 0.0 if shared else self._frozen_bytes(), 0.0, 4
-        else:  # `none` holds fp32 and computes in --dtype from a cast copy; `shared_vllm` holds nothing of its own
+        else:  # `none` holds fp32 and computes in --dtype from a cast copy; `shared_vllm` holds no weights
             weights = 0.0 if shared else 4.0 * model.parameters
             cast = 0.0 if shared or item == 4 else float(item * model.parameters)
             grad = item if shared and config.compute.grad_dtype == "weights" else 4

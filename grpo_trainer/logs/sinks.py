@@ -17,7 +17,7 @@ from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.logs.machine import machine_metrics
 from grpo_trainer.logs.trackers import SINKS
 from grpo_trainer.metrics.health import WINDOW, Row, episodes, first_entropy, flags, signs
-from grpo_trainer.metrics.rows import keep_steps, read_rows
+from grpo_trainer.metrics.rows import keep_steps, rows_so_far
 from grpo_trainer.metrics.types import Metrics, merge, reduce
 
 log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ def build_metric_log(config: TrainConfig, console: RunConsole, steps_done: int) 
     path = config.log_dir / METRICS_FILE
     sinks: list[Sink] = [JsonlSink(path, steps_done), console]
     sinks += [SINKS[tracker](config, steps_done) for tracker in config.logging.trackers]
-    earlier = read_rows(path) if path.exists() else []
+    earlier = rows_so_far(path)
     for row in earlier:
         console.remember(row)
     return MetricLog(sinks, earlier)

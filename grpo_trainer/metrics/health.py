@@ -228,8 +228,9 @@ class Outcome:
 
     def __str__(self) -> str:
         """Return one line."""
+        harm = f", {self.harm.short}" if self.verdict == "not healthy" and self.harm else ""
         return (
-            f"{self.verdict}{f', {self.harm.short}' if self.verdict == 'not healthy' and self.harm else ''}: reward "
+            f"{self.verdict}{harm}: reward "
             f"{self.first:.3f} ± {self.first_spread:.3f} in the first {self.steps} of {self.of} steps, "
             f"{self.last:.3f} ± {self.last_spread:.3f} in the last {self.steps}"
         )

@@ -15,6 +15,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [row for _, row in _lines(path)]
 
 
+def rows_so_far(path: Path) -> list[dict[str, Any]]:
+    """Return the rows as `read_rows` does; none if nothing has written the file yet."""
+    return read_rows(path) if path.exists() else []
+
+
 def keep_steps(path: Path, steps_done: int) -> None:
     """Drop the rows after `steps_done`, whose steps a resumed run repeats; do nothing if there is no file."""
     if path.exists():

@@ -16,7 +16,7 @@ from grpo_trainer.files import METRICS_FILE
 from grpo_trainer.launch.plan import SET_FOR_ENVIRONMENTS
 from grpo_trainer.logs.samples import SAMPLES_FILE
 from grpo_trainer.metrics.health import Episode, episodes
-from grpo_trainer.metrics.rows import read_rows
+from grpo_trainer.metrics.rows import rows_so_far
 from grpo_trainer.report.events import Event, read_events
 from grpo_trainer.report.redact import without_secrets
 from grpo_trainer.report.series import Series, read_environments, read_series
@@ -116,9 +116,9 @@ def read_run(folder: Path, *, may_be_empty: bool = False) -> Run:
         raise ConfigError(
             field=str(folder), got=f"no {METRICS_FILE}", wanted="a run's folder (--run-dir, or --log-dir)"
         )
-    rows = read_rows(path) if path.exists() else []
+    rows = rows_so_far(path)
     series, environments = read_series(rows, read_environments(folder / "logs"))
-    samples = read_rows(folder / SAMPLES_FILE) if (folder / SAMPLES_FILE).exists() else []
+    samples = rows_so_far(folder / SAMPLES_FILE)
     for sample in samples:
         number = sample["environment"]
         sample["environment"] = None if number is None else environments.get(number, f"environment {number}")

@@ -23,7 +23,7 @@ REGISTERED = re.compile(r"environment (\d+) registered: (\S+),")
 UNKNOWN = "environment"
 """What comes before the number of one whose name is not known."""
 NOT_MEASURED = re.compile(r"step|time|train/resumed|health/.*")
-"""What rows have that is no figure of its own: the report marks it in the plots of others."""
+"""Keys of rows that have no plot; the report marks resumes and health in the other plots."""
 
 
 @dataclass
