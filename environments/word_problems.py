@@ -60,15 +60,50 @@ class Phrases:
 
 
 TRAIN = Phrases(
-    people=(("Tom", "He"), ("Anna", "She"), ("Ben", "He"), ("Lucy", "She"), ("Sam", "He"), ("Maria", "She")),
-    things=("apples", "books", "stickers", "marbles", "pencils", "cookies"),
-    starts=("{name} has {n} {things}.", "{name} owns {n} {things}."),
-    packs=("{name} has {k} boxes with {n} {things} each.", "{name} buys {k} bags of {n} {things}."),
-    gains=("{they} buys {n} more.", "{they} finds {n} more.", "A friend gives {name} {n} more."),
-    losses=("{they} gives away {n}.", "{they} loses {n}.", "{they} sells {n} of them."),
+    people=(
+        ("Tom", "He"), ("Anna", "She"), ("Ben", "He"), ("Lucy", "She"), ("Sam", "He"), ("Maria", "She"),
+        ("David", "He"), ("Emma", "She"), ("Leo", "He"), ("Sarah", "She"),
+    ),
+    things=(
+        "apples", "books", "stickers", "marbles", "pencils", "cookies", "stamps", "balloons", "eggs", "flowers",
+    ),
+    starts=(
+        "{name} has {n} {things}.",
+        "{name} owns {n} {things}.",
+        "{name} keeps {n} {things} in a drawer.",
+        "In the morning {name} counts {n} {things}.",
+        "{n} {things} belong to {name}.",
+    ),
+    packs=(
+        "{name} has {k} boxes with {n} {things} each.",
+        "{name} buys {k} bags of {n} {things}.",
+        "There are {k} shelves with {n} {things} each, and all of them belong to {name}.",
+        "{name} gets {n} {things} on each of {k} days.",
+    ),
+    gains=(
+        "{they} buys {n} more.",
+        "{they} finds {n} more.",
+        "A friend gives {name} {n} more.",
+        "Then {name} gets another {n}.",
+        "{name}'s aunt brings {n} new ones.",
+        "{they} adds {n} to them.",
+    ),
+    losses=(
+        "{they} gives away {n}.",
+        "{they} loses {n}.",
+        "{they} sells {n} of them.",
+        "{n} of them break.",
+        "Then {n} are stolen from {name}.",
+        "A friend borrows {n} of them.",
+    ),
     distractors=("{name} is {n} years old.", "It is {n} days until the holidays.", "A neighbour has {n} chairs."),
-    questions=("How many {things} does {name} have now?", "How many {things} are left with {name} in the end?"),
-)
+    questions=(
+        "How many {things} does {name} have now?",
+        "How many {things} are left with {name} in the end?",
+        "How many {things} has {name} got?",
+        "Say how many {things} {name} has at the end.",
+    ),
+)  # fmt: skip
 HELD_OUT = Phrases(
     people=(("Omar", "He"), ("Julia", "She"), ("Peter", "He"), ("Nina", "She")),
     things=("coins", "shells", "cards", "oranges"),

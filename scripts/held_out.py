@@ -28,7 +28,7 @@ from environments.tokenizers import load_tokenizer
 from environments.word_problems_server import WordProblemsEnv
 
 ENVIRONMENTS: dict[str, type[BaseEnv[Any, Any]]] = {"gsm8k": Gsm8kEnv, "word_problems": WordProblemsEnv}
-ROWS = 64
+ROWS = {"cuda": 512, "cpu": 64}
 """Questions in one call of `generate`."""
 
 
@@ -39,6 +39,7 @@ class PlainTransformers:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
         self._model = model.to(device).eval()
+        self._rows = ROWS[device]
         ends = self._model.generation_config.eos_token_id
         self._ends = {ends} if isinstance(ends, int) else set(ends)
         self._waiting: list[tuple[list[int], int, asyncio.Future[Completion]]] = []
@@ -49,8 +50,8 @@ class PlainTransformers:
         self._waiting.append((prompt_token_ids, sampling.max_tokens, answer))
         await asyncio.sleep(0)  # until all questions of one `asyncio.gather` wait here
         asked, self._waiting = sorted(self._waiting, key=lambda each: len(each[0])), []
-        for start in range(0, len(asked), ROWS):
-            self._answer(asked[start : start + ROWS])
+        for start in range(0, len(asked), self._rows):
+            self._answer(asked[start : start + self._rows])
         return [await answer] * n
 
     @torch.inference_mode()

@@ -43,7 +43,7 @@ for seed in 0 1 2; do learn lora $seed "${words[@]}"; done
 learn shared 0 "${words[@]}"
 learn none 0 "${words[@]}"
 runs=("lora_only=$out/lora-0" "lora_only=$out/lora-1" "lora_only=$out/lora-2" "shared_vllm=$out/shared-0" "none=$out/none-0")
-"$PYTHON" scripts/plot_runs.py "${runs[@]}" --y reward/mean --y eval/word_problems/accuracy --out "$out/learning_released.png"
+"$PYTHON" scripts/plot_runs.py "${runs[@]}" --y reward/mean --y eval/word_problems_0/accuracy --out "$out/learning_released.png"
 "$PYTHON" scripts/plot_runs.py "${runs[@]}" --x step --y length/completion_mean --y grpo/entropy \
     --y rollout/staleness_mean --y train/grad_norm --out "$out/learning_released_more.png"
 ask "$model" "$out/held_out-gsm8k.json" "${gsm8k[@]}"

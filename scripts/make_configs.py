@@ -8,7 +8,7 @@ problems and GSM8K with SmolLM2-135M-Instruct, on one GPU. Which of them fit 80 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from grpo_trainer.config.run import RunConfig, build_run, read_toml
@@ -55,6 +55,7 @@ class Task:
         made: command that makes that folder.
         microbatches: of 8 sequences, in a step.
         rates: learning rate of an adapter, and of all weights.
+        schedule: of the learning rate; empty: the default.
         restart_interval: steps between restarts of the server, where there are restarts.
         eval_every: steps between evaluations; 0: none.
         env: the environment's settings, besides `group_size` and `max_token_length`.
@@ -71,6 +72,7 @@ class Task:
     microbatches: int = 32
     seq_len: int = 1024
     rates: tuple[str, str] = ("2e-5", "1e-6")
+    schedule: str = ""
     restart_interval: int = 5
     eval_every: int = 0
     env: str = ""
@@ -81,13 +83,14 @@ SMOLLM2 = {
     "model": "SmolLM2-{}-Instruct",
     "folder": "runs/smollm2",
     "made": "grpo demo-model runs/smollm2 --released",
-    "rates": ("2e-4", "2e-5"),
+    "rates": ("3e-4", "3e-5"),
+    "schedule": "linear",
     "restart_interval": 10,
 }
 WORDS = Task(
     "Word problems",
     "word_problems",
-    steps=100,
+    steps=200,
     warmup=5,
     group=16,  # before training about 3 % of the answers are right
     microbatches=64,
@@ -143,7 +146,7 @@ EXAMPLES = (
     *(Example(size, "lora", 4) for size in SIZES),
     Example("135M", "lora", task=WORDS, name="smollm2_lora"),
     Example("135M", "shared", task=WORDS, name="smollm2_shared"),
-    Example("135M", "legacy", task=WORDS, name="smollm2_none"),
+    Example("135M", "legacy", task=replace(WORDS, steps=150), name="smollm2_none"),
     Example("135M", "lora", task=LENIENT, name="smollm2_gsm8k"),
 )
 
@@ -163,6 +166,7 @@ def text(example: Example, fits: str) -> str:
         "max_tokens_per_microbatch": "16384     # of a forward pass",
         "seq_len": str(task.seq_len),
         "lr": task.rates[whole],
+        **({"lr_schedule": f'"{task.schedule}"'} if task.schedule else {}),
         "warmup_steps": str(task.warmup),
         **({"optimizer": '"adamw_8bit"'} if whole and example.size in ("3B", "7B") else {}),
         **({"vllm_restart_interval": str(task.restart_interval)} if example.kind in ("legacy", "restart") else {}),

@@ -40,6 +40,8 @@ RANK = 16
 """Of an adapter."""
 SEQ_LEN = 256
 """Tokens of a problem with its answer."""
+MICRO = 128
+"""Sequences of a microbatch of TRL, about the tokens of one of `grpo run`."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +108,15 @@ def learn_with_trl(job: Job, level: str, folder: Path) -> Curve:
     import torch
 
     on_gpu = torch.cuda.is_available()
-    engine = {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.3, "vllm_max_model_length": SEQ_LEN}
-    settings = {"bf16": on_gpu, "use_vllm": on_gpu, "shuffle_dataset": False, **(engine if on_gpu else {})}
-    return trl(job, word_problems(job, level), folder, **settings)
+    rows = min(job.sequences, MICRO)
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": job.sequences // rows,
+    }
+    if on_gpu:
+        engine = {"vllm_mode": "colocate", "vllm_gpu_memory_utilization": 0.1, "vllm_max_model_length": SEQ_LEN}
+        settings |= {"bf16": True, "use_vllm": True, **engine}
+    return trl(job, word_problems(job, level), folder, shuffle_dataset=False, **settings)
 
 
 def held_out(folders: Mapping[int, Path], curve: Curve, model: Path, flags: Sequence[str]) -> list[Checkpoint]:
@@ -147,12 +155,13 @@ def show(runs: Sequence[Run], targets: Sequence[float]) -> None:
     Console(width=140).print(table)
 
 
-def race(job: Job, mode: str, level: str, folder: Path, more: Sequence[str]) -> Mapping[str, Curve]:
-    """Train with both, one after the other, in `folder/grpo` and `folder/trl`."""
+def train(trainer: str, job: Job, mode: str, level: str, folder: Path, more: Sequence[str]) -> Curve:
+    """Train with `grpo` or `trl` in `folder`."""
+    if trainer == "trl":
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            return process.submit(learn_with_trl, job, level, folder).result()
     task = {"env": "word_problems", "seq-len": SEQ_LEN, "env.level": level, "env.max_token_length": SEQ_LEN}
-    curve = ours(job, mode, folder / "grpo", more, task)
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        return {"grpo": curve, "trl": process.submit(learn_with_trl, job, level, folder / "trl").result()}
+    return ours(job, mode, folder, more, task)
 
 
 def main(
@@ -164,7 +173,8 @@ def main(
     every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 5,
     sequences: Annotated[int, typer.Option(help="Sequences a step.")] = 512,
     group: Annotated[int, typer.Option(help="Sequences of a problem.")] = 16,
-    lrs: Annotated[str, typer.Option(help="Learning rates.")] = "1e-4,3e-4,1e-3",
+    lrs: Annotated[str, typer.Option(help="Learning rates of `grpo run`; '': leave it out.")] = "3e-4,1e-3,3e-3",
+    trl_lrs: Annotated[str, typer.Option(help="Learning rates of TRL; '': leave it out.")] = "3e-4,1e-3,3e-3",
     targets: Annotated[str, typer.Option(help="Accuracies; steps and seconds to each are printed.")] = "0.5,0.8",
     questions: Annotated[int, typer.Option(help="Held-out problems of an evaluation.")] = 200,
     more: Annotated[str, typer.Option(help="More arguments for `grpo run`.")] = "",
@@ -176,12 +186,12 @@ def main(
     asked = ["--env.level", level, "--env.max_token_length", str(SEQ_LEN), "--env.eval_questions", str(questions)]
     out.mkdir(parents=True)
     runs = []
-    for lr in map(float, lrs.split(",")):
-        rank = RANK if mode == "lora_only" else 0
-        job = Job(model, steps, sequences, group, lr, lora_r=rank, save_every=every)
-        for trainer, curve in race(job, mode, level, out / f"{lr:g}", more.split()).items():
-            folders = folders_of(out / f"{lr:g}" / trainer, model, steps)
-            runs.append(Run(trainer, lr, held_out(folders, curve, model, asked)))
+    for trainer, rates in (("grpo", lrs), ("trl", trl_lrs)):
+        for lr in map(float, filter(None, rates.split(","))):
+            job = Job(model, steps, sequences, group, lr, lora_r=RANK if mode == "lora_only" else 0, save_every=every)
+            folder = out / f"{lr:g}" / trainer
+            curve = train(trainer, job, mode, level, folder, more.split())
+            runs.append(Run(trainer, lr, held_out(folders_of(folder, model, steps), curve, model, asked)))
             runs[-1].write(out / f"{trainer}-{lr:g}.jsonl")
     runs.sort(key=lambda run: (run.trainer, run.rank(wanted)))
     show(runs, wanted)

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from environments.released_model import ReleasedModelError, write_released
+from environments.tokenizers import load_tokenizer
 from tests.processes import ROOT, answers, free_port, running, tail, wait_for
 from tests.runs import finished, rows, started
 
@@ -30,6 +31,14 @@ def released_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     except ReleasedModelError as error:
         pytest.skip(f"needs the released model: {error}")
     return folder
+
+
+def test_its_answers_end_where_its_chats_do(released_model: Path) -> None:
+    tokenizer = load_tokenizer(str(released_model))
+    chat = tokenizer.apply_chat_template([{"role": "assistant", "content": "7"}], tokenize=False)
+    assert str(chat).rstrip().endswith(f"7{tokenizer.eos_token}")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((released_model / name).read_text())["eos_token_id"] == tokenizer.eos_token_id
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ def solved(text: str) -> int:
             continue
         if number is None:
             number = found[0] * found[1] if len(found) == 2 else found[0]
-        elif re.search(r"gives away|loses|sells|drops|takes", sentence):
+        elif re.search(r"gives away|loses|sells|drops|takes|break|stolen|borrows", sentence):
             number -= found[0]
         else:
             number += found[0]
