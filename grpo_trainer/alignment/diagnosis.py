@@ -30,9 +30,9 @@ CLEARNESS = 2.5
 """Least ratio of a module's squared effect to the squared difference that its absence leaves unexplained.
 
 Effect and difference are taken from the same forward pass of the trainer, so they share its rounding errors. With 16
-bits these alone make a module of almost no effect look half absent, with a ratio of about 1.3: seen with a model of 135M
-parameters on an H200. Where several modules are absent the ratio is smaller; then `SIGNIFICANCE` must be reached by the
-squared errors of the tokens, which are smaller without the module than with it."""
+bits these alone make a module of almost no effect look half absent, with a ratio of about 1.3: seen with a model of
+135M parameters on an H200. Where several modules are absent the ratio is smaller; then `SIGNIFICANCE` must be reached
+by the squared errors of the tokens, which are smaller without the module than with it."""
 
 Modules = dict[str, Tensor]
 """Name of each adapted module in the base model -> the module's B, `[out, rank]`."""
