@@ -1,4 +1,4 @@
-"""Which options of vLLM a server can't have if a trainer writes its weights: known to who starts it, and to the server."""
+"""Which options of vLLM a server can't have if a trainer writes its weights, for who starts it and for the server."""
 
 from collections.abc import Iterator, Mapping
 

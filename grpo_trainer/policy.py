@@ -4,7 +4,7 @@
 
     adapter_step_12/     adapter_model.safetensors, adapter_config.json     PEFT and vLLM load these
 
-All weights (`none`, `shared_vllm`):
+All weights (`none`, `shared_vllm`, `broadcast`):
 
     step_12/             model*.safetensors, config.json, tokenizer files   transformers and vLLM load these
 """
@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from grpo_trainer.config.bridge import (
     AllWeightsOptions,
+    Broadcast,
     CheckpointRestart,
     LoraOnly,
     LoraRestart,
@@ -271,7 +272,7 @@ def build_policy(
             model, source = attach_to_server(config, options, check_stop)
             choose_trained(model, options)
             return SharedWeights(model, load_tokenizer(config.model), source)
-        case CheckpointRestart() as options:
+        case CheckpointRestart() | Broadcast() as options:
             if world is not None and is_part:
                 model = _load_part(config, options, world)
             else:

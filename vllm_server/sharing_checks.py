@@ -1,4 +1,4 @@
-"""Refuse settings that don't work if a trainer writes the weights, before anything is loaded. Pure: no vLLM, no torch."""
+"""Refuse settings that prevent a trainer from writing the weights, before anything is loaded; pure, without vLLM."""
 
 from argparse import Namespace
 from collections.abc import Iterator, Mapping

@@ -8,10 +8,10 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from grpo_trainer.config.bridge import LoraOnly, SharedVllm
+from grpo_trainer.config.bridge import Broadcast, LoraOnly, SharedVllm
 from grpo_trainer.config.server import KEY_VARIABLE
 from grpo_trainer.config.train import API_KEY_VARIABLE, TrainConfig
-from grpo_trainer.launch.plan import lora_flags, server_process
+from grpo_trainer.launch.plan import RECEIVE_FLAG, lora_flags, server_process
 
 ANSWER_SECONDS = 2.0
 
@@ -64,6 +64,8 @@ def _server(config: TrainConfig, *, on_gpu: bool) -> str:
     bridge, flags = config.bridge, ()
     if isinstance(bridge, LoraOnly):
         flags = lora_flags(config, bridge, config.log_dir)
+    if isinstance(bridge, Broadcast):
+        flags = (RECEIVE_FLAG,)
     if config.shares_weights:
         path = bridge.config_path if isinstance(bridge, LoraOnly | SharedVllm) else None
         flags = (*flags, "--shared-weights", *(("--bridge-config-path", str(path)) if path else ()))

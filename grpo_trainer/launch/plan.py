@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from grpo_common.trace import FILE_VARIABLE, NAME_VARIABLE
-from grpo_trainer.config.bridge import AllWeightsOptions, LoraOnly
+from grpo_trainer.config.bridge import AllWeightsOptions, Broadcast, LoraOnly
 from grpo_trainer.config.environments import EnvironmentProcess, environment_module
 from grpo_trainer.config.options import dump, key_of
 from grpo_trainer.config.run import RunConfig
@@ -23,6 +23,7 @@ from vllm_server.protocol.bridge_config import FILE_NAME
 
 LOOPBACK = "127.0.0.1"
 CACHE_FLAG = "--kv-cache-memory-bytes"
+RECEIVE_FLAG = "--receive-weights"
 """vLLM's flag for the size of its KV cache; without it, vLLM measures the free memory."""
 NO_ENV: Mapping[str, str] = MappingProxyType({})
 STOP_SECONDS_ALL_WEIGHTS = 120.0
@@ -236,6 +237,8 @@ def _server_processes(
     flags = [] if cache_bytes is None else [CACHE_FLAG, str(cache_bytes)]
     if isinstance(bridge, LoraOnly):
         flags += lora_flags(config.trainer, bridge, config.run_dir)
+    if isinstance(bridge, Broadcast):
+        flags += [RECEIVE_FLAG]
     trainer = reached(config, ports, on_gpu)
     shared = ["--shared-weights", "--bridge-config-path", str(_bridge_config_path(config))]
     for name, vllm in zip(config.server.names, trainer.vllm.each, strict=True):
