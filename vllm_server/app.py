@@ -44,6 +44,7 @@ def extend(app: Starlette, args: Namespace) -> None:
         Route(protocol.BRIDGE_WAKE_UP_ROUTE, guarded(bridge.wake_up), methods=["POST"]),
         Route(protocol.BRIDGE_IS_SLEEPING_ROUTE, guarded(bridge.is_sleeping)),
         Route(protocol.BRIDGE_STATE_DICT_INFO_ROUTE, guarded(bridge.state_dict_info)),
+        Route(protocol.BRIDGE_CHECKSUMS_ROUTE, guarded(bridge.checksums)),
         Route(protocol.BRIDGE_DEBUG_ROUTE, guarded(bridge.debug)),
         Route(protocol.BRIDGE_LIST_ENDPOINTS_ROUTE, guarded(bridge.list_endpoints)),
     ]

@@ -1,6 +1,7 @@
 """The inference server's HTTP contract with the trainer and the environments.
 
-It imports neither torch nor vLLM, so that both sides can use it; only `gloo`, which is imported by itself, needs torch.
+It imports neither torch nor vLLM, so that both sides can use it; only `gloo` and `checksums`, which
+are imported by themselves, need torch.
 Bodies are JSON; encode and decode them with `msgspec.json`. Structs that come *from* a client forbid unknown fields.
 Structs that go *to* a client may get new fields, so readers must ignore unknown fields, as msgspec does.
 
@@ -13,6 +14,7 @@ from vllm_server.protocol.bridge import (
     BridgeDebug,
     BridgeInfo,
     BridgeStatus,
+    Checksums,
     EndpointList,
     ParameterInfo,
     PausedState,
@@ -53,6 +55,7 @@ from vllm_server.protocol.refusals import (
     ErrorResponse,
 )
 from vllm_server.protocol.routes import (
+    BRIDGE_CHECKSUMS_ROUTE,
     BRIDGE_DEBUG_ROUTE,
     BRIDGE_INFO_ROUTE,
     BRIDGE_IS_PAUSED_ROUTE,
@@ -113,6 +116,7 @@ from vllm_server.protocol.weights import (
 )
 
 __all__ = [
+    "BRIDGE_CHECKSUMS_ROUTE",
     "BRIDGE_DEBUG_ROUTE",
     "BRIDGE_INFO_ROUTE",
     "BRIDGE_IS_PAUSED_ROUTE",
@@ -154,6 +158,7 @@ __all__ = [
     "ChannelCloseResponse",
     "ChannelRequest",
     "ChannelResponse",
+    "Checksums",
     "CudaIpcChannel",
     "DiskSource",
     "EndpointList",

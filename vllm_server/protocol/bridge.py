@@ -97,6 +97,12 @@ class StateDictInfo(msgspec.Struct, frozen=True):
     params: dict[str, ParameterInfo]
 
 
+class Checksums(msgspec.Struct, frozen=True):
+    """`GET /bridge/checksums`: for each worker, its parameters' checksums by vLLM's names (`protocol.checksums`)."""
+
+    workers: list[dict[str, int]]
+
+
 class BridgeDebug(msgspec.Struct, frozen=True, kw_only=True):
     """`GET /bridge/debug`: what holds generation, and for how long. `fault` is the reason if generation is refused."""
 

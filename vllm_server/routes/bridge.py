@@ -12,6 +12,7 @@ from vllm_server.errors import ServeError, engine_is_dead
 from vllm_server.http import json_response, read_body
 from vllm_server.protocol import (
     BridgeStatus,
+    Checksums,
     EndpointList,
     PausedState,
     PauseRequest,
@@ -153,6 +154,17 @@ async def state_dict_info(request: Request) -> Response:
     """Return the model's parameters, as `StateDictInfo`."""
     params = await shared_engine.parameters(PolicyServer.of(request).engine)
     return json_response(StateDictInfo(len(params), params))
+
+
+async def checksums(request: Request) -> Response:
+    """Return the `Checksums` of the weights that are served now."""
+    server = PolicyServer.of(request)
+    if not server.fence.writable:
+        raise ServeError(
+            409, "checksums", got="a server whose weights do not change", wanted="one whose weights a trainer writes",
+            fix="start it with --shared-weights or --receive-weights",
+        )  # fmt: skip
+    return json_response(Checksums(await server.engine.collective_rpc("grpo_checksums")))
 
 
 async def debug(request: Request) -> Response:

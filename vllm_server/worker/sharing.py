@@ -14,6 +14,7 @@ import torch
 from vllm.platforms import current_platform
 
 from vllm_server.protocol import WeightsOpenRequest
+from vllm_server.protocol.checksums import checksum
 from vllm_server.worker.extension import PolicyWorker
 from vllm_server.worker.plain_weights import keep_weights_plain
 from vllm_server.worker.shared_weights import Exported, Shared, plain_parameters, share
@@ -51,13 +52,19 @@ class SharingWorker(PolicyWorker):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def grpo_checksums(self) -> dict[str, int]:
+        """Return the `checksum` of each parameter, by vLLM's name."""
+        found = plain_parameters(self.get_model())  # type: ignore[attr-defined]
+        return {name: checksum(parameter) for name, parameter in found.items()}
+
     def grpo_weights_open(self, name: str, request: str) -> dict[str, Any]:
         """Open the channel for weights (a `WeightsOpenRequest` as JSON); return the bytes set aside for staging."""
         asked = msgspec.json.decode(request, type=WeightsOpenRequest)
 
         def work() -> dict[str, Any]:
             model = self.get_model()  # type: ignore[attr-defined]  # the worker's own
-            channel = WeightChannel(asked, model, self.device, self.rank)
+            shards = self.parallel_config.tensor_parallel_size  # type: ignore[attr-defined]  # likewise
+            channel = WeightChannel(asked, model, self.device, self.rank, shards)
             self.__dict__["_grpo_weights"] = name, channel
             return {"staging_bytes": channel.staging_bytes}
 

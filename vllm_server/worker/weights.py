@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import time
 from base64 import b64decode
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -17,8 +19,8 @@ from torch import Tensor
 
 from vllm_server.protocol import DiskSource, GlooSource, WeightsOpenRequest
 from vllm_server.protocol.weights import Source
-from vllm_server.worker.copies import CopyPlan, CopyRecorder, owners
-from vllm_server.worker.packed import PackedAdapter, layout_of
+from vllm_server.worker.copies import CopyPlan, CopyRecorder, Piece, owners
+from vllm_server.worker.packed import Layout, PackedAdapter, layout_of
 from vllm_server.worker.sources.disk import FolderReader
 from vllm_server.worker.sources.gloo import GlooReceiver
 
@@ -60,6 +62,7 @@ class WeightChannel:
 
     Args:
         model: vLLM's model; its parameters are plain (`plain_weights.py`) and have no LoRA wrappers.
+        shards: number of workers over which matrices are cut.
 
     Attributes:
         staging_bytes: memory set aside for staging; 0: versions are not staged.
@@ -69,11 +72,13 @@ class WeightChannel:
         ValueError: the layout is damaged.
     """
 
-    def __init__(self, request: WeightsOpenRequest, model: Any, device: torch.device, worker_rank: int) -> None:
+    def __init__(
+        self, request: WeightsOpenRequest, model: Any, device: torch.device, worker_rank: int, shards: int
+    ) -> None:
         headers = [b64decode(header) for header in request.buckets]
         self._layouts = [layout_of(header, "") for header in headers]
         self._device = device
-        self._writer = ParameterWriter(model)
+        self._writer = ParameterWriter(model, shards)
         sizes = [layout.numel * layout.dtype.itemsize for layout in self._layouts]
         staged = request.staging == "on" or (request.staging == "auto" and _has_room(sum(sizes), device))
         # Without staging one buffer has all buckets, one after the other.
@@ -146,10 +151,12 @@ class ParameterWriter:
 
     Args:
         model: has vLLM's `load_weights`.
+        shards: number of workers over which matrices are cut.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, shards: int) -> None:
         self._model = model
+        self._shards = shards
         self._plans: dict[int, CopyPlan] = {}
         self._unwritten = {name for name, _ in model.named_parameters()}
 
@@ -165,10 +172,20 @@ class ParameterWriter:
         with CopyRecorder(bucket.buffer_E) as recorder:
             names = self._model.load_weights(iter(bucket.tensors().items()))
         self._unwritten -= self._unwritten if names is None else set(names)
-        if owners(recorder.copies, bucket.layout) is not None:
+        if self._are_all(recorder.copies, bucket.layout):
             targets, pieces = [target for target, _ in recorder.copies], [piece for _, piece in recorder.copies]
             self._plans[number] = CopyPlan(targets, pieces)
         return False
+
+    def _are_all(self, copies: list[tuple[Tensor, Piece]], layout: Layout) -> bool:
+        """Return whether the recorded copies alone write the bucket: they read this worker's shard of each tensor."""
+        names = owners(copies, layout)
+        if names is None:
+            return False
+        read: Counter[str] = Counter()
+        for name, (target, _) in zip(names, copies, strict=True):
+            read[name] += target.numel()
+        return all(read[name] * self._shards >= prod(place.shape) for name, place in layout.places.items())
 
     def check_complete(self) -> None:
         """Check that all parameters were written; call after the last bucket.
@@ -178,9 +195,6 @@ class ParameterWriter:
         """
         if missing := sorted(self._unwritten):
             raise ValueError(f"no weights came for {', '.join(missing[:5])} ({len(missing)} in all)")
-        copied = sum(target.numel() for plan in self._plans.values() for target in plan.targets)
-        if copied < sum(parameter.numel() for parameter in self._model.parameters()):
-            self._plans.clear()  # vLLM computes some parameters, so only its own code can write them
 
     def forget(self) -> None:
         """Drop cached views, so that buffers can be freed."""
