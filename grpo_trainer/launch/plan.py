@@ -23,7 +23,6 @@ from vllm_server.protocol.bridge_config import FILE_NAME
 
 LOOPBACK = "127.0.0.1"
 CACHE_FLAG = "--kv-cache-memory-bytes"
-RECEIVE_FLAG = "--receive-weights"
 """vLLM's flag for the size of its KV cache; without it, vLLM measures the free memory."""
 NO_ENV: Mapping[str, str] = MappingProxyType({})
 STOP_SECONDS_ALL_WEIGHTS = 120.0
@@ -208,15 +207,21 @@ def server_process(
     )
 
 
-def lora_flags(trainer: TrainConfig, bridge: LoraOnly, log_dir: Path) -> tuple[str, ...]:
-    """A server's flags for the adapters that a trainer publishes.
+def weight_flags(trainer: TrainConfig, log_dir: Path) -> tuple[str, ...]:
+    """Return a server's flags for what a trainer publishes to it.
 
     Args:
         log_dir: the trainer's.
     """
-    root = (bridge.lora_root or log_dir / "adapters").absolute()
-    names = ("--max-lora-rank", str(bridge.r), "--lora-name", bridge.name)
-    return (*names, "--lora-keep-versions", str(trainer.keep_versions), "--lora-root", str(root))
+    match trainer.bridge:
+        case LoraOnly() as bridge:
+            root = (bridge.lora_root or log_dir / "adapters").absolute()
+            names = ("--max-lora-rank", str(bridge.r), "--lora-name", bridge.name)
+            return (*names, "--lora-keep-versions", str(trainer.keep_versions), "--lora-root", str(root))
+        case Broadcast():
+            return ("--receive-weights",)
+        case _:
+            return ()
 
 
 def says_cache_size(extra_args: tuple[str, ...]) -> bool:
@@ -233,12 +238,8 @@ def waiting_server(server: ProcessSpec) -> ProcessSpec:
 def _server_processes(
     config: RunConfig, ports: Mapping[str, int], python: str, on_gpu: bool, cache_bytes: int | None
 ) -> Iterator[ProcessSpec]:
-    bridge = config.trainer.bridge
     flags = [] if cache_bytes is None else [CACHE_FLAG, str(cache_bytes)]
-    if isinstance(bridge, LoraOnly):
-        flags += lora_flags(config.trainer, bridge, config.run_dir)
-    if isinstance(bridge, Broadcast):
-        flags += [RECEIVE_FLAG]
+    flags += weight_flags(config.trainer, config.run_dir)
     trainer = reached(config, ports, on_gpu)
     shared = ["--shared-weights", "--bridge-config-path", str(_bridge_config_path(config))]
     for name, vllm in zip(config.server.names, trainer.vllm.each, strict=True):

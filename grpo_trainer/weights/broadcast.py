@@ -16,6 +16,7 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -37,7 +38,13 @@ from grpo_trainer.weights.bridge import Published
 from grpo_trainer.weights.buckets import Buckets
 from grpo_trainer.weights.fence import ServerFence
 from grpo_trainer.weights.senders import SENDERS, WeightSender
-from vllm_server.protocol import BridgeInfo, WeightsApplyRequest, WeightsOpenRequest, WeightsStageRequest
+from vllm_server.protocol import (
+    BridgeInfo,
+    WeightsApplyRequest,
+    WeightsOpenRequest,
+    WeightsStageRequest,
+    WeightTransport,
+)
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +79,15 @@ class PresentWeights:
             if self._uses == self._servers:
                 self._taken, self._uses = None, 0
         return taken
+
+
+@dataclass(frozen=True)
+class Sent:
+    """How a version travels: by which transport, whether it is staged, and its bytes."""
+
+    transport: WeightTransport
+    staged: bool
+    nbytes: int
 
 
 class BroadcastBridge:
@@ -184,6 +200,12 @@ class BroadcastBridge:
             *(transport, self._buckets.nbytes / 1e9, len(headers)),
             f"staged in {opened.staging_bytes / 1e9:.2f} GB of each worker" if opened.staged else "not staged",
         )
+
+    @property
+    def sent(self) -> Sent:
+        """How the versions of an open channel travel."""
+        assert self._sender is not None and self._buckets is not None, "connect comes first"
+        return Sent(self._sender.name, self._staged, self._buckets.nbytes)
 
     def prove(self) -> float | None:
         if not self._config.proof:

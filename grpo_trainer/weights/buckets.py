@@ -35,11 +35,11 @@ class Buckets:
     """
 
     def __init__(
-        self, model: PreTrainedModel, stored: Mapping[str, Tensor], dtype: torch.dtype, limit: int = BUCKET_BYTES
+        self, model: PreTrainedModel, stored: Mapping[str, Tensor], dtype: torch.dtype, limit: int | None = None
     ) -> None:
         self._model = model
         sizes = {name: tensor.numel() * dtype.itemsize for name, tensor in stored.items()}
-        self._names = plan_shards(sizes, limit)
+        self._names = plan_shards(sizes, limit or BUCKET_BYTES)
         self._spans: list[tuple[TensorSpan, ...]] = []
         for names in self._names:
             shapes = [
