@@ -33,8 +33,8 @@ while [ $# -gt 0 ]; do
     esac
 done
 if [ $model = smollm2 ] && ! nvidia-smi --list-gpus >/dev/null 2>&1; then
-    [ ${#flags[@]} -gt 0 ] || fail "--released: no GPU here (nvidia-smi lists none); 100 steps on two CPU cores would" \
-        "take more than a day. --steps 3 takes three, with 32 sequences instead of 512: about 7 minutes on two busy cores"
+    [ ${#flags[@]} -gt 0 ] || fail "--released: no GPU here (nvidia-smi lists none); 200 steps on two CPU cores would" \
+        "take more than two days. --steps 3 takes three, with 32 sequences instead of 512: about 7 minutes on two busy cores"
     flags+=(--gradient-accumulation-steps 4)
 fi
 
