@@ -15,6 +15,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Protocol
 
@@ -36,6 +37,7 @@ from grpo_trainer.config.bridge import (
 )
 from grpo_trainer.config.train import ModelConfig, TrainConfig
 from grpo_trainer.engine.ahead import compile_ahead
+from grpo_trainer.engine.allocator import shareable
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError
 from grpo_trainer.model import lora
 from grpo_trainer.model.check import check_model
@@ -276,7 +278,9 @@ def build_policy(
             if world is not None and is_part:
                 model = _load_part(config, options, world)
             else:
-                model = load_all_weights(config.model)
+                # A server on this GPU may map the weights to copy them.
+                with shareable() if isinstance(options, Broadcast) else nullcontext():
+                    model = load_all_weights(config.model)
                 choose_trained(model, options)
             dtype = getattr(torch, config.served_dtype(on_gpu=torch.cuda.is_available()))
             return AllWeights(model, load_tokenizer(config.model), dtype)

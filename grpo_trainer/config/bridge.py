@@ -145,8 +145,8 @@ class Broadcast(AllWeightsOptions, InFlightOptions, ProofOptions):
     mode: Literal["broadcast"] = option("broadcast", help=MODE_HELP, flags=MODE_FLAGS)
     transport: Literal["auto", WeightTransport] = option(
         "auto",
-        help="Path of all weights to the server: a Gloo broadcast between main memories, or a folder that both see; "
-        "auto: the fastest that works.",
+        help="Path of all weights to the server: shared GPU memory, a Gloo broadcast between main memories, or a "
+        "folder that both see; auto: the fastest that works.",
         flags=("--broadcast-transport",),
     )
     staging: Staging = option(

@@ -37,7 +37,7 @@ from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.bridge import Published
 from grpo_trainer.weights.buckets import Buckets
 from grpo_trainer.weights.fence import ServerFence
-from grpo_trainer.weights.senders import SENDERS, WeightSender
+from grpo_trainer.weights.senders import Way, WeightSender, open_sender
 from vllm_server.protocol import (
     BridgeInfo,
     WeightsApplyRequest,
@@ -184,9 +184,8 @@ class BroadcastBridge:
     def _open(self, info: BridgeInfo) -> None:
         stored = self._policy.tensors()
         self._buckets = Buckets(self._policy.model, stored, getattr(torch, info.dtype))
-        transport = next(iter(SENDERS)) if self._config.transport == "auto" else self._config.transport
         headers = self._buckets.headers
-        self._sender = SENDERS[transport](self._url, len(info.workers), self._folder, headers)
+        self._sender = open_sender(self._config.transport, Way(self._url, info, self._folder, self._buckets, stored))
         asked = WeightsOpenRequest(
             boot_id=info.boot_id,
             source=self._sender.source,
@@ -197,7 +196,7 @@ class BroadcastBridge:
         self._channel, self._staged = opened.channel, opened.staged
         log.info(
             "weights go to the server by %s: %.2f GB in %d buckets, %s",
-            *(transport, self._buckets.nbytes / 1e9, len(headers)),
+            *(self._sender.name, self._buckets.nbytes / 1e9, len(headers)),
             f"staged in {opened.staging_bytes / 1e9:.2f} GB of each worker" if opened.staged else "not staged",
         )
 

@@ -7,6 +7,7 @@ experts of a mixture); the server expects a checkpoint's own names and shapes, s
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class Buckets:
     Attributes:
         headers: length and header of a safetensors file, for each bucket.
         nbytes: bytes of all buckets' data.
+        names: names of `stored`, by bucket.
     """
 
     def __init__(
@@ -39,25 +41,30 @@ class Buckets:
     ) -> None:
         self._model = model
         sizes = {name: tensor.numel() * dtype.itemsize for name, tensor in stored.items()}
-        self._names = plan_shards(sizes, limit or BUCKET_BYTES)
+        self.names = plan_shards(sizes, limit or BUCKET_BYTES)
         self._spans: list[tuple[TensorSpan, ...]] = []
-        for names in self._names:
+        for names in self.names:
             shapes = [
                 (final, tuple(part.shape))
                 for name in names
-                for final, part in self._plain(name, torch.empty(stored[name].shape, device="meta")).items()
+                for final, part in self.plain(name, torch.empty(stored[name].shape, device="meta")).items()
             ]
             self._spans.append(lay_out(shapes, DTYPE_NAMES[dtype]))
         self.headers = [encode_header(spans, {"format": "pt"}) for spans in self._spans]
         ends = [spans[-1].end for spans in self._spans]
         self.nbytes = sum(ends)
-        self._buffer_E = torch.empty(max(ends) // dtype.itemsize, dtype=dtype)
+        self._dtype = dtype
+        self._ends = [end // dtype.itemsize for end in ends]
+
+    @cached_property
+    def _buffer_E(self) -> Tensor:
+        return torch.empty(max(self._ends), dtype=self._dtype)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self.names)
 
-    def _plain(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return a tensor as a checkpoint has it: under another name, or in several parts."""
+    def plain(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return a tensor as a checkpoint has it: perhaps under another name, or in several parts."""
         return revert_weight_conversion(self._model, {name: tensor})
 
     @torch.no_grad()
@@ -69,9 +76,9 @@ class Buckets:
         """
         spans = iter(self._spans[number])
         item = self._buffer_E.element_size()
-        for name in self._names[number]:
-            for final, part in self._plain(name, stored[name].detach()).items():
+        for name in self.names[number]:
+            for final, part in self.plain(name, stored[name].detach()).items():
                 span = next(spans)
                 assert span.name == final and span.shape == tuple(part.shape), (span, final)
                 self._buffer_E[span.start // item : span.end // item].view(span.shape).copy_(part)
-        return self._buffer_E[: self._spans[number][-1].end // item]
+        return self._buffer_E[: self._ends[number]]

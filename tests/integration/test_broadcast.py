@@ -218,7 +218,7 @@ def test_wrong_weights_do_not_pass_the_proof(
     def repeat(self: Buckets, name: str, tensor: Tensor) -> dict[str, Tensor]:
         return {name: tensor if tensor.is_meta else kept.setdefault(name, tensor.clone())}
 
-    monkeypatch.setattr(Buckets, "_plain", swap if fault == "swapped" else repeat)
+    monkeypatch.setattr(Buckets, "plain", swap if fault == "swapped" else repeat)
     made.bridge.connect(0)
     with pytest.raises(BridgeError) as refused:
         made.bridge.prove()

@@ -14,8 +14,9 @@ from typing import Literal
 
 import msgspec
 
-WeightTransport = Literal["gloo", "disk"]
-"""How weights reach the server: over the network between the processes' main memories, or in a file that both see."""
+WeightTransport = Literal["cuda_ipc", "gloo", "disk"]
+"""How weights reach the server: from the trainer's GPU memory, over the network between the processes' main memories,
+or in files that both see."""
 
 Staging = Literal["auto", "on", "off"]
 """Whether weights are received into memory of their own while the server generates; auto: if there is room."""
@@ -35,7 +36,31 @@ class DiskSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     folder: str
 
 
-Source = GlooSource | DiskSource
+class IpcView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tensor in the trainer's memory: number of its storage, and its place there in elements of its dtype."""
+
+    storage: int
+    offset: int
+    shape: list[int]
+    stride: list[int]
+    dtype: str
+
+
+class CudaIpcSource(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="cuda_ipc"
+):
+    """The trainer's own parameters, which the engine maps: they have the weights of each version when it is asked for.
+
+    `storages` are results of `torch.UntypedStorage._share_cuda_()`, their bytes in base64. `tensors` has every tensor
+    of the buckets by name, in any float dtype.
+    """
+
+    gpu_uuid: str
+    storages: list[list[int | bool | str]]
+    tensors: dict[str, IpcView]
+
+
+Source = CudaIpcSource | GlooSource | DiskSource
 
 
 class WeightsOpenRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from vllm_server.protocol import DiskSource, GlooSource, WeightsOpenRequest
-from vllm_server.protocol.weights import Source
+from vllm_server.protocol.weights import CudaIpcSource, Source
 from vllm_server.worker.copies import CopyPlan, CopyRecorder, Piece, owners
 from vllm_server.worker.packed import Layout, PackedAdapter, layout_of
+from vllm_server.worker.sources.cuda_ipc import ParameterMap
 from vllm_server.worker.sources.disk import FolderReader
 from vllm_server.worker.sources.gloo import GlooReceiver
 
@@ -44,13 +45,15 @@ class Written:
     replayed: bool
 
 
-def receiver(source: Source, headers: list[bytes], worker_rank: int) -> Receiver:
+def receiver(source: Source, headers: list[bytes], layouts: list[Layout], worker_rank: int) -> Receiver:
     """Return the receiver for a source.
 
     Raises:
-        RuntimeError: it can't be reached.
+        RuntimeError, ValueError: it can't be reached.
     """
     match source:
+        case CudaIpcSource():
+            return ParameterMap(source, layouts)
         case GlooSource():
             return GlooReceiver(source, worker_rank)
         case DiskSource():
@@ -85,7 +88,7 @@ class WeightChannel:
         kept = self._layouts if staged else [max(self._layouts, key=lambda layout: layout.numel)]
         self._buffers = [torch.empty(layout.numel, dtype=layout.dtype, device=device) for layout in kept]
         self.staging_bytes = sum(sizes) if staged else 0
-        self._receiver = receiver(request.source, headers, worker_rank)
+        self._receiver = receiver(request.source, headers, self._layouts, worker_rank)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="receive weights")
         self._receiving: Future[None] | None = None
 
