@@ -218,7 +218,7 @@ class Life(RuleBasedStateMachine):
             return
         if lease not in self.held:  # it had run out, and nobody has its groups: it begins anew, without a name
             assert ran_out is not None
-            self.held[lease] = ran_out
+            self.held[lease] = self.ran_out.pop(lease)
             self.given_back = [each for each in self.given_back if not set(each) & set(ran_out)]
             for each in ran_out:
                 del self.waiting[each]
