@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -277,10 +277,11 @@ class BroadcastBridge:
             BridgeError, ServerError: of the side that fails first. The other then ends by its time limit.
         """
         ours, theirs = Future[None](), Future[T]()
+        either: list[Future[Any]] = [theirs, ours]
         for future, do in ((ours, work), (theirs, ask)):
             threading.Thread(target=_settle, args=(future, do), daemon=True).start()
-        wait([ours, theirs], return_when=FIRST_COMPLETED)
-        for first in (theirs, ours):
+        wait(either, return_when=FIRST_COMPLETED)
+        for first in either:
             if first.done():
                 first.result()  # raises what it failed with
         ours.result()

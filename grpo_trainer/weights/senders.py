@@ -56,8 +56,10 @@ class WeightSender(Protocol):
     """
 
     name: WeightTransport
-    source: Source
     is_ahead: bool
+
+    @property
+    def source(self) -> Source: ...
 
     def join(self) -> None:
         """Meet the server's workers, which are opening the channel at the same time."""
@@ -216,10 +218,9 @@ def open_sender(asked: Literal["auto", WeightTransport], way: Way) -> WeightSend
         BridgeError: the transport that was asked for can't work here.
     """
     gpu, machine = gpu_of(way.stored), machine_id()
-    obstacles = {each: obstacle(each, gpu, machine, way.info) for each in SENDERS}
     if asked == "auto":
-        return SENDERS[next(each for each, problem in obstacles.items() if problem is None)](way)
-    if (problem := obstacles[asked]) is not None:
+        asked = next(each for each in SENDERS if obstacle(each, gpu, machine, way.info) is None)
+    if (problem := obstacle(asked, gpu, machine, way.info)) is not None:
         summary = f"--broadcast-transport {asked} can't reach the server"
         raise BridgeError.of([replace(problem, summary=summary, fix="use --broadcast-transport auto")])
     return SENDERS[asked](way)

@@ -30,7 +30,7 @@ def test_all_buckets_together_are_the_checkpoint(architecture: str, dtype: torch
         assert not set(found) & set(sent)
         sent |= found
     assert buckets.nbytes == sum(tensor.nbytes for tensor in sent.values())
-    model.to(dtype).save_pretrained(tmp_path)
+    model.to(dtype=dtype).save_pretrained(tmp_path)
     wanted = {name: tensor for file in tmp_path.glob("*.safetensors") for name, tensor in load_file(file).items()}
     assert sorted(sent) == sorted(wanted)
     assert all(sent[name].dtype == dtype and torch.equal(sent[name], wanted[name]) for name in wanted)

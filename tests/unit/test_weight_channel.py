@@ -41,7 +41,7 @@ class Merged(nn.Module):
         return loaded
 
     def values(self) -> list[float]:
-        return [float(each) for each in (*self.qkv[[0, 4, 6], 0], self.embed[5, 7], self.gate[3])]
+        return [float(each) for each in (*self.qkv.data[[0, 4, 6], 0], self.embed.data[5, 7], self.gate.data[3])]
 
 
 class Computing(Merged):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 
 JOIN_SECONDS = 60.0
 PIECE_BYTES = 64 << 20
@@ -24,10 +25,10 @@ def address_towards(host: str, port: int) -> str:
         return str(there.getsockname()[0])
 
 
-def make_store(host: str, world_size: int) -> dist.TCPStore:
+def make_store(host: str, world_size: int) -> TCPStore:
     """Return a store at which the ranks meet, on a free port of this process. Only rank 0 makes one."""
     limit = timedelta(seconds=JOIN_SECONDS)
-    return dist.TCPStore(host, 0, world_size, is_master=True, timeout=limit, wait_for_workers=False)
+    return TCPStore(host, 0, world_size, is_master=True, timeout=limit, wait_for_workers=False)
 
 
 class GlooGroup:
@@ -42,15 +43,16 @@ class GlooGroup:
     """
 
     def __init__(
-        self, host: str, port: int, rank: int, world_size: int, seconds: float, store: dist.TCPStore | None = None
+        self, host: str, port: int, rank: int, world_size: int, seconds: float, store: TCPStore | None = None
     ) -> None:
         limit = timedelta(seconds=JOIN_SECONDS)
         own = host if store is not None else address_towards(host, port)
-        self._store = store or dist.TCPStore(host, port, world_size, is_master=False, timeout=limit)
-        settings: Any = dist.ProcessGroupGloo._Options()
-        settings._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
+        self._store = store or TCPStore(host, port, world_size, is_master=False, timeout=limit)
+        gloo: Any = dist.ProcessGroupGloo
+        settings = gloo._Options()
+        settings._devices = [gloo.create_device(hostname=own)]
         settings._timeout = timedelta(seconds=seconds)
-        self._group: Any = dist.ProcessGroupGloo(self._store, rank, world_size, settings)
+        self._group: Any = gloo(self._store, rank, world_size, settings)
         self._root: Any = dist.BroadcastOptions()
         self._root.rootRank = 0
 
