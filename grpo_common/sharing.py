@@ -23,10 +23,8 @@ _RECEIVABLE = ("tensor_parallel_size", "pipeline_parallel_size")
 def unreceivable(options: Mapping[str, object]) -> Iterator[Problem]:
     """Yield a problem for each option with which no trainer could send the server weights, as `unshareable` does."""
     yield from (each for each in unshareable(options) if each.field not in _RECEIVABLE)
-    for name in ("enable_lora", "max_lora_rank"):
-        if (value := options.get(name)) not in (None, False):
-            yield Problem(name, str(value), "none, since the trainer sends whole weights", "leave it out")
-            return
+    if options.get("enable_lora"):
+        yield Problem("enable_lora", "", "no LoRA, since the trainer sends whole weights", "leave it out")
 
 
 def unshareable(options: Mapping[str, object]) -> Iterator[Problem]:

@@ -35,7 +35,7 @@ def check_shareable(
 
 def check_receivable(args: Namespace, config: Mapping[str, Any], device: str) -> None:
     """Raise for settings with which no trainer could send weights; see `check_shareable`."""
-    found = [replace(each, got=f"{flag(each.field)} {each.got}") for each in unreceivable(vars(args))]
+    found = [replace(each, got=f"{flag(each.field)} {each.got}".rstrip()) for each in unreceivable(vars(args))]
     refusals = [*found, *_plain_weights(args, config, device)]
     if problems := [replace(refusal, field="--receive-weights") for refusal in refusals]:
         raise FatalError.of(problems)
