@@ -277,7 +277,7 @@ class BroadcastBridge:
             BridgeError, ServerError: of the side that fails first. The other then ends by its time limit.
         """
         ours, theirs = Future[None](), Future[T]()
-        either: list[Future[Any]] = [theirs, ours]
+        either: list[Future[Any]] = [ours, theirs]
         for future, do in ((ours, work), (theirs, ask)):
             threading.Thread(target=_settle, args=(future, do), daemon=True).start()
         wait(either, return_when=FIRST_COMPLETED)
