@@ -56,7 +56,6 @@ class Task:
         microbatches: of 8 sequences, in a step.
         rates: learning rate of an adapter, and of all weights.
         schedule: of the learning rate; empty: the default.
-        loss: empty: the default.
         restart_interval: steps between restarts of the server, where there are restarts.
         eval_every: steps between evaluations; 0: none.
         env: the environment's settings, besides `group_size` and `max_token_length`.
@@ -74,7 +73,6 @@ class Task:
     seq_len: int = 1024
     rates: tuple[str, str] = ("2e-5", "1e-6")
     schedule: str = ""
-    loss: str = ""
     restart_interval: int = 5
     eval_every: int = 0
     env: str = ""
@@ -87,7 +85,6 @@ SMOLLM2 = {
     "made": "grpo demo-model runs/smollm2 --released",
     "rates": ("3e-4", "3e-5"),
     "schedule": "linear",
-    "loss": "dapo",
     "restart_interval": 10,
 }
 WORDS = Task(
@@ -179,7 +176,6 @@ def text(example: Example, fits: str) -> str:
         "lr": task.rates[whole],
         **({"lr_schedule": f'"{task.schedule}"'} if task.schedule else {}),
         "warmup_steps": str(task.warmup),
-        **({"loss": f'"{task.loss}"'} if task.loss else {}),
         **({"optimizer": '"adamw_8bit"'} if whole and example.size in ("3B", "7B") else {}),
         **({"vllm_restart_interval": str(task.restart_interval)} if example.kind in ("legacy", "restart") else {}),
         **({} if whole else {"lora_r": "16", "lora_alpha": "32"}),
