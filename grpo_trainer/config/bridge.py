@@ -141,7 +141,7 @@ class SharedVllm(AllWeightsOptions, SharedServer, InFlightOptions, ProofOptions)
 class Broadcast(AllWeightsOptions, InFlightOptions, ProofOptions):
     """Weight bridge."""
 
-    means: ClassVar[str] = "all weights, sent to running vLLMs"
+    means: ClassVar[str] = "all weights, sent to vLLM"
     mode: Literal["broadcast"] = option("broadcast", help=MODE_HELP, flags=MODE_FLAGS)
     transport: Literal["auto", WeightTransport] = option(
         "auto",
