@@ -71,12 +71,15 @@ class WeightChannels:
             self._open = name
             try:
                 found = await self._call("grpo_weights_open", name, msgspec.json.encode(asked).decode())
+                sizes = [answer["staging_bytes"] for answer in found]
+                if min(sizes) == 0 < max(sizes):
+                    raise ServeError(
+                        422, "staging", got="room for another copy of the weights on some GPUs only",
+                        wanted="the same for all workers", fix="use --broadcast-staging off",
+                    )  # fmt: skip
             except ServeError:
                 await self._drop()
                 raise
-        sizes = [answer["staging_bytes"] for answer in found]
-        if 0 < sum(size > 0 for size in sizes) < len(sizes):  # with `auto`; all workers must do the same
-            return await self.open(msgspec.structs.replace(asked, staging="off"))
         return WeightsOpenResponse(channel=name, staged=min(sizes) > 0, staging_bytes=max(sizes))
 
     async def close(self, asked: WeightsCloseRequest) -> None:
