@@ -1,4 +1,4 @@
-"""Which options of vLLM a server that shares its weights can't have: known to who starts it, and to the server."""
+"""Which options of vLLM a server can't have if a trainer writes its weights, for who starts it and for the server."""
 
 from collections.abc import Iterator, Mapping
 
@@ -14,6 +14,17 @@ _ONLY: tuple[tuple[str, object, str, str], ...] = (
     ("quantization", None, "quantised weights cannot be trained", "leave it out"),
 )
 """Options by the names that argparse gives them: the only value that works, why, and the fix."""
+
+
+_RECEIVABLE = ("tensor_parallel_size", "pipeline_parallel_size")
+"""Those that a server may have that is sent all weights: each worker takes its shard."""
+
+
+def unreceivable(options: Mapping[str, object]) -> Iterator[Problem]:
+    """Yield a problem for each option with which no trainer could send the server weights, as `unshareable` does."""
+    yield from (each for each in unshareable(options) if each.field not in _RECEIVABLE)
+    if options.get("enable_lora"):
+        yield Problem("enable_lora", "", "no LoRA, since the trainer sends whole weights", "leave it out")
 
 
 def unshareable(options: Mapping[str, object]) -> Iterator[Problem]:

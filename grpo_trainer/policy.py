@@ -4,7 +4,7 @@
 
     adapter_step_12/     adapter_model.safetensors, adapter_config.json     PEFT and vLLM load these
 
-All weights (`none`, `shared_vllm`):
+All weights (`none`, `shared_vllm`, `broadcast`):
 
     step_12/             model*.safetensors, config.json, tokenizer files   transformers and vLLM load these
 """
@@ -15,6 +15,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Protocol
 
@@ -27,6 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from grpo_trainer.config.bridge import (
     AllWeightsOptions,
+    Broadcast,
     CheckpointRestart,
     LoraOnly,
     LoraRestart,
@@ -35,6 +37,7 @@ from grpo_trainer.config.bridge import (
 )
 from grpo_trainer.config.train import ModelConfig, TrainConfig
 from grpo_trainer.engine.ahead import compile_ahead
+from grpo_trainer.engine.allocator import shareable
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError
 from grpo_trainer.model import lora
 from grpo_trainer.model.check import check_model
@@ -271,11 +274,13 @@ def build_policy(
             model, source = attach_to_server(config, options, check_stop)
             choose_trained(model, options)
             return SharedWeights(model, load_tokenizer(config.model), source)
-        case CheckpointRestart() as options:
+        case CheckpointRestart() | Broadcast() as options:
             if world is not None and is_part:
                 model = _load_part(config, options, world)
             else:
-                model = load_all_weights(config.model)
+                # A server on this GPU may map the weights to copy them.
+                with shareable() if isinstance(options, Broadcast) else nullcontext():
+                    model = load_all_weights(config.model)
                 choose_trained(model, options)
             dtype = getattr(torch, config.served_dtype(on_gpu=torch.cuda.is_available()))
             return AllWeights(model, load_tokenizer(config.model), dtype)

@@ -24,6 +24,9 @@ T = TypeVar("T")
 POLL_SECONDS = 0.25
 PIECE_BYTES = 1 << 20  # size of the pieces in which a large body is sent
 
+ANSWER_SECONDS = 660.0
+"""Longest wait for an answer: a server may receive a large model within a request."""
+
 ATTEMPTS = 3
 FIRST_WAIT_SECONDS = 0.2
 
@@ -45,7 +48,7 @@ class ServerClient:
         headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
         self._http = httpx.Client(
             base_url=config.url,
-            timeout=httpx.Timeout(120.0, connect=CONNECT_S),
+            timeout=httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_S),
             headers=headers,
             limits=httpx.Limits(keepalive_expiry=CLIENT_IDLE_S),
             trust_env=False,
@@ -111,6 +114,23 @@ class ServerClient:
     def end_update(self, request: protocol.UpdateEndRequest) -> protocol.UpdateEndResponse:
         """Resume generation on the new weights."""
         return self._ask("POST", protocol.BRIDGE_UPDATE_END_ROUTE, protocol.UpdateEndResponse, request)
+
+    def open_weights(self, request: protocol.WeightsOpenRequest) -> protocol.WeightsOpenResponse:
+        """Make the server ready to receive all weights."""
+        return self._ask("POST", protocol.BRIDGE_WEIGHTS_OPEN_ROUTE, protocol.WeightsOpenResponse, request)
+
+    def stage_weights(self, request: protocol.WeightsStageRequest) -> protocol.WeightsDone:
+        """Have the server receive a version while it generates."""
+        return self._ask("POST", protocol.BRIDGE_WEIGHTS_STAGE_ROUTE, protocol.WeightsDone, request)
+
+    def apply_weights(self, request: protocol.WeightsApplyRequest) -> protocol.WeightsDone:
+        """Have the server write a version, within an update."""
+        return self._ask("POST", protocol.BRIDGE_WEIGHTS_APPLY_ROUTE, protocol.WeightsDone, request)
+
+    def close_weights(self, name: str) -> None:
+        """Have the server free a channel for weights."""
+        request = protocol.WeightsCloseRequest(channel=name)
+        self._ask("POST", protocol.BRIDGE_WEIGHTS_CLOSE_ROUTE, protocol.BridgeStatus, request, repeatable=True)
 
     def load_adapter(
         self, request: protocol.LoraLoadRequest, body: memoryview | None = None

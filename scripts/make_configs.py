@@ -116,7 +116,7 @@ class Example:
     """One configuration.
 
     Attributes:
-        kind: of the file's name: lora, shared, legacy, restart.
+        kind: of the file's name: lora, shared, legacy, restart, broadcast.
         name: of the file; empty: made of size, kind and GPUs.
     """
 
@@ -133,17 +133,25 @@ class Example:
 
 
 SIZES = ("0.5B", "1.5B", "3B", "7B")
-MODES = {"lora": "lora_only", "shared": "shared_vllm", "legacy": "none", "restart": "lora_restart"}
+MODES = {
+    "lora": "lora_only",
+    "shared": "shared_vllm",
+    "legacy": "none",
+    "restart": "lora_restart",
+    "broadcast": "broadcast",
+}
 WHAT = {
     "lora": "LoRA, swapped into the running server",
     "shared": "all weights, one copy for server and trainer",
     "legacy": "all weights, the server restarted on checkpoints",
     "restart": "LoRA, merged into a copy on which the server is restarted",
+    "broadcast": "all weights, sent to the running server",
 }
+ONE_GPU = ("lora", "shared", "legacy", "restart")
 EXAMPLES = (
-    *(Example(size, kind) for size in SIZES for kind in MODES if (size, kind) != ("7B", "legacy")),
-    *(Example(size, kind, 2) for size in SIZES for kind in ("lora", "legacy")),
-    *(Example(size, "lora", 4) for size in SIZES),
+    *(Example(size, kind) for size in SIZES for kind in ONE_GPU if (size, kind) != ("7B", "legacy")),
+    *(Example(size, kind, 2) for size in SIZES for kind in ("lora", "legacy", "broadcast")),
+    *(Example(size, kind, 4) for size in SIZES for kind in ("lora", "broadcast")),
     Example("135M", "lora", task=WORDS, name="smollm2_lora"),
     Example("135M", "shared", task=WORDS, name="smollm2_shared"),
     Example("135M", "legacy", task=replace(WORDS, steps=150), name="smollm2_none"),
@@ -153,7 +161,7 @@ EXAMPLES = (
 
 def text(example: Example, fits: str) -> str:
     """The file; `fits` says on which GPUs."""
-    task, whole = example.task, example.kind in ("shared", "legacy")
+    task, whole = example.task, example.kind in ("shared", "legacy", "broadcast")
     model, sequences = task.model.format(example.size), 8 * task.microbatches
     a_step = f"{sequences} sequences in a step: {sequences // task.group} questions, {task.group} answers each"
     trainer = {
@@ -212,8 +220,8 @@ def _degree(example: Example) -> int:
 
 def _share(example: Example) -> str:
     """Of a GPU's memory, for the server."""
-    if example.gpus == 2:
-        return "0.9"
+    if example.gpus == 2:  # the weights of a version wait beside those that are served
+        return "0.7" if example.kind == "broadcast" else "0.9"
     if example.kind == "legacy" and example.size == "3B":
         return "0.3"
     return "0.35" if example.kind == "shared" and example.size == "7B" else "0.45"

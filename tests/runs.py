@@ -17,6 +17,7 @@ KV_CACHE = f"--kv-cache-memory-bytes,{64 << 20}"
 OF_MODE: dict[str, dict[str, object]] = {
     "lora_only": {},
     "shared_vllm": {"lora-r": None, "lr": 1e-4},
+    "broadcast": {"lora-r": None, "lr": 1e-4},
     "lora_restart": {"vllm-restart-interval": 2},
     "none": {"lora-r": None, "lr": 1e-4, "vllm-restart-interval": 2},
 }

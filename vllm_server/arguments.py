@@ -106,7 +106,9 @@ def parse(argv: list[str]) -> Namespace:
             wanted="none, since the server sets its own extension",
             fix="leave it out",
         )
-    args.worker_extension_cls = SHARING_WORKER_EXTENSION if args.shared_weights else WORKER_EXTENSION
+    args.worker_extension_cls = (
+        SHARING_WORKER_EXTENSION if args.shared_weights or args.receive_weights else WORKER_EXTENSION
+    )
     if args.enable_lora and compat.device_type() == "cuda":
         os.environ[KERNELS_VARIABLE] = args.lora_kernels
     os.environ[LOGITS_VARIABLE] = _logits_dtype(args.logits_dtype)
@@ -162,6 +164,11 @@ def _add_policy_options(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         default=os.environ.get("VLLM_ENABLE_SHARED_WEIGHTS", "").lower() in ("1", "true", "yes"),
         help="share the weights in memory with a trainer on this machine (or set VLLM_ENABLE_SHARED_WEIGHTS=1)",
+    )
+    group.add_argument(
+        "--receive-weights",
+        action="store_true",
+        help="receive all weights from a trainer while the server runs (--weight-bridge-mode broadcast)",
     )
     group.add_argument(
         "--bridge-config-path",

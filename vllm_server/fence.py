@@ -1,4 +1,4 @@
-"""The fence around an update of shared weights: the engine computes nothing while a trainer writes them.
+"""The fence around an update of the weights: the engine computes nothing while a trainer writes them.
 
     begin ──▶ (no forward pass runs: the trainer writes) ──▶ end ──▶ generation resumes with the new version
       └──▶ torn, by the trainer's report or by time-out ──▶ poisoned: refused until an update has completed
@@ -62,7 +62,7 @@ class Fence:
     """One server's fence.
 
     Attributes:
-        shared: whether the server shares its weights.
+        writable: whether a trainer may write the weights: in shared memory, or by sending them.
         on_version: called with the weights' version after each completed update.
         fault: why the state of the weights is unknown; None if it is known.
         updates: number of completed updates.
@@ -72,7 +72,7 @@ class Fence:
     boot_id: str
     engine: FencedEngine
     on_version: Callable[[int], None]
-    shared: bool = True
+    writable: bool = True
     fault: str | None = None
     updates: int = 0
     last_update_time: float = 0.0
@@ -120,22 +120,39 @@ class Fence:
 
     # --------------------------------------------------------------------------------------------- updates
 
+    def check_boot(self, boot_id: str) -> None:
+        """Raise a ServeError, 409, if another server was meant."""
+        if boot_id != self.boot_id:
+            raise ServeError(
+                409, "boot_id", got=boot_id, wanted=f"{self.boot_id}, this server's",
+                fix="the server was restarted: connect to it again",
+            )  # fmt: skip
+
+    def check_held(self, token: str) -> None:
+        """Raise a ServeError, 409, if the token is not that of an update within which the weights may be written."""
+        self._held(token)
+
+    def _held(self, token: str) -> Update:
+        update = self._update
+        if update is None or not update.held or update.ending or token != update.token:
+            raise ServeError(
+                409, "token", got=token, wanted="the token of the update in progress",
+                fix=f"begin another ({self.fault})" if self.fault else "begin an update first",
+            )  # fmt: skip
+        return update
+
     async def begin(self, asked: UpdateBeginRequest) -> UpdateBeginResponse:
         """Hold generation. After this returns, nothing reads the weights before `end`.
 
         Raises:
             ServeError: 409 nothing is shared, another server was meant, or an update is in progress; 422 no time limit.
         """
-        if not self.shared:
+        if not self.writable:
             raise ServeError(
-                409, "update", got="a server that does not share its weights", wanted="one that shares them",
-                fix="start it with --shared-weights",
+                409, "update", got="a server whose weights do not change", wanted="one whose weights a trainer writes",
+                fix="start it with --shared-weights or --receive-weights",
             )  # fmt: skip
-        if asked.boot_id != self.boot_id:
-            raise ServeError(
-                409, "boot_id", got=asked.boot_id, wanted=f"{self.boot_id}, this server's",
-                fix="the server was restarted: attach to its weights again",
-            )  # fmt: skip
+        self.check_boot(asked.boot_id)
         if not 0 < asked.timeout_s < float("inf"):
             raise ServeError(422, "timeout_s", got=asked.timeout_s, wanted="more than 0 seconds", fix="raise it")
         self.check_idle()
@@ -161,12 +178,7 @@ class Fence:
         Raises:
             ServeError: 409, the token is not that of an update in progress.
         """
-        update = self._update
-        if update is None or not update.held or update.ending or asked.token != update.token:
-            raise ServeError(
-                409, "token", got=asked.token, wanted="the token of the update in progress",
-                fix=f"begin another ({self.fault})" if self.fault else "begin an update first",
-            )  # fmt: skip
+        update = self._held(asked.token)
         if asked.version != PROOF_VERSION:
             check_version(asked.version)
         self._stop_clock(update)

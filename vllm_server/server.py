@@ -24,6 +24,7 @@ from vllm_server.publisher import Publisher
 from vllm_server.shared_engine import SharedEngine
 from vllm_server.shares import Shares
 from vllm_server.soundness import NOT_FINITE, OutputWatch
+from vllm_server.weights import WeightChannels
 from vllm_server.worker import logits_are_exact
 
 logger = logging.getLogger("vllm.grpo.server")  # below "vllm": vLLM's handler and format
@@ -37,6 +38,7 @@ class PolicyServer:
     adapters: compat.Adapters
     publisher: Publisher
     fence: Fence
+    weights: WeightChannels
     args: Namespace
     boot_id: str
     workers: tuple[WorkerInfo, ...]
@@ -76,14 +78,15 @@ class PolicyServer:
             registry.rebase(version)
             watch.weights_changed()
 
-        fence = Fence(boot_id, shared, on_version=changed, shared=args.shared_weights)
+        writable = args.shared_weights or args.receive_weights
+        fence = Fence(boot_id, shared, on_version=changed, writable=writable)
         watch.start()
-        file = None
-        if fence.shared:
+        if writable:
             shared.salt_caches(lambda: fence.salt)
-            file = await sharing.export(shared, args, boot_id, workers[0].gpu_uuid)
+        file = await sharing.export(shared, args, boot_id, workers[0].gpu_uuid) if args.shared_weights else None
+        weights = WeightChannels(engine, fence, accepts=args.receive_weights)
         Shares.install(engine, fence.passage)
-        server = cls(engine, adapters, publisher, fence, args, boot_id, workers, file, started=time.monotonic())
+        server = cls(engine, adapters, publisher, fence, weights, args, boot_id, workers, file, time.monotonic())
         app.state.policy_server = server
         return server
 
@@ -180,7 +183,8 @@ class PolicyServer:
         model, lora = config.model_config, config.lora_config
         return BridgeInfo(
             enabled=lora is not None,
-            shared_weights=self.fence.shared,
+            shared_weights=self.args.shared_weights,
+            receives_weights=self.args.receive_weights,
             update_count=self.registry.load_count + self.fence.updates,
             last_update_time=max(self.publisher.last_update_time, self.fence.last_update_time),
             model_name=str(model.model),

@@ -1,4 +1,4 @@
-"""A server that shares its weights: its checks at the start, and its bridge file for the trainer."""
+"""A server whose weights a trainer writes: its checks at the start, and the bridge file of shared weights."""
 
 import logging
 import os
@@ -6,6 +6,7 @@ from argparse import Namespace
 
 from vllm_server import compat, preflight, seams, shared_engine, sharing_checks
 from vllm_server.bridge_file import BridgeFile
+from vllm_server.errors import FatalError
 from vllm_server.protocol import machine_id
 from vllm_server.protocol.bridge_config import SCHEMA_VERSION, BridgeConfigFile, ParamMapping
 from vllm_server.shared_engine import SharedEngine
@@ -18,7 +19,7 @@ _REACHED_BY = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}  # servers 
 
 
 def prepare(args: Namespace) -> None:
-    """Refuse unsupported settings before anything is loaded, and set the vLLM flags that sharing needs.
+    """Refuse unsupported settings before anything is loaded, and set the vLLM flags that plain weights need.
 
     Raises:
         FatalError: see `sharing_checks`, `bridge_file` and `shared_engine`.
@@ -26,15 +27,22 @@ def prepare(args: Namespace) -> None:
     set_in_vain = [name for name in _WITHOUT_EFFECT if name in os.environ]
     if set_in_vain:
         logger.warning("%s: accepted, without effect", ", ".join(set_in_vain))
-    if not args.shared_weights:
+    if not (args.shared_weights or args.receive_weights):
         return
+    if args.shared_weights and args.receive_weights:
+        raise FatalError(
+            field="--receive-weights", got="--shared-weights with it", wanted="one of them", fix="leave one out"
+        )
     try:
         config = preflight.read_config(args.model)
     except (OSError, ValueError):
         config = {}  # preflight reports the error
     device = compat.device_type()
-    sharing_checks.check_shareable(args, config, device, os.environ, os.uname().release)
-    bridge_file(args).check()
+    if args.shared_weights:
+        sharing_checks.check_shareable(args, config, device, os.environ, os.uname().release)
+        bridge_file(args).check()
+    else:
+        sharing_checks.check_receivable(args, config, device)
     shared_engine.assert_seams()
     if device == "cuda":
         args.moe_backend = "triton"  # the triton backend does not reorder experts' weights

@@ -1,4 +1,4 @@
-"""Refuse settings that do not work with shared weights, before anything is loaded. Pure: no vLLM, no torch."""
+"""Refuse settings that prevent a trainer from writing the weights, before anything is loaded; pure, without vLLM."""
 
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from grpo_common.errors import Problem
-from grpo_common.sharing import unshareable
+from grpo_common.sharing import unreceivable, unshareable
 from vllm_server.errors import FatalError
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -33,6 +33,14 @@ def check_shareable(
         raise FatalError.of(problems)
 
 
+def check_receivable(args: Namespace, config: Mapping[str, Any], device: str) -> None:
+    """Raise for settings with which no trainer could send weights; see `check_shareable`."""
+    found = [replace(each, got=f"{flag(each.field)} {each.got}".rstrip()) for each in unreceivable(vars(args))]
+    refusals = [*found, *_plain_weights(args, config, device)]
+    if problems := [replace(refusal, field="--receive-weights") for refusal in refusals]:
+        raise FatalError.of(problems)
+
+
 def _refusals(
     args: Namespace, config: Mapping[str, Any], device: str, environment: Mapping[str, str], kernel: str
 ) -> Iterator[Problem]:
@@ -44,14 +52,7 @@ def _refusals(
             wanted="a port's number, since the bridge file tells the trainer where the server is",
             fix="choose a port",
         )
-    if args.load_format in _REPACKING_FORMATS:
-        yield Problem(
-            got=f"--load-format {args.load_format}",
-            wanted="plain weights, since packed ones cannot be trained in place",
-            fix="use safetensors",
-        )
-    for text in (config, config.get("text_config") or {}):
-        yield from _model_refusals(text)
+    yield from _plain_weights(args, config, device)
     if device != "cuda":
         return
     for name in _ALLOCATOR_SETTINGS:
@@ -67,7 +68,19 @@ def _refusals(
             wanted="Linux itself, since WSL has no CUDA IPC",
             fix="use lora_only or a Linux machine",
         )
-    if args.moe_backend not in ("auto", "triton"):
+
+
+def _plain_weights(args: Namespace, config: Mapping[str, Any], device: str) -> Iterator[Problem]:
+    """Yield what keeps the engine from computing with the parameters as a checkpoint has them."""
+    if args.load_format in _REPACKING_FORMATS:
+        yield Problem(
+            got=f"--load-format {args.load_format}",
+            wanted="plain weights, since packed ones cannot be trained in place",
+            fix="use safetensors",
+        )
+    for text in (config, config.get("text_config") or {}):
+        yield from _model_refusals(text)
+    if device == "cuda" and args.moe_backend not in ("auto", "triton"):
         yield Problem(
             got=f"--moe-backend {args.moe_backend}",
             wanted="triton, since the others reorder experts' weights",

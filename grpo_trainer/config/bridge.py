@@ -15,6 +15,7 @@ from grpo_trainer.config.values import Ranges, parse_ranges
 from grpo_trainer.errors import ConfigError
 from vllm_server.protocol import DEFAULT_LORA_NAME, LEGAL_LORA_RANKS, InFlight
 from vllm_server.protocol.lora import Transport
+from vllm_server.protocol.weights import Staging, WeightTransport
 
 SERVED_RANKS = ", ".join(map(str, LEGAL_LORA_RANKS))
 ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -99,6 +100,16 @@ class AllWeightsOptions(Section):
         return None if self.train_layers is None else parse_ranges(self.train_layers)
 
 
+class InFlightOptions(Section):
+    """The weights of a running server change."""
+
+    in_flight: InFlight = option(
+        "keep",
+        help="Requests in flight during an update: keep continues them as they are, recompute rebuilds their "
+        "KV cache first, abort ends them early.",
+    )
+
+
 class SharedServer(Section):
     """The trainer's model lies in the memory of a server that runs with --shared-weights."""
 
@@ -116,19 +127,33 @@ class CheckpointRestart(AllWeightsOptions, RestartOptions):
     mode: Literal["none"] = option("none", help=MODE_HELP, flags=MODE_FLAGS)
 
 
-class SharedVllm(AllWeightsOptions, SharedServer, ProofOptions):
+class SharedVllm(AllWeightsOptions, SharedServer, InFlightOptions, ProofOptions):
     """Shared weights."""
 
     means: ClassVar[str] = "all weights, in vLLM's memory"
     mode: Literal["shared_vllm"] = option("shared_vllm", help=MODE_HELP, flags=MODE_FLAGS)
     single_copy: bool = option(False, help="The same as --weight-bridge-mode shared_vllm.")
-    in_flight: InFlight = option(
-        "keep",
-        help="Requests in flight during an update: keep continues them as they are, recompute rebuilds their "
-        "KV cache first, abort ends them early.",
-    )
     master_weights: bool = option(
         False, help="Keep an fp32 copy of the trained weights (4 bytes each) instead of stochastic rounding."
+    )
+
+
+class Broadcast(AllWeightsOptions, InFlightOptions, ProofOptions):
+    """Weight bridge."""
+
+    means: ClassVar[str] = "all weights, sent to vLLM"
+    mode: Literal["broadcast"] = option("broadcast", help=MODE_HELP, flags=MODE_FLAGS)
+    transport: Literal["auto", WeightTransport] = option(
+        "auto",
+        help="Path of all weights to the server: shared GPU memory, a Gloo broadcast between main memories, or a "
+        "folder that both see; auto: the fastest that works.",
+        flags=("--broadcast-transport",),
+    )
+    staging: Staging = option(
+        "auto",
+        help="Receive weights into memory of their own while the server generates, so that it stands still only for "
+        "a copy; auto: if the server's GPU has room for a second copy.",
+        flags=("--broadcast-staging",),
     )
 
 
@@ -165,4 +190,6 @@ class LoraRestart(LoraOptions, RestartOptions):
     mode: Literal["lora_restart"] = option("lora_restart", help=MODE_HELP, flags=MODE_FLAGS)
 
 
-BridgeConfig = Annotated[CheckpointRestart | SharedVllm | LoraOnly | LoraRestart, Field(discriminator="mode")]
+BridgeConfig = Annotated[
+    CheckpointRestart | SharedVllm | Broadcast | LoraOnly | LoraRestart, Field(discriminator="mode")
+]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Literal
 
-from grpo_trainer.config.bridge import CheckpointRestart
+from grpo_trainer.config.bridge import Broadcast, CheckpointRestart
 from grpo_trainer.config.options import Section, option
 
 if TYPE_CHECKING:
@@ -47,13 +47,13 @@ class DistributedConfig(Section):
 def wants_parts(config: TrainConfig) -> bool:
     """Whether each of several processes is to hold a part of the weights, if that can be (`why_whole`)."""
     asked = config.distributed.sharding
-    return asked == "full" or (asked == "auto" and isinstance(config.bridge, CheckpointRestart))
+    return asked == "full" or (asked == "auto" and isinstance(config.bridge, CheckpointRestart | Broadcast))
 
 
 def why_whole(config: TrainConfig) -> str | None:
     """What speaks against cutting the weights over the processes, if anything does."""
-    if not isinstance(config.bridge, CheckpointRestart):
-        return f"belongs to --weight-bridge-mode none, but the mode is {config.bridge.mode}"
+    if not isinstance(config.bridge, CheckpointRestart | Broadcast):
+        return f"belongs to --weight-bridge-mode none and broadcast, but the mode is {config.bridge.mode}"
     if config.optimizer.optimizer == "adafactor":
         return "cuts rows and columns, over which adafactor takes its means; use --optimizer adamw or adamw_8bit"
     if config.loss.needs_reference:

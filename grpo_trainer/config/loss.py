@@ -22,8 +22,8 @@ class LossConfig(Section):
 
     loss: str = option(
         "dapo",
-        help="Surrogate and mean of the token losses, by the papers' names: averaged by sequence (grpo, gspo, sapo), "
-        "over all tokens (dapo, bnpo, cispo), by a constant (dr_grpo). MODULE:NAME is a LossSpec of your own.",
+        help="Surrogate and mean of the token losses: by sequence (grpo, gspo, sapo), over all tokens (dapo, bnpo, "
+        "cispo), by a constant (dr_grpo). MODULE:NAME is a LossSpec of your own.",
     )
     clip_eps: float = option(0.2, help="Clip the ratio below 1 - this.", gt=0, lt=1)
     clip_eps_high: float | None = option(None, help="Clip the ratio above 1 + this (default: --clip-eps).", gt=0)

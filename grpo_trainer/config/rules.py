@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from environments.running.settings_check import group_size
 from grpo_common.errors import Problem
-from grpo_common.sharing import unshareable
+from grpo_common.sharing import unreceivable, unshareable
 from grpo_trainer.config.adapter_file import read_adapter
-from grpo_trainer.config.bridge import LoraOnly, LoraOptions, SharedVllm
+from grpo_trainer.config.bridge import Broadcast, LoraOnly, LoraOptions, SharedVllm
 from grpo_trainer.config.distributed import why_whole
 from grpo_trainer.config.loss import UNCLIPPED
 from grpo_trainer.config.options import key_of, leaves, shown
@@ -252,9 +252,10 @@ def shared_weights(case: Case) -> Iterator[Problem]:
 
 
 @rule
-def sharing_server(case: Case) -> Iterator[Problem]:
+def written_server(case: Case) -> Iterator[Problem]:
     """The server refuses the same (`grpo_common/sharing.py`), but only once it is started."""
-    if case.run is None or not case.trainer.shares_weights:
+    sends = isinstance(case.trainer.bridge, Broadcast)
+    if case.run is None or not (case.trainer.shares_weights or sends):
         return
     server = case.run.server
     values: dict[str, object] = {name: getattr(server, name) for name in DEGREES}
@@ -262,10 +263,11 @@ def sharing_server(case: Case) -> Iterator[Problem]:
     for flag, word in arguments(server.extra_args):
         name, value = SHORT.get(flag) or key_of(flag), "" if word.startswith("-") else word
         values[name], said[name] = value or True, ("--server.extra-args", f"{flag} {value}".rstrip())
-    for each in unshareable(values):
+    why = "the trainer is to send the server weights" if sends else "the trainer is to use the server's weights"
+    for each in (unreceivable if sends else unshareable)(values):
         field, got = said[each.field]
         fix = f"{each.fix}, or use --weight-bridge-mode none or lora_only"
-        yield replace(each, field=field, got=got, fix=fix, summary="the trainer is to use the server's weights")
+        yield replace(each, field=field, got=got, fix=fix, summary=why)
 
 
 @rule

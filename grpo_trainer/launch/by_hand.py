@@ -11,7 +11,7 @@ import httpx
 from grpo_trainer.config.bridge import LoraOnly, SharedVllm
 from grpo_trainer.config.server import KEY_VARIABLE
 from grpo_trainer.config.train import API_KEY_VARIABLE, TrainConfig
-from grpo_trainer.launch.plan import lora_flags, server_process
+from grpo_trainer.launch.plan import server_process, weight_flags
 
 ANSWER_SECONDS = 2.0
 
@@ -61,9 +61,7 @@ def _environment(config: TrainConfig) -> str:
 
 
 def _server(config: TrainConfig, *, on_gpu: bool) -> str:
-    bridge, flags = config.bridge, ()
-    if isinstance(bridge, LoraOnly):
-        flags = lora_flags(config, bridge, config.log_dir)
+    bridge, flags = config.bridge, weight_flags(config, config.log_dir)
     if config.shares_weights:
         path = bridge.config_path if isinstance(bridge, LoraOnly | SharedVllm) else None
         flags = (*flags, "--shared-weights", *(("--bridge-config-path", str(path)) if path else ()))

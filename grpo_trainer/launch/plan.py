@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from grpo_common.trace import FILE_VARIABLE, NAME_VARIABLE
-from grpo_trainer.config.bridge import AllWeightsOptions, LoraOnly
+from grpo_trainer.config.bridge import AllWeightsOptions, Broadcast, LoraOnly
 from grpo_trainer.config.environments import EnvironmentProcess, environment_module
 from grpo_trainer.config.options import dump, key_of
 from grpo_trainer.config.run import RunConfig
@@ -207,15 +207,21 @@ def server_process(
     )
 
 
-def lora_flags(trainer: TrainConfig, bridge: LoraOnly, log_dir: Path) -> tuple[str, ...]:
-    """A server's flags for the adapters that a trainer publishes.
+def weight_flags(trainer: TrainConfig, log_dir: Path) -> tuple[str, ...]:
+    """Return a server's flags for what a trainer publishes to it.
 
     Args:
         log_dir: the trainer's.
     """
-    root = (bridge.lora_root or log_dir / "adapters").absolute()
-    names = ("--max-lora-rank", str(bridge.r), "--lora-name", bridge.name)
-    return (*names, "--lora-keep-versions", str(trainer.keep_versions), "--lora-root", str(root))
+    match trainer.bridge:
+        case LoraOnly() as bridge:
+            root = (bridge.lora_root or log_dir / "adapters").absolute()
+            names = ("--max-lora-rank", str(bridge.r), "--lora-name", bridge.name)
+            return (*names, "--lora-keep-versions", str(trainer.keep_versions), "--lora-root", str(root))
+        case Broadcast():
+            return ("--receive-weights",)
+        case _:
+            return ()
 
 
 def says_cache_size(extra_args: tuple[str, ...]) -> bool:
@@ -232,10 +238,8 @@ def waiting_server(server: ProcessSpec) -> ProcessSpec:
 def _server_processes(
     config: RunConfig, ports: Mapping[str, int], python: str, on_gpu: bool, cache_bytes: int | None
 ) -> Iterator[ProcessSpec]:
-    bridge = config.trainer.bridge
     flags = [] if cache_bytes is None else [CACHE_FLAG, str(cache_bytes)]
-    if isinstance(bridge, LoraOnly):
-        flags += lora_flags(config.trainer, bridge, config.run_dir)
+    flags += weight_flags(config.trainer, config.run_dir)
     trainer = reached(config, ports, on_gpu)
     shared = ["--shared-weights", "--bridge-config-path", str(_bridge_config_path(config))]
     for name, vllm in zip(config.server.names, trainer.vllm.each, strict=True):

@@ -179,14 +179,20 @@ class Checkpoints:
             "trained": self._trained(),
             "gradient_norms": self._norms.norms,
             "generators": generator_states(self._device),
-            "weights": self._weights_now(),
+            "weights": self.weights_now(),
         }
 
     def _trained(self) -> list[str]:
         """Return the names of the trained parameters, in the optimizer's order; some may have no state yet."""
         return [name for name, parameter in self._policy.model.named_parameters() if parameter.requires_grad]
 
-    def _weights_now(self) -> dict[str, Tensor]:
+    @property
+    def gathers(self) -> bool:
+        """Whether `weights_now` gathers the weights of several processes in main memory."""
+        return self._shards is not None
+
+    def weights_now(self) -> dict[str, Tensor]:
+        """Return the trained weights by the names of `stored_tensors`: the model's own memory, or gathered."""
         return self._policy.tensors() if self._shards is None else self._shards.tensors()
 
     def _write(self, path: Path, progress: Progress, tree: dict[str, Any]) -> None:
@@ -231,7 +237,7 @@ class Checkpoints:
             if (path / STATE_FILE).exists():
                 path = path.with_name(f"version_{version}")
             with whole_folder(path) as folder:
-                self._policy.write(folder, self._weights_now())
+                self._policy.write(folder, self.weights_now())
             self._weights = (version, path)
         return self._weights[1]
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from peft import PeftModel
 
-from grpo_trainer.config.bridge import CheckpointRestart, LoraOnly, LoraRestart, SharedVllm
+from grpo_trainer.config.bridge import Broadcast, CheckpointRestart, LoraOnly, LoraRestart, SharedVllm
 from grpo_trainer.config.server import server_names
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.policy import Policy, SharedWeights
+from grpo_trainer.policy import AllWeights, Policy, SharedWeights
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.signals import StopSignal
 from grpo_trainer.weights.bridge import WeightBridge
+from grpo_trainer.weights.broadcast import BroadcastBridge, PresentWeights
 from grpo_trainer.weights.checkpoint_restart import CheckpointModels, MergedModels, build_restart
 from grpo_trainer.weights.lora_swap import LoraSwap
 from grpo_trainer.weights.multi_server import SeveralServers
@@ -48,6 +50,19 @@ def build_bridge(
         case SharedVllm() as options:
             assert isinstance(policy, SharedWeights)
             return SharedBridge(options, policy, clients[0], config.model.seq_len)
+        case Broadcast() as options:
+            assert isinstance(policy, AllWeights)
+            weights = PresentWeights(checkpoints.weights_now, keep=checkpoints.gathers, servers=len(clients))
+            dtype = config.trainer_dtype(on_gpu=torch.cuda.is_available())
+            root = Path(config.log_dir) / "weights"
+            folders = [root / name for name in server_names(len(clients))]
+            sent = {
+                vllm.url: BroadcastBridge(
+                    options, policy, weights, client, vllm.url, folder, config.model.seq_len, dtype
+                )
+                for vllm, client, folder in zip(config.vllm.each, clients, folders, strict=True)
+            }
+            return SeveralServers(sent) if len(sent) > 1 else sent[config.vllm.url]
         case LoraRestart() as options:
             return build_restart(config, options, MergedModels.of(config, policy), policy, clients, last_version, stop)
         case CheckpointRestart() as options:

@@ -9,7 +9,6 @@ to generate until another write is complete.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
@@ -21,12 +20,13 @@ from grpo_trainer.alignment.proof import Proved
 from grpo_trainer.alignment.requirements import problems_of
 from grpo_trainer.alignment.shared_proof import SharedProof
 from grpo_trainer.config.bridge import SharedVllm
-from grpo_trainer.errors import BridgeError, ServerError
+from grpo_trainer.errors import BridgeError
 from grpo_trainer.metrics.types import Metric, Sum
 from grpo_trainer.policy import SharedWeights
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.bridge import Published
-from vllm_server.protocol import BridgeInfo, UpdateBeginRequest, UpdateEndRequest
+from grpo_trainer.weights.fence import ServerFence
+from vllm_server.protocol import BridgeInfo
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class SharedBridge:
         self._device = policy.model.device
         self._info: BridgeInfo | None = None
         self._version = 0
-        self._metrics: dict[str, Metric] = {}
+        self._server_fence = ServerFence(server, config.in_flight, self._finish_kernels)
         self.proved: Proved | None = None
 
     def __enter__(self) -> SharedBridge:
@@ -138,7 +138,7 @@ class SharedBridge:
             raise BridgeError(
                 "the shared weights are of another version", field="version", got=version, wanted=str(self._version)
             )
-        metrics, self._metrics = self._metrics, {}
+        metrics, self._server_fence.metrics = self._server_fence.metrics, {}
         quiet: dict[str, Metric] = {"train/sync_time": Sum(0.0), "publish/version": Sum(version)}
         return Published(version, self._info.served_model_name, quiet | metrics)
 
@@ -147,40 +147,9 @@ class SharedBridge:
         """Keep the server from reading the weights within the block; afterwards it generates with them as `version`."""
         assert self._info is not None, "connect comes first"
         self._finish_kernels()  # so that the server does not pause for kernels queued earlier
-        started = time.perf_counter()
-        asked = UpdateBeginRequest(boot_id=self._info.boot_id, in_flight=self._config.in_flight, timeout_s=seconds)
-        begun = self._server.begin_update(asked)
-        writing = time.perf_counter()
-        try:
+        with self._server_fence.hold(self._info.boot_id, version, seconds):
             yield
-            self._finish_kernels()
-        except BaseException:
-            self._say_torn(begun.token, version)
-            raise
-        written = time.perf_counter()
-        ended = self._server.end_update(UpdateEndRequest(token=begun.token, version=version))
-        finished = time.perf_counter()
-        if ended.policy_version != version:
-            raise BridgeError(
-                "the server confirms another version than the one written",
-                field="version",
-                got=ended.policy_version,
-                wanted=str(version),
-            )
         self._version = version
-        self._metrics = {
-            "train/sync_time": Sum(finished - started),
-            "publish/pause_time": Sum(begun.pause_seconds),
-            "publish/write_time": Sum(written - writing),
-            "publish/end_time": Sum(finished - written),
-            "publish/stall_time": Sum(ended.stall_seconds),
-        }
-
-    def _say_torn(self, token: str, version: int) -> None:
-        try:
-            self._server.end_update(UpdateEndRequest(token=token, version=version, torn=True))
-        except ServerError as error:  # the server's timeout will detect it; the original error matters more
-            log.warning("could not report to the server that its weights are torn: %s", error)
 
     def _finish_kernels(self) -> None:
         if self._device.type == "cuda":

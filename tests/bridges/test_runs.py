@@ -25,7 +25,7 @@ SERVED = [0, 2, 2, 4, 4]
 """Versions that a server which is relaunched every two steps, and at each start of the run, has after each step."""
 
 
-@pytest.mark.parametrize("mode", ["lora_only", "shared_vllm", *RELAUNCHED])
+@pytest.mark.parametrize("mode", ["lora_only", "shared_vllm", "broadcast", *RELAUNCHED])
 def test_a_run_learns_ends_and_is_resumed(
     demo_model: Path, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,7 +73,8 @@ def check_timeline(trace: Path, mode: str) -> None:
     check_format(events)
     processes = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"}
     seen = {(processes[each["pid"]], each["name"]) for each in events if each["ph"] in "Xb"}
-    server = {"lora_only": {("server", "load adapter")}, "shared_vllm": {("server", "fence")}}.get(mode, set())
+    fenced = {("server", "fence")}
+    server = {"lora_only": {("server", "load adapter")}, "shared_vllm": fenced, "broadcast": fenced}.get(mode, set())
     assert seen >= server | {
         *(("env-arithmetic", stage) for stage in ("generate", "score", "post")),
         *(("api", stage) for stage in ("queue", "lease")),

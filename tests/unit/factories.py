@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from grpo_trainer.rollouts.types import Group, RolloutBatch, Sample, Teacher
+from vllm_server.protocol import BridgeInfo, WorkerInfo
 
 VOCAB = 11
 
@@ -67,3 +68,23 @@ class TinyModel(nn.Module):
         hidden = self.embed(input_ids)
         hidden = hidden + 0.5 * torch.roll(hidden, 1, dims=1) * (torch.arange(input_ids.shape[1]) > 0)[None, :, None]
         return type("Output", (), {"logits": self.head(hidden)})()
+
+
+OURS = "GPU-ours"
+"""The trainer's GPU."""
+
+
+def worker(rank: int = 0, uuid: str = OURS, visible: list[str] | None = None) -> WorkerInfo:
+    """A server's worker on a GPU; by default it sees that one alone."""
+    return WorkerInfo(rank=rank, gpu_uuid=uuid, visible_gpus=[uuid] if visible is None else visible)
+
+
+def bridge_info(*workers: WorkerInfo, machine: str = "here") -> BridgeInfo:
+    """What a server says of itself; by default it has one worker on the trainer's GPU."""
+    return BridgeInfo(
+        enabled=True, shared_weights=False, update_count=0, last_update_time=0.0, model_name="m",
+        served_model_name="m", device="cuda", dtype="bfloat16", boot_id="b", pid=1, policy_version=0,
+        lora_name="policy", max_lora_rank=8, max_loras=4, keep_versions=4, max_model_len=512,
+        logprobs_mode="processed_logprobs", vllm_version="0", lora_dtype="bfloat16", machine=machine,
+        workers=list(workers) or [worker()],
+    )  # fmt: skip

@@ -46,11 +46,11 @@ class Engine:
             raise EngineFault
 
 
-def fence_on(engine: Engine, shared: bool = True) -> Fence:
+def fence_on(engine: Engine, writable: bool = True) -> Fence:
     def version(number: int) -> None:
         engine.events.append(f"version {number}")
 
-    return Fence(BOOT, engine, on_version=version, shared=shared)
+    return Fence(BOOT, engine, on_version=version, writable=writable)
 
 
 def begin(in_flight: InFlight = "keep", timeout_s: float = 60.0, boot_id: str = BOOT) -> UpdateBeginRequest:
@@ -201,7 +201,7 @@ def test_an_update_without_a_time_limit_is_refused(timeout_s: float) -> None:
 
 
 def test_a_server_that_shares_nothing_has_no_updates() -> None:
-    fence = fence_on(Engine(), shared=False)
+    fence = fence_on(Engine(), writable=False)
     with pytest.raises(ServeError) as refused:
         asyncio.run(fence.begin(begin()))
     assert refused.value.status == 409 and "--shared-weights" in refused.value.fix

@@ -141,18 +141,18 @@ ROWS = [
     in_train(rules.shared_weights, {**SHARED, **TWO}, "--world-size", "2", "lora_restart or none"),
     in_run(rules.shared_weights, {**SHARE_BASE, "trainer_gpus": 2}, "--trainer-gpus", "2", "1, or"),
     in_run(
-        rules.sharing_server,
+        rules.written_server,
         {**SHARED, "server.tensor_parallel_size": "2"},
         *("--server.tensor-parallel-size", "2", "--weight-bridge-mode none or lora_only"),
     ),
     in_run(
-        rules.sharing_server,
+        rules.written_server,
         {**SHARED, "data_parallel_size": "2"},
         *("--server.data-parallel-size", "2", "--weight-bridge-mode none or lora_only"),
     ),
     *(
         in_run(
-            rules.sharing_server,
+            rules.written_server,
             {**SHARE_BASE, "server.extra_args": words},
             *("--server.extra-args", got, "--weight-bridge-mode none or lora_only"),
         )
@@ -299,8 +299,8 @@ def test_every_refusal_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
         in_train(rules.shared_weights, {**SHARED, "vllm_dtype": "float32"}, "", "", ""),
         in_run(rules.shared_weights, {**SHARED, "device": "cpu"}, "", "", "", CPU),
         in_run(rules.shared_weights, {"device": "cpu"}, "", "", "", ONE_GPU),
-        in_run(rules.sharing_server, {"server.tensor_parallel_size": "2"}, "", "", ""),
-        in_run(rules.sharing_server, {**SHARED, "server.extra_args": "--seed,7"}, "", "", ""),
+        in_run(rules.written_server, {"server.tensor_parallel_size": "2"}, "", "", ""),
+        in_run(rules.written_server, {**SHARED, "server.extra_args": "--seed,7"}, "", "", ""),
         in_run(rules.servers, REPLICAS, "", "", "", ONE_GPU),
         in_run(rules.servers, {**LORA, "server.replicas": 2}, "", "", "", CPU),
         in_run(rules.machine, {"trainer_gpus": 4, "device": "cuda"}, "", "", "", Hardware(on_gpu=True)),

@@ -16,11 +16,13 @@ from grpo_trainer.weights.packed import PackedAdapter
 from grpo_trainer.weights.transports import choose as module
 from grpo_trainer.weights.transports.choose import OPENERS, Layout, layout, obstacle, open_transport
 from grpo_trainer.weights.transports.disk import Disk
+from tests.unit.factories import OURS, worker
+from tests.unit.factories import bridge_info as info
 from tests.unit.tiny_lora import tiny_lora
-from vllm_server.protocol import BridgeInfo, Transport, WorkerInfo, machine_id
+from vllm_server.protocol import BridgeInfo, Transport, machine_id
 from vllm_server.protocol.nccl import NcclError
 
-OURS, OTHER = "GPU-ours", "GPU-other"
+OTHER = "GPU-other"
 
 
 def test_disk_begins_with_the_folders_of_a_trainer_before_it_and_leaves_strangers_alone(tmp_path: Path) -> None:
@@ -81,20 +83,6 @@ def test_a_folder_of_adapters_that_was_deleted_is_made_again_with_one_warning(
     with pytest.raises(ServerError) as refused:
         Disk(PackedAdapter(tiny_lora(), torch.float32), refusing, root, "policy", 2).send("policy-v7", 7, activate=True)
     assert refused.value.field == "rank" and len(caplog.records) == 2
-
-
-def info(*workers: WorkerInfo, machine: str = "here") -> BridgeInfo:
-    return BridgeInfo(
-        enabled=True, shared_weights=False, update_count=0, last_update_time=0.0, model_name="m",
-        served_model_name="m", device="cuda", dtype="bfloat16", boot_id="b", pid=1, policy_version=0,
-        lora_name="policy", max_lora_rank=8, max_loras=4, keep_versions=4, max_model_len=512,
-        logprobs_mode="processed_logprobs", vllm_version="0", lora_dtype="bfloat16", machine=machine,
-        workers=list(workers) or [worker()],
-    )  # fmt: skip
-
-
-def worker(rank: int = 0, uuid: str = OURS, visible: list[str] | None = None) -> WorkerInfo:
-    return WorkerInfo(rank=rank, gpu_uuid=uuid, visible_gpus=[uuid] if visible is None else visible)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """The inference server's HTTP contract with the trainer and the environments.
 
-It imports neither torch nor vLLM, so that both sides can use it. Bodies are JSON; encode and decode them with
-`msgspec.json`. Structs that come *from* a client forbid unknown fields. Structs that go *to* a client may get new
-fields, so readers must ignore unknown fields, as msgspec does.
+It imports neither torch nor vLLM, so that both sides can use it; only `gloo` and `checksums`, which
+are imported by themselves, need torch.
+Bodies are JSON; encode and decode them with `msgspec.json`. Structs that come *from* a client forbid unknown fields.
+Structs that go *to* a client may get new fields, so readers must ignore unknown fields, as msgspec does.
 
 Versions. The policy is published as numbered versions, each with a name that a server process never uses twice:
 `<lora-name>-v<N>`. Version 0 is the base model, until an adapter is published as version 0. A request that names no
@@ -13,6 +14,7 @@ from vllm_server.protocol.bridge import (
     BridgeDebug,
     BridgeInfo,
     BridgeStatus,
+    Checksums,
     EndpointList,
     ParameterInfo,
     PausedState,
@@ -53,6 +55,7 @@ from vllm_server.protocol.refusals import (
     ErrorResponse,
 )
 from vllm_server.protocol.routes import (
+    BRIDGE_CHECKSUMS_ROUTE,
     BRIDGE_DEBUG_ROUTE,
     BRIDGE_INFO_ROUTE,
     BRIDGE_IS_PAUSED_ROUTE,
@@ -65,6 +68,10 @@ from vllm_server.protocol.routes import (
     BRIDGE_UPDATE_BEGIN_ROUTE,
     BRIDGE_UPDATE_END_ROUTE,
     BRIDGE_WAKE_UP_ROUTE,
+    BRIDGE_WEIGHTS_APPLY_ROUTE,
+    BRIDGE_WEIGHTS_CLOSE_ROUTE,
+    BRIDGE_WEIGHTS_OPEN_ROUTE,
+    BRIDGE_WEIGHTS_STAGE_ROUTE,
     DEFAULT_PORT,
     GENERATE_ROUTE,
     HEALTH_GENERATE_ROUTE,
@@ -95,8 +102,21 @@ from vllm_server.protocol.versions import (
     servable_rank,
     version_name,
 )
+from vllm_server.protocol.weights import (
+    DiskSource,
+    GlooSource,
+    Staging,
+    WeightsApplyRequest,
+    WeightsCloseRequest,
+    WeightsDone,
+    WeightsOpenRequest,
+    WeightsOpenResponse,
+    WeightsStageRequest,
+    WeightTransport,
+)
 
 __all__ = [
+    "BRIDGE_CHECKSUMS_ROUTE",
     "BRIDGE_DEBUG_ROUTE",
     "BRIDGE_INFO_ROUTE",
     "BRIDGE_IS_PAUSED_ROUTE",
@@ -109,6 +129,10 @@ __all__ = [
     "BRIDGE_UPDATE_BEGIN_ROUTE",
     "BRIDGE_UPDATE_END_ROUTE",
     "BRIDGE_WAKE_UP_ROUTE",
+    "BRIDGE_WEIGHTS_APPLY_ROUTE",
+    "BRIDGE_WEIGHTS_CLOSE_ROUTE",
+    "BRIDGE_WEIGHTS_OPEN_ROUTE",
+    "BRIDGE_WEIGHTS_STAGE_ROUTE",
     "DEFAULT_KEEP_VERSIONS",
     "DEFAULT_LORA_NAME",
     "DEFAULT_PORT",
@@ -134,13 +158,16 @@ __all__ = [
     "ChannelCloseResponse",
     "ChannelRequest",
     "ChannelResponse",
+    "Checksums",
     "CudaIpcChannel",
+    "DiskSource",
     "EndpointList",
     "ErrorDetail",
     "ErrorResponse",
     "GenerateChunk",
     "GenerateRequest",
     "GenerateResponse",
+    "GlooSource",
     "InFlight",
     "LoraLoadRequest",
     "LoraLoadResponse",
@@ -153,6 +180,7 @@ __all__ = [
     "PausedState",
     "PreflightReport",
     "SleepingState",
+    "Staging",
     "StateDictInfo",
     "TokenLogprobs",
     "TokenPrompt",
@@ -162,6 +190,13 @@ __all__ = [
     "UpdateEndRequest",
     "UpdateEndResponse",
     "VersionStatus",
+    "WeightTransport",
+    "WeightsApplyRequest",
+    "WeightsCloseRequest",
+    "WeightsDone",
+    "WeightsOpenRequest",
+    "WeightsOpenResponse",
+    "WeightsStageRequest",
     "WorkerInfo",
     "machine_id",
     "parse_version",

@@ -29,7 +29,7 @@ class BridgeInfo(msgspec.Struct, frozen=True, kw_only=True):
     `lora_dtype` are null if the server was started without LoRA. `last_update_time` is in Unix seconds, 0.0 before a
     publish. `machine` is the server's `machine_id()`. `bridge_config_path` is set while weights are shared.
     `logits_dtype` is the dtype of the logits behind logprobs; null if it is not known. `max_num_seqs` is the engine's
-    limit of concurrent sequences; null for an older server.
+    limit of concurrent sequences; null for an older server. `receives_weights`: a trainer may send all weights.
     """
 
     enabled: bool
@@ -56,6 +56,7 @@ class BridgeInfo(msgspec.Struct, frozen=True, kw_only=True):
     bridge_config_path: str | None = None
     logits_dtype: str | None = None
     max_num_seqs: int | None = None
+    receives_weights: bool = False
 
 
 class PausedState(msgspec.Struct, frozen=True):
@@ -71,9 +72,9 @@ class PauseRequest(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
 
 
 class BridgeStatus(msgspec.Struct, frozen=True):
-    """Answer of `/bridge/pause`, `/bridge/resume`, `/bridge/sleep` and `/bridge/wake_up`."""
+    """Answer of `/bridge/pause`, `/bridge/resume`, `/bridge/sleep`, `/bridge/wake_up` and `/bridge/weights/close`."""
 
-    status: Literal["paused", "resumed", "asleep", "awake"]
+    status: Literal["paused", "resumed", "asleep", "awake", "closed"]
 
 
 class SleepingState(msgspec.Struct, frozen=True):
@@ -94,6 +95,12 @@ class StateDictInfo(msgspec.Struct, frozen=True):
 
     num_params: int
     params: dict[str, ParameterInfo]
+
+
+class Checksums(msgspec.Struct, frozen=True):
+    """`GET /bridge/checksums`: for each worker, its parameters' checksums by vLLM's names (`protocol.checksums`)."""
+
+    workers: list[dict[str, int]]
 
 
 class BridgeDebug(msgspec.Struct, frozen=True, kw_only=True):

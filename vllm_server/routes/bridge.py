@@ -12,6 +12,7 @@ from vllm_server.errors import ServeError, engine_is_dead
 from vllm_server.http import json_response, read_body
 from vllm_server.protocol import (
     BridgeStatus,
+    Checksums,
     EndpointList,
     PausedState,
     PauseRequest,
@@ -19,6 +20,10 @@ from vllm_server.protocol import (
     StateDictInfo,
     UpdateBeginRequest,
     UpdateEndRequest,
+    WeightsApplyRequest,
+    WeightsCloseRequest,
+    WeightsOpenRequest,
+    WeightsStageRequest,
 )
 from vllm_server.server import PolicyServer
 
@@ -82,6 +87,30 @@ async def end_update(request: Request) -> Response:
         raise engine_is_dead() from error
 
 
+async def open_weights(request: Request) -> Response:
+    """Open a channel for a `WeightsOpenRequest`: a trainer is going to send all weights."""
+    asked = await read_body(request, WeightsOpenRequest)
+    return json_response(await PolicyServer.of(request).weights.open(asked))
+
+
+async def stage_weights(request: Request) -> Response:
+    """Receive a version while generation goes on, as the `WeightsStageRequest` says."""
+    asked = await read_body(request, WeightsStageRequest)
+    return json_response(await PolicyServer.of(request).weights.stage(asked))
+
+
+async def apply_weights(request: Request) -> Response:
+    """Write a version within an update, as the `WeightsApplyRequest` says."""
+    asked = await read_body(request, WeightsApplyRequest)
+    return json_response(await PolicyServer.of(request).weights.apply(asked))
+
+
+async def close_weights(request: Request) -> Response:
+    """Close the channel of a `WeightsCloseRequest`."""
+    await PolicyServer.of(request).weights.close(await read_body(request, WeightsCloseRequest))
+    return json_response(BridgeStatus("closed"))
+
+
 async def sleep(request: Request) -> Response:
     """Free GPU memory until `wake_up`. This is vLLM's sleep mode, which the server must be started with."""
     server = PolicyServer.of(request)
@@ -106,7 +135,7 @@ async def is_sleeping(request: Request) -> Response:
 
 
 def _check_may_sleep(server: PolicyServer) -> None:
-    if server.fence.shared:
+    if server.args.shared_weights:
         raise ServeError(
             409, "sleep", got="a server that shares its weights", wanted="one that does not share them",
             fix="stop the trainer and the server instead, since the trainer computes in this memory",
@@ -125,6 +154,17 @@ async def state_dict_info(request: Request) -> Response:
     """Return the model's parameters, as `StateDictInfo`."""
     params = await shared_engine.parameters(PolicyServer.of(request).engine)
     return json_response(StateDictInfo(len(params), params))
+
+
+async def checksums(request: Request) -> Response:
+    """Return the `Checksums` of the weights that are served now."""
+    server = PolicyServer.of(request)
+    if not server.fence.writable:
+        raise ServeError(
+            409, "checksums", got="a server whose weights do not change", wanted="one whose weights a trainer writes",
+            fix="start it with --shared-weights or --receive-weights",
+        )  # fmt: skip
+    return json_response(Checksums(await server.engine.collective_rpc("grpo_checksums")))
 
 
 async def debug(request: Request) -> Response:

@@ -1,22 +1,35 @@
-"""The worker of a server that shares its weights: the policy's worker, plus handles of its parameters.
+"""The worker of a server whose weights change while it runs: a trainer shares its memory, or sends it all weights.
 
 vLLM imports it before the model is loaded. On a CPU this import keeps the weights plain.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
 import torch
 from vllm.platforms import current_platform
 
+from vllm_server.protocol import WeightsOpenRequest
+from vllm_server.protocol.checksums import checksum
 from vllm_server.worker.extension import PolicyWorker
 from vllm_server.worker.plain_weights import keep_weights_plain
 from vllm_server.worker.shared_weights import Exported, Shared, plain_parameters, share
+from vllm_server.worker.weights import WeightChannel
 
 if current_platform.is_cpu():
     keep_weights_plain()
+
+
+def _refusing(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the result, or why the trainer's request can't be carried out."""
+    try:
+        return work()
+    except (ValueError, KeyError, RuntimeError, OSError) as error:  # a damaged layout, no partner, vLLM's refusal, …
+        return {"refused": f"{type(error).__name__}: {error}"}
 
 
 class SharingWorker(PolicyWorker):
@@ -38,3 +51,51 @@ class SharingWorker(PolicyWorker):
         """Wait until the device has finished all queued work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def grpo_checksums(self) -> dict[str, int]:
+        """Return the `checksum` of each parameter, by vLLM's name."""
+        found = plain_parameters(self.get_model())  # type: ignore[attr-defined]
+        return {name: checksum(parameter) for name, parameter in found.items()}
+
+    def grpo_weights_open(self, name: str, request: str) -> dict[str, Any]:
+        """Open the channel for weights (a `WeightsOpenRequest` as JSON); return the bytes set aside for staging."""
+        asked = msgspec.json.decode(request, type=WeightsOpenRequest)
+
+        def work() -> dict[str, Any]:
+            model = self.get_model()  # type: ignore[attr-defined]  # the worker's own
+            shards = self.parallel_config.tensor_parallel_size  # type: ignore[attr-defined]  # likewise
+            channel = WeightChannel(asked, model, self.device, self.rank, shards)
+            self.__dict__["_grpo_weights"] = name, channel
+            return {"staging_bytes": channel.staging_bytes}
+
+        return _refusing(work)
+
+    def grpo_weights_stage(self, name: str) -> dict[str, Any]:
+        """Begin to receive a version in a thread."""
+
+        def work() -> dict[str, Any]:
+            self._grpo_channel(name).begin_staging()
+            return {}
+
+        return _refusing(work)
+
+    def grpo_weights_staged(self, name: str) -> dict[str, Any]:
+        """Return whether the version has arrived."""
+        return _refusing(lambda: {"staged": self._grpo_channel(name).has_staged()})
+
+    def grpo_weights_apply(self, name: str) -> dict[str, Any]:
+        """Write a version into the parameters; return `Written` as a dict."""
+        return _refusing(lambda: asdict(self._grpo_channel(name).apply()))
+
+    def grpo_weights_close(self, name: str) -> None:
+        """Free the channel's memory. A channel that is not open needs no closing."""
+        known, channel = self.__dict__.get("_grpo_weights", ("", None))
+        if channel is not None and known == name:
+            del self.__dict__["_grpo_weights"]
+            channel.close()
+
+    def _grpo_channel(self, name: str) -> WeightChannel:
+        known, channel = self.__dict__.get("_grpo_weights", ("", None))
+        if channel is None or known != name:
+            raise ValueError(f"channel {name} is not open")
+        return channel

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
 
+from vllm_server.worker.copies import CopyPlan, CopyRecorder, Piece, owners
 from vllm_server.worker.finite import check_finite, scaling_of
 from vllm_server.worker.packed import Layout, PackedAdapter, cast
 
@@ -42,46 +42,6 @@ class Installed:
     unserved: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Source:
-    """A piece of a packed buffer: offset in elements, size and stride as in `torch.as_strided`."""
-
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    def of(self, buffer_E: Tensor) -> Tensor:
-        return torch.as_strided(buffer_E, self.size, self.stride, buffer_E.storage_offset() + self.offset)
-
-
-@dataclass
-class CopyPlan:
-    """The copies that write one slot, and the targets to multiply by the adapter's scaling afterwards."""
-
-    targets: list[Tensor]
-    sources: list[Source]
-    scaled: list[Tensor]
-    scaling: float
-    _bound: tuple[int, list[Tensor]] | None = field(default=None, repr=False)
-
-    def run(self, adapter: PackedAdapter) -> None:
-        torch._foreach_copy_(self.targets, self._pieces(adapter), non_blocking=True)  # pyright: ignore
-        if self.scaling != 1.0:
-            torch._foreach_mul_(self.scaled, self.scaling)  # pyright: ignore
-
-    def _pieces(self, adapter: PackedAdapter) -> list[Tensor]:
-        """Return views of the sources. Views of a lasting buffer are cached, because creating hundreds is slow."""
-        if self._bound is not None and self._bound[0] == adapter.buffer_E.data_ptr():
-            return self._bound[1]  # its views keep the memory allocated: no other buffer has its address
-        pieces = [source.of(adapter.buffer_E) for source in self.sources]
-        self._bound = (adapter.buffer_E.data_ptr(), pieces) if adapter.lasting else None
-        return pieces
-
-    def forget_views(self) -> None:
-        """Drop cached views, so that the buffer can be freed."""
-        self._bound = None
-
-
 class SlotResident(LoRAModel):
     """An adapter whose tensors are only in its slot.
 
@@ -100,26 +60,6 @@ class SlotResident(LoRAModel):
         if self.sealed:
             raise RuntimeError(f"adapter {self.id} lost its slot: publish it again")
         return super().get_lora(module_name)
-
-
-class _Recorder(TorchDispatchMode):
-    """Records every copy out of a buffer while it is active."""
-
-    def __init__(self, buffer_E: Tensor) -> None:
-        super().__init__()
-        self._storage = buffer_E.untyped_storage().data_ptr()
-        self._start = buffer_E.storage_offset()
-        self.copies: list[tuple[Tensor, Source]] = []
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is torch.ops.aten.copy_.default:
-            target, source = args[0], args[1]
-            if source.untyped_storage().data_ptr() == self._storage:
-                offset = source.storage_offset() - self._start
-                self.copies.append((target, Source(offset, tuple(source.shape), source.stride())))
-        return func(*args, **(kwargs or {}))
 
 
 class AdapterSlots:
@@ -177,7 +117,7 @@ class AdapterSlots:
         known = [slot for slot in free if (slot, key) in self._plans and self._written.get(slot) == key]
         if known:
             slot, unserved = known[0], ()
-            self._plans[slot, key].run(adapter)
+            self._plans[slot, key].run(adapter.buffer_E, lasting=adapter.lasting)
             self._register(adapter_id, slot, config)
         else:
             slot, unserved = self._install_by_vllm(adapter_id, adapter, config)
@@ -212,7 +152,7 @@ class AdapterSlots:
         _check_sizes(manager, lora)
         manager.add_adapter(lora)  # merges the modules that vLLM's layers merge
         unserved = tuple(sorted(set(lora.loras) - set(manager.modules)))
-        with _Recorder(buffer_E) as recorder:
+        with CopyRecorder(buffer_E) as recorder:
             manager.activate_adapter(adapter_id)
         lora.seal()
         slot = manager.lora_index_to_id.index(adapter_id)
@@ -293,24 +233,12 @@ def _outputs(base: Any, parts: int) -> list[Any] | None:
     return sizes if len(sizes) == parts else None
 
 
-def _plan(copies: list[tuple[Tensor, Source]], layout: Layout, scaling: float) -> CopyPlan | None:
-    """Return the recorded copies as a plan, or None if they do not cover the adapter.
-
-    Where vLLM creates new tensors (it joins the shards of a fused layer, or stacks experts), it does not copy from the
-    buffer, and only vLLM's own code can write the slot.
-    """
-    owners = sorted((place.offset, place.end, name) for name, place in layout.places.items())
-    starts = torch.tensor([start for start, _, _ in owners])
-    seen: set[str] = set()
-    scaled = []
-    for target, source in copies:
-        _, end, name = owners[int(torch.searchsorted(starts, source.offset, right=True)) - 1]
-        if source.offset >= end:
-            return None
-        seen.add(name)
-        if ".lora_B" in name or "lora_embedding_B" in name:
-            scaled.append(target)
-    if seen != set(layout.places):
+def _plan(copies: list[tuple[Tensor, Piece]], layout: Layout, scaling: float) -> CopyPlan | None:
+    """Return the recorded copies as a plan, or None if they do not cover the adapter."""
+    names = owners(copies, layout)
+    if names is None:
         logger.info("vLLM's own code loads each adapter of this model: not all of its copies can be repeated")
         return None
+    pairs = list(zip(copies, names, strict=True))
+    scaled = [target for (target, _), name in pairs if ".lora_B" in name or "lora_embedding_B" in name]
     return CopyPlan([target for target, _ in copies], [source for _, source in copies], scaled, scaling)

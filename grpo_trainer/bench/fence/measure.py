@@ -21,7 +21,7 @@ from grpo_trainer.bench.fence.options import FenceOptions
 from grpo_trainer.bench.fence.patterns import References, Verdicts, quantiles, two_patterns
 from grpo_trainer.bench.figures import Meter, median_ms, p95_ms
 from grpo_trainer.bench.shapes import SHAPES
-from grpo_trainer.bench.sync.bridges import SharedSubject, opened
+from grpo_trainer.bench.sync.bridges import AllWeightsSubject, opened
 from grpo_trainer.bench.sync.generator import Demand
 from grpo_trainer.bench.sync.load import generating
 from grpo_trainer.bench.sync.subject import Place, placed
@@ -48,16 +48,16 @@ def measure(options: FenceOptions, server_args: tuple[str, ...]) -> dict[str, An
     """
     with (
         placed(options.model, options.log_dir, server_args) as place,
-        opened(options.bridge(), place, in_flight=options.in_flight) as subject,
+        opened(options.sync(), place, in_flight=options.in_flight) as subject,
     ):
-        assert isinstance(subject, SharedSubject)
+        assert isinstance(subject, AllWeightsSubject)
         return Stress(options, place, subject).run()
 
 
 class Stress:
     """One server under load and writes."""
 
-    def __init__(self, options: FenceOptions, place: Place, subject: SharedSubject) -> None:
+    def __init__(self, options: FenceOptions, place: Place, subject: AllWeightsSubject) -> None:
         self._options = options
         self._place = place
         self._subject = subject
@@ -85,6 +85,7 @@ class Stress:
         verdicts = self._judge(references, answers, even)
         quiet, writing = (before + after) / 2, written / seconds
         return {
+            "bridge": options.bridge,
             "shape": options.model.shape,
             "device": torch.cuda.get_device_name() if self._place.on_gpu else "CPU",
             "vllm": self._subject.info.vllm_version,

@@ -5,14 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from pydantic import model_validator
+
 from grpo_trainer.bench.shapes import ModelChoice
 from grpo_trainer.bench.sync.options import BridgeChoice, ServerChoice, SyncOptions
 from grpo_trainer.config.options import Section, option
+from grpo_trainer.errors import ConfigError
 
 
 class FenceOptions(Section):
     """What is measured."""
 
+    bridge: Literal["shared_vllm", "broadcast"] = option(
+        "shared_vllm", help="How weights are written: in the server's memory, or by sending them."
+    )
     writes: int = option(10_000, help="Writes of all weights, one pattern after the other.", ge=2)
     max_seconds: float | None = option(
         None, help="Stop writing after so many seconds, however many writes that were (default: never).", gt=0
@@ -30,7 +36,14 @@ class FenceOptions(Section):
     model: ModelChoice = ModelChoice()
     server: ServerChoice = ServerChoice()
 
-    def bridge(self) -> SyncOptions:
-        """Return the options of the same server and trainer for `grpo bench sync --bridge shared_vllm`."""
-        choice = BridgeChoice(bridge="shared_vllm")
+    @model_validator(mode="after")
+    def _sent_weights_are_fenced(self) -> FenceOptions:
+        if self.bridge == "broadcast" and not self.fenced:
+            why = "the server writes weights that are sent only within a fence"
+            raise ConfigError(why, field="--no-fenced", got="--bridge broadcast", wanted="--bridge shared_vllm")
+        return self
+
+    def sync(self) -> SyncOptions:
+        """Return the options of the same server and trainer for `grpo bench sync`."""
+        choice = BridgeChoice(bridge=self.bridge)
         return SyncOptions(choice=choice, model=self.model, server=self.server, log_dir=self.log_dir)

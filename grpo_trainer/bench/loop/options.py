@@ -36,7 +36,7 @@ OF_SHAPE: Mapping[str, Mapping[str, float]] = MappingProxyType(
 class BridgeChoice(Section):
     """Weight bridge."""
 
-    bridge: Literal["shared_vllm", "lora_only", "lora_restart", "none"] = option(
+    bridge: Literal["shared_vllm", "lora_only", "broadcast", "lora_restart", "none"] = option(
         "shared_vllm", help="The weight bridge, as --weight-bridge-mode of a run."
     )
     share_base: bool = option(False, help="lora_only: the trainer's base model is the server's, as --share-base.")

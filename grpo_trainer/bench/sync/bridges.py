@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import httpx
 import torch
@@ -32,10 +33,13 @@ from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.optim import build_optimizer
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.signals import StopSignal
+from grpo_trainer.weights.broadcast import BroadcastBridge
 from grpo_trainer.weights.build import build_bridge
 from grpo_trainer.weights.checkpoint_restart import CheckpointRestart
 from grpo_trainer.weights.lora_swap import LoraSwap
 from grpo_trainer.weights.shared_weights import SharedBridge
+
+W = TypeVar("W", SharedBridge, BroadcastBridge)
 
 SMALL_B = 1e-3
 SHARED_WARM_UP = 3
@@ -143,18 +147,16 @@ def _post(http: httpx.Client, route: str, body: dict[str, Any]) -> httpx.Respons
     return answer
 
 
-class SharedSubject(Subject[SharedBridge]):
-    """Writes all weights, in the server's memory.
+class AllWeightsSubject(Subject[W]):
+    """Changes all weights, while the server runs.
 
     It multiplies them by one, which rewrites the same bits. That reads and writes as many bytes as an optimizer's copy
     of new weights from the gradients' memory, without needing that memory.
     """
 
-    parts = (("publish/write_time",), ("publish/pause_time",), ("publish/stall_time",))
-
     @cached_property
     def parameters(self) -> list[torch.Tensor]:
-        """All parameters, in the server's memory."""
+        """All parameters of the trainer's model."""
         return [parameter.detach() for parameter in self.model.parameters()]
 
     def prove(self) -> Mapping[str, float] | None:
@@ -168,6 +170,12 @@ class SharedSubject(Subject[SharedBridge]):
     def change(self) -> None:
         torch._foreach_mul_(self.parameters, 1.0)  # pyright: ignore[reportPrivateImportUsage]
 
+
+class SharedSubject(AllWeightsSubject[SharedBridge]):
+    """Writes all weights in the server's memory."""
+
+    parts = (("publish/write_time",), ("publish/pause_time",), ("publish/stall_time",))
+
     def trained(self) -> None:
         self.version += 1
         self.bridge.publish(self.version)
@@ -178,6 +186,23 @@ class SharedSubject(Subject[SharedBridge]):
         beside = [each.stall_seconds - each.pack_seconds for each in publishes]
         write = "every weight times one, in place"
         return {**super().facts(publishes), "write": write, **own, "stall_beside_write_ms": median_ms(beside)}
+
+
+class BroadcastSubject(AllWeightsSubject[BroadcastBridge]):
+    """Sends all weights to the server."""
+
+    parts = (("publish/send_time",), ("publish/write_time",), ("publish/stall_time",))
+
+    def facts(self, publishes: Sequence[Publish]) -> dict[str, Any]:
+        sent = self.bridge.sent
+        seconds = statistics.median(publish.seconds for publish in publishes)
+        own = {
+            "transport": sent.transport,
+            "staged": sent.staged,
+            "weights_gb": round(sent.nbytes / 1e9, 4),
+            "gb_per_s": round(sent.nbytes / 1e9 / seconds, 2),
+        }
+        return {**super().facts(publishes), **own}
 
 
 class RestartSubject(Subject[CheckpointRestart]):
@@ -194,6 +219,7 @@ class RestartSubject(Subject[CheckpointRestart]):
 SUBJECTS: Mapping[str, type[Subject[Any]]] = {
     "lora_only": LoraSubject,
     "shared_vllm": SharedSubject,
+    "broadcast": BroadcastSubject,
     "none": RestartSubject,
 }
 
@@ -221,6 +247,8 @@ def opened(options: SyncOptions, place: Place, **values: Any) -> Iterator[Subjec
                 "lora_root": held.enter_context(tempfile.TemporaryDirectory(prefix="grpo-adapters-", dir=root)),
                 "share_base": choice.share_base,
             }
+        elif choice.bridge == "broadcast":
+            values |= {"broadcast_transport": choice.transport, "broadcast_staging": choice.staging}
         elif choice.bridge == "none":
             values |= {"vllm_restart_interval": 1, "vllm_standby": False}
         config = configured(options, place, **values)

@@ -11,16 +11,20 @@ from grpo_trainer.bench.shapes import ModelChoice
 from grpo_trainer.config.options import Section, option
 from grpo_trainer.errors import ConfigError
 from vllm_server.protocol.lora import Transport
+from vllm_server.protocol.weights import Staging, WeightTransport
 
 
 class BridgeChoice(Section):
     """Bridge."""
 
-    bridge: Literal["lora_only", "shared_vllm", "none"] = option(
+    bridge: Literal["lora_only", "shared_vllm", "broadcast", "none"] = option(
         "lora_only", help="The weight bridge; none restarts the server at each publish, so --repeat 3 will do."
     )
     share_base: bool = option(False, help="lora_only: the trainer's base model is the server's, as --share-base.")
-    transport: Literal["auto", Transport] = option("auto", help="How adapters go to the server, as --lora-transport.")
+    transport: Literal["auto", Transport, WeightTransport] = option(
+        "auto", help="How weights go to the server, as --lora-transport or --broadcast-transport."
+    )
+    staging: Staging = option("auto", help="broadcast: whether versions are staged, as --broadcast-staging.")
     lora_r: int = option(16, help="Rank of the adapter, on all linear modules.")
     lora_root: Path | None = option(
         None, help="Folder of --transport disk and of the baseline, e.g. /dev/shm (default: a temporary one)."

@@ -21,13 +21,12 @@ from grpo_trainer.bench.devices import gpus_used_mb
 from grpo_trainer.bench.random_model import ensure_model
 from grpo_trainer.bench.shapes import SHAPES, ModelChoice
 from grpo_trainer.bench.sync.options import SyncOptions
-from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.options import build
 from grpo_trainer.config.rules import checked
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.launch.owned_server import OwnedServer
-from grpo_trainer.launch.plan import CACHE_FLAG, ProcessSpec, lora_flags, server_process
+from grpo_trainer.launch.plan import CACHE_FLAG, ProcessSpec, server_process, weight_flags
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.policy import Policy, build_policy
@@ -115,9 +114,7 @@ def configured(options: SyncOptions, place: Place, **values: Any) -> TrainConfig
 
 def server_spec(config: TrainConfig, place: Place) -> ProcessSpec:
     """Return the process of a server that outlives publishes, with vLLM's own routes for adapters for the baseline."""
-    flags: tuple[str, ...] = ()
-    if isinstance(config.bridge, LoraOnly):
-        flags = lora_flags(config, config.bridge, place.folder)
+    flags = weight_flags(config, place.folder)
     if config.shares_weights:
         flags = (*flags, "--shared-weights", "--bridge-config-path", str(place.folder / FILE_NAME))
     model = str(place.model)

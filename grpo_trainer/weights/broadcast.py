@@ -1,0 +1,295 @@
+"""All weights sent into running servers, on any GPU or machine, without a restart: the `broadcast` bridge.
+
+    staged      send ─▶ begin ─▶ apply ─▶ end      the server receives while it generates, and stands still for a copy
+    not staged          begin ─▶ send, apply ─▶ end
+
+The trainer has its own model, in one process or sharded over several. What the server receives under a checkpoint's
+names, vLLM's own code maps to its parameters, each worker taking its shard.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from grpo_trainer.alignment.model_proof import ModelProof
+from grpo_trainer.alignment.proof import Proved
+from grpo_trainer.alignment.requirements import problems_of
+from grpo_trainer.alignment.shared_proof import SharedProof
+from grpo_trainer.config.bridge import Broadcast
+from grpo_trainer.errors import BridgeError
+from grpo_trainer.metrics.types import Metric, Sum
+from grpo_trainer.policy import AllWeights
+from grpo_trainer.server_client import ServerClient
+from grpo_trainer.weights.bridge import Published
+from grpo_trainer.weights.buckets import Buckets
+from grpo_trainer.weights.fence import ServerFence
+from grpo_trainer.weights.senders import Way, WeightSender, open_sender
+from vllm_server.protocol import (
+    BridgeInfo,
+    WeightsApplyRequest,
+    WeightsOpenRequest,
+    WeightsStageRequest,
+    WeightTransport,
+)
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+SECONDS = 600.0
+"""Time limit for sending a version, and of the fence when it is sent within."""
+
+
+class PresentWeights:
+    """The trainer's weights, taken once for all servers of a version.
+
+    Args:
+        take: returns the weights by the model's names. Weights that are sharded over processes are gathered in main
+            memory for that.
+        keep: whether `take` gathers, so that its result is kept until all servers of a version have it.
+    """
+
+    def __init__(self, take: Callable[[], Mapping[str, Tensor]], *, keep: bool, servers: int) -> None:
+        self._take = take
+        self._keep = keep
+        self._servers = servers
+        self._lock = threading.Lock()
+        self._taken: Mapping[str, Tensor] | None = None
+        self._uses = 0
+
+    def __call__(self) -> Mapping[str, Tensor]:
+        if not self._keep:
+            return self._take()
+        with self._lock:
+            taken = self._taken = self._taken or self._take()
+            self._uses += 1
+            if self._uses == self._servers:
+                self._taken, self._uses = None, 0
+        return taken
+
+
+@dataclass(frozen=True)
+class Sent:
+    """How a version travels: by which transport, whether it is staged, and its bytes."""
+
+    transport: WeightTransport
+    staged: bool
+    nbytes: int
+
+
+class BroadcastBridge:
+    """The `broadcast` bridge to one server.
+
+    Args:
+        weights: the trainer's weights.
+        url: the server's.
+        folder: for the files of the transport `disk`.
+        seq_len: longest sequence of the training.
+        dtype: dtype of the trainer's forward pass.
+
+    Attributes:
+        proved: result of the proof; None: no proof ran, or the weights are sharded.
+    """
+
+    def __init__(
+        self,
+        config: Broadcast,
+        policy: AllWeights,
+        weights: PresentWeights,
+        server: ServerClient,
+        url: str,
+        folder: Path,
+        seq_len: int,
+        dtype: str,
+    ) -> None:
+        self._config = config
+        self._policy = policy
+        self._weights = weights
+        self._server = server
+        self._url = url
+        self._folder = folder
+        self._seq_len = seq_len
+        self._dtype = dtype
+        self._fence = ServerFence(server, config.in_flight)
+        self._info: BridgeInfo | None = None
+        self._buckets: Buckets | None = None
+        self._sender: WeightSender | None = None
+        self._channel = ""
+        self._staged = False
+        self._version = 0
+        self._metrics: dict[str, Metric] = {}
+        self.proved: Proved | None = None
+
+    def __enter__(self) -> BroadcastBridge:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._channel and error is None:
+                self._server.close_weights(self._channel)
+        finally:
+            if self._sender is not None:
+                self._sender.close()
+            self._server.close()
+
+    def connect(self, policy_version: int) -> int:
+        """Connect to the server, open the channel, and send the present weights.
+
+        Raises:
+            BridgeError: the server does not receive weights, or the channel could not be opened.
+        """
+        self._server.wait_until_there()
+        state = self._server.wait_until_settled()
+        info = self._info = state.info
+        self._check(info)
+        if state.fault is not None:
+            log.warning("the server refuses to generate (%s): this trainer's weights heal it", state.fault)
+        log.info(
+            "bridge broadcast: server %s, vLLM %s on %s, %s, %d workers, boot %s",
+            *(info.served_model_name, info.vllm_version, info.device, info.dtype, len(info.workers), info.boot_id),
+        )
+        self._open(info)
+        used = info.update_count > 0 or info.policy_version < 0
+        version = max(policy_version, info.policy_version + 1 if used else info.policy_version)
+        self._send(version)
+        return version
+
+    def _check(self, info: BridgeInfo) -> None:
+        if not info.receives_weights:
+            raise BridgeError(
+                "does not receive weights",
+                field=f"the inference server at {self._url}",
+                got="a server without --receive-weights",
+                fix="start it with --receive-weights",
+            )
+        model = None if isinstance(self._policy.model, FSDPModule) else self._policy.model
+        if problems := problems_of(info, self._seq_len, model=model):
+            raise BridgeError.of(problems)
+
+    def _open(self, info: BridgeInfo) -> None:
+        stored = self._policy.tensors()
+        self._buckets = Buckets(self._policy.model, stored, getattr(torch, info.dtype))
+        headers = self._buckets.headers
+        self._sender = open_sender(self._config.transport, Way(self._url, info, self._folder, self._buckets, stored))
+        asked = WeightsOpenRequest(
+            boot_id=info.boot_id,
+            source=self._sender.source,
+            buckets=[b64encode(header).decode() for header in headers],
+            staging=self._config.staging,
+        )
+        opened = self._together(self._sender.join, lambda: self._server.open_weights(asked))
+        self._channel, self._staged = opened.channel, opened.staged
+        log.info(
+            "weights go to the server by %s: %.2f GB in %d buckets, %s",
+            *(self._sender.name, self._buckets.nbytes / 1e9, len(headers)),
+            f"staged in {opened.staging_bytes / 1e9:.2f} GB of each worker" if opened.staged else "not staged",
+        )
+
+    @property
+    def sent(self) -> Sent:
+        """How the versions of an open channel travel."""
+        assert self._sender is not None and self._buckets is not None, "connect comes first"
+        return Sent(self._sender.name, self._staged, self._buckets.nbytes)
+
+    def prove(self) -> float | None:
+        if not self._config.proof:
+            log.warning("bridge proof skipped (--no-proof): nothing shows that the server uses what is sent")
+            return None
+        assert self._info is not None, "connect comes first"
+        model = self._policy.model
+        proof = ModelProof(model, self._server, self._dtype)
+        if isinstance(model, FSDPModule):  # no process can change the weights alone
+            return proof.prove(self._info, self._version)
+        self.proved = SharedProof(model, proof).prove(self._info, self._version, self._changing)
+        return self.proved.noise
+
+    @contextmanager
+    def _changing(self, version: int) -> Iterator[None]:
+        """Let the proof change the weights within the block, then send them."""
+        yield
+        self._send(version)
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Do nothing: the trainer's weights are its own until they are published."""
+        return nullcontext()
+
+    def publish(self, version: int) -> Published:
+        assert self._info is not None, "connect comes first"
+        if version != self._version:
+            self._send(version)
+        metrics, self._metrics = self._metrics, {}
+        quiet: dict[str, Metric] = {"train/sync_time": Sum(0.0), "publish/version": Sum(version)}
+        return Published(version, self._info.served_model_name, quiet | metrics)
+
+    def _send(self, version: int) -> None:
+        """Make the server generate with the trainer's present weights as `version`."""
+        assert self._info is not None and self._sender is not None
+        started = time.perf_counter()
+        sender, sent = self._sender, 0.0
+        if sender.is_ahead:
+            sender.send(self._packed())
+        if self._staged:
+            stage = WeightsStageRequest(channel=self._channel, timeout_s=SECONDS)
+            self._delivered(lambda: self._server.stage_weights(stage))
+            sent = time.perf_counter() - started
+        with self._fence.hold(self._info.boot_id, version, SECONDS) as token:
+            apply = WeightsApplyRequest(channel=self._channel, token=token)
+            if self._staged:
+                self._server.apply_weights(apply)
+            else:
+                self._delivered(lambda: self._server.apply_weights(apply))
+        self._version = version
+        whole = {"train/sync_time": Sum(time.perf_counter() - started), "publish/send_time": Sum(sent)}
+        self._metrics = {**self._fence.metrics, **whole}
+
+    def _delivered(self, ask: Callable[[], T]) -> T:
+        """Ask the server to take a version, and send it meanwhile if it is not there already."""
+        assert self._sender is not None
+        sender = self._sender
+        return ask() if sender.is_ahead else self._together(lambda: sender.send(self._packed()), ask)
+
+    def _packed(self) -> Iterator[Tensor]:
+        assert self._buckets is not None
+        stored = self._weights()
+        for number in range(len(self._buckets)):
+            yield self._buckets.pack(number, stored)
+
+    @staticmethod
+    def _together(work: Callable[[], None], ask: Callable[[], T]) -> T:
+        """Do our part of an exchange in a thread while the server is asked to do its own; return its answer.
+
+        Raises:
+            BridgeError, ServerError: of the side that fails first. The other then ends by its time limit.
+        """
+        ours, theirs = Future[None](), Future[T]()
+        either: list[Future[Any]] = [ours, theirs]
+        for future, do in ((ours, work), (theirs, ask)):
+            threading.Thread(target=_settle, args=(future, do), daemon=True).start()
+        wait(either, return_when=FIRST_COMPLETED)
+        for first in either:
+            if first.done():
+                first.result()  # raises what it failed with
+        ours.result()
+        return theirs.result()
+
+
+def _settle(future: Future[T], do: Callable[[], T]) -> None:
+    try:
+        future.set_result(do())
+    except BaseException as error:  # it is raised where the result is asked for
+        future.set_exception(error)

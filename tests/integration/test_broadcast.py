@@ -1,0 +1,345 @@
+"""All weights sent into a running vLLM: what the bridge promises for each transport, and what becomes of each fault."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from grpo_trainer.alignment.proof import Probe, probe_of, trainer_logprobs
+from grpo_trainer.config.bridge import Broadcast
+from grpo_trainer.config.options import build
+from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.errors import BridgeError, ServerError
+from grpo_trainer.metrics.types import reduce
+from grpo_trainer.model.export import stored_tensors
+from grpo_trainer.policy import AllWeights, build_policy
+from grpo_trainer.saving.checkpoint import Checkpoints, Progress
+from grpo_trainer.server_client import ServerClient
+from grpo_trainer.shared.names import Facts, bind_names
+from grpo_trainer.trainer import Trainer
+from grpo_trainer.weights.broadcast import BroadcastBridge, PresentWeights
+from grpo_trainer.weights.buckets import Buckets
+from tests.bridge_contract import PROMPT
+from tests.golden.models import golden, random_model
+from tests.integration.serving import Serving, save_tiny_model
+from tests.processes import answers, free_port, running, tail, wait_for
+from tests.runs import finished, of_mode, rows, started
+from tests.unit.factories import batch, sample
+from vllm_server.protocol import BRIDGE_CHECKSUMS_ROUTE, BRIDGE_STATE_DICT_INFO_ROUTE, Checksums, StateDictInfo
+from vllm_server.protocol.checksums import added, checksum
+
+pytestmark = pytest.mark.timeout(600)
+
+ROLLOUTS = batch([sample([4, 5], [6, 7], 1.0), sample([4, 5], [8], 0.0)])
+TOLERANCE = 1e-4
+WAYS = [("gloo", "on"), ("gloo", "off"), ("disk", "on"), ("disk", "off")]
+
+
+@contextmanager
+def receiving(folder: Path, *flags: str, model: Path | None = None) -> Iterator[Serving]:
+    """A server that receives weights; by default of a tiny model."""
+    model = model or save_tiny_model(folder / "model")
+    log, port = folder / "server.log", free_port()
+    words = ["--model", str(model), "--port", str(port), "--kv-cache-memory-bytes", str(64 << 20), "--receive-weights"]
+    with running("-m", "vllm_server", *words, *flags, log=log) as process:
+        url = f"http://127.0.0.1:{port}"
+        wait_for("a healthy server", lambda: process.poll() is not None or answers(f"{url}/health"), log, 240)
+        assert process.poll() is None, tail(log)
+        yield Serving(url, model, folder, log, process)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    with receiving(tmp_path_factory.mktemp("receiving")) as running_server:
+        yield running_server
+
+
+class Sending:
+    """A trainer that sends its weights."""
+
+    def __init__(self, server: Serving, folder: Path, **options: Any) -> None:
+        port = server.url.rpartition(":")[2]
+        values = {"model": str(server.model_folder), "weight_bridge_mode": "broadcast", "vllm_port": port}
+        values |= {"seq_len": 128, "lr": 1e-2, "save_path": str(folder)}
+        self.config = build(TrainConfig, values | options)
+        policy = build_policy(self.config)
+        assert isinstance(policy, AllWeights) and isinstance(self.config.bridge, Broadcast)
+        self.policy = policy
+        self.trainer = Trainer(policy.model, self.config)
+        self.checkpoints = Checkpoints(self.config.checkpoints, policy, self.trainer.optimizer)
+        self.client = ServerClient(self.config.vllm)
+        weights = PresentWeights(self.checkpoints.weights_now, keep=False, servers=1)
+        self.bridge = BroadcastBridge(
+            self.config.bridge, policy, weights, self.client, server.url, folder / "weights", 128, "float32"
+        )
+
+    def step(self) -> None:
+        assert self.trainer.step(ROLLOUTS, 0, self.bridge.updating).updated
+
+    def ask(self) -> tuple[Probe, int]:
+        answer = self.client.generate(PROMPT, max_tokens=8, temperature=1.0, logprobs=0, ignore_eos=True, seed=7)
+        return probe_of(answer), answer.policy_version
+
+    def assert_serves(self, version: int) -> Probe:
+        """The server's logprobs are those of the weights that the trainer has now."""
+        probe, answered = self.ask()
+        assert answered == version
+        assert float((probe.server_logprobs - trainer_logprobs(self.policy.model, probe)).abs().mean()) < TOLERANCE
+        return probe
+
+
+def expected_sums(
+    model: Any, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, served_ties: Mapping[str, str]
+) -> dict[str, int]:
+    """The checksums that the server's parameters have if they are the model's, in the server's dtype."""
+    own = {name: parameter.detach().to(dtype) for name, parameter in model.named_parameters()}
+    every = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    first: dict[int, str] = {}
+    ties = {
+        name: first[id(p)]
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if first.setdefault(id(p), name) != name
+    }
+    parts: dict[str, list[int]] = {}
+    for binding in bind_names(every, shapes, Facts(ties, served_ties)):
+        row = torch.Size(shapes[binding.vllm_name][1:]).numel()
+        parts.setdefault(binding.vllm_name, []).append(checksum(own[binding.hf_name], binding.start * row))
+    return {name: added(sums) for name, sums in parts.items()}
+
+
+def assert_equal_bits(
+    server: Serving, model: Any, dtype: torch.dtype = torch.float32, served_ties: Mapping[str, str] | None = None
+) -> None:
+    told = msgspec.json.decode(server.get(BRIDGE_STATE_DICT_INFO_ROUTE).content, type=StateDictInfo)
+    (sums,) = msgspec.json.decode(server.get(BRIDGE_CHECKSUMS_ROUTE).content, type=Checksums).workers
+    shapes = {name: tuple(info.shape) for name, info in told.params.items()}
+    wanted = expected_sums(model, shapes, dtype, served_ties or {})
+    assert wanted and {name: sums[name] for name in wanted} == wanted
+
+
+# ------------------------------------------------------------------------------------------------ what it promises
+
+
+@pytest.mark.parametrize(("transport", "staging"), WAYS)
+def test_each_version_is_served_bit_for_bit(server: Serving, tmp_path: Path, transport: str, staging: str) -> None:
+    made = Sending(server, tmp_path, broadcast_transport=transport, broadcast_staging=staging)
+    with made.bridge:
+        first = made.bridge.connect(0)
+        noise = made.bridge.prove()
+        assert noise is not None and noise < TOLERANCE
+        made.bridge.publish(first)
+        probe = made.assert_serves(first)
+        for version in range(first + 1, first + 4):
+            made.step()
+            published = made.bridge.publish(version)
+            metrics = reduce(published.metrics)
+            assert published.version == version == metrics["publish/version"]
+            assert metrics["publish/stall_time"] <= metrics["train/sync_time"]
+            assert made.assert_serves(version).server_logprobs.tolist() != probe.server_logprobs.tolist()
+            assert_equal_bits(server, made.policy.model)
+        assert reduce(made.bridge.publish(first + 3).metrics)["train/sync_time"] == 0.0, "nothing is sent twice"
+    assert not (tmp_path / "weights").exists(), "the server keeps its own copy"
+
+
+def test_a_checkpoint_is_sent_by_the_trainer_that_resumes_from_it(server: Serving, tmp_path: Path) -> None:
+    made = Sending(server, tmp_path)
+    version = made.bridge.connect(0)
+    probe = made.assert_serves(version)
+    made.checkpoints.save(Progress(1, version))
+    made.step()
+    made.bridge.publish(version + 1)
+    again = Sending(server, tmp_path, resume="auto")
+    progress = again.checkpoints.resume()
+    served = again.bridge.connect(progress.policy_version)
+    assert served > version + 1, "a version has one meaning"
+    assert again.assert_serves(served).server_logprobs.tolist() == probe.server_logprobs.tolist()
+
+
+@pytest.mark.parametrize("in_flight", ["recompute", "abort"])
+def test_requests_in_flight_are_treated_as_asked(server: Serving, tmp_path: Path, in_flight: str) -> None:
+    made = Sending(server, tmp_path, in_flight=in_flight, train_layer_indices="1")
+    version = made.bridge.connect(0)
+    made.step()
+    made.bridge.publish(version + 1)
+    made.assert_serves(version + 1)
+
+
+# ---------------------------------------------------------------------------------------------------------- faults
+
+
+def test_a_second_trainer_replaces_the_first_one(server: Serving, tmp_path: Path) -> None:
+    first = Sending(server, tmp_path / "first")
+    version = first.bridge.connect(0)
+    second = Sending(server, tmp_path / "second")
+    second.step()
+    newest = second.bridge.connect(0)
+    first.step()
+    with pytest.raises(ServerError) as refused:
+        first.bridge.publish(version + 1)
+    assert refused.value.field == "channel"
+    second.assert_serves(newest)
+
+
+def test_a_layer_that_is_not_sent_is_found_and_the_next_trainer_heals_it(
+    server: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Sending(server, tmp_path)
+    whole = made.policy.tensors()
+    monkeypatch.setattr(
+        made.policy, "tensors", lambda: {name: each for name, each in whole.items() if "layers.1.mlp" not in name}
+    )
+    with pytest.raises(ServerError) as refused:
+        made.bridge.connect(0)
+    assert "layers.1.mlp" in refused.value.got
+    assert server.get("/health").status_code == 503
+    assert server.post("/generate", {"prompt": {"prompt_token_ids": [4]}}).status_code == 503
+    healed = Sending(server, tmp_path)
+    healed.assert_serves(healed.bridge.connect(0))
+
+
+@pytest.mark.parametrize("fault", ["swapped", "stale"])
+def test_wrong_weights_do_not_pass_the_proof(
+    server: Serving, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gate and up in each other's place; and a sender that goes on sending its first version."""
+    made = Sending(server, tmp_path)
+    kept: dict[str, Tensor] = {}
+
+    def swap(self: Buckets, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        other = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+        part = name.split(".")[-2]
+        return {name.replace(part, other.get(part, part)): tensor}
+
+    def repeat(self: Buckets, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        return {name: tensor if tensor.is_meta else kept.setdefault(name, tensor.clone())}
+
+    monkeypatch.setattr(Buckets, "plain", swap if fault == "swapped" else repeat)
+    made.bridge.connect(0)
+    with pytest.raises(BridgeError) as refused:
+        made.bridge.prove()
+    assert refused.value.field.startswith("bridge proof failed")
+
+
+class _Died(Exception):
+    pass
+
+
+@pytest.mark.parametrize(("staging", "torn"), [("on", False), ("off", True)])
+def test_a_trainer_that_dies_half_way_leaves_the_old_version_or_none(
+    server: Serving, tmp_path: Path, staging: str, torn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Staged weights are written only when all have come. Otherwise the server refuses until the next trainer."""
+    monkeypatch.setattr("grpo_trainer.weights.buckets.BUCKET_BYTES", 4096)
+    made = Sending(server, tmp_path, broadcast_transport="gloo", broadcast_staging=staging)
+    version = made.bridge.connect(0)
+    probe = made.assert_serves(version)
+    made.step()
+    pack, packed = Buckets.pack, []
+
+    def pack_some(self: Buckets, number: int, stored: Any) -> Tensor:
+        packed.append(number)
+        if number == 2:
+            made.bridge._sender.close()  # pyright: ignore  # as the end of a process closes its connections
+            raise _Died
+        return pack(self, number, stored)
+
+    monkeypatch.setattr(Buckets, "pack", pack_some)
+    with pytest.raises((_Died, ServerError)):  # whichever side is the first to know
+        made.bridge.publish(version + 1)
+    monkeypatch.setattr(Buckets, "pack", pack)
+    assert packed == [0, 1, 2]
+    assert server.get("/health").status_code == (503 if torn else 200)
+    if not torn:
+        assert made.ask()[1] == version
+        assert made.ask()[0].server_logprobs.tolist() == probe.server_logprobs.tolist()
+    healed = Sending(server, tmp_path)
+    healed.assert_serves(healed.bridge.connect(0))
+
+
+def test_a_server_that_is_killed_half_way_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_trainer.weights.buckets.BUCKET_BYTES", 4096)
+    with receiving(tmp_path) as server:
+        made = Sending(server, tmp_path, broadcast_transport="gloo")
+        version = made.bridge.connect(0)
+        pack = Buckets.pack
+
+        def pack_and_kill(self: Buckets, number: int, stored: Any) -> Tensor:
+            if number == 2:
+                os.killpg(server.process.pid, signal.SIGKILL)
+                server.process.wait()
+            return pack(self, number, stored)
+
+        monkeypatch.setattr(Buckets, "pack", pack_and_kill)
+        made.step()
+        with pytest.raises((BridgeError, ServerError)):
+            made.bridge.publish(version + 1)
+
+
+def test_a_server_that_was_not_started_for_it_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    model = save_tiny_model(folder / "model")
+    log, port = folder / "log", free_port()
+    with running("-m", "vllm_server", "--model", str(model), "--port", str(port), log=log) as process:
+        url = f"http://127.0.0.1:{port}"
+        wait_for("a healthy server", lambda: process.poll() is not None or answers(f"{url}/health"), log, 240)
+        made = Sending(Serving(url, model, folder, log, process), tmp_path)
+        with pytest.raises(BridgeError) as refused:
+            made.bridge.connect(0)
+        assert "--receive-weights" in refused.value.fix
+        body = {"boot_id": "x", "source": {"kind": "disk", "folder": "/"}, "buckets": []}
+        assert httpx.post(f"{url}/bridge/weights/open", json=body, trust_env=False).status_code == 409
+
+
+# ------------------------------------------------------------------------------- models, shards, and whole runs
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama", "mistral", "mixtral", "qwen3_moe"])
+def test_every_kind_of_model_arrives_bit_for_bit(tmp_path: Path, architecture: str) -> None:
+    """Tied and untied heads, and two mixtures of experts; the server has the weights in bfloat16."""
+    folder = save_tiny_model(tmp_path / "model")  # its tokenizer
+    random_model(architecture).save_pretrained(folder)
+    with receiving(tmp_path, "--dtype", "bfloat16", model=folder) as server:
+        made = Sending(server, tmp_path, broadcast_transport="gloo")
+        version = made.bridge.connect(0)
+        for _ in range(2):  # by vLLM's own code, then by its copies
+            with torch.no_grad():
+                for _, tensor in stored_tensors(made.policy.model).values():
+                    tensor.add_(0.05 * torch.randn(tensor.shape))
+            version += 1
+            made.bridge.publish(version)
+            assert_equal_bits(server, made.policy.model, torch.bfloat16, golden(architecture).ties)
+
+
+@pytest.mark.parametrize("transport", ["gloo", "disk"])
+def test_each_worker_of_a_sharded_server_takes_its_part(tmp_path: Path, transport: str) -> None:
+    with receiving(tmp_path, "--tensor-parallel-size", "2") as server:
+        made = Sending(server, tmp_path, broadcast_transport=transport)
+        version = made.bridge.connect(0)
+        assert made.bridge.prove() is not None
+        for number in (version + 1, version + 2):
+            made.step()
+            made.bridge.publish(number)
+            made.assert_serves(number)
+
+
+def test_two_trainer_processes_send_to_two_servers(demo_model: Path, tmp_path: Path) -> None:
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    options = of_mode("broadcast", **{"server.replicas": 2, "trainer-gpus": 2, "training-steps": 3})
+    with started(demo_model, run_dir, log, **options) as process:
+        assert finished(process, log, 500) == 0, tail(log)
+    done = rows(run_dir)
+    assert [row["step"] for row in done] == [1, 2, 3]
+    fresh = [row for row in done if row["rollout/staleness_max"] == 0]
+    assert fresh and all(row["alignment/logprob_diff_max"] < 1e-3 for row in fresh)
+    assert (run_dir / "logs" / "trainer.log").read_text().count("bridge proved") == 2

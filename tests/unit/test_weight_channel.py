@@ -1,0 +1,147 @@
+"""Weights that arrive in a worker: first by the model's own loading, then by its recorded copies."""
+
+from __future__ import annotations
+
+import time
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from vllm_server.protocol import DiskSource, Staging, WeightsOpenRequest
+from vllm_server.protocol.flat import encode_header, lay_out
+from vllm_server.worker.weights import WeightChannel
+
+SHAPES = [("q", (4, 8)), ("k", (2, 8)), ("v", (2, 8)), ("embed", (6, 8)), ("gate", (4,))]
+BUCKETS = [SHAPES[:2], SHAPES[2:]]
+
+
+class Merged(nn.Module):
+    """As vLLM's models do: q, k and v are one parameter, and the vocabulary is padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.embed, self.gate = (nn.Parameter(torch.zeros(*shape)) for shape in ((8, 8), (8, 8), (4,)))
+        self.loads = 0
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> set[str]:
+        self.loads += 1
+        rows = {"q": slice(0, 4), "k": slice(4, 6), "v": slice(6, 8)}
+        loaded = set()
+        for name, tensor in weights:
+            target = self.qkv.data[rows[name]] if name in rows else self.get_parameter(name).data[: len(tensor)]
+            if target.shape != tensor.shape:
+                raise ValueError(f"{name}: {tuple(tensor.shape)}")
+            target.copy_(tensor)
+            loaded.add("qkv" if name in rows else name)
+        return loaded
+
+    def values(self) -> list[float]:
+        return [float(each) for each in (*self.qkv.data[[0, 4, 6], 0], self.embed.data[5, 7], self.gate.data[3])]
+
+
+class Computing(Merged):
+    """One whose loading makes a new tensor of what came."""
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> set[str]:
+        return super().load_weights((name, tensor * 2) for name, tensor in weights)
+
+
+def header(shapes: list[tuple[str, tuple[int, ...]]]) -> bytes:
+    return encode_header(lay_out(shapes, "F32"), {})
+
+
+def write(folder: Path, value: float, buckets: list[list[tuple[str, tuple[int, ...]]]] = BUCKETS) -> None:
+    for number, shapes in enumerate(buckets):
+        data = b"".join(torch.full(shape, value + index).numpy().tobytes() for index, (_, shape) in enumerate(shapes))
+        (folder / f"{number}.safetensors").write_bytes(header(shapes) + data)
+
+
+def opened(
+    folder: Path, model: nn.Module, staging: Staging, buckets: list[list[tuple[str, tuple[int, ...]]]] = BUCKETS
+) -> WeightChannel:
+    headers = [b64encode(header(shapes)).decode() for shapes in buckets]
+    source = DiskSource(folder=str(folder))
+    request = WeightsOpenRequest(boot_id="b", source=source, buckets=headers, staging=staging)
+    return WeightChannel(request, model, torch.device("cpu"), 0, 1)
+
+
+def staged(channel: WeightChannel) -> None:
+    channel.begin_staging()
+    deadline = time.monotonic() + 30
+    while not channel.has_staged():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("staging", ["on", "off"])
+def test_the_second_version_repeats_the_copies_of_the_first(tmp_path: Path, staging: Staging) -> None:
+    model = Merged()
+    channel = opened(tmp_path, model, staging)
+    assert channel.staged == (staging == "on") and (channel.staging_bytes == 4 * 116) == (staging == "on")
+    for version, value in enumerate((10.0, 20.0, 30.0)):
+        write(tmp_path, value)
+        if staging == "on":
+            staged(channel)
+            assert model.values() != [value, value + 1, value, 0.0, value + 2], "nothing is written before"
+        assert channel.apply().replayed == (version > 0)
+        assert model.values() == [value, value + 1, value, value + 1, value + 2]
+        assert float(model.embed[6:].abs().sum()) == 0.0, "the padding is not touched"
+    assert model.loads == len(BUCKETS)
+    channel.close()
+
+
+def test_what_a_models_loading_computes_is_loaded_each_time(tmp_path: Path) -> None:
+    model = Computing()
+    channel = opened(tmp_path, model, "on")
+    for value in (1.0, 2.0):
+        write(tmp_path, value)
+        staged(channel)
+        assert not channel.apply().replayed
+        assert model.values()[0] == 2 * value
+    assert model.loads == 2 * len(BUCKETS)
+
+
+@pytest.mark.parametrize("staging", ["on", "off"])
+def test_a_parameter_that_no_bucket_has_is_an_error_by_name(tmp_path: Path, staging: Staging) -> None:
+    buckets = [SHAPES[:2], SHAPES[2:4]]
+    channel = opened(tmp_path, Merged(), staging, buckets)
+    write(tmp_path, 1.0, buckets)
+    if staging == "on":
+        staged(channel)
+    with pytest.raises(ValueError, match="gate"):
+        channel.apply()
+
+
+def drop_the_end(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-4])
+
+
+def rename(file: Path) -> None:
+    file.write_bytes(file.read_bytes().replace(b'"gate"', b'"date"'))
+
+
+@pytest.mark.parametrize("damage", [drop_the_end, rename, Path.unlink])
+def test_a_damaged_file_is_found_before_anything_is_written(tmp_path: Path, damage: Callable[[Path], Any]) -> None:
+    model = Merged()
+    channel = opened(tmp_path, model, "on")
+    write(tmp_path, 5.0)
+    damage(tmp_path / "1.safetensors")
+    with pytest.raises((ValueError, OSError)):
+        staged(channel)
+    with pytest.raises((ValueError, OSError)):
+        channel.apply()
+    assert model.values() == [0.0] * 5
+
+
+def test_a_version_is_applied_once(tmp_path: Path) -> None:
+    channel = opened(tmp_path, Merged(), "on")
+    write(tmp_path, 5.0)
+    staged(channel)
+    channel.apply()
+    with pytest.raises(RuntimeError):
+        channel.apply()

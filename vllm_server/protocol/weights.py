@@ -1,0 +1,114 @@
+"""`/bridge/weights/…`: all weights of a policy, sent into a running server.
+
+A trainer opens a channel once. For each version it then has the server receive the weights and write them within the
+fence of `/bridge/update/…`:
+
+    staged      stage ─▶ update/begin ─▶ apply ─▶ update/end      received while the server generates
+    not staged           update/begin ─▶ apply ─▶ update/end      received while generation is held
+
+Weights have the names and shapes of the model's checkpoint. They travel in buckets, whose layout is that of a
+safetensors file (`vllm_server.protocol.flat`).
+"""
+
+from typing import Literal
+
+import msgspec
+
+WeightTransport = Literal["cuda_ipc", "gloo", "disk"]
+"""How weights reach the server: from the trainer's GPU memory, over the network between the processes' main memories,
+or in files that both see."""
+
+Staging = Literal["auto", "on", "off"]
+"""Whether weights are received into memory of their own while the server generates; auto: if there is room."""
+
+
+class GlooSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="gloo"):
+    """A Gloo group of the trainer (rank 0) and the engine's workers. Its ranks meet at a store of the trainer."""
+
+    host: str
+    port: int
+    world_size: int
+
+
+class DiskSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="disk"):
+    """A folder with one safetensors file for each bucket, `0.safetensors` and so on, rewritten for each version."""
+
+    folder: str
+
+
+class IpcView(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A tensor in the trainer's memory: number of its storage, and its place there in elements of its dtype."""
+
+    storage: int
+    offset: int
+    shape: list[int]
+    stride: list[int]
+    dtype: str
+
+
+class CudaIpcSource(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="cuda_ipc"
+):
+    """The trainer's own parameters, which the engine maps: they have the weights of each version when it is asked for.
+
+    `storages` are results of `torch.UntypedStorage._share_cuda_()`, their bytes in base64. `tensors` has every tensor
+    of the buckets by name, in any float dtype.
+    """
+
+    gpu_uuid: str
+    storages: list[list[int | bool | str]]
+    tensors: dict[str, IpcView]
+
+
+Source = CudaIpcSource | GlooSource | DiskSource
+
+
+class WeightsOpenRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /bridge/weights/open`: open a channel; it replaces the open one.
+
+    `boot_id` must be the server's own (409 otherwise). `buckets` has the header of each bucket, in base64.
+    """
+
+    boot_id: str
+    source: Source
+    buckets: list[str]
+    staging: Staging = "auto"
+
+
+class WeightsOpenResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """`staged`: whether versions are staged. `staging_bytes`: memory that each worker has set aside for that."""
+
+    channel: str
+    staged: bool
+    staging_bytes: int
+
+
+class WeightsStageRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /bridge/weights/stage`: receive a version while generation goes on; it fails after `timeout_s`."""
+
+    channel: str
+    timeout_s: float
+
+
+class WeightsApplyRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /bridge/weights/apply`: write the staged version, or receive and write one, within an update.
+
+    `token` is that of the update in progress (409 otherwise). After a failure the weights may be torn: end the update
+    with `torn`.
+    """
+
+    channel: str
+    token: str
+
+
+class WeightsDone(msgspec.Struct, frozen=True, kw_only=True):
+    """`seconds`: the time of the slowest worker. `replayed`: all workers repeated the copies of an earlier version."""
+
+    seconds: float
+    replayed: bool = False
+
+
+class WeightsCloseRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`POST /bridge/weights/close`: free the channel's memory. A channel that is not open needs no closing."""
+
+    channel: str

@@ -1,0 +1,47 @@
+"""Source `cuda_ipc`: the trainer's own parameters, mapped once and copied from GPU memory to GPU memory."""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vllm_server.protocol.weights import CudaIpcSource
+from vllm_server.worker.packed import Layout
+from vllm_server.worker.transports.cuda_ipc import gpu_uuid
+
+
+class ParameterMap:
+    """Holds the mapping of the trainer's parameters.
+
+    Args:
+        layouts: of the buckets.
+
+    Raises:
+        ValueError: this process does not see the trainer's GPU, or a tensor of a bucket is missing.
+    """
+
+    def __init__(self, source: CudaIpcSource, layouts: Sequence[Layout]) -> None:
+        visible = {gpu_uuid(index): index for index in range(torch.cuda.device_count())}
+        if source.gpu_uuid not in visible:
+            raise ValueError(f"the trainer's GPU {source.gpu_uuid}, while this worker sees {', '.join(visible)}")
+        storages = []
+        for handle in source.storages:
+            _, *rest = (b64decode(field) if isinstance(field, str) else field for field in handle)
+            storages.append(torch.UntypedStorage._new_shared_cuda(visible[source.gpu_uuid], *rest))
+        self._layouts = layouts
+        self._theirs: dict[str, Tensor] = {}
+        for name, view in source.tensors.items():
+            storage = storages[view.storage]
+            empty = torch.empty(0, dtype=getattr(torch, view.dtype), device=storage.device)
+            self._theirs[name] = empty.set_(storage, view.offset, view.shape, view.stride)  # pyright: ignore
+        if missing := [name for layout in layouts for name in layout.places if name not in self._theirs]:
+            raise ValueError(f"no memory was named for {missing[0]} ({len(missing)} in all)")
+
+    def fill(self, number: int, buffer_E: Tensor) -> None:
+        """Copy a bucket into a buffer, cast to the buffer's dtype. The trainer does not write meanwhile."""
+        places = self._layouts[number].places
+        targets = [buffer_E[place.offset : place.end].view(place.shape) for place in places.values()]
+        torch._foreach_copy_(targets, [self._theirs[name] for name in places])  # pyright: ignore

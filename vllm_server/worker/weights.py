@@ -1,0 +1,226 @@
+"""All weights of a version, written into a running worker's parameters.
+
+The first version goes through vLLM's own `load_weights`, which merges q, k and v, takes this worker's shard, and puts
+experts together. A recorder notes its copies. Every later version repeats them in one call for each bucket.
+"""
+
+from __future__ import annotations
+
+import time
+from base64 import b64decode
+from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from vllm_server.protocol import DiskSource, GlooSource, WeightsOpenRequest
+from vllm_server.protocol.weights import CudaIpcSource, Source
+from vllm_server.worker.copies import CopyPlan, CopyRecorder, Piece, owners
+from vllm_server.worker.packed import Layout, PackedAdapter, layout_of
+from vllm_server.worker.sources.cuda_ipc import ParameterMap
+from vllm_server.worker.sources.disk import FolderReader
+from vllm_server.worker.sources.gloo import GlooReceiver
+
+SPARE_BYTES = 1 << 30
+"""GPU memory that staging leaves free."""
+
+
+class Receiver(Protocol):
+    """A way for buckets to arrive."""
+
+    def fill(self, number: int, buffer_E: Tensor) -> None:
+        """Receive a bucket into a buffer on any device; it has arrived when this returns."""
+        ...
+
+
+@dataclass(frozen=True)
+class Written:
+    """The result of a write. `replayed`: copies of an earlier version were repeated."""
+
+    seconds: float
+    replayed: bool
+
+
+def receiver(source: Source, headers: list[bytes], layouts: list[Layout], worker_rank: int) -> Receiver:
+    """Return the receiver for a source.
+
+    Raises:
+        RuntimeError, ValueError: it can't be reached.
+    """
+    match source:
+        case CudaIpcSource():
+            return ParameterMap(source, layouts)
+        case GlooSource():
+            return GlooReceiver(source, worker_rank)
+        case DiskSource():
+            return FolderReader(source, headers)
+
+
+class WeightChannel:
+    """One worker's open channel.
+
+    Args:
+        model: vLLM's model; its parameters are plain (`plain_weights.py`) and have no LoRA wrappers.
+        shards: number of workers over which matrices are cut.
+
+    Attributes:
+        staging_bytes: memory set aside for staging; 0: versions are not staged.
+
+    Raises:
+        RuntimeError: the source can't be reached, or there is too little memory for staging that was asked for.
+        ValueError: the layout is damaged.
+    """
+
+    def __init__(
+        self, request: WeightsOpenRequest, model: Any, device: torch.device, worker_rank: int, shards: int
+    ) -> None:
+        headers = [b64decode(header) for header in request.buckets]
+        self._layouts = [layout_of(header, "") for header in headers]
+        self._device = device
+        self._writer = ParameterWriter(model, shards)
+        sizes = [layout.numel * layout.dtype.itemsize for layout in self._layouts]
+        staged = request.staging == "on" or (request.staging == "auto" and _has_room(sum(sizes), device))
+        # Without staging one buffer has all buckets, one after the other.
+        kept = self._layouts if staged else [max(self._layouts, key=lambda layout: layout.numel)]
+        self._buffers = [torch.empty(layout.numel, dtype=layout.dtype, device=device) for layout in kept]
+        self.staging_bytes = sum(sizes) if staged else 0
+        self._receiver = receiver(request.source, headers, self._layouts, worker_rank)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="receive weights")
+        self._receiving: Future[None] | None = None
+
+    @property
+    def staged(self) -> bool:
+        return self.staging_bytes > 0
+
+    def _buffer(self, number: int) -> Tensor:
+        return self._buffers[number] if self.staged else self._buffers[0][: self._layouts[number].numel]
+
+    def begin_staging(self) -> None:
+        """Begin to receive a version in a thread."""
+        self._receiving = self._thread.submit(self._receive_all)
+
+    def _receive_all(self) -> None:
+        with torch.no_grad(), _own_stream(self._device):
+            for number in range(len(self._layouts)):
+                self._receiver.fill(number, self._buffer(number))
+
+    def has_staged(self) -> bool:
+        """Return whether the version has arrived.
+
+        Raises:
+            RuntimeError, ValueError, OSError: it has not and will not.
+        """
+        assert self._receiving is not None, "begin_staging comes first"
+        if not self._receiving.done():
+            return False
+        self._receiving.result()
+        return True
+
+    @torch.no_grad()
+    def apply(self) -> Written:
+        """Write the staged version, or receive one and write it. No forward pass may run.
+
+        Raises:
+            RuntimeError, ValueError, OSError: the parameters may be torn: some new, some old.
+        """
+        started = time.perf_counter()
+        if self.staged and not (self._receiving and self.has_staged()):
+            raise RuntimeError("no version is staged")
+        self._receiving = None
+        replayed = True
+        for number, layout in enumerate(self._layouts):
+            if not self.staged:
+                self._receiver.fill(number, self._buffer(number))
+            replayed &= self._writer.write(number, PackedAdapter(layout, self._buffer(number), lasting=True))
+        if not replayed:
+            self._writer.check_complete()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return Written(time.perf_counter() - started, replayed)
+
+    def close(self) -> None:
+        """Free the memory. A version that is being received is given up."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._writer.forget()
+        self._buffers.clear()
+
+
+class ParameterWriter:
+    """Writes buckets into a model's parameters.
+
+    Args:
+        model: has vLLM's `load_weights`.
+        shards: number of workers over which matrices are cut.
+    """
+
+    def __init__(self, model: Any, shards: int) -> None:
+        self._model = model
+        self._shards = shards
+        self._plans: dict[int, CopyPlan] = {}
+        self._unwritten = {name for name, _ in model.named_parameters()}
+
+    def write(self, number: int, bucket: PackedAdapter) -> bool:
+        """Write a bucket; return whether recorded copies did it.
+
+        Raises:
+            ValueError, KeyError, RuntimeError: vLLM refuses a tensor.
+        """
+        if (plan := self._plans.get(number)) is not None:
+            plan.run(bucket.buffer_E, lasting=bucket.lasting)
+            return True
+        with CopyRecorder(bucket.buffer_E) as recorder:
+            names = self._model.load_weights(iter(bucket.tensors().items()))
+        self._unwritten -= self._unwritten if names is None else set(names)
+        if self._are_all(recorder.copies, bucket.layout):
+            targets, pieces = [target for target, _ in recorder.copies], [piece for _, piece in recorder.copies]
+            self._plans[number] = CopyPlan(targets, pieces)
+        return False
+
+    def _are_all(self, copies: list[tuple[Tensor, Piece]], layout: Layout) -> bool:
+        """Return whether the recorded copies alone write the bucket: they read this worker's shard of each tensor."""
+        names = owners(copies, layout)
+        if names is None:
+            return False
+        read: Counter[str] = Counter()
+        for name, (target, _) in zip(names, copies, strict=True):
+            read[name] += target.numel()
+        return all(read[name] * self._shards >= prod(place.shape) for name, place in layout.places.items())
+
+    def check_complete(self) -> None:
+        """Check that all parameters were written; call after the last bucket.
+
+        Raises:
+            ValueError: names parameters that no bucket has.
+        """
+        if missing := sorted(self._unwritten):
+            raise ValueError(f"no weights came for {', '.join(missing[:5])} ({len(missing)} in all)")
+
+    def forget(self) -> None:
+        """Drop cached views, so that buffers can be freed."""
+        for plan in self._plans.values():
+            plan.forget_views()
+
+
+def _has_room(nbytes: int, device: torch.device) -> bool:
+    return device.type != "cuda" or torch.cuda.mem_get_info(device)[0] > nbytes + SPARE_BYTES
+
+
+class _own_stream:
+    """A stream beside the forward passes, which has finished when the block ends; nothing on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            self._entered = torch.cuda.stream(self._stream)
+            self._entered.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+            self._entered.__exit__(*error)
