@@ -68,7 +68,7 @@ class LoraOptions(Section):
 class ProofOptions(Section):
     """Weight bridge."""
 
-    proof: bool = option(True, help="Before training, prove that the server generates with the published weights.")
+    proof: bool = option(True, help="Before training, prove that the server generates with the trainer's weights.")
 
 
 class RestartOptions(ProofOptions):
@@ -77,11 +77,11 @@ class RestartOptions(ProofOptions):
     vllm_restart_interval: int = option(3, help="Restart vLLM on the newest weights every N steps.", ge=1)
     vllm_standby: bool = option(
         True,
-        help="Import vLLM for the next restart in advance, in a standby process; it uses main memory, no GPU memory.",
+        help="Import vLLM for the next restart in advance, in a standby process, which uses no GPU memory.",
     )
 
 
-MODE_HELP = "What is trained, and how vLLM gets it."
+MODE_HELP = "Which weights are trained, and how vLLM gets them."
 MODE_FLAGS = ("--weight-bridge-mode",)
 
 
@@ -105,8 +105,8 @@ class InFlightOptions(Section):
 
     in_flight: InFlight = option(
         "keep",
-        help="Requests in flight during an update: keep continues them as they are, recompute rebuilds their "
-        "KV cache first, abort ends them early.",
+        help="Requests in flight during an update: keep continues them with their KV cache, recompute rebuilds "
+        "it with the new weights first, abort ends them early.",
     )
 
 
@@ -145,14 +145,14 @@ class Broadcast(AllWeightsOptions, InFlightOptions, ProofOptions):
     mode: Literal["broadcast"] = option("broadcast", help=MODE_HELP, flags=MODE_FLAGS)
     transport: Literal["auto", WeightTransport] = option(
         "auto",
-        help="Path of all weights to the server: shared GPU memory, a Gloo broadcast between main memories, or a "
-        "folder that both see; auto: the fastest that works.",
+        help="How all weights reach the server. cuda_ipc: shared GPU memory; gloo: a broadcast between main memories; "
+        "disk: a folder that both see; auto: the fastest that works.",
         flags=("--broadcast-transport",),
     )
     staging: Staging = option(
         "auto",
-        help="Receive weights into memory of their own while the server generates, so that it stands still only for "
-        "a copy; auto: if the server's GPU has room for a second copy.",
+        help="Receive weights into a second buffer while the server generates, so that generation pauses only for a "
+        "copy; auto: on if the server's GPU has room for the buffer.",
         flags=("--broadcast-staging",),
     )
 
@@ -163,7 +163,8 @@ class LoraOnly(LoraOptions, SharedServer, ProofOptions):
     means: ClassVar[str] = "an adapter, swapped into vLLM"
     mode: Literal["lora_only"] = option("lora_only", help=MODE_HELP, flags=MODE_FLAGS)
     share_base: bool = option(
-        False, help="Load no base model: use the weights of the server, which runs on this GPU with --shared-weights."
+        False,
+        help="Use the server's base weights instead of a second copy; the server runs on this GPU with --shared-weights.",
     )
     keep_versions: int | None = option(
         None,
@@ -173,8 +174,8 @@ class LoraOnly(LoraOptions, SharedServer, ProofOptions):
     )
     transport: Literal["auto", Transport] = option(
         "auto",
-        help="Path of an adapter to the server: a folder, a request body, shared GPU memory, or a broadcast "
-        "between GPUs; auto: the fastest that works.",
+        help="How an adapter reaches the server. disk: a folder; memory: the request's body; cuda_ipc: shared GPU memory; "
+        "nccl: a broadcast between GPUs; auto: the fastest that works.",
         flags=("--lora-transport",),
     )
     lora_root: Path | None = option(

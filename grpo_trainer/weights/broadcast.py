@@ -1,6 +1,6 @@
 """All weights sent into running servers, on any GPU or machine, without a restart: the `broadcast` bridge.
 
-    staged      send ─▶ begin ─▶ apply ─▶ end      the server receives while it generates, and stands still for a copy
+    staged      send ─▶ begin ─▶ apply ─▶ end      the server receives while it generates, and pauses to copy
     not staged          begin ─▶ send, apply ─▶ end
 
 The trainer has its own model, in one process or sharded over several. What the server receives under a checkpoint's
