@@ -164,7 +164,8 @@ class LoraOnly(LoraOptions, SharedServer, ProofOptions):
     mode: Literal["lora_only"] = option("lora_only", help=MODE_HELP, flags=MODE_FLAGS)
     share_base: bool = option(
         False,
-        help="Use the server's base weights instead of a second copy; the server runs on this GPU with --shared-weights.",
+        help="Use the server's base weights instead of a second copy; the server runs on this GPU with "
+        "--shared-weights.",
     )
     keep_versions: int | None = option(
         None,
@@ -174,8 +175,8 @@ class LoraOnly(LoraOptions, SharedServer, ProofOptions):
     )
     transport: Literal["auto", Transport] = option(
         "auto",
-        help="How an adapter reaches the server. disk: a folder; memory: the request's body; cuda_ipc: shared GPU memory; "
-        "nccl: a broadcast between GPUs; auto: the fastest that works.",
+        help="How an adapter reaches the server. disk: a folder; memory: the request's body; cuda_ipc: shared GPU "
+        "memory; nccl: a broadcast between GPUs; auto: the fastest that works.",
         flags=("--lora-transport",),
     )
     lora_root: Path | None = option(
