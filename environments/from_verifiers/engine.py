@@ -1,8 +1,8 @@
 """The inference engine for `verifiers`, in front of ours: vLLM's `/inference/v1/generate` on a separate port.
 
 The library's training client renders conversations to token ids and asks for further tokens with their logprobs. This
-engine turns its requests into ours (`Inference`). It also keeps each rollout's policy versions and temperatures, for
-which the library's traces have no field.
+engine turns its requests into ours (`Inference`). It also keeps each rollout's policy versions and sampling, for which
+the library's traces have no field. It keeps no sampling masks: the trainer leaves out groups with top-p, top-k or min-p.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ REMEMBERED = 10_000
 
 @dataclass(slots=True)
 class Rollout:
-    """The policy versions and temperatures that sampled one trace's turns."""
+    """The policy versions, temperatures and other parameters that sampled one trace's turns."""
 
     versions: list[int | None] = field(default_factory=list)
     temperatures: list[float] = field(default_factory=list)
+    cuts: dict[str, float] = field(default_factory=dict)
 
     @property
     def policy_version(self) -> int | None:
@@ -47,6 +48,7 @@ class _SamplingParams(msgspec.Struct):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
     stop: list[str] | None = None
     stop_token_ids: list[int] | None = None
 
@@ -118,6 +120,7 @@ class Engine:
                 del self._rollouts[next(iter(self._rollouts))]
             rollout.versions.append(completion.policy_version)
             rollout.temperatures.append(completion.temperature)
+            rollout.cuts |= completion.cuts
         return JSONResponse(_answer(completion))
 
     def _sampling(self, asked: _Generate) -> Sampling:
@@ -127,6 +130,7 @@ class Engine:
             temperature=1.0 if params.temperature is None else params.temperature,
             top_p=1.0 if params.top_p is None else params.top_p,
             top_k=-1 if params.top_k is None else params.top_k,
+            min_p=params.min_p or 0.0,
             stop=tuple(params.stop or ()),
             stop_token_ids=tuple(params.stop_token_ids or ()),
         )
