@@ -6,7 +6,6 @@ ratio is off by the kept mass (DeepSeek-V3.2, arXiv 2512.02556, section 3.1, "Ke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,18 +54,6 @@ class SamplingMasks:
         return ~allowed_T
 
 
-def joined(masks: Sequence[SamplingMasks | None], lengths: Sequence[int]) -> SamplingMasks | None:
-    """Return the masks of several sequences one after another; None: none of them has any.
-
-    Args:
-        lengths: positions of each sequence.
-    """
-    if not any(one is not None for one in masks):
-        return None
-    counts = [np.zeros(n, np.int64) if one is None else one.counts_T for one, n in zip(masks, lengths, strict=True)]
-    return SamplingMasks(np.concatenate(counts), np.concatenate([one.ids_M for one in masks if one is not None]))
-
-
 def decode(data: bytes, length: int) -> SamplingMasks:
     """Return the masks of a sequence from bytes (the format: `vllm_server.protocol.sampling_masks`).
 
@@ -92,7 +79,9 @@ def decode(data: bytes, length: int) -> SamplingMasks:
         gaps.append(own)
         position, at = position + int(many), at + 2 + len(counts) + len(own)
     if position != length or at < len(numbers):
-        raise _broken(f"masks of {'more' if at < len(numbers) else position} positions", f"{length}, one for each token")
+        raise _broken(
+            f"masks of {'more' if at < len(numbers) else position} positions", f"{length}, one for each token"
+        )
     return SamplingMasks(counts_T, _ids(counts_T, np.concatenate(gaps)))
 
 
