@@ -48,7 +48,8 @@ def cuts(params: Mapping[str, Any]) -> dict[str, float]:
     """Return the parameters that leave out tokens: `top_p` below 1, `top_k` above 0, `min_p` above 0."""
     leaves_out = {"top_p": lambda p: p < 1, "top_k": lambda k: k >= 1, "min_p": lambda p: p > 0}
     given = {name: params.get(name) for name in leaves_out}
-    return {name: v for name, v in given.items() if isinstance(v, int | float) and leaves_out[name](v)}
+    numbers = {name: v for name, v in given.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+    return {name: number for name, number in numbers.items() if leaves_out[name](number)}
 
 
 def bends(params: Mapping[str, Any]) -> Problem | None:

@@ -68,7 +68,7 @@ def encode(kept: Mapping[int, NDArray[np.integer]], length: int) -> bytes:
 
 def _leb128(values_K: NDArray[np.int64]) -> bytes:
     """Return numbers of 0 to 2**35 - 1 as bytes."""
-    assert values_K.size and 0 <= values_K.min() and values_K.max() < 1 << 7 * LONGEST
+    assert values_K.size and values_K.min() >= 0 and values_K.max() < 1 << 7 * LONGEST
     width_K = 1 + sum((values_K >= 1 << 7 * n).astype(np.int64) for n in range(1, LONGEST))
     ends_K = np.cumsum(width_K)
     begins_K, written = ends_K - width_K, np.empty(ends_K[-1], np.uint8)

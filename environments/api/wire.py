@@ -213,8 +213,8 @@ class ScoredData(Struct, frozen=True, kw_only=True):
 
     `tokens[i]`, `masks[i]`, `advantages[i]`, `ref_logprobs[i]` and `inference_logprobs[i]` are equally long;
     there is one score per sequence. `policy_versions` (optional): the policy version that sampled each one.
-    `sampling_masks` (optional; base64 in JSON): for each sequence the token ids that top-p, top-k and min-p kept at each
-    position, as `vllm_server.protocol.sampling_masks` says; empty for a sequence without.
+    `sampling_masks` (optional; base64 in JSON): for each sequence the token ids that top-p, top-k and min-p kept at
+    each position, as `vllm_server.protocol.sampling_masks` says; empty for a sequence without.
     """
 
     tokens: list[list[_Int32]]

@@ -2,7 +2,8 @@
 
 The library's training client renders conversations to token ids and asks for further tokens with their logprobs. This
 engine turns its requests into ours (`Inference`). It also keeps each rollout's policy versions and sampling, for which
-the library's traces have no field. It keeps no sampling masks: the trainer leaves out groups with top-p, top-k or min-p.
+the library's traces have no field. It keeps no sampling masks, so the trainer leaves out groups with top-p, top-k or
+min-p.
 """
 
 from __future__ import annotations

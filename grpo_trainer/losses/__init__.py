@@ -42,7 +42,6 @@ from grpo_trainer.losses.segments import Segments
 from grpo_trainer.losses.surrogates import Surrogate, cispo, clipped, sapo, sequence_ratio, token_ratio
 from grpo_trainer.metrics.types import EffectiveShare, Max, Mean, Metric, Sum
 
-
 LARGEST_LOG_RATIO = 20.0
 """Limit of a log ratio in `alignment/ess`: one weight of e^20 is as good as infinite there."""
 

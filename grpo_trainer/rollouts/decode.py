@@ -14,6 +14,8 @@ from grpo_common.sampling import bends, unmasked
 from grpo_trainer.rollouts.sampling_masks import MaskError, SamplingMasks, decode
 from grpo_trainer.rollouts.types import Group, Sample, Teacher
 
+_SAMPLING = {"temperature", "top_p", "top_k", "min_p"}
+
 
 def to_group(packed: wire.PackedGroup) -> Group:
     """Decode a group of the wire protocol without checking that it can be trained on (see `rollouts.filter`).
@@ -46,9 +48,7 @@ def to_group(packed: wire.PackedGroup) -> Group:
         )
         for i, (masks, problem) in enumerate(read)
     )
-    says = any(
-        name in params for params in (requested, *overrides) for name in ("temperature", "top_p", "top_k", "min_p")
-    )
+    says = any(_SAMPLING & params.keys() for params in (requested, *overrides))
     return Group(samples, packed.env_id, says_sampling=says)
 
 

@@ -1,7 +1,7 @@
 """Sampling masks: the token ids that top-p, top-k and min-p kept when each token of a sequence was sampled.
 
 The server's logprobs are those of the kept tokens, renormalised. The trainer's must be, too: otherwise each importance
-ratio is off by the kept mass (DeepSeek-V3.2, arXiv 2512.02556, section 3.1, "Keep Sampling Mask").
+ratio is off by the kept mass (DeepSeek-V3.2, arXiv 2512.02556, "Keep Sampling Mask").
 """
 
 from __future__ import annotations
@@ -79,9 +79,8 @@ def decode(data: bytes, length: int) -> SamplingMasks:
         gaps.append(own)
         position, at = position + int(many), at + 2 + len(counts) + len(own)
     if position != length or at < len(numbers):
-        raise _broken(
-            f"masks of {'more' if at < len(numbers) else position} positions", f"{length}, one for each token"
-        )
+        got = "more" if at < len(numbers) else position
+        raise _broken(f"masks of {got} positions", f"{length}, one for each token")
     return SamplingMasks(counts_T, _ids(counts_T, np.concatenate(gaps)))
 
 

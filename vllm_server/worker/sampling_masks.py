@@ -101,17 +101,22 @@ def prepare_worker() -> None:
         newer = seams.seam(("vllm.v1.worker.gpu.sample.sampler",), "Sampler").Sampler
     except ImportError:  # its kernels are Triton's, which a CPU has not
         return
-    places = [*inspect.signature(newer.sample).parameters]
-    if "idx_mapping_np" in places:
-        place = places.index("idx_mapping_np") - 1
-        _watch(newer, "__call__", lambda sampler, args: _cut_by_states(sampler.sampling_states, args[place]))
+    watch_newer(newer)
+
+
+def watch_newer(sampler: Any) -> None:
+    """Prepare the newer model runner's sampler. It gives no masks if its `sample` does not say which requests it has."""
+    names = [*inspect.signature(sampler.sample).parameters]
+    if "idx_mapping_np" in names:
+        place = names.index("idx_mapping_np") - 1
+        _watch(sampler, "__call__", lambda own, args: _cut_by_states(own.sampling_states, args[place]))
 
 
 def _watch(sampler: Any, caller: str, is_cut: Callable[[Any, tuple[Any, ...]], bool]) -> None:
     """Wrap `sample`, which returns what it sampled from, and its caller, which returns logprobs.
 
     Args:
-        is_cut: from the sampler and the arguments of `sample` after the logits, whether tokens may be left out.
+        is_cut: from the sampler and the positional arguments of `sample`, whether tokens may be left out.
     """
     sample, call = sampler.sample, getattr(sampler, caller)
 
