@@ -131,7 +131,9 @@ def metadata(n: int, **changes: Any) -> SamplingMetadata:
 
 def watched_sampler(mode: Any = MODE) -> Any:
     """vLLM's sampler of the older model runner, prepared; the class itself stays vLLM's."""
-    kind = type("Watched", (Sampler,), {})
+    # vLLM's own compiles a kernel for the ranks
+    gather = staticmethod(lambda logprobs, count, token_ids: tensors(token_ids.tolist()))
+    kind = type("Watched", (Sampler,), {"gather_logprobs": gather})
     sampling_masks._watch(kind, "forward", sampling_masks._cut_by_metadata)
     return kind(logprobs_mode=mode)
 

@@ -105,7 +105,7 @@ def prepare_worker() -> None:
 
 
 def watch_newer(sampler: Any) -> None:
-    """Prepare the newer model runner's sampler. It gives no masks if its `sample` does not say which requests it has."""
+    """Prepare the newer model runner's sampler, unless its `sample` does not say which requests it has."""
     names = [*inspect.signature(sampler.sample).parameters]
     if "idx_mapping_np" in names:
         place = names.index("idx_mapping_np") - 1
