@@ -116,10 +116,9 @@ def kept_mass(model: torch.nn.Module, sequence: TrainingSequence) -> torch.Tenso
     rows = logits.softmax(-1)[sequence.positions - 1]
     ends = np.cumsum(sequence.masks.counts_T)
     sets = np.split(sequence.masks.ids_M, ends[:-1])
-    found = [
-        row[torch.from_numpy(ids).long()].sum() if len(ids) else row.sum() for row, ids in zip(rows, sets, strict=True)
-    ]
-    return torch.stack(found).float()
+    pairs = zip(rows, sets, strict=True)
+    masses = [row[torch.from_numpy(ids).long()].sum() if len(ids) else row.sum() for row, ids in pairs]
+    return torch.stack(masses).float()
 
 
 def test_plain_sampling_has_no_masks(sampled: dict, model: torch.nn.Module, server: Serving) -> None:
