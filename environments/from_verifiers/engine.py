@@ -2,13 +2,13 @@
 
 The library's training client renders conversations to token ids and asks for further tokens with their logprobs. This
 engine turns its requests into ours (`Inference`). It also keeps each rollout's policy versions and sampling, for which
-the library's traces have no field. It keeps no sampling masks, so the trainer leaves out groups with top-p, top-k or
-min-p.
+the library's traces have no field.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from environments.peers.http import PeerError, PeerRefused
 from environments.peers.inference import Completion, Inference, Sampling
+from vllm_server.protocol.sampling_masks import skip
 
 SESSION_HEADER = "x-session-id"
 """Header in which verifiers sends the trace's id with every turn."""
@@ -36,12 +37,31 @@ class Rollout:
     versions: list[int | None] = field(default_factory=list)
     temperatures: list[float] = field(default_factory=list)
     cuts: dict[str, float] = field(default_factory=dict)
+    masked: list[Completion] = field(default_factory=list)
 
     @property
     def policy_version(self) -> int | None:
         """Return the oldest version; None if one is unknown."""
         known = [version for version in self.versions if version is not None]
         return min(known) if known and len(known) == len(self.versions) else None
+
+    def sampling_masks(self, tokens: Sequence[int], sampled: Sequence[bool]) -> bytes | None:
+        """Return the sampling masks of one branch of the trace, from the turns that it consists of.
+
+        Args:
+            tokens, sampled: the branch, and which of its tokens the policy sampled.
+
+        Returns:
+            None if nothing was left out, or if a sampled token is of no turn that has masks.
+        """
+        found, place, missing = b"", 0, [*sampled]
+        for turn in sorted(self.masked, key=lambda turn: len(turn.prompt_token_ids)):
+            start, end = len(turn.prompt_token_ids), len(turn.prompt_token_ids) + len(turn.token_ids)
+            if start >= place and [*tokens[:end]] == turn.prompt_token_ids + turn.token_ids and turn.sampling_masks:
+                found += skip(start - place) + turn.sampling_masks
+                missing[start:end] = [False] * (end - start)
+                place = end
+        return None if any(missing) or not found else found + skip(len(tokens) - place)
 
 
 class _SamplingParams(msgspec.Struct):
@@ -122,6 +142,7 @@ class Engine:
             rollout.versions.append(completion.policy_version)
             rollout.temperatures.append(completion.temperature)
             rollout.cuts |= completion.cuts
+            rollout.masked += [completion] if completion.sampling_masks else []
         return JSONResponse(_answer(completion))
 
     def _sampling(self, asked: _Generate) -> Sampling:
