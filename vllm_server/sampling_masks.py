@@ -9,12 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_server import seams
+from vllm_server.errors import ServeError
 
 LONGEST = 5
 """Bytes of the largest number, below 2**35."""
 
 _KEPT = "grpo_kept"
-"""Attribute of a completion's logprobs: position -> kept ids."""
+"""Attribute of a completion's logprobs: position -> kept ids, none of them negative unless all ids were kept."""
 
 
 def collect() -> None:
@@ -40,29 +41,32 @@ def collect() -> None:
 
 
 def kept_of(logprobs: Any) -> Mapping[int, NDArray[np.integer]]:
-    """Return position -> kept ids of a completion's logprobs; empty: nothing was left out anywhere."""
-    return vars(logprobs).get(_KEPT, {})
+    """Return position -> kept ids of a completion's logprobs, no ids where all were kept."""
+    return {position: ids[ids >= 0] for position, ids in vars(logprobs).get(_KEPT, {}).items()}
 
 
 def encode(kept: Mapping[int, NDArray[np.integer]], length: int) -> bytes:
     """Return the masks of a completion.
 
     Args:
-        kept: position -> the ids that were kept there, at least one, ascending; absent: all were.
+        kept: position -> the ids that were kept there, ascending; none: all were.
         length: tokens of the completion; later positions are ignored.
 
     Returns:
         One block (the format: `protocol/sampling_masks.py`).
+
+    Raises:
+        ServeError: 422, a token has no mask.
     """
-    rows = [(position, kept[position]) for position in sorted(kept) if position < length]
-    counts_T = np.zeros(length, np.int64)
-    if not rows:
-        return _leb128(np.concatenate([[0, length], counts_T]))
-    places, ids = zip(*rows, strict=True)
-    counts_T[list(places)] = [len(row) for row in ids]
-    ids_M = np.concatenate(ids).astype(np.int64)
+    if len(rows := [kept[position] for position in range(length) if position in kept]) < length:
+        raise ServeError(
+            422, "sampling_masks", got=f"masks of {len(rows)} of {length} tokens", wanted="a mask of each",
+            fix="omit top_p, top_k and min_p: this vLLM loses masks, or top_k is not below the size of the vocabulary",
+        )  # fmt: skip
+    counts_T = np.array([len(row) for row in rows], np.int64)
+    ids_M = np.concatenate([np.empty(0, np.int64), *rows]).astype(np.int64)
     before_M = np.roll(ids_M, 1)
-    before_M[np.cumsum([0, *map(len, ids)])[:-1]] = -1
+    before_M[(np.cumsum(counts_T) - counts_T)[counts_T > 0]] = -1
     return _leb128(np.concatenate([[0, length], counts_T, ids_M - before_M - 1]))
 
 

@@ -106,7 +106,7 @@ def test_masks_stand_where_the_policy_spoke(tokenizer: Qwen2Tokenizer) -> None:
             if number:
                 made.hear([{"role": "user", "content": "yes"}])
             ids = [7, 8]
-            masks = encode({1: np.array([8, 9])}, 2) if has_masks else None
+            masks = encode({0: np.array([]), 1: np.array([8, 9])}, 2) if has_masks else None
             answer = Completion(made.tokens, ids, [-0.5] * 2, "x", "length", 1, 1.0, {"top_k": 2}, masks)
             made.say(answer, "x")
         made.hear([{"role": "user", "content": "bye"}])

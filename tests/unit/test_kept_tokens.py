@@ -82,7 +82,7 @@ def test_each_request_gets_its_own_masks(processor: Any) -> None:
     kept = [collected.kept_of(received(STEPS, request, processor)) for request in range(3)]
     assert [{place: ids.tolist() for place, ids in one.items()} for one in kept] == [
         {0: [0, 2], 1: [1]},
-        {},
+        {0: [], 1: []},
         {0: [3], 1: [0, 1]},
     ]
     masks = decode(collected.encode(kept[0], 2), 2)

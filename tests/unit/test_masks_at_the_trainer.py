@@ -36,7 +36,8 @@ CONFIG = TrainConfig(model=ModelConfig(name="m", seq_len=10), batch_size=2)
 
 def completion(prompt: list[int], tokens: list[int], kept: dict[int, list[int]] | None, **more: Any) -> Completion:
     """A completion whose positions `kept` have masks; None: the server gave none."""
-    masks = None if kept is None else encode({at: np.array(ids) for at, ids in kept.items()}, len(tokens))
+    rows = {at: np.array((kept or {}).get(at, []), np.int64) for at in range(len(tokens))}
+    masks = None if kept is None else encode(rows, len(tokens))
     logprobs = [-0.5] * len(tokens)
     return Completion(prompt, tokens, logprobs, "", "stop", 3, sampling_masks=masks, **{"cuts": {"top_k": 2}} | more)
 

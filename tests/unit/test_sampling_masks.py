@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_trainer.rollouts.sampling_masks import MaskError, SamplingMasks, decode
+from vllm_server.errors import ServeError
 from vllm_server.protocol.sampling_masks import cut, skip
 from vllm_server.sampling_masks import encode
 
@@ -21,7 +22,7 @@ completions = st.lists(sets.map(sorted), min_size=1, max_size=8)
 
 def encoded(rows: Rows) -> bytes:
     """A completion's masks; a row without ids is a position where nothing was left out."""
-    return encode({position: np.array(row) for position, row in enumerate(rows) if row}, len(rows))
+    return encode({position: np.array(row) for position, row in enumerate(rows)}, len(rows))
 
 
 def rows_of(masks: SamplingMasks) -> Rows:
@@ -105,6 +106,12 @@ def test_any_bytes_are_masks_or_refused(data: bytes, length: int) -> None:
 
 def test_the_end_of_a_completion_ends_its_masks() -> None:
     """A stop string may drop tokens that were sampled."""
-    kept = {0: np.array([1]), 3: np.array([9])}
+    kept = {0: np.array([1]), 1: np.array([], np.int64), 2: np.array([9])}
     assert rows_of(decode(encode(kept, 2), 2)) == [[1], []]
-    assert rows_of(decode(encode({}, 2), 2)) == [[], []]
+
+
+def test_a_token_without_a_mask_is_noticed() -> None:
+    """Planted fault: on the way through vLLM one is lost."""
+    with pytest.raises(ServeError) as caught:
+        encode({0: np.array([1]), 2: np.array([9])}, 3)
+    assert caught.value.status == 422 and caught.value.field == "sampling_masks" and caught.value.fix

@@ -103,7 +103,7 @@ def test_a_rollouts_version_is_the_oldest_of_its_turns() -> None:
 
 def turn(prompt: list[int], tokens: list[int], kept: int) -> Completion:
     """A completion whose first token has a mask of so many ids from 0 on."""
-    masks = encode({0: np.arange(kept)}, len(tokens))
+    masks = encode({at: np.arange(kept if at == 0 else 0) for at in range(len(tokens))}, len(tokens))
     return Completion(prompt, tokens, [-0.5] * len(tokens), "", "stop", 1, cuts={"top_k": 9}, sampling_masks=masks)
 
 

@@ -29,6 +29,9 @@ from vllm_server import seams
 MODE = "processed_logprobs"
 """The only `--logprobs-mode` in which logprobs, and so masks, are those of the distribution that was sampled from."""
 
+WHOLE = -1
+"""In the place of kept ids: all were kept. Without it, a vLLM that lost the masks on the way could not be noticed."""
+
 _KEPT = "grpo_kept"
 """Attribute of a sampler between the end of `sample` and the end of its caller."""
 
@@ -63,13 +66,12 @@ class KeptLists(LogprobsLists):
     vocab: int
 
     def slice_request(self, req_idx: int, num_positions: int) -> LogprobsLists:
-        """Return the logprobs of a request's new token. Its kept ids follow as columns that have no logprob."""
+        """Return the logprobs of a request's new token. Its kept ids, or `WHOLE`, are columns that have no logprob."""
         own = super().slice_request(req_idx, num_positions)
         if num_positions != 1 or self.cu_num_generated_tokens is not None:  # speculative decoding: no masks
             return own
         kept = kept_ids(self.bits_NW[req_idx])
-        if len(kept) == self.vocab:
-            return own
+        kept = kept if len(kept) < self.vocab else np.array([WHOLE])
         ids = np.concatenate([own.logprob_token_ids, kept[None].astype(own.logprob_token_ids.dtype)], axis=1)
         return own._replace(logprob_token_ids=ids)
 
