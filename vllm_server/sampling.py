@@ -95,8 +95,9 @@ def check_masks(sampling: dict[str, Any], *, stream: bool, why_not: Problem | No
     problem = bends(sampling)
     if problem is None and cuts(sampling):
         problem = why_not
-        if stream:
-            problem = Problem("sampling_masks", "stream", "a request without stream", "omit stream or sampling_masks")
+        other = "stream" if stream else "prompt_logprobs" if sampling.get("prompt_logprobs") is not None else None
+        if other is not None:
+            problem = Problem("sampling_masks", other, f"a request without {other}", f"omit {other} or sampling_masks")
         elif sampling.get("logprobs") is None:
             problem = Problem("logprobs", "none", "0 or more: masks come with logprobs", "add logprobs: 0")
     if problem is not None:

@@ -219,6 +219,7 @@ def test_plain_requests_need_no_masks() -> None:
     ("sampling", "stream", "field"),
     [
         ({"top_p": 0.9, "logprobs": 0}, True, "sampling_masks"),
+        ({"top_p": 0.9, "logprobs": 0, "prompt_logprobs": 0}, False, "sampling_masks"),
         ({"top_p": 0.9}, False, "logprobs"),
         ({"top_p": 0.9, "logprobs": 0, "temperature": 0}, False, "temperature"),
         ({"top_p": 0.9, "logprobs": 0, "presence_penalty": 1}, False, "presence_penalty"),
