@@ -71,7 +71,7 @@ def received(made: Any, request: int, processor: Any, *, flat: bool = True) -> A
     state = processor(None, FlatLogprobs() if flat else [], None, 0.0, 0, None)
     for step in made:
         lists = pickle.loads(pickle.dumps(step.to_cpu_nonblocking().tolists()))  # a worker in its own process
-        output = EngineCoreOutput("r", [7], new_logprobs=lists.slice_request(request, 1))
+        output = EngineCoreOutput(request_id="r", new_token_ids=[7], new_logprobs=lists.slice_request(request, 1))
         sent = MsgpackEncoder().encode(EngineCoreOutputs(outputs=[output]))
         (got,) = MsgpackDecoder(EngineCoreOutputs).decode(sent).outputs
         state.update_from_output(got)

@@ -71,8 +71,8 @@ def test_a_plain_group_has_no_masks_and_no_field_for_them() -> None:
     data = posted(plain, plain)
     assert data.sampling_masks is None and data.generation_params == {"temperature": 1.0}
     assert b"sampling_masks" not in wire.encode_group(data)
-    (microbatch,) = ready(RolloutBatch("b", (group(posted(plain, plain)),)), CONFIG).microbatches or (None,)
-    assert microbatch is None or microbatch.masks is None
+    (microbatch,) = ready(RolloutBatch("b", (group(data),)), CONFIG).microbatches
+    assert microbatch.masks is None
 
 
 def test_how_tokens_were_sampled_is_said_once_or_for_each() -> None:
@@ -256,7 +256,8 @@ def test_a_slice_of_tokens_has_its_own_masks(counts: list[list[int]], data: Any)
 
 def test_microbatches_have_the_masks_of_their_own_tokens() -> None:
     """Through truncation, and sequences in another order; the tiny model's logprobs are those by hand."""
-    found = group(posted(FIRST, SECOND, completion([1], [9, 8], {1: [8, 3]}, cuts={"top_p": 0.9})))
+    # four scores, none of which is their mean: each sequence has an advantage
+    found = group(posted(FIRST, SECOND, completion([1], [9, 8], {1: [3, 8]}, cuts={"top_p": 0.9}), FIRST))
     prepared = prepare(RolloutBatch("b", (found,)), LossConfig(), 4)
     model = TinyModel()
     forward = Forward(model, None, None, HeadPlan(torch.float32, torch.float32), packed=False)
