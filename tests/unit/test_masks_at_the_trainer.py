@@ -262,7 +262,7 @@ def test_microbatches_have_the_masks_of_their_own_tokens() -> None:
     model = TinyModel()
     forward = Forward(model, None, None, HeadPlan(torch.float32, torch.float32), packed=False)
     for microbatch in split(prepared.sequences, 2):
-        got = forward.scores(microbatch).logprobs_N
+        got = forward.scores(microbatch).logprobs_N.detach()
         logits = model(microbatch.tokens_BT, False).logits  # type: ignore[attr-defined]
         at = microbatch.rows_N, microbatch.columns_N
         for n, (row, column) in enumerate(zip(*at, strict=True)):
