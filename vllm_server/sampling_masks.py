@@ -73,7 +73,7 @@ def encode(kept: Mapping[int, NDArray[np.integer]], length: int) -> bytes:
 def _leb128(values_K: NDArray[np.int64]) -> bytes:
     """Return numbers of 0 to 2**35 - 1 as bytes."""
     assert values_K.size and values_K.min() >= 0 and values_K.max() < 1 << 7 * LONGEST
-    width_K = 1 + sum((values_K >= 1 << 7 * n).astype(np.int64) for n in range(1, LONGEST))
+    width_K = 1 + np.searchsorted([1 << 7 * n for n in range(1, LONGEST)], values_K, side="right")
     ends_K = np.cumsum(width_K)
     begins_K, written = ends_K - width_K, np.empty(ends_K[-1], np.uint8)
     for n in range(int(width_K.max())):

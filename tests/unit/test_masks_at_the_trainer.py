@@ -39,7 +39,7 @@ def completion(prompt: list[int], tokens: list[int], kept: dict[int, list[int]] 
     rows = {at: np.array((kept or {}).get(at, []), np.int64) for at in range(len(tokens))}
     masks = None if kept is None else encode(rows, len(tokens))
     logprobs = [-0.5] * len(tokens)
-    return Completion(prompt, tokens, logprobs, "", "stop", 3, sampling_masks=masks, **{"cuts": {"top_k": 2}} | more)
+    return Completion(prompt, tokens, logprobs, "", "stop", 3, sampling_masks=masks, **({"cuts": {"top_k": 2}} | more))
 
 
 FIRST = completion([1, 2], [5, 6, 7], {0: [5, 8], 2: [0, 7]})
@@ -270,7 +270,7 @@ def test_microbatches_have_the_masks_of_their_own_tokens() -> None:
             kept = {(2, 5): [5, 8], (2, 4): [4], (3, 3): [3, 9], (2, 8): [3, 8]}.get((int(column), int(tokens[column])))
             ids = torch.tensor(kept or [*range(VOCAB)])
             own = logits[row, column - 1, ids].log_softmax(-1)[(ids == tokens[column]).nonzero()[0, 0]]
-            assert float(got[n]) == pytest.approx(float(own), abs=1e-6)
+            assert got[n].item() == pytest.approx(own.item(), abs=1e-6)
 
 
 def test_masks_of_a_completion_by_hand() -> None:
