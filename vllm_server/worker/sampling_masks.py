@@ -40,55 +40,65 @@ class KeptTensors(LogprobsTensors):
     """A batch's logprobs, with the kept tokens of each row as bits."""
 
     bits_NW: Tensor
-    vocab: int
 
     @classmethod
-    def of(cls, tensors: LogprobsTensors, bits_NW: Tensor, vocab: int) -> KeptTensors:
+    def of(cls, tensors: LogprobsTensors, bits_NW: Tensor) -> KeptTensors:
         made = cls(*tensors)
-        made.bits_NW, made.vocab = bits_NW, vocab
+        made.bits_NW = bits_NW
         return made
 
     def to_cpu_nonblocking(self) -> KeptTensors:
-        return KeptTensors.of(
-            super().to_cpu_nonblocking(), self.bits_NW.to("cpu", non_blocking=self.bits_NW.is_cuda), self.vocab
-        )
+        bits_NW = self.bits_NW.to("cpu", non_blocking=self.bits_NW.is_cuda)
+        return KeptTensors.of(super().to_cpu_nonblocking(), bits_NW)
 
     def tolists(self, *args: Any, **kwargs: Any) -> LogprobsLists:
         made = KeptLists(*super().tolists(*args, **kwargs))
-        made.bits_NW, made.vocab = self.bits_NW.cpu().numpy(), self.vocab
+        made.kept_M, made.ends_N = kept_ids(self.bits_NW.cpu().numpy())
         return made
 
 
 class KeptLists(LogprobsLists):
-    """The same on the host."""
+    """The same on the host, with the kept ids of all rows, and where those of each row end."""
 
-    bits_NW: NDArray[np.uint8]
-    vocab: int
+    kept_M: NDArray[np.int32]
+    ends_N: NDArray[np.int64]
 
     def slice_request(self, req_idx: int, num_positions: int) -> LogprobsLists:
         """Return the logprobs of a request's new token. Its kept ids, or `WHOLE`, are columns that have no logprob."""
         own = super().slice_request(req_idx, num_positions)
         if num_positions != 1 or self.cu_num_generated_tokens is not None:  # speculative decoding: no masks
             return own
-        kept = kept_ids(self.bits_NW[req_idx])
-        kept = kept if len(kept) < self.vocab else np.array([WHOLE])
+        kept = self.kept_M[self.ends_N[req_idx] : self.ends_N[req_idx + 1]]
+        kept = kept if len(kept) else np.array([WHOLE])
         ids = np.concatenate([own.logprob_token_ids, kept[None].astype(own.logprob_token_ids.dtype)], axis=1)
         return own._replace(logprob_token_ids=ids)
 
 
 def bits_of(processed_NV: Tensor) -> Tensor:
-    """Return one bit for each token that is not left out (`-inf`), lowest first, uint8, in whole words of 64."""
-    kept_NV = torch.nn.functional.pad(processed_NV > -torch.inf, (0, -processed_NV.shape[1] % 64))
+    """Return one bit for each token that is not left out (`-inf`), lowest first, uint8, in whole words of 64.
+
+    A row from which nothing is left out has no bits.
+    """
+    kept_NV = processed_NV > -torch.inf
+    kept_NV &= ~kept_NV.all(-1, keepdim=True)
+    kept_NV = torch.nn.functional.pad(kept_NV, (0, -kept_NV.shape[1] % 64))
     places = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=kept_NV.device)
     return (kept_NV.unflatten(1, (-1, 8)) * places).sum(-1, dtype=torch.uint8)
 
 
-def kept_ids(bits_W: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Return the ids whose bits are set. Only words with a bit are unpacked: most of a vocabulary was left out."""
-    words = np.ascontiguousarray(bits_W).view(np.uint64)
+def kept_ids(bits_NW: NDArray[np.uint8]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Return the ids whose bits are set, row by row, and for each n from 0 to N how many belong to the first n rows.
+
+    Only words with a bit are unpacked: most of a vocabulary was left out.
+    """
+    words = np.ascontiguousarray(bits_NW).view(np.uint64)
+    count, width = words.shape
     some = np.flatnonzero(words)
-    rows, columns = np.nonzero(np.unpackbits(words[some].view(np.uint8).reshape(-1, 8), axis=1, bitorder="little"))
-    return 64 * some[rows] + columns
+    bits = np.unpackbits(words.reshape(-1)[some].view(np.uint8).reshape(-1, 8), axis=1, bitorder="little")
+    found = np.flatnonzero(bits)
+    word = some[found // 64]
+    ends_N = np.searchsorted(word, width * np.arange(count + 1))
+    return (64 * (word % width) + found % 64).astype(np.int32), ends_N
 
 
 def prepare_worker() -> None:
@@ -125,7 +135,7 @@ def _watch(sampler: Any, caller: str, is_cut: Callable[[Any, tuple[Any, ...]], b
     def sample_and_keep(self: Any, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
         sampled, processed = sample(self, logits, *args, **kwargs)
         if processed is not None and self.logprobs_mode == MODE and is_cut(self, (logits, *args)):
-            vars(self)[_KEPT] = bits_of(processed), processed.shape[1]
+            vars(self)[_KEPT] = bits_of(processed)
         return sampled, processed
 
     def call_and_attach(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +143,7 @@ def _watch(sampler: Any, caller: str, is_cut: Callable[[Any, tuple[Any, ...]], b
         kept = vars(self).pop(_KEPT, None)
         # With "logprobs: -1" the whole vocabulary is returned, without ids.
         if kept is not None and output.logprobs_tensors is not None and output.logprobs_tensors[0].ndim == 2:
-            output.logprobs_tensors = KeptTensors.of(output.logprobs_tensors, *kept)
+            output.logprobs_tensors = KeptTensors.of(output.logprobs_tensors, kept)
         return output
 
     sampler.sample = sample_and_keep
