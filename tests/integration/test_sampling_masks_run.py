@@ -21,7 +21,8 @@ def test_a_run_learns_from_cut_samples_as_the_server_sampled_them(demo_model: Pa
     found = rows(run_dir)
     assert [row["step"] for row in found] == [1, 2, 3]
     assert not any(row["rollout/refused_groups"] for row in found)
+    # without masks each is off by the kept mass
     fresh = [row for row in found if row["rollout/staleness_max"] == 0]
-    assert fresh and all(row["alignment/logprob_diff_max"] < 1e-3 for row in fresh)  # without masks off by the kept mass
+    assert fresh and all(row["alignment/logprob_diff_max"] < 1e-3 for row in fresh)
     assert all(row["alignment/ess"] == pytest.approx(1.0, abs=1e-3) for row in fresh)
     assert all(0 < row["alignment/ess"] <= 1 + 1e-6 for row in found)

@@ -39,7 +39,8 @@ def completion(prompt: list[int], tokens: list[int], kept: dict[int, list[int]] 
     rows = {at: np.array((kept or {}).get(at, []), np.int64) for at in range(len(tokens))}
     masks = None if kept is None else encode(rows, len(tokens))
     logprobs = [-0.5] * len(tokens)
-    return Completion(prompt, tokens, logprobs, "", "stop", 3, sampling_masks=masks, **({"cuts": {"top_k": 2}} | more))
+    fields: dict[str, Any] = {"cuts": {"top_k": 2}, "sampling_masks": masks, **more}
+    return Completion(prompt, tokens, logprobs, "", "stop", 3, **fields)
 
 
 FIRST = completion([1, 2], [5, 6, 7], {0: [5, 8], 2: [0, 7]})
