@@ -10,6 +10,7 @@ from environments.api import wire
 from environments.config import ConfigError
 from environments.peers.inference import Completion
 from environments.trajectory import Message, Trajectory, TurnReward, ids_of
+from vllm_server.protocol.sampling_masks import skip
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,6 +68,9 @@ class Conversation:
         self._turn_rewards: list[TurnReward] = []
         self._versions: list[int] = []
         self._temperature = 1.0
+        self._cuts: dict[str, float] = {}
+        self._masks = [skip(len(self.tokens))]
+        self._without_masks = False
 
     def say(self, completion: Completion, text: str) -> None:
         """Add the policy's turn: a completion of `tokens`, and its text for readers.
@@ -84,6 +88,9 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": text})
         self.turns += 1
         self._temperature = completion.temperature
+        self._cuts |= completion.cuts
+        self._masks.append(completion.sampling_masks or skip(len(sampled)))
+        self._without_masks |= bool(completion.cuts) and completion.sampling_masks is None
         self._versions += [] if completion.policy_version is None else [completion.policy_version]
 
     def hear(self, messages: Sequence[Message]) -> None:
@@ -106,12 +113,15 @@ class Conversation:
             messages=self.messages if with_messages else [],
             temperature=self._temperature,
             turn_rewards=tuple(self._turn_rewards),
+            cuts=self._cuts,
+            sampling_masks=b"".join(self._masks) if self._cuts and not self._without_masks else None,
         )
 
     def _put(self, tokens: list[int]) -> None:
         self.tokens = self.tokens + tokens
         self.trained += [False] * len(tokens)
         self.rollout_logprobs += [wire.MASKED_LOGPROB] * len(tokens)
+        self._masks.append(skip(len(tokens)))
 
     def _tokens_after_the_turn(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens that the template adds after the policy's turn, less the end token if the policy wrote it.

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import fmean, pstdev
 from typing import Any
 
 from environments.api import wire
 from environments.peers.http import PeerError
 from environments.peers.inference import Completion
+from vllm_server.protocol.sampling_masks import cut, skip
 
 Message = dict[str, Any]
 """One message of a conversation: `role`, `content` and further keys of a chat template."""
@@ -44,6 +45,8 @@ class Trajectory:
         messages: The same as text, for people to read.
         temperature: Sampling temperature. The trainer divides its logits by it, which correct ratios require.
         turn_rewards: Rewards of single turns; `score` is their sum plus the reward of the end.
+        cuts: As in `Completion`.
+        sampling_masks: The tokens that were kept at each position of `tokens`, as in `Completion`.
     """
 
     tokens: list[int]
@@ -54,6 +57,8 @@ class Trajectory:
     messages: list[Message]
     temperature: float = 1.0
     turn_rewards: tuple[TurnReward, ...] = ()
+    cuts: Mapping[str, float] = field(default_factory=dict)
+    sampling_masks: bytes | None = None
 
     @classmethod
     def of(cls, completion: Completion, score: float, messages: Sequence[Message] = ()) -> Trajectory:
@@ -62,7 +67,7 @@ class Trajectory:
         Raises:
             PeerError: The server returned text without token ids.
         """
-        prompt, sampled = completion.prompt_token_ids, ids_of(completion)
+        prompt, sampled, masks = completion.prompt_token_ids, ids_of(completion), completion.sampling_masks
         return cls(
             tokens=prompt + sampled,
             trained=[False] * len(prompt) + [True] * len(sampled),
@@ -71,10 +76,14 @@ class Trajectory:
             policy_version=completion.policy_version,
             messages=list(messages),
             temperature=completion.temperature,
+            cuts=completion.cuts,
+            sampling_masks=None if masks is None else skip(len(prompt)) + masks,
         )
 
     def within(self, length: int) -> Trajectory:
         """Return the trajectory truncated to `length` tokens: the last message may have left no room for an answer."""
+        if length >= len(self.tokens):
+            return self
         rewards = tuple(replace(reward, end=min(reward.end, length)) for reward in self.turn_rewards)
         return replace(
             self,
@@ -82,6 +91,7 @@ class Trajectory:
             trained=self.trained[:length],
             rollout_logprobs=self.rollout_logprobs[:length],
             turn_rewards=rewards,
+            sampling_masks=None if self.sampling_masks is None else cut(self.sampling_masks, length),
         )
 
 
@@ -105,9 +115,10 @@ def ids_of(completion: Completion) -> list[int]:
 def scored_group(trajectories: Sequence[Trajectory]) -> wire.ScoredData:
     """Return the trajectories of one item in the rollout API's form."""
     messages = [trajectory.messages for trajectory in trajectories]
-    temperatures = [trajectory.temperature for trajectory in trajectories]
+    sampling = [{"temperature": trajectory.temperature, **trajectory.cuts} for trajectory in trajectories]
+    masks = [trajectory.sampling_masks or b"" for trajectory in trajectories]
     versions = [t.policy_version for t in trajectories if t.policy_version is not None]
-    same = len(set(temperatures)) == 1
+    same = all(each == sampling[0] for each in sampling)
     return wire.ScoredData(
         tokens=[trajectory.tokens for trajectory in trajectories],
         masks=[
@@ -119,8 +130,9 @@ def scored_group(trajectories: Sequence[Trajectory]) -> wire.ScoredData:
         inference_logprobs=[trajectory.rollout_logprobs for trajectory in trajectories],
         policy_versions=versions if len(versions) == len(trajectories) else None,
         messages=messages if any(messages) else None,
-        generation_params={"temperature": temperatures[0]} if same else None,
-        overrides=None if same else [{"temperature": temperature} for temperature in temperatures],
+        generation_params=sampling[0] if same else None,
+        overrides=None if same else sampling,
+        sampling_masks=masks if any(masks) else None,
     )
 
 

@@ -14,7 +14,8 @@ from uuid import uuid4
 from starlette.applications import Starlette
 from starlette.requests import Request
 
-from vllm_server import compat, seams, sharing
+from grpo_common.errors import Problem
+from vllm_server import compat, sampling_masks, seams, sharing
 from vllm_server.bridge_file import BridgeFile
 from vllm_server.errors import ServeError
 from vllm_server.fence import Fence
@@ -81,6 +82,7 @@ class PolicyServer:
         writable = args.shared_weights or args.receive_weights
         fence = Fence(boot_id, shared, on_version=changed, writable=writable)
         watch.start()
+        sampling_masks.collect()
         if writable:
             shared.salt_caches(lambda: fence.salt)
         file = await sharing.export(shared, args, boot_id, workers[0].gpu_uuid) if args.shared_weights else None
@@ -145,6 +147,19 @@ class PolicyServer:
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of a prompt given as tokens."""
         return self.engine.get_tokenizer().decode(token_ids)
+
+    def why_no_sampling_masks(self) -> Problem | None:
+        """Return why the engine does not return the tokens that top-p, top-k and min-p kept; None: it does."""
+        if self.engine.vllm_config.model_config.logprobs_mode != "processed_logprobs":
+            mode = str(self.engine.vllm_config.model_config.logprobs_mode)
+            fix = "start the server without --logprobs-mode"
+            return Problem("sampling_masks", f"--logprobs-mode {mode}", "processed_logprobs", fix)
+        if self.engine.vllm_config.speculative_config is not None:
+            return Problem("sampling_masks", "speculative decoding", "one token a step", "start the server without it")
+        if not any(worker.sampling_masks for worker in self.workers):
+            got, fix = "a sampler without masks", "leave out top_p, top_k and min_p, or set VLLM_USE_V2_MODEL_RUNNER=0"
+            return Problem("sampling_masks", f"vLLM {seams.vllm_version()} with {got}", "vLLM's own sampler", fix)
+        return None
 
     def lora_status(self) -> LoraStatus:
         """Return the answer of `GET /lora/status`."""

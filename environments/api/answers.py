@@ -11,6 +11,7 @@ from environments.api import wire
 from environments.api.packing import unpack_row
 
 _ROW_BY_ROW = ("messages", "distill_token_ids", "distill_logprobs")
+_OURS = ("policy_versions", "sampling_masks")
 _PER_TOKEN = {"tokens": "i", "masks": "i", "advantages": "f", "ref_logprobs": "f", "inference_logprobs": "f"}
 
 
@@ -34,13 +35,13 @@ def json_batch(payloads: Sequence[bytes], fields: dict[str, object]) -> Iterator
 
 
 def json_group(payload: bytes) -> Iterator[bytes]:
-    """A group in JSON with the original's 14 keys, and `policy_versions` where the environment sent it."""
+    """A group in JSON with the original's 14 keys, and ours where the environment sent them."""
     group = msgspec.msgpack.decode(payload, type=wire.UnreadGroup)
     rows = wire.spans(group.lengths)
     opening = b"{"
     for name in wire.ScoredData.__struct_fields__:
         value = getattr(group, name)
-        if name == "policy_versions" and value is None:
+        if name in _OURS and value is None:
             continue
         yield opening + b'"%s":' % name.encode()
         opening = b","

@@ -10,13 +10,12 @@ from typing import Any
 from environments.api import wire
 from environments.api.packing import numbers_of
 from grpo_common.errors import UserError
+from grpo_common.sampling import LEAST_TEMPERATURE
 
 CHUNK = 1 << 16
 """Numbers that are checked in one go, about half a millisecond: no other thread runs meanwhile."""
 FLOAT32_MAX = 3.4028234663852886e38
 """The trainer computes in float32: a number beyond this is infinite there."""
-LEAST_TEMPERATURE = 1e-5
-"""Below it servers sample nothing (vLLM's `_SAMPLING_EPS`), and logits divided by it are beyond all measure."""
 WHOLE = ("tokens", "masks")
 PER_TOKEN = ("advantages", "ref_logprobs", "inference_logprobs")
 LIST_PER_TOKEN = "one list per token"
@@ -103,7 +102,7 @@ def check_teacher_row(i: int, ids: Sequence[Sequence[int]], logprobs: Sequence[S
 
 def _check_sequences(group: wire.PackedGroup, count: int) -> None:
     """One of each per sequence, and options that the trainer can go by."""
-    for field in ("scores", "overrides", "policy_versions"):
+    for field in ("scores", "overrides", "policy_versions", "sampling_masks"):
         if ((given := getattr(group, field)) or field == "scores") and len(given) != count:
             raise InvalidGroup(field, f"{len(given)} for {count} sequences, expected one each")
     if (bad := _first_unfit(group.scores)) is not None:

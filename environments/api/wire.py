@@ -213,6 +213,8 @@ class ScoredData(Struct, frozen=True, kw_only=True):
 
     `tokens[i]`, `masks[i]`, `advantages[i]`, `ref_logprobs[i]` and `inference_logprobs[i]` are equally long;
     there is one score per sequence. `policy_versions` (optional): the policy version that sampled each one.
+    `sampling_masks` (optional; base64 in JSON): for each sequence the token ids that top-p, top-k and min-p kept at
+    each position, as `vllm_server.protocol.sampling_masks` says; empty for a sequence without.
     """
 
     tokens: list[list[_Int32]]
@@ -230,6 +232,7 @@ class ScoredData(Struct, frozen=True, kw_only=True):
     distill_token_ids: list[list[list[_Int32]]] | None = None
     distill_logprobs: list[list[list[float]]] | None = None
     policy_versions: list[_Int] | None = None
+    sampling_masks: list[bytes] | None = None
 
 
 class PackedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -251,6 +254,7 @@ class PackedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
     distill_token_ids: list[list[list[_Int32]]] | None = None
     distill_logprobs: list[list[list[float]]] | None = None
     policy_versions: list[_Int] | None = None
+    sampling_masks: list[bytes] | None = None
 
 
 class UnreadGroup(PackedGroup, frozen=True, kw_only=True, omit_defaults=True):
@@ -403,6 +407,7 @@ UNPACKED_FIELDS = (
     "distill_token_ids",
     "distill_logprobs",
     "policy_versions",
+    "sampling_masks",
 )
 
 

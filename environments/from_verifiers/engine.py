@@ -1,13 +1,14 @@
 """The inference engine for `verifiers`, in front of ours: vLLM's `/inference/v1/generate` on a separate port.
 
 The library's training client renders conversations to token ids and asks for further tokens with their logprobs. This
-engine turns its requests into ours (`Inference`). It also keeps each rollout's policy versions and temperatures, for
-which the library's traces have no field.
+engine turns its requests into ours (`Inference`). It also keeps each rollout's policy versions and sampling, for which
+the library's traces have no field.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from starlette.routing import Route
 
 from environments.peers.http import PeerError, PeerRefused
 from environments.peers.inference import Completion, Inference, Sampling
+from vllm_server.protocol.sampling_masks import skip
 
 SESSION_HEADER = "x-session-id"
 """Header in which verifiers sends the trace's id with every turn."""
@@ -30,10 +32,12 @@ REMEMBERED = 10_000
 
 @dataclass(slots=True)
 class Rollout:
-    """The policy versions and temperatures that sampled one trace's turns."""
+    """The policy versions, temperatures and other parameters that sampled one trace's turns."""
 
     versions: list[int | None] = field(default_factory=list)
     temperatures: list[float] = field(default_factory=list)
+    cuts: dict[str, float] = field(default_factory=dict)
+    masked: list[Completion] = field(default_factory=list)
 
     @property
     def policy_version(self) -> int | None:
@@ -41,12 +45,31 @@ class Rollout:
         known = [version for version in self.versions if version is not None]
         return min(known) if known and len(known) == len(self.versions) else None
 
+    def sampling_masks(self, tokens: Sequence[int], sampled: Sequence[bool]) -> bytes | None:
+        """Return the sampling masks of one branch of the trace, from the turns that it consists of.
+
+        Args:
+            tokens, sampled: the branch, and which of its tokens the policy sampled.
+
+        Returns:
+            None if nothing was left out, or if a sampled token is of no turn that has masks.
+        """
+        found, place, missing = b"", 0, [*sampled]
+        for turn in sorted(self.masked, key=lambda turn: len(turn.prompt_token_ids)):
+            start, end = len(turn.prompt_token_ids), len(turn.prompt_token_ids) + len(turn.token_ids)
+            if start >= place and [*tokens[:end]] == turn.prompt_token_ids + turn.token_ids and turn.sampling_masks:
+                found += skip(start - place) + turn.sampling_masks
+                missing[start:end] = [False] * (end - start)
+                place = end
+        return None if any(missing) or not found else found + skip(len(tokens) - place)
+
 
 class _SamplingParams(msgspec.Struct):
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
     stop: list[str] | None = None
     stop_token_ids: list[int] | None = None
 
@@ -118,6 +141,8 @@ class Engine:
                 del self._rollouts[next(iter(self._rollouts))]
             rollout.versions.append(completion.policy_version)
             rollout.temperatures.append(completion.temperature)
+            rollout.cuts |= completion.cuts
+            rollout.masked += [completion] if completion.sampling_masks else []
         return JSONResponse(_answer(completion))
 
     def _sampling(self, asked: _Generate) -> Sampling:
@@ -127,6 +152,7 @@ class Engine:
             temperature=1.0 if params.temperature is None else params.temperature,
             top_p=1.0 if params.top_p is None else params.top_p,
             top_k=-1 if params.top_k is None else params.top_k,
+            min_p=params.min_p or 0.0,
             stop=tuple(params.stop or ()),
             stop_token_ids=tuple(params.stop_token_ids or ()),
         )

@@ -216,7 +216,11 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
         rollout = self.engine.rollout(trace.id)
         messages = [_as_message(message) for message in branch.messages] if self.config.include_messages else []
         temperature = rollout.temperatures[-1] if rollout.temperatures else self.config.temperature
-        return Trajectory(tokens, sampled, logprobs, trace.reward, rollout.policy_version, messages, temperature)
+        return Trajectory(
+            *(tokens, sampled, logprobs, trace.reward, rollout.policy_version, messages, temperature),
+            cuts=rollout.cuts,
+            sampling_masks=rollout.sampling_masks(tokens, sampled),
+        )
 
 
 def _branch(trace: Any) -> Any | None:

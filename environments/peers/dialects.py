@@ -15,12 +15,14 @@ https://docs.sglang.ai/basic_usage/native_api.html.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 
 from environments.peers.http import Peer, PeerError, PeerRefused
+from grpo_common.sampling import bends, cuts
 from vllm_server.protocol import GENERATE_ROUTE, GenerateRequest, GenerateResponse, TokenPrompt
 
 log = logging.getLogger(__name__)
@@ -30,16 +32,18 @@ COMPLETIONS_ROUTE = "/v1/completions"
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample. The defaults are the plain distribution of the policy, which GRPO's ratios assume.
+    """How to sample. The defaults are the plain distribution of the policy.
 
     Requests turn off nucleus and top-k sampling explicitly. Otherwise servers apply a model's own defaults, and the
-    logprobs would be of another distribution than the one sampled from.
+    logprobs would be of another distribution than the one sampled from. With `top_p`, `top_k` or `min_p` the trainer
+    needs the sampling masks of `grpo serve` (docs/sampling.md).
     """
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
 
@@ -51,8 +55,15 @@ class Sampling:
             "top_p": self.top_p,
             "top_k": self.top_k,
         }
+        if self.min_p:  # OpenAI's API does not know it
+            body["min_p"] = self.min_p
         stops = {"stop": list(self.stop), "stop_token_ids": list(self.stop_token_ids)}
         return body | {key: value for key, value in stops.items() if value}
+
+    @property
+    def cuts(self) -> dict[str, float]:
+        """Return the parameters that leave out tokens."""
+        return cuts({"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p})
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +78,9 @@ class Completion:
         finish_reason: ``stop`` or ``length``, by vLLM's names.
         policy_version: Version of the policy that sampled; None if the server has no versions.
         temperature: Temperature of the sampling and of the logprobs.
+        cuts: The parameters that left out tokens: `top_p`, `top_k`, `min_p`.
+        sampling_masks: The tokens that were kept at each position (`vllm_server.protocol.sampling_masks`); None: all,
+            or the server does not say.
     """
 
     prompt_token_ids: list[int]
@@ -76,6 +90,8 @@ class Completion:
     finish_reason: str
     policy_version: int | None
     temperature: float = 1.0
+    cuts: Mapping[str, float] = field(default_factory=dict)
+    sampling_masks: bytes | None = None
 
 
 class Dialect(Protocol):
@@ -95,7 +111,10 @@ class GrpoServer:
     async def generate(self, peer: Peer, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
         """Use `POST /generate`. Request text only if `stop` strings need it: text is half of a token's CPU time."""
         wanted = {"n": n, "logprobs": 0, "detokenize": bool(sampling.stop), **sampling.to_body()}
-        request = GenerateRequest(prompt=TokenPrompt(prompt_token_ids), model=self.model, sampling=wanted)
+        masks = bool(sampling.cuts) and bends(wanted) is None  # a greedy evaluation needs none
+        request = GenerateRequest(
+            prompt=TokenPrompt(prompt_token_ids), model=self.model, sampling=wanted, sampling_masks=masks
+        )
         response = await peer.request("POST", GENERATE_ROUTE, json=request.to_body())
         try:
             answer = msgspec.json.decode(response.content, type=GenerateResponse)
@@ -109,7 +128,8 @@ class GrpoServer:
         if answer.logprobs is None or not len(answer.token_ids) == len(answer.logprobs) == n:
             got = "no logprobs" if answer.logprobs is None else f"{len(answer.token_ids)} completions"
             raise PeerError(field=_route(peer, GENERATE_ROUTE), got=got, wanted=f"logprobs of {n} completions")
-        rows = zip(answer.token_ids, answer.logprobs, answer.text, answer.finish_reasons, strict=True)
+        sampling_masks = answer.sampling_masks or [None] * n
+        rows = zip(answer.token_ids, answer.logprobs, answer.text, answer.finish_reasons, sampling_masks, strict=True)
         return [
             Completion(
                 prompt_token_ids=answer.prompt_token_ids,
@@ -119,8 +139,10 @@ class GrpoServer:
                 finish_reason=finish_reason or "unknown",
                 policy_version=answer.policy_version,
                 temperature=sampling.temperature,
+                cuts=sampling.cuts,
+                sampling_masks=mask,
             )
-            for token_ids, positions, text, finish_reason in rows
+            for token_ids, positions, text, finish_reason, mask in rows
         ]
 
     async def prompt_logprobs(self, peer: Peer, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
@@ -189,6 +211,7 @@ class CompletionsServer:
                 finish_reason=choice.finish_reason or "unknown",
                 policy_version=int(version) if version else None,
                 temperature=sampling.temperature,
+                cuts=sampling.cuts,
             )
             for choice in choices
         ]
@@ -249,10 +272,10 @@ class SglangServer:
         answers = decoded if isinstance(decoded, list) else [decoded]
         if len(answers) != n:
             raise _wrong_number(peer, GENERATE_ROUTE, len(answers), n)
-        return [_of_sglang(peer, answer, prompt_token_ids, sampling.temperature) for answer in answers]
+        return [_of_sglang(peer, answer, prompt_token_ids, sampling) for answer in answers]
 
 
-def _of_sglang(peer: Peer, answer: _SglangAnswer, prompt_token_ids: list[int], temperature: float) -> Completion:
+def _of_sglang(peer: Peer, answer: _SglangAnswer, prompt_token_ids: list[int], sampling: Sampling) -> Completion:
     meta = answer.meta_info
     if meta.output_token_logprobs is None or any(logprob is None for logprob, *_ in meta.output_token_logprobs):
         wanted = "output_token_logprobs for each sampled token"
@@ -265,7 +288,8 @@ def _of_sglang(peer: Peer, answer: _SglangAnswer, prompt_token_ids: list[int], t
         text=answer.text,
         finish_reason=meta.finish_reason.type if meta.finish_reason else "unknown",
         policy_version=int(version) if version and version.isdecimal() else None,
-        temperature=temperature,
+        temperature=sampling.temperature,
+        cuts=sampling.cuts,
     )
 
 

@@ -358,6 +358,7 @@ def _cut(sequence: TrainingSequence, trained: int) -> TrainingSequence:
         advantages=sequence.advantages[:trained],
         rollout_logprobs=sequence.rollout_logprobs[:trained],
         teacher=None,
+        masks=None if sequence.masks is None else sequence.masks.at(slice(0, trained)),
     )
 
 

@@ -176,6 +176,7 @@ def _training_sequence(
         supervised=sample.supervised,
         teacher=teacher,
         share=sample.weight,
+        masks=None if sample.masks is None or sample.supervised else sample.masks.at(positions),
     )
 
 
@@ -195,6 +196,7 @@ def _cut(sample: Sample, seq_len: int, dropped: bool) -> Sample:
         advantages_T=None if sample.advantages_T is None else sample.advantages_T[cut],
         rollout_logprobs_T=None if sample.rollout_logprobs_T is None else sample.rollout_logprobs_T[cut],
         teacher=None if sample.teacher is None else sample.teacher.at(cut),
+        masks=None if sample.masks is None else sample.masks.at(cut),
     )
 
 

@@ -20,7 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from grpo_trainer.batch.shared_prompts import families, plan_shared
+from grpo_trainer.batch.token_masks import TokenMasks
 from grpo_trainer.losses.segments import Segments
+from grpo_trainer.rollouts.sampling_masks import SamplingMasks
 from grpo_trainer.rollouts.types import Teacher
 
 Move = Callable[[Tensor], Tensor]
@@ -40,6 +42,7 @@ class TrainingSequence:
     supervised: bool = False
     teacher: Teacher | None = None  # for its trained tokens, if distillation is on
     share: float = 1.0  # factor of its weight; below 1 if it is stale
+    masks: SamplingMasks | None = None  # of its trained tokens
 
     @property
     def prompt_len(self) -> int:
@@ -115,6 +118,7 @@ class MicroBatch:
         supervised_N: the token is imitated; the policy did not sample it.
         teacher_ids_NK, teacher_logprobs_NK: as in `rollouts.types.Teacher`; K is 0 if no sequence has a teacher.
         versions_B: version of the policy that sampled each sequence; -1: unknown.
+        masks: the kept ids of the trained tokens; None: no token has a mask.
     """
 
     tokens_BT: Tensor
@@ -133,11 +137,13 @@ class MicroBatch:
     teacher_ids_NK: Tensor
     teacher_logprobs_NK: Tensor
     versions_B: Tensor
+    masks: TokenMasks | None = None
 
     def moved(self, move: Move) -> MicroBatch:
-        """Return a copy with `move` applied to all tensors, including those of `packed`."""
+        """Return a copy with `move` applied to all tensors, including those of `packed` and `masks`."""
         packed = None if self.packed is None else self.packed.moved(move)
-        return replace(_moved(self, move), packed=packed)
+        masks = None if self.masks is None else self.masks.moved(move)
+        return replace(_moved(self, move), packed=packed, masks=masks)
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on a device."""
@@ -289,6 +295,7 @@ def _microbatch(sequences: Sequence[TrainingSequence], packed: bool, shared: boo
         teacher_ids_NK=torch.from_numpy(teacher.ids_TK),
         teacher_logprobs_NK=torch.from_numpy(teacher.logprobs_TK),
         versions_B=torch.tensor([-1 if sequence.version is None else sequence.version for sequence in sequences]),
+        masks=TokenMasks.of([sequence.masks for sequence in sequences], counts),
     )
 
 

@@ -120,6 +120,7 @@ class Forward:
             microbatch.temperature_N,
             microbatch.teacher_ids_NK,
             self.plan,
+            microbatch.masks,
             entropy_gradient=entropy_gradient,
         )
 
@@ -134,6 +135,7 @@ class Forward:
             microbatch.columns_N,
             microbatch.temperature_N,
             microbatch.teacher_ids_NK,
+            microbatch.masks,
             entropy_gradient=entropy_gradient,
         )
 

@@ -191,6 +191,7 @@ def policy_logprobs(forward: Forward, device: torch.device) -> Logprobs:
             rollout_logprobs=None,
             weight=0.0,
             temperature=sample.temperature,
+            masks=None if sample.masks is None else sample.masks.at(positions),
         )
         (microbatch,) = split([sequence], 1, packed=forward.packed)
         with evaluating(forward.model):

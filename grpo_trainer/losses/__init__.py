@@ -40,7 +40,10 @@ from grpo_trainer.losses.corrections import Correction, mismatch_correction
 from grpo_trainer.losses.regularisers import divergence, teacher_cross_entropy
 from grpo_trainer.losses.segments import Segments
 from grpo_trainer.losses.surrogates import Surrogate, cispo, clipped, sapo, sequence_ratio, token_ratio
-from grpo_trainer.metrics.types import Max, Mean, Metric, Sum
+from grpo_trainer.metrics.types import EffectiveShare, Max, Mean, Metric, Sum
+
+LARGEST_LOG_RATIO = 20.0
+"""Limit of a log ratio in `alignment/ess`: one weight of e^20 is as good as infinite there."""
 
 
 @dataclass(frozen=True)
@@ -242,11 +245,15 @@ def _gap_metrics(inputs: LossInputs) -> dict[str, Metric]:
     known_N = inputs.has_rollout_N
     count = known_N.sum()
     gap_N = torch.where(known_N, inputs.rollout_logprobs_N - inputs.trainer_logprobs_N, 0.0)
+    old_N = inputs.trainer_logprobs_N if inputs.old_logprobs_N is None else inputs.old_logprobs_N
+    ratio_N = (old_N - inputs.rollout_logprobs_N).clamp(max=LARGEST_LOG_RATIO).double().exp()
+    ratio_N = torch.where(known_N, ratio_N, 0.0)
     return {
         "logprobs/rollout_mean": Mean(torch.where(known_N, inputs.rollout_logprobs_N, 0.0).sum(), count),
         "alignment/logprob_diff_mean": Mean(gap_N.abs().sum(), count),
         "alignment/logprob_diff_max": Max(gap_N.abs().max() if gap_N.numel() else 0.0),
         "alignment/kl_rollout": Mean(divergence(-gap_N, torch.zeros_like(gap_N), "k3").sum(), count),
+        "alignment/ess": EffectiveShare(ratio_N.sum(), ratio_N.square().sum(), count),
     }
 
 

@@ -61,7 +61,35 @@ class Max:
         return float(self.largest)
 
 
-Metric: TypeAlias = Mean | Sum | Max
+@dataclass(frozen=True)
+class EffectiveShare:
+    """The effective sample size of importance weights, as a share of the samples: `total² / (count · squares)`.
+
+    It is 1 if all weights are equal, and 1 / count if one outweighs all others (Kong 1992; Owen, Monte Carlo theory,
+    methods and examples, section 9.3).
+
+    Attributes:
+        total, squares: sums of the weights, and of their squares.
+        count: number of weights.
+    """
+
+    total: SupportsFloat
+    squares: SupportsFloat
+    count: SupportsFloat
+
+    def merge(self, other: EffectiveShare) -> EffectiveShare:
+        squares, count = _add(self.squares, other.squares), _add(self.count, other.count)
+        return EffectiveShare(_add(self.total, other.total), squares, count)
+
+    def numbers(self) -> EffectiveShare:
+        return EffectiveShare(float(self.total), float(self.squares), float(self.count))
+
+    def value(self) -> float:
+        spread = float(self.count) * float(self.squares)
+        return float(self.total) ** 2 / spread if spread else 0.0
+
+
+Metric: TypeAlias = Mean | Sum | Max | EffectiveShare
 Metrics: TypeAlias = Mapping[str, Metric]
 
 

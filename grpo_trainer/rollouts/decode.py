@@ -9,7 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from environments.api import wire
+from grpo_common.errors import Problem
+from grpo_common.sampling import bends, unmasked
+from grpo_trainer.rollouts.sampling_masks import MaskError, SamplingMasks, decode
 from grpo_trainer.rollouts.types import Group, Sample, Teacher
+
+_SAMPLING = {"temperature", "top_p", "top_k", "min_p"}
 
 
 def to_group(packed: wire.PackedGroup) -> Group:
@@ -24,7 +29,8 @@ def to_group(packed: wire.PackedGroup) -> Group:
     logprobs = _floats(packed.inference_logprobs, ends, sum(packed.lengths))
     count = len(packed.lengths)
     overrides = [{**(packed.group_overrides or {}), **own} for own in packed.overrides or [{}] * count]
-    requested = (packed.generation_params or {}).get("temperature")
+    requested = packed.generation_params or {}
+    read = [_masks(packed, i) for i in range(count)]
     versions = packed.policy_versions or [None] * count
     samples = tuple(
         Sample(
@@ -34,13 +40,35 @@ def to_group(packed: wire.PackedGroup) -> Group:
             advantages_T=_advantages(advantages, i, packed.lengths[i], overrides[i]),
             rollout_logprobs_T=logprobs[i] if logprobs and _are_logprobs(logprobs[i], trained[i]) else None,
             policy_version=versions[i],
-            temperature=_temperature(overrides[i].get("temperature"), requested),
+            temperature=_temperature(overrides[i].get("temperature"), requested.get("temperature")),
             supervised=bool(overrides[i].get("sft")),
             teacher=_teacher(packed, i),
+            masks=masks,
+            bent=problem or _bent({**requested, **overrides[i]}, masked=masks is not None),
         )
-        for i in range(count)
+        for i, (masks, problem) in enumerate(read)
     )
-    return Group(samples, packed.env_id)
+    says = any(_SAMPLING & params.keys() for params in (requested, *overrides))
+    return Group(samples, packed.env_id, says_sampling=says)
+
+
+def _masks(packed: wire.PackedGroup, i: int) -> tuple[SamplingMasks | None, Problem | None]:
+    """Return a sequence's sampling masks, if it has any, or what is wrong with them."""
+    data = packed.sampling_masks[i] if packed.sampling_masks else b""
+    if not data:
+        return None, None
+    try:
+        return decode(data, packed.lengths[i]), None
+    except MaskError as error:
+        return None, error.problems[0]
+
+
+def _bent(params: dict[str, Any], *, masked: bool) -> Problem | None:
+    """Return with which parameter the sequence was sampled so that its probabilities can't be computed."""
+    if params.get("sft"):  # not sampled by the policy
+        return None
+    problem = bends({name: value for name, value in params.items() if name != "temperature"})
+    return problem or (None if masked else unmasked(params))
 
 
 def _temperature(*given: object) -> float:

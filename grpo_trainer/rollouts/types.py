@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from grpo_common.errors import Problem
+from grpo_trainer.rollouts.sampling_masks import SamplingMasks
+
 
 @dataclass(frozen=True, eq=False)
 class Teacher:
@@ -46,6 +49,8 @@ class Sample:
         supervised: the sequence is imitated; the policy did not sample it.
         teacher: a teacher's tokens for each position, else None.
         weight: factor of its loss.
+        masks: the tokens that sampling kept at each position; the trainer renormalises over them. None: all.
+        bent: why the probabilities that it was sampled with can't be computed; None: they can.
     """
 
     tokens_T: NDArray[np.int64]
@@ -58,14 +63,21 @@ class Sample:
     supervised: bool = False
     teacher: Teacher | None = None
     weight: float = 1.0
+    masks: SamplingMasks | None = None
+    bent: Problem | None = None
 
 
 @dataclass(frozen=True)
 class Group:
-    """Several samples of one prompt."""
+    """Several samples of one prompt.
+
+    Attributes:
+        says_sampling: the environment says how it samples.
+    """
 
     samples: tuple[Sample, ...]
     environment: int | None = None
+    says_sampling: bool = True
 
     @property
     def rewards(self) -> list[float]:

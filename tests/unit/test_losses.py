@@ -225,6 +225,14 @@ def test_gap_to_the_rollout_policy_is_measured_where_it_is_known() -> None:
     assert numbers["logprobs/rollout_mean"] == -1.5 and numbers["logprobs/trainer_mean"] == -1.5
 
 
+def test_the_effective_sample_size_is_that_of_the_ratios_before_the_first_update() -> None:
+    # weights exp(old - roll) of the tokens whose logprob is known: 1, 1 and exp(log 4) = 4
+    told = one([-9.0, -9.0], roll=[-1.0, -2.0], old=[-1.0, -2.0])
+    case = inputs([told, one([-9.0], roll=[-3.0], old=[-3.0 + math.log(4)]), one([-2.0], old=[-7.0])], LossConfig())
+    # (1 + 1 + 4)² / (3 (1 + 1 + 16)) = 36 / 54
+    assert reduce(batch_loss(case, LossConfig()).metrics)["alignment/ess"] == pytest.approx(36 / 54, abs=1e-5)
+
+
 def test_the_divergence_from_the_reference_is_measured_by_k3_without_being_in_the_loss() -> None:
     case = inputs([one([-1.0], 0.0)], LossConfig(log_kl=True), ref_logprobs_N=torch.tensor([-1.5]))
     output = batch_loss(case, LossConfig(log_kl=True, kl_estimator="k1"))

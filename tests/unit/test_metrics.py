@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from grpo_trainer.logs.machine import machine_metrics
 from grpo_trainer.logs.sinks import JsonlSink, MetricLog
 from grpo_trainer.metrics.remaining import duration, seconds_left
-from grpo_trainer.metrics.types import Max, Mean, Sum, merge, reduce
+from grpo_trainer.metrics.types import EffectiveShare, Max, Mean, Sum, merge, reduce
 
 
 def test_means_keep_their_weights() -> None:
@@ -31,6 +31,16 @@ def test_tensors_are_read_only_at_the_end_and_nothing_is_zero() -> None:
         "a": 1
     }
     assert Mean(0.0, 0).value() == 0.0
+
+
+@given(st.lists(st.floats(0.01, 100.0), min_size=1), st.integers(0, 50))
+def test_any_split_gives_the_same_effective_share(weights: list[float], at: int) -> None:
+    def share(part: list[float]) -> EffectiveShare:
+        return EffectiveShare(torch.tensor(sum(part), dtype=torch.float64), sum(w * w for w in part), len(part))
+
+    found = reduce(merge([{"a": share(weights[:at])}, {"a": share(weights[at:]).numbers()}]))["a"]
+    assert found == pytest.approx(sum(weights) ** 2 / len(weights) / sum(w * w for w in weights), rel=1e-9)
+    assert 1 / len(weights) * (1 - 1e-9) <= found <= 1 + 1e-9  # one outweighs all others; all are equal
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1), st.integers(0, 50))

@@ -9,12 +9,14 @@ import msgspec
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One of the engine's workers.
 
-    `gpu_uuid` is empty on a CPU; `visible_gpus` lists the GPUs that its process may use.
+    `gpu_uuid` is empty on a CPU; `visible_gpus` lists the GPUs that its process may use; `sampling_masks`: its sampler
+    returns the tokens that top-p, top-k and min-p kept.
     """
 
     rank: int
     gpu_uuid: str
     visible_gpus: list[str]
+    sampling_masks: bool = False
 
 
 def machine_id() -> str:

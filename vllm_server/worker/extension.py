@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from vllm_server.lora_kernels import install
 from vllm_server.protocol import ChannelRequest, CudaIpcChannel, NcclChannel
 from vllm_server.protocol.nccl import NcclError
-from vllm_server.worker import finite, logits
+from vllm_server.worker import finite, logits, sampling_masks
 from vllm_server.worker.finite import NotFiniteError
 from vllm_server.worker.packed import PackedAdapter
 from vllm_server.worker.shared_weights import dtype_name, plain_parameters
@@ -33,6 +33,7 @@ if current_platform.is_cuda():
 logits.prepare_worker()
 finite.mark_logits()
 finite.zero_new_blocks()
+sampling_masks.prepare_worker()
 
 
 class Receiver(Protocol):
@@ -72,11 +73,13 @@ class PolicyWorker:
 
     def grpo_describe(self) -> dict[str, Any]:
         """Return this worker's `WorkerInfo`."""
+        sampler = getattr(getattr(self, "model_runner", None), "sampler", None)
+        found = {"rank": self.rank, "sampling_masks": sampler is not None and sampling_masks.gives_masks(sampler)}
         if self.device.type != "cuda":
-            return {"rank": self.rank, "gpu_uuid": "", "visible_gpus": []}
+            return {**found, "gpu_uuid": "", "visible_gpus": []}
         visible = [gpu_uuid(index) for index in range(torch.cuda.device_count())]
         index = self.device.index if self.device.index is not None else torch.cuda.current_device()
-        return {"rank": self.rank, "gpu_uuid": gpu_uuid(index), "visible_gpus": visible}
+        return {**found, "gpu_uuid": gpu_uuid(index), "visible_gpus": visible}
 
     def grpo_parameters(self) -> dict[str, dict[str, Any]]:
         """Return shape and dtype of all parameters, each as `ParameterInfo`."""
