@@ -85,9 +85,18 @@ def run(
     options: dict[str, Any],
     config: ConfigFile = None,
     env: Environment = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the processes that the run would start, and start none.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print one JSON object.")] = False,
 ) -> None:
     """Start rollout API, vLLM server, environments and trainer, and watch over them until training is done."""
     run_config = _read_run(ctx, options, config, env)
+    if as_json and not dry_run:
+        raise ConfigError(field="--json", got="no --dry-run", wanted="--dry-run with it", fix="add --dry-run")
+    if dry_run:
+        _show_plan(run_config, as_json=as_json)
+        return
     with stopped_at_once():  # the supervisor takes over once it starts processes
         from rich.console import Console
 
@@ -281,6 +290,19 @@ def demo_model(ctx: typer.Context) -> None:
 
 def _read_run(ctx: typer.Context, options: dict[str, Any], config: Path | None, env: str | None) -> RunConfig:
     return build_run(read_toml(config) if config else {}, {**options, **({"env": env} if env else {})}, ctx.args)
+
+
+def _show_plan(config: RunConfig, *, as_json: bool) -> None:
+    """Print what `grpo run` would start."""
+    from rich.console import Console
+
+    from grpo_trainer import dry_run
+
+    rows = dry_run.look_ahead(config)
+    if as_json:
+        typer.echo(dry_run.as_json(rows))
+    else:
+        dry_run.print_rows(rows, Console())
 
 
 def _become(module: str, arguments: list[str], called: str | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from grpo_trainer.config.run import RunConfig
 from grpo_trainer.doctor.disk import refuse_without_room
 from grpo_trainer.doctor.hub import refuse_missing
 from grpo_trainer.doctor.lr import warn_of_lr
-from grpo_trainer.doctor.machine import look
+from grpo_trainer.doctor.machine import Machine, look
 from grpo_trainer.doctor.planned_cache import planned_cache
 from grpo_trainer.errors import FolderGoneError, ProcessFailedError, StoppedError, from_os_error
 from grpo_trainer.files import METRICS_FILE, HeldFolder, held_folder, refuse_to_mix_runs, replace_file
@@ -47,9 +47,8 @@ def run(config: RunConfig, console: Console) -> None:
     """
     refuse_to_mix_runs(config.run_dir, config.trainer.checkpoints.resume, "--run-dir")
     refuse_missing(config.trainer.model.name)
-    together = {"trainers": 0} if config.options.trainer_gpus > 1 else {}
     warn_of_lr(config.trainer)
-    ports = claim_ports({"api": config.api.port, **config.server.wanted_ports, **together})
+    ports = claim_ports(wanted_ports(config))
 
     def ask_aloud(model: str) -> PreflightReport:
         console.print("asking vLLM whether it serves the model", highlight=False)
@@ -65,17 +64,8 @@ def run(config: RunConfig, console: Console) -> None:
         soft_wrap=True,
     )
     gpus = look() if on_gpu else None
-    # Of a GPU that is split (MIG), nvidia-smi lists nothing.
-    checked(config, Hardware(on_gpu, (len(gpus.gpus) or None) if gpus else 0))
+    plan = planned(config, ports, gpus)
     refuse_without_room(config.trainer, config.run_dir, "--run-dir", on_gpu=on_gpu)  # its trainer warns of less
-    plan = plan_run(
-        config,
-        ports,
-        python=sys.executable,
-        on_gpu=on_gpu,
-        cache_bytes=planned_cache(config, gpus) if gpus else None,
-        env={**compile_caches(os.environ), COMMAND_VARIABLE: str(process_start())},
-    )
     kept = kept_at(config, gpus.gpus[0].name if gpus and gpus.gpus else report.device, _model_config(config))
     try:
         with held_folder(config.run_dir, "--run-dir") as folder:
@@ -86,6 +76,33 @@ def run(config: RunConfig, console: Console) -> None:
                 supervise(config, plan, console, folder, watch)
     except OSError as error:
         raise from_os_error(error, "write into the run folder") or error from error
+
+
+def wanted_ports(config: RunConfig) -> dict[str, int]:
+    """Return the port that each process asks for; 0: any free one."""
+    together = {"trainers": 0} if config.options.trainer_gpus > 1 else {}
+    return {"api": config.api.port, **config.server.wanted_ports, **together}
+
+
+def planned(config: RunConfig, ports: Mapping[str, int], gpus: Machine | None) -> RunPlan:
+    """Return the plan for this machine.
+
+    Args:
+        gpus: the machine, if server and trainer run on its GPUs; None: they run on its CPU.
+
+    Raises:
+        ConfigError: the options do not suit this hardware.
+    """
+    # Of a GPU that is split (MIG), nvidia-smi lists nothing.
+    checked(config, Hardware(gpus is not None, (len(gpus.gpus) or None) if gpus else 0))
+    return plan_run(
+        config,
+        ports,
+        python=sys.executable,
+        on_gpu=gpus is not None,
+        cache_bytes=planned_cache(config, gpus) if gpus else None,
+        env={**compile_caches(os.environ), COMMAND_VARIABLE: str(process_start())},
+    )
 
 
 def _model_config(config: RunConfig) -> bytes | None:
