@@ -8,25 +8,28 @@ from __future__ import annotations
 import json
 import shlex
 import socket
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from grpo_common.models import find_folder
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.doctor.hub import refuse_missing
 from grpo_trainer.doctor.machine import Machine, look
 from grpo_trainer.doctor.memory import GB, Setup
-from grpo_trainer.doctor.model import ModelShape, read_model
+from grpo_trainer.doctor.model import ModelShape, shape_of
 from grpo_trainer.doctor.run_checks import devices_of, server_spread
-from grpo_trainer.errors import ModelError
-from grpo_trainer.files import refuse_to_mix_runs
+from grpo_trainer.files import refuse_to_mix_runs, replace_file
+from grpo_trainer.launch.places import NO_PLACES, place_run
 from grpo_trainer.launch.plan import ProcessSpec, RunPlan, reached, server_process
 from grpo_trainer.launch.ports import claim_ports
+from grpo_trainer.launch.ray_cluster import joined
 from grpo_trainer.report.redact import arguments_without_secrets
 from grpo_trainer.run import planned, wanted_ports
+from grpo_trainer.slurm import Job, command_of, job_script, nodes_of_job
 
 
 @dataclass(frozen=True)
@@ -56,27 +59,52 @@ class PlannedProcess:
 
 
 def look_ahead(config: RunConfig) -> list[PlannedProcess]:
-    """Return what `grpo run` would start on this machine now.
+    """Return what `grpo run` would start now, on this machine or on the nodes of its cluster.
 
     Raises:
         GrpoError: a run could not start: the folder holds a run, the model is missing, a port is taken, options do not
-            go together.
+            go together, the cluster has too few GPUs.
     """
     refuse_to_mix_runs(config.run_dir, config.trainer.checkpoints.resume, "--run-dir")
     refuse_missing(config.trainer.model.name)
-    ports, machine = claim_ports(wanted_ports(config)), look()
-    plan = planned(config, ports, machine if machine.on_gpu else None)
-    memory = memory_by_process(config, shape_of(config.trainer.model.name), machine)
-    return [*rows_of(config, plan, memory, on_gpu=machine.on_gpu)]
+    machine, shape = look(), shape_of(config.trainer.model.name)
+    with joined(config.options.cluster, config.options.cluster_nodes) as cluster:
+        nodes = cluster.nodes if cluster else []
+    on_gpu = any(node.gpus for node in nodes) if nodes else machine.on_gpu
+    places = place_run(config, nodes, on_gpu=on_gpu) if nodes else NO_PLACES
+    # A cluster's ports are free or not on its nodes, which are not asked.
+    ports = wanted_ports(config) if nodes else claim_ports(wanted_ports(config))
+    plan = planned(config, ports, on_gpu=on_gpu, machine=machine, places=places)
+    memory = memory_by_process(config, shape, machine) if on_gpu == machine.on_gpu else {}
+    return [*rows_of(config, plan, memory, on_gpu=on_gpu)]
+
+
+def write_job(config: RunConfig, path: Path, gpus_per_node: int, words: Sequence[str]) -> Job:
+    """Write a Slurm job script for a run, and return what it was made from.
+
+    Args:
+        gpus_per_node: 0: server and trainer run on CPUs.
+        words: the arguments of `grpo run`.
+
+    Raises:
+        GrpoError: the run could not start on such nodes, or an argument holds a key.
+    """
+    on_gpu, nodes, command = gpus_per_node > 0, nodes_of_job(config, gpus_per_node), command_of(words)
+    places = place_run(config, nodes, on_gpu=on_gpu)
+    plan = planned(config, wanted_ports(config), on_gpu=on_gpu, places=places)
+    job = Job(plan, len(nodes), gpus_per_node, command, Path.cwd(), Path(sys.executable).parent)
+    replace_file(path, job_script(job).encode(), mode=0o755)
+    return job
 
 
 def rows_of(config: RunConfig, plan: RunPlan, memory: Mapping[str, int], *, on_gpu: bool) -> Iterator[PlannedProcess]:
     """Yield a row for each process of a plan, and for the servers that its trainer starts."""
-    node = socket.gethostname()
+    head = next((spec.place.node.name for spec in plan.processes if spec.place.node), socket.gethostname())
 
     def row(stage: int, spec: ProcessSpec, started_by: str = "") -> PlannedProcess:
         port = plan.ports.get("trainers" if spec.name == "trainer" else spec.name)
         gpus = _gpus(config, spec) if on_gpu else ()
+        node = spec.place.node.name if spec.place.node else head
         command = arguments_without_secrets(spec.argv)
         return PlannedProcess(
             stage, spec.name, node, gpus, port, memory.get(spec.name), command, tuple(sorted(spec.env)), started_by
@@ -95,6 +123,8 @@ def rows_of(config: RunConfig, plan: RunPlan, memory: Mapping[str, int], *, on_g
 
 def _gpus(config: RunConfig, spec: ProcessSpec) -> tuple[int, ...]:
     """Return the numbers of the GPUs of one process among those that are visible."""
+    if spec.place.node:
+        return spec.place.gpus
     if spec.name in config.server.names:
         named = spec.env.get("CUDA_VISIBLE_DEVICES")
         if named is None:
@@ -106,15 +136,6 @@ def _gpus(config: RunConfig, spec: ProcessSpec) -> tuple[int, ...]:
     return ()
 
 
-def shape_of(model: str) -> ModelShape | None:
-    """Return the model's sizes; None: its files are not here, or say no sizes."""
-    folder = find_folder(model)
-    try:
-        return None if folder is None else ModelShape.from_config(read_model(folder).config)
-    except (ModelError, ValueError):
-        return None
-
-
 def memory_by_process(config: RunConfig, shape: ModelShape | None, machine: Machine) -> dict[str, int]:
     """Return the estimated bytes of trainers and servers, by the memory plan of `grpo doctor`.
 
@@ -123,6 +144,9 @@ def memory_by_process(config: RunConfig, shape: ModelShape | None, machine: Mach
     if shape is None:
         return {}
     spread, ranks = server_spread(config), config.options.trainer_gpus
+    if config.options.cluster and machine.on_gpu:  # each server has its own GPUs, or one with the trainer
+        first = 0 if config.trainer.shares_weights else ranks
+        spread = replace(spread, placed=tuple(range(first, first + spread.workers)))
     rows = Setup(config.trainer, shape, spread, devices_of(machine), ranks).plan().rows
     alone = next(row.device for row in rows if row.owner == "trainer")
     found = {

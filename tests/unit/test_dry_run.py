@@ -17,6 +17,7 @@ from grpo_trainer.config.run import RunConfig, build_run
 from grpo_trainer.doctor.machine import Gpu, Machine
 from grpo_trainer.doctor.model import ModelShape
 from grpo_trainer.errors import ConfigError, PortBusyError
+from grpo_trainer.launch.places import Node, place_run
 from grpo_trainer.launch.plan import plan_run
 from grpo_trainer.report.redact import arguments_without_secrets
 
@@ -78,6 +79,22 @@ def test_servers_that_the_trainer_starts_have_rows_too() -> None:
         ("api", ""), ("trainer", ""), ("server", "trainer"), ("server-2", "trainer"), ("env-arithmetic", ""),
     ]  # fmt: skip
     assert found["server-2"].command[found["server-2"].command.index("--port") + 1] == "9124"
+
+
+def test_on_a_cluster_every_process_has_its_node_and_gpus_of_its_own() -> None:
+    config = a_run(cluster="auto", server__replicas="2", server__gpu_memory_utilization="0.5")
+    nodes = [Node("n0", "10.0.0.1", 2, is_head=True), Node("n1", "10.0.0.2", 2)]
+    places = place_run(config, nodes, on_gpu=True)
+    plan = plan_run(config, PORTS, python="py", on_gpu=True, places=places)
+    memory = dry_run.memory_by_process(config, SHAPE, FOUR_GPUS)
+    found = {row.name: row for row in dry_run.rows_of(config, plan, memory, on_gpu=True)}
+    assert {name: (row.node, row.gpus) for name, row in found.items()} == {
+        "api": ("n0", ()), "env-arithmetic": ("n0", ()), "trainer": ("n0", (0,)), "server": ("n0", (1,)),
+        "server-2": ("n1", (0,)),
+    }  # fmt: skip
+    # A server has its share of a GPU to itself, and the trainer nothing of a server's.
+    assert found["server"].memory == found["server-2"].memory == pytest.approx(0.5 * 140 * GB + 0.6 * GB, rel=1e-6)
+    assert found["trainer"].memory == dry_run.memory_by_process(a_run(device="cuda:1"), SHAPE, FOUR_GPUS)["trainer"]
 
 
 def test_no_secret_is_shown() -> None:
