@@ -30,6 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+GPUS_PER_NODE = 8
 FAST_4_BITS = "bitsandbytes.backends.cpu.ops"
 """Where bitsandbytes, once imported, warns of a faster kernel for 4 bits: of use only to who loads in them."""
 ANY_FLAG = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -85,9 +86,29 @@ def run(
     options: dict[str, Any],
     config: ConfigFile = None,
     env: Environment = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the processes that the run would start, and start none.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print one JSON object.")] = False,
+    slurm: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a Slurm job script that runs this on a cluster, and start nothing."),
+    ] = None,
+    gpus_per_node: Annotated[
+        int, typer.Option(help="With --slurm: GPUs of each node; 0: run on CPUs.", min=0, metavar="INT")
+    ] = GPUS_PER_NODE,
 ) -> None:
     """Start rollout API, vLLM server, environments and trainer, and watch over them until training is done."""
-    run_config = _read_run(ctx, options, config, env)
+    on_cluster = {"cluster": "auto"} if slurm else {}
+    run_config = _read_run(ctx, {**options, **on_cluster}, config, env)
+    if as_json and not dry_run:
+        raise ConfigError(field="--json", got="no --dry-run", wanted="--dry-run with it", fix="add --dry-run")
+    if slurm:
+        _write_job(run_config, slurm, gpus_per_node)
+        return
+    if dry_run:
+        _show_plan(run_config, as_json=as_json)
+        return
     with stopped_at_once():  # the supervisor takes over once it starts processes
         from rich.console import Console
 
@@ -281,6 +302,27 @@ def demo_model(ctx: typer.Context) -> None:
 
 def _read_run(ctx: typer.Context, options: dict[str, Any], config: Path | None, env: str | None) -> RunConfig:
     return build_run(read_toml(config) if config else {}, {**options, **({"env": env} if env else {})}, ctx.args)
+
+
+def _show_plan(config: RunConfig, *, as_json: bool) -> None:
+    """Print what `grpo run` would start."""
+    from rich.console import Console
+
+    from grpo_trainer import dry_run
+
+    rows = dry_run.look_ahead(config)
+    if as_json:
+        typer.echo(dry_run.as_json(rows))
+    else:
+        dry_run.print_rows(rows, Console())
+
+
+def _write_job(config: RunConfig, path: Path, gpus_per_node: int) -> None:
+    """Write a Slurm job script for the command line of this process."""
+    from grpo_trainer.dry_run import write_job
+
+    job = write_job(config, path, gpus_per_node, sys.argv[sys.argv.index("run") + 1 :])
+    typer.echo(f"{path}: {len(job.plan.processes)} processes on {job.nodes} nodes; submit it by: sbatch {path}")
 
 
 def _become(module: str, arguments: list[str], called: str | None = None) -> None:

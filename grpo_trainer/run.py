@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import tomli_w
@@ -21,15 +22,20 @@ from grpo_trainer.config.run import RunConfig
 from grpo_trainer.doctor.disk import refuse_without_room
 from grpo_trainer.doctor.hub import refuse_missing
 from grpo_trainer.doctor.lr import warn_of_lr
-from grpo_trainer.doctor.machine import look
+from grpo_trainer.doctor.machine import Machine, look
 from grpo_trainer.doctor.planned_cache import planned_cache
 from grpo_trainer.errors import FolderGoneError, ProcessFailedError, StoppedError, from_os_error
 from grpo_trainer.files import METRICS_FILE, HeldFolder, held_folder, refuse_to_mix_runs, replace_file
+from grpo_trainer.launch.child import Child
+from grpo_trainer.launch.keys import with_key
+from grpo_trainer.launch.places import LOOPBACK, NO_PLACES, Places, place_run
 from grpo_trainer.launch.plan import RunPlan, plan_run
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.launch.preflight import ask, preflight
+from grpo_trainer.launch.ray_cluster import RayCluster, joined
 from grpo_trainer.launch.start import StartWatch, kept_at
 from grpo_trainer.launch.supervisor import Supervisor
+from grpo_trainer.launch.watched import Executor
 from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.metrics.health import last_line
 from grpo_trainer.metrics.rows import NewRows, rows_so_far
@@ -47,9 +53,14 @@ def run(config: RunConfig, console: Console) -> None:
     """
     refuse_to_mix_runs(config.run_dir, config.trainer.checkpoints.resume, "--run-dir")
     refuse_missing(config.trainer.model.name)
-    together = {"trainers": 0} if config.options.trainer_gpus > 1 else {}
     warn_of_lr(config.trainer)
-    ports = claim_ports({"api": config.api.port, **config.server.wanted_ports, **together})
+    with joined(config.options.cluster, config.options.cluster_nodes) as cluster:
+        _run(config, console, cluster)
+
+
+def _run(config: RunConfig, console: Console, cluster: RayCluster | None) -> None:
+    """Run on this machine, or on a cluster."""
+    ports = {} if cluster else claim_ports(wanted_ports(config))  # a cluster's are those of its machines
 
     def ask_aloud(model: str) -> PreflightReport:
         console.print("asking vLLM whether it serves the model", highlight=False)
@@ -65,17 +76,15 @@ def run(config: RunConfig, console: Console) -> None:
         soft_wrap=True,
     )
     gpus = look() if on_gpu else None
-    # Of a GPU that is split (MIG), nvidia-smi lists nothing.
-    checked(config, Hardware(on_gpu, (len(gpus.gpus) or None) if gpus else 0))
+    places, execute = NO_PLACES, Child
+    if cluster:
+        places = place_run(config, cluster.nodes, on_gpu=on_gpu)
+        cluster.occupy(places)
+        ports, config = cluster.claim(wanted_ports(config), places), with_key(config, places)
+    plan = planned(config, ports, on_gpu=on_gpu, machine=gpus, places=places)
+    if cluster:
+        execute = partial(cluster.start, contents(plan))
     refuse_without_room(config.trainer, config.run_dir, "--run-dir", on_gpu=on_gpu)  # its trainer warns of less
-    plan = plan_run(
-        config,
-        ports,
-        python=sys.executable,
-        on_gpu=on_gpu,
-        cache_bytes=planned_cache(config, gpus) if gpus else None,
-        env={**compile_caches(os.environ), COMMAND_VARIABLE: str(process_start())},
-    )
     kept = kept_at(config, gpus.gpus[0].name if gpus and gpus.gpus else report.device, _model_config(config))
     try:
         with held_folder(config.run_dir, "--run-dir") as folder:
@@ -83,9 +92,48 @@ def run(config: RunConfig, console: Console) -> None:
             write_configs(plan)
             watch = StartWatch(config.run_dir / REPORT_FILE, kept)
             with recorded(config.trace_file):
-                supervise(config, plan, console, folder, watch)
+                supervise(config, plan, console, folder, watch, execute)
     except OSError as error:
         raise from_os_error(error, "write into the run folder") or error from error
+
+
+def wanted_ports(config: RunConfig) -> dict[str, int]:
+    """Return the port that each process asks for; 0: any free one."""
+    together = {"trainers": 0} if config.options.trainer_gpus > 1 else {}
+    return {"api": config.api.port, **config.server.wanted_ports, **together}
+
+
+def planned(
+    config: RunConfig,
+    ports: Mapping[str, int],
+    *,
+    on_gpu: bool,
+    machine: Machine | None = None,
+    places: Places = NO_PLACES,
+) -> RunPlan:
+    """Return the plan for this machine, or for those of a cluster.
+
+    Args:
+        on_gpu: whether server and trainer run on GPUs.
+        machine: this one; None: not known, or of no use.
+        places: those on a cluster. There a server measures the free memory for its cache.
+
+    Raises:
+        ConfigError: the options do not suit this hardware.
+    """
+    # Of a GPU that is split (MIG), nvidia-smi lists nothing.
+    here = machine if on_gpu else None
+    visible = (len(here.gpus) or None) if here else None
+    checked(config, Hardware(on_gpu, visible if on_gpu else 0))
+    return plan_run(
+        config,
+        ports,
+        python=sys.executable,
+        on_gpu=on_gpu,
+        cache_bytes=planned_cache(config, here) if here and not places else None,
+        env={**compile_caches(os.environ), COMMAND_VARIABLE: str(process_start())},
+        places=places,
+    )
 
 
 def _model_config(config: RunConfig) -> bytes | None:
@@ -97,10 +145,18 @@ def _model_config(config: RunConfig) -> bytes | None:
         return None  # the trainer reports the error when it loads the model
 
 
-def supervise(config: RunConfig, plan: RunPlan, console: Console, folder: HeldFolder, watch: StartWatch) -> None:
+def supervise(
+    config: RunConfig,
+    plan: RunPlan,
+    console: Console,
+    folder: HeldFolder,
+    watch: StartWatch,
+    execute: Executor = Child,
+) -> None:
     """Start and watch the processes of a plan, show the run's progress, and at the end whether it learnt."""
-    spoken_to = ("api", *config.server.names)
-    addresses = ", ".join(f"{name} http://127.0.0.1:{port}" for name, port in plan.ports.items() if name in spoken_to)
+    where = {process.name: process.place.address for process in plan.processes}
+    spoken_to = {name: port for name, port in plan.ports.items() if name in ("api", *config.server.names)}
+    addresses = ", ".join(f"{name} http://{where.get(name, LOOPBACK)}:{port}" for name, port in spoken_to.items())
     metrics = config.run_dir / METRICS_FILE
     began, new_rows = time.time(), NewRows(metrics)
     view = RunConsole(console, config.trainer.training_steps, lambda: watch.waits)
@@ -125,6 +181,7 @@ def supervise(config: RunConfig, plan: RunPlan, console: Console, folder: HeldFo
                 watch=watch,
                 check=folder.check,
                 show=show,
+                execute=execute,
             ) as supervisor,
         ):
             supervisor.run(plan.stages)
@@ -183,8 +240,13 @@ def recorded(trace_file: Path | None) -> Iterator[None]:
         end_file(trace_file)
 
 
+def contents(plan: RunPlan) -> dict[Path, bytes]:
+    """Return what the configuration file of each process holds."""
+    return {path: tomli_w.dumps(dict(table)).encode() for path, table in plan.config_files.items()}
+
+
 def write_configs(plan: RunPlan) -> None:
     """Write each process's configuration file, whole or not at all."""
-    for path, table in plan.config_files.items():
+    for path, content in contents(plan).items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, tomli_w.dumps(dict(table)).encode(), mode=0o600)  # it may hold an API key
+        replace_file(path, content, mode=0o600)  # it may hold an API key

@@ -49,7 +49,7 @@ async def app(scope, receive, send):
             break
     asked = msgspec.json.decode(body)
     n, prompt = asked["n"], asked["prompt"]["prompt_token_ids"]
-    rows = [[20 + i % 2, 21, 1] for i in range(n)]
+    rows = [[20 + i % 2] + [21] * (int(sys.argv[2]) - 2) + [1] for i in range(n)]
     answer = {"text": [""] * n, "prompt": None, "finish_reasons": ["stop"] * n, "policy_version": 0, "model": "m",
               "prompt_token_ids": prompt, "token_ids": rows, "logprobs": [[[{t: -1.0}] for t in row] for row in rows]}
     out = msgspec.json.encode(answer)
@@ -62,7 +62,8 @@ TRAINER = """
 import sys, time, httpx
 url, batch, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 with httpx.Client(base_url=url, timeout=60, headers={"Accept": "application/msgpack"}) as http:
-    fields = {"wandb_group": "", "wandb_project": "", "batch_size": batch, "max_token_len": 64, "checkpoint_dir": "",
+    fields = {"wandb_group": "", "wandb_project": "", "batch_size": batch, "checkpoint_dir": "",
+              "max_token_len": 64 + int(sys.argv[4]),
               "save_checkpoint_interval": 0, "starting_step": 0, "num_steps": steps}
     http.post("/register", json=fields).raise_for_status()
     done = 0
@@ -147,10 +148,11 @@ def main() -> None:
     parser.add_argument("model", nargs="?")
     parser.add_argument("--server")
     parser.add_argument("--only", default="")
+    parser.add_argument("--tokens", type=int, default=3, help="of each completion of the stand-in server")
     options = parser.parse_args()
     tokenizer = load_tokenizer(options.model) if options.model else build_tokenizer()
     port = free_port()
-    quick = subprocess.Popen([sys.executable, "-c", SERVER, str(port)])
+    quick = subprocess.Popen([sys.executable, "-c", SERVER, str(port), str(options.tokens)])
     time.sleep(2)
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder, running_server() as api:
@@ -174,9 +176,12 @@ def main() -> None:
                 env = env_cls(config(kind, name, **more), server(options.server or own), tokenizer)
                 found[name] = asyncio.run(process_run(env))
         if options.only in ("", "serve"):
-            trainer = subprocess.Popen([sys.executable, "-c", TRAINER, api.url, str(GROUP * BATCH_GROUPS), str(STEPS)])
+            words = (api.url, str(GROUP * BATCH_GROUPS), str(STEPS), str(options.tokens))
+            trainer = subprocess.Popen([sys.executable, "-c", TRAINER, *words])
             env = ArithmeticEnv(
-                config(ArithmeticConfig, "", rollout_server_url=api.url, total_steps=STEPS), server(own), tokenizer
+                config(ArithmeticConfig, "", rollout_server_url=api.url, total_steps=STEPS, max_token_length=4096),
+                server(own),
+                tokenizer,
             )
             found["serve"] = asyncio.run(serve_run(env))
             trainer.wait()

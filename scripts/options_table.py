@@ -26,6 +26,10 @@ def tables() -> str:
         "| `--env` | `arithmetic` | The environment: `arithmetic`, `gsm8k`, `verifiers`, `word_problems`, "
         "or a module of yours. |\n"
         "| `--env.KEY`, `--openai.KEY` | | Options of the environment: `grpo env arithmetic serve --help`. |\n"
+        "| `--dry-run`, `--json` | | Print the processes that the run would start, as a table or as JSON, and start "
+        "none. |\n"
+        "| `--slurm FILE`, `--gpus-per-node` | `8` | Write a Slurm job script that runs this on a cluster of machines "
+        "with so many GPUs each (0: on CPUs), and start nothing. |\n"
     )
     return "".join(parts)
 

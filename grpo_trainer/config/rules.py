@@ -80,6 +80,11 @@ class Case:
         return self.run.server.replicas if self.run else 1 + len(self.trainer.vllm.also)
 
     @property
+    def on_cluster(self) -> bool:
+        """Whether the processes run on the machines of a cluster."""
+        return self.run is not None and self.run.options.cluster is not None
+
+    @property
     def sharing(self) -> str:
         """The option by which the trainer uses the server's weights."""
         return "--share-base" if isinstance(self.trainer.bridge, LoraOnly) else "--weight-bridge-mode shared_vllm"
@@ -281,10 +286,35 @@ def servers(case: Case) -> Iterator[Problem]:
     if sets is not None and (len(sets) != number or not all(sets)):
         why = f"{len(sets)} sets of GPUs for {number} servers"
         yield Problem(case.of_server("gpus"), str(gpus), f"a set for each server, such as {example}", summary=why)
-    if sets is None and number > 1 and case.run and case.hardware and case.hardware.on_gpu:
+    here = case.run is not None and not case.on_cluster
+    if sets is None and number > 1 and here and case.hardware and case.hardware.on_gpu:
         fix = f"name the GPUs of each server: --server.gpus '{example}' (the trainer is on the first that it sees)"
         why = "all would start on the same GPU"
         yield Problem("--server.replicas", str(number), "--server.gpus with it", fix, why)
+
+
+@rule
+def cluster(case: Case) -> Iterator[Problem]:
+    """On a cluster the run chooses machines and GPUs, and starts all processes."""
+    if case.run is None:
+        return
+    options, mode = case.run.options, case.trainer.bridge.mode
+    if options.cluster is None:
+        if options.cluster_nodes > 1:
+            yield Problem("--cluster-nodes", str(options.cluster_nodes), "--cluster with it", "add --cluster auto")
+        return
+    if case.trainer.owns_server:
+        wanted, why = (
+            "lora_only, broadcast or shared_vllm",
+            "in this mode the trainer starts the server, on its own machine",
+        )
+        yield Problem("--cluster", f"--weight-bridge-mode {mode}", wanted, "leave --cluster out", why)
+    if case.run.server.gpus is not None:
+        why = "the cluster assigns GPUs"
+        yield Problem("--server.gpus", case.run.server.gpus, "no GPUs by number", "leave it out", why)
+    if ":" in case.trainer.model.device:
+        why = "the cluster assigns GPUs"
+        yield Problem("--device", case.trainer.model.device, "auto, cuda or cpu", "leave it out", why)
 
 
 @rule
@@ -312,7 +342,8 @@ def machine(case: Case) -> Iterator[Problem]:
     """What is asked for is on this machine."""
     if case.hardware is None:
         return
-    config, gpus, device = case.trainer, case.hardware.gpus, case.trainer.model.device
+    config, device = case.trainer, case.trainer.model.device
+    gpus = None if case.on_cluster else case.hardware.gpus  # a cluster's are counted when processes get their places
     kind, _, number = device.partition(":")
     if gpus is not None and kind == "cuda" and (not (number or "0").isdecimal() or int(number or 0) >= gpus):
         fix = "use --device auto, or see CUDA_VISIBLE_DEVICES"

@@ -82,6 +82,12 @@ class RunOptions(Section):
         help="GPUs for the trainer: one process on each, which trains its share of every batch.",
         ge=1,
     )
+    cluster: str | None = option(
+        None,
+        help="Run on the machines of a Ray cluster: auto, or the HOST:PORT of its head (default: on this machine). "
+        "This machine must belong to it.",
+    )
+    cluster_nodes: int = option(1, help="Wait until the cluster has this many machines.", ge=1)
 
 
 class RunConfig(Section):

@@ -89,9 +89,12 @@ def examine(machine: Machine, config: RunConfig | ConfigError | None, probes: Pr
         findings += [of_run.check_lora_modules(run.trainer, files)]
     if shape is not None:
         findings.append(of_run.check_length(run, shape))
-        findings.append(of_run.check_spread(of_run.server_spread(run), shape, machine))
-        memory, plan = of_run.check_memory(run, shape, machine)
-        findings.append(memory)
+        if run.options.cluster is None:
+            findings.append(of_run.check_spread(of_run.server_spread(run), shape, machine))
+            memory, plan = of_run.check_memory(run, shape, machine)
+            findings.append(memory)
+        else:
+            findings.append(skip("memory", "this machine is one of a cluster; see grpo run --dry-run"))
     findings.append(_served(run.trainer.model.name, files, findings, probes))
     return Examination(tuple(findings), plan)
 

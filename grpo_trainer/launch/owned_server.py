@@ -86,12 +86,12 @@ class OwnedServer:
     @property
     def pid(self) -> int | None:
         """Process id of the running server."""
-        return self._child.process.pid if self._child else None
+        return self._child.pid if self._child else None
 
     @property
     def waiting_pid(self) -> int | None:
         """Process id of the standby process."""
-        return self._waiting.process.pid if self._waiting else None
+        return self._waiting.pid if self._waiting else None
 
     def start(self, model: str, version: int) -> str:
         """Launch the server on a folder or a hub name, and return the server's name for it; call `wait_ready` next."""
@@ -193,11 +193,11 @@ def _why(child: Child) -> str:
 def _end(child: Child) -> None:
     """End a process and all processes that it started."""
     started = time.monotonic()
-    family = child.family()
+    child.note_family()
     child.terminate()
     while child.exit_code is None and time.monotonic() - started < child.spec.stop_seconds:
         time.sleep(POLL_SECONDS / 2)
-    child.kill_group(family)
+    child.kill()
     child.close()
 
 

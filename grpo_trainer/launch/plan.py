@@ -19,9 +19,9 @@ from grpo_trainer.config.options import dump, key_of
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.config.server import DEGREES, KEY_VARIABLE, VllmConfig, arguments
 from grpo_trainer.config.train import API_KEY_VARIABLE, TrainConfig
+from grpo_trainer.launch.places import HERE, LOOPBACK, NO_PLACES, Place, Places, meeting_address, trainer_names
 from vllm_server.protocol.bridge_config import FILE_NAME
 
-LOOPBACK = "127.0.0.1"
 CACHE_FLAG = "--kv-cache-memory-bytes"
 """vLLM's flag for the size of its KV cache; without it, vLLM measures the free memory."""
 NO_ENV: Mapping[str, str] = MappingProxyType({})
@@ -43,6 +43,7 @@ class ProcessSpec:
         may_end: an exit with 0 is no failure.
         stop_seconds: seconds between SIGTERM and SIGKILL.
         told: it waits for a line on its standard input, see `Child.tell`; other processes have an empty one.
+        place: the machine and the GPUs that a cluster gives it.
     """
 
     name: str
@@ -54,6 +55,7 @@ class ProcessSpec:
     may_end: bool = False
     stop_seconds: float = 3.0
     told: bool = False
+    place: Place = HERE
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -85,6 +87,7 @@ def plan_run(
     on_gpu: bool,
     cache_bytes: int | None = None,
     env: Mapping[str, str] = NO_ENV,
+    places: Places = NO_PLACES,
 ) -> RunPlan:
     """Plan the processes of `grpo run`.
 
@@ -95,23 +98,24 @@ def plan_run(
         on_gpu: whether server and trainer run on a GPU; on a CPU all processes share its cores.
         cache_bytes: size of the server's KV cache on each of its GPUs; None: the server measures the free memory.
         env: added to the environment of every process.
+        places: on a cluster, the machines and GPUs of trainers and servers.
     """
     folder = config.run_dir / "config"
-    trainer = _trainer_table(config, ports, on_gpu)
+    trainer = _trainer_table(config, ports, on_gpu, places)
     files: dict[Path, Mapping[str, Any]] = {folder / "trainer.toml": trainer}
     environments = []
     for name, environment in _named(config.environments):
-        files[folder / f"{name}.toml"] = _environment_tables(config, name, environment, ports)
+        files[folder / f"{name}.toml"] = _environment_tables(config, name, environment, ports, places)
         environments.append(_environment_process(name, environment, folder / f"{name}.toml", python))
     servers = [_api_process(config, ports, python)]
     if not config.trainer.owns_server:
-        servers += _server_processes(config, ports, python, on_gpu, cache_bytes)
-    trainers = _trainer_processes(config, folder / "trainer.toml", ports, python)
+        servers += _server_processes(config, ports, python, on_gpu, cache_bytes, places)
+    trainers = _trainer_processes(config, folder / "trainer.toml", ports, python, places)
     overlaps = not on_gpu or _may_overlap(config, cache_bytes)
     stages = ((*servers, *trainers, *environments),) if overlaps else ((*servers, *environments), trainers)
     shared = {} if on_gpu else SHARED_CORES
     planned = tuple(
-        tuple(_with_env(process, {**shared, **env, **_traced(config, process)}) for process in stage)
+        tuple(_completed(process, {**shared, **env, **_traced(config, process, places)}, places) for process in stage)
         for stage in stages
     )
     return RunPlan(stages=planned, config_files=files, ports=dict(ports))
@@ -134,13 +138,14 @@ SHARED_CORES = MappingProxyType({"OMP_WAIT_POLICY": "passive"})
 """Environment on a CPU: idle OpenMP threads sleep instead of spinning on cores that another process needs."""
 
 
-def _traced(config: RunConfig, process: ProcessSpec) -> dict[str, str]:
-    file = config.trace_file
+def _traced(config: RunConfig, process: ProcessSpec, places: Places) -> dict[str, str]:
+    file = config.trace_file if places.get(process.name, HERE).is_here else None  # the file is on the head
     return {} if file is None else {FILE_VARIABLE: str(file), NAME_VARIABLE: process.name}
 
 
-def _with_env(process: ProcessSpec, env: Mapping[str, str]) -> ProcessSpec:
-    return ProcessSpec(**{**process.__dict__, "env": {**env, **process.env, "PYTHONUNBUFFERED": "1"}})
+def _completed(process: ProcessSpec, env: Mapping[str, str], places: Places) -> ProcessSpec:
+    env = {**env, **process.env, "PYTHONUNBUFFERED": "1"}
+    return replace(process, env=env, place=places.get(process.name, HERE))
 
 
 def _api_process(config: RunConfig, ports: Mapping[str, int], python: str) -> ProcessSpec:
@@ -236,11 +241,11 @@ def waiting_server(server: ProcessSpec) -> ProcessSpec:
 
 
 def _server_processes(
-    config: RunConfig, ports: Mapping[str, int], python: str, on_gpu: bool, cache_bytes: int | None
+    config: RunConfig, ports: Mapping[str, int], python: str, on_gpu: bool, cache_bytes: int | None, places: Places
 ) -> Iterator[ProcessSpec]:
     flags = [] if cache_bytes is None else [CACHE_FLAG, str(cache_bytes)]
     flags += weight_flags(config.trainer, config.run_dir)
-    trainer = reached(config, ports, on_gpu)
+    trainer = reached(config, ports, on_gpu, places)
     shared = ["--shared-weights", "--bridge-config-path", str(_bridge_config_path(config))]
     for name, vllm in zip(config.server.names, trainer.vllm.each, strict=True):
         own = (*flags, *shared) if trainer.shares_weights and name == config.server.names[0] else tuple(flags)
@@ -252,27 +257,33 @@ def _bridge_config_path(config: RunConfig) -> Path:
     return (config.run_dir / "config" / FILE_NAME).absolute()
 
 
-def reached(config: RunConfig, ports: Mapping[str, int], on_gpu: bool) -> TrainConfig:
+def reached(config: RunConfig, ports: Mapping[str, int], on_gpu: bool, places: Places = NO_PLACES) -> TrainConfig:
     """Return the trainer's configuration with the addresses, GPUs and dtype of the run's servers."""
     trainer = config.trainer
-    where = {"host": LOOPBACK, "port": ports["server"], "also": _others(config, ports), "gpus": config.server.gpus}
+    where: dict[str, Any] = {"host": _address("server", places), "port": ports["server"], "gpus": config.server.gpus}
+    where["also"] = _others(config, ports, places)
     where["dtype"] = trainer.served_dtype(on_gpu=on_gpu)
     return trainer.model_copy(update={"vllm": trainer.vllm.model_copy(update=where)})
 
 
-def _others(config: RunConfig, ports: Mapping[str, int]) -> tuple[str, ...]:
+def _address(name: str, places: Places) -> str:
+    return places.get(name, HERE).address
+
+
+def _others(config: RunConfig, ports: Mapping[str, int], places: Places) -> tuple[str, ...]:
     """Return the addresses of all servers except the first."""
-    return tuple(f"{LOOPBACK}:{ports[name]}" for name in config.server.names[1:])
+    return tuple(f"{_address(name, places)}:{ports[name]}" for name in config.server.names[1:])
 
 
-def _trainer_table(config: RunConfig, ports: Mapping[str, int], on_gpu: bool) -> dict[str, Any]:
+def _trainer_table(config: RunConfig, ports: Mapping[str, int], on_gpu: bool, places: Places) -> dict[str, Any]:
     trainer = reached(config, ports, on_gpu) if config.trainer.owns_server else config.trainer
     shared = {"vllm_config_path": str(_bridge_config_path(config))} if trainer.shares_weights else {}
     return dump(trainer, only_set=True) | {
         **shared,
         "atropos_url": f"http://{LOOPBACK}:{ports['api']}",
+        **({"vllm_host": host} if (host := _address("server", places)) != LOOPBACK else {}),
         "vllm_port": ports["server"],
-        **({"vllm_also": list(others)} if (others := _others(config, ports)) else {}),
+        **({"vllm_also": list(others)} if (others := _others(config, ports, places)) else {}),
         "dtype": trainer.trainer_dtype(on_gpu=on_gpu),
         "save_path": str(config.run_dir / "checkpoints"),
         "log_dir": str(config.run_dir),
@@ -280,7 +291,7 @@ def _trainer_table(config: RunConfig, ports: Mapping[str, int], on_gpu: bool) ->
 
 
 def _trainer_processes(
-    config: RunConfig, config_file: Path, ports: Mapping[str, int], python: str
+    config: RunConfig, config_file: Path, ports: Mapping[str, int], python: str, places: Places
 ) -> tuple[ProcessSpec, ...]:
     """Return one process for each of the trainer's GPUs; the first leads the others, which end with it."""
     argv = (python, "-m", "grpo_trainer", "train", "--config", str(config_file))
@@ -288,18 +299,24 @@ def _trainer_processes(
     size = config.options.trainer_gpus
     if size == 1:
         return (ProcessSpec("trainer", argv, ends_run=True, stop_seconds=seconds),)
-    meeting = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(ports["trainers"]), "WORLD_SIZE": str(size)}
+    names = trainer_names(size)
+    meeting = {"MASTER_ADDR": meeting_address(places), "MASTER_PORT": str(ports["trainers"])}
     return tuple(
         ProcessSpec(
-            "trainer" if rank == 0 else f"trainer-{rank}",
+            name,
             argv,
-            {**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            {**meeting, "WORLD_SIZE": str(size), "RANK": str(rank), "LOCAL_RANK": _local_rank(name, rank, places)},
             ends_run=rank == 0,
             may_end=rank > 0,
             stop_seconds=seconds,
         )
-        for rank in range(size)
+        for rank, name in enumerate(names)
     )
+
+
+def _local_rank(name: str, rank: int, places: Places) -> str:
+    """Return the number of a process's GPU among those that it sees: on a cluster it sees only its own."""
+    return "0" if places.get(name, HERE).gpus else str(rank)
 
 
 def _named(environments: tuple[EnvironmentProcess, ...]) -> list[tuple[str, EnvironmentProcess]]:
@@ -327,7 +344,7 @@ SET_FOR_ENVIRONMENTS = frozenset(
 
 
 def _environment_tables(
-    config: RunConfig, name: str, environment: EnvironmentProcess, ports: Mapping[str, int]
+    config: RunConfig, name: str, environment: EnvironmentProcess, ports: Mapping[str, int], places: Places
 ) -> dict[str, Any]:
     trainer, model = config.trainer, config.trainer.model.name
     env = {
@@ -343,7 +360,7 @@ def _environment_tables(
         **environment.env,
     }
     openai = {
-        "base_url": ",".join(f"http://{LOOPBACK}:{ports[name]}/v1" for name in config.server.names),
+        "base_url": ",".join(f"http://{_address(name, places)}:{ports[name]}/v1" for name in config.server.names),
         "model_name": model,
         "server_type": "vllm",
         "api_key": trainer.vllm.api_key or "x",

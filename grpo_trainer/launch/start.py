@@ -16,7 +16,7 @@ import msgspec
 from grpo_trainer.cache import cache_folder
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.files import replace_file
-from grpo_trainer.launch.child import Child
+from grpo_trainer.launch.watched import Watched
 from grpo_trainer.phases import IN_WORDS, LOGGED, SERVER, STARTING, Wait
 
 _VLLM_SAYS = {
@@ -72,7 +72,7 @@ class StartWatch:
             said = ""
         self._servers[name] = {"ready": round(seconds, 3), **server_phases(said)}
 
-    def look(self, children: Sequence[Child]) -> None:
+    def look(self, children: Sequence[Watched]) -> None:
         """Note what the processes do now; once the first step is trained, store the durations of this start."""
         if self.is_over:
             return
@@ -87,7 +87,7 @@ class StartWatch:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 replace_file(path, msgspec.json.format(whole, indent=1))
 
-    def _waits(self, children: Sequence[Child]) -> Iterator[Wait]:
+    def _waits(self, children: Sequence[Watched]) -> Iterator[Wait]:
         """Yield what servers that are not ready, and the trainer, do now."""
         now = time.monotonic()
         known = self._last or StartReport(0.0, {})

@@ -19,6 +19,7 @@ from grpo_trainer.errors import StoppedError, from_os_error
 from grpo_trainer.launch.child import Child
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.start import StartWatch
+from grpo_trainer.launch.watched import Executor, Watched
 
 POLL_SECONDS = 0.1
 SHUTDOWN_SECONDS = 9.5
@@ -44,6 +45,7 @@ class Supervisor:
         watch: follows the start, which ends with the first trained step.
         check: raises an error that ends the run, for example if the run's folder is gone.
         show: shows the run's progress; called many times a second, and once after the end.
+        execute: starts a process; by default as a child of this one.
     """
 
     def __init__(
@@ -54,14 +56,16 @@ class Supervisor:
         watch: StartWatch | None = None,
         check: Callable[[], None] = lambda: None,
         show: Callable[[], None] = lambda: None,
+        execute: Executor = Child,
     ) -> None:
-        self.children: list[Child] = []
+        self.children: list[Watched] = []
         self._log_folder = log_folder
         self._say = say
         self._echo = echo
         self._watch = watch
         self._check_run = check
         self._show = show
+        self._execute = execute
         self._waits = False
         self._unheard = False
         self._signals: list[int] = []
@@ -102,7 +106,7 @@ class Supervisor:
                 self._show_progress()
                 time.sleep(POLL_SECONDS)
 
-    def start(self, spec: ProcessSpec) -> Child:
+    def start(self, spec: ProcessSpec) -> Watched:
         """Start one process, to be watched and ended with the others."""
 
         def on_stdout(line: str) -> None:
@@ -115,7 +119,7 @@ class Supervisor:
                 more = f" (in {self._log_folder / spec.name}.log)" if line.endswith(":") else ""
                 self._tell(self._say, f"{spec.name}: {line}{more}")
 
-        child = Child(spec, self._log_folder / f"{spec.name}.log", on_stdout, on_stderr)
+        child = self._execute(spec, self._log_folder / f"{spec.name}.log", on_stdout, on_stderr)
         self.children.append(child)
         self._tell(self._say, f"{spec.name}: started (log: {child.log_path})")
         return child
@@ -147,21 +151,21 @@ class Supervisor:
         if ended:
             # Blame a killed process first: one that ended with an error at the same moment may have failed because
             # of it.
-            culprit = min(ended, key=lambda child: (child.process.returncode >= 0, child.spec.ends_run))
+            culprit = min(ended, key=lambda child: ((child.exit_code or 0) >= 0, child.spec.ends_run))
             raise culprit.ended()
         environments = [child for child in self.children if child.name.startswith("env-")]
         if self._waits and environments and all(child.told_end for child in environments):
             raise environments[-1].left()
 
     @staticmethod
-    def _as_planned(child: Child) -> bool:
+    def _as_planned(child: Watched) -> bool:
         return child.exit_code == 0 and (child.spec.may_end or child.spec.ends_run)
 
     @property
-    def _unready(self) -> list[Child]:
+    def _unready(self) -> list[Watched]:
         return [child for child in self.children if not child.ready]
 
-    def _look(self, child: Child, http: httpx.Client) -> None:
+    def _look(self, child: Watched, http: httpx.Client) -> None:
         """Check whether a server answers, and record it as ready if so.
 
         Raises:
@@ -193,7 +197,8 @@ class Supervisor:
         if self._signals:
             saves = "the trainer saves a checkpoint, then " if any(child.trains for child in self.children) else ""
             self._tell(self._say, f"stopping ({signal.Signals(self._signals[0]).name}): {saves}all processes end")
-        families = {child: child.family() for child in self.children}
+        for child in self.children:
+            child.note_family()
         longest = max((child.stop_seconds for child in self.children), default=0.0)
         deadline = time.monotonic() + max(SHUTDOWN_SECONDS, longest)
         workers = [child for child in self.children if child.spec.ready_url is None]
@@ -208,7 +213,7 @@ class Supervisor:
                     break
                 time.sleep(POLL_SECONDS / 2)
         for child in self.children:
-            child.kill_group(families[child])
+            child.kill()
             child.close()
         self.children.clear()
 

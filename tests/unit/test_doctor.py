@@ -342,6 +342,13 @@ def test_a_memory_plan_too_large(model: Path) -> None:
     assert "--server.gpu-memory-utilization" in found.fix or "--gradient-checkpointing" in found.fix
 
 
+def test_a_run_on_a_cluster_is_not_judged_by_this_machines_gpus(model: Path) -> None:
+    flags: dict[str, Any] = {"cluster": "auto", "trainer_gpus": "4", "server.replicas": "8"}
+    examination = look_at(run_of(model, **flags))
+    assert not examination.fails and examination.memory is None
+    assert next(finding for finding in examination.findings if finding.name == "memory").status == "skip"
+
+
 def test_wandb_without_a_key(model: Path, tmp_path: Path) -> None:
     config = run_of(model, use_wandb=True)
     home = replace(MACHINE, environment={"NETRC": str(tmp_path / "netrc")})

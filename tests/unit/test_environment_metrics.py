@@ -68,7 +68,11 @@ def test_wandb_gets_the_trainers_project_and_no_key(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
-    config = BaseEnvConfig(tokenizer_name="model", rollout_api_key="secret")
+
+    class Judged(BaseEnvConfig):
+        judge_password: str = "secret"
+
+    config = Judged(tokenizer_name="model", rollout_api_key="secret", teacher_api_key="secret")
     run: Any = open_wandb(config, "sums_0", wire.WandbInfo(group="group", project="project"))
     try:
         assert (run.project, run.group, run.name) == ("project", "group", "sums_0")

@@ -29,6 +29,7 @@ SHARED = {"weight_bridge_mode": "shared_vllm"}
 LORA = {"weight_bridge_mode": "lora_only"}
 SHARE_BASE = {**LORA, "share_base": True}
 TWO = {"trainer_rank": 0, "world_size": 2, "init_method": "tcp://127.0.0.1:1"}
+CLUSTER = {**LORA, "cluster": "auto"}
 REPLICAS = {**LORA, "server.replicas": "3", "server.gpus": "0;1,2;3"}
 
 
@@ -189,6 +190,13 @@ ROWS = [
         *("--server.replicas", "3", "--server.gpus '0;1;2'"),
         ONE_GPU,
     ),
+    in_run(rules.cluster, {**LORA, "cluster_nodes": "2"}, "--cluster-nodes", "2", "--cluster auto"),
+    in_run(rules.cluster, CLUSTER | {"server.gpus": "0"}, "--server.gpus", "0", "leave it out"),
+    in_run(rules.cluster, CLUSTER | {"device": "cuda:1"}, "--device", "cuda:1", "auto"),
+    *(
+        in_run(rules.cluster, {"cluster": "auto", **given}, "--cluster", f"--weight-bridge-mode {mode}", "lora_only")
+        for mode, given in (("none", {}), ("lora_restart", {"weight_bridge_mode": "lora_restart"}))
+    ),
     in_train(rules.processes, TWO | {"trainer_rank": 2}, "--trainer-rank", "2", "0 to 1"),
     in_train(rules.processes, TWO | {"init_method": None}, "--init-method", "nothing", "MASTER_ADDR"),
     *(
@@ -303,6 +311,9 @@ def test_every_refusal_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
         in_run(rules.written_server, {**SHARED, "server.extra_args": "--seed,7"}, "", "", ""),
         in_run(rules.servers, REPLICAS, "", "", "", ONE_GPU),
         in_run(rules.servers, {**LORA, "server.replicas": 2}, "", "", "", CPU),
+        in_run(rules.servers, CLUSTER | {"server.replicas": 2}, "", "", "", ONE_GPU),
+        in_run(rules.machine, CLUSTER | {"trainer_gpus": 4}, "", "", "", ONE_GPU),
+        in_run(rules.cluster, CLUSTER | {"cluster_nodes": 4, "trainer_gpus": 2}, "", "", ""),
         in_run(rules.machine, {"trainer_gpus": 4, "device": "cuda"}, "", "", "", Hardware(on_gpu=True)),
         in_run(rules.machine, {"trainer_gpus": 2}, "", "", "", CPU),
     ],

@@ -19,11 +19,11 @@ import pytest
 
 from grpo_trainer import phases
 from grpo_trainer.errors import DiskFullError, FolderGoneError, PortBusyError, ProcessFailedError, StoppedError
-from grpo_trainer.launch.child import START_STOP_SECONDS, Child
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.launch.start import StartWatch, read_report
 from grpo_trainer.launch.supervisor import SHUTDOWN_SECONDS, Supervisor
+from grpo_trainer.launch.watched import START_STOP_SECONDS, Watched
 from grpo_trainer.phases import FIRST_STEP, IN_WORDS, STARTING, Wait
 from tests.processes import wait_for
 
@@ -78,16 +78,16 @@ class Recorder:
         self.pids: list[int] = []
 
 
-class Watched(Supervisor):
+class Recorded(Supervisor):
     """A supervisor whose processes are remembered after it has ended them."""
 
     def __init__(self, log_folder: Path, recorder: Recorder, check: Callable[[], None] = lambda: None) -> None:
         super().__init__(log_folder, recorder.said.append, recorder.echoed.append, check=check)
         self.recorder = recorder
 
-    def start(self, spec: ProcessSpec) -> Child:
+    def start(self, spec: ProcessSpec) -> Watched:
         child = super().start(spec)
-        self.recorder.pids.append(child.process.pid)
+        self.recorder.pids.append(child.pid)
         return child
 
 
@@ -98,7 +98,7 @@ def recorder() -> Recorder:
 
 @pytest.fixture
 def make(tmp_path: Path, recorder: Recorder) -> Callable[[], Supervisor]:
-    return lambda: Watched(tmp_path / "logs", recorder)
+    return lambda: Recorded(tmp_path / "logs", recorder)
 
 
 def runs(pid: int) -> bool:
@@ -196,7 +196,7 @@ def test_a_trainer_that_starts_its_server_itself_waits_for_it(tmp_path: Path) ->
     assert {(wait.what, wait.logged) for wait in seen} >= {(IN_WORDS["server"], True)}
 
 
-def phase(child: Child) -> str | None:
+def phase(child: Watched) -> str | None:
     """What a process says that it does in its start."""
     return None if child.phase is None else child.phase[0]
 
@@ -264,8 +264,8 @@ def test_a_killed_process_is_named_with_its_signal_before_its_victims(make: Call
     victim = "import os, sys, time\nwhile os.path.exists(f'/proc/{sys.argv[1]}'): time.sleep(0.01)\nsys.exit('lost it')"
     with pytest.raises(ProcessFailedError) as error, make() as supervisor:
         server = supervisor.start(spec("server", SLEEPER))
-        threading.Timer(0.5, server.process.kill).start()
-        supervisor.run([[spec("trainer", victim, str(server.process.pid), ends_run=True)]])
+        threading.Timer(0.5, os.kill, (server.pid, signal.SIGKILL)).start()
+        supervisor.run([[spec("trainer", victim, str(server.pid), ends_run=True)]])
     assert error.value.field == "server" and "SIGKILL" in error.value.got
 
 
@@ -314,7 +314,7 @@ def test_what_ends_the_run_is_raised_before_the_processes_that_it_ended(tmp_path
 
     recorder = Recorder()
     code = f"import pathlib, sys; pathlib.Path({str(gone)!r}).touch(); sys.exit(1)"
-    with pytest.raises(FolderGoneError) as error, Watched(tmp_path / "logs", recorder, check) as supervisor:
+    with pytest.raises(FolderGoneError) as error, Recorded(tmp_path / "logs", recorder, check) as supervisor:
         supervisor.run([[spec("api", code), spec("trainer", SLEEPER, ends_run=True)]])
     assert error.value is folder
     assert_gone(recorder.pids)
@@ -394,7 +394,7 @@ def test_children_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
         from grpo_trainer.launch.supervisor import Supervisor
         with Supervisor(Path({str(tmp_path)!r}), str, str) as supervisor:
             child = supervisor.start(ProcessSpec("env", (sys.executable, "-c", {SLEEPER!r})))
-            print(child.process.pid, flush=True)
+            print(child.pid, flush=True)
             supervisor.run([])
     """
     with subprocess.Popen(
@@ -412,7 +412,7 @@ def test_children_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
 
 def test_a_full_disk_under_the_logs_stops_the_run(small_disk: Path, recorder: Recorder) -> None:
     chatty = "import time\nwhile True: print('x' * 1000, flush=True); time.sleep(0.001)"
-    with pytest.raises(DiskFullError) as error, Watched(small_disk / "logs", recorder) as supervisor:
+    with pytest.raises(DiskFullError) as error, Recorded(small_disk / "logs", recorder) as supervisor:
         supervisor.run([[spec("env", chatty)]])
     assert error.value.field == str(small_disk / "logs" / "env.log")
     assert_gone(recorder.pids)

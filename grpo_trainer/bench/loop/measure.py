@@ -58,7 +58,7 @@ def _finish(process: ProcessSpec, run_dir: Path) -> tuple[float, Watch]:
     """Run a process to its end, and return its start in Unix seconds and the samples of it."""
     with Supervisor(run_dir / "logs", say=_tell, echo=_tell) as supervisor:
         began = time.time()
-        watch = Watch(supervisor.start(process).process.pid, run_dir)
+        watch = Watch(supervisor.start(process).pid, run_dir)
         with watch.watching():
             supervisor.run(())  # it is started: until it is done
     return began, watch

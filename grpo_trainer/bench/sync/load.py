@@ -55,7 +55,8 @@ def generating(demand: Demand, log_path: Path, meter: Meter) -> Iterator[None]:
         yield
         _check_busy(child)
     finally:
-        child.kill_group(child.family())  # it holds nothing worth an orderly end
+        child.note_family()
+        child.kill()  # it holds nothing worth an orderly end
         child.close()
 
 

@@ -1,0 +1,189 @@
+"""`grpo run --dry-run`: the processes that a run would start, as a table or as JSON. It starts and writes nothing.
+
+The same checks as before a start apply, except those that need a process: whether vLLM serves the model is not asked.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from grpo_trainer.config.run import RunConfig
+from grpo_trainer.doctor.hub import refuse_missing
+from grpo_trainer.doctor.machine import Machine, look
+from grpo_trainer.doctor.memory import GB, Setup
+from grpo_trainer.doctor.model import ModelShape, shape_of
+from grpo_trainer.doctor.run_checks import devices_of, server_spread
+from grpo_trainer.files import refuse_to_mix_runs, replace_file
+from grpo_trainer.launch.places import NO_PLACES, place_run
+from grpo_trainer.launch.plan import ProcessSpec, RunPlan, reached, server_process
+from grpo_trainer.launch.ports import claim_ports
+from grpo_trainer.launch.ray_cluster import joined
+from grpo_trainer.report.redact import arguments_without_secrets
+from grpo_trainer.run import planned, wanted_ports
+from grpo_trainer.slurm import Job, command_of, job_script, nodes_of_job
+
+
+@dataclass(frozen=True)
+class PlannedProcess:
+    """One process that a run would start.
+
+    Attributes:
+        stage: from 1; a stage starts when the one before is ready.
+        node: the machine that it runs on.
+        gpus: numbers of its GPUs among the visible ones; empty: it uses none.
+        port: where it listens; None: nowhere.
+        memory: estimated bytes on each of its GPUs, or of main memory; None: not known.
+        command: its command line; values of secret flags are hidden.
+        variables: names of the environment variables that the run sets for it; their values may be keys.
+        started_by: the process that starts it; empty: the run itself.
+    """
+
+    stage: int
+    name: str
+    node: str
+    gpus: tuple[int, ...]
+    port: int | None
+    memory: int | None
+    command: tuple[str, ...]
+    variables: tuple[str, ...]
+    started_by: str = ""
+
+
+def look_ahead(config: RunConfig) -> list[PlannedProcess]:
+    """Return what `grpo run` would start now, on this machine or on the nodes of its cluster.
+
+    Raises:
+        GrpoError: a run could not start: the folder holds a run, the model is missing, a port is taken, options do not
+            go together, the cluster has too few GPUs.
+    """
+    refuse_to_mix_runs(config.run_dir, config.trainer.checkpoints.resume, "--run-dir")
+    refuse_missing(config.trainer.model.name)
+    machine, shape = look(), shape_of(config.trainer.model.name)
+    with joined(config.options.cluster, config.options.cluster_nodes) as cluster:
+        nodes = cluster.nodes if cluster else []
+    on_gpu = any(node.gpus for node in nodes) if nodes else machine.on_gpu
+    places = place_run(config, nodes, on_gpu=on_gpu) if nodes else NO_PLACES
+    # A cluster's ports are free or not on its nodes, which are not asked.
+    ports = wanted_ports(config) if nodes else claim_ports(wanted_ports(config))
+    plan = planned(config, ports, on_gpu=on_gpu, machine=machine, places=places)
+    memory = memory_by_process(config, shape, machine) if on_gpu == machine.on_gpu else {}
+    return [*rows_of(config, plan, memory, on_gpu=on_gpu)]
+
+
+def write_job(config: RunConfig, path: Path, gpus_per_node: int, words: Sequence[str]) -> Job:
+    """Write a Slurm job script for a run, and return what it was made from.
+
+    Args:
+        gpus_per_node: 0: server and trainer run on CPUs.
+        words: the arguments of `grpo run`.
+
+    Raises:
+        GrpoError: the run could not start on such nodes, or an argument holds a key.
+    """
+    on_gpu, nodes, command = gpus_per_node > 0, nodes_of_job(config, gpus_per_node), command_of(words)
+    places = place_run(config, nodes, on_gpu=on_gpu)
+    plan = planned(config, wanted_ports(config), on_gpu=on_gpu, places=places)
+    job = Job(plan, len(nodes), gpus_per_node, command, Path.cwd(), Path(sys.executable).parent)
+    replace_file(path, job_script(job).encode(), mode=0o755)
+    return job
+
+
+def rows_of(config: RunConfig, plan: RunPlan, memory: Mapping[str, int], *, on_gpu: bool) -> Iterator[PlannedProcess]:
+    """Yield a row for each process of a plan, and for the servers that its trainer starts."""
+    head = next((spec.place.node.name for spec in plan.processes if spec.place.node), socket.gethostname())
+
+    def row(stage: int, spec: ProcessSpec, started_by: str = "") -> PlannedProcess:
+        port = plan.ports.get("trainers" if spec.name == "trainer" else spec.name)
+        gpus = _gpus(config, spec) if on_gpu else ()
+        node = spec.place.node.name if spec.place.node else head
+        command = arguments_without_secrets(spec.argv)
+        return PlannedProcess(
+            stage, spec.name, node, gpus, port, memory.get(spec.name), command, tuple(sorted(spec.env)), started_by
+        )
+
+    for stage, specs in enumerate(plan.stages, 1):
+        for spec in specs:
+            yield row(stage, spec)
+            if spec.ends_run and config.trainer.owns_server:
+                trainer = reached(config, plan.ports, on_gpu)
+                for name, vllm in zip(config.server.names, trainer.vllm.each, strict=True):
+                    one = trainer.model_copy(update={"vllm": vllm})
+                    server = server_process(one, python=spec.argv[0], on_gpu=on_gpu, model=one.model.name, name=name)
+                    yield row(stage, server, spec.name)
+
+
+def _gpus(config: RunConfig, spec: ProcessSpec) -> tuple[int, ...]:
+    """Return the numbers of the GPUs of one process among those that are visible."""
+    if spec.place.node:
+        return spec.place.gpus
+    if spec.name in config.server.names:
+        named = spec.env.get("CUDA_VISIBLE_DEVICES")
+        if named is None:
+            return tuple(range(server_spread(config).workers // config.server.replicas))
+        return tuple(int(word) for word in named.split(",") if word.strip().isdigit())
+    if spec.name.startswith("trainer"):
+        number = spec.env.get("LOCAL_RANK") or config.trainer.model.device.partition(":")[2]
+        return (int(number or 0),)
+    return ()
+
+
+def memory_by_process(config: RunConfig, shape: ModelShape | None, machine: Machine) -> dict[str, int]:
+    """Return the estimated bytes of trainers and servers, by the memory plan of `grpo doctor`.
+
+    They are the bytes on one of a process's GPUs, where all have the same, or those of main memory.
+    """
+    if shape is None:
+        return {}
+    spread, ranks = server_spread(config), config.options.trainer_gpus
+    if config.options.cluster and machine.on_gpu:  # each server has its own GPUs, or one with the trainer
+        first = 0 if config.trainer.shares_weights else ranks
+        spread = replace(spread, placed=tuple(range(first, first + spread.workers)))
+    rows = Setup(config.trainer, shape, spread, devices_of(machine), ranks).plan().rows
+    alone = next(row.device for row in rows if row.owner == "trainer")
+    found = {
+        "trainer" if rank == 0 else f"trainer-{rank}": sum(
+            row.nbytes for row in rows if row.owner == "trainer" and row.device == (rank if ranks > 1 else alone)
+        )
+        for rank in range(ranks)
+    }
+    device = next(row.device for row in rows if row.owner == "server")
+    server = sum(row.nbytes for row in rows if row.owner == "server" and row.device == device)
+    share = 1 if machine.on_gpu else config.server.replicas  # a CPU's rows are those of all servers
+    return {**found, **dict.fromkeys(config.server.names, server // share)}
+
+
+def print_rows(rows: list[PlannedProcess], console: Console) -> None:
+    """Print a table, and each process's command line below it."""
+    table = Table(box=None, pad_edge=False)
+    for column, justify in (("stage", "right"), ("process", "left"), ("node", "left"), ("GPUs", "left")):
+        table.add_column(column, justify="right" if justify == "right" else "left")
+    table.add_column("port", justify="right")
+    table.add_column("GB on each GPU" if any(row.gpus for row in rows) else "GB", justify="right")
+    for row in rows:
+        gpus, port = ",".join(map(str, row.gpus)), str(row.port or "")
+        size = "" if row.memory is None else f"{row.memory / GB:.1f}"
+        table.add_row(str(row.stage), row.name, row.node, gpus, port, size)
+    console.print(table)
+    for row in rows:
+        by = f" (started by {row.started_by})" if row.started_by else ""
+        command = shlex.join(row.command)
+        console.print(f"\n{row.name}{by}:\n  {command}", markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        "\nnothing was started. Memory is an estimate; a port that was to be any free one may differ in the run",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def as_json(rows: list[PlannedProcess]) -> str:
+    """Return one object: `{"processes": [...]}` with the attributes of `PlannedProcess`; memory in bytes."""
+    return json.dumps({"processes": [asdict(row) for row in rows]})

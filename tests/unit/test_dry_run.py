@@ -1,0 +1,159 @@
+"""`grpo run --dry-run`: one row a process, without secrets, and nothing starts."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from grpo_trainer import dry_run
+from grpo_trainer.cli import app
+from grpo_trainer.config.run import RunConfig, build_run
+from grpo_trainer.doctor.machine import Gpu, Machine
+from grpo_trainer.doctor.model import ModelShape
+from grpo_trainer.errors import ConfigError, PortBusyError
+from grpo_trainer.launch.places import Node, place_run
+from grpo_trainer.launch.plan import plan_run
+from grpo_trainer.report.redact import arguments_without_secrets
+
+GB = 10**9
+BASE = {"model_name": "demo", "weight_bridge_mode": "lora_only", "run_dir": "/runs/a"}
+PORTS = {"api": 8123, "server": 9123, "server-2": 9124}
+SHAPE = ModelShape(hidden=64, intermediate=128, layers=2, heads=4, kv_heads=4, head_dim=16, vocab=1000, tied=True)
+CPU = Machine(python="3.11", kernel="6", memory=64 * GB)
+FOUR_GPUS = Machine(
+    python="3.11", kernel="6", memory=64 * GB, gpus=tuple(Gpu("H200", str(n), 140 * GB, 140 * GB) for n in range(4))
+)
+
+
+def a_run(**flags: Any) -> RunConfig:
+    return build_run({}, {**BASE, **{key.replace("__", "."): value for key, value in flags.items()}})
+
+
+def rows(config: RunConfig, machine: Machine = CPU) -> dict[str, dry_run.PlannedProcess]:
+    together = {"trainers": 7000} if config.options.trainer_gpus > 1 else {}
+    plan = plan_run(config, {**PORTS, **together}, python="py", on_gpu=machine.on_gpu)
+    memory = dry_run.memory_by_process(config, SHAPE, machine)
+    return {row.name: row for row in dry_run.rows_of(config, plan, memory, on_gpu=machine.on_gpu)}
+
+
+def test_every_process_has_a_row_with_its_stage_port_and_command() -> None:
+    found = rows(a_run())
+    assert list(found) == ["api", "server", "trainer", "env-arithmetic"]
+    assert [row.port for row in found.values()] == [8123, 9123, None, None]
+    assert {row.stage for row in found.values()} == {1} and {row.gpus for row in found.values()} == {()}
+    assert {row.node for row in found.values()} == {socket.gethostname()}
+    assert found["trainer"].command == ("py", "-m", "grpo_trainer", "train", "--config", "/runs/a/config/trainer.toml")
+    assert {row.stage for row in rows(a_run(), FOUR_GPUS).values()} == {1, 2}
+
+
+def test_gpus_of_servers_and_trainers() -> None:
+    spread = rows(a_run(server__replicas="2", server__gpus="1;2,3", trainer_gpus="2"), FOUR_GPUS)
+    assert {name: row.gpus for name, row in spread.items()} == {
+        "api": (), "server": (1,), "server-2": (2, 3), "trainer": (0,), "trainer-1": (1,), "env-arithmetic": (),
+    }  # fmt: skip
+    assert (spread["trainer"].port, spread["trainer-1"].port) == (7000, None)
+    wide = rows(a_run(tensor_parallel_size="4", device="cuda:3"), FOUR_GPUS)
+    assert wide["server"].gpus == (0, 1, 2, 3) and wide["trainer"].gpus == (3,)
+
+
+def test_memory_is_that_of_each_process() -> None:
+    one, two = rows(a_run()), rows(a_run(server__replicas="2"))
+    assert one["api"].memory is None and one["trainer"].memory == two["trainer"].memory
+    assert one["server"].memory == two["server"].memory == two["server-2"].memory
+    assert one["server"].memory is not None and one["server"].memory > SHAPE.parameters * 4
+    on_gpu = rows(a_run(server__gpu_memory_utilization="0.5"), FOUR_GPUS)["server"].memory
+    # Its share, half of 140 GB, holds weights and cache; the CUDA context of 0.6 GB is beside it.
+    assert on_gpu == pytest.approx(0.5 * 140 * GB + 0.6 * GB, rel=1e-6)
+    assert dry_run.memory_by_process(a_run(), None, CPU) == {}
+
+
+def test_servers_that_the_trainer_starts_have_rows_too() -> None:
+    found = rows(a_run(weight_bridge_mode="none", server__replicas="2"))
+    assert [(row.name, row.started_by) for row in found.values()] == [
+        ("api", ""), ("trainer", ""), ("server", "trainer"), ("server-2", "trainer"), ("env-arithmetic", ""),
+    ]  # fmt: skip
+    assert found["server-2"].command[found["server-2"].command.index("--port") + 1] == "9124"
+
+
+def test_on_a_cluster_every_process_has_its_node_and_gpus_of_its_own() -> None:
+    config = a_run(cluster="auto", server__replicas="2", server__gpu_memory_utilization="0.5")
+    nodes = [Node("n0", "10.0.0.1", 2, is_head=True), Node("n1", "10.0.0.2", 2)]
+    places = place_run(config, nodes, on_gpu=True)
+    plan = plan_run(config, PORTS, python="py", on_gpu=True, places=places)
+    memory = dry_run.memory_by_process(config, SHAPE, FOUR_GPUS)
+    found = {row.name: row for row in dry_run.rows_of(config, plan, memory, on_gpu=True)}
+    assert {name: (row.node, row.gpus) for name, row in found.items()} == {
+        "api": ("n0", ()), "env-arithmetic": ("n0", ()), "trainer": ("n0", (0,)), "server": ("n0", (1,)),
+        "server-2": ("n1", (0,)),
+    }  # fmt: skip
+    # A server has its share of a GPU to itself, and the trainer nothing of a server's.
+    assert found["server"].memory == found["server-2"].memory == pytest.approx(0.5 * 140 * GB + 0.6 * GB, rel=1e-6)
+    assert found["trainer"].memory == dry_run.memory_by_process(a_run(device="cuda:1"), SHAPE, FOUR_GPUS)["trainer"]
+
+
+def test_no_secret_is_shown() -> None:
+    config = a_run(vllm_api_key="door-1", rollout_api_key="door-2", server__extra_args="--hf-token,door-3")
+    found = [*rows(config).values()]
+    console = Console(record=True, width=200)
+    dry_run.print_rows(found, console)
+    for shown in (dry_run.as_json(found), console.export_text()):
+        assert "door-" not in shown and "--hf-token" in shown
+    assert "VLLM_API_KEY" in rows(config)["server"].variables
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (("--hf-token", "abc", "--seed", "7"), ("--hf-token", "…", "--seed", "7")),
+        (("--api_key=abc",), ("--api_key=…",)),
+        (("--max-num-batched-tokens", "512"), ("--max-num-batched-tokens", "512")),
+        (("--tokenizer", "abc", "--hf-token", "--seed"), ("--tokenizer", "abc", "--hf-token", "--seed")),
+        (("--password", "a", "b"), ("--password", "…", "b")),
+    ],
+)
+def test_values_of_secret_flags_are_hidden(words: tuple[str, ...], shown: tuple[str, ...]) -> None:
+    assert arguments_without_secrets(words) == shown
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 1000}
+    (folder / "config.json").write_text(json.dumps(sizes))
+    return folder
+
+
+def test_the_command_starts_and_writes_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr("grpo_trainer.launch.preflight.subprocess.run", started)
+    monkeypatch.setattr("grpo_trainer.launch.child.subprocess.Popen", started)
+    monkeypatch.setattr(dry_run, "look", lambda: CPU)
+    folder = model.parent / "run"
+    words = ["run", "--dry-run", "--model-name", str(model), "--run-dir", str(folder), "--server.port", "0"]
+    done = CliRunner().invoke(app, [*words, "--api.port", "0", "--json"], catch_exceptions=False)
+    found = json.loads(done.stdout)["processes"]
+    assert [each["name"] for each in found] == ["api", "trainer", "server", "env-arithmetic"]
+    assert done.exit_code == 0 and not folder.exists()
+
+
+def test_what_would_stop_the_run_stops_the_dry_one(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dry_run, "look", lambda: CPU)
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        config = build_run({}, {**BASE, "model_name": str(model), "api.port": holder.getsockname()[1]})
+        with pytest.raises(PortBusyError) as error:
+            dry_run.look_ahead(config)
+    assert error.value.field == "--api.port"
+    with pytest.raises(ConfigError) as wrong:
+        CliRunner().invoke(app, ["run", "--json", "--model-name", "m"], catch_exceptions=False)
+    assert wrong.value.field == "--json"

@@ -1,0 +1,253 @@
+"""A plan on a Ray cluster of two nodes on this machine: the promises of the local supervisor hold on both."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_trainer.config.run import build_run
+from grpo_trainer.errors import ConfigError, PortBusyError, ProcessFailedError, StoppedError
+from grpo_trainer.launch import ray_cluster
+from grpo_trainer.launch.places import Node, Place, Places, place_run
+from grpo_trainer.launch.plan import ProcessSpec
+from grpo_trainer.launch.ray_cluster import NO_FILES, RayCluster
+from grpo_trainer.launch.supervisor import SHUTDOWN_SECONDS, Supervisor
+from tests.processes import free_port, wait_for
+from tests.unit.test_supervisor import LAST, SERVER, SLEEPER, STUBBORN, assert_gone, runs, spec
+
+Cluster = pytest.importorskip("ray.cluster_utils").Cluster
+pytestmark = pytest.mark.complete
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Any]:
+    """Two raylets: the head with a core and a GPU, another with two cores and two GPUs. The GPUs are numbers only."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 1})
+    cluster.add_node(num_cpus=2, num_gpus=2)
+    yield cluster
+    cluster.shutdown()
+
+
+@pytest.fixture
+def cluster(nodes: Any) -> Iterator[RayCluster]:
+    joined = RayCluster(nodes.address, 2)
+    yield joined
+    joined.close()
+
+
+def occupied(cluster: RayCluster, gpus: tuple[int, ...] = ()) -> tuple[Place, Place]:
+    """A place on the head and one on the other node, which are this run's now."""
+    head, other = cluster.nodes[0], cluster.nodes[1]
+    here, there = Place(head), Place(other, gpus)
+    cluster.occupy({"trainer": here, "server": there, "server-2": Place(other, (0, 1) if gpus else ())})
+    return here, there
+
+
+def supervisor(cluster: RayCluster, folder: Path, said: list[str] | None = None) -> Supervisor:
+    told = [] if said is None else said
+    return Supervisor(folder, told.append, told.append, execute=partial(cluster.start, NO_FILES))
+
+
+def at(place: Place, name: str, code: str, *arguments: str, **options: Any) -> ProcessSpec:
+    return replace(spec(name, code, *arguments, **options), place=place)
+
+
+def pid_in(log: Path, word: str) -> int:
+    """The process id that a process wrote after a word."""
+
+    def found() -> re.Match[str] | None:
+        return re.search(rf"^{word} (\d+)$", log.read_text(), re.MULTILINE) if log.exists() else None
+
+    wait_for(word, lambda: found() is not None, log)
+    match = found()
+    assert match is not None
+    return int(match[1])
+
+
+PID = "import os; print('pid', os.getpid(), flush=True)\n"
+
+
+def test_the_head_is_first_and_every_node_has_its_resources(cluster: RayCluster) -> None:
+    assert [(node.is_head, node.gpus, node.cpus) for node in cluster.nodes] == [(True, 1, 1.0), (False, 2, 2.0)]
+
+
+def test_a_run_over_two_nodes_comes_to_its_end_and_leaves_nothing(cluster: RayCluster, tmp_path: Path) -> None:
+    here, there = occupied(cluster)
+    port, said = free_port(), list[str]()
+    server = at(there, "server", PID + SERVER, str(port), ready_url=f"http://127.0.0.1:{port}/")
+    check = f"""
+        import pathlib, time, urllib.request
+        print("Step 1", urllib.request.urlopen("http://127.0.0.1:{port}/").status)
+        env = pathlib.Path({str(tmp_path / "env.log")!r})
+        while not env.exists() or "asleep" not in env.read_text().splitlines():
+            time.sleep(0.05)
+    """
+    with supervisor(cluster, tmp_path, said) as running:
+        running.run([[server], [at(here, "trainer", check, ends_run=True), at(there, "env", PID + SLEEPER)]])
+    assert "Step 1 200" in said
+    logs = [(tmp_path / f"{name}.log").read_text() for name in ("server", "trainer", "env")]
+    assert all(log.startswith("$ ") for log in logs) and "server up" in logs[0] and "asleep" in logs[2]
+    assert_gone([pid_in(tmp_path / f"{name}.log", "pid") for name in ("server", "env")])
+
+
+def test_a_process_on_another_node_that_fails_is_told_as_a_local_one(cluster: RayCluster, tmp_path: Path) -> None:
+    here, there = occupied(cluster)
+    failing = at(there, "server", f"import sys; print({LAST!r}, file=sys.stderr); sys.exit(3)")
+    with pytest.raises(ProcessFailedError) as error, supervisor(cluster, tmp_path) as running:
+        running.run([[at(here, "trainer", SLEEPER, ends_run=True), failing]])
+    assert (error.value.field, error.value.got) == ("server", "exit code 3")
+    assert str(tmp_path / "server.log") in error.value.fix and LAST in error.value.fix
+
+
+def test_a_process_that_is_killed_there_is_named_with_its_signal(cluster: RayCluster, tmp_path: Path) -> None:
+    here, there = occupied(cluster)
+    with pytest.raises(ProcessFailedError) as error, supervisor(cluster, tmp_path) as running:
+        server = running.start(at(there, "server", SLEEPER))
+        threading.Timer(0.5, os.kill, (server.pid, signal.SIGKILL)).start()
+        running.run([[at(here, "trainer", SLEEPER, ends_run=True)]])
+    assert error.value.field == "server" and "SIGKILL" in error.value.got
+
+
+def test_one_that_is_never_ready_there_is_told(cluster: RayCluster, tmp_path: Path) -> None:
+    _, there = occupied(cluster)
+    slow = at(there, "server", SLEEPER, ready_url=f"http://127.0.0.1:{free_port()}/", ready_timeout=1.5)
+    with pytest.raises(ProcessFailedError) as error, supervisor(cluster, tmp_path) as running:
+        running.run([[slow]])
+    assert error.value.field == "server" and str(slow.ready_url) in error.value.got and "asleep" in error.value.fix
+
+
+def test_a_program_that_is_not_there_is_told(cluster: RayCluster, tmp_path: Path) -> None:
+    _, there = occupied(cluster)
+    missing = replace(at(there, "server", ""), argv=("/nowhere/python", "-m", "vllm_server"))
+    with pytest.raises(ProcessFailedError) as error, supervisor(cluster, tmp_path) as running:
+        running.run([[missing]])
+    assert error.value.field == "server" and "/nowhere/python" in error.value.fix
+
+
+def test_a_signal_ends_every_process_on_every_node(cluster: RayCluster, tmp_path: Path) -> None:
+    here, there = occupied(cluster)
+    stubborn = [at(place, f"trainer{n}", PID + STUBBORN, stop_seconds=0.5) for n, place in enumerate((here, there))]
+    threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+    started = time.monotonic()
+    with pytest.raises(StoppedError), supervisor(cluster, tmp_path) as running:
+        running.run([stubborn])
+    assert time.monotonic() - started < 2.0 + SHUTDOWN_SECONDS + 1.0  # what is promised to users, not a benchmark
+    logs = [tmp_path / f"trainer{n}.log" for n in range(2)]
+    assert_gone([pid_in(log, word) for log in logs for word in ("pid", "child")])
+
+
+def test_processes_on_other_nodes_end_when_the_command_is_killed(nodes: Any, tmp_path: Path) -> None:
+    script = f"""
+        from pathlib import Path
+        from functools import partial
+        from tests.unit.test_ray_cluster import at, occupied, supervisor, PID, SLEEPER
+        from grpo_trainer.launch.ray_cluster import RayCluster
+        cluster = RayCluster({nodes.address!r}, 2)
+        here, there = occupied(cluster)
+        with supervisor(cluster, Path({str(tmp_path)!r})) as running:
+            running.run([[at(there, "server", PID + SLEEPER)]])
+    """
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)]) as command:
+        pid = pid_in(tmp_path / "server.log", "pid")
+        assert runs(pid)
+        command.kill()
+    wait_for("the process ends", lambda: not runs(pid), tmp_path / "server.log")
+
+
+def test_processes_see_the_gpus_of_their_place(cluster: RayCluster, tmp_path: Path) -> None:
+    head, other = cluster.nodes
+    cluster.occupy({"trainer": Place(head, (0,)), "server": Place(other, (0,)), "server-2": Place(other, (1,))})
+    shows = "import os; print('gpu', os.environ['CUDA_VISIBLE_DEVICES'])"
+    last = at(Place(head, (0,)), "trainer", f"import time; time.sleep(1)\n{shows}", ends_run=True)
+    others = [at(Place(other, (n,)), name, shows, may_end=True) for n, name in enumerate(("server", "server-2"))]
+    with supervisor(cluster, tmp_path) as running:
+        running.run([[*others, last]])
+    assert [pid_in(tmp_path / f"{name}.log", "gpu") for name in ("trainer", "server", "server-2")] == [0, 0, 1]
+
+
+def test_a_busy_port_of_another_node_is_refused(cluster: RayCluster) -> None:
+    here, there = occupied(cluster)
+    places: Places = {"trainer": here, "server": there}
+    with socket.socket() as holder:
+        holder.bind((there.address, 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(PortBusyError) as error:
+            cluster.claim({"api": 0, "server": port}, places)
+        assert str(port) in str(error.value)
+    claimed = cluster.claim({"api": 0, "server": port}, places)
+    assert claimed["server"] == port and claimed["api"]
+
+
+class Holder:
+    """An actor of another run."""
+
+    def holds(self) -> bool:
+        return True
+
+
+def test_gpus_that_another_run_holds_are_not_taken(
+    nodes: Any, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, ray = cluster.nodes[1], pytest.importorskip("ray")
+    holder = ray.remote(Holder).options(num_gpus=2).remote()
+    assert ray.get(holder.holds.remote())
+    monkeypatch.setattr(ray_cluster, "AGENT_SECONDS", 2.0)
+    with pytest.raises(ConfigError) as error:
+        cluster.occupy({"server": Place(other, (0,))})
+    assert (error.value.field, error.value.got) == ("--cluster", other.name)
+
+
+def test_a_cluster_without_enough_nodes(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_cluster, "NODES_SECONDS", 0.5)
+    with pytest.raises(ConfigError) as error:
+        RayCluster(nodes.address, 9)
+    assert error.value.field == "--cluster-nodes" and error.value.wanted == "9"
+
+
+def test_no_cluster_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_cluster, "CONNECT_SECONDS", 0.1)
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(ConfigError) as error:
+        RayCluster(address)
+    assert (error.value.field, error.value.got) == ("--cluster", address)
+
+
+def test_a_run_is_placed_on_the_nodes_that_ray_knows(cluster: RayCluster) -> None:
+    given = {"model_name": "demo", "weight_bridge_mode": "lora_only", "server.replicas": "2", "cluster": "auto"}
+    on_gpus = place_run(build_run({}, given), cluster.nodes, on_gpu=True)
+    found = {name: (place.is_here, place.gpus) for name, place in on_gpus.items()}
+    assert found == {"trainer": (True, (0,)), "server": (False, (0,)), "server-2": (False, (1,))}
+    assert all(isinstance(place.node, Node) for place in on_gpus.values())
+
+
+def test_a_node_that_is_lost_ends_the_run(tmp_path: Path) -> None:
+    small = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    second = small.add_node(num_cpus=1)
+    cluster = RayCluster(small.address, 2)
+    try:
+        node = cluster.nodes[1]
+        cluster.occupy({"trainer": Place(cluster.nodes[0]), "server": Place(node)})
+        threading.Timer(2.0, small.remove_node, (second,), {"allow_graceful": False}).start()
+        with pytest.raises(ProcessFailedError) as error, supervisor(cluster, tmp_path) as running:
+            trainer = at(Place(cluster.nodes[0]), "trainer", SLEEPER, ends_run=True)
+            running.run([[at(Place(node), "server", PID + SLEEPER), trainer]])
+    finally:
+        cluster.close()
+        small.shutdown()
+    assert error.value.field == "server" and node.name in error.value.got and "asleep" in error.value.fix
+    wait_for("the process ends", lambda: not runs(pid_in(tmp_path / "server.log", "pid")), tmp_path / "server.log")

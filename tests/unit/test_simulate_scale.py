@@ -1,0 +1,115 @@
+"""The simulation of scale against sums that can be done by hand: what one stage alone allows."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+PATH = Path(__file__).parents[2] / "scripts" / "simulate_scale.py"
+
+
+def load() -> Any:
+    spec = importlib.util.spec_from_file_location("simulate_scale", PATH)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+scale = load()
+FREE = scale.Costs(
+    server_tokens=1000.0, server_groups=4, trainer_tokens=1e9, publish=0.0, publish_each=0.0, api=0.0, environment=0.0
+)
+"""Only generation costs anything: a group of 8 x 10 tokens takes 8 * 10 * 4 / 1000 = 0.32 s."""
+SMALL = scale.Setup(servers=2, trainer_gpus=1, batch_groups=8, completion_tokens=10.0, prompt_tokens=10.0, sigma=0.0)
+
+
+def test_servers_alone_give_their_own_rate() -> None:
+    found = scale.simulate(SMALL, FREE)
+    assert found.tokens == pytest.approx(2 * 1000.0)
+    assert found.limit == "servers" and found.busy["servers"] == pytest.approx(1.0)
+    assert found.step_seconds == pytest.approx(0.32), "8 groups a batch on 2 x 4 places"
+
+
+def test_lengths_that_differ_cost_the_servers_nothing_when_enough_is_ahead() -> None:
+    found = scale.simulate(replace(SMALL, sigma=0.5, batch_groups=256), FREE)
+    assert found.tokens == pytest.approx(2000.0, rel=0.05) and found.busy["servers"] > 0.98
+
+
+def test_a_slow_trainer_limits() -> None:
+    # 8 groups x 8 completions x (10 + 10) tokens = 1,280 tokens; at 640 tokens a second 2 s; 0.25 + 0.5 s to publish to
+    # two servers. 640 of these tokens are completions: 640 / 2.75 = 232.7 a second.
+    found = scale.simulate(SMALL, replace(FREE, trainer_tokens=640.0, publish=0.25, publish_each=0.5))
+    assert found.tokens == pytest.approx(640 / 2.75)
+    assert found.busy["training"] == pytest.approx(2 / 2.75) and found.busy["publishing"] == pytest.approx(0.75 / 2.75)
+
+
+def test_a_trainer_with_twice_the_gpus_trains_in_half_the_time() -> None:
+    one, two = (
+        scale.simulate(replace(SMALL, trainer_gpus=gpus), replace(FREE, trainer_tokens=640.0)) for gpus in (1, 2)
+    )
+    assert (one.step_seconds, two.step_seconds) == (pytest.approx(2.0), pytest.approx(1.0))
+    assert one.limit == "training"
+
+
+def test_publishing_limits_when_it_grows_with_the_servers() -> None:
+    found = scale.simulate(replace(SMALL, servers=11), replace(FREE, publish_each=0.1))
+    assert found.limit == "publishing" and found.step_seconds == pytest.approx(1.0, rel=1e-5)
+
+
+@pytest.mark.parametrize(("stage", "cost"), [("rollout API", {"api": 0.1}), ("environments", {"environment": 0.1})])
+def test_a_slow_stage_before_the_trainer_limits(stage: str, cost: dict[str, float]) -> None:
+    found = scale.simulate(SMALL, replace(FREE, **cost))  # 10 groups of 80 tokens a second
+    assert found.tokens == pytest.approx(800.0) and found.limit == stage
+
+
+def test_several_environments_work_at_the_same_time() -> None:
+    found = scale.simulate(replace(SMALL, environments=2), replace(FREE, environment=0.1))
+    assert found.tokens == pytest.approx(1600.0) and found.limit == "environments"
+
+
+def test_too_small_a_batch_leaves_servers_idle() -> None:
+    # At most 2 batches of 2 groups are ahead: 4 of 32 places, 4 groups of 80 tokens in 0.32 s.
+    found = scale.simulate(replace(SMALL, servers=8, batch_groups=2), FREE)
+    assert found.tokens == pytest.approx(1000.0)
+    # Work counts when it begins: one of the measured time's nine beginnings may lie just outside.
+    assert found.limit == scale.LIMIT and found.busy["servers"] == pytest.approx(1 / 8, rel=0.15)
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 16), st.integers(1, 64), st.integers(1, 8), st.floats(0.0, 1.0))
+def test_no_stage_works_more_than_all_the_time(servers: int, batch: int, environments: int, sigma: float) -> None:
+    costs = replace(FREE, trainer_tokens=5000.0, publish=0.01, publish_each=0.01, api=0.002, environment=0.01)
+    setup = replace(SMALL, servers=servers, batch_groups=batch, environments=environments, sigma=sigma)
+    found = scale.simulate(setup, costs)
+    # Work is counted when it begins, so that a group under way at either end of the measured time may count too much.
+    slack = (servers * costs.server_groups + 2 * batch) * 0.32 * 4 / (found.step_seconds * scale.MEASURED)
+    assert all(0 <= share <= 1 + slack for share in found.busy.values())
+    assert found.tokens <= setup.trainer_gpus * costs.trainer_tokens / 2 * (1 + 1e-9), "half of the tokens are prompts"
+
+
+def test_a_seed_gives_one_outcome() -> None:
+    setup = replace(SMALL, sigma=0.5)
+    assert scale.simulate(setup, FREE) == scale.simulate(setup, FREE)
+    assert scale.simulate(setup, FREE) != scale.simulate(replace(setup, seed=1), FREE)
+
+
+def test_a_run_that_grows_as_a_whole_keeps_its_proportions() -> None:
+    one, many = scale.grown(1), scale.grown(64)
+    assert (one.trainer_gpus, one.environments, one.batch_groups) == (2, 1, 64)
+    assert (many.trainer_gpus, many.environments, many.batch_groups) == (144, 8, 64 * 64)
+
+
+def test_the_command_prints_one_run(capsys: pytest.CaptureFixture[str]) -> None:
+    scale.main(["--servers", "2", "--trainer-gpus", "1", "--batch-groups", "16"])
+    printed = capsys.readouterr().out
+    expected = scale.simulate(replace(scale.grown(2), trainer_gpus=1, batch_groups=16))
+    assert f"{expected.tokens:,.0f} tokens/s" in printed and expected.limit in printed
