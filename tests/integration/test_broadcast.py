@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_trainer.alignment.proof import Probe, probe_of, trainer_logprobs
+from grpo_trainer.alignment.proof import FAILED, Probe, probe_of, trainer_logprobs
 from grpo_trainer.config.bridge import Broadcast
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
@@ -227,7 +227,7 @@ def test_wrong_weights_do_not_pass_the_proof(
     made.bridge.connect(0)
     with pytest.raises(BridgeError) as refused:
         made.bridge.prove()
-    assert refused.value.field.startswith("bridge proof failed")
+    assert refused.value.field.startswith(FAILED)
 
 
 class _Died(Exception):

@@ -43,6 +43,15 @@ GOOD: dict[str, dict[str, Any]] = {
     protocol.BRIDGE_PAUSE_ROUTE: {"mode": "keep"},
     protocol.BRIDGE_UPDATE_BEGIN_ROUTE: {"boot_id": "x", "in_flight": "keep", "timeout_s": 1.0},
     protocol.BRIDGE_UPDATE_END_ROUTE: {"token": "x", "version": 1, "torn": False},
+    protocol.BRIDGE_WEIGHTS_OPEN_ROUTE: {
+        "boot_id": "x",
+        "source": {"kind": "disk", "folder": "/"},
+        "buckets": ["AAAA"],
+        "staging": "on",
+    },
+    protocol.BRIDGE_WEIGHTS_STAGE_ROUTE: {"channel": "x", "timeout_s": 1.0},
+    protocol.BRIDGE_WEIGHTS_APPLY_ROUTE: {"channel": "x", "token": "x"},
+    protocol.BRIDGE_WEIGHTS_CLOSE_ROUTE: {"channel": "x"},
 }
 """A whole body of each of our routes that has one."""
 

@@ -61,6 +61,6 @@ def test_the_flags_of_the_table_build_a_configuration(flags: str) -> None:
 def test_every_flag_of_the_trainer_that_the_page_names_is_there() -> None:
     known = {"--no-prefetch", *(flag for leaf in unique_leaves(TrainConfig) for flag in leaf.flags)}
     others = {"--config", "--run-dir", "--env", "--server", "--out", "--title", "--x", "--y", "--smooth"}
-    others |= {"--kv-cache-memory-bytes", "--no-deps", "--learn"}  # vLLM's, pip's, and the race's
+    others |= {"--kv-cache-memory-bytes", "--no-deps", "--learn", "--released"}  # vLLM's, pip's, and other commands'
     assert ROWS
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) - others <= known
