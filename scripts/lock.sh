@@ -18,7 +18,7 @@ get_uv "${GRPO_VENV:-$repository/.venv}"
 [ -n "$UV" ] || fail "needs uv: pip install uv"
 cd "$repository"
 mkdir -p locks
-extras=(--extra envs --extra qlora --extra trackers --extra wandb --extra dev)
+extras=(--extra envs --extra qlora --extra ray --extra trackers --extra wandb --extra dev)
 # vLLM's CPU build needs torch's, VERSION+cpu, which lies beside the default registry: GRPO_TORCH_INDEX
 torch=$(sed -n 's/^cpu = \["\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 [ -n "$torch" ] || fail "pyproject.toml: the extra cpu has no torch==VERSION"

@@ -10,7 +10,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 check_memory 6
-prepare envs,wandb,dev,qlora
+prepare envs,wandb,dev,qlora,ray
 cd "$repository"
 lane=(-m "not complete and not gpu")
 case ${1:-} in
