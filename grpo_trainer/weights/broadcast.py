@@ -51,6 +51,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 SECONDS = 600.0
 """Time limit for sending a version, and of the fence when it is sent within."""
+REASON_SECONDS = 3.0
+"""How long the server has to say why a connection was lost."""
 APPLY_SECONDS = 60.0
 """Time limit of the fence for a staged version."""
 
@@ -284,6 +286,9 @@ class BroadcastBridge:
         for future, do in ((ours, work), (theirs, ask)):
             threading.Thread(target=_settle, args=(future, do), daemon=True).start()
         wait(either, return_when=FIRST_COMPLETED)
+        if ours.done() and isinstance(ours.exception(), BridgeError):
+            wait([theirs], REASON_SECONDS)  # the connection is lost; the server may know why
+            either.reverse()
         for first in either:
             if first.done():
                 first.result()  # raises what it failed with
