@@ -53,6 +53,7 @@ class Update:
     timeout_s: float
     started: float
     held: bool = False  # the trainer may write
+    applied: bool = False  # weights that were sent are written
     ending: bool = False
     timer: asyncio.TimerHandle | None = None
 
@@ -63,6 +64,7 @@ class Fence:
 
     Attributes:
         writable: whether a trainer may write the weights: in shared memory, or by sending them.
+        sent: weights are sent, so this server alone writes them, and knows whether it has.
         on_version: called with the weights' version after each completed update.
         fault: why the state of the weights is unknown; None if it is known.
         updates: number of completed updates.
@@ -73,6 +75,7 @@ class Fence:
     engine: FencedEngine
     on_version: Callable[[int], None]
     writable: bool = True
+    sent: bool = False
     fault: str | None = None
     updates: int = 0
     last_update_time: float = 0.0
@@ -132,6 +135,16 @@ class Fence:
         """Raise a ServeError, 409, if the token is not that of an update within which the weights may be written."""
         self._held(token)
 
+    def note_applied(self, token: str) -> None:
+        """Note that weights that were sent are written."""
+        self._held(token).applied = True
+
+    async def tear(self, token: str, why: str) -> None:
+        """Poison the weights: a write of weights that were sent has failed."""
+        update = self._held(token)
+        self._stop_clock(update)
+        await self._tear(update, why)
+
     def _held(self, token: str) -> Update:
         update = self._update
         if update is None or not update.held or update.ending or token != update.token:
@@ -162,11 +175,7 @@ class Fence:
         try:
             await self.engine.hold(abort=asked.in_flight == "abort")
         except BaseException:
-            try:
-                if self.fault is None and not self.paused:
-                    await self.engine.release()
-            finally:
-                self._settle()
+            await self._cancel()
             raise
         update.held = True
         update.timer = asyncio.get_running_loop().call_later(asked.timeout_s, self._time_is_up, update)
@@ -181,14 +190,29 @@ class Fence:
         update = self._held(asked.token)
         if asked.version != PROOF_VERSION:
             check_version(asked.version)
+        if self.sent and not update.applied and not asked.torn:
+            raise ServeError(
+                409, "update", got="no weights", wanted="weights that were sent and applied",
+                fix="apply them first, or end the update with torn",
+            )  # fmt: skip
         self._stop_clock(update)
-        if asked.torn:
+        if asked.torn and self.sent and not update.applied:
+            await self._cancel()
+        elif asked.torn:
             await self._tear(update, "the trainer reported that its write was not completed")
         else:
             await self._finish(update, asked.version)
         stall = self.last_stall_seconds = time.monotonic() - update.started
         since("fence", update.started, version=asked.version, torn=asked.torn)
         return UpdateEndResponse(policy_version=asked.version, stall_seconds=stall)
+
+    async def _cancel(self) -> None:
+        """Resume generation with the weights as they were: nothing was written."""
+        try:
+            if self.fault is None and not self.paused:
+                await self.engine.release()
+        finally:
+            self._settle()
 
     async def _finish(self, update: Update, version: int) -> None:
         try:

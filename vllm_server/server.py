@@ -80,7 +80,7 @@ class PolicyServer:
             watch.weights_changed()
 
         writable = args.shared_weights or args.receive_weights
-        fence = Fence(boot_id, shared, on_version=changed, writable=writable)
+        fence = Fence(boot_id, shared, on_version=changed, writable=writable, sent=args.receive_weights)
         watch.start()
         sampling_masks.collect()
         if writable:

@@ -22,7 +22,8 @@ from vllm_server.protocol import (
 from vllm_server.protocol.flat import decode_header
 
 POLL_S = 0.002
-"""Interval of asking the workers whether a version has arrived."""
+"""First interval of asking the workers whether a version has arrived; later a tenth of the time so far."""
+LONGEST_POLL_S = 0.05
 
 
 class RpcEngine(Protocol):
@@ -77,7 +78,7 @@ class WeightChannels:
                         422, "staging", got="room for another copy of the weights on some GPUs only",
                         wanted="the same for all workers", fix="use --broadcast-staging off",
                     )  # fmt: skip
-            except ServeError:
+            except BaseException:
                 await self._drop()
                 raise
         return WeightsOpenResponse(channel=name, staged=min(sizes) > 0, staging_bytes=max(sizes))
@@ -103,7 +104,7 @@ class WeightChannels:
                     422, "weights", got=f"no whole version within {asked.timeout_s:g} s", wanted="one",
                     fix="raise the time limit, or see the trainer's log",
                 )  # fmt: skip
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(min(LONGEST_POLL_S, max(POLL_S, (time.monotonic() - started) / 10)))
             self._check_open(asked.channel)
         return WeightsDone(seconds=time.monotonic() - started)
 
@@ -116,7 +117,12 @@ class WeightChannels:
         """
         self._check_open(asked.channel)
         self.fence.check_held(asked.token)
-        answers = await self._call("grpo_weights_apply", asked.channel)
+        try:
+            answers = await self._call("grpo_weights_apply", asked.channel)
+        except BaseException as error:  # any worker may have written a part
+            await self.fence.tear(asked.token, f"weights that were sent could not be written ({error})")
+            raise
+        self.fence.note_applied(asked.token)
         return WeightsDone(
             seconds=max(answer["seconds"] for answer in answers), replayed=all(answer["replayed"] for answer in answers)
         )

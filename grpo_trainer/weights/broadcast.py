@@ -15,7 +15,7 @@ import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +30,7 @@ from grpo_trainer.alignment.proof import Proved
 from grpo_trainer.alignment.requirements import problems_of
 from grpo_trainer.alignment.shared_proof import SharedProof
 from grpo_trainer.config.bridge import Broadcast
-from grpo_trainer.errors import BridgeError
+from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import Metric, Sum
 from grpo_trainer.policy import AllWeights
 from grpo_trainer.server_client import ServerClient
@@ -51,6 +51,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 SECONDS = 600.0
 """Time limit for sending a version, and of the fence when it is sent within."""
+REASON_SECONDS = 3.0
+"""How long the server has to say why a connection was lost."""
+APPLY_SECONDS = 60.0
+"""Time limit of the fence for a staged version."""
 
 
 class PresentWeights:
@@ -59,26 +63,25 @@ class PresentWeights:
     Args:
         take: returns the weights by the model's names. Weights that are sharded over processes are gathered in main
             memory for that.
-        keep: whether `take` gathers, so that its result is kept until all servers of a version have it.
+        keep: whether `take` gathers, so that its result is kept until another version is asked for.
     """
 
-    def __init__(self, take: Callable[[], Mapping[str, Tensor]], *, keep: bool, servers: int) -> None:
+    def __init__(self, take: Callable[[], Mapping[str, Tensor]], *, keep: bool) -> None:
         self._take = take
         self._keep = keep
-        self._servers = servers
         self._lock = threading.Lock()
-        self._taken: Mapping[str, Tensor] | None = None
-        self._uses = 0
+        self._taken: Mapping[str, Tensor] = {}
+        self._version: int | None = None
 
-    def __call__(self) -> Mapping[str, Tensor]:
+    def of(self, version: int) -> Mapping[str, Tensor]:
+        """Return the present weights, which are those of `version`."""
         if not self._keep:
             return self._take()
         with self._lock:
-            taken = self._taken = self._taken or self._take()
-            self._uses += 1
-            if self._uses == self._servers:
-                self._taken, self._uses = None, 0
-        return taken
+            if version != self._version:
+                self._taken, self._version = {}, None  # freed before the next are gathered
+                self._taken, self._version = self._take(), version
+            return self._taken
 
 
 @dataclass(frozen=True)
@@ -140,8 +143,9 @@ class BroadcastBridge:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self._channel and error is None:
-                self._server.close_weights(self._channel)
+            if self._channel:
+                with suppress(ServerError):  # it may have ended
+                    self._server.close_weights(self._channel)
         finally:
             if self._sender is not None:
                 self._sender.close()
@@ -241,31 +245,32 @@ class BroadcastBridge:
         assert self._info is not None and self._sender is not None
         started = time.perf_counter()
         sender, sent = self._sender, 0.0
+        stored = self._weights.of(version)  # before the server waits: other processes may have to take part
         if sender.is_ahead:
-            sender.send(self._packed())
+            sender.send(self._packed(stored))
         if self._staged:
             stage = WeightsStageRequest(channel=self._channel, timeout_s=SECONDS)
-            self._delivered(lambda: self._server.stage_weights(stage))
+            self._delivered(stored, lambda: self._server.stage_weights(stage))
             sent = time.perf_counter() - started
-        with self._fence.hold(self._info.boot_id, version, SECONDS) as token:
+        seconds = APPLY_SECONDS if self._staged else SECONDS
+        with self._fence.hold(self._info.boot_id, version, seconds) as token:
             apply = WeightsApplyRequest(channel=self._channel, token=token)
             if self._staged:
                 self._server.apply_weights(apply)
             else:
-                self._delivered(lambda: self._server.apply_weights(apply))
+                self._delivered(stored, lambda: self._server.apply_weights(apply))
         self._version = version
         whole = {"train/sync_time": Sum(time.perf_counter() - started), "publish/send_time": Sum(sent)}
         self._metrics = {**self._fence.metrics, **whole}
 
-    def _delivered(self, ask: Callable[[], T]) -> T:
+    def _delivered(self, stored: Mapping[str, Tensor], ask: Callable[[], T]) -> T:
         """Ask the server to take a version, and send it meanwhile if it is not there already."""
         assert self._sender is not None
         sender = self._sender
-        return ask() if sender.is_ahead else self._together(lambda: sender.send(self._packed()), ask)
+        return ask() if sender.is_ahead else self._together(lambda: sender.send(self._packed(stored)), ask)
 
-    def _packed(self) -> Iterator[Tensor]:
+    def _packed(self, stored: Mapping[str, Tensor]) -> Iterator[Tensor]:
         assert self._buckets is not None
-        stored = self._weights()
         for number in range(len(self._buckets)):
             yield self._buckets.pack(number, stored)
 
@@ -281,6 +286,9 @@ class BroadcastBridge:
         for future, do in ((ours, work), (theirs, ask)):
             threading.Thread(target=_settle, args=(future, do), daemon=True).start()
         wait(either, return_when=FIRST_COMPLETED)
+        if ours.done() and isinstance(ours.exception(), BridgeError):
+            wait([theirs], REASON_SECONDS)  # the connection is lost; the server may know why
+            either.reverse()
         for first in either:
             if first.done():
                 first.result()  # raises what it failed with

@@ -52,7 +52,7 @@ def build_bridge(
             return SharedBridge(options, policy, clients[0], config.model.seq_len)
         case Broadcast() as options:
             assert isinstance(policy, AllWeights)
-            weights = PresentWeights(checkpoints.weights_now, keep=checkpoints.gathers, servers=len(clients))
+            weights = PresentWeights(checkpoints.weights_now, keep=checkpoints.gathers)
             dtype = config.trainer_dtype(on_gpu=torch.cuda.is_available())
             root = Path(config.log_dir) / "weights"
             folders = [root / name for name in server_names(len(clients))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
@@ -72,11 +73,15 @@ class WeightSender(Protocol):
     def close(self) -> None: ...
 
 
+class NotInPlaceError(BridgeError):
+    """The weights lie in memory otherwise than a checkpoint has them."""
+
+
 class IpcSender:
     """Lets the server map the trainer's parameters, so that nothing is packed or sent.
 
     Raises:
-        BridgeError: a tensor of the checkpoint is no part of a parameter's memory.
+        NotInPlaceError: a tensor of the checkpoint is no part of a parameter's memory.
     """
 
     name: WeightTransport = "cuda_ipc"
@@ -94,7 +99,7 @@ class IpcSender:
                 storages.append([b64encode(each).decode() if isinstance(each, bytes) else each for each in handle])
             for final, part in way.buckets.plain(name, parameter.detach()).items():
                 if part.untyped_storage().data_ptr() != storage.data_ptr():
-                    raise BridgeError(
+                    raise NotInPlaceError(
                         "transformers converts it for a checkpoint, so its memory can't be read in place",
                         field="--broadcast-transport",
                         got=f"cuda_ipc for {final}",
@@ -219,7 +224,11 @@ def open_sender(asked: Literal["auto", WeightTransport], way: Way) -> WeightSend
     """
     gpu, machine = gpu_of(way.stored), machine_id()
     if asked == "auto":
-        asked = next(each for each in SENDERS if obstacle(each, gpu, machine, way.info) is None)
+        for each in SENDERS:
+            if obstacle(each, gpu, machine, way.info) is None:
+                with suppress(NotInPlaceError):
+                    return SENDERS[each](way)
+        raise AssertionError("gloo has no obstacle")
     if (problem := obstacle(asked, gpu, machine, way.info)) is not None:
         summary = f"--broadcast-transport {asked} can't reach the server"
         raise BridgeError.of([replace(problem, summary=summary, fix="use --broadcast-transport auto")])

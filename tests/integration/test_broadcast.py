@@ -78,7 +78,7 @@ class Sending:
         self.trainer = Trainer(policy.model, self.config)
         self.checkpoints = Checkpoints(self.config.checkpoints, policy, self.trainer.optimizer)
         self.client = ServerClient(self.config.vllm)
-        weights = PresentWeights(self.checkpoints.weights_now, keep=False, servers=1)
+        weights = PresentWeights(self.checkpoints.weights_now, keep=False)
         self.bridge = BroadcastBridge(
             self.config.bridge, policy, weights, self.client, server.url, folder / "weights", 128, "float32"
         )
@@ -177,10 +177,11 @@ def test_requests_in_flight_are_treated_as_asked(server: Serving, tmp_path: Path
 # ---------------------------------------------------------------------------------------------------------- faults
 
 
-def test_a_second_trainer_replaces_the_first_one(server: Serving, tmp_path: Path) -> None:
-    first = Sending(server, tmp_path / "first")
+@pytest.mark.parametrize("staging", ["on", "off"])
+def test_a_second_trainer_replaces_the_first_one(server: Serving, tmp_path: Path, staging: str) -> None:
+    first = Sending(server, tmp_path / "first", broadcast_staging=staging)
     version = first.bridge.connect(0)
-    second = Sending(server, tmp_path / "second")
+    second = Sending(server, tmp_path / "second", broadcast_staging=staging)
     second.step()
     newest = second.bridge.connect(0)
     first.step()
@@ -190,17 +191,19 @@ def test_a_second_trainer_replaces_the_first_one(server: Serving, tmp_path: Path
     second.assert_serves(newest)
 
 
-def test_a_layer_that_is_not_sent_is_found_and_the_next_trainer_heals_it(
-    server: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("part", ["layers.1.mlp", "layers.0.self_attn.k_proj.weight"])
+def test_weights_that_are_not_sent_are_found_and_the_next_trainer_heals_it(
+    server: Serving, tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A part of a layer, and a matrix that vLLM merges with others."""
     made = Sending(server, tmp_path)
     whole = made.policy.tensors()
     monkeypatch.setattr(
-        made.policy, "tensors", lambda: {name: each for name, each in whole.items() if "layers.1.mlp" not in name}
+        made.policy, "tensors", lambda: {name: each for name, each in whole.items() if part not in name}
     )
     with pytest.raises(ServerError) as refused:
         made.bridge.connect(0)
-    assert "layers.1.mlp" in refused.value.got
+    assert ("qkv_proj" if "k_proj" in part else part) in refused.value.got
     assert server.get("/health").status_code == 503
     assert server.post("/generate", {"prompt": {"prompt_token_ids": [4]}}).status_code == 503
     healed = Sending(server, tmp_path)

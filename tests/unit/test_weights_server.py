@@ -15,6 +15,7 @@ from vllm_server.errors import ServeError
 from vllm_server.fence import Fence
 from vllm_server.protocol import (
     DiskSource,
+    UpdateEndRequest,
     WeightsApplyRequest,
     WeightsCloseRequest,
     WeightsOpenRequest,
@@ -100,6 +101,30 @@ def test_a_version_is_written_only_within_the_update_that_is_named() -> None:
         assert (done.seconds, done.replayed) == (0.2, False)
 
     asyncio.run(life())
+
+
+def test_a_write_that_fails_poisons_the_weights_and_one_that_never_began_does_not() -> None:
+    async def life(refusals: dict[str, str]) -> Fence:
+        workers, fence = Workers(), fence_on(Engine())
+        fence.sent = True
+        workers.refusals = refusals
+        made = channels(workers, fence)
+        opened = await made.open(OPEN)
+        token = (await fence.begin(begin())).token
+        if refusals:
+            with pytest.raises(ServeError):
+                await made.apply(WeightsApplyRequest(channel=opened.channel, token=token))
+        else:
+            with pytest.raises(ServeError) as early:
+                await fence.end(UpdateEndRequest(token=token, version=3))
+            assert early.value.field == "update"
+            await fence.end(UpdateEndRequest(token=token, version=3, torn=True))
+        assert not fence.updating
+        return fence
+
+    assert asyncio.run(life({"apply": "half"})).fault is not None
+    untouched = asyncio.run(life({}))
+    assert untouched.fault is None and untouched.updates == 0
 
 
 def test_a_newer_channel_replaces_the_older() -> None:

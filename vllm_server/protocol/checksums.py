@@ -9,6 +9,9 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WEIGHTS = 8191
 """A prime: an element's bits are multiplied by 1 to 8191, depending on its place, so that an exchange shows."""
 
+_PIECE = 16 << 20
+"""Elements at a time: they take 8 bytes each meanwhile."""
+
 
 def checksum(tensor: Tensor, first: int = 0) -> int:
     """Return the sum of the elements' bits, each multiplied by a number that its place determines, modulo 2^64.
@@ -19,9 +22,13 @@ def checksum(tensor: Tensor, first: int = 0) -> int:
         tensor: floats of any shape, on any device.
         first: flat place of its first element.
     """
-    bits_E = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()]).to(torch.int64)
-    places_E = torch.arange(first, first + len(bits_E), device=bits_E.device) % _WEIGHTS + 1
-    return int((bits_E * places_E).sum())
+    bits_E = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+    sums = []
+    for start in range(0, len(bits_E), _PIECE):
+        piece_E = bits_E[start : start + _PIECE].to(torch.int64)
+        places_E = torch.arange(first + start, first + start + len(piece_E), device=piece_E.device) % _WEIGHTS + 1
+        sums.append(int((piece_E * places_E).sum()))
+    return added(sums)
 
 
 def added(sums: list[int]) -> int:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-JOIN_SECONDS = 60.0
+JOIN_SECONDS = 30.0
 PIECE_BYTES = 64 << 20
 """Largest broadcast, so that one operation takes far less than its time limit."""
 

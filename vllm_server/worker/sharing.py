@@ -28,7 +28,14 @@ def _refusing(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the result, or why the trainer's request can't be carried out."""
     try:
         return work()
-    except (ValueError, KeyError, RuntimeError, OSError) as error:  # a damaged layout, no partner, vLLM's refusal, …
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        OSError,
+    ) as error:  # a damaged layout, no partner, vLLM's refusal, …
         return {"refused": f"{type(error).__name__}: {error}"}
 
 

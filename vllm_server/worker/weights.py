@@ -25,6 +25,9 @@ from vllm_server.worker.sources.cuda_ipc import ParameterMap
 from vllm_server.worker.sources.disk import FolderReader
 from vllm_server.worker.sources.gloo import GlooReceiver
 
+VOCABULARY_PADDING = 64
+"""Rows by which vLLM pads a vocabulary, at most."""
+
 SPARE_BYTES = 1 << 30
 """GPU memory that staging leaves free."""
 
@@ -88,6 +91,8 @@ class WeightChannel:
         kept = self._layouts if staged else [max(self._layouts, key=lambda layout: layout.numel)]
         self._buffers = [torch.empty(layout.numel, dtype=layout.dtype, device=device) for layout in kept]
         self.staging_bytes = sum(sizes) if staged else 0
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # kernels that are queued may still use what the buffers' memory was
         self._receiver = receiver(request.source, headers, self._layouts, worker_rank)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="receive weights")
         self._receiving: Future[None] | None = None
@@ -104,9 +109,10 @@ class WeightChannel:
         self._receiving = self._thread.submit(self._receive_all)
 
     def _receive_all(self) -> None:
+        buffers = list(self._buffers)  # kept until the stream has written them, even if the channel is closed meanwhile
         with torch.no_grad(), _own_stream(self._device):
-            for number in range(len(self._layouts)):
-                self._receiver.fill(number, self._buffer(number))
+            for number, buffer_E in enumerate(buffers):
+                self._receiver.fill(number, buffer_E)
 
     def has_staged(self) -> bool:
         """Return whether the version has arrived.
@@ -147,6 +153,8 @@ class WeightChannel:
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._writer.forget()
         self._buffers.clear()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # `_has_room` of the next channel counts the driver's free memory
 
 
 class ParameterWriter:
@@ -161,7 +169,11 @@ class ParameterWriter:
         self._model = model
         self._shards = shards
         self._plans: dict[int, CopyPlan] = {}
-        self._unwritten = {name for name, _ in model.named_parameters()}
+        parameters = dict(model.named_parameters())
+        self._names = {parameter.untyped_storage().data_ptr(): name for name, parameter in parameters.items()}
+        self._sizes = {name: _least(name, parameter) for name, parameter in parameters.items()}
+        self._written: Counter[str] = Counter()
+        self._computed: set[str] = set()
 
     def write(self, number: int, bucket: PackedAdapter) -> bool:
         """Write a bucket; return whether recorded copies did it.
@@ -174,16 +186,23 @@ class ParameterWriter:
             return True
         with CopyRecorder(bucket.buffer_E) as recorder:
             names = self._model.load_weights(iter(bucket.tensors().items()))
-        self._unwritten -= self._unwritten if names is None else set(names)
+        for target, _ in recorder.copies:
+            self._written[self._owner(target)] += target.numel()
         if self._are_all(recorder.copies, bucket.layout):
             targets, pieces = [target for target, _ in recorder.copies], [piece for _, piece in recorder.copies]
             self._plans[number] = CopyPlan(targets, pieces)
+        else:
+            self._computed |= set(self._sizes) if names is None else set(names)
         return False
+
+    def _owner(self, target: Tensor) -> str:
+        """Return the parameter that a copy writes; empty: it writes a temporary tensor."""
+        return self._names.get(target.untyped_storage().data_ptr(), "")
 
     def _are_all(self, copies: list[tuple[Tensor, Piece]], layout: Layout) -> bool:
         """Return whether the recorded copies alone write the bucket: they read this worker's shard of each tensor."""
         names = owners(copies, layout)
-        if names is None:
+        if names is None or not all(self._owner(target) for target, _ in copies):
             return False
         read: Counter[str] = Counter()
         for name, (target, _) in zip(names, copies, strict=True):
@@ -196,13 +215,22 @@ class ParameterWriter:
         Raises:
             ValueError: names parameters that no bucket has.
         """
-        if missing := sorted(self._unwritten):
+        missing = sorted(
+            name for name, size in self._sizes.items() if self._written[name] < size and name not in self._computed
+        )
+        if missing:
             raise ValueError(f"no weights came for {', '.join(missing[:5])} ({len(missing)} in all)")
 
     def forget(self) -> None:
         """Drop cached views, so that buffers can be freed."""
         for plan in self._plans.values():
             plan.forget_views()
+
+
+def _least(name: str, parameter: Tensor) -> int:
+    """Return how many elements of a parameter a checkpoint has: all, but for the rows that pad a vocabulary."""
+    is_padded = any(part in name for part in ("embed", "lm_head", "wte")) and parameter.ndim == 2
+    return parameter.numel() - (VOCABULARY_PADDING * parameter.shape[1] if is_padded else 0)
 
 
 def _has_room(nbytes: int, device: torch.device) -> bool:

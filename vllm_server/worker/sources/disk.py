@@ -34,6 +34,8 @@ class FolderReader:
         path = self._folder / f"{number}.safetensors"
         here_E = buffer_E if buffer_E.device.type == "cpu" else torch.empty_like(buffer_E, device="cpu")
         memory = here_E.view(torch.uint8).numpy().data
+        if path.exists() and not path.is_file():  # a pipe would wait for ever
+            raise ValueError(f"{path}: no regular file")
         with path.open("rb") as file:
             if read_header(file) != self._headers[number]:
                 raise ValueError(f"{path}: other tensors than the channel was opened with")
