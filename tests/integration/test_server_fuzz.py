@@ -184,6 +184,10 @@ KINDS: dict[str, Any] = {
     protocol.BRIDGE_PAUSE_ROUTE: protocol.PauseRequest,
     protocol.BRIDGE_UPDATE_BEGIN_ROUTE: protocol.UpdateBeginRequest,
     protocol.BRIDGE_UPDATE_END_ROUTE: protocol.UpdateEndRequest,
+    protocol.BRIDGE_WEIGHTS_OPEN_ROUTE: protocol.WeightsOpenRequest,
+    protocol.BRIDGE_WEIGHTS_STAGE_ROUTE: protocol.WeightsStageRequest,
+    protocol.BRIDGE_WEIGHTS_APPLY_ROUTE: protocol.WeightsApplyRequest,
+    protocol.BRIDGE_WEIGHTS_CLOSE_ROUTE: protocol.WeightsCloseRequest,
 }
 SAMPLING = {
     "n": {"type": "integer", "minimum": 1, "maximum": 8},
