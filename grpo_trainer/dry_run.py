@@ -164,8 +164,9 @@ def memory_by_process(config: RunConfig, shape: ModelShape | None, machine: Mach
 def print_rows(rows: list[PlannedProcess], console: Console) -> None:
     """Print a table, and each process's command line below it."""
     table = Table(box=None, pad_edge=False)
-    for column, justify in (("stage", "right"), ("process", "left"), ("node", "left"), ("GPUs", "left")):
-        table.add_column(column, justify="right" if justify == "right" else "left")
+    table.add_column("stage", justify="right")
+    for column in ("process", "node", "GPUs"):
+        table.add_column(column)
     table.add_column("port", justify="right")
     table.add_column("GB on each GPU" if any(row.gpus for row in rows) else "GB", justify="right")
     for row in rows:

@@ -26,6 +26,7 @@ from environments.gsm8k_server import Gsm8kEnv
 from environments.peers.inference import Completion, Inference, Sampling, inference
 from environments.tokenizers import load_tokenizer
 from environments.word_problems_server import WordProblemsEnv
+from grpo_trainer.config.adapter_file import CONFIG_FILE
 
 ENVIRONMENTS: dict[str, type[BaseEnv[Any, Any]]] = {"gsm8k": Gsm8kEnv, "word_problems": WordProblemsEnv}
 ROWS = {"cuda": 512, "cpu": 64}
@@ -92,10 +93,15 @@ class Recorded:
         return completions
 
 
-async def evaluate(name: str, folder: str, server: Inference, flags: Sequence[str] = ()) -> dict[str, float]:
-    """Return the metrics of the environment's evaluation. `flags`: as `grpo env NAME evaluate` has them."""
+async def evaluate(name: str, tokenizer: str, server: Inference, flags: Sequence[str] = ()) -> dict[str, float]:
+    """Return the metrics of the environment's evaluation.
+
+    Args:
+        tokenizer: the folder that has it.
+        flags: as `grpo env NAME evaluate` has them.
+    """
     env_cls = ENVIRONMENTS[name]
-    given = ["--env.tokenizer_name", folder, *flags]
+    given = ["--env.tokenizer_name", tokenizer, *flags]
     settings = parse_settings(settings_class(env_cls.env_config_cls, processes=False), "held_out.py", given)
     env = env_cls(settings.env, server, load_tokenizer(settings.env.tokenizer_name))
     try:
@@ -104,6 +110,12 @@ async def evaluate(name: str, folder: str, server: Inference, flags: Sequence[st
     finally:
         await env.close()
         await server.close()
+
+
+def tokenizer_folder(folder: str) -> str:
+    """Return the folder with a model's tokenizer; that of an adapter is its base model's."""
+    config = Path(folder) / CONFIG_FILE
+    return json.loads(config.read_text())["base_model_name_or_path"] if config.is_file() else folder
 
 
 def differences(one: Recorded, other: Recorded) -> int:
@@ -118,11 +130,12 @@ def main() -> None:
     parser.add_argument("folder", metavar="FOLDER", help="model, checkpoint or export, with a tokenizer")
     parser.add_argument("--server", metavar="URL", help="server to compare with, such as http://127.0.0.1:9001")
     given, flags = parser.parse_known_args()
+    tokenizer = tokenizer_folder(given.folder)
     plain = Recorded(PlainTransformers(given.folder))
-    found: dict[str, Any] = {"transformers": asyncio.run(evaluate(given.name, given.folder, plain, flags))}
+    found: dict[str, Any] = {"transformers": asyncio.run(evaluate(given.name, tokenizer, plain, flags))}
     if given.server:
         served = Recorded(inference(ServerConfig(base_url=given.server), patience=60.0))
-        found["server"] = asyncio.run(evaluate(given.name, given.folder, served, flags))
+        found["server"] = asyncio.run(evaluate(given.name, tokenizer, served, flags))
         found["different_answers"] = differences(plain, served)
     print(json.dumps(found))
 

@@ -123,6 +123,14 @@ class Fence:
 
     # --------------------------------------------------------------------------------------------- updates
 
+    def check_writable(self, field: str) -> None:
+        """Raise a ServeError, 409, if no trainer writes this server's weights."""
+        if not self.writable:
+            raise ServeError(
+                409, field, got="a server whose weights do not change", wanted="one whose weights a trainer writes",
+                fix="start it with --shared-weights or --receive-weights",
+            )  # fmt: skip
+
     def check_boot(self, boot_id: str) -> None:
         """Raise a ServeError, 409, if another server was meant."""
         if boot_id != self.boot_id:
@@ -160,11 +168,7 @@ class Fence:
         Raises:
             ServeError: 409 nothing is shared, another server was meant, or an update is in progress; 422 no time limit.
         """
-        if not self.writable:
-            raise ServeError(
-                409, "update", got="a server whose weights do not change", wanted="one whose weights a trainer writes",
-                fix="start it with --shared-weights or --receive-weights",
-            )  # fmt: skip
+        self.check_writable("update")
         self.check_boot(asked.boot_id)
         if not 0 < asked.timeout_s < float("inf"):
             raise ServeError(422, "timeout_s", got=asked.timeout_s, wanted="more than 0 seconds", fix="raise it")

@@ -10,9 +10,7 @@ from numpy.typing import NDArray
 
 from vllm_server import seams
 from vllm_server.errors import ServeError
-
-LONGEST = 5
-"""Bytes of the largest number, below 2**35."""
+from vllm_server.protocol.sampling_masks import LONGEST
 
 _KEPT = "grpo_kept"
 """Attribute of a completion's logprobs: position -> kept ids, none of them negative unless all ids were kept."""

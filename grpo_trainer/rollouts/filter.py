@@ -79,8 +79,9 @@ class GroupFilter:
 
     def _note_silent(self, group: Group) -> None:
         """Log once for each environment that it sends logprobs and does not say how it samples."""
-        known = any(sample.rollout_logprobs_T is not None for sample in group.samples)
-        if group.says_sampling or not known or group.environment in self._told_silent:
+        if group.says_sampling or group.environment in self._told_silent:
+            return
+        if all(sample.rollout_logprobs_T is None for sample in group.samples):
             return
         self._told_silent.add(group.environment)
         log.warning(

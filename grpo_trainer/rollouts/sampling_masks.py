@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grpo_common.errors import UserError
+from vllm_server.protocol.sampling_masks import LONGEST
 
-LONGEST = 5
-"""Bytes of the longest number."""
 LARGEST_ID = 2**31 - 1
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,15 +17,12 @@ from torch.distributed.tensor import DTensor
 from grpo_common.errors import Problem
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.files import write_bytes
+from grpo_trainer.launch.places import LOOPBACK
 from grpo_trainer.weights.buckets import Buckets
+from grpo_trainer.weights.ipc import gpu_uuid, handle_of, unmappable
 from vllm_server.protocol import BridgeInfo, DiskSource, GlooSource, WeightTransport, machine_id
 from vllm_server.protocol.gloo import GlooGroup, address_towards, make_store
 from vllm_server.protocol.weights import CudaIpcSource, IpcView, Source
-
-BUCKET_SECONDS = 60.0
-"""Time limit of a broadcast: then a worker is presumed dead."""
-
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -95,8 +91,7 @@ class IpcSender:
             storage = parameter.untyped_storage()
             if storage.data_ptr() not in numbers:
                 numbers[storage.data_ptr()] = len(storages)
-                handle = storage._share_cuda_()
-                storages.append([b64encode(each).decode() if isinstance(each, bytes) else each for each in handle])
+                storages.append(handle_of(storage))
             for final, part in way.buckets.plain(name, parameter.detach()).items():
                 if part.untyped_storage().data_ptr() != storage.data_ptr():
                     raise NotInPlaceError(
@@ -139,7 +134,7 @@ class GlooSender:
     def join(self) -> None:
         asked = self.source
         try:
-            self._group = GlooGroup(asked.host, asked.port, 0, asked.world_size, BUCKET_SECONDS, self._store)
+            self._group = GlooGroup(asked.host, asked.port, 0, asked.world_size, self._store)
         except RuntimeError as error:
             raise _failed("the server's workers did not join", self.name, error) from error
 
@@ -172,8 +167,8 @@ class FolderSender:
     def send(self, buckets: Iterator[Tensor]) -> None:
         self.join()  # someone may have deleted it
         for number, bucket_E in enumerate(buckets):
-            data = bucket_E.view(torch.uint8).numpy().tobytes()
-            write_bytes(self._folder / f"{number}.safetensors", self._headers[number] + data)
+            content = b"".join((self._headers[number], bucket_E.view(torch.uint8).numpy().data))
+            write_bytes(self._folder / f"{number}.safetensors", content)
 
     def close(self) -> None:
         """Delete the files: the server has its own copy of what it serves."""
@@ -191,9 +186,7 @@ SENDERS: dict[WeightTransport, Callable[[Way], WeightSender]] = {
 def gpu_of(stored: Mapping[str, Tensor]) -> str:
     """Return the UUID of the GPU that has the weights; empty on a CPU, and if they are sharded over processes."""
     first = next(iter(stored.values()))
-    if isinstance(first, DTensor) or not first.is_cuda:
-        return ""
-    return str(torch.cuda.get_device_properties(first.device).uuid)
+    return "" if isinstance(first, DTensor) else gpu_uuid(first.device)
 
 
 def obstacle(transport: WeightTransport, gpu: str, machine: str, info: BridgeInfo) -> Problem | None:
@@ -207,13 +200,7 @@ def obstacle(transport: WeightTransport, gpu: str, machine: str, info: BridgeInf
         return None
     if not gpu:
         return Problem("trainer", "weights on a CPU, or sharded over processes", "weights on one GPU")
-    if machine != info.machine:
-        return Problem("server", f"machine {info.machine}", f"{machine}, the trainer's")
-    for worker in info.workers:
-        if gpu not in worker.visible_gpus:
-            visible = ", ".join(worker.visible_gpus) or "none"
-            return Problem(f"CUDA_VISIBLE_DEVICES of the server's worker {worker.rank}", visible, gpu)
-    return None
+    return unmappable(gpu, machine, info)
 
 
 def open_sender(asked: Literal["auto", WeightTransport], way: Way) -> WeightSender:

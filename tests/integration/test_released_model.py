@@ -90,5 +90,6 @@ def test_a_served_checkpoint_and_its_export_in_plain_transformers_answer_alike(
         evaluated = output("-m", "grpo_trainer", "env", "word_problems", "evaluate", *where, *ASKED)
         after = output("scripts/held_out.py", "word_problems", export, "--server", url, *ASKED)
         before = output("scripts/held_out.py", "word_problems", released_model, "--server", url, *ASKED)
-    assert after["different_answers"] == 0 < before["different_answers"]
+        adapter = output("scripts/held_out.py", "word_problems", checkpoint, "--server", url, *ASKED[:-1], "2")
+    assert after["different_answers"] == adapter["different_answers"] == 0 < before["different_answers"]
     assert {"env": "word_problems", **after["transformers"]} == evaluated

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 JOIN_SECONDS = 30.0
+BROADCAST_SECONDS = 60.0
+"""Time limit of a broadcast: then a partner is presumed dead."""
 PIECE_BYTES = 64 << 20
 """Largest broadcast, so that one operation takes far less than its time limit."""
 
@@ -36,22 +38,19 @@ class GlooGroup:
 
     Args:
         store: the store of rank 0, or None to connect to it at `host` and `port`.
-        seconds: time limit of each operation.
 
     Raises:
         RuntimeError: the ranks did not meet in time.
     """
 
-    def __init__(
-        self, host: str, port: int, rank: int, world_size: int, seconds: float, store: TCPStore | None = None
-    ) -> None:
+    def __init__(self, host: str, port: int, rank: int, world_size: int, store: TCPStore | None = None) -> None:
         limit = timedelta(seconds=JOIN_SECONDS)
         own = host if store is not None else address_towards(host, port)
         self._store = store or TCPStore(host, port, world_size, is_master=False, timeout=limit)
         gloo: Any = dist.ProcessGroupGloo
         settings = gloo._Options()
         settings._devices = [gloo.create_device(hostname=own)]
-        settings._timeout = timedelta(seconds=seconds)
+        settings._timeout = timedelta(seconds=BROADCAST_SECONDS)
         self._group: Any = gloo(self._store, rank, world_size, settings)
         self._root: Any = dist.BroadcastOptions()
         self._root.rootRank = 0

@@ -16,6 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+LONGEST = 5
+"""Bytes of the largest number, below 2**35."""
+
 
 def skip(positions: int) -> bytes:
     """Return the block for positions without a mask: a prompt, or what a user said."""

@@ -159,11 +159,7 @@ async def state_dict_info(request: Request) -> Response:
 async def checksums(request: Request) -> Response:
     """Return the `Checksums` of the weights that are served now."""
     server = PolicyServer.of(request)
-    if not server.fence.writable:
-        raise ServeError(
-            409, "checksums", got="a server whose weights do not change", wanted="one whose weights a trainer writes",
-            fix="start it with --shared-weights or --receive-weights",
-        )  # fmt: skip
+    server.fence.check_writable("checksums")
     return json_response(Checksums(await server.engine.collective_rpc("grpo_checksums")))
 
 

@@ -24,18 +24,15 @@ if current_platform.is_cpu():
     keep_weights_plain()
 
 
+REFUSALS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError)
+"""What becomes of a damaged layout, a missing partner, a file that can't be read, a tensor that vLLM refuses."""
+
+
 def _refusing(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the result, or why the trainer's request can't be carried out."""
     try:
         return work()
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RuntimeError,
-        OSError,
-    ) as error:  # a damaged layout, no partner, vLLM's refusal, …
+    except REFUSALS as error:
         return {"refused": f"{type(error).__name__}: {error}"}
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm_server.worker.copies import CopyPlan, CopyRecorder, Piece, owners
 from vllm_server.worker.finite import check_finite, scaling_of
 from vllm_server.worker.packed import Layout, PackedAdapter, cast
+from vllm_server.worker.streams import stream_beside, writing_on
 
 logger = logging.getLogger("vllm.grpo.slots")
 
@@ -72,7 +73,7 @@ class AdapterSlots:
     def __init__(self, manager: Any, device: torch.device) -> None:
         self._manager = manager
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = stream_beside(device)
         self._plans: dict[tuple[int, str], CopyPlan] = {}
         self._written: dict[int, str] = {}  # slot -> key of the layout that it was written with last
         self._activate = manager.activate_adapter
@@ -84,19 +85,9 @@ class AdapterSlots:
         """Return the slots' dtype."""
         return self._manager.lora_config.lora_dtype
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Write on a separate stream on a GPU, concurrently with forward passes that do not read the slot.
-
-        The writes are complete when the block ends.
-        """
-        if self._stream is None:
-            with torch.no_grad():
-                yield
-            return
-        with torch.no_grad(), torch.cuda.stream(self._stream):
-            yield
-            self._stream.synchronize()
+    def writing(self) -> AbstractContextManager[None]:
+        """Return the context in which slots are written, beside the forward passes."""
+        return writing_on(self._stream)
 
     def install(self, adapter_id: int, adapter: PackedAdapter, config: dict[str, Any]) -> Installed:
         """Write an adapter into a free slot and register it under its id. Call within `writing`.

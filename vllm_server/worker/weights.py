@@ -24,6 +24,7 @@ from vllm_server.worker.packed import Layout, PackedAdapter, layout_of
 from vllm_server.worker.sources.cuda_ipc import ParameterMap
 from vllm_server.worker.sources.disk import FolderReader
 from vllm_server.worker.sources.gloo import GlooReceiver
+from vllm_server.worker.streams import stream_beside, writing_on
 
 VOCABULARY_PADDING = 64
 """Rows by which vLLM pads a vocabulary, at most."""
@@ -84,6 +85,7 @@ class WeightChannel:
         headers = [b64decode(header) for header in request.buckets]
         self._layouts = [layout_of(header, "") for header in headers]
         self._device = device
+        self._stream = stream_beside(device)
         self._writer = ParameterWriter(model, shards)
         sizes = [layout.numel * layout.dtype.itemsize for layout in self._layouts]
         staged = request.staging == "on" or (request.staging == "auto" and _has_room(sum(sizes), device))
@@ -110,7 +112,7 @@ class WeightChannel:
 
     def _receive_all(self) -> None:
         buffers = list(self._buffers)  # kept until the stream has written them, even if the channel is closed meanwhile
-        with torch.no_grad(), _own_stream(self._device):
+        with writing_on(self._stream):
             for number, buffer_E in enumerate(buffers):
                 self._receiver.fill(number, buffer_E)
 
@@ -235,20 +237,3 @@ def _least(name: str, parameter: Tensor) -> int:
 
 def _has_room(nbytes: int, device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.mem_get_info(device)[0] > nbytes + SPARE_BYTES
-
-
-class _own_stream:
-    """A stream beside the forward passes, which has finished when the block ends; nothing on a CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def __enter__(self) -> None:
-        if self._stream is not None:
-            self._entered = torch.cuda.stream(self._stream)
-            self._entered.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
-            self._entered.__exit__(*error)

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from grpo_common.errors import Problem
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.server_client import ServerClient
+from grpo_trainer.weights.ipc import gpu_uuid, unmappable
 from grpo_trainer.weights.packed import PackedAdapter
 from grpo_trainer.weights.transports.cuda_ipc import CudaIpc
 from grpo_trainer.weights.transports.disk import Disk
@@ -50,9 +49,7 @@ class Layout:
 
 def layout(packed: PackedAdapter, info: BridgeInfo) -> Layout:
     """Return the layout of this process and the server."""
-    device = packed.buffer_E.device
-    uuid = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    return Layout(uuid, machine_id(), info)
+    return Layout(gpu_uuid(packed.buffer_E.device), machine_id(), info)
 
 
 def obstacle(transport: Transport, where: Layout) -> Problem | None:
@@ -65,13 +62,8 @@ def obstacle(transport: Transport, where: Layout) -> Problem | None:
     if any(not worker.gpu_uuid for worker in workers):
         return Problem("server", "a CPU", "a GPU")
     if transport == "cuda_ipc":
-        if where.machine != where.info.machine:
-            return Problem("server", f"machine {where.info.machine}", f"{where.machine}, the trainer's")
-        for worker in workers:
-            if where.gpu_uuid not in worker.visible_gpus:
-                visible = ", ".join(worker.visible_gpus) or "none"
-                return Problem(f"CUDA_VISIBLE_DEVICES of the server's worker {worker.rank}", visible, where.gpu_uuid)
-    elif any(worker.gpu_uuid == where.gpu_uuid for worker in workers):
+        return unmappable(where.gpu_uuid, where.machine, where.info)
+    if any(worker.gpu_uuid == where.gpu_uuid for worker in workers):
         wanted = "another GPU than the trainer's"
         return Problem("server", f"GPU {where.gpu_uuid}", wanted, summary="NCCL takes one rank a GPU")
     return None

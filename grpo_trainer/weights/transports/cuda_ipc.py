@@ -8,6 +8,7 @@ from base64 import b64encode
 import torch
 
 from grpo_trainer.server_client import ServerClient
+from grpo_trainer.weights.ipc import gpu_uuid, handle_of
 from grpo_trainer.weights.packed import PackedAdapter
 from grpo_trainer.weights.transports.transport import Sent
 from vllm_server.protocol import CudaIpcChannel, LoraLoadRequest, Transport
@@ -25,10 +26,9 @@ class CudaIpc:
     def __init__(self, packed: PackedAdapter, server: ServerClient) -> None:
         self._packed = packed
         self._server = server
-        handle = packed.buffer_E.untyped_storage()._share_cuda_()
         request = CudaIpcChannel(
-            gpu_uuid=str(torch.cuda.get_device_properties(packed.buffer_E.device).uuid),
-            handle=[b64encode(field).decode() if isinstance(field, bytes) else field for field in handle],
+            gpu_uuid=gpu_uuid(packed.buffer_E.device),
+            handle=handle_of(packed.buffer_E.untyped_storage()),
             nbytes=packed.nbytes,
             header=b64encode(packed.header).decode(),
             adapter_config=packed.settings,

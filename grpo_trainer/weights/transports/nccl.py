@@ -10,6 +10,7 @@ import torch
 
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.server_client import ServerClient
+from grpo_trainer.weights.ipc import gpu_uuid
 from grpo_trainer.weights.packed import PackedAdapter
 from grpo_trainer.weights.transports.transport import Sent
 from vllm_server.protocol import LoraLoadRequest, NcclChannel, Transport
@@ -36,7 +37,7 @@ class Nccl:
         request = NcclChannel(
             unique_id=b64encode(identity).decode(),
             world_size=world_size,
-            gpu_uuid=str(torch.cuda.get_device_properties(packed.buffer_E.device).uuid),
+            gpu_uuid=gpu_uuid(packed.buffer_E.device),
             nbytes=packed.nbytes,
             header=b64encode(packed.header).decode(),
             adapter_config=packed.settings,

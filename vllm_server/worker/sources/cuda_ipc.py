@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from base64 import b64decode
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from vllm_server.protocol.weights import CudaIpcSource
 from vllm_server.worker.packed import Layout
-from vllm_server.worker.transports.cuda_ipc import gpu_uuid
+from vllm_server.worker.transports.cuda_ipc import mapped, visible_index
 
 
 class ParameterMap:
@@ -24,13 +23,8 @@ class ParameterMap:
     """
 
     def __init__(self, source: CudaIpcSource, layouts: Sequence[Layout]) -> None:
-        visible = {gpu_uuid(index): index for index in range(torch.cuda.device_count())}
-        if source.gpu_uuid not in visible:
-            raise ValueError(f"the trainer's GPU {source.gpu_uuid}, while this worker sees {', '.join(visible)}")
-        storages = []
-        for handle in source.storages:
-            _, *rest = (b64decode(field) if isinstance(field, str) else field for field in handle)
-            storages.append(torch.UntypedStorage._new_shared_cuda(visible[source.gpu_uuid], *rest))
+        index = visible_index(source.gpu_uuid)
+        storages = [mapped(handle, index) for handle in source.storages]
         self._layouts = layouts
         self._theirs: dict[str, Tensor] = {}
         for name, view in source.tensors.items():

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vllm_server.protocol import DiskSource
 from vllm_server.protocol.flat import read_header
+from vllm_server.worker.sources.main_memory import in_main_memory
 
 
 class FolderReader:
@@ -32,11 +33,10 @@ class FolderReader:
             OSError: it can't be read.
         """
         path = self._folder / f"{number}.safetensors"
-        here_E = buffer_E if buffer_E.device.type == "cpu" else torch.empty_like(buffer_E, device="cpu")
-        memory = here_E.view(torch.uint8).numpy().data
         if path.exists() and not path.is_file():  # a pipe would wait for ever
             raise ValueError(f"{path}: no regular file")
-        with path.open("rb") as file:
+        with in_main_memory(buffer_E) as here_E, path.open("rb") as file:
+            memory = here_E.view(torch.uint8).numpy().data
             if read_header(file) != self._headers[number]:
                 raise ValueError(f"{path}: other tensors than the channel was opened with")
             done = 0
@@ -45,5 +45,3 @@ class FolderReader:
                 if not count:
                     raise ValueError(f"{path}: ends after {done} of {len(memory)} bytes of data")
                 done += count
-        if here_E is not buffer_E:
-            buffer_E.copy_(here_E)

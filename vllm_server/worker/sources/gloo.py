@@ -7,9 +7,7 @@ from torch import Tensor
 
 from vllm_server.protocol import GlooSource
 from vllm_server.protocol.gloo import GlooGroup
-
-BUCKET_SECONDS = 60.0
-"""Time limit of a broadcast: then the trainer is presumed dead."""
+from vllm_server.worker.sources.main_memory import in_main_memory
 
 
 class GlooReceiver:
@@ -20,7 +18,7 @@ class GlooReceiver:
     """
 
     def __init__(self, source: GlooSource, worker_rank: int) -> None:
-        self._group = GlooGroup(source.host, source.port, 1 + worker_rank, source.world_size, BUCKET_SECONDS)
+        self._group = GlooGroup(source.host, source.port, 1 + worker_rank, source.world_size)
 
     def fill(self, number: int, buffer_E: Tensor) -> None:
         """Receive a bucket into a buffer on any device. Buckets come in order.
@@ -28,7 +26,5 @@ class GlooReceiver:
         Raises:
             RuntimeError: it did not arrive in time; the group is unusable then.
         """
-        here_E = buffer_E if buffer_E.device.type == "cpu" else torch.empty_like(buffer_E, device="cpu")
-        self._group.broadcast(here_E.view(torch.uint8))
-        if here_E is not buffer_E:
-            buffer_E.copy_(here_E)
+        with in_main_memory(buffer_E) as here_E:
+            self._group.broadcast(here_E.view(torch.uint8))

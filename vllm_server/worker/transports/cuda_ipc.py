@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64decode
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +17,30 @@ def gpu_uuid(index: int) -> str:
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
+def visible_index(uuid: str) -> int:
+    """Return the number of the trainer's GPU among those that this process sees.
+
+    Raises:
+        ValueError: this process does not see it.
+    """
+    visible = {gpu_uuid(index): index for index in range(torch.cuda.device_count())}
+    if uuid not in visible:
+        raise ValueError(f"the trainer's GPU {uuid}, while this worker sees {', '.join(visible)}")
+    return visible[uuid]
+
+
+def mapped(handle: Sequence[int | bool | str], index: int) -> torch.UntypedStorage:
+    """Return the trainer's storage, mapped from its handle.
+
+    CUDA must be initialised in this process before a handle is opened. The worker's own tensors ensure that.
+
+    Args:
+        index: number of its GPU; see `visible_index`.
+    """
+    _, *rest = (b64decode(field) if isinstance(field, str) else field for field in handle)
+    return torch.UntypedStorage._new_shared_cuda(index, *rest)
+
+
 class CudaIpcReceiver:
     """Holds the mapping of the trainer's buffer.
 
@@ -24,12 +49,7 @@ class CudaIpcReceiver:
     """
 
     def __init__(self, channel: CudaIpcChannel, settings: str, device: torch.device) -> None:
-        visible = {gpu_uuid(index): index for index in range(torch.cuda.device_count())}
-        if channel.gpu_uuid not in visible:
-            raise ValueError(f"the trainer's GPU {channel.gpu_uuid}, while this worker sees {', '.join(visible)}")
-        # CUDA must be initialised in this process before a handle is opened. The worker's own tensors ensure that.
-        _, *rest = (b64decode(field) if isinstance(field, str) else field for field in channel.handle)
-        storage = torch.UntypedStorage._new_shared_cuda(visible[channel.gpu_uuid], *rest)
+        storage = mapped(channel.handle, visible_index(channel.gpu_uuid))
         self._layout: Layout = layout_of(b64decode(channel.header), settings)
         bytes_B = torch.empty(0, dtype=torch.uint8, device=storage.device)
         bytes_B.set_(storage, 0, (channel.nbytes,), (1,))  # pyright: ignore[reportArgumentType, reportCallIssue]

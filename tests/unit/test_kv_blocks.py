@@ -1,0 +1,127 @@
+"""vLLM's bookkeeping of KV blocks is the same, whether or not needless allocations are skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_server.worker.kv_blocks import skip_needless_allocations
+
+SIZE = 4
+"""Tokens of a block."""
+
+
+def manager(spec: type[KVCacheSpec], *, caching: bool) -> KVCacheManager:
+    window = {"sliding_window": 6} if spec is SlidingWindowSpec else {}
+    made: Any = spec(block_size=SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32, **window)  # type: ignore[call-arg]
+    config = KVCacheConfig(num_blocks=12, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], made)])
+    return KVCacheManager(config, 64, SIZE, SIZE, enable_caching=caching)
+
+
+def request(name: str, prompt: int) -> Request:
+    hasher = get_request_block_hasher(SIZE, sha256)
+    return Request(name, list(range(prompt)), SamplingParams(max_tokens=64), None, block_hasher=hasher)
+
+
+@pytest.fixture(scope="module")
+def vllms() -> Iterator[Callable[..., Any]]:
+    """vLLM's own function; within the module, managers have ours."""
+    init_none_hash(sha256)
+    own = KVCacheManager.allocate_slots
+    skip_needless_allocations()
+    yield own
+    KVCacheManager.allocate_slots = own
+
+
+def ids(blocks: Any) -> Any:
+    return None if blocks is None else blocks.get_block_ids()
+
+
+@given(
+    spec=st.sampled_from([FullAttentionSpec, SlidingWindowSpec]),
+    caching=st.booleans(),
+    prompts=st.lists(st.integers(1, 14), min_size=1, max_size=3),
+    ahead=st.booleans(),
+    drafts=st.sampled_from([0, 3]),
+    steps=st.integers(1, 20),
+)
+def test_blocks_and_prefix_cache_are_those_of_vllm(
+    vllms: Callable[..., Any],
+    spec: type[KVCacheSpec],
+    caching: bool,
+    prompts: list[int],
+    ahead: bool,
+    drafts: int,
+    steps: int,
+) -> None:
+    """With `ahead`, a token is computed before the request has it. The pool is small, so some requests get no block."""
+    ours, theirs = manager(spec, caching=caching), manager(spec, caching=caching)
+
+    def both(one: Request, other: Request, count: int, **more: Any) -> bool:
+        mine = ours.allocate_slots(one, count, num_lookahead_tokens=drafts, **more)
+        assert ids(mine) == ids(vllms(theirs, other, count, num_lookahead_tokens=drafts, **more))
+        return mine is not None
+
+    running = []
+    for number, prompt in enumerate(prompts):
+        pair = request(str(number), prompt), request(str(number), prompt)
+        if both(*pair, prompt, full_sequence_must_fit=True):
+            running.append(pair)
+        for each in pair:
+            each.num_computed_tokens, each.status = prompt, RequestStatus.RUNNING
+    for token in range(steps):
+        for pair in running:
+            for each in pair if not ahead else ():
+                each.append_output_token_ids(token)
+            if not both(*pair, 1):
+                continue
+            for each in pair:
+                each.num_computed_tokens += 1
+                if ahead:
+                    each.append_output_token_ids(token)
+    assert ours.block_pool.get_num_free_blocks() == theirs.block_pool.get_num_free_blocks()
+    for group, other in zip(
+        ours.coordinator.single_type_managers, theirs.coordinator.single_type_managers, strict=True
+    ):
+        assert group.num_cached_block == other.num_cached_block
+    for one, other in running:
+        ours.free(one)
+        theirs.free(other)
+    later, again = request("later", 20), request("later", 20)
+    assert ids(ours.get_computed_blocks(later)[0]) == ids(theirs.get_computed_blocks(again)[0])
+
+
+def test_most_tokens_ask_nothing_of_vllm(vllms: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    made, one = manager(FullAttentionSpec, caching=True), request("one", 5)
+    assert made.allocate_slots(one, 5, num_lookahead_tokens=0, has_scheduled_reqs=True) is not None
+    one.num_computed_tokens, one.status = 5, RequestStatus.RUNNING
+    asked: list[int] = []
+    whole = made.coordinator.get_num_blocks_to_allocate
+
+    def watched(**more: Any) -> int:
+        asked.append(one.num_computed_tokens)
+        return whole(**more)
+
+    monkeypatch.setattr(made.coordinator, "get_num_blocks_to_allocate", watched)
+    for token in range(12):
+        one.append_output_token_ids(token)
+        made.allocate_slots(one, 1, num_lookahead_tokens=0)
+        one.num_computed_tokens += 1
+    assert asked == [7, 8, 11, 12, 15, 16]  # a block becomes full and is cached; a new one begins
