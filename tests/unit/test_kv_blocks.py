@@ -87,12 +87,12 @@ def test_blocks_and_prefix_cache_are_those_of_vllm(
         for each in pair:
             each.num_computed_tokens, each.status = prompt, RequestStatus.RUNNING
     for token in range(steps):
-        for pair in running:
-            for each in pair if not ahead else ():
+        for one, other in running:
+            for each in (one, other) if not ahead else ():
                 each.append_output_token_ids(token)
-            if not both(*pair, 1):
+            if not both(one, other, 1):
                 continue
-            for each in pair:
+            for each in (one, other):
                 each.num_computed_tokens += 1
                 if ahead:
                     each.append_output_token_ids(token)
