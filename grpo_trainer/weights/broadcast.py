@@ -270,10 +270,9 @@ class BroadcastBridge:
         return ask() if sender.is_ahead else self._together(lambda: sender.send(self._packed(stored)), ask)
 
     def _packed(self, stored: Mapping[str, Tensor]) -> Iterator[Tensor]:
-        assert self._buckets is not None and self._sender is not None
-        buffer_E = self._buckets.buffer(self._sender.device)
+        assert self._buckets is not None
         for number in range(len(self._buckets)):
-            yield self._buckets.pack(number, stored, buffer_E)
+            yield self._buckets.pack(number, stored)
 
     @staticmethod
     def _together(work: Callable[[], None], ask: Callable[[], T]) -> T:

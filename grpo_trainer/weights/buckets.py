@@ -23,7 +23,7 @@ BUCKET_BYTES = 256 << 20
 
 
 class Buckets:
-    """The layout of a model's weights, and a buffer that holds a bucket at a time.
+    """The layout of a model's weights, and one buffer in main memory that holds a bucket at a time.
 
     Args:
         model: its class knows the names of checkpoints.
@@ -57,13 +57,8 @@ class Buckets:
         self._ends = [end // dtype.itemsize for end in ends]
 
     @cached_property
-    def _main_memory_E(self) -> Tensor:
+    def _buffer_E(self) -> Tensor:
         return torch.empty(max(self._ends), dtype=self._dtype)
-
-    def buffer(self, device: torch.device) -> Tensor:
-        """Return memory for the largest bucket. On a CPU it is the same each time, since fresh memory is slow there."""
-        on_gpu = device.type == "cuda"
-        return torch.empty(max(self._ends), dtype=self._dtype, device=device) if on_gpu else self._main_memory_E
 
     def __len__(self) -> int:
         return len(self.names)
@@ -73,18 +68,17 @@ class Buckets:
         return revert_weight_conversion(self._model, {name: tensor})
 
     @torch.no_grad()
-    def pack(self, number: int, stored: Mapping[str, Tensor], buffer_E: Tensor) -> Tensor:
-        """Return a bucket's present data, the beginning of the buffer.
+    def pack(self, number: int, stored: Mapping[str, Tensor]) -> Tensor:
+        """Return a bucket's present data; it is valid until the next call.
 
         Args:
             stored: the weights, on any device and in any dtype.
-            buffer_E: see `buffer`.
         """
         spans = iter(self._spans[number])
-        item = buffer_E.element_size()
+        item = self._buffer_E.element_size()
         for name in self.names[number]:
             for final, part in self.plain(name, stored[name].detach()).items():
                 span = next(spans)
                 assert span.name == final and span.shape == tuple(part.shape), (span, final)
-                buffer_E[span.start // item : span.end // item].view(span.shape).copy_(part)
-        return buffer_E[: self._ends[number]]
+                self._buffer_E[span.start // item : span.end // item].view(span.shape).copy_(part)
+        return self._buffer_E[: self._ends[number]]

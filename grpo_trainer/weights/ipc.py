@@ -1,4 +1,4 @@
-"""From GPU to GPU, the trainer's side: memory that a server maps, and whether a server can map it or be sent to."""
+"""CUDA IPC, the trainer's side: GPU memory that a server maps, and whether the server can."""
 
 from __future__ import annotations
 
@@ -33,14 +33,4 @@ def unmappable(gpu: str, machine: str, info: BridgeInfo) -> Problem | None:
         if gpu not in worker.visible_gpus:
             visible = ", ".join(worker.visible_gpus) or "none"
             return Problem(f"CUDA_VISIBLE_DEVICES of the server's worker {worker.rank}", visible, gpu)
-    return None
-
-
-def nccl_obstacle(gpu: str, info: BridgeInfo) -> Problem | None:
-    """Return why NCCL can't send from a GPU to the server's workers; None if there is no known reason."""
-    if any(not worker.gpu_uuid for worker in info.workers):
-        return Problem("server", "a CPU", "a GPU")
-    if any(worker.gpu_uuid == gpu for worker in info.workers):
-        wanted = "another GPU than the trainer's"
-        return Problem("server", f"GPU {gpu}", wanted, summary="NCCL takes one rank a GPU")
     return None

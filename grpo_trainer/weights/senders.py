@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,13 +19,10 @@ from grpo_trainer.errors import BridgeError
 from grpo_trainer.files import write_bytes
 from grpo_trainer.launch.places import LOOPBACK
 from grpo_trainer.weights.buckets import Buckets
-from grpo_trainer.weights.ipc import gpu_uuid, handle_of, nccl_obstacle, unmappable
+from grpo_trainer.weights.ipc import gpu_uuid, handle_of, unmappable
 from vllm_server.protocol import BridgeInfo, DiskSource, GlooSource, WeightTransport, machine_id
 from vllm_server.protocol.gloo import GlooGroup, address_towards, make_store
-from vllm_server.protocol.nccl import Communicator, NcclError, unique_id
-from vllm_server.protocol.weights import CudaIpcSource, IpcView, NcclSource, Source
-
-MAIN_MEMORY = torch.device("cpu")
+from vllm_server.protocol.weights import CudaIpcSource, IpcView, Source
 
 
 @dataclass(frozen=True)
@@ -54,12 +50,10 @@ class WeightSender(Protocol):
     Attributes:
         source: what the server is told: where the weights come from.
         is_ahead: whether a version is complete before the server is asked to take it; else it is sent meanwhile.
-        device: where it takes buckets from.
     """
 
     name: WeightTransport
     is_ahead: bool
-    device: torch.device
 
     @property
     def source(self) -> Source: ...
@@ -69,7 +63,7 @@ class WeightSender(Protocol):
         ...
 
     def send(self, buckets: Iterator[Tensor]) -> None:
-        """Send a version's buckets, each a flat tensor on `device`. The next one is packed into the same memory."""
+        """Send a version's buckets, each a flat tensor in main memory that is valid until the next is asked for."""
         ...
 
     def close(self) -> None: ...
@@ -90,7 +84,7 @@ class IpcSender:
     is_ahead = True
 
     def __init__(self, way: Way) -> None:
-        self.device = next(iter(way.stored.values())).device
+        self._device = next(iter(way.stored.values())).device
         numbers: dict[int, int] = {}
         storages, tensors = [], {}
         for name, parameter in way.stored.items():
@@ -113,57 +107,15 @@ class IpcSender:
                     stride=list(part.stride()),
                     dtype=str(part.dtype).removeprefix("torch."),
                 )
-        self.source = CudaIpcSource(gpu_uuid=gpu_uuid(self.device), storages=storages, tensors=tensors)
+        self.source = CudaIpcSource(gpu_uuid=gpu_of(way.stored), storages=storages, tensors=tensors)
 
     def join(self) -> None: ...
 
     def send(self, buckets: Iterator[Tensor]) -> None:
         """Wait until the parameters are written: the server's process can't wait for our stream."""
-        torch.cuda.synchronize(self.device)
+        torch.cuda.synchronize(self._device)
 
     def close(self) -> None: ...
-
-
-class NcclSender:
-    """Rank 0 of an NCCL communicator with the server's workers. A bucket is packed on this GPU."""
-
-    name: WeightTransport = "nccl"
-    is_ahead = False
-
-    def __init__(self, way: Way) -> None:
-        self.device = next(iter(way.stored.values())).device
-        self._identity = unique_id()
-        self.source = NcclSource(
-            unique_id=b64encode(self._identity).decode(),
-            world_size=1 + len(way.info.workers),
-            gpu_uuid=gpu_uuid(self.device),
-        )
-        self._communicator: Communicator | None = None
-
-    def join(self) -> None:
-        try:
-            with torch.cuda.device(self.device):
-                self._communicator = Communicator(self._identity, 0, self.source.world_size)
-        except NcclError as error:
-            raise _failed("the server's workers did not join", self.name, error) from error
-
-    def send(self, buckets: Iterator[Tensor]) -> None:
-        """Enqueue packing and sending on one stream, so that the next bucket waits until this one is sent."""
-        assert self._communicator is not None, "join comes first"
-        try:
-            with torch.cuda.device(self.device):
-                stream = torch.cuda.current_stream()
-                for bucket_E in buckets:
-                    self._communicator.broadcast(
-                        bucket_E.data_ptr(), bucket_E.nbytes, root=0, stream=stream.cuda_stream
-                    )
-                self._communicator.wait(stream.query)
-        except NcclError as error:
-            raise _failed("a worker of the server has ended, or did not receive in time", self.name, error) from error
-
-    def close(self) -> None:
-        if self._communicator is not None:
-            self._communicator.close()
 
 
 class GlooSender:
@@ -171,7 +123,6 @@ class GlooSender:
 
     name: WeightTransport = "gloo"
     is_ahead = False
-    device = MAIN_MEMORY
 
     def __init__(self, way: Way) -> None:
         at, workers = urlsplit(way.url), len(way.info.workers)
@@ -204,7 +155,6 @@ class FolderSender:
 
     name: WeightTransport = "disk"
     is_ahead = True
-    device = MAIN_MEMORY
 
     def __init__(self, way: Way) -> None:
         self._folder = way.folder.absolute()
@@ -227,45 +177,30 @@ class FolderSender:
 
 SENDERS: dict[WeightTransport, Callable[[Way], WeightSender]] = {
     "cuda_ipc": IpcSender,
-    "nccl": NcclSender,
     "gloo": GlooSender,
     "disk": FolderSender,
 }
 """From the fastest to the slowest: `auto` is the first without an obstacle."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where the trainer is, as far as transports depend on it.
-
-    Attributes:
-        gpu: UUID of the GPU of the process that sends; empty on a CPU.
-        sharded: whether other processes have parts of the weights.
-        machine: its `machine_id()`.
-    """
-
-    gpu: str
-    sharded: bool
-    machine: str
-
-
-def place_of(stored: Mapping[str, Tensor]) -> Place:
-    """Return the place of this process, which has the weights or a part of them."""
+def gpu_of(stored: Mapping[str, Tensor]) -> str:
+    """Return the UUID of the GPU that has the weights; empty on a CPU, and if they are sharded over processes."""
     first = next(iter(stored.values()))
-    return Place(gpu_uuid(first.device), isinstance(first, DTensor), machine_id())
+    return "" if isinstance(first, DTensor) else gpu_uuid(first.device)
 
 
-def obstacle(transport: WeightTransport, ours: Place, info: BridgeInfo) -> Problem | None:
-    """Return why a transport can't work here; None if there is no known reason."""
-    if transport in ("gloo", "disk"):
+def obstacle(transport: WeightTransport, gpu: str, machine: str, info: BridgeInfo) -> Problem | None:
+    """Return why a transport can't work here; None if there is no known reason.
+
+    Args:
+        gpu: UUID of the GPU with the trainer's weights, or empty; see `gpu_of`.
+        machine: the trainer's `machine_id()`.
+    """
+    if transport != "cuda_ipc":
         return None
-    if not ours.gpu:
-        return Problem("trainer", "weights on a CPU", "weights on a GPU")
-    if transport == "nccl":
-        return nccl_obstacle(ours.gpu, info)
-    if ours.sharded:
-        return Problem("trainer", "weights sharded over processes", "weights on one GPU")
-    return unmappable(ours.gpu, ours.machine, info)
+    if not gpu:
+        return Problem("trainer", "weights on a CPU, or sharded over processes", "weights on one GPU")
+    return unmappable(gpu, machine, info)
 
 
 def open_sender(asked: Literal["auto", WeightTransport], way: Way) -> WeightSender:
@@ -274,14 +209,14 @@ def open_sender(asked: Literal["auto", WeightTransport], way: Way) -> WeightSend
     Raises:
         BridgeError: the transport that was asked for can't work here.
     """
-    ours = place_of(way.stored)
+    gpu, machine = gpu_of(way.stored), machine_id()
     if asked == "auto":
         for each in SENDERS:
-            if obstacle(each, ours, way.info) is None:
+            if obstacle(each, gpu, machine, way.info) is None:
                 with suppress(NotInPlaceError):
                     return SENDERS[each](way)
         raise AssertionError("gloo has no obstacle")
-    if (problem := obstacle(asked, ours, way.info)) is not None:
+    if (problem := obstacle(asked, gpu, machine, way.info)) is not None:
         summary = f"--broadcast-transport {asked} can't reach the server"
         raise BridgeError.of([replace(problem, summary=summary, fix="use --broadcast-transport auto")])
     return SENDERS[asked](way)

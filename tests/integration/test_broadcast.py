@@ -46,14 +46,12 @@ WAYS = [("gloo", "on"), ("gloo", "off"), ("disk", "on"), ("disk", "off")]
 
 
 @contextmanager
-def receiving(
-    folder: Path, *flags: str, model: Path | None = None, env: dict[str, str] | None = None
-) -> Iterator[Serving]:
+def receiving(folder: Path, *flags: str, model: Path | None = None) -> Iterator[Serving]:
     """A server that receives weights; by default of a tiny model."""
     model = model or save_tiny_model(folder / "model")
     log, port = folder / "server.log", free_port()
     words = ["--model", str(model), "--port", str(port), "--kv-cache-memory-bytes", str(64 << 20), "--receive-weights"]
-    with running("-m", "vllm_server", *words, *flags, log=log, env=env) as process:
+    with running("-m", "vllm_server", *words, *flags, log=log) as process:
         url = f"http://127.0.0.1:{port}"
         wait_for("a healthy server", lambda: process.poll() is not None or answers(f"{url}/health"), log, 240)
         assert process.poll() is None, tail(log)
@@ -251,12 +249,12 @@ def test_a_trainer_that_dies_half_way_leaves_the_old_version_or_none(
     made.step()
     pack, packed = Buckets.pack, []
 
-    def pack_some(self: Buckets, number: int, stored: Any, buffer_E: Tensor) -> Tensor:
+    def pack_some(self: Buckets, number: int, stored: Any) -> Tensor:
         packed.append(number)
         if number == 2:
             made.bridge._sender.close()  # pyright: ignore  # as the end of a process closes its connections
             raise _Died
-        return pack(self, number, stored, buffer_E)
+        return pack(self, number, stored)
 
     monkeypatch.setattr(Buckets, "pack", pack_some)
     with pytest.raises((_Died, ServerError)):  # whichever side is the first to know
@@ -278,11 +276,11 @@ def test_a_server_that_is_killed_half_way_is_an_error_at_once(tmp_path: Path, mo
         version = made.bridge.connect(0)
         pack = Buckets.pack
 
-        def pack_and_kill(self: Buckets, number: int, stored: Any, buffer_E: Tensor) -> Tensor:
+        def pack_and_kill(self: Buckets, number: int, stored: Any) -> Tensor:
             if number == 2:
                 os.killpg(server.process.pid, signal.SIGKILL)
                 server.process.wait()
-            return pack(self, number, stored, buffer_E)
+            return pack(self, number, stored)
 
         monkeypatch.setattr(Buckets, "pack", pack_and_kill)
         made.step()

@@ -12,7 +12,6 @@ from grpo_trainer.model.export import stored_tensors
 from grpo_trainer.weights.buckets import Buckets
 from tests.golden.models import CONFIGS, random_model
 
-CPU = torch.device("cpu")
 LIMIT = 40_000
 """Bytes: small models travel in several buckets."""
 
@@ -26,7 +25,7 @@ def test_all_buckets_together_are_the_checkpoint(architecture: str, dtype: torch
     assert len(buckets) > 1
     sent: dict[str, torch.Tensor] = {}
     for number, header in enumerate(buckets.headers):
-        data = buckets.pack(number, stored, buckets.buffer(CPU)).view(torch.uint8).numpy().tobytes()
+        data = buckets.pack(number, stored).view(torch.uint8).numpy().tobytes()
         found = load(header + data)
         assert not set(found) & set(sent)
         sent |= found
@@ -41,8 +40,8 @@ def test_a_bucket_has_the_weights_of_now() -> None:
     model = random_model(sorted(CONFIGS)[0])
     stored = {name: tensor for name, (_, tensor) in stored_tensors(model).items()}
     buckets = Buckets(model, stored, torch.float32)
-    before = buckets.pack(0, stored, buckets.buffer(CPU)).clone()
+    before = buckets.pack(0, stored).clone()
     with torch.no_grad():
         next(iter(stored.values())).add_(1.0)
-    changed = buckets.pack(0, stored, buckets.buffer(CPU)) != before
+    changed = buckets.pack(0, stored) != before
     assert int(changed.sum()) == next(iter(stored.values())).numel()

@@ -14,23 +14,12 @@ from typing import Literal
 
 import msgspec
 
-WeightTransport = Literal["cuda_ipc", "nccl", "gloo", "disk"]
-"""How weights reach the server: from the trainer's GPU memory, from GPU to GPU, over the network between the processes'
-main memories, or in files that both see."""
+WeightTransport = Literal["cuda_ipc", "gloo", "disk"]
+"""How weights reach the server: from the trainer's GPU memory, over the network between the processes' main memories,
+or in files that both see."""
 
 Staging = Literal["auto", "on", "off"]
 """Whether weights are received into memory of their own while the server generates; auto: if there is room."""
-
-
-class NcclSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="nccl"):
-    """An NCCL communicator of the trainer (rank 0) and the engine's workers, which are on other GPUs.
-
-    `unique_id` is the result of `ncclGetUniqueId`, 128 bytes in base64. `gpu_uuid` is the trainer's GPU.
-    """
-
-    unique_id: str
-    world_size: int
-    gpu_uuid: str
 
 
 class GlooSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="gloo"):
@@ -71,7 +60,7 @@ class CudaIpcSource(
     tensors: dict[str, IpcView]
 
 
-Source = CudaIpcSource | NcclSource | GlooSource | DiskSource
+Source = CudaIpcSource | GlooSource | DiskSource
 
 
 class WeightsOpenRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from vllm_server.protocol import DiskSource, GlooSource, WeightsOpenRequest
-from vllm_server.protocol.weights import CudaIpcSource, NcclSource, Source
+from vllm_server.protocol.weights import CudaIpcSource, Source
 from vllm_server.worker.copies import CopyPlan, CopyRecorder, Piece, owners
 from vllm_server.worker.packed import Layout, PackedAdapter, layout_of
 from vllm_server.worker.sources.cuda_ipc import ParameterMap
 from vllm_server.worker.sources.disk import FolderReader
 from vllm_server.worker.sources.gloo import GlooReceiver
-from vllm_server.worker.sources.nccl import NcclSourceRank
 from vllm_server.worker.streams import stream_beside, writing_on
 
 VOCABULARY_PADDING = 64
@@ -39,10 +38,6 @@ class Receiver(Protocol):
 
     def fill(self, number: int, buffer_E: Tensor) -> None:
         """Receive a bucket into a buffer on any device; it has arrived when this returns."""
-        ...
-
-    def close(self) -> None:
-        """Leave the trainer; a bucket that is awaited will not come."""
         ...
 
 
@@ -63,8 +58,6 @@ def receiver(source: Source, headers: list[bytes], layouts: list[Layout], worker
     match source:
         case CudaIpcSource():
             return ParameterMap(source, layouts)
-        case NcclSource():
-            return NcclSourceRank(source, worker_rank)
         case GlooSource():
             return GlooReceiver(source, worker_rank)
         case DiskSource():
@@ -160,7 +153,6 @@ class WeightChannel:
     def close(self) -> None:
         """Free the memory. A version that is being received is given up."""
         self._thread.shutdown(wait=False, cancel_futures=True)
-        self._receiver.close()
         self._writer.forget()
         self._buffers.clear()
         if self._device.type == "cuda":

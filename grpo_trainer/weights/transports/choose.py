@@ -10,7 +10,7 @@ from pathlib import Path
 from grpo_common.errors import Problem
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.server_client import ServerClient
-from grpo_trainer.weights.ipc import gpu_uuid, nccl_obstacle, unmappable
+from grpo_trainer.weights.ipc import gpu_uuid, unmappable
 from grpo_trainer.weights.packed import PackedAdapter
 from grpo_trainer.weights.transports.cuda_ipc import CudaIpc
 from grpo_trainer.weights.transports.disk import Disk
@@ -58,11 +58,15 @@ def obstacle(transport: Transport, where: Layout) -> Problem | None:
         return None
     if not where.gpu_uuid:
         return Problem("trainer", "a CPU", "a GPU")
-    if transport == "nccl":
-        return nccl_obstacle(where.gpu_uuid, where.info)
-    if any(not worker.gpu_uuid for worker in where.info.workers):
+    workers = where.info.workers
+    if any(not worker.gpu_uuid for worker in workers):
         return Problem("server", "a CPU", "a GPU")
-    return unmappable(where.gpu_uuid, where.machine, where.info)
+    if transport == "cuda_ipc":
+        return unmappable(where.gpu_uuid, where.machine, where.info)
+    if any(worker.gpu_uuid == where.gpu_uuid for worker in workers):
+        wanted = "another GPU than the trainer's"
+        return Problem("server", f"GPU {where.gpu_uuid}", wanted, summary="NCCL takes one rank a GPU")
+    return None
 
 
 def open_transport(

@@ -39,5 +39,3 @@ class ParameterMap:
         places = self._layouts[number].places
         targets = [buffer_E[place.offset : place.end].view(place.shape) for place in places.values()]
         torch._foreach_copy_(targets, [self._theirs[name] for name in places])  # pyright: ignore
-
-    def close(self) -> None: ...

@@ -45,5 +45,3 @@ class FolderReader:
                 if not count:
                     raise ValueError(f"{path}: ends after {done} of {len(memory)} bytes of data")
                 done += count
-
-    def close(self) -> None: ...

@@ -28,5 +28,3 @@ class GlooReceiver:
         """
         with in_main_memory(buffer_E) as here_E:
             self._group.broadcast(here_E.view(torch.uint8))
-
-    def close(self) -> None: ...
