@@ -76,7 +76,7 @@ class VllmConfig(ServedOptions):
     )
     gpus: str | None = option(
         None,
-        help="CUDA_VISIBLE_DEVICES of each server that this command starts, separated by ;, such as 0;1 "
+        help="CUDA_VISIBLE_DEVICES of each server that this command starts, separated by semicolons, such as 0;1 "
         "(default: as here).",
         flags=("--vllm-gpus",),
     )
