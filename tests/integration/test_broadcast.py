@@ -249,12 +249,12 @@ def test_a_trainer_that_dies_half_way_leaves_the_old_version_or_none(
     made.step()
     pack, packed = Buckets.pack, []
 
-    def pack_some(self: Buckets, number: int, stored: Any) -> Tensor:
+    def pack_some(self: Buckets, number: int, stored: Any, buffer_E: Tensor) -> Tensor:
         packed.append(number)
         if number == 2:
             made.bridge._sender.close()  # pyright: ignore  # as the end of a process closes its connections
             raise _Died
-        return pack(self, number, stored)
+        return pack(self, number, stored, buffer_E)
 
     monkeypatch.setattr(Buckets, "pack", pack_some)
     with pytest.raises((_Died, ServerError)):  # whichever side is the first to know
@@ -276,11 +276,11 @@ def test_a_server_that_is_killed_half_way_is_an_error_at_once(tmp_path: Path, mo
         version = made.bridge.connect(0)
         pack = Buckets.pack
 
-        def pack_and_kill(self: Buckets, number: int, stored: Any) -> Tensor:
+        def pack_and_kill(self: Buckets, number: int, stored: Any, buffer_E: Tensor) -> Tensor:
             if number == 2:
                 os.killpg(server.process.pid, signal.SIGKILL)
                 server.process.wait()
-            return pack(self, number, stored)
+            return pack(self, number, stored, buffer_E)
 
         monkeypatch.setattr(Buckets, "pack", pack_and_kill)
         made.step()
