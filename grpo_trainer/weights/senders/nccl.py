@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Mapping
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,9 +12,6 @@ from grpo_trainer.weights.senders.sender import Way, failed
 from vllm_server.protocol import WeightTransport
 from vllm_server.protocol.nccl import Communicator, NcclError, unique_id
 from vllm_server.protocol.weights import NcclSource
-
-BUFFERS = 2
-"""One is packed while the other is broadcast."""
 
 
 class NcclSender:
@@ -39,11 +35,6 @@ class NcclSender:
         self.source = NcclSource(unique_id=encoded, world_size=1 + len(way.info.workers))
         self._communicator: Communicator | None = None
 
-    @cached_property
-    def _buffers(self) -> list[Tensor]:
-        buckets = self._buckets
-        return [torch.empty(buckets.largest, dtype=buckets.dtype, device=self._device) for _ in range(BUFFERS)]
-
     def join(self) -> None:
         with torch.cuda.device(self._device):  # a thread starts on the first GPU
             try:
@@ -65,17 +56,17 @@ class NcclSender:
                 raise
 
     def _broadcast_all(self, communicator: Communicator, stored: Mapping[str, Tensor]) -> None:
-        sent: list[torch.cuda.Event] = []
-        for number in range(len(self._buckets)):
-            if number >= BUFFERS:
-                communicator.wait(sent[number - BUFFERS].query)
-            bucket_E = self._buckets.pack(number, stored, self._buffers[number % BUFFERS])
-            communicator.broadcast(bucket_E.data_ptr(), bucket_E.nbytes, root=0, stream=self._stream.cuda_stream)
-            event = torch.cuda.Event()
-            event.record(self._stream)
-            sent.append(event)
-        for event in sent[-BUFFERS:]:
-            communicator.wait(event.query)
+        """Enqueue each bucket while the one before is sent: its packing, into the same memory, and its broadcast."""
+        buckets, stream = self._buckets, self._stream
+        buffer_E = torch.empty(buckets.largest, dtype=buckets.dtype, device=self._device)
+        before: torch.cuda.Event | None = None
+        for number in range(len(buckets)):
+            bucket_E = buckets.pack(number, stored, buffer_E)
+            communicator.broadcast(bucket_E.data_ptr(), bucket_E.nbytes, root=0, stream=stream.cuda_stream)
+            if before is not None:
+                communicator.wait(before.query)  # its time limit is that of one bucket
+            before = stream.record_event()
+        communicator.wait(stream.query)
 
     def close(self) -> None:
         if self._communicator is not None:
