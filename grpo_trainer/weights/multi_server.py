@@ -45,8 +45,12 @@ class SeveralServers:
         self._entered.__exit__(kind, error, trace)
 
     def connect(self, policy_version: int) -> int:
-        """Connect to all servers, and return the highest version that any of them requires to begin with."""
-        return max(self._of_each(lambda bridge: bridge.connect(policy_version)))
+        """Connect to all servers at the same time; return the highest version that any of them requires to begin with.
+
+        Raises:
+            BridgeError: names each server that could not be connected to, and why.
+        """
+        return max(self._at_once(lambda bridge: bridge.connect(policy_version)))
 
     def prove(self) -> float | None:
         """Prove one server after the other, because a proof changes the trainer's adapter for a moment."""
@@ -65,17 +69,29 @@ class SeveralServers:
         """Publish to all servers at the same time; each metric is the largest of any server.
 
         Raises:
-            BridgeError: a server refused, or the servers now serve different versions; the message names them.
+            BridgeError: servers refused, or they now serve different versions; the message names them.
         """
-        sending = {url: self._senders.submit(bridge.publish, version) for url, bridge in self._bridges.items()}
-        wait(sending.values())  # even if one fails, so that no publish is still running afterwards
-        published = [self._named(url, future.result) for url, future in sending.items()]
+        published = self._at_once(lambda bridge: bridge.publish(version))
         if len({one.version for one in published}) > 1:
             served = [f"{one.version} at {url}" for url, one in zip(self._bridges, published, strict=True)]
             raise BridgeError("the servers differ", field="version", got=", ".join(served), wanted=str(version))
         rows = [reduce(one.metrics) for one in published]
         slowest = {name: Sum(max(row[name] for row in rows if name in row)) for row in rows for name in row}
         return Published(published[0].version, published[0].name, slowest)
+
+    def _at_once(self, ask: Callable[[WeightBridge], T]) -> list[T]:
+        """Ask all bridges in threads; each has its own time limits, and one that fails does not end the others."""
+        asked = {url: self._senders.submit(ask, bridge) for url, bridge in self._bridges.items()}
+        wait(asked.values())  # even if one fails, so that nothing is still running afterwards
+        answers, problems = [], []
+        for url, future in asked.items():
+            try:
+                answers.append(self._named(url, future.result))
+            except BridgeError as error:
+                problems += error.problems
+        if problems:
+            raise BridgeError.of(problems)
+        return answers
 
     def _of_each(self, ask: Callable[[WeightBridge], T]) -> Sequence[T]:
         return [self._named(url, lambda bridge=bridge: ask(bridge)) for url, bridge in self._bridges.items()]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import struct
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from vllm_server.protocol import DiskSource, Staging, WeightsOpenRequest
 from vllm_server.protocol.flat import encode_header, lay_out
+from vllm_server.worker.finite import NotFiniteError
 from vllm_server.worker.weights import WeightChannel
 
 SHAPES = [("q", (4, 8)), ("k", (2, 8)), ("v", (2, 8)), ("embed", (6, 8)), ("gate", (4,))]
@@ -137,6 +140,23 @@ def test_a_damaged_file_is_found_before_anything_is_written(tmp_path: Path, dama
     with pytest.raises((ValueError, OSError)):
         channel.apply(0)
     assert model.values() == [0.0] * 5
+
+
+@pytest.mark.parametrize("staging", ["on", "off"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path, staging: Staging, value: float) -> None:
+    """The bucket with the value is not written. Staged, no bucket is."""
+    model = Merged()
+    channel = opened(tmp_path, model, staging)
+    write(tmp_path / "0", 5.0)
+    file = tmp_path / "0" / "1.safetensors"
+    file.write_bytes(file.read_bytes()[:-4] + struct.pack("<f", value))  # the last element of `gate`
+    with pytest.raises(NotFiniteError) as refused:
+        if staging == "on":
+            staged(channel)
+        channel.apply(0)
+    assert refused.value.field == "gate"
+    assert model.values() == ([0.0] * 5 if staging == "on" else [5.0, 6.0, 0.0, 0.0, 0.0])
 
 
 def test_a_version_is_applied_once(tmp_path: Path) -> None:

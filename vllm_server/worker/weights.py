@@ -20,6 +20,7 @@ from torch import Tensor
 from vllm_server.protocol import DiskSource, GlooSource, WeightsOpenRequest
 from vllm_server.protocol.weights import CudaIpcSource, NcclSource, Source
 from vllm_server.worker.copies import CopyPlan, CopyRecorder, Piece, owners
+from vllm_server.worker.finite import check_finite
 from vllm_server.worker.packed import Layout, PackedAdapter, layout_of
 from vllm_server.worker.sources.cuda_ipc import ParameterMap
 from vllm_server.worker.sources.disk import FolderReader
@@ -125,7 +126,14 @@ class WeightChannel:
         buffers = list(self._buffers)  # kept until the stream has written them, even if the channel is closed meanwhile
         with writing_on(self._stream):
             for number, buffer_E in enumerate(buffers):
-                self._receiver.fill(version, number, buffer_E)
+                self._receive(version, number, buffer_E)
+
+    def _receive(self, version: int, number: int, buffer_E: Tensor) -> PackedAdapter:
+        """Receive a bucket, and refuse values that are not finite in the server's dtype."""
+        self._receiver.fill(version, number, buffer_E)
+        bucket = PackedAdapter(self._layouts[number], buffer_E, lasting=True)
+        check_finite(bucket, 1.0)
+        return bucket
 
     def has_staged(self) -> bool:
         """Return whether the version has arrived.
@@ -154,9 +162,11 @@ class WeightChannel:
         self._receiving = None
         replayed = True
         for number, layout in enumerate(self._layouts):
-            if not self.staged:
-                self._receiver.fill(version, number, self._buffer(number))
-            replayed &= self._writer.write(number, PackedAdapter(layout, self._buffer(number), lasting=True))
+            if self.staged:
+                bucket = PackedAdapter(layout, self._buffer(number), lasting=True)
+            else:
+                bucket = self._receive(version, number, self._buffer(number))
+            replayed &= self._writer.write(number, bucket)
         if not replayed:
             self._writer.check_complete()
         if self._device.type == "cuda":
