@@ -85,6 +85,10 @@ class CommonDriftError(CommonError, DriftError):
     """Samples have drifted; all processes raise this."""
 
 
+class CommonBridgeError(CommonError, BridgeError):
+    """A server can't be kept on the trainer's weights; all processes raise this."""
+
+
 class HungError(TrainingError):
     """A step took longer than `--step-timeout`."""
 

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import logging
 import signal
+from contextlib import nullcontext
 
 import torch
 
 from grpo_trainer.config.rules import Hardware, checked
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import CommonError
-from grpo_trainer.parallel.world import Collect, Command, End, ModelPass, Restore, SaveStates, Score, Step, World, join
+from grpo_trainer.parallel.strategies import Shards
+from grpo_trainer.parallel.world import (
+    Collect,
+    Command,
+    End,
+    ModelPass,
+    Restore,
+    SaveStates,
+    Score,
+    Step,
+    Tend,
+    World,
+    join,
+)
 from grpo_trainer.policy import build_policy
 from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.trainer import Trainer
+from grpo_trainer.weights.build import build_followers_bridge
+from grpo_trainer.weights.paired import PairedBridge
 
 log = logging.getLogger(__name__)
 
@@ -43,16 +59,19 @@ def follow(config: TrainConfig, world: World) -> None:
         signal.signal(number, signal.SIG_IGN)
     policy = build_policy(config, world=world)
     trainer = Trainer(policy.model, config, world=world)
-    run_worker(
-        world, trainer, Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms, trainer.shards)
-    )
+    checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms, trainer.shards)
+    with build_followers_bridge(config, policy, world) or nullcontext() as bridge:
+        run_worker(world, trainer, checkpoints, bridge)
 
 
-def run_worker(world: World, trainer: Trainer, checkpoints: Checkpoints | None = None) -> None:
+def run_worker(
+    world: World, trainer: Trainer, checkpoints: Checkpoints | None = None, bridge: PairedBridge | None = None
+) -> None:
     """Carry out rank 0's orders until the last.
 
     Args:
         checkpoints: saves and restores states; None: rank 0 will not order that.
+        bridge: keeps this process's own server on the weights; None: there is no such server.
 
     Raises:
         TrainingError: rank 0 has exited without a last order.
@@ -61,21 +80,21 @@ def run_worker(world: World, trainer: Trainer, checkpoints: Checkpoints | None =
     with world:
         while not isinstance(order := world.receive(), End):
             try:
-                _carry_out(order, trainer, checkpoints)
+                _carry_out(order, trainer, checkpoints, bridge)
             except CommonError as error:  # rank 0 has raised it too, and decides what follows
                 log.error("%s: %s", type(order).__name__, error)
 
 
-def _carry_out(order: Command, trainer: Trainer, checkpoints: Checkpoints | None) -> None:
+def _carry_out(order: Command, trainer: Trainer, checkpoints: Checkpoints | None, bridge: PairedBridge | None) -> None:
     shards = trainer.shards
     match order:
         case Step(share, step):
-            trainer.step(share, step)
+            trainer.step(share, step, nullcontext if bridge is None else bridge.updating)
         case Restore(path):
             assert checkpoints is not None
             checkpoints.load(path)
         case ModelPass() | Score():
-            assert shards is not None
+            assert isinstance(shards, Shards)
             shards.follow(order)
         case Collect():
             assert shards is not None
@@ -86,5 +105,8 @@ def _carry_out(order: Command, trainer: Trainer, checkpoints: Checkpoints | None
                 checkpoints.save_states(folder)
             except OSError as error:  # rank 0 has raised it too
                 log.error("%s", error)
+        case Tend():
+            assert bridge is not None
+            bridge.tend(order)
         case End():
             pass

@@ -81,7 +81,7 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
         progress = checkpoints.resume(_say)
         if checkpoints.safe_path is not None:
             world.give_all(Restore(checkpoints.safe_path))
-        bridge = build_bridge(config, policy, checkpoints, progress, stop)
+        bridge = build_bridge(config, policy, checkpoints, progress, stop, world)
         metrics = build_metric_log(config, console, progress.step)
         samples = build_sample_log(config, trainer.forward, trainer.device, progress.step)
         rollouts = RolloutClient(config.rollouts, registration(config, progress), stop.check)

@@ -52,7 +52,7 @@ from grpo_trainer.model.load import (
     pick_dtype,
 )
 from grpo_trainer.model.tokenizer import NoTokenizerError, read_tokenizer
-from grpo_trainer.optim.landed import first_not_finite
+from grpo_trainer.optim.landed import first_not_finite, sampled
 from grpo_trainer.parallel.shards import give_memory, is_sharded, read_weights, shard_model
 from grpo_trainer.parallel.world import World
 from grpo_trainer.phases import COMMAND_VARIABLE
@@ -266,12 +266,14 @@ def build_policy(
     is_part = world is not None and is_sharded(world, config)
     match config.bridge:
         case LoraOnly(share_base=True) as options:
-            base, _ = attach_to_server(config, options, check_stop)
+            base, _ = attach_to_server(config, options, check_stop, world)
+            if world is not None:
+                world.check_agreement(sampled(list(base.parameters())), "as its base model")
             return Adapter(lora.add_adapter(base, options, config.model.seed))
         case LoraOnly() | LoraRestart() as options:
             return Adapter(lora.add_adapter(load_model(config.model), options, config.model.seed))
         case SharedVllm() as options:
-            model, source = attach_to_server(config, options, check_stop)
+            model, source = attach_to_server(config, options, check_stop, world)
             choose_trained(model, options)
             return SharedWeights(model, load_tokenizer(config.model), source)
         case CheckpointRestart() | Broadcast() as options:
@@ -311,19 +313,22 @@ def _load_part(config: TrainConfig, options: AllWeightsOptions, world: World) ->
 
 
 def attach_to_server(
-    config: TrainConfig, options: SharedServer, check_stop: Callable[[], None]
+    config: TrainConfig, options: SharedServer, check_stop: Callable[[], None], world: World | None = None
 ) -> tuple[PreTrainedModel, BridgeConfigFile]:
     """Wait for the server, and return the model in the server's memory with every parameter frozen.
+
+    Of several trainer processes, each attaches to its own server, the one with its rank.
 
     Raises:
         BridgeError: the server does not share its weights, or the file is another server's.
         BridgeError, ConfigError, ModelError: see `attach_model`.
     """
+    vllm = config.vllm if world is None else config.vllm.each[world.rank]
     skeleton = None
     if COMMAND_VARIABLE in os.environ:  # `grpo run`: the starting server does not measure free memory
         skeleton = build_skeleton(config.model)
         compile_ahead(config, skeleton)
-    client = ServerClient(config.vllm, check_stop)
+    client = ServerClient(vllm, check_stop)
     try:
         info = client.wait_until_there()
     finally:
@@ -331,20 +336,22 @@ def attach_to_server(
     if info.bridge_config_path is None:
         raise BridgeError(
             "does not share its weights",
-            field=f"the inference server at {config.vllm.url}",
+            field=f"the inference server at {vllm.url}",
             fix="start it with --shared-weights",
         )
     path = options.config_path or Path(info.bridge_config_path)
     file = read_bridge_config(path)
     if file.boot_id != info.boot_id:
         raise BridgeError(
-            f"is of another server than the one at {config.vllm.url}",
+            f"is of another server than the one at {vllm.url}",
             field=f"--vllm-config-path {path}",
             got=f"boot {file.boot_id}",
             wanted=f"boot {info.boot_id}",
             fix=f"leave it out, or name {info.bridge_config_path}",
         )
     auto = torch.device("cpu" if file.kind == "file" else "cuda")
+    if auto.type == "cuda" and world is not None and not world.alone:
+        auto = torch.device("cuda", torch.cuda.current_device())  # where this process meets the others
     device = auto if config.model.device == "auto" else pick_device(config.model.device)
     return attach_model(file, config.model, device, skeleton), file
 

@@ -37,7 +37,7 @@ from grpo_trainer.optim import build_optimizer
 from grpo_trainer.optim.landed import changed_fraction, first_not_finite, not_finite, sampled
 from grpo_trainer.optim.schedules import learning_rate
 from grpo_trainer.optim.spikes import NormHistory
-from grpo_trainer.parallel.strategies import Shards, hold
+from grpo_trainer.parallel.strategies import ShardedStates, hold
 from grpo_trainer.parallel.world import Step, World
 from grpo_trainer.rollouts.types import RolloutBatch
 
@@ -137,7 +137,12 @@ class Trainer:
         self._reference = build_reference(model, config) if reference is None else reference
         self.holding = hold(self._world, model, config, self.parameters, before_measuring)
         self.parameters, self.forward = self.holding.parameters, self.holding.forward
-        self.optimizer = build_optimizer(self.parameters, config.optimizer, master_weights=config.master_weights)
+        self.optimizer = build_optimizer(
+            self.parameters,
+            config.optimizer,
+            master_weights=config.master_weights,
+            in_two_parts=self.holding.in_two_parts,
+        )
         if self.forward.plan.is_compiled:
             self.optimizer.compile()
         self.alarm: DriftAlarm | None = None
@@ -152,9 +157,9 @@ class Trainer:
             )
 
     @property
-    def shards(self) -> Shards | None:
-        """This process's shards; None: the weights are not sharded."""
-        return self.holding if isinstance(self.holding, Shards) else None
+    def shards(self) -> ShardedStates | None:
+        """This process's shards; None: neither weights nor optimizer states are sharded."""
+        return self.holding if isinstance(self.holding, ShardedStates) else None
 
     @cached_property
     def vocabulary(self) -> int | None:
@@ -385,16 +390,18 @@ class Trainer:
         metrics["train/grad_norm"] = Mean(norm)
         if self._is_bad(loss, norm):
             return False
-        before = sampled(self.parameters)
+        before = sampled(self.holding.written)
         self.optimizer.wait_for_copy()
         self.optimizer.prepare()
         if self.optimizer.prepares:  # checked before `writing`, so bad weights are never written
             self._check_landing(step, [each if each.grad is None else each.grad for each in self.parameters])
+        self.holding.share_update()
         with writing():
             self.optimizer.step()
+            self.holding.finish_update()
             if not self.optimizer.prepares:
                 self._check_landing(step, self.parameters)
-        after = sampled(self.parameters)
+        after = sampled(self.holding.written)
         self.holding.check(after)
         changed = self.holding.mean(changed_fraction(before, after), sum(map(len, after)))
         metrics["train/changed_fraction"] = Mean(changed)

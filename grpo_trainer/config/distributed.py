@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Literal
 
-from grpo_trainer.config.bridge import Broadcast, CheckpointRestart
+from grpo_trainer.config.bridge import Broadcast, CheckpointRestart, SharedVllm
 from grpo_trainer.config.options import Section, option
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ class DistributedConfig(Section):
     sharding: Literal["auto", "none", "full"] = option(
         "auto",
         help="none: each process holds all weights, gradients and optimizer states; full: a shard of them (FSDP2); "
-        "auto: full in the modes none and broadcast, except with adafactor or a reference model.",
+        "auto: full in the modes none and broadcast, except with adafactor or a reference model; in shared_vllm the "
+        "optimizer states alone are sharded.",
     )
     init_method: str | None = option(
         None, help="Rendezvous address, e.g. tcp://127.0.0.1:29500 (default: MASTER_ADDR and MASTER_PORT)."
@@ -48,6 +49,11 @@ def wants_parts(config: TrainConfig) -> bool:
     """Whether each of several processes is to hold a part of the weights, if that can be (`why_whole`)."""
     asked = config.distributed.sharding
     return asked == "full" or (asked == "auto" and isinstance(config.bridge, CheckpointRestart | Broadcast))
+
+
+def shards_update(config: TrainConfig) -> bool:
+    """Whether each of several processes holds all weights, in its server's memory, and a part of the states."""
+    return isinstance(config.bridge, SharedVllm)
 
 
 def why_whole(config: TrainConfig) -> str | None:

@@ -18,7 +18,7 @@ from environments.running.settings_check import group_size
 from grpo_common.errors import Problem
 from grpo_common.sharing import unreceivable, unshareable
 from grpo_trainer.config.adapter_file import read_adapter
-from grpo_trainer.config.bridge import Broadcast, LoraOnly, LoraOptions, SharedVllm
+from grpo_trainer.config.bridge import Broadcast, LoraOnly, LoraOptions, SharedServer, SharedVllm
 from grpo_trainer.config.distributed import why_whole
 from grpo_trainer.config.loss import UNCLIPPED
 from grpo_trainer.config.options import key_of, leaves, shown
@@ -224,7 +224,7 @@ def four_bits(case: Case) -> Iterator[Problem]:
 
 @rule
 def shared_weights(case: Case) -> Iterator[Problem]:
-    """Weights that trainer and server share lie once, in one dtype, on one device, in the memory of one server."""
+    """Weights that trainer and server share lie once, in one dtype, on one device."""
     config, bridge = case.trainer, case.trainer.bridge
     if not config.shares_weights:
         if isinstance(bridge, LoraOnly) and bridge.config_path is not None:
@@ -240,20 +240,37 @@ def shared_weights(case: Case) -> Iterator[Problem]:
     if isinstance(bridge, SharedVllm) and not bridge.master_weights and "float16" in (own, served):
         wanted = "bfloat16 or float32, or --master-weights"
         yield Problem("--dtype", "float16", wanted, summary="small updates would be lost in it")
-    if isinstance(bridge, SharedVllm) and case.servers > 1:
-        flag, got = ("--server.replicas", case.servers) if case.run else ("--vllm-also", ",".join(config.vllm.also))
-        why = f"with {case.sharing} the weights are one server's memory"
-        yield Problem(flag, str(got), "one server, or another mode", summary=why)
-    if case.processes > 1:
-        flag = "--trainer-gpus" if case.run else "--world-size"
-        wanted = "1, or --weight-bridge-mode lora_only without --share-base, lora_restart or none"
-        why = "a trainer in the server's memory is one process, on the server's GPU"
-        yield Problem(flag, str(case.processes), wanted, summary=why)
     device, hardware = config.model.device, case.hardware
     if hardware and device != "auto" and device.startswith("cuda") != hardware.on_gpu:
         wanted = f"the device where they are: {'a GPU' if hardware.on_gpu else 'main memory'}"
         why = "the trainer is to use the server's weights"
         yield Problem("--device", device, wanted, "use --device auto", why)
+
+
+@rule
+def pairs(case: Case) -> Iterator[Problem]:
+    """A trainer process that shares weights has one server, on its own GPU."""
+    config, bridge = case.trainer, case.trainer.bridge
+    if not config.shares_weights:
+        return
+    unpaired = isinstance(bridge, SharedVllm) and case.servers > case.processes
+    if case.processes > case.servers or unpaired:
+        flag, also = ("--server.replicas", "") if case.run else ("--vllm-also", f": {', '.join(config.vllm.also)}")
+        processes = "--trainer-gpus" if case.run else "--world-size"
+        wanted = f"{case.processes}: a server for each trainer process ({processes})"
+        why = f"with {case.sharing} a trainer process is in the memory of its own server"
+        yield Problem(flag, f"{case.servers} servers{also if config.vllm.also else ''}", wanted, summary=why)
+    if case.processes == 1:
+        return
+    if case.on_cluster:
+        why = f"with {case.sharing} several pairs of trainer and server run on one machine"
+        yield Problem("--cluster", f"--trainer-gpus {case.processes}", "--trainer-gpus 1", "leave --cluster out", why)
+    if isinstance(bridge, SharedServer) and bridge.config_path is not None:
+        why = "each server has its own file, and reports where it is"
+        yield Problem("--vllm-config-path", str(bridge.config_path), fix="leave it out", summary=why)
+    if isinstance(bridge, SharedVllm) and config.optimizer.optimizer == "adafactor":
+        why = "its states are means over rows and columns, which can't be sharded by rows"
+        yield Problem("--optimizer", "adafactor", "adamw or adamw_8bit, or one trainer process", summary=why)
 
 
 @rule

@@ -22,6 +22,7 @@ On the command line the trainer's flags stand as they are, the others carry thei
 from __future__ import annotations
 
 import difflib
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -79,7 +80,8 @@ class RunOptions(Section):
     )
     trainer_gpus: int = option(
         1,
-        help="GPUs for the trainer: one process on each, which trains its share of every batch.",
+        help="GPUs for the trainer: one process on each, which trains its share of every batch. With shared weights "
+        "each GPU also has a server.",
         ge=1,
     )
     cluster: str | None = option(
@@ -173,7 +175,11 @@ def build_run(file: Mapping[str, Any], flags: Mapping[str, Any], env_args: Seque
     if problems:
         raise ConfigError.of(problems)
     config = RunConfig.model_validate(built)
-    return checked(config.model_copy(update={"trainer": _with_server(config.trainer, config.server)}))
+    return checked(
+        config.model_copy(
+            update={"trainer": _with_server(config.trainer, config.server), "server": _one_for_each_trainer(config)}
+        )
+    )
 
 
 def _tables_of(file: Mapping[str, Any], problems: list[Problem]) -> dict[str, dict[str, Any]]:
@@ -216,6 +222,23 @@ def _with_server(trainer: TrainConfig, server: ServerProcess) -> TrainConfig:
     """The trainer, which knows of the server what the run says of it."""
     known = {name: getattr(server, name) for name in ALIASES.values() if name in server.model_fields_set}
     return trainer.model_copy(update={"vllm": trainer.vllm.model_copy(update=known)})
+
+
+def _one_for_each_trainer(config: RunConfig) -> ServerProcess:
+    """Return the server's options with a server for each trainer process, on its GPU, where they share weights.
+
+    Numbers of servers or GPUs that the user has given stay.
+    """
+    server, processes = config.server, config.options.trainer_gpus
+    if processes == 1 or not config.trainer.shares_weights:
+        return server
+    if "replicas" not in server.model_fields_set:
+        server = server.model_copy(update={"replicas": processes})
+    if server.gpus is None and server.replicas == processes and config.options.cluster is None:
+        visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+        names = visible[:processes] if len(visible) >= processes else map(str, range(processes))
+        server = server.model_copy(update={"gpus": ";".join(names)})
+    return server
 
 
 def _environments(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from grpo_common.errors import Problem
 from grpo_trainer.config.bridge import LoraOnly, LoraOptions, RestartOptions
 from grpo_trainer.config.compute import SPARE
-from grpo_trainer.config.distributed import wants_parts, why_whole
+from grpo_trainer.config.distributed import shards_update, wants_parts, why_whole
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor.model import ModelShape
 
@@ -150,7 +150,8 @@ class Setup:
     Attributes:
         config: the trainer's options; its `--device cuda:N` says which GPU is the trainer's.
         server: the inference server, which `--weight-bridge-mode` may make share its weights.
-        trainers: processes, on the first devices; each with all weights, or a part where they are sharded.
+        trainers: processes, on the first devices; each with all weights, or a part where they are sharded, or in its
+            own server's memory.
     """
 
     config: TrainConfig
@@ -248,6 +249,9 @@ class Setup:
         }
         if self.trainers > 1 and wants_parts(config) and why_whole(config) is None:
             return self._sharded(held)
+        if shards_update(config):
+            for what in ("optimizer states", "master weights"):
+                held[what] /= self.trainers
         return {**held, "gradient bucket": float(BUCKET)} if self.trainers > 1 else held  # gradients are added up there
 
     def _sharded(self, held: dict[str, float]) -> dict[str, float]:

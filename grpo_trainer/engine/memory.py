@@ -48,17 +48,19 @@ def fit(
     config: TrainConfig,
     trained: Sequence[Parameter],
     before_measuring: Callable[[], None] = lambda: None,
+    states_over: int = 1,
 ) -> None:
     """Compile and checkpoint a model's layers as the options say, or as the device's memory requires.
 
     Args:
         before_measuring: called before the device's free memory is read; returns when the other processes on the device
             have allocated their memory.
+        states_over: number of processes over which the optimizer states of `trained` are sharded.
     """
     use_few_kernels(forward.model)
     layers = decoder_list(forward)
     if layers is not None:
-        Fitting(forward, layers, config, trained, before_measuring).fit()
+        Fitting(forward, layers, config, trained, before_measuring, states_over).fit()
 
 
 def decoder_list(forward: Forward) -> nn.ModuleList | None:
@@ -71,7 +73,7 @@ class Fitting:
 
     Args:
         trained: the parameters whose gradients and optimizer states will take memory.
-        before_measuring: see `fit`.
+        before_measuring, states_over: see `fit`.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Fitting:
         config: TrainConfig,
         trained: Sequence[Parameter],
         before_measuring: Callable[[], None] = lambda: None,
+        states_over: int = 1,
     ) -> None:
         assert forward.decoder is not None and forward.head is not None, "layers are a decoder's"
         self.forward = forward
@@ -89,6 +92,7 @@ class Fitting:
         self.config = config
         self.trained = trained
         self.before_measuring = before_measuring
+        self.states_over = states_over
         self.is_sharded = isinstance(forward.model, FSDPModule)
         self.random = _draws_random_numbers(forward.model)
         self.recomputes_in_graphs = not (config.compute.activation_offload or self.is_sharded or self.random)
@@ -196,7 +200,7 @@ class Fitting:
         if config.compute.trainer_memory_gb is not None:
             free = min(free, config.compute.trainer_memory_gb * 1e9 - torch.cuda.memory_allocated(device))
         together = gathered_bytes(self.layers, self.forward.plan.dtype) if self.is_sharded else 0
-        later = held_later(self.trained, config) + head_bytes(self.forward, config.largest_pass)
+        later = held_later(self.trained, config, self.states_over) + head_bytes(self.forward, config.largest_pass)
         return (1 - SPARE) * free - later - together
 
     def _keep(self, plan: Recomputation) -> bool:
@@ -283,16 +287,19 @@ def on_gpu(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def held_later(trained: Sequence[Parameter], config: TrainConfig) -> float:
+def held_later(trained: Sequence[Parameter], config: TrainConfig, states_over: int = 1) -> float:
     """Return the bytes of gradients, optimizer states and master weights, which the first step allocates.
+
+    Args:
+        states_over: number of processes over which states and master weights are sharded.
 
     For sharded weights, these are the bytes of this process's shard.
     """
     grad = 4 if config.compute.grad_dtype == "float32" else 0
     own = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in trained]
     return sum(
-        part.numel() * ((grad or part.itemsize) + _state_bytes(config.optimizer))
-        + (4 * part.numel() if config.master_weights and part.dtype != torch.float32 else 0)
+        part.numel() * ((grad or part.itemsize) + _state_bytes(config.optimizer) / states_over)
+        + (4 * part.numel() / states_over if config.master_weights and part.dtype != torch.float32 else 0)
         for part in own
     )
 

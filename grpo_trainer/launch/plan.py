@@ -246,15 +246,18 @@ def _server_processes(
     flags = [] if cache_bytes is None else [CACHE_FLAG, str(cache_bytes)]
     flags += weight_flags(config.trainer, config.run_dir)
     trainer = reached(config, ports, on_gpu, places)
-    shared = ["--shared-weights", "--bridge-config-path", str(_bridge_config_path(config))]
+    sharing = config.server.names[: config.options.trainer_gpus] if trainer.shares_weights else ()
     for name, vllm in zip(config.server.names, trainer.vllm.each, strict=True):
-        own = (*flags, *shared) if trainer.shares_weights and name == config.server.names[0] else tuple(flags)
+        path = str(_bridge_config_path(config, name))
+        own = (*flags, "--shared-weights", "--bridge-config-path", path) if name in sharing else tuple(flags)
         one = trainer.model_copy(update={"vllm": vllm})
         yield server_process(one, python=python, on_gpu=on_gpu, model=one.model.name, flags=own, name=name)
 
 
-def _bridge_config_path(config: RunConfig) -> Path:
-    return (config.run_dir / "config" / FILE_NAME).absolute()
+def _bridge_config_path(config: RunConfig, server: str = "server") -> Path:
+    """Return the path of a server's bridge file; the number of a further server stands before the suffix."""
+    path = (config.run_dir / "config" / FILE_NAME).absolute()
+    return path.with_stem(path.stem + server.removeprefix("server"))
 
 
 def reached(config: RunConfig, ports: Mapping[str, int], on_gpu: bool, places: Places = NO_PLACES) -> TrainConfig:
@@ -277,7 +280,8 @@ def _others(config: RunConfig, ports: Mapping[str, int], places: Places) -> tupl
 
 def _trainer_table(config: RunConfig, ports: Mapping[str, int], on_gpu: bool, places: Places) -> dict[str, Any]:
     trainer = reached(config, ports, on_gpu) if config.trainer.owns_server else config.trainer
-    shared = {"vllm_config_path": str(_bridge_config_path(config))} if trainer.shares_weights else {}
+    alone = trainer.shares_weights and config.options.trainer_gpus == 1  # each of several asks its own server
+    shared = {"vllm_config_path": str(_bridge_config_path(config))} if alone else {}
     return dump(trainer, only_set=True) | {
         **shared,
         "atropos_url": f"http://{LOOPBACK}:{ports['api']}",

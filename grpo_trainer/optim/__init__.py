@@ -19,21 +19,28 @@ from torch.nn import Parameter
 
 from grpo_trainer.config.train import OptimizerConfig
 from grpo_trainer.optim.landing import TwoPartOptimizer
-from grpo_trainer.optim.rules import Adafactor, AdamW, AdamW8bit, FusedAdamW
+from grpo_trainer.optim.rules import Adafactor, AdamW, AdamW8bit, FusedAdamW, PreparedAdamW
 
 
 def build_optimizer(
-    parameters: Sequence[Parameter], config: OptimizerConfig, *, master_weights: bool = False
+    parameters: Sequence[Parameter],
+    config: OptimizerConfig,
+    *,
+    master_weights: bool = False,
+    in_two_parts: bool = False,
 ) -> TwoPartOptimizer:
     """Return the optimizer that `--optimizer` names.
 
     Args:
         master_weights: see `StochasticRoundingOptimizer`; fp32 parameters need none.
+        in_two_parts: the optimizer must prepare an update before it writes it, also in fp32.
 
     Raises:
         TypeError: see `StochasticRoundingOptimizer`.
     """
     in_fp32 = all(parameter.dtype == torch.float32 for parameter in parameters)
+    if config.optimizer == "adamw" and in_fp32 and in_two_parts:
+        return PreparedAdamW(parameters, config, master_weights=False)
     if config.optimizer == "adamw" and in_fp32:
         return FusedAdamW(
             parameters,

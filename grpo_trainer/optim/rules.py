@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -84,6 +84,18 @@ class AdamW(StochasticRoundingOptimizer):
         for weight, g, mean, square in zip(*map(self.pieces, tensors), strict=True):
             flat = weight.reshape(-1), g.reshape(-1), mean.view(-1), square.view(-1)
             yield self._arithmetic(*flat, job.rates, job.betas, job.eps, job.rounded)
+
+
+class PreparedAdamW(AdamW):
+    """AdamW for fp32 parameters, in two parts. Its states are those of `FusedAdamW`, so that either loads them."""
+
+    name = FusedAdamW.kind
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            if "step" in state:  # torch's optimizer counts in a tensor
+                state["step"] = int(state["step"])
 
 
 class AdamW8bit(StochasticRoundingOptimizer):

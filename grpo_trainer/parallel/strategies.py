@@ -1,5 +1,8 @@
 """The weights that each trainer process holds: all of them (a replica), or a shard.
 
+`ShardedUpdate` (`sharded_update.py`): every process has all weights, in its server's memory, and a shard of the
+optimizer states.
+
 `Replicas`: every process has all weights. Gradients are summed, and all processes make the same update.
 
 `Shards` (FSDP2, `torch.distributed.fsdp.fully_shard`): parameters, gradients and optimizer states are sharded over the
@@ -23,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from grpo_trainer.batch.microbatches import MicroBatch
+from grpo_trainer.config.distributed import shards_update
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine.forward import Forward, build_forward
 from grpo_trainer.engine.logprobs import TokenScores
@@ -30,6 +34,7 @@ from grpo_trainer.engine.memory import fit
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.model.export import architecture, stored_tensors
 from grpo_trainer.parallel.shard_states import Part, Place, write_states
+from grpo_trainer.parallel.sharded_update import ShardedUpdate
 from grpo_trainer.parallel.shards import with_rest
 from grpo_trainer.parallel.world import Collect, Command, ModelPass, SaveStates, Score, World, peers
 
@@ -46,6 +51,8 @@ class ParallelStrategy(Protocol):
         loss_factor: factor of the loss before the backward pass.
         forward: computes scores of tokens.
         whole: whether this process can compute without the others.
+        written: the parameters that a step changes in this process.
+        in_two_parts: whether the optimizer must prepare an update before it writes it.
     """
 
     parameters: list[Parameter]
@@ -53,6 +60,8 @@ class ParallelStrategy(Protocol):
     loss_factor: float
     forward: Forward
     whole: bool
+    written: list[Parameter]
+    in_two_parts: bool
 
     def in_step(self) -> AbstractContextManager[None]:
         """Return the context within which all processes are in the same step."""
@@ -70,6 +79,14 @@ class ParallelStrategy(Protocol):
         """Clip the norm of all gradients to `limit`, and return the norm before."""
         ...
 
+    def share_update(self) -> None:
+        """Exchange what the optimizer has prepared. All processes call it."""
+        ...
+
+    def finish_update(self) -> None:
+        """Write what the optimizer of this process does not write."""
+        ...
+
     def check(self, samples: Sequence[Tensor]) -> None:
         """Raise a TrainingError if replicas differ."""
         ...
@@ -84,9 +101,10 @@ class Replicas:
 
     loss_factor = 1.0
     whole = True
+    in_two_parts = False
 
     def __init__(self, world: World, forward: Forward, parameters: Sequence[Parameter]) -> None:
-        self.parameters = list(parameters)
+        self.parameters = self.written = list(parameters)
         known = {id(parameter): name for name, parameter in forward.model.named_parameters()}
         self.names = [known[id(parameter)] for parameter in self.parameters]
         self.forward = forward
@@ -104,6 +122,12 @@ class Replicas:
 
     def clip(self, limit: float) -> float:
         return float(nn.utils.clip_grad_norm_(self.parameters, limit))
+
+    def share_update(self) -> None:
+        """Do nothing: each process has prepared the whole update."""
+
+    def finish_update(self) -> None:
+        """Do nothing: the optimizer writes all weights."""
 
     def check(self, samples: Sequence[Tensor]) -> None:
         self._world.check_agreement(samples)
@@ -124,6 +148,7 @@ class Shards:
     """
 
     whole = False
+    in_two_parts = False
 
     def __init__(self, world: World, forward: Forward) -> None:
         self._world = world
@@ -140,7 +165,7 @@ class Shards:
         trained = [(name, whole) for name, whole in self._model.named_parameters() if whole.requires_grad]
         parts = [Part(name, number, _local(whole), whole) for number, (name, whole) in enumerate(trained)]
         self.parts = [part for part in parts if part.own.numel()]
-        self.parameters = [part.own for part in self.parts]
+        self.parameters = self.written = [part.own for part in self.parts]
         self.names = [part.name for part in self.parts]
 
     # ------------------------------------------------------------------------------------------ steps
@@ -170,6 +195,12 @@ class Shards:
         if norm > limit:
             torch._foreach_mul_(gradients, limit / (norm + 1e-6))  # pyright: ignore[reportPrivateImportUsage]
         return norm
+
+    def share_update(self) -> None:
+        """Do nothing: each process writes its own shard."""
+
+    def finish_update(self) -> None:
+        """Do nothing: the optimizer writes the whole shard."""
 
     def check(self, samples: Sequence[Tensor]) -> None:
         """Do nothing: each process holds a different part."""
@@ -248,6 +279,10 @@ class Shards:
                     getattr(self._model, METHOD)(microbatch.to(device))
 
 
+ShardedStates = Shards | ShardedUpdate
+"""Strategies with a shard of the optimizer states in each process."""
+
+
 class _Together(Forward):
     """A forward pass that gathers the shards."""
 
@@ -284,8 +319,9 @@ def hold(
     """
     if not isinstance(model, FSDPModule):
         forward = build_forward(model, config)
-        fit(forward, config, trained, before_measuring)
-        return Replicas(world, forward, trained)
+        shares = not world.alone and shards_update(config)
+        fit(forward, config, trained, before_measuring, world.size if shares else 1)
+        return ShardedUpdate(world, forward, trained) if shares else Replicas(world, forward, trained)
     assert isinstance(model, nn.Module)
     with with_rest(model):
         forward = build_forward(model, config)

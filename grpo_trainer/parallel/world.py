@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -95,11 +95,23 @@ class SaveStates:
 
 
 @dataclass(frozen=True)
+class Tend:
+    """Shared weights only: do for the own server what rank 0's bridge does for its own (`PairedBridge.tend`).
+
+    Attributes:
+        version: the version of the trainer's weights, by rank 0's count.
+    """
+
+    what: Literal["connect", "prove"]
+    version: int = 0
+
+
+@dataclass(frozen=True)
 class End:
     """The last order."""
 
 
-Command = Step | Restore | ModelPass | Score | Collect | SaveStates | End
+Command = Step | Restore | ModelPass | Score | Collect | SaveStates | Tend | End
 
 
 class World:
@@ -230,10 +242,7 @@ class World:
         """Sum the gradients of all ranks; a rank without a gradient for a parameter counts as zeros."""
         if self.alone:
             return
-        given = self.gather([parameter.grad is not None for parameter in parameters])
-        for index, parameter in enumerate(parameters):
-            if parameter.grad is None and any(each[index] for each in given):
-                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
+        self.fill_gradients(parameters)
         for bucket in buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
             with peers():
@@ -243,19 +252,29 @@ class World:
                 bucket, [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)]
             )
 
-    def check_agreement(self, samples: Sequence[Tensor]) -> None:
+    def fill_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Give a parameter that has a gradient on some ranks only a gradient of zeros on the others."""
+        given = self.gather([parameter.grad is not None for parameter in parameters])
+        for index, parameter in enumerate(parameters):
+            if parameter.grad is None and any(each[index] for each in given):
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype or parameter.dtype)
+
+    def check_agreement(self, samples: Sequence[Tensor], when: str = "after the same step") -> None:
         """Check by some entries that all ranks hold the same weights.
+
+        Args:
+            when: completes the message.
 
         Raises:
             CommonWeightsError: weights differ; on all ranks, and the message names those that differ from rank 0.
         """
         if self.alone:
             return
-        own_sums = torch.stack([sample.double().sum() for sample in samples])
+        own_sums = torch.stack([_checksum(sample) for sample in samples])
         sums = self.gather([str(value) for value in own_sums.tolist()])  # as text, so that NaN equals NaN
         if different := [rank for rank, own in enumerate(sums) if own != sums[0]]:
             raise CommonWeightsError(
-                "other weights than rank 0 after the same step",
+                f"other weights than rank 0 {when}",
                 field="trainer processes",
                 got=f"rank {', '.join(map(str, different))}",
                 fix="resume from the last checkpoint with --resume auto",
@@ -332,6 +351,12 @@ def join(config: DistributedConfig, *, on_gpu: bool) -> World:
         ) from None
     log.info("rank %d of %d trainer processes", rank, size)
     return World(rank, size, control)
+
+
+def _checksum(sample: Tensor) -> Tensor:
+    """Return a sum in which each entry counts by its place, so that exchanged rows change it."""
+    places = torch.linspace(1.0, 2.0, len(sample), dtype=torch.float64, device=sample.device)
+    return (sample.double() * places).sum()
 
 
 def _first_line(error: BaseException) -> str:

@@ -32,7 +32,7 @@ from grpo_trainer.metrics.types import Metrics, Sum
 from grpo_trainer.optim import TwoPartOptimizer
 from grpo_trainer.optim.spikes import NormHistory
 from grpo_trainer.parallel.shard_states import Place, read_states, reshard_states, whole_parts
-from grpo_trainer.parallel.strategies import Shards
+from grpo_trainer.parallel.strategies import ShardedStates
 from grpo_trainer.policy import Adapter, AllWeights, Policy
 from grpo_trainer.saving.finding import Found, newest_whole, said_of, saved_checkpoints
 from grpo_trainer.saving.generators import generator_states, restore_generators
@@ -53,7 +53,7 @@ class Checkpoints:
         policy: the trained policy.
         optimizer: the optimizer of its parameters.
         norms: history of gradient norms.
-        shards: this process's shards; None: the weights are not sharded.
+        shards: this process's shards; None: neither weights nor optimizer states are sharded.
         snapshot: the copy that is written in the background.
         clock: clock in seconds, for checkpoints by time.
 
@@ -68,7 +68,7 @@ class Checkpoints:
         policy: Policy,
         optimizer: TwoPartOptimizer,
         norms: NormHistory | None = None,
-        shards: Shards | None = None,
+        shards: ShardedStates | None = None,
         snapshot: Snapshot | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -10,6 +10,7 @@ from peft import PeftModel
 from grpo_trainer.config.bridge import Broadcast, CheckpointRestart, LoraOnly, LoraRestart, SharedVllm
 from grpo_trainer.config.server import server_names
 from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.parallel.world import World
 from grpo_trainer.policy import AllWeights, Policy, SharedWeights
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.server_client import ServerClient
@@ -19,16 +20,23 @@ from grpo_trainer.weights.broadcast import BroadcastBridge, PresentWeights
 from grpo_trainer.weights.checkpoint_restart import CheckpointModels, MergedModels, build_restart
 from grpo_trainer.weights.lora_swap import LoraSwap
 from grpo_trainer.weights.multi_server import SeveralServers
+from grpo_trainer.weights.paired import PairedBridge
 from grpo_trainer.weights.shared_weights import SharedBridge
 
 
 def build_bridge(
-    config: TrainConfig, policy: Policy, checkpoints: Checkpoints, progress: Progress, stop: StopSignal
+    config: TrainConfig,
+    policy: Policy,
+    checkpoints: Checkpoints,
+    progress: Progress,
+    stop: StopSignal,
+    world: World | None = None,
 ) -> WeightBridge:
     """Return the bridge that `--weight-bridge-mode` names.
 
     Args:
         progress: where the run starts.
+        world: the processes that train together.
         stop: ends the bridge's waits. If the bridge owns the server and the server exits, all other waits end too.
 
     Raises:
@@ -49,7 +57,8 @@ def build_bridge(
             return SeveralServers(swaps) if len(swaps) > 1 else swaps[config.vllm.url]
         case SharedVllm() as options:
             assert isinstance(policy, SharedWeights)
-            return SharedBridge(options, policy, clients[0], config.model.seq_len)
+            own = SharedBridge(options, policy, clients[0], config.model.seq_len)
+            return own if world is None or world.alone else _paired(config, own, policy, world)
         case Broadcast() as options:
             assert isinstance(policy, AllWeights)
             weights = PresentWeights(checkpoints.weights_now, keep=checkpoints.gathers)
@@ -68,3 +77,18 @@ def build_bridge(
         case CheckpointRestart() as options:
             models = CheckpointModels(config.model.name, checkpoints)
             return build_restart(config, options, models, policy, clients, last_version, stop)
+
+
+def build_followers_bridge(config: TrainConfig, policy: Policy, world: World) -> PairedBridge | None:
+    """Return the bridge of a process other than rank 0 to its own server; None: only rank 0 updates servers."""
+    match config.bridge:
+        case SharedVllm() as options:
+            assert isinstance(policy, SharedWeights)
+            client = ServerClient(config.vllm.each[world.rank])
+            return _paired(config, SharedBridge(options, policy, client, config.model.seq_len), policy, world)
+        case _:
+            return None
+
+
+def _paired(config: TrainConfig, own: SharedBridge, policy: SharedWeights, world: World) -> PairedBridge:
+    return PairedBridge(own, policy, world, [vllm.url for vllm in config.vllm.each])

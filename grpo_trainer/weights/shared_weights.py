@@ -54,7 +54,7 @@ class SharedBridge:
         self._device = policy.model.device
         self._info: BridgeInfo | None = None
         self._version = 0
-        self._server_fence = ServerFence(server, config.in_flight, self._finish_kernels)
+        self._server_fence = ServerFence(server, config.in_flight, self.finish_kernels)
         self.proved: Proved | None = None
 
     def __enter__(self) -> SharedBridge:
@@ -71,6 +71,16 @@ class SharedBridge:
         Raises:
             BridgeError: the model was attached to another server, or the server's weights are torn or synthetic.
         """
+        version = self.look(policy_version)
+        self.begin(version)
+        return version
+
+    def look(self, policy_version: int) -> int:
+        """Wait for the server, check it, and return the version to begin with: `policy_version` or a higher one.
+
+        Raises:
+            BridgeError: as `connect`.
+        """
         self._server.wait_until_there()
         state = self._server.wait_until_settled()
         info = self._info = state.info
@@ -80,11 +90,7 @@ class SharedBridge:
             *(info.served_model_name, info.vllm_version, info.device, info.dtype, info.boot_id),
         )
         if self._policy.loaded is not None:
-            version = policy_version if policy_version > info.policy_version else info.policy_version + 1
-            with self._fence(version, RESTORE_SECONDS):
-                self._policy.write_loaded()
-            log.info("wrote the checkpoint's weights into the server's memory, as version %d", version)
-            return version
+            return policy_version if policy_version > info.policy_version else info.policy_version + 1
         fault = state.fault
         if fault is None and info.policy_version < 0:
             fault = "an earlier trainer ended while it was proving the bridge, and left a synthetic change"
@@ -101,8 +107,15 @@ class SharedBridge:
                 "the model's files",
                 info.policy_version,
             )
-        self._version = max(policy_version, info.policy_version)
-        return self._version
+        return max(policy_version, info.policy_version)
+
+    def begin(self, version: int) -> None:
+        """Begin with a version, and write a resumed checkpoint into the server's memory as that version."""
+        if self._policy.loaded is not None:
+            with self._fence(version, RESTORE_SECONDS):
+                self._policy.write_loaded()
+            log.info("wrote the checkpoint's weights into the server's memory, as version %d", version)
+        self._version = version
 
     def _check(self, info: BridgeInfo) -> None:
         """Raise a `BridgeError` for settings of the server that training would fail on or learn wrongly from."""
@@ -138,19 +151,25 @@ class SharedBridge:
             raise BridgeError(
                 "the shared weights are of another version", field="version", got=version, wanted=str(self._version)
             )
-        metrics, self._server_fence.metrics = self._server_fence.metrics, {}
+        metrics, self._server_fence.metrics = self.last_metrics, {}
         quiet: dict[str, Metric] = {"train/sync_time": Sum(0.0), "publish/version": Sum(version)}
         return Published(version, self._info.served_model_name, quiet | metrics)
+
+    @property
+    def last_metrics(self) -> dict[str, Metric]:
+        """The figures of the last update; empty once it was published."""
+        return self._server_fence.metrics
 
     @contextmanager
     def _fence(self, version: int, seconds: float = WRITE_SECONDS) -> Iterator[None]:
         """Keep the server from reading the weights within the block; afterwards it generates with them as `version`."""
         assert self._info is not None, "connect comes first"
-        self._finish_kernels()  # so that the server does not pause for kernels queued earlier
+        self.finish_kernels()  # so that the server does not pause for kernels queued earlier
         with self._server_fence.hold(self._info.boot_id, version, seconds):
             yield
         self._version = version
 
-    def _finish_kernels(self) -> None:
+    def finish_kernels(self) -> None:
+        """Wait until the trainer's device has done what was asked of it."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

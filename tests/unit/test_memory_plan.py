@@ -99,6 +99,22 @@ def test_shared_weights_are_the_servers() -> None:
     assert some["trainer", "optimizer states"] == 8 * SMALL.layer_parameters
 
 
+def test_pairs_of_server_and_trainer_share_the_states_only() -> None:
+    options = trainer("shared_vllm", optimizer="adamw_8bit", master_weights=True)
+    server = Server(gpu_share=0.5, max_model_len=10, replicas=2)
+    setup = Setup(options, SMALL, server, Devices("cuda", 10**12, 2), trainers=2)
+    rows = setup.plan().rows
+    count = SMALL.parameters
+    for device in (0, 1):
+        found = {(row.owner, row.what): row.nbytes for row in rows if row.device == device}
+        assert ("trainer", "weights") not in found and found["server", "weights"] == 2 * count
+        assert found["trainer", "gradients"] == 2 * count
+        assert found["trainer", "optimizer states"] == int((2 + 8 / 256) * count / 2)
+        assert found["trainer", "master weights"] == 2 * count
+        assert found["trainer", "gradient bucket"] == 256 << 20
+    assert {row.device for row in rows} == {0, 1}
+
+
 def test_an_adapter() -> None:
     adapter = SMALL.adapter_parameters(8, ("q_proj", "v_proj"))
     found = parts(trainer("lora_only", lora_r=8, lora_target_modules="q_proj,v_proj", lora_keep_versions=3))

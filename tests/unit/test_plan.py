@@ -324,6 +324,35 @@ def test_each_gpu_of_the_trainer_has_a_process_and_they_meet_at_one_port() -> No
     assert not [process.name for process in plan(on_gpu=True).processes if "RANK" in process.env]
 
 
+@pytest.mark.parametrize("flags", [{"weight_bridge_mode": "shared_vllm"}, {"share_base": True}])
+def test_each_trainer_that_shares_weights_has_a_server_on_its_gpu(
+    flags: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    base = {"model_name": "demo", "run_dir": "/runs/a", "weight_bridge_mode": "lora_only", "trainer_gpus": "2"}
+    config = build_run({}, {**base, **flags})
+    ports = {**PORTS, "server-2": 9124, "trainers": 7000}
+    made = plan_run(config, ports, python="py", on_gpu=True)
+    servers = [process for process in made.processes if process.name in ("server", "server-2")]
+    assert [server.env["CUDA_VISIBLE_DEVICES"] for server in servers] == ["4", "5"]
+    assert all("--shared-weights" in server.argv for server in servers)
+    files = [option(server.argv, "--bridge-config-path") for server in servers]
+    assert files[0] == "/runs/a/config/vllm_bridge_config.json" and len(set(files)) == 2
+    ranks = [process.env["LOCAL_RANK"] for process in made.processes if process.name.startswith("trainer")]
+    assert ranks == ["0", "1"]
+    trainer = build(TrainConfig, made.config_files[Path("/runs/a/config/trainer.toml")])
+    assert isinstance(trainer.bridge, SharedServer) and trainer.bridge.config_path is None
+    assert [vllm.port for vllm in trainer.vllm.each] == [9123, 9124]
+    environment = made.config_files[Path("/runs/a/config/env-arithmetic.toml")]
+    assert environment["openai"]["base_url"].count(",") == 1
+
+
+def test_further_servers_share_nothing_and_given_gpus_stay() -> None:
+    made = plan_of_three(share_base=True, trainer_gpus="2")
+    assert ["--shared-weights" in server.argv for server in made.processes[1:4]] == [True, True, False]
+    assert [server.env["CUDA_VISIBLE_DEVICES"] for server in made.processes[1:4]] == ["0", "1,2", "3"]
+
+
 @pytest.mark.parametrize("flag", ["trainer_rank", "world_size", "init_method"])
 def test_ranks_are_the_runs_own(flag: str) -> None:
     with pytest.raises(ConfigError) as error:
@@ -332,7 +361,7 @@ def test_ranks_are_the_runs_own(flag: str) -> None:
 
 
 REPLICAS = {"server.replicas": "3", "server.gpus": "0;1,2;3", "server.port": 9123}
-THREE_PORTS = {**PORTS, "server-2": 9124, "server-3": 9125}
+THREE_PORTS = {**PORTS, "server-2": 9124, "server-3": 9125, "trainers": 7000}
 
 
 def plan_of_three(**flags: Any) -> RunPlan:

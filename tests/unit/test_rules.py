@@ -30,6 +30,7 @@ LORA = {"weight_bridge_mode": "lora_only"}
 SENT = {"weight_bridge_mode": "broadcast"}
 SHARE_BASE = {**LORA, "share_base": True}
 TWO = {"trainer_rank": 0, "world_size": 2, "init_method": "tcp://127.0.0.1:1"}
+PAIRS = {**SHARED, **TWO, "vllm_also": "h:9001"}
 CLUSTER = {**LORA, "cluster": "auto"}
 REPLICAS = {**LORA, "server.replicas": "3", "server.gpus": "0;1,2;3"}
 
@@ -134,14 +135,27 @@ ROWS = [
         {**SHARED, "dtype": "float16"},
         *("--dtype", "float16", "--master-weights"),
     ),
-    in_train(rules.shared_weights, {**SHARED, "vllm_also": "h:9001"}, "--vllm-also", "h:9001", "one server"),
+    in_train(rules.pairs, {**SHARED, "vllm_also": "h:9001"}, "--vllm-also", "2 servers: h:9001", "1: a server"),
     in_run(
-        rules.shared_weights,
+        rules.pairs,
         {**SHARED, "server.replicas": "3", "server.gpus": "0;1;2"},
-        *("--server.replicas", "3", "one server, or another mode"),
+        *("--server.replicas", "3 servers", "1: a server for each trainer process (--trainer-gpus)"),
     ),
-    in_train(rules.shared_weights, {**SHARED, **TWO}, "--world-size", "2", "lora_restart or none"),
-    in_run(rules.shared_weights, {**SHARE_BASE, "trainer_gpus": 2}, "--trainer-gpus", "2", "1, or"),
+    in_train(rules.pairs, {**SHARED, **TWO}, "--vllm-also", "1 servers", "2: a server for each trainer process"),
+    in_run(
+        rules.pairs,
+        {**SHARE_BASE, "trainer_gpus": 2, "server.replicas": 1},
+        *("--server.replicas", "1 servers", "2: a server for each trainer process"),
+    ),
+    in_run(
+        rules.pairs,
+        {**SHARE_BASE, "trainer_gpus": 2, "cluster": "auto"},
+        "--cluster",
+        "--trainer-gpus 2",
+        "one machine",
+    ),
+    in_train(rules.pairs, {**PAIRS, "vllm_config_path": "x.json"}, "--vllm-config-path", "x.json", "leave it out"),
+    in_train(rules.pairs, {**PAIRS, "optimizer": "adafactor"}, "--optimizer", "adafactor", "adamw_8bit"),
     in_run(
         rules.written_server,
         {**SHARED, "server.tensor_parallel_size": "2"},

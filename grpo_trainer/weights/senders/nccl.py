@@ -59,7 +59,7 @@ class NcclSender:
         """Enqueue each bucket while the one before is sent: its packing, into the same memory, and its broadcast."""
         buckets, stream = self._buckets, self._stream
         buffer_E = torch.empty(buckets.largest, dtype=buckets.dtype, device=self._device)
-        before: torch.cuda.Event | None = None
+        before = None
         for number in range(len(buckets)):
             bucket_E = buckets.pack(number, stored, buffer_E)
             communicator.broadcast(bucket_E.data_ptr(), bucket_E.nbytes, root=0, stream=stream.cuda_stream)

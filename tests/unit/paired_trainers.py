@@ -1,0 +1,164 @@
+"""`python -m tests.unit.paired_trainers RANK SIZE PORT FOLDER [KEY=VALUE …]`: a trainer process on the weights of its
+own stand-in for a server, for a few steps. Writes what it came to into `FOLDER/rankRANKofSIZE.pt`.
+
+`fault=WHAT` plants a fault into rank 1: see `plant`. `served=bfloat16` sets the dtype of the weights.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from grpo_trainer.config.bridge import SharedVllm
+from grpo_trainer.config.options import build
+from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.errors import GrpoError, ServerError
+from grpo_trainer.follower import run_worker
+from grpo_trainer.metrics.types import reduce
+from grpo_trainer.parallel.world import Restore, World, join
+from grpo_trainer.policy import SharedWeights
+from grpo_trainer.saving.checkpoint import Checkpoints
+from grpo_trainer.saving.manifest import Progress
+from grpo_trainer.trainer import Trainer
+from grpo_trainer.weights.paired import PairedBridge
+from grpo_trainer.weights.shared_weights import SharedBridge
+from tests.unit.factories import batch, sample
+from tests.unit.test_shared_weights import SharingServer
+from tests.unit.two_trainers import GROUPS, ONE
+
+STEPS = 5
+POISONED = [[sample([4], [5], 1.0, logprobs=[float("nan")]), sample([4], [6], 0.0)]]
+DIED = 9
+"""Exit status of a rank that a fault ends."""
+
+
+def main(rank: int, size: int, port: int, folder: Path, options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    fault = options.pop("fault", "") if rank == 1 else options.pop("fault", "") and ""
+    served = getattr(torch, options.pop("served", "float32"))
+    values: dict[str, Any] = {"model": "x", "weight_bridge_mode": "shared_vllm", "device": "cpu", "seq_len": 64}
+    values |= {"lr": 1e-3, "batch_size": 2, "adam_epsilon": 1e-3, "save_path": str(folder / "checkpoints")}
+    values |= {"trainer_rank": rank, "world_size": size, "init_method": f"tcp://127.0.0.1:{port}"}
+    config = build(TrainConfig, values | options)
+    world = join(config.distributed, on_gpu=False)
+    server = SharingServer()
+    server.model.to(served)
+    plant(fault, server)
+    result: dict[str, Any] = {}
+    try:
+        work(config, world, server, fault, result)
+    except GrpoError as error:
+        problem = error.problems[0]
+        result |= {"error": type(error).__name__, "field": problem.field, "got": problem.got}
+    result |= {"told": server.told, "weights": {name: p.detach() for name, p in server.model.named_parameters()}}
+    torch.save(result, folder / f"rank{rank}of{size}.pt")
+
+
+def plant(fault: str, server: SharingServer) -> None:
+    """Plant a fault that is there from the start."""
+    if fault == "other weights":
+        with torch.no_grad():
+            next(server.model.parameters())[1, 2] += 0.1
+    if fault == "other version":
+        server.info = SharingServer(version=3, updates=3).info
+    if fault in ("other place", "a copy"):
+        server.fault_of_it = fault
+
+
+def work(config: TrainConfig, world: World, server: SharingServer, fault: str, result: dict[str, Any]) -> None:
+    model = server.trainers_model().requires_grad_(True)
+    policy = SharedWeights(model, None, SimpleNamespace(boot_id=server.info.boot_id))  # type: ignore[arg-type]
+    trainer = Trainer(model, config, world=world)
+    torch.manual_seed(world.rank)  # so that ranks which round by themselves would differ
+    checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms, trainer.shards)
+    assert isinstance(config.bridge, SharedVllm)
+    own = SharedBridge(config.bridge, policy, server, 64)  # type: ignore[arg-type]
+    urls = [f"http://server-{rank}" for rank in range(world.size)]
+    bridge = own if world.alone else PairedBridge(own, policy, world, urls)
+    with mock.patch.object(server, "close", lambda: None, create=True), bridge:
+        if world.leads:
+            with world:
+                lead(config, world, trainer, checkpoints, bridge, result)
+        else:
+            assert isinstance(bridge, PairedBridge)
+            plant_later(fault, server, trainer)
+            run_worker(world, trainer, checkpoints, bridge)
+    states = trainer.optimizer.state_dict()["state"].values()
+    result["states"] = sum(value.nbytes for state in states for value in state.values() if torch.is_tensor(value))
+
+
+def lead(
+    config: TrainConfig,
+    world: World,
+    trainer: Trainer,
+    checkpoints: Checkpoints,
+    bridge: SharedBridge | PairedBridge,
+    result: dict[str, Any],
+) -> None:
+    progress = checkpoints.resume()
+    if checkpoints.safe_path is not None:
+        world.give_all(Restore(checkpoints.safe_path))
+    version = bridge.connect(progress.policy_version)
+    result["noise"] = bridge.prove()
+    losses = []
+    for step in range(progress.step, progress.step + STEPS):
+        row = reduce(trainer.step(batch(*(GROUPS if step % 2 == 0 else ONE)), step, bridge.updating).metrics)
+        losses.append(row["train/loss"])
+        version += 1
+        published = bridge.publish(version)
+        assert published.version == version and reduce(published.metrics)["publish/stall_time"] == 0.5
+    result |= {"losses": losses, "version": version}
+    assert not trainer.step(batch(*POISONED), 9, bridge.updating).updated  # its gradients must not stay
+    checkpoints.save(Progress(progress.step + STEPS, version), final=False)
+
+
+def plant_later(fault: str, server: SharingServer, trainer: Trainer) -> None:
+    """Plant a fault into the first step."""
+
+    def die(*_: object) -> None:
+        os._exit(DIED)
+
+    def after(*arguments: Any) -> Any:
+        answer = SharingServer.end_update(server, *arguments)
+        if arguments[0].version > 0:
+            die()
+        return answer
+
+    def refuse(request: Any) -> Any:
+        if server.told.count("end 0"):  # not within the proof
+            raise ServerError("no answer")
+        return SharingServer.begin_update(server, request)
+
+    holding: Any = trainer.holding
+    match fault:
+        case "dies before the fence":
+            holding.share_update = die
+        case "dies within the fence":
+            holding.finish_update = die
+        case "dies after the fence":
+            server.end_update = after  # type: ignore[method-assign]
+        case "no fence":
+            server.begin_update = refuse  # type: ignore[method-assign]
+        case "swapped rows":
+            holding.finish_update = lambda: swap(holding)
+        case _:
+            pass
+
+
+def swap(holding: Any) -> None:
+    """Write the other rank's rows in place of the own ones."""
+    for parameter in holding.written:
+        if parameter.grad is not None:
+            parameter.data.copy_(parameter.grad.roll(len(parameter) // 2, 0))
+    holding._forget_gradients()
+
+
+if __name__ == "__main__":
+    own_options = dict(word.split("=", 1) for word in sys.argv[5:])
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), own_options)
