@@ -142,6 +142,9 @@ class SharedBridge:
         quiet: dict[str, Metric] = {"train/sync_time": Sum(0.0), "publish/version": Sum(version)}
         return Published(version, self._info.served_model_name, quiet | metrics)
 
+    def welcome(self) -> None:
+        """Do nothing: this bridge has one server."""
+
     @contextmanager
     def _fence(self, version: int, seconds: float = WRITE_SECONDS) -> Iterator[None]:
         """Keep the server from reading the weights within the block; afterwards it generates with them as `version`."""
