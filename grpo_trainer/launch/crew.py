@@ -152,21 +152,28 @@ class Crew:
         due = [spec for one in self._due for spec in one.specs if self._is_server(spec)]
         return bool(own or due or self._elsewhere)
 
-    def due(self) -> list[ProcessSpec]:
-        """Return the processes that start now."""
-        starting: list[ProcessSpec] = []
+    def due(self) -> list[Sequence[ProcessSpec]]:
+        """Return the processes that start now; those that start together are one entry."""
+        starting: list[Sequence[ProcessSpec]] = []
         for one in self._due.copy():
             if time.monotonic() < one.at:
                 continue
             self._due.remove(one)
             placed = self._placed(one.specs)
             if placed is not None:
-                starting += placed
+                starting.append(placed)
                 continue
             if not one.waits:
                 self._say(f"{', '.join(spec.name for spec in one.specs)}: no machine has room; waiting for one")
             self._due.append(Due(one.specs, time.monotonic() + PLACE_SECONDS, waits=True))
         return starting
+
+    def put_off(self, specs: Sequence[ProcessSpec]) -> bool:
+        """Have processes that could not be started start later; return False if that has happened too often."""
+        group = specs[0].restarts
+        self._restarts[group] += 1
+        self._due.append(Due(tuple(specs), time.monotonic() + PLACE_SECONDS))
+        return self._restarts[group] <= self._most
 
     # servers ------------------------------------------------------------------------------------------------
 

@@ -197,7 +197,9 @@ class RayCluster:
             gpus: that it needs; 0: it runs on a CPU, whose cores it shares with others.
             places: of the run's other processes.
         """
-        for node in free_nodes(self._alive(), places, gpus):
+        known_lost = {room[0] for room in self._lost}  # Ray may still count a lost node as alive
+        nodes = free_nodes(self._alive(), places, gpus)
+        for node in sorted(nodes, key=lambda node: node in known_lost):
             room = (node, f"{name}-{next(self._starts)}")
             self._agents[room] = self._agent(node, gpus, 0)
             try:

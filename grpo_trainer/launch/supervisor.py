@@ -105,8 +105,8 @@ class Supervisor:
                     for spec in later.popleft():
                         self.start(spec)
                 self._check()
-                for spec in self._crew.due():
-                    self.start(spec)
+                for specs in self._crew.due():
+                    self._start_again(specs)
                 self._crew.tend(self.children)
                 for child in self._unready:
                     self._look(child, http)
@@ -174,12 +174,31 @@ class Supervisor:
         group = self._crew.lost(culprit, self.children)
         if group is None:
             raise error()
+        self._take_out(group)
+        self._waits = False
+
+    def _start_again(self, specs: Sequence[ProcessSpec]) -> None:
+        """Start processes that belong together; if one can't be started, all start later.
+
+        Raises:
+            ProcessFailedError: they could not be started several times.
+        """
+        begun: list[Watched] = []
+        try:
+            for spec in specs:
+                begun.append(self.start(spec))
+        except ProcessFailedError:
+            if not self._crew.put_off(specs):
+                raise
+            self._take_out(begun)
+
+    def _take_out(self, group: Sequence[Watched]) -> None:
+        """Kill what is left of processes, and forget them."""
         for child in group:
             child.note_family()
             child.kill()
             child.close()
             self.children.remove(child)
-        self._waits = False
 
     @staticmethod
     def _as_planned(child: Watched) -> bool:

@@ -19,7 +19,7 @@ from grpo_trainer.errors import ConfigError, ProcessFailedError, ServerError
 from grpo_trainer.launch import crew as crew_module
 from grpo_trainer.launch.crew import Crew
 from grpo_trainer.launch.plan import TRAINERS, ProcessSpec
-from grpo_trainer.launch.requests import Answer, Request, request
+from grpo_trainer.launch.requests import Request, request
 from grpo_trainer.launch.supervisor import Supervisor
 from grpo_trainer.launch.watched import Watched
 from tests.unit.test_supervisor import LAST, SERVER, SLEEPER, free_port, spec
@@ -128,6 +128,26 @@ def test_restarts_are_counted_anew_after_a_long_run(tmp_path: Path, monkeypatch:
         running.run([[spec("trainer", waits, str(tmp_path / "env"), ends_run=True), env]])
 
 
+def test_trainers_of_which_one_can_not_be_started_start_together_later(tmp_path: Path) -> None:
+    class Refusing(Running):
+        refusals = 1
+
+        def start(self, spec: ProcessSpec) -> Watched:
+            if spec.name == "trainer-1" and self.pids.get("trainer-1") and self.refusals:
+                self.refusals -= 1
+                raise ProcessFailedError("its machine is gone", field=spec.name)
+            return super().start(spec)
+
+    waits = "import sys, time\nwhile len(open(sys.argv[1]).readlines()) < 2: time.sleep(0.02)"
+    (tmp_path / "b").touch()
+    leads = spec("trainer", waits, str(tmp_path / "b"), ends_run=True, restarts=TRAINERS)
+    other = spec("trainer-1", TWICE.format(end=KILLED), str(tmp_path / "b"), may_end=True, restarts=TRAINERS)
+    running = Refusing(tmp_path, a_crew())
+    with running:
+        running.run([[leads, other]])
+    assert len(running.pids["trainer"]) == 3 and len(running.pids["trainer-1"]) == 2
+
+
 def test_a_process_without_room_waits_for_a_machine(tmp_path: Path) -> None:
     tries: list[int] = []
 
@@ -157,7 +177,7 @@ class Servers:
         url = f"http://127.0.0.1:{port}/health"
         return spec(name, SERVER, str(port), ready_url=url, restarts=name)
 
-    def play(self, specs: Sequence[ProcessSpec], script: Callable[[Running], None], **options: Any) -> Running:
+    def play(self, specs: Sequence[ProcessSpec], script: Callable[[Running], None], **options: Any) -> None:
         done = self.folder / "done"
         waits = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.02)"
         trainer = spec("trainer", waits, str(done), ends_run=True)
@@ -171,14 +191,14 @@ class Servers:
                 self.fault = fault
             done.touch()
 
-        with Running(self.folder, crew) as running:
+        running = Running(self.folder, crew)
+        with running:
             thread = threading.Thread(target=act)
             thread.start()
             running.run([[*specs, trainer]])
         thread.join()
         if self.fault is not None:
             raise self.fault
-        return running
 
     def listed(self, specs: Sequence[ProcessSpec]) -> list[Member]:
         found = {member.name: member for member in read_members(self.servers)}
@@ -265,7 +285,7 @@ def test_servers_are_added_while_a_run_goes_on(tmp_path: Path) -> None:
         assert not request(run.servers, Request("add", gpus="7")).done
         assert request(run.servers, Request("add")).done
         run.until(lambda: run.states().get("server-2") == ("running", 1))
-        assert request(run.servers, Request("add")) == Answer(False, "no machine of the cluster has room for a server")
+        assert not request(run.servers, Request("add")).done, "no machine has room"
         elsewhere = "http://127.0.0.1:9"
         assert request(run.servers, Request("add", elsewhere)).done
         assert not request(run.servers, Request("add", elsewhere)).done
