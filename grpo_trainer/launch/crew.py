@@ -140,11 +140,11 @@ class Crew:
     def _may_restart(self, child: Watched) -> bool:
         if not (child.spec.restarts and self._most and self._has_begun()):
             return False
-        if child.spec.restarts != TRAINERS:
-            return True
-        # An error that a trainer reports itself would come again.
-        is_temporary = (child.exit_code or 0) < 0 or child.exit_code == os.EX_TEMPFAIL
-        return is_temporary and self._has_checkpoint()
+        # An error that trainer or API report themselves, such as a deleted queue, would come again or hide a loss.
+        was_killed = (child.exit_code or 0) < 0 or child.exit_code == os.EX_TEMPFAIL
+        if not (was_killed or child.spec.after_errors):
+            return False
+        return child.spec.restarts != TRAINERS or self._has_checkpoint()
 
     def _others(self, child: Watched, children: Sequence[Watched]) -> bool:
         """Return whether the run has another server."""

@@ -48,6 +48,7 @@ class ProcessSpec:
         place: the machine and the GPUs that a cluster gives it.
         restarts: processes with the same name here restart together when one of them ends unexpectedly; empty: it does
             not restart.
+        after_errors: it restarts after errors that it reports itself, too, not only when it was killed.
         again: further arguments when it restarts.
     """
 
@@ -62,6 +63,7 @@ class ProcessSpec:
     told: bool = False
     place: Place = HERE
     restarts: str = ""
+    after_errors: bool = False
     again: tuple[str, ...] = ()
 
     @property
@@ -259,7 +261,7 @@ def _server_processes(
         own = (*flags, *shared) if trainer.shares_weights and name == config.server.names[0] else tuple(flags)
         one = trainer.model_copy(update={"vllm": vllm})
         process = server_process(one, python=python, on_gpu=on_gpu, model=one.model.name, flags=own, name=name)
-        yield replace(process, restarts=name) if trainer.servers_may_change else process
+        yield replace(process, restarts=name, after_errors=True) if trainer.servers_may_change else process
 
 
 def _bridge_config_path(config: RunConfig) -> Path:
@@ -391,4 +393,4 @@ def restart_patience(trainer: TrainConfig) -> float:
 def _environment_process(name: str, environment: EnvironmentProcess, config_file: Path, python: str) -> ProcessSpec:
     module = environment_module(environment.name)
     argv = (python, "-m", module, "serve", "--config", str(config_file))
-    return ProcessSpec(name=name, argv=argv, may_end=True, restarts=name)
+    return ProcessSpec(name=name, argv=argv, may_end=True, restarts=name, after_errors=True)

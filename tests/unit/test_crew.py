@@ -30,6 +30,8 @@ starts = pathlib.Path(sys.argv[1])
 starts.open("a").write(" ".join(sys.argv[2:]) + ".\\n")
 if len(starts.read_text().splitlines()) < 2:
     {end}
+if "stays" in sys.argv:
+    time.sleep(60)
 """
 """Ends in some way at its first start, and goes on at its second."""
 KILLED = "import os; os.kill(os.getpid(), 9)"
@@ -65,7 +67,7 @@ def starts(folder: Path, name: str) -> list[str]:
 
 
 def test_an_environment_that_was_killed_restarts_and_the_run_ends_well(tmp_path: Path) -> None:
-    env = spec("env", TWICE.format(end=KILLED), str(tmp_path / "env"), may_end=True, restarts="env")
+    env = spec("env", TWICE.format(end=KILLED), str(tmp_path / "env"), may_end=True, restarts="env", after_errors=True)
     waits = "import os, sys, time\nwhile len(open(sys.argv[1]).readlines()) < 2: time.sleep(0.02)"
     (tmp_path / "env").touch()
     with Running(tmp_path, a_crew()) as running:
@@ -101,6 +103,18 @@ def test_a_trainer_does_not_restart(tmp_path: Path, options: dict[str, Any], end
     assert len(starts(tmp_path, "a")) == 1
 
 
+def test_an_api_that_was_killed_restarts_and_one_that_reports_an_error_does_not(tmp_path: Path) -> None:
+    waits = "import sys, time\nwhile len(open(sys.argv[1]).readlines()) < 2: time.sleep(0.02)"
+    (tmp_path / "a").touch()
+    trainer = spec("trainer", waits, str(tmp_path / "a"), ends_run=True)
+    with Running(tmp_path, a_crew()) as running:
+        running.run([[trainer, spec("api", TWICE.format(end=KILLED), str(tmp_path / "a"), "stays", restarts="api")]])
+    (tmp_path / "a").write_text("")
+    with pytest.raises(ProcessFailedError) as error, Running(tmp_path, a_crew()) as running:
+        running.run([[trainer, spec("api", TWICE.format(end="sys.exit(1)"), str(tmp_path / "a"), restarts="api")]])
+    assert error.value.field == "api"
+
+
 def test_trainers_restart_when_one_says_that_another_has_ended(tmp_path: Path) -> None:
     end = f"sys.exit({os.EX_TEMPFAIL})"
     trainer = spec("trainer", TWICE.format(end=end), str(tmp_path / "a"), ends_run=True, restarts=TRAINERS)
@@ -111,7 +125,7 @@ def test_trainers_restart_when_one_says_that_another_has_ended(tmp_path: Path) -
 
 def test_a_process_that_fails_at_once_every_time_ends_the_run_with_its_error(tmp_path: Path) -> None:
     code = f"import sys; open(sys.argv[1], 'a').write('.\\n'); sys.exit({LAST!r})"
-    env = spec("env", code, str(tmp_path / "env"), may_end=True, restarts="env")
+    env = spec("env", code, str(tmp_path / "env"), may_end=True, restarts="env", after_errors=True)
     with pytest.raises(ProcessFailedError) as error, Running(tmp_path, a_crew(2)) as running:
         running.run([[spec("trainer", SLEEPER, ends_run=True), env]])
     assert (error.value.field, error.value.got) == ("env", "exit code 1") and LAST in error.value.fix
@@ -123,7 +137,7 @@ def test_restarts_are_counted_anew_after_a_long_run(tmp_path: Path, monkeypatch:
     code = "import sys; open(sys.argv[1], 'a').write('.\\n'); sys.exit(1)"
     waits = "import sys, time\nwhile len(open(sys.argv[1]).readlines()) < 4: time.sleep(0.02)"
     (tmp_path / "env").touch()
-    env = spec("env", code, str(tmp_path / "env"), may_end=True, restarts="env")
+    env = spec("env", code, str(tmp_path / "env"), may_end=True, restarts="env", after_errors=True)
     with Running(tmp_path, a_crew(1)) as running:
         running.run([[spec("trainer", waits, str(tmp_path / "env"), ends_run=True), env]])
 
