@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from grpo_common.roster import Member, in_use, read_members
+from tests.integration.paced_environment import FAST
 from tests.processes import ROOT, tail, wait_for
 from tests.runs import rows
 
@@ -69,6 +70,10 @@ class ElasticRun:
     def server_pid(self, url: str) -> int:
         """Of the server that listens at a URL."""
         return self.pids(f"--port {url.rpartition(':')[2]} ")[0]
+
+    def hurry(self) -> None:
+        """Have the rest of the run take as little time as it can (`paced_environment`)."""
+        (self.run_dir / FAST).touch()
 
     def kill(self, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)

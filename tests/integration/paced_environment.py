@@ -10,6 +10,8 @@ from environments.arithmetic_server import ArithmeticEnv
 from environments.peers.inference import Completion
 
 SECONDS = 2.0
+FAST = "fast"
+"""File in the run's folder: scores take no time any more."""
 
 
 class PacedEnv(ArithmeticEnv):
@@ -18,7 +20,9 @@ class PacedEnv(ArithmeticEnv):
     name = "paced"
 
     async def score_group(self, item: Problem, completions: Sequence[Completion]) -> list[float]:
-        await asyncio.sleep(SECONDS)
+        assert self.config.metrics_path is not None
+        if not (self.config.metrics_path.parents[1] / FAST).exists():
+            await asyncio.sleep(SECONDS)
         return [self.score(item, self.decode(completion)) for completion in completions]
 
 

@@ -23,13 +23,13 @@ KILLS = int(os.environ.get("GRPO_KILLS", "6"))
 
 
 def options(mode: str, steps: int, **others: Any) -> dict[str, Any]:
-    """Steps of four groups of eight, in about a second each."""
+    """Steps of four groups of eight, in about two seconds each until they are told to hurry."""
     paced = {"env": "tests.integration.paced_environment", "env--group-size": 8, "checkpoint-interval": 5}
     return of_mode(mode, **{"training-steps": steps, "server.replicas": 2, **paced, **others})
 
 
 def test_servers_and_trainer_leave_and_come_back(demo_model: Path, tmp_path: Path) -> None:
-    run_dir, log, steps = tmp_path / "run", tmp_path / "log", 150
+    run_dir, log, steps = tmp_path / "run", tmp_path / "log", 60
     with started(demo_model, run_dir, log, **options("lora_only", steps)) as process:
         wait_for_step(run_dir, 2, process, log)
         run = ElasticRun(process, run_dir, log)
@@ -52,6 +52,7 @@ def test_servers_and_trainer_leave_and_come_back(demo_model: Path, tmp_path: Pat
         run.wait("the new one serves", lambda: len(run.serving()) == 2)
         assert first not in run.serving()
         assert "server-3" in run.servers_command()
+        run.hurry()
         assert finished(process, log, 600) == 0, tail(log)
     assert_every_group_counted_once(run_dir, steps, GROUPS)
     done = rows(run_dir)
@@ -63,7 +64,7 @@ def test_servers_and_trainer_leave_and_come_back(demo_model: Path, tmp_path: Pat
 
 
 def test_a_broadcast_goes_on_without_a_server_and_with_its_successor(demo_model: Path, tmp_path: Path) -> None:
-    run_dir, log, steps = tmp_path / "run", tmp_path / "log", 80
+    run_dir, log, steps = tmp_path / "run", tmp_path / "log", 40
     with started(demo_model, run_dir, log, **options("broadcast", steps)) as process:
         wait_for_step(run_dir, 2, process, log)
         run = ElasticRun(process, run_dir, log)
@@ -72,6 +73,7 @@ def test_a_broadcast_goes_on_without_a_server_and_with_its_successor(demo_model:
         run.wait("the killed server has left", lambda: list(run.serving()) == [second], 30)
         run.steps(2)
         run.wait("it is back", lambda: run.serving() == {first: 2, second: 1})
+        run.hurry()
         assert finished(process, log, 600) == 0, tail(log)
     assert_every_group_counted_once(run_dir, steps, GROUPS)
     fresh = [row for row in rows(run_dir) if row["rollout/staleness_max"] == 0]
@@ -81,7 +83,7 @@ def test_a_broadcast_goes_on_without_a_server_and_with_its_successor(demo_model:
 def test_a_run_with_random_kills_ends_by_itself(demo_model: Path, tmp_path: Path) -> None:
     """Of servers, the environment and the API, each as soon as the one before it has recovered."""
     run_dir, log, draw = tmp_path / "run", tmp_path / "log", random.Random(23)
-    steps = 60 + 20 * KILLS
+    steps = 20 + 15 * KILLS
     killed: list[str] = []
     with started(demo_model, run_dir, log, **options("lora_only", steps, **{"max-restarts": 20})) as process:
         wait_for_step(run_dir, 2, process, log)
@@ -100,6 +102,7 @@ def test_a_run_with_random_kills_ends_by_itself(demo_model: Path, tmp_path: Path
             before = run.step
             run.wait(f"a step after the kill of {victim}", lambda before=before: run.step > before)
             run.wait("a server and all others are there", lambda: bool(run.serving() and run.pids("paced_environment")))
+        run.hurry()
         assert finished(process, log, 1200) == 0, tail(log)
     assert len(killed) == KILLS
     assert_every_group_counted_once(run_dir, steps, GROUPS)
