@@ -35,6 +35,7 @@ SET_BY_THE_RUN = MappingProxyType(
     | dict.fromkeys(("vllm_host", "vllm_port"), "--server.port")
     | dict.fromkeys(("save_path", "log_dir"), "--run-dir")
     | {"vllm_also": "--server.replicas", "vllm_gpus": "--server.gpus", "vllm_config_path": "--run-dir"}
+    | {"vllm_roster": "--run-dir"}
 )
 """Options of the trainer that a run derives, and what to use instead."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import field_validator
@@ -73,6 +74,11 @@ class VllmConfig(ServedOptions):
         help="Further servers of the same policy: HOST:PORT, comma-separated. The trainer proves and updates each of "
         "them. If this command starts vLLM, it starts them, too.",
         flags=("--vllm-also",),
+    )
+    roster: Path | None = option(
+        None,
+        help="Folder with the list of servers of a run, which may change. grpo run writes it.",
+        flags=("--vllm-roster",),
     )
     gpus: str | None = option(
         None,

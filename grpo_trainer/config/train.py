@@ -15,6 +15,7 @@ from pydantic import field_validator, model_validator
 from grpo_trainer.config.adapter_file import AdapterFile, read_adapter
 from grpo_trainer.config.bridge import (
     BridgeConfig,
+    Broadcast,
     CheckpointRestart,
     LoraOnly,
     RestartOptions,
@@ -259,6 +260,11 @@ class TrainConfig(Section):
     def shares_weights(self) -> bool:
         """Whether the trainer's model lies in the server's memory."""
         return isinstance(self.bridge, SharedVllm) or (isinstance(self.bridge, LoraOnly) and self.bridge.share_base)
+
+    @property
+    def servers_may_change(self) -> bool:
+        """Whether servers may leave and join during a run: each has weights of its own, and gets newer ones alone."""
+        return isinstance(self.bridge, LoraOnly | Broadcast) and not self.shares_weights
 
     @property
     def master_weights(self) -> bool:

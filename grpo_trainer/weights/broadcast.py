@@ -241,6 +241,9 @@ class BroadcastBridge:
         quiet: dict[str, Metric] = {"train/sync_time": Sum(0.0), "publish/version": Sum(version)}
         return Published(version, self._info.served_model_name, quiet | metrics)
 
+    def welcome(self) -> None:
+        """Do nothing: this bridge has one server."""
+
     def _send(self, version: int) -> None:
         """Make the server generate with the trainer's present weights as `version`."""
         assert self._info is not None and self._sender is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -72,12 +72,10 @@ class SeveralServers:
             BridgeError: servers refused, or they now serve different versions; the message names them.
         """
         published = self._at_once(lambda bridge: bridge.publish(version))
-        if len({one.version for one in published}) > 1:
-            served = [f"{one.version} at {url}" for url, one in zip(self._bridges, published, strict=True)]
-            raise BridgeError("the servers differ", field="version", got=", ".join(served), wanted=str(version))
-        rows = [reduce(one.metrics) for one in published]
-        slowest = {name: Sum(max(row[name] for row in rows if name in row)) for row in rows for name in row}
-        return Published(published[0].version, published[0].name, slowest)
+        return as_one(dict(zip(self._bridges, published, strict=True)), version)
+
+    def welcome(self) -> None:
+        """Do nothing: these servers stay the same."""
 
     def _at_once(self, ask: Callable[[WeightBridge], T]) -> list[T]:
         """Ask all bridges in threads; each has its own time limits, and one that fails does not end the others."""
@@ -86,7 +84,7 @@ class SeveralServers:
         answers, problems = [], []
         for url, future in asked.items():
             try:
-                answers.append(self._named(url, future.result))
+                answers.append(named(url, future.result))
             except BridgeError as error:
                 problems += error.problems
         if problems:
@@ -94,14 +92,37 @@ class SeveralServers:
         return answers
 
     def _of_each(self, ask: Callable[[WeightBridge], T]) -> Sequence[T]:
-        return [self._named(url, lambda bridge=bridge: ask(bridge)) for url, bridge in self._bridges.items()]
+        return [named(url, lambda bridge=bridge: ask(bridge)) for url, bridge in self._bridges.items()]
 
-    @staticmethod
-    def _named(url: str, ask: Callable[[], T]) -> T:
-        try:
-            return ask()
-        except BridgeError as error:
-            named = [
-                replace(one, field=": ".join(filter(None, [f"server {url}", one.field]))) for one in error.problems
-            ]
-            raise BridgeError.of(named) from error
+
+def publish_all(
+    senders: ThreadPoolExecutor, bridges: Mapping[str, WeightBridge], version: int
+) -> Mapping[str, Future[Published]]:
+    """Publish to servers at the same time, and return what came of each; none of these publishes runs any more."""
+    sending = {url: senders.submit(bridge.publish, version) for url, bridge in bridges.items()}
+    wait(sending.values())  # even if one fails
+    return sending
+
+
+def as_one(published: Mapping[str, Published], version: int) -> Published:
+    """Return the publishes of one version to several servers as one; each metric is the largest of any server.
+
+    Raises:
+        BridgeError: the servers serve different versions; the message names them.
+    """
+    if len({one.version for one in published.values()}) > 1:
+        served = [f"{one.version} at {url}" for url, one in published.items()]
+        raise BridgeError("the servers differ", field="version", got=", ".join(served), wanted=str(version))
+    rows = [reduce(one.metrics) for one in published.values()]
+    slowest = {name: Sum(max(row[name] for row in rows if name in row)) for row in rows for name in row}
+    first = next(iter(published.values()))
+    return Published(first.version, first.name, slowest)
+
+
+def named(url: str, ask: Callable[[], T]) -> T:
+    """Return what a function returns; a `BridgeError` that it raises gets the server's URL."""
+    try:
+        return ask()
+    except BridgeError as error:
+        problems = [replace(one, field=": ".join(filter(None, [f"server {url}", one.field]))) for one in error.problems]
+        raise BridgeError.of(problems) from error

@@ -58,6 +58,9 @@ class Bridge:
         metrics = {"train/sync_time": Sum(self.seconds), "publish/version": Sum(version)}
         return Published(self.serves or version, f"policy-v{version}", metrics)
 
+    def welcome(self) -> None:
+        raise AssertionError("one server of several welcomes nobody")
+
 
 def several(*bridges: Bridge) -> SeveralServers:
     return SeveralServers({f"http://host-{number}:9001": bridge for number, bridge in enumerate(bridges)})

@@ -196,7 +196,7 @@ def test_a_pass_of_the_model_itself_is_announced_by_its_tokens(monkeypatch: pyte
     model = cut_model(APART)
     draw_weights(model, seed=3)
     trainer = Trainer(model, config_with(), world=world)
-    assert trainer.shards is not None
+    assert isinstance(trainer.shards, Shards)
     tokens_BT = torch.arange(5, 9)[None]
     logits_BTV = trainer.model(input_ids=tokens_BT, use_cache=False).logits
     (order,) = given
