@@ -26,6 +26,7 @@ from grpo_trainer.errors import ConfigError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.load import freeze
 from grpo_trainer.parallel.shards import draw_weights, give_memory, is_sharded, read_weights, shard_model, with_rest
+from grpo_trainer.parallel.strategies import Shards
 from grpo_trainer.parallel.world import Command, ModelPass, World
 from grpo_trainer.shared.attach import build_without_weights
 from grpo_trainer.trainer import Trainer
