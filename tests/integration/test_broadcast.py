@@ -48,12 +48,14 @@ WAYS = [("gloo", "on"), ("gloo", "off"), ("disk", "on"), ("disk", "off")]
 
 
 @contextmanager
-def receiving(folder: Path, *flags: str, model: Path | None = None) -> Iterator[Serving]:
+def receiving(
+    folder: Path, *flags: str, model: Path | None = None, env: dict[str, str] | None = None
+) -> Iterator[Serving]:
     """A server that receives weights; by default of a tiny model."""
     model = model or save_tiny_model(folder / "model")
     log, port = folder / "server.log", free_port()
     words = ["--model", str(model), "--port", str(port), "--kv-cache-memory-bytes", str(64 << 20), "--receive-weights"]
-    with running("-m", "vllm_server", *words, *flags, log=log) as process:
+    with running("-m", "vllm_server", *words, *flags, log=log, env=env) as process:
         url = f"http://127.0.0.1:{port}"
         wait_for("a healthy server", lambda: process.poll() is not None or answers(f"{url}/health"), log, 240)
         assert process.poll() is None, tail(log)

@@ -220,6 +220,12 @@ ROWS = [
         *("--lora-transport", "nccl without a GPU", "memory"),
         CPU,
     ),
+    in_train(
+        rules.machine,
+        {"weight_bridge_mode": "broadcast", "broadcast_transport": "nccl"},
+        *("--broadcast-transport", "nccl without a GPU", "gloo"),
+        CPU,
+    ),
     in_run(
         rules.machine,
         {"server.pipeline_parallel_size": 2},

@@ -21,12 +21,12 @@ from grpo_trainer.weights.senders.sender import Way, WeightSender
 from vllm_server.protocol import BridgeInfo, WeightTransport, machine_id
 
 SENDERS: dict[WeightTransport, Callable[[Way], WeightSender]] = {
-    "cuda_ipc": IpcSender,
     "nccl": NcclSender,
+    "cuda_ipc": IpcSender,
     "gloo": GlooSender,
     "disk": FolderSender,
 }
-"""From the fastest to the slowest: `auto` is the first without an obstacle."""
+"""`auto` is the first without an obstacle: `nccl` has one if trainer and server share a GPU, `gloo` has none."""
 
 
 @dataclass(frozen=True)
