@@ -369,13 +369,12 @@ def machine(case: Case) -> Iterator[Problem]:
     if gpus and case.run and case.processes > gpus:  # on a CPU they share its cores
         got, fix = f"{case.processes}, with {gpus} visible GPUs", f"use --trainer-gpus {gpus}"
         yield Problem("--trainer-gpus", got, "as many as are there, at most", fix)
-    if isinstance(config.bridge, (LoraOnly, Broadcast)) and not case.hardware.on_gpu:
-        flag, others = (
-            ("lora", "disk or memory") if isinstance(config.bridge, LoraOnly) else ("broadcast", "disk or gloo")
-        )
+    if isinstance(config.bridge, LoraOnly | Broadcast) and not case.hardware.on_gpu:
+        sends = isinstance(config.bridge, Broadcast)
+        flag, others = ("--broadcast-transport", "gloo") if sends else ("--lora-transport", "memory")
         if config.bridge.transport in ("cuda_ipc", "nccl"):
-            got, fix = f"{config.bridge.transport} without a GPU", f"use --{flag}-transport auto"
-            yield Problem(f"--{flag}-transport", got, f"auto, {others}", fix)
+            got = f"{config.bridge.transport} without a GPU"
+            yield Problem(flag, got, f"auto, disk or {others}", f"use {flag} auto")
     if (degree := config.vllm.pipeline_parallel_size) > 1 and not case.hardware.on_gpu:
         wanted, fix = "1: vLLM's CPU build fails at the first request", f"use {case.of_server('tensor_parallel_size')}"
         yield Problem(case.of_server("pipeline_parallel_size"), f"{degree} without a GPU", wanted, fix)

@@ -20,6 +20,7 @@ from grpo_trainer.doctor.lr import check_lr
 from grpo_trainer.doctor.machine import Machine
 from grpo_trainer.doctor.memory import MemoryPlan
 from grpo_trainer.doctor.model import ModelFiles, ModelShape, read_model
+from grpo_trainer.doctor.nccl import check_nccl
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.launch.preflight import preflight
 from vllm_server.protocol import PreflightReport
@@ -36,11 +37,13 @@ class Probes:
 
     Attributes:
         ipc: tries CUDA IPC; called with `on_gpu` and `needed`.
+        nccl: tries NCCL; called with `gpus`, their number.
         served: vLLM's word on a model.
         named: whether a model's name means anything; it may ask the hub.
     """
 
     ipc: Callable[..., Finding] = check_cuda_ipc
+    nccl: Callable[..., Finding] = check_nccl
     served: Callable[[str], PreflightReport] = _served_now
     named: Callable[[str], Finding] = check_name
 
@@ -114,6 +117,7 @@ def _machine(machine: Machine, run: RunConfig | None, probes: Probes) -> Iterato
     yield of_machine.check_driver(machine)
     yield of_machine.check_expandable_segments(machine, shares=shares)
     yield probes.ipc(on_gpu=machine.on_gpu, needed=shares)
+    yield probes.nccl(gpus=len(machine.gpus))
     yield of_machine.check_ptrace(machine)
     yield of_machine.check_shm(machine, workers=server.workers if server else 1)
 

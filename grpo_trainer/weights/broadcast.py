@@ -9,6 +9,7 @@ names, vLLM's own code maps to its parameters, each worker taking its shard.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -37,12 +38,13 @@ from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.bridge import Published
 from grpo_trainer.weights.buckets import Buckets
 from grpo_trainer.weights.fence import ServerFence
-from grpo_trainer.weights.senders.choose import open_sender
+from grpo_trainer.weights.senders.choose import senders
 from grpo_trainer.weights.senders.sender import Way, WeightSender
 from vllm_server.protocol import (
     BridgeInfo,
     WeightsApplyRequest,
     WeightsOpenRequest,
+    WeightsOpenResponse,
     WeightsStageRequest,
     WeightTransport,
 )
@@ -189,21 +191,38 @@ class BroadcastBridge:
     def _open(self, info: BridgeInfo) -> None:
         stored = self._policy.tensors()
         self._buckets = Buckets(self._policy.model, stored, getattr(torch, info.dtype))
-        headers = self._buckets.headers
-        self._sender = open_sender(self._config.transport, Way(self._url, info, self._folder, self._buckets, stored))
-        asked = WeightsOpenRequest(
-            boot_id=info.boot_id,
-            source=self._sender.source,
-            buckets=[b64encode(header).decode() for header in headers],
-            staging=self._config.staging,
-        )
-        opened = self._together(self._sender.join, lambda: self._server.open_weights(asked))
-        self._channel, self._staged = opened.channel, opened.staged
+        sender, opened = self._reach(Way(self._url, info, self._folder, self._buckets, stored))
+        self._sender, self._channel, self._staged = sender, opened.channel, opened.staged
         log.info(
             "weights go to the server by %s: %.2f GB in %d buckets, %s",
-            *(self._sender.name, self._buckets.nbytes / 1e9, len(headers)),
+            *(sender.name, self._buckets.nbytes / 1e9, len(self._buckets)),
             f"staged in {opened.staging_bytes / 1e9:.2f} GB of each worker" if opened.staged else "not staged",
         )
+
+    def _reach(self, way: Way) -> tuple[WeightSender, WeightsOpenResponse]:
+        """Open the channel by the first transport that reaches the server.
+
+        Raises:
+            BridgeError, ServerError: of the last transport that was tried.
+        """
+        failed: BridgeError | ServerError | None = None
+        for sender in senders(self._config.transport, way):
+            if failed is not None:
+                log.warning("trying %s, because the server was not reached: %s", sender.name, failed)
+                self._server.close_weights("")  # answered when the workers no longer wait for the one before
+            asked = WeightsOpenRequest(
+                boot_id=way.info.boot_id,
+                source=sender.source,
+                buckets=[b64encode(header).decode() for header in way.buckets.headers],
+                staging=self._config.staging,
+            )
+            try:
+                return sender, self._together(sender.join, functools.partial(self._server.open_weights, asked))
+            except (BridgeError, ServerError) as error:
+                sender.close()
+                failed = error
+        assert failed is not None, "gloo has no obstacle"
+        raise failed
 
     @property
     def sent(self) -> Sent:

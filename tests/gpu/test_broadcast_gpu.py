@@ -1,30 +1,106 @@
-"""All weights sent to a server on the same GPU: from the trainer's own memory, and by way of main memory."""
+"""All weights sent to a server: on the trainer's GPU from the trainer's own memory, on another one by NCCL."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from grpo_trainer.doctor.nccl import check_nccl
+from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import reduce
+from grpo_trainer.weights.buckets import Buckets
+from tests.integration.serving import Serving
 from tests.integration.test_broadcast import Sending, assert_equal_bits, receiving
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
+FLAGS = ["--gpu-memory-utilization", "0.1", "--dtype", "bfloat16"]
 
-@pytest.mark.parametrize(("transport", "staging"), [("auto", "on"), ("auto", "off"), ("gloo", "on"), ("disk", "off")])
+
+SECOND = {"CUDA_VISIBLE_DEVICES": "1"}
+"""A server that sees the second GPU alone; the trainer is on the first."""
+
+
+def assert_versions_arrive(server: Serving, made: Sending, transport: str) -> None:
+    """Three versions, trained in fp32 and served in bfloat16: by vLLM's own loading, then by its recorded copies."""
+    with made.bridge:
+        first = made.bridge.connect(0)
+        assert made.bridge.sent.transport == transport
+        assert made.bridge.prove() is not None
+        for version in (first + 1, first + 2):
+            made.step()
+            metrics = reduce(made.bridge.publish(version).metrics)
+            assert metrics["publish/version"] == version
+            assert_equal_bits(server, made.policy.model, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("transport", "staging"),
+    [("auto", "on"), ("auto", "off"), ("gloo", "on"), ("disk", "on"), ("disk", "off")],
+)
 def test_each_version_is_served_bit_for_bit(tmp_path: Path, transport: str, staging: str) -> None:
-    """Trained in fp32, served in bfloat16."""
-    with receiving(tmp_path, "--gpu-memory-utilization", "0.1", "--dtype", "bfloat16") as server:
+    with receiving(tmp_path, *FLAGS) as server:
         made = Sending(server, tmp_path, broadcast_transport=transport, broadcast_staging=staging, dtype="bfloat16")
-        with made.bridge:
-            first = made.bridge.connect(0)
-            if transport == "auto":
-                assert made.bridge.sent.transport == "cuda_ipc"
-            assert made.bridge.prove() is not None
-            for version in (first + 1, first + 2):
-                made.step()
-                metrics = reduce(made.bridge.publish(version).metrics)
-                assert metrics["publish/version"] == version
-                assert_equal_bits(server, made.policy.model, torch.bfloat16)
+        assert_versions_arrive(server, made, "cuda_ipc" if transport == "auto" else transport)
+
+
+def test_the_doctor_tries_nccl() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    found = check_nccl(gpus=torch.cuda.device_count())
+    assert found.status == "ok", found
+
+
+def test_nccl_on_one_gpu_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with receiving(tmp_path, *FLAGS) as server:
+        made = Sending(server, tmp_path, broadcast_transport="nccl", dtype="bfloat16")
+        with made.bridge, pytest.raises(BridgeError) as refused:
+            made.bridge.connect(0)
+        assert str(torch.cuda.get_device_properties(0).uuid) in refused.value.got
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs: NCCL takes one rank a GPU")
+    with receiving(tmp_path_factory.mktemp("apart"), *FLAGS, env=SECOND) as server:
+        yield server
+
+
+@pytest.mark.parametrize("staging", ["on", "off"])
+@pytest.mark.parametrize("transport", ["auto", "nccl", "gloo", "disk"])
+def test_each_version_reaches_another_gpu_bit_for_bit(
+    apart: Serving, tmp_path: Path, transport: str, staging: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In several buckets, so that nccl's buffers take turns."""
+    monkeypatch.setattr("grpo_trainer.weights.buckets.BUCKET_BYTES", 16384)
+    made = Sending(apart, tmp_path, broadcast_transport=transport, broadcast_staging=staging, dtype="bfloat16")
+    assert_versions_arrive(apart, made, "nccl" if transport == "auto" else transport)
+
+
+def test_a_trainer_that_dies_while_it_broadcasts_is_replaced(
+    apart: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Staged weights of a version that has not arrived whole are not written."""
+    monkeypatch.setattr("grpo_trainer.weights.buckets.BUCKET_BYTES", 16384)
+    made = Sending(apart, tmp_path, broadcast_transport="nccl", broadcast_staging="on", dtype="bfloat16")
+    version = made.bridge.connect(0)
+    made.step()
+
+    class Died(Exception):
+        pass
+
+    def dying(self: Buckets, number: int, stored: Any, buffer_E: Tensor) -> Tensor:
+        raise Died
+
+    with monkeypatch.context() as patched, pytest.raises((Died, BridgeError, ServerError)):
+        patched.setattr(Buckets, "pack", dying)
+        made.bridge.publish(version + 1)
+    assert made.ask()[1] == version
+    again = Sending(apart, tmp_path, broadcast_transport="nccl", dtype="bfloat16")
+    assert_versions_arrive(apart, again, "nccl")

@@ -29,6 +29,8 @@ from grpo_trainer.shared.names import Facts, bind_names
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.weights.broadcast import BroadcastBridge, PresentWeights
 from grpo_trainer.weights.buckets import Buckets
+from grpo_trainer.weights.senders.choose import SENDERS
+from grpo_trainer.weights.senders.gloo import GlooSender
 from tests.bridge_contract import PROMPT
 from tests.golden.models import golden, random_model
 from tests.integration.serving import Serving, save_tiny_model
@@ -48,12 +50,14 @@ WAYS = [("gloo", "on"), ("gloo", "off"), ("disk", "on"), ("disk", "off")]
 
 
 @contextmanager
-def receiving(folder: Path, *flags: str, model: Path | None = None) -> Iterator[Serving]:
+def receiving(
+    folder: Path, *flags: str, model: Path | None = None, env: dict[str, str] | None = None
+) -> Iterator[Serving]:
     """A server that receives weights; by default of a tiny model."""
     model = model or save_tiny_model(folder / "model")
     log, port = folder / "server.log", free_port()
     words = ["--model", str(model), "--port", str(port), "--kv-cache-memory-bytes", str(64 << 20), "--receive-weights"]
-    with running("-m", "vllm_server", *words, *flags, log=log) as process:
+    with running("-m", "vllm_server", *words, *flags, log=log, env=env) as process:
         url = f"http://127.0.0.1:{port}"
         wait_for("a healthy server", lambda: process.poll() is not None or answers(f"{url}/health"), log, 240)
         assert process.poll() is None, tail(log)
@@ -165,6 +169,28 @@ def test_a_checkpoint_is_sent_by_the_trainer_that_resumes_from_it(server: Servin
     served = again.bridge.connect(progress.policy_version)
     assert served > version + 1, "a version has one meaning"
     assert again.assert_serves(served).server_logprobs.tolist() == probe.server_logprobs.tolist()
+
+
+def test_auto_takes_the_next_transport_if_the_workers_do_not_join(
+    server: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with NCCL between containers that can't reach each other."""
+
+    class Unreached(GlooSender):
+        def join(self) -> None:
+            super().join()
+            raise BridgeError("the workers did not join", field="--broadcast-transport", got="nccl")
+
+    monkeypatch.setitem(SENDERS, "nccl", Unreached)
+    monkeypatch.setattr("grpo_trainer.weights.senders.choose.obstacle", lambda *_: None)
+    monkeypatch.setattr("grpo_trainer.weights.senders.choose.AUTOMATIC", ("nccl", "gloo"))
+    made = Sending(server, tmp_path)
+    version = made.bridge.connect(0)
+    assert made.bridge.sent.transport == "gloo"
+    made.assert_serves(version)
+    with pytest.raises(BridgeError) as refused:
+        Sending(server, tmp_path, broadcast_transport="nccl").bridge.connect(0)
+    assert refused.value.got == "nccl"
 
 
 @pytest.mark.parametrize("in_flight", ["recompute", "abort"])

@@ -69,6 +69,7 @@ MODULES = {
 }
 PROBES = Probes(
     ipc=lambda **_: ok("CUDA IPC", "tried"),
+    nccl=lambda **_: ok("NCCL", "tried"),
     served=lambda model: served_by_vllm(model, "cuda"),
 )
 

@@ -9,6 +9,7 @@ Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html (2.18
 
 import ctypes
 import functools
+import threading
 import time
 from collections.abc import Callable
 
@@ -109,6 +110,7 @@ class Communicator:
 
     def __init__(self, name: bytes, rank: int, size: int, abandoned: Callable[[], None] = lambda: None) -> None:
         self._handle = ctypes.c_void_p()
+        self._using = threading.Lock()  # another thread may abort; the handle is not used afterwards
         config = _non_blocking()
         status = library().ncclCommInitRankConfig(
             ctypes.byref(self._handle), size, _UniqueId.from_buffer_copy(name), rank, ctypes.byref(config)
@@ -120,8 +122,9 @@ class Communicator:
         self, pointer: int, nbytes: int, *, root: int, stream: int, abandoned: Callable[[], None] = lambda: None
     ) -> None:
         """Enqueue a broadcast on a CUDA stream: root's bytes are copied to `pointer` on every rank."""
-        self._async_status()  # raises if the communicator was aborted
-        status = library().ncclBroadcast(pointer, pointer, nbytes, _UINT8, root, self._handle, stream)
+        with self._using:
+            self._check_there()
+            status = library().ncclBroadcast(pointer, pointer, nbytes, _UINT8, root, self._handle, stream)
         _check(status, "broadcast")
         self._settle("broadcast", BROADCAST_TIMEOUT_S, abandoned)
 
@@ -151,18 +154,23 @@ class Communicator:
             self.abort()
             raise
 
-    def _async_status(self) -> int:
+    def _check_there(self) -> None:
         if not self._handle:
             raise NcclError("is gone after a failure", field="NCCL communicator", fix="open the channel again")
+
+    def _async_status(self) -> int:
         status = ctypes.c_int()
-        _check(library().ncclCommGetAsyncError(self._handle, ctypes.byref(status)), "communicator")
+        with self._using:
+            self._check_there()
+            _check(library().ncclCommGetAsyncError(self._handle, ctypes.byref(status)), "communicator")
         return status.value
 
     def abort(self) -> None:
-        """Abort without the others: kernels that wait for them return."""
-        if self._handle:
-            handle, self._handle = self._handle, ctypes.c_void_p()
-            library().ncclCommAbort(handle)
+        """Abort without the others: kernels that wait for them return. Any thread may call this."""
+        with self._using:
+            if self._handle:
+                handle, self._handle = self._handle, ctypes.c_void_p()
+                library().ncclCommAbort(handle)
 
     def close(self) -> None:
         """Leave the communicator by an abort: an orderly close would need the others, which may have exited."""

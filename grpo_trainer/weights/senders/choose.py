@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -19,14 +19,17 @@ from grpo_trainer.weights.senders.gloo import GlooSender
 from grpo_trainer.weights.senders.nccl import NcclSender
 from grpo_trainer.weights.senders.sender import Way, WeightSender
 from vllm_server.protocol import BridgeInfo, WeightTransport, machine_id
+from vllm_server.protocol.nccl import NcclError
 
 SENDERS: dict[WeightTransport, Callable[[Way], WeightSender]] = {
-    "cuda_ipc": IpcSender,
     "nccl": NcclSender,
+    "cuda_ipc": IpcSender,
     "gloo": GlooSender,
     "disk": FolderSender,
 }
-"""From the fastest to the slowest: `auto` is the first without an obstacle."""
+
+AUTOMATIC: tuple[WeightTransport, ...] = ("nccl", "cuda_ipc", "gloo")
+"""What `auto` tries, in this order: `nccl` has an obstacle if trainer and server share a GPU, `gloo` has none."""
 
 
 @dataclass(frozen=True)
@@ -62,20 +65,23 @@ def obstacle(transport: WeightTransport, trainer: TrainerPlace, info: BridgeInfo
             return None
 
 
-def open_sender(asked: Literal["auto", WeightTransport], way: Way) -> WeightSender:
-    """Return the sender for `--broadcast-transport`.
+def senders(asked: Literal["auto", WeightTransport], way: Way) -> Iterator[WeightSender]:
+    """Yield senders for `--broadcast-transport`: one for a named transport, for `auto` the fastest, then the next.
+
+    Ask for the next one only if the server can't be reached by the one before. `disk` is never tried unasked, because
+    nothing shows beforehand that the server sees the folder.
 
     Raises:
         BridgeError: the transport that was asked for can't work here.
     """
     trainer = TrainerPlace.of(way.stored)
     if asked == "auto":
-        for each in SENDERS:
+        for each in AUTOMATIC:
             if obstacle(each, trainer, way.info) is None:
-                with suppress(NotInPlaceError):
-                    return SENDERS[each](way)
-        raise AssertionError("gloo has no obstacle")
+                with suppress(NotInPlaceError, NcclError):
+                    yield SENDERS[each](way)
+        return
     if (problem := obstacle(asked, trainer, way.info)) is not None:
         summary = f"--broadcast-transport {asked} can't reach the server"
         raise BridgeError.of([replace(problem, summary=summary, fix="use --broadcast-transport auto")])
-    return SENDERS[asked](way)
+    yield SENDERS[asked](way)

@@ -40,7 +40,8 @@ class NcclSender:
             try:
                 self._communicator = Communicator(self._identity, 0, self.source.world_size)
             except NcclError as error:
-                raise failed("the server's workers did not join", self.name, error) from error
+                fix = "set NCCL_DEBUG=INFO to see why, or use --broadcast-transport gloo"
+                raise failed("the server's workers did not join", self.name, error, fix) from error
 
     def send(self, version: int, stored: Mapping[str, Tensor]) -> None:
         assert self._communicator is not None, "join comes first"

@@ -59,11 +59,16 @@ class WeightSender(Protocol):
     def close(self) -> None: ...
 
 
-def failed(summary: str, transport: WeightTransport, error: Exception) -> BridgeError:
+def failed(
+    summary: str,
+    transport: WeightTransport,
+    error: Exception,
+    fix: str = "see the server's log; --resume auto continues",
+) -> BridgeError:
     """Return the error of a transport that failed."""
     return BridgeError(
         summary,
         field="--broadcast-transport",
         got=f"{transport}: {str(error).strip().partition(chr(10))[0]}",
-        fix="see the server's log; --resume auto continues",
+        fix=fix,
     )

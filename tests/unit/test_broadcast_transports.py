@@ -1,0 +1,87 @@
+"""Which transport opens the channel: the first that reaches the server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from grpo_trainer.errors import BridgeError, ServerError
+from grpo_trainer.weights import broadcast
+from grpo_trainer.weights.broadcast import BroadcastBridge
+from tests.unit.factories import bridge_info
+from vllm_server.protocol import DiskSource, WeightsOpenRequest, WeightsOpenResponse
+
+UNREACHED = BridgeError("the workers did not join", field="--broadcast-transport", got="nccl")
+
+
+class Server:
+    """One that opens every channel, or refuses."""
+
+    def __init__(self, refusal: Exception | None = None) -> None:
+        self.refusal = refusal
+        self.said: list[str] = []
+
+    def open_weights(self, asked: WeightsOpenRequest) -> WeightsOpenResponse:
+        assert isinstance(asked.source, DiskSource)
+        self.said.append(f"open {asked.source.folder}")
+        if self.refusal is not None:
+            raise self.refusal
+        return WeightsOpenResponse(channel="c", staged=False, staging_bytes=0)
+
+    def close_weights(self, name: str) -> None:
+        self.said.append(f"close {name}")
+
+
+class Sender:
+    def __init__(self, name: str, error: Exception | None = None) -> None:
+        self.name, self.error, self.closed = name, error, False
+        self.source = DiskSource(folder=name)
+
+    def join(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def reach(server: Server, monkeypatch: pytest.MonkeyPatch, *senders: Sender) -> Any:
+    def found(*_: Any) -> Iterator[Any]:
+        yield from senders
+
+    monkeypatch.setattr(broadcast, "senders", found)
+    monkeypatch.setattr(broadcast, "REASON_SECONDS", 5.0)
+    config: Any = SimpleNamespace(transport="auto", staging="off", in_flight="keep")
+    nothing: Any = None
+    talks: Any = server
+    bridge = BroadcastBridge(config, nothing, nothing, talks, "http://host", Path("/none"), 8, "float32")
+    way: Any = SimpleNamespace(info=bridge_info(), buckets=SimpleNamespace(headers=[b"header"]))
+    return bridge._reach(way)[0]  # pyright: ignore[reportPrivateUsage]
+
+
+def test_the_first_that_reaches_the_server_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, first, second = Server(), Sender("nccl"), Sender("gloo")
+    assert reach(server, monkeypatch, first, second) is first
+    assert server.said == ["open nccl"] and not first.closed
+
+
+def test_the_next_is_tried_when_the_server_no_longer_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, first, second = Server(), Sender("nccl", UNREACHED), Sender("gloo")
+    assert reach(server, monkeypatch, first, second) is second
+    assert server.said[-2:] == ["close ", "open gloo"]
+    assert first.closed and not second.closed
+
+
+@pytest.mark.parametrize("error", [UNREACHED, ServerError("refused", field="weights")])
+def test_the_last_ones_error_is_raised(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    last = Sender("gloo", error)
+    with pytest.raises(type(error)) as raised:
+        reach(Server(), monkeypatch, Sender("nccl", UNREACHED), last)
+    assert raised.value is error and last.closed
+    with pytest.raises(ServerError) as refused:  # by the server's side
+        reach(Server(ServerError("refused", field="weights")), monkeypatch, Sender("gloo"))
+    assert refused.value.field == "weights"
