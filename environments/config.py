@@ -113,6 +113,11 @@ class ServerConfig(BaseModel):
         default="http://127.0.0.1:9001/v1",
         description="URL of the inference server; several servers with the same policy: URLs separated by commas",
     )
+    roster: Path | None = Field(
+        default=None,
+        description="folder with a run's list of servers, which may change (grpo run writes it); used instead of "
+        "base_url",
+    )
     model_name: str | None = Field(default=None, description="model or adapter to sample; unset: the newest policy")
     api_key: str | None = Field(default=None, description="key of the server, if it requires one")
     server_type: ServerType = Field(default="auto", description="kind of server; auto: detected from its answers")

@@ -1,6 +1,7 @@
 """Which options of vLLM a server can't have if a trainer writes its weights, for who starts it and for the server."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from grpo_common.errors import Problem
 
@@ -22,7 +23,11 @@ _RECEIVABLE = ("tensor_parallel_size", "pipeline_parallel_size")
 
 def unreceivable(options: Mapping[str, object]) -> Iterator[Problem]:
     """Yield a problem for each option with which no trainer could send the server weights, as `unshareable` does."""
-    yield from (each for each in unshareable(options) if each.field not in _RECEIVABLE)
+    for each in unshareable(options):
+        if each.field == "data_parallel_size":
+            yield replace(each, fix="start a server for each replica: --server.replicas")
+        elif each.field not in _RECEIVABLE:
+            yield each
     if options.get("enable_lora"):
         yield Problem("enable_lora", "", "no LoRA, since the trainer sends whole weights", "leave it out")
 

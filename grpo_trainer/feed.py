@@ -60,6 +60,7 @@ class BatchFeed:
         device: for a GPU, tensors are placed in page-locked memory, from which copies to the GPU are asynchronous.
         vocabulary: upper bound of token ids; groups with larger ones are left out. None: not known.
         longest: number of a sequence's first tokens that can be trained on; None: all.
+        meanwhile: called in `next` while it waits for a batch, in the same thread.
     """
 
     def __init__(
@@ -71,12 +72,14 @@ class BatchFeed:
         device: torch.device | None = None,
         vocabulary: int | None = None,
         longest: int | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
         self._client = client
         self._filter = GroupFilter(vocabulary, lambda environment: client.environment_name(environment), longest)
         self._config = config
         self._make_ready = make_ready
         self._check_stop = check_stop
+        self._meanwhile = meanwhile
         self._device = device if device is not None and device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "prefetch", initializer=self._begin_thread)
         self._ahead: Future[_Fetched] | None = None
@@ -174,10 +177,11 @@ class BatchFeed:
         """Return the prefetched batch, or fetch one."""
         ahead, self._ahead = self._ahead, None
         if ahead is None:
-            return self._fetch(version)
+            ahead = self._thread.submit(self._fetch, version)
         while not wait([ahead], POLL_SECONDS).done:
             try:
                 self._check_stop()
+                self._meanwhile()
             except BaseException:
                 self._ahead = ahead
                 raise

@@ -33,7 +33,7 @@ from grpo_trainer.policy import build_policy
 from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.saving.generators import seed_generators
-from grpo_trainer.server_client import wait_for_servers
+from grpo_trainer.server_client import present, wait_for_servers
 from grpo_trainer.shutdown import RunState, Writes, save_on_exit
 from grpo_trainer.signals import StopSignal
 from grpo_trainer.trainer import Trainer
@@ -56,6 +56,7 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
     import_own_parts(config.loss)  # this check and the next come before any process waits for the others
     refuse_to_mix_runs(config.log_dir, config.checkpoints.resume, "--log-dir")
     world = meet(config)
+    config = config.model_copy(update={"vllm": present(config.vllm)})
     grow_segments()
     seed_generators(config.model.seed)
     if not world.leads:
@@ -93,6 +94,7 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
             trainer.device,
             trainer.vocabulary,
             config.model.seq_len,
+            bridge.welcome,
         )
         watch = StepWatch(config.step_timeout, checkpoints.close)
         stop.watch(watch.check)

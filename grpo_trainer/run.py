@@ -27,12 +27,14 @@ from grpo_trainer.doctor.planned_cache import planned_cache
 from grpo_trainer.errors import FolderGoneError, ProcessFailedError, StoppedError, from_os_error
 from grpo_trainer.files import METRICS_FILE, HeldFolder, held_folder, refuse_to_mix_runs, replace_file
 from grpo_trainer.launch.child import Child
+from grpo_trainer.launch.crew import Crew, started_again
 from grpo_trainer.launch.keys import with_key
 from grpo_trainer.launch.places import LOOPBACK, NO_PLACES, Places, place_run
 from grpo_trainer.launch.plan import RunPlan, plan_run
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.launch.preflight import ask, preflight
 from grpo_trainer.launch.ray_cluster import RayCluster, joined
+from grpo_trainer.launch.replan import Replanner
 from grpo_trainer.launch.start import StartWatch, kept_at
 from grpo_trainer.launch.supervisor import Supervisor
 from grpo_trainer.launch.watched import Executor
@@ -81,7 +83,8 @@ def _run(config: RunConfig, console: Console, cluster: RayCluster | None) -> Non
         places = place_run(config, cluster.nodes, on_gpu=on_gpu)
         cluster.occupy(places)
         ports, config = cluster.claim(wanted_ports(config), places), with_key(config, places)
-    plan = planned(config, ports, on_gpu=on_gpu, machine=gpus, places=places)
+    again = partial(planned_again, on_gpu=on_gpu, machine=gpus)
+    plan = again(config, ports, places)
     if cluster:
         execute = partial(cluster.start, contents(plan))
     refuse_without_room(config.trainer, config.run_dir, "--run-dir", on_gpu=on_gpu)  # its trainer warns of less
@@ -91,8 +94,9 @@ def _run(config: RunConfig, console: Console, cluster: RayCluster | None) -> Non
             empty_old_queue(config)
             write_configs(plan)
             watch = StartWatch(config.run_dir / REPORT_FILE, kept)
+            replanner = Replanner(config, ports, places, again, machines=cluster, on_gpu=on_gpu)
             with recorded(config.trace_file):
-                supervise(config, plan, console, folder, watch, execute)
+                supervise(config, plan, console, folder, watch, execute, replanner)
     except OSError as error:
         raise from_os_error(error, "write into the run folder") or error from error
 
@@ -136,6 +140,13 @@ def planned(
     )
 
 
+def planned_again(
+    config: RunConfig, ports: Mapping[str, int], places: Places, *, on_gpu: bool, machine: Machine | None
+) -> RunPlan:
+    """Return `planned` with other ports and places."""
+    return planned(config, ports, on_gpu=on_gpu, machine=machine, places=places)
+
+
 def _model_config(config: RunConfig) -> bytes | None:
     """The model's config.json, if it is on this machine."""
     folder = find_folder(config.trainer.model.name)
@@ -152,6 +163,7 @@ def supervise(
     folder: HeldFolder,
     watch: StartWatch,
     execute: Executor = Child,
+    replanner: Replanner | None = None,
 ) -> None:
     """Start and watch the processes of a plan, show the run's progress, and at the end whether it learnt."""
     where = {process.name: process.place.address for process in plan.processes}
@@ -161,6 +173,16 @@ def supervise(
     began, new_rows = time.time(), NewRows(metrics)
     view = RunConsole(console, config.trainer.training_steps, lambda: watch.waits)
     view.say(f"run folder {config.run_dir}; {addresses}; Ctrl-C stops the run and keeps it resumable")
+
+    crew = Crew(
+        config.options.max_restarts,
+        has_begun=lambda: watch.is_over,
+        has_checkpoint=lambda: _saved(config),
+        servers=config.roster,
+        placed=replanner.placed if replanner else started_again,
+        another=replanner.another_server if replanner else lambda gpus: None,
+        say=view.say,
+    )
 
     def show() -> None:
         view.say_waits()
@@ -182,6 +204,7 @@ def supervise(
                 check=folder.check,
                 show=show,
                 execute=execute,
+                crew=crew,
             ) as supervisor,
         ):
             supervisor.run(plan.stages)

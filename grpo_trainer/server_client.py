@@ -13,6 +13,7 @@ import msgspec
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from grpo_common.http import CLIENT_IDLE_S, CONNECT_S, complaint
+from grpo_common.roster import read_members
 from grpo_trainer.config.train import VllmConfig
 from grpo_trainer.errors import ServerError
 from grpo_trainer.phases import SERVER, START, report_at
@@ -221,6 +222,24 @@ class ServerClient:
     def close(self) -> None:
         """Close the connection."""
         self._http.close()
+
+
+def at_url(config: VllmConfig, url: str) -> VllmConfig:
+    """Return the settings of the server at http://HOST:PORT."""
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    return config.model_copy(update={"host": host, "port": int(port), "also": ()})
+
+
+def present(config: VllmConfig) -> VllmConfig:
+    """Return the settings with the addresses of the servers that a run has now, if it lists them.
+
+    A trainer that starts again in the middle of a run finds other servers than its configuration names.
+    """
+    members = read_members(config.roster) if config.roster else ()
+    there = [member.url.removeprefix("http://") for member in members if member.state in ("starting", "running")]
+    if not there:
+        return config
+    return at_url(config, there[0]).model_copy(update={"also": tuple(there[1:])})
 
 
 def wait_for_servers(config: VllmConfig, check_stop: Callable[[], None]) -> None:

@@ -28,8 +28,8 @@ def tables() -> str:
         "| `--env.KEY`, `--openai.KEY` | | Options of the environment: `grpo env arithmetic serve --help`. |\n"
         "| `--dry-run`, `--json` | | Print the processes that the run would start, as a table or as JSON, and start "
         "none. |\n"
-        "| `--slurm FILE`, `--gpus-per-node` | `8` | Write a Slurm job script that runs this on a cluster of machines "
-        "with so many GPUs each (0: on CPUs), and start nothing. |\n"
+        "| `--slurm FILE`, `--gpus-per-node` | `8` | Write a Slurm job script for this run to FILE, and start nothing; "
+        "--gpus-per-node: GPUs of each machine (0: run on CPUs). |\n"
     )
     return "".join(parts)
 

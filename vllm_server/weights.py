@@ -97,7 +97,7 @@ class WeightChannels:
         """
         self._check_open(asked.channel)
         started = time.monotonic()
-        await self._call("grpo_weights_stage", asked.channel)
+        await self._call("grpo_weights_stage", asked.channel, asked.version)
         while not all(answer["staged"] for answer in await self._call("grpo_weights_staged", asked.channel)):
             if time.monotonic() - started > asked.timeout_s:
                 raise ServeError(
@@ -118,7 +118,7 @@ class WeightChannels:
         self._check_open(asked.channel)
         self.fence.check_held(asked.token)
         try:
-            answers = await self._call("grpo_weights_apply", asked.channel)
+            answers = await self._call("grpo_weights_apply", asked.channel, asked.version)
         except BaseException as error:  # any worker may have written a part
             await self.fence.tear(asked.token, f"weights that were sent could not be written ({error})")
             raise

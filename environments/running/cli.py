@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from environments.api import wire
 from environments.config import ConfigError, ProcessSettings, PromptTooLong, Settings, parse_settings, settings_class
 from environments.peers.http import PeerError
-from environments.peers.inference import inference
 from environments.peers.rollout_api import RolloutApi
+from environments.peers.roster import servers
 from environments.running.files import GroupFile
 from environments.running.groups_page import groups_page
 from environments.running.runner import LOSSES, LOST_IN_A_ROW, EnvironmentFailed, serve, unfit
@@ -95,7 +95,7 @@ def _run(env_cls: type[BaseEnv[Any, Any]], prog: str, arguments: list[str]) -> i
 
 
 async def _command(command: str, env_cls: type[BaseEnv[Any, Any]], settings: Settings[Any], tokenizer: Any) -> None:
-    server = inference(settings.openai, patience=settings.env.retry_timeout)
+    server = servers(settings.openai, patience=settings.env.retry_timeout)
     env = env_cls(settings.env, server, tokenizer)
     stop = asyncio.Event()
     allow_interrupts()

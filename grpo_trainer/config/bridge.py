@@ -145,8 +145,8 @@ class Broadcast(AllWeightsOptions, InFlightOptions, ProofOptions):
     mode: Literal["broadcast"] = option("broadcast", help=MODE_HELP, flags=MODE_FLAGS)
     transport: Literal["auto", WeightTransport] = option(
         "auto",
-        help="How all weights reach the server. cuda_ipc: shared GPU memory; gloo: a broadcast between main memories; "
-        "disk: a folder that both see; auto: the fastest that works.",
+        help="How all weights reach the server. cuda_ipc: shared GPU memory; nccl: a broadcast between GPUs; gloo: "
+        "between main memories; disk: a folder that both see; auto: the fastest that works.",
         flags=("--broadcast-transport",),
     )
     staging: Staging = option(

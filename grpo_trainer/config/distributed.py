@@ -26,8 +26,9 @@ class DistributedConfig(Section):
     )
     sharding: Literal["auto", "none", "full"] = option(
         "auto",
-        help="Weights, gradients and optimizer states in each process: none: all of them; full: a shard of "
-        "each (FSDP2); auto: full if all weights are trained; in shared_vllm the states alone are sharded.",
+        help="none: each process holds all weights, gradients and optimizer states; full: a shard of them (FSDP2); "
+        "auto: full in the modes none and broadcast, except with adafactor or a reference model; in shared_vllm the "
+        "optimizer states alone are sharded.",
     )
     init_method: str | None = option(
         None, help="Rendezvous address, e.g. tcp://127.0.0.1:29500 (default: MASTER_ADDR and MASTER_PORT)."

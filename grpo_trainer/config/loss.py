@@ -25,10 +25,12 @@ class LossConfig(Section):
         help="Surrogate and mean of the token losses: by sequence (grpo, gspo, sapo), over all tokens (dapo, bnpo, "
         "cispo), by a constant (dr_grpo). MODULE:NAME is a LossSpec of your own.",
     )
-    clip_eps: float = option(0.2, help="Clip the ratio below 1 - this.", gt=0, lt=1)
-    clip_eps_high: float | None = option(None, help="Clip the ratio above 1 + this (default: --clip-eps).", gt=0)
+    clip_eps: float = option(0.2, help="Lower clip of the importance ratio: the bound is 1 - VALUE.", gt=0, lt=1)
+    clip_eps_high: float | None = option(
+        None, help="Upper clip of the importance ratio: the bound is 1 + VALUE (default: --clip-eps).", gt=0
+    )
     dual_clip: float | None = option(
-        None, help="Clip the ratio above this if the advantage is negative (default: no such clip).", gt=1
+        None, help="Upper bound of the ratio for tokens with a negative advantage (default: no bound).", gt=1
     )
     sapo_tau_pos: float = option(1.0, help="Temperature of sapo's gate for positive advantages.", gt=0)
     sapo_tau_neg: float = option(1.05, help="Temperature of sapo's gate for other advantages.", gt=0)
@@ -50,12 +52,12 @@ class LossConfig(Section):
     )
     is_correction: Literal["auto", "none", "truncate", "mask"] = option(
         "auto",
-        help="Weight of a token: exp(trainer's old logprob - server's), truncated at --is-cap, or 0 beyond it "
-        "(mask). auto: truncate with --ratio-against trainer; none with rollout, because that ratio "
-        "contains the weight.",
+        help="Importance weight w = exp(trainer's old logprob - server's) in the loss. none: no weight; truncate: "
+        "min(w, --is-cap); mask: 0 outside 1/cap to cap; auto: truncate with --ratio-against trainer, none with "
+        "rollout, whose ratio contains w.",
     )
     is_level: Literal["token", "sequence"] = option(
-        "token", help="Compute this weight for each token or for each sequence."
+        "token", help="Compute the weight of --is-correction for each token, or for each whole sequence."
     )
     is_cap: float = option(2.0, help="Largest weight; mask keeps weights from 1/cap to cap.", gt=1)
     updates_per_batch: int = option(1, help="Optimizer steps on each batch; each one uses the whole batch.", ge=1)
@@ -75,7 +77,7 @@ class LossConfig(Section):
     distill_coef: float = option(
         0.0, help="Weight of the cross-entropy to the teacher's top-k logprobs, which environments send; 0: none.", ge=0
     )
-    distill_temperature: float = option(1.0, help="Divide the teacher's logprobs by this.", gt=0)
+    distill_temperature: float = option(1.0, help="Temperature of the teacher: its logprobs are divided by this.", gt=0)
 
     @field_validator("loss", "advantage_estimator")
     @classmethod

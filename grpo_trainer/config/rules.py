@@ -35,6 +35,7 @@ SET_BY_THE_RUN = MappingProxyType(
     | dict.fromkeys(("vllm_host", "vllm_port"), "--server.port")
     | dict.fromkeys(("save_path", "log_dir"), "--run-dir")
     | {"vllm_also": "--server.replicas", "vllm_gpus": "--server.gpus", "vllm_config_path": "--run-dir"}
+    | {"vllm_roster": "--run-dir"}
 )
 """Options of the trainer that a run derives, and what to use instead."""
 
@@ -368,10 +369,13 @@ def machine(case: Case) -> Iterator[Problem]:
     if gpus and case.run and case.processes > gpus:  # on a CPU they share its cores
         got, fix = f"{case.processes}, with {gpus} visible GPUs", f"use --trainer-gpus {gpus}"
         yield Problem("--trainer-gpus", got, "as many as are there, at most", fix)
-    transport = config.bridge.transport if isinstance(config.bridge, LoraOnly) else "auto"
-    if transport in ("cuda_ipc", "nccl") and not case.hardware.on_gpu:
-        got, fix = f"{transport} without a GPU", "use --lora-transport auto"
-        yield Problem("--lora-transport", got, "auto, disk or memory", fix)
+    if isinstance(config.bridge, (LoraOnly, Broadcast)) and not case.hardware.on_gpu:
+        flag, others = (
+            ("lora", "disk or memory") if isinstance(config.bridge, LoraOnly) else ("broadcast", "disk or gloo")
+        )
+        if config.bridge.transport in ("cuda_ipc", "nccl"):
+            got, fix = f"{config.bridge.transport} without a GPU", f"use --{flag}-transport auto"
+            yield Problem(f"--{flag}-transport", got, f"auto, {others}", fix)
     if (degree := config.vllm.pipeline_parallel_size) > 1 and not case.hardware.on_gpu:
         wanted, fix = "1: vLLM's CPU build fails at the first request", f"use {case.of_server('tensor_parallel_size')}"
         yield Problem(case.of_server("pipeline_parallel_size"), f"{degree} without a GPU", wanted, fix)

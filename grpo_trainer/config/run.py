@@ -32,6 +32,7 @@ from typing import Any
 from pydantic import field_validator
 
 from grpo_common.errors import Problem, collected
+from grpo_common.roster import FOLDER
 from grpo_trainer.config.environments import EnvironmentProcess, problems_of_tables
 from grpo_trainer.config.options import Section, build, leaves, option, override, shown
 from grpo_trainer.config.rules import SET_BY_THE_RUN, checked
@@ -90,6 +91,12 @@ class RunOptions(Section):
         "This machine must belong to it.",
     )
     cluster_nodes: int = option(1, help="Wait until the cluster has this many machines.", ge=1)
+    max_restarts: int = option(
+        3,
+        help="After the first trained step, restart a process that ends unexpectedly, up to this many times in a row; "
+        "the trainer from its last checkpoint. Servers only with lora_only and broadcast. 0: the run ends.",
+        ge=0,
+    )
 
 
 class RunConfig(Section):
@@ -111,6 +118,11 @@ class RunConfig(Section):
         if self.api.store is None:
             return self.run_dir / QUEUE_FILE
         return None if str(self.api.store) == "none" else self.api.store
+
+    @property
+    def roster(self) -> Path | None:
+        """Folder with the list of servers; None: they stay the same for the whole run."""
+        return (self.run_dir / FOLDER).absolute() if self.trainer.servers_may_change else None
 
     @property
     def trace_file(self) -> Path | None:

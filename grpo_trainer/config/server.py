@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import field_validator
@@ -74,9 +75,14 @@ class VllmConfig(ServedOptions):
         "them. If this command starts vLLM, it starts them, too.",
         flags=("--vllm-also",),
     )
+    roster: Path | None = option(
+        None,
+        help="Folder with the list of servers of a run, which may change. grpo run writes it.",
+        flags=("--vllm-roster",),
+    )
     gpus: str | None = option(
         None,
-        help="CUDA_VISIBLE_DEVICES of each server that this command starts, separated by ;, such as 0;1 "
+        help="CUDA_VISIBLE_DEVICES of each server that this command starts, separated by semicolons, such as 0;1 "
         "(default: as here).",
         flags=("--vllm-gpus",),
     )

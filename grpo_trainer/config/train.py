@@ -15,6 +15,7 @@ from pydantic import field_validator, model_validator
 from grpo_trainer.config.adapter_file import AdapterFile, read_adapter
 from grpo_trainer.config.bridge import (
     BridgeConfig,
+    Broadcast,
     CheckpointRestart,
     LoraOnly,
     RestartOptions,
@@ -50,7 +51,7 @@ class ModelConfig(Section):
     device: str = option("auto", help="cuda, cuda:1, cpu; auto: the first visible GPU, else the CPU.")
     load_in_4bit: bool = option(
         False,
-        help="QLoRA: hold the frozen base model in 4 bits (bitsandbytes nf4); the server keeps its own 16 or 32.",
+        help="QLoRA: hold the frozen base model in 4 bits (bitsandbytes nf4); the server's copy stays in 16 or 32.",
     )
     attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", help="Attention implementation.")
     seq_len: int = option(2048, help="Longest sequence trained on, in tokens; longer ones are truncated.", gt=1)
@@ -86,10 +87,13 @@ class RolloutConfig(Section):
     )
     on_stale: Literal["drop", "downweight"] = option(
         "drop",
-        help="What to do with such groups: drop them, or multiply their loss by 1 / (1 + versions beyond the limit).",
+        help="What to do with groups beyond --max-staleness: drop them, or multiply their loss by 1 / (1 + versions "
+        "too many).",
     )
     eval_every: int = option(
-        0, help="Environments evaluate on held-out prompts every N steps; 0: as their own settings say.", ge=0
+        0,
+        help="Evaluate on held-out prompts every N steps; an environment's own --env.steps_per_eval comes first.",
+        ge=0,
     )
     prefetch: bool = option(
         True, help="Fetch and prepare the next batch during the present step; has no effect with --max-staleness 0."
@@ -256,6 +260,11 @@ class TrainConfig(Section):
     def shares_weights(self) -> bool:
         """Whether the trainer's model lies in the server's memory."""
         return isinstance(self.bridge, SharedVllm) or (isinstance(self.bridge, LoraOnly) and self.bridge.share_base)
+
+    @property
+    def servers_may_change(self) -> bool:
+        """Whether servers may leave and join during a run: each has weights of its own, and gets newer ones alone."""
+        return isinstance(self.bridge, LoraOnly | Broadcast) and not self.shares_weights
 
     @property
     def master_weights(self) -> bool:

@@ -21,13 +21,14 @@ def new_key() -> str:
 
 
 def with_key(config: RunConfig, places: Places, make: Callable[[], str] = new_key) -> RunConfig:
-    """Return the run with a new key for its servers, if one of them listens beyond loopback.
+    """Return the run with a new key for its servers, if one of them listens beyond loopback, or may do so later.
 
     A key that the user has given stays. The rollout API listens on loopback: all its clients are on its machine.
     """
-    reachable = [name for name in config.server.names if not places.get(name, HERE).is_here]
     trainer = config.trainer
-    if not reachable or trainer.vllm.api_key:
+    reachable = [name for name in config.server.names if not places.get(name, HERE).is_here]
+    may_come = bool(places) and trainer.servers_may_change
+    if not (reachable or may_come) or trainer.vllm.api_key:
         return config
     vllm = trainer.vllm.model_copy(update={"api_key": make()})
     return config.model_copy(update={"trainer": trainer.model_copy(update={"vllm": vllm})})

@@ -36,11 +36,13 @@ class Place:
 
     Attributes:
         node: None: this machine, without a cluster.
-        gpus: numbers of its GPUs among those that the run has on that machine.
+        gpus: numbers of its GPUs among those of its room.
+        room: what the run holds of that machine: empty for all processes of the start, later a room for each process.
     """
 
     node: Node | None = None
     gpus: tuple[int, ...] = ()
+    room: str = ""
 
     @property
     def is_here(self) -> bool:
@@ -104,6 +106,25 @@ def gpus_of_run(config: RunConfig) -> int:
     """Return the number of GPUs of all trainers and servers."""
     servers = config.server.replicas - (1 if config.trainer.shares_weights else 0)
     return config.options.trainer_gpus + servers * gpus_of_server(config)
+
+
+def free_nodes(nodes: Sequence[Node], places: Places, gpus: int) -> list[Node]:
+    """Return the nodes on which one more process of a run has room, the emptiest first.
+
+    Args:
+        places: of the run's other processes.
+        gpus: that the process needs; 0: a core, of which a node may give more than it has.
+    """
+    taken: dict[str, set[tuple[str, int]]] = {node.id: set() for node in nodes}
+    processes = dict.fromkeys(taken, 0)
+    for place in places.values():
+        if place.node is not None and place.node.id in taken:
+            taken[place.node.id] |= {(place.room, number) for number in place.gpus}
+            processes[place.node.id] += 1
+    if gpus:
+        free = {node: node.gpus - len(taken[node.id]) for node in nodes}
+        return sorted((node for node in nodes if free[node] >= gpus), key=lambda node: -free[node])
+    return sorted(nodes, key=lambda node: processes[node.id] - node.cpus)
 
 
 class _FreeGpus:

@@ -25,6 +25,8 @@ from vllm_server.protocol.bridge_config import FILE_NAME
 CACHE_FLAG = "--kv-cache-memory-bytes"
 """vLLM's flag for the size of its KV cache; without it, vLLM measures the free memory."""
 NO_ENV: Mapping[str, str] = MappingProxyType({})
+TRAINERS = "trainers"
+"""The trainer processes, which restart together."""
 STOP_SECONDS_ALL_WEIGHTS = 120.0
 """Time for a trainer of all weights to save them and the optimizer's states after SIGTERM."""
 
@@ -44,6 +46,10 @@ class ProcessSpec:
         stop_seconds: seconds between SIGTERM and SIGKILL.
         told: it waits for a line on its standard input, see `Child.tell`; other processes have an empty one.
         place: the machine and the GPUs that a cluster gives it.
+        restarts: processes with the same name here restart together when one of them ends unexpectedly; empty: it does
+            not restart.
+        after_errors: it restarts after errors that it reports itself, too, not only when it was killed.
+        again: further arguments when it restarts.
     """
 
     name: str
@@ -56,6 +62,9 @@ class ProcessSpec:
     stop_seconds: float = 3.0
     told: bool = False
     place: Place = HERE
+    restarts: str = ""
+    after_errors: bool = False
+    again: tuple[str, ...] = ()
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -169,6 +178,7 @@ def _api_process(config: RunConfig, ports: Mapping[str, int], python: str) -> Pr
         env={API_KEY_VARIABLE: key} if key else {},
         ready_url=f"http://{LOOPBACK}:{port}/",
         ready_timeout=60.0,
+        restarts="api" if config.store else "",  # without a file it would have forgotten the run
     )
 
 
@@ -251,7 +261,8 @@ def _server_processes(
         path = str(_bridge_config_path(config, name))
         own = (*flags, "--shared-weights", "--bridge-config-path", path) if name in sharing else tuple(flags)
         one = trainer.model_copy(update={"vllm": vllm})
-        yield server_process(one, python=python, on_gpu=on_gpu, model=one.model.name, flags=own, name=name)
+        process = server_process(one, python=python, on_gpu=on_gpu, model=one.model.name, flags=own, name=name)
+        yield replace(process, restarts=name, after_errors=True) if trainer.servers_may_change else process
 
 
 def _bridge_config_path(config: RunConfig, server: str = "server") -> Path:
@@ -288,6 +299,7 @@ def _trainer_table(config: RunConfig, ports: Mapping[str, int], on_gpu: bool, pl
         **({"vllm_host": host} if (host := _address("server", places)) != LOOPBACK else {}),
         "vllm_port": ports["server"],
         **({"vllm_also": list(others)} if (others := _others(config, ports, places)) else {}),
+        **({"vllm_roster": str(config.roster)} if config.roster else {}),
         "dtype": trainer.trainer_dtype(on_gpu=on_gpu),
         "save_path": str(config.run_dir / "checkpoints"),
         "log_dir": str(config.run_dir),
@@ -301,8 +313,9 @@ def _trainer_processes(
     argv = (python, "-m", "grpo_trainer", "train", "--config", str(config_file))
     seconds = STOP_SECONDS_ALL_WEIGHTS if isinstance(config.trainer.bridge, AllWeightsOptions) else 7.0
     size = config.options.trainer_gpus
+    again = ("--resume", "auto")
     if size == 1:
-        return (ProcessSpec("trainer", argv, ends_run=True, stop_seconds=seconds),)
+        return (ProcessSpec("trainer", argv, ends_run=True, stop_seconds=seconds, restarts=TRAINERS, again=again),)
     names = trainer_names(size)
     meeting = {"MASTER_ADDR": meeting_address(places), "MASTER_PORT": str(ports["trainers"])}
     return tuple(
@@ -313,6 +326,8 @@ def _trainer_processes(
             ends_run=rank == 0,
             may_end=rank > 0,
             stop_seconds=seconds,
+            restarts=TRAINERS,
+            again=again,
         )
         for rank, name in enumerate(names)
     )
@@ -368,6 +383,7 @@ def _environment_tables(
         "model_name": model,
         "server_type": "vllm",
         "api_key": trainer.vllm.api_key or "x",
+        **({"roster": str(config.roster)} if config.roster and "base_url" not in environment.openai else {}),
         **environment.openai,
     }
     return {"env": env, "openai": openai}
@@ -380,4 +396,5 @@ def restart_patience(trainer: TrainConfig) -> float:
 
 def _environment_process(name: str, environment: EnvironmentProcess, config_file: Path, python: str) -> ProcessSpec:
     module = environment_module(environment.name)
-    return ProcessSpec(name=name, argv=(python, "-m", module, "serve", "--config", str(config_file)), may_end=True)
+    argv = (python, "-m", module, "serve", "--config", str(config_file))
+    return ProcessSpec(name=name, argv=argv, may_end=True, restarts=name, after_errors=True)

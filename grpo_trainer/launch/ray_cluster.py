@@ -10,6 +10,7 @@ If `grpo run` or a node dies, Ray ends the actors, and the kernel their processe
 from __future__ import annotations
 
 import importlib
+import itertools
 import logging
 import os
 import socket
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -25,7 +27,7 @@ from typing import Any
 from grpo_trainer.errors import ConfigError, PortBusyError, ProcessFailedError
 from grpo_trainer.launch.agent import NodeAgent, passed_on, seeing
 from grpo_trainer.launch.child import Child
-from grpo_trainer.launch.places import HERE, Node, Places, meeting_address
+from grpo_trainer.launch.places import HERE, Node, Place, Places, free_nodes, meeting_address
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.launch.remote import RemoteProcess
@@ -43,6 +45,11 @@ ORDER_SECONDS = 30.0
 """Time for a node's answer; one without an answer is lost."""
 POLL_SECONDS = 0.5
 
+ROOM_SECONDS = 15.0
+"""Time for Ray to start an actor for a process that comes later, on a node whose resources look free."""
+
+Room = tuple[Node, str]
+"""What the run holds of a node: a node, and the name of the room there (`Place.room`)."""
 Files = Mapping[Path, bytes]
 NO_FILES: Files = MappingProxyType({})
 
@@ -61,9 +68,11 @@ class RayCluster:
     def __init__(self, address: str, wanted: int = 1) -> None:
         self._ray = _ray()
         self._connect(address)
-        self._agents: dict[Node, Any] = {}
-        self._gpus: dict[Node, str] = {}
-        self._processes: dict[Node, dict[str, RemoteProcess]] = {}
+        self._agents: dict[Room, Any] = {}
+        self._gpus: dict[Room, str] = {}
+        self._processes: dict[Room, dict[str, RemoteProcess]] = {}
+        self._lost: set[Room] = set()
+        self._starts = itertools.count()
         self._threads: list[threading.Thread] = []
         self._is_closing = threading.Event()
         try:
@@ -123,23 +132,29 @@ class RayCluster:
             assert node is not None, "on a cluster every process has a node"
             own = [place for place in places.values() if place.node == node]
             gpus = len({number for place in own for number in place.gpus})
-            self._agents[node] = self._agent(node, gpus, 0 if gpus else min(len(own), int(node.cpus)))
-        for node, agent in self._agents.items():
+            self._agents[node, ""] = self._agent(node, gpus, 0 if gpus else min(len(own), int(node.cpus)))
+        for room in list(self._agents):
             try:
-                self._gpus[node] = self._ray.get(agent.gpus.remote(), timeout=AGENT_SECONDS)
+                self._open(room, AGENT_SECONDS)
             except (self._ray.exceptions.RayError, TimeoutError) as error:
                 raise ConfigError(
                     f"Ray gives this run no room there: {error}",
                     field="--cluster",
-                    got=node.name,
+                    got=room[0].name,
                     wanted="free GPUs and cores, and this package in the same folder as here",
                     fix="see `ray status`",
                 ) from error
-            if not node.is_head:
-                self._processes[node] = {}
-                thread = threading.Thread(target=self._follow, args=(node,), name=f"news of {node.name}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+
+    def _open(self, room: Room, seconds: float) -> None:
+        """Wait until an agent is there, and follow what it says."""
+        self._gpus[room] = self._ray.get(self._agents[room].gpus.remote(), timeout=seconds)
+        if room[0].is_head:
+            return
+        self._processes[room] = {}
+        name = f"news of {room[0].name} {room[1]}"
+        thread = threading.Thread(target=self._follow, args=(room,), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _agent(self, node: Node, gpus: int, cpus: int) -> Any:
         affinity = importlib.import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
@@ -153,21 +168,47 @@ class RayCluster:
         Raises:
             PortBusyError: ports are taken.
         """
-        by_address: dict[str, tuple[Node | None, dict[str, int]]] = {}
+        by_address: dict[str, tuple[Room | None, dict[str, int]]] = {}
         for name, port in wanted.items():
             place = places.get("trainer" if name == "trainers" else name, HERE)
             address = meeting_address(places) if name == "trainers" else place.address
-            by_address.setdefault(address, (None if place.is_here else place.node, {}))[1][name] = port
+            by_address.setdefault(address, (None if place.is_here else room_of(place), {}))[1][name] = port
         claimed: dict[str, int] = {}
-        for address, (node, ports) in by_address.items():
-            claimed |= claim_ports(ports, address) if node is None else self._claim_there(node, ports, address)
+        for address, (room, ports) in by_address.items():
+            claimed |= claim_ports(ports, address) if room is None else self._claim_there(room, ports, address)
         return claimed
 
-    def _claim_there(self, node: Node, ports: Mapping[str, int], address: str) -> dict[str, int]:
-        found = self._ray.get(self._agents[node].claim.remote(dict(ports), address), timeout=ORDER_SECONDS)
+    def _claim_there(self, room: Room, ports: Mapping[str, int], address: str) -> dict[str, int]:
+        found = self._ray.get(self._agents[room].claim.remote(dict(ports), address), timeout=ORDER_SECONDS)
         if isinstance(found, str):
-            raise PortBusyError(found, field=f"ports of {node.name}", fix="use --server.port 0: any free one")
+            raise PortBusyError(found, field=f"ports of {room[0].name}", fix="use --server.port 0: any free one")
         return found
+
+    # during the run -----------------------------------------------------------------------------------------
+
+    def is_lost(self, place: Place) -> bool:
+        """Return whether a place's node is gone, or the run's actor there."""
+        return not place.is_here and room_of(place) in self._lost
+
+    def room_for(self, name: str, gpus: int, places: Places) -> Place | None:
+        """Hold room for a process that comes later, and return it; None: no node has room now.
+
+        Args:
+            gpus: that it needs; 0: it runs on a CPU, whose cores it shares with others.
+            places: of the run's other processes.
+        """
+        known_lost = {room[0] for room in self._lost}  # Ray may still count a lost node as alive
+        nodes = free_nodes(self._alive(), places, gpus)
+        for node in sorted(nodes, key=lambda node: node in known_lost):
+            room = (node, f"{name}-{next(self._starts)}")
+            self._agents[room] = self._agent(node, gpus, 0)
+            try:
+                self._open(room, ROOM_SECONDS)
+            except (self._ray.exceptions.RayError, TimeoutError):
+                self._ray.kill(self._agents.pop(room))  # others hold the GPUs, or the node has just gone
+                continue
+            return Place(node, tuple(range(gpus)), room[1])
+        return None
 
     # the run ------------------------------------------------------------------------------------------------
 
@@ -184,13 +225,16 @@ class RayCluster:
         """
         node = spec.place.node
         if node is None or node.is_head:
-            return Child(seeing(spec, self._gpus.get(node, "") if node else ""), log_path, on_stdout, on_stderr)
-        agent = self._agents[node]
-        process = RemoteProcess(spec, log_path, on_stdout, on_stderr, partial(self._order, node, spec.name))
-        self._processes[node][spec.name] = process
+            gpus = "" if node is None else self._gpus.get(room_of(spec.place), "")
+            return Child(seeing(spec, gpus), log_path, on_stdout, on_stderr)
+        room = room_of(spec.place)
+        # A process that starts again is another one to the agent, which still tells how the one before it ended.
+        called = replace(spec, name=f"{spec.name}/{next(self._starts)}")
+        process = RemoteProcess(spec, log_path, on_stdout, on_stderr, partial(self._order, room, called.name))
+        self._processes[room][called.name] = process
         needed = {str(path): content for path, content in files.items() if str(path) in spec.argv}
         try:
-            process.begin(self._ray.get(agent.start.remote(spec, needed), timeout=ORDER_SECONDS))
+            process.begin(self._ray.get(self._agents[room].start.remote(called, needed), timeout=ORDER_SECONDS))
         except (self._ray.exceptions.RayError, OSError) as error:
             process.close()
             raise ProcessFailedError(
@@ -201,19 +245,22 @@ class RayCluster:
             ) from error
         return process
 
-    def _order(self, node: Node, name: str, method: str) -> None:
-        """Have a node's agent do something with a process, and wait for it; the thread of that node tells a loss."""
+    def _order(self, room: Room, name: str, method: str) -> None:
+        """Have an agent do something with a process, and wait for it; the thread of that node tells a loss."""
+        if room in self._lost:
+            return
         with suppress(self._ray.exceptions.RayError, TimeoutError):
-            self._ray.get(getattr(self._agents[node], method).remote(name), timeout=ORDER_SECONDS)
+            self._ray.get(getattr(self._agents[room], method).remote(name), timeout=ORDER_SECONDS)
 
-    def _follow(self, node: Node) -> None:
+    def _follow(self, room: Room) -> None:
         """Pass on what a node's processes write and how they end, until the run is over or the node is lost."""
-        processes = self._processes[node]
+        processes = self._processes[room]
         while not self._is_closing.wait(NEWS_SECONDS):
             try:
-                news = self._ray.get(self._agents[node].news.remote(), timeout=ORDER_SECONDS)
+                news = self._ray.get(self._agents[room].news.remote(), timeout=ORDER_SECONDS)
             except (self._ray.exceptions.RayError, TimeoutError) as error:
-                reason = f"lost with its node {node.name} ({type(error).__name__})"
+                reason = f"lost with its node {room[0].name} ({type(error).__name__})"
+                self._lost.add(room)
                 for process in list(processes.values()):
                     process.lose(reason)
                 return
@@ -231,6 +278,12 @@ class RayCluster:
             with suppress(self._ray.exceptions.RayError):
                 self._ray.kill(agent)
         self._ray.shutdown()
+
+
+def room_of(place: Place) -> Room:
+    """Return what the run holds for a place."""
+    assert place.node is not None, "on a cluster every process has a node"
+    return place.node, place.room
 
 
 def _knock(address: str) -> None:

@@ -15,8 +15,9 @@ from types import FrameType, TracebackType
 
 import httpx
 
-from grpo_trainer.errors import StoppedError, from_os_error
+from grpo_trainer.errors import ProcessFailedError, StoppedError, from_os_error
 from grpo_trainer.launch.child import Child
+from grpo_trainer.launch.crew import Crew
 from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.start import StartWatch
 from grpo_trainer.launch.watched import Executor, Watched
@@ -46,6 +47,7 @@ class Supervisor:
         check: raises an error that ends the run, for example if the run's folder is gone.
         show: shows the run's progress; called many times a second, and once after the end.
         execute: starts a process; by default as a child of this one.
+        crew: decides which processes restart; by default none.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Supervisor:
         check: Callable[[], None] = lambda: None,
         show: Callable[[], None] = lambda: None,
         execute: Executor = Child,
+        crew: Crew | None = None,
     ) -> None:
         self.children: list[Watched] = []
         self._log_folder = log_folder
@@ -66,6 +69,7 @@ class Supervisor:
         self._check_run = check
         self._show = show
         self._execute = execute
+        self._crew = crew or Crew()
         self._waits = False
         self._unheard = False
         self._signals: list[int] = []
@@ -101,6 +105,9 @@ class Supervisor:
                     for spec in later.popleft():
                         self.start(spec)
                 self._check()
+                for specs in self._crew.due():
+                    self._start_again(specs)
+                self._crew.tend(self.children)
                 for child in self._unready:
                     self._look(child, http)
                 self._show_progress()
@@ -121,6 +128,7 @@ class Supervisor:
 
         child = self._execute(spec, self._log_folder / f"{spec.name}.log", on_stdout, on_stderr)
         self.children.append(child)
+        self._crew.started(spec)
         self._tell(self._say, f"{spec.name}: started (log: {child.log_path})")
         return child
 
@@ -152,10 +160,45 @@ class Supervisor:
             # Blame a killed process first: one that ended with an error at the same moment may have failed because
             # of it.
             culprit = min(ended, key=lambda child: ((child.exit_code or 0) >= 0, child.spec.ends_run))
-            raise culprit.ended()
+            self._replace(culprit, culprit.ended)
         environments = [child for child in self.children if child.name.startswith("env-")]
         if self._waits and environments and all(child.told_end for child in environments):
             raise environments[-1].left()
+
+    def _replace(self, culprit: Watched, error: Callable[[], ProcessFailedError]) -> None:
+        """Take a process that failed, and those that restart with it, out of the run; they start again later.
+
+        Raises:
+            ProcessFailedError: it does not restart.
+        """
+        group = self._crew.lost(culprit, self.children)
+        if group is None:
+            raise error()
+        self._take_out(group)
+        self._waits = False
+
+    def _start_again(self, specs: Sequence[ProcessSpec]) -> None:
+        """Start processes that belong together; if one can't be started, all start later.
+
+        Raises:
+            ProcessFailedError: they could not be started several times.
+        """
+        begun: list[Watched] = []
+        try:
+            for spec in specs:
+                begun.append(self.start(spec))
+        except ProcessFailedError:
+            if not self._crew.put_off(specs):
+                raise
+            self._take_out(begun)
+
+    def _take_out(self, group: Sequence[Watched]) -> None:
+        """Kill what is left of processes, and forget them."""
+        for child in group:
+            child.note_family()
+            child.kill()
+            child.close()
+            self.children.remove(child)
 
     @staticmethod
     def _as_planned(child: Watched) -> bool:
@@ -180,7 +223,7 @@ class Supervisor:
                 self._watch.note_ready(child.name, seconds, child.log_path)
         elif seconds > child.spec.ready_timeout:
             child.terminate()
-            raise child.not_ready()
+            self._replace(child, child.not_ready)
 
     def _show_progress(self) -> None:
         if self._watch is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -28,18 +29,32 @@ def keep_steps(path: Path, steps_done: int) -> None:
 
 
 class NewRows:
-    """Reads the rows that another process appends to a file, each once."""
+    """Reads the rows that another process appends to a file, each once.
+
+    A trainer that restarts replaces the file by one without the steps that it takes again.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: TextIO | None = None
         self._incomplete = ""
+        self._newest = float("-inf")
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the rows since the last call; the first call opens the file, which is not replaced from then on."""
-        self._file = self._file or self._path.open()
+        """Return the rows since the last call."""
+        if self._file is None or self._is_replaced(self._file):
+            self.close()
+            self._file, self._incomplete = self._path.open(), ""
         *lines, self._incomplete = (self._incomplete + self._file.read()).split("\n")
-        return [json.loads(line) for line in lines]
+        rows = [row for line in lines if (row := json.loads(line))["time"] > self._newest]
+        self._newest = max([self._newest, *(row["time"] for row in rows)])
+        return rows
+
+    def _is_replaced(self, file: TextIO) -> bool:
+        try:
+            return not os.path.samestat(os.fstat(file.fileno()), self._path.stat())
+        except FileNotFoundError:
+            return False  # deleted, which ends the run
 
     def close(self) -> None:
         if self._file is not None:

@@ -282,7 +282,9 @@ class World:
 
 
 class PeerGoneError(TrainingError):
-    """Another process of this trainer has ended."""
+    """Another process of this trainer has ended. A supervisor may start all of them again."""
+
+    exit_code = os.EX_TEMPFAIL
 
 
 @contextmanager

@@ -66,3 +66,10 @@ class WeightBridge(Protocol):
             The version that the server generates with: `version` or an older one.
         """
         ...
+
+    def welcome(self) -> None:
+        """Bring servers that have joined to the newest version; called while the trainer waits for a batch.
+
+        Do nothing if this bridge's servers stay the same.
+        """
+        ...

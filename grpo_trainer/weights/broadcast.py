@@ -37,7 +37,8 @@ from grpo_trainer.server_client import ServerClient
 from grpo_trainer.weights.bridge import Published
 from grpo_trainer.weights.buckets import Buckets
 from grpo_trainer.weights.fence import ServerFence
-from grpo_trainer.weights.senders import Way, WeightSender, open_sender
+from grpo_trainer.weights.senders.choose import open_sender
+from grpo_trainer.weights.senders.sender import Way, WeightSender
 from vllm_server.protocol import (
     BridgeInfo,
     WeightsApplyRequest,
@@ -240,6 +241,9 @@ class BroadcastBridge:
         quiet: dict[str, Metric] = {"train/sync_time": Sum(0.0), "publish/version": Sum(version)}
         return Published(version, self._info.served_model_name, quiet | metrics)
 
+    def welcome(self) -> None:
+        """Do nothing: this bridge has one server."""
+
     def _send(self, version: int) -> None:
         """Make the server generate with the trainer's present weights as `version`."""
         assert self._info is not None and self._sender is not None
@@ -247,32 +251,27 @@ class BroadcastBridge:
         sender, sent = self._sender, 0.0
         stored = self._weights.of(version)  # before the server waits: other processes may have to take part
         if sender.is_ahead:
-            sender.send(self._packed(stored))
+            sender.send(version, stored)
         if self._staged:
-            stage = WeightsStageRequest(channel=self._channel, timeout_s=SECONDS)
-            self._delivered(stored, lambda: self._server.stage_weights(stage))
+            stage = WeightsStageRequest(channel=self._channel, version=version, timeout_s=SECONDS)
+            self._delivered(version, stored, lambda: self._server.stage_weights(stage))
             sent = time.perf_counter() - started
         seconds = APPLY_SECONDS if self._staged else SECONDS
         with self._fence.hold(self._info.boot_id, version, seconds) as token:
-            apply = WeightsApplyRequest(channel=self._channel, token=token)
+            apply = WeightsApplyRequest(channel=self._channel, version=version, token=token)
             if self._staged:
                 self._server.apply_weights(apply)
             else:
-                self._delivered(stored, lambda: self._server.apply_weights(apply))
+                self._delivered(version, stored, lambda: self._server.apply_weights(apply))
         self._version = version
         whole = {"train/sync_time": Sum(time.perf_counter() - started), "publish/send_time": Sum(sent)}
         self._metrics = {**self._fence.metrics, **whole}
 
-    def _delivered(self, stored: Mapping[str, Tensor], ask: Callable[[], T]) -> T:
+    def _delivered(self, version: int, stored: Mapping[str, Tensor], ask: Callable[[], T]) -> T:
         """Ask the server to take a version, and send it meanwhile if it is not there already."""
         assert self._sender is not None
         sender = self._sender
-        return ask() if sender.is_ahead else self._together(lambda: sender.send(self._packed(stored)), ask)
-
-    def _packed(self, stored: Mapping[str, Tensor]) -> Iterator[Tensor]:
-        assert self._buckets is not None
-        for number in range(len(self._buckets)):
-            yield self._buckets.pack(number, stored)
+        return ask() if sender.is_ahead else self._together(lambda: sender.send(version, stored), ask)
 
     @staticmethod
     def _together(work: Callable[[], None], ask: Callable[[], T]) -> T:

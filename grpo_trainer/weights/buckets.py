@@ -6,8 +6,8 @@ experts of a mixture); the server expects a checkpoint's own names and shapes, s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cached_property
+import threading
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ BUCKET_BYTES = 256 << 20
 
 
 class Buckets:
-    """The layout of a model's weights, and one buffer in main memory that holds a bucket at a time.
+    """The layout of a model's weights in buckets.
 
     Args:
         model: its class knows the names of checkpoints.
@@ -34,6 +34,8 @@ class Buckets:
         headers: length and header of a safetensors file, for each bucket.
         nbytes: bytes of all buckets' data.
         names: names of `stored`, by bucket.
+        dtype: dtype in which they are sent.
+        largest: elements of the largest bucket.
     """
 
     def __init__(
@@ -53,12 +55,9 @@ class Buckets:
         self.headers = [encode_header(spans, {"format": "pt"}) for spans in self._spans]
         ends = [spans[-1].end for spans in self._spans]
         self.nbytes = sum(ends)
-        self._dtype = dtype
-        self._ends = [end // dtype.itemsize for end in ends]
-
-    @cached_property
-    def _buffer_E(self) -> Tensor:
-        return torch.empty(max(self._ends), dtype=self._dtype)
+        self.dtype = dtype
+        self.largest = max(ends) // dtype.itemsize
+        self._converting = threading.Lock()
 
     def __len__(self) -> int:
         return len(self.names)
@@ -67,18 +66,31 @@ class Buckets:
         """Return a tensor as a checkpoint has it: perhaps under another name, or in several parts."""
         return revert_weight_conversion(self._model, {name: tensor})
 
-    @torch.no_grad()
-    def pack(self, number: int, stored: Mapping[str, Tensor]) -> Tensor:
-        """Return a bucket's present data; it is valid until the next call.
+    def parts(self, number: int, stored: Mapping[str, Tensor]) -> Iterator[tuple[TensorSpan, Tensor]]:
+        """Yield a bucket's tensors with their places in its data. Several threads may do this.
 
         Args:
             stored: the weights, on any device and in any dtype.
         """
         spans = iter(self._spans[number])
-        item = self._buffer_E.element_size()
         for name in self.names[number]:
-            for final, part in self.plain(name, stored[name].detach()).items():
+            with self._converting:  # transformers' converters keep what they have collected
+                found = self.plain(name, stored[name].detach())
+            for final, part in found.items():
                 span = next(spans)
                 assert span.name == final and span.shape == tuple(part.shape), (span, final)
-                self._buffer_E[span.start // item : span.end // item].view(span.shape).copy_(part)
-        return self._buffer_E[: self._ends[number]]
+                yield span, part
+
+    @torch.no_grad()
+    def pack(self, number: int, stored: Mapping[str, Tensor], buffer_E: Tensor) -> Tensor:
+        """Write a bucket's present data to a flat buffer on any device; return the part of the buffer that has it.
+
+        Args:
+            stored: the weights, on any device and in any dtype.
+            buffer_E: `largest` elements of `dtype`, or more.
+        """
+        end = 0
+        for span, part in self.parts(number, stored):
+            start, end = span.start // self.dtype.itemsize, span.end // self.dtype.itemsize
+            buffer_E[start:end].view(span.shape).copy_(part)
+        return buffer_E[:end]

@@ -8,7 +8,7 @@ import torch
 from peft import PeftModel
 
 from grpo_trainer.config.bridge import Broadcast, CheckpointRestart, LoraOnly, LoraRestart, SharedVllm
-from grpo_trainer.config.server import server_names
+from grpo_trainer.config.server import VllmConfig, server_names
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.parallel.world import World
 from grpo_trainer.policy import AllWeights, Policy, SharedWeights
@@ -18,10 +18,13 @@ from grpo_trainer.signals import StopSignal
 from grpo_trainer.weights.bridge import WeightBridge
 from grpo_trainer.weights.broadcast import BroadcastBridge, PresentWeights
 from grpo_trainer.weights.checkpoint_restart import CheckpointModels, MergedModels, build_restart
+from grpo_trainer.weights.elastic import ElasticServers, OpenBridge
 from grpo_trainer.weights.lora_swap import LoraSwap
 from grpo_trainer.weights.multi_server import SeveralServers
 from grpo_trainer.weights.paired import PairedBridge
 from grpo_trainer.weights.shared_weights import SharedBridge
+
+FIRST = server_names(1)[0]
 
 
 def build_bridge(
@@ -42,39 +45,38 @@ def build_bridge(
     Raises:
         PortBusyError: the trainer starts the server itself, and the server's port is taken.
     """
-    clients = [ServerClient(vllm, stop.check) for vllm in config.vllm.each]
     last_version = progress.policy_version + config.training_steps - progress.step
     match config.bridge:
         case LoraOnly() as options:
             assert isinstance(policy.model, PeftModel)
-            root = (options.lora_root or Path(config.log_dir) / "adapters").absolute()
-            # A folder for each server, since each bridge prunes its own files.
-            folders = [root, *(root / name for name in server_names(len(clients))[1:])]
-            swaps = {
-                vllm.url: LoraSwap(options, policy.model, client, folder, config.model.seq_len)
-                for vllm, client, folder in zip(config.vllm.each, clients, folders, strict=True)
-            }
-            return SeveralServers(swaps) if len(swaps) > 1 else swaps[config.vllm.url]
+            model, root = policy.model, (options.lora_root or Path(config.log_dir) / "adapters").absolute()
+
+            def swap(name: str, vllm: VllmConfig) -> WeightBridge:
+                # A folder for each server, since each bridge prunes its own files.
+                folder = root if name == FIRST else root / name
+                return LoraSwap(options, model, ServerClient(vllm, stop.check), folder, config.model.seq_len)
+
+            return _to_servers(config.vllm, swap)
         case SharedVllm() as options:
             assert isinstance(policy, SharedWeights)
-            own = SharedBridge(options, policy, clients[0], config.model.seq_len)
+            own = SharedBridge(options, policy, ServerClient(config.vllm, stop.check), config.model.seq_len)
             return own if world is None or world.alone else _paired(config, own, policy, world)
         case Broadcast() as options:
             assert isinstance(policy, AllWeights)
             weights = PresentWeights(checkpoints.weights_now, keep=checkpoints.gathers)
             dtype = config.trainer_dtype(on_gpu=torch.cuda.is_available())
-            root = Path(config.log_dir) / "weights"
-            folders = [root / name for name in server_names(len(clients))]
-            sent = {
-                vllm.url: BroadcastBridge(
-                    options, policy, weights, client, vllm.url, folder, config.model.seq_len, dtype
-                )
-                for vllm, client, folder in zip(config.vllm.each, clients, folders, strict=True)
-            }
-            return SeveralServers(sent) if len(sent) > 1 else sent[config.vllm.url]
+            sent, length = Path(config.log_dir) / "weights", config.model.seq_len
+
+            def sender(name: str, vllm: VllmConfig) -> WeightBridge:
+                client = ServerClient(vllm, stop.check)
+                return BroadcastBridge(options, policy, weights, client, vllm.url, sent / name, length, dtype)
+
+            return _to_servers(config.vllm, sender)
         case LoraRestart() as options:
+            clients = [ServerClient(vllm, stop.check) for vllm in config.vllm.each]
             return build_restart(config, options, MergedModels.of(config, policy), policy, clients, last_version, stop)
         case CheckpointRestart() as options:
+            clients = [ServerClient(vllm, stop.check) for vllm in config.vllm.each]
             models = CheckpointModels(config.model.name, checkpoints)
             return build_restart(config, options, models, policy, clients, last_version, stop)
 
@@ -92,3 +94,12 @@ def build_followers_bridge(config: TrainConfig, policy: Policy, world: World) ->
 
 def _paired(config: TrainConfig, own: SharedBridge, policy: SharedWeights, world: World) -> PairedBridge:
     return PairedBridge(own, policy, world, [vllm.url for vllm in config.vllm.each])
+
+
+def _to_servers(config: VllmConfig, open_bridge: OpenBridge) -> WeightBridge:
+    """Return one bridge to all servers; if a run lists them, they may change."""
+    if config.roster is not None:
+        return ElasticServers(config.roster, config, open_bridge)
+    names = server_names(len(config.each))
+    bridges = {vllm.url: open_bridge(name, vllm) for name, vllm in zip(names, config.each, strict=True)}
+    return SeveralServers(bridges) if len(bridges) > 1 else bridges[config.url]

@@ -238,6 +238,9 @@ class CheckpointRestart:
         }
         return Published(served.version, served.model, metrics)
 
+    def welcome(self) -> None:
+        """Do nothing: these servers stay the same."""
+
     def _launch(self, version: int) -> dict[str, Metric]:
         """Write the weights, stop the running servers, start new ones, and check that the new ones answer."""
         before = self._served

@@ -134,6 +134,9 @@ class LoraSwap:
         self._published = version
         return Published(version, name, metrics)
 
+    def welcome(self) -> None:
+        """Do nothing: this bridge has one server."""
+
     def send(self, name: str, version: int, *, activate: bool) -> Sent:
         """Send the present adapter, and check the name and version that the server confirms."""
         assert self.transport is not None, "connect comes first"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -45,8 +45,12 @@ class SeveralServers:
         self._entered.__exit__(kind, error, trace)
 
     def connect(self, policy_version: int) -> int:
-        """Connect to all servers, and return the highest version that any of them requires to begin with."""
-        return max(self._of_each(lambda bridge: bridge.connect(policy_version)))
+        """Connect to all servers at the same time; return the highest version that any of them requires to begin with.
+
+        Raises:
+            BridgeError: names each server that could not be connected to, and why.
+        """
+        return max(self._at_once(lambda bridge: bridge.connect(policy_version)))
 
     def prove(self) -> float | None:
         """Prove one server after the other, because a proof changes the trainer's adapter for a moment."""
@@ -65,27 +69,60 @@ class SeveralServers:
         """Publish to all servers at the same time; each metric is the largest of any server.
 
         Raises:
-            BridgeError: a server refused, or the servers now serve different versions; the message names them.
+            BridgeError: servers refused, or they now serve different versions; the message names them.
         """
-        sending = {url: self._senders.submit(bridge.publish, version) for url, bridge in self._bridges.items()}
-        wait(sending.values())  # even if one fails, so that no publish is still running afterwards
-        published = [self._named(url, future.result) for url, future in sending.items()]
-        if len({one.version for one in published}) > 1:
-            served = [f"{one.version} at {url}" for url, one in zip(self._bridges, published, strict=True)]
-            raise BridgeError("the servers differ", field="version", got=", ".join(served), wanted=str(version))
-        rows = [reduce(one.metrics) for one in published]
-        slowest = {name: Sum(max(row[name] for row in rows if name in row)) for row in rows for name in row}
-        return Published(published[0].version, published[0].name, slowest)
+        published = self._at_once(lambda bridge: bridge.publish(version))
+        return as_one(dict(zip(self._bridges, published, strict=True)), version)
+
+    def welcome(self) -> None:
+        """Do nothing: these servers stay the same."""
+
+    def _at_once(self, ask: Callable[[WeightBridge], T]) -> list[T]:
+        """Ask all bridges in threads; each has its own time limits, and one that fails does not end the others."""
+        asked = {url: self._senders.submit(ask, bridge) for url, bridge in self._bridges.items()}
+        wait(asked.values())  # even if one fails, so that nothing is still running afterwards
+        answers, problems = [], []
+        for url, future in asked.items():
+            try:
+                answers.append(named(url, future.result))
+            except BridgeError as error:
+                problems += error.problems
+        if problems:
+            raise BridgeError.of(problems)
+        return answers
 
     def _of_each(self, ask: Callable[[WeightBridge], T]) -> Sequence[T]:
-        return [self._named(url, lambda bridge=bridge: ask(bridge)) for url, bridge in self._bridges.items()]
+        return [named(url, lambda bridge=bridge: ask(bridge)) for url, bridge in self._bridges.items()]
 
-    @staticmethod
-    def _named(url: str, ask: Callable[[], T]) -> T:
-        try:
-            return ask()
-        except BridgeError as error:
-            named = [
-                replace(one, field=": ".join(filter(None, [f"server {url}", one.field]))) for one in error.problems
-            ]
-            raise BridgeError.of(named) from error
+
+def publish_all(
+    senders: ThreadPoolExecutor, bridges: Mapping[str, WeightBridge], version: int
+) -> Mapping[str, Future[Published]]:
+    """Publish to servers at the same time, and return what came of each; none of these publishes runs any more."""
+    sending = {url: senders.submit(bridge.publish, version) for url, bridge in bridges.items()}
+    wait(sending.values())  # even if one fails
+    return sending
+
+
+def as_one(published: Mapping[str, Published], version: int) -> Published:
+    """Return the publishes of one version to several servers as one; each metric is the largest of any server.
+
+    Raises:
+        BridgeError: the servers serve different versions; the message names them.
+    """
+    if len({one.version for one in published.values()}) > 1:
+        served = [f"{one.version} at {url}" for url, one in published.items()]
+        raise BridgeError("the servers differ", field="version", got=", ".join(served), wanted=str(version))
+    rows = [reduce(one.metrics) for one in published.values()]
+    slowest = {name: Sum(max(row[name] for row in rows if name in row)) for row in rows for name in row}
+    first = next(iter(published.values()))
+    return Published(first.version, first.name, slowest)
+
+
+def named(url: str, ask: Callable[[], T]) -> T:
+    """Return what a function returns; a `BridgeError` that it raises gets the server's URL."""
+    try:
+        return ask()
+    except BridgeError as error:
+        problems = [replace(one, field=": ".join(filter(None, [f"server {url}", one.field]))) for one in error.problems]
+        raise BridgeError.of(problems) from error

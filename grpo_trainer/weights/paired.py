@@ -158,6 +158,9 @@ class PairedBridge:
         self._slowest = {}
         return replace(published, metrics={**published.metrics, **slowest})
 
+    def welcome(self) -> None:
+        """Do nothing: the pairs stay the same."""
+
     def _each(self, do: Callable[[], T]) -> list[T]:
         """Call `do` on all ranks, and return the results by rank.
 

@@ -160,6 +160,9 @@ class SharedBridge:
         """The figures of the last update; empty once it was published."""
         return self._server_fence.metrics
 
+    def welcome(self) -> None:
+        """Do nothing: this bridge has one server."""
+
     @contextmanager
     def _fence(self, version: int, seconds: float = WRITE_SECONDS) -> Iterator[None]:
         """Keep the server from reading the weights within the block; afterwards it generates with them as `version`."""

@@ -43,9 +43,6 @@ def test_pairs_write_the_same_rounded_weights_and_every_server_follows(
     servers: list[Serving], tmp_path: Path, optimizer: str, request: pytest.FixtureRequest
 ) -> None:
     gpus = request.node.callspec.params["servers"]
-    fresh = (
-        "resume=never" if optimizer == "adamw" else "proof=false"
-    )  # the second case goes on from the first one's weights
     first, second = trained(servers, tmp_path, f"optimizer={optimizer}", f"gpus={gpus}")
     assert "error" not in first, first["error"]
     assert len(first["versions"]) == STEPS + 1 and max(first["gaps"]) < TOLERANCE

@@ -40,6 +40,9 @@ class NoBridge(contextlib.nullcontext[Any]):
     def publish(self, version: int) -> Published:
         return Published(version, "nobody", {})
 
+    def welcome(self) -> None:
+        pass
+
     def __enter__(self) -> NoBridge:
         return self
 

@@ -42,6 +42,8 @@ pytestmark = pytest.mark.timeout(600)
 
 ROLLOUTS = batch([sample([4, 5], [6, 7], 1.0), sample([4, 5], [8], 0.0)])
 TOLERANCE = 1e-4
+PADDED = 128
+"""Rows of the vocabulary of `tests/golden` in vLLM."""
 WAYS = [("gloo", "on"), ("gloo", "off"), ("disk", "on"), ("disk", "off")]
 
 
@@ -249,12 +251,12 @@ def test_a_trainer_that_dies_half_way_leaves_the_old_version_or_none(
     made.step()
     pack, packed = Buckets.pack, []
 
-    def pack_some(self: Buckets, number: int, stored: Any) -> Tensor:
+    def pack_some(self: Buckets, number: int, stored: Any, buffer_E: Tensor) -> Tensor:
         packed.append(number)
         if number == 2:
             made.bridge._sender.close()  # pyright: ignore  # as the end of a process closes its connections
             raise _Died
-        return pack(self, number, stored)
+        return pack(self, number, stored, buffer_E)
 
     monkeypatch.setattr(Buckets, "pack", pack_some)
     with pytest.raises((_Died, ServerError)):  # whichever side is the first to know
@@ -276,11 +278,11 @@ def test_a_server_that_is_killed_half_way_is_an_error_at_once(tmp_path: Path, mo
         version = made.bridge.connect(0)
         pack = Buckets.pack
 
-        def pack_and_kill(self: Buckets, number: int, stored: Any) -> Tensor:
+        def pack_and_kill(self: Buckets, number: int, stored: Any, buffer_E: Tensor) -> Tensor:
             if number == 2:
                 os.killpg(server.process.pid, signal.SIGKILL)
                 server.process.wait()
-            return pack(self, number, stored)
+            return pack(self, number, stored, buffer_E)
 
         monkeypatch.setattr(Buckets, "pack", pack_and_kill)
         made.step()
@@ -324,16 +326,85 @@ def test_every_kind_of_model_arrives_bit_for_bit(tmp_path: Path, architecture: s
             assert_equal_bits(server, made.policy.model, torch.bfloat16, golden(architecture).ties)
 
 
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """A server of two workers, each with half of each matrix."""
+    with receiving(tmp_path_factory.mktemp("sharded"), "--tensor-parallel-size", "2") as running_server:
+        yield running_server
+
+
 @pytest.mark.parametrize("transport", ["gloo", "disk"])
-def test_each_worker_of_a_sharded_server_takes_its_part(tmp_path: Path, transport: str) -> None:
-    with receiving(tmp_path, "--tensor-parallel-size", "2") as server:
-        made = Sending(server, tmp_path, broadcast_transport=transport)
+def test_each_worker_of_a_sharded_server_takes_its_part(sharded: Serving, tmp_path: Path, transport: str) -> None:
+    made = Sending(sharded, tmp_path, broadcast_transport=transport)
+    version = made.bridge.connect(0)
+    assert made.bridge.prove() is not None
+    for number in (version + 1, version + 2):
+        made.step()
+        made.bridge.publish(number)
+        made.assert_serves(number)
+
+
+@pytest.mark.parametrize(("part", "dim"), [("q_proj", 0), ("down_proj", 1)])
+def test_the_wrong_ranks_shard_does_not_pass_the_proof(
+    sharded: Serving, tmp_path: Path, part: str, dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each worker gets the other one's half of a matrix: of its outputs, or of its inputs."""
+
+    def exchange(self: Buckets, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        is_it = f"{part}.weight" in name
+        return {name: torch.cat(tensor.chunk(2, dim)[::-1], dim) if is_it else tensor}
+
+    made = Sending(sharded, tmp_path)
+    monkeypatch.setattr(Buckets, "plain", exchange)
+    made.bridge.connect(0)
+    with pytest.raises(BridgeError) as refused:
+        made.bridge.prove()
+    assert refused.value.field.startswith(FAILED)
+
+
+def shard(name: str, pieces: Mapping[int, Tensor], rank: int, ranks: int) -> Tensor:
+    """A rank's shard of a parameter, which the pieces make up in the order of their first rows."""
+    parts = [pieces[start] for start in sorted(pieces)]
+    if "w13" in name:  # of each expert gate and up
+        parts, dim = list(parts[0].chunk(2, 1)), 1
+    elif any(each in name for each in ("qkv_proj", "gate_up_proj")):
+        dim = 0
+    elif any(each in name for each in ("o_proj", "down_proj", "w2")):
+        dim = parts[0].ndim - 1
+    elif any(each in name for each in ("embed_tokens", "lm_head")):
+        return torch.nn.functional.pad(parts[0], (0, 0, 0, PADDED - len(parts[0]))).chunk(ranks)[rank]
+    else:  # norms and a mixture's router: every rank has all of it
+        return parts[0]
+    return torch.cat([part.chunk(ranks, dim)[rank] for part in parts], dim)
+
+
+def shards_of(model: Any, architecture: str, dtype: torch.dtype, rank: int, ranks: int) -> dict[str, int]:
+    """The checksums of a worker's parameters if they are its shards of the model's weights."""
+    own = {name: parameter.detach().to(dtype) for name, parameter in model.named_parameters()}
+    pieces: dict[str, dict[int, Tensor]] = {}
+    for hf_name, places in golden(architecture).found.items():
+        for vllm_name, start in places:
+            pieces.setdefault(vllm_name, {})[start] = own[hf_name]
+    return {name: checksum(shard(name, of, rank, ranks)) for name, of in pieces.items()}
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama", "qwen3_moe"])
+def test_every_kind_of_model_arrives_in_shards_bit_for_bit(tmp_path: Path, architecture: str) -> None:
+    """Two tied models and a mixture of experts, each over two workers."""
+    folder = save_tiny_model(tmp_path / "model")  # its tokenizer
+    random_model(architecture).save_pretrained(folder)
+    with receiving(tmp_path, "--dtype", "bfloat16", "--tensor-parallel-size", "2", model=folder) as server:
+        made = Sending(server, tmp_path)
         version = made.bridge.connect(0)
-        assert made.bridge.prove() is not None
         for number in (version + 1, version + 2):
-            made.step()
+            with torch.no_grad():
+                for _, tensor in stored_tensors(made.policy.model).values():
+                    tensor.add_(0.05 * torch.randn(tensor.shape))
             made.bridge.publish(number)
-            made.assert_serves(number)
+            workers = msgspec.json.decode(server.get(BRIDGE_CHECKSUMS_ROUTE).content, type=Checksums).workers
+            wanted = [shards_of(made.policy.model, architecture, torch.bfloat16, rank, 2) for rank in range(2)]
+            assert wanted[0] != wanted[1]
+            assert workers == wanted
 
 
 def test_two_trainer_processes_send_to_two_servers(demo_model: Path, tmp_path: Path) -> None:

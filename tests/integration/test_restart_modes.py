@@ -29,7 +29,7 @@ def test_a_killed_server_or_trainer_ends_the_run_and_leaves_nothing(
     demo_model: Path, tmp_path: Path, victim: str
 ) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "log"
-    more = {"training-steps": 500, "vllm-restart-interval": 400}
+    more = {"training-steps": 500, "vllm-restart-interval": 400, "max-restarts": 0}
     with started(demo_model, run_dir, log, **of_mode("lora_restart", **more)) as process:
         wait_for_step(run_dir, 1, process, log)
         trainer = member(process, "grpo_trainer train")

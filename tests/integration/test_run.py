@@ -64,7 +64,7 @@ def test_ctrl_c_leaves_nothing_behind_but_a_run_that_goes_on(demo_model: Path, t
 )
 def test_a_killed_process_stops_the_run_with_its_name(demo_model: Path, tmp_path: Path, module: str, name: str) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "log"
-    with started(demo_model, run_dir, log, training_steps=500) as process:
+    with started(demo_model, run_dir, log, training_steps=500, max_restarts=0) as process:
         wait_for_step(run_dir, 1, process, log)
         members = family(process.pid)
         os.kill(member(process, module), signal.SIGKILL)

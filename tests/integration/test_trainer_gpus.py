@@ -41,7 +41,7 @@ def test_two_processes_train_and_stop_as_one(demo_model: Path, tmp_path: Path) -
 
 def test_a_trainer_process_that_dies_ends_the_run_with_its_name(demo_model: Path, tmp_path: Path) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "log"
-    with started(demo_model, run_dir, log, training_steps=500, trainer_gpus=2) as process:
+    with started(demo_model, run_dir, log, training_steps=500, trainer_gpus=2, max_restarts=0) as process:
         wait_for_step(run_dir, 1, process, log)
         members = family(process.pid)
         os.kill(follower(process.pid), signal.SIGKILL)

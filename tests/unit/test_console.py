@@ -22,7 +22,7 @@ from grpo_trainer.launch.plan import ProcessSpec, RunPlan
 from grpo_trainer.launch.start import StartWatch
 from grpo_trainer.logs.console import RunConsole
 from grpo_trainer.logs.lines import live_line, sparkline, step_line
-from grpo_trainer.metrics.rows import NewRows
+from grpo_trainer.metrics.rows import NewRows, keep_steps
 from grpo_trainer.phases import REPORT_FILE
 from grpo_trainer.run import supervise
 from grpo_trainer.saving.manifest import STATE_FILE
@@ -87,12 +87,27 @@ def test_a_sparkline_is_the_course_of_the_means(values: list[float], blocks: str
 
 def test_rows_that_another_process_appends_are_read_once_and_whole(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"st')
+    path.write_text('{"step": 1, "time": 1}\n{"st')
     rows = NewRows(path)
-    assert rows.read() == [{"step": 1}] and rows.read() == []
+    assert rows.read() == [{"step": 1, "time": 1}] and rows.read() == []
     with path.open("a") as file:
-        file.write('ep": 2}\n')
-    assert rows.read() == [{"step": 2}]
+        file.write('ep": 2, "time": 2}\n')
+    assert rows.read() == [{"step": 2, "time": 2}]
+    rows.close()
+
+
+def test_rows_of_a_trainer_that_restarted_are_read_and_those_before_are_not_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}, "time": {step}}}\n' for step in (1, 2, 3)))
+    rows = NewRows(path)
+    assert [row["step"] for row in rows.read()] == [1, 2, 3]
+    keep_steps(path, 2)
+    assert rows.read() == []
+    with path.open("a") as file:
+        file.write('{"step": 3, "time": 9}\n')
+    assert rows.read() == [{"step": 3, "time": 9}]
+    path.unlink()
+    assert rows.read() == []
     rows.close()
 
 

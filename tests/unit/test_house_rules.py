@@ -107,7 +107,7 @@ ROOMS = {
         *("model", "engine", "shared", "parallel", "policy"),
         *("saving", "signals", "launch", "alignment", "weights"),
         *("trainer", "follower", "feed", "logs"),
-        *("watchdog", "shutdown", "loop", "doctor", "bench", "report", "run", "slurm", "dry_run", "cli"),
+        *("watchdog", "shutdown", "loop", "doctor", "bench", "report", "run", "slurm", "dry_run", "servers", "cli"),
     ),
     "environments": (
         *("config", "measures", "threads", "stacks", "scoring", "items", "intervals", "arithmetic"),

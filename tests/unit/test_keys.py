@@ -67,10 +67,15 @@ def test_the_key_is_in_no_command_line_no_log_and_no_file_that_others_may_read(t
 
 
 def test_who_listens_on_loopback_only_needs_none(tmp_path: Path) -> None:
-    here = plan(a_run(tmp_path), NODES[:1])
+    here = plan(a_run(tmp_path, weight_bridge_mode="shared_vllm"), NODES[:1])
     assert not any("VLLM_API_KEY" in process.env for process in here.processes)
     config = a_run(tmp_path)
     assert with_key(config, NO_PLACES) is config
+
+
+def test_servers_have_a_key_where_one_on_another_machine_may_join_them(tmp_path: Path) -> None:
+    here = plan(a_run(tmp_path), NODES[:1])
+    assert {process.env.get("VLLM_API_KEY") for process in here.processes} == {None, "door-1"}
 
 
 def test_a_key_of_the_users_stays(tmp_path: Path) -> None:

@@ -34,6 +34,10 @@ class Bridge:
         self.said.append("out")
 
     def connect(self, policy_version: int) -> int:
+        if self.together is not None:
+            self.together.wait(10)  # broken if the others are connected to only later
+        if self.fails is not None:
+            raise self.fails
         return max(policy_version, self.seen)
 
     def prove(self) -> float | None:
@@ -54,6 +58,9 @@ class Bridge:
         metrics = {"train/sync_time": Sum(self.seconds), "publish/version": Sum(version)}
         return Published(self.serves or version, f"policy-v{version}", metrics)
 
+    def welcome(self) -> None:
+        raise AssertionError("one server of several welcomes nobody")
+
 
 def several(*bridges: Bridge) -> SeveralServers:
     return SeveralServers({f"http://host-{number}:9001": bridge for number, bridge in enumerate(bridges)})
@@ -62,6 +69,20 @@ def several(*bridges: Bridge) -> SeveralServers:
 def test_all_begin_with_the_highest_version_that_one_has_seen() -> None:
     with several(Bridge(), Bridge(seen=7), Bridge(seen=3)) as servers:
         assert servers.connect(2) == 7
+
+
+def test_all_are_connected_to_at_the_same_time_and_each_that_fails_is_named() -> None:
+    bridges = [Bridge(), Bridge(), Bridge()]
+    barrier = threading.Barrier(3)
+    for number, bridge in enumerate(bridges):
+        bridge.together = barrier
+        bridge.fails = BridgeError(field="model", got=f"model {number}") if number != 1 else None
+    with several(*bridges) as servers, pytest.raises(BridgeError) as refused:
+        servers.connect(0)
+    assert [(each.field, each.got) for each in refused.value.problems] == [
+        ("server http://host-0:9001: model", "model 0"),
+        ("server http://host-2:9001: model", "model 2"),
+    ]
 
 
 def test_each_is_proved_and_the_largest_noise_counts() -> None:

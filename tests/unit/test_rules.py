@@ -27,6 +27,7 @@ from vllm_server.protocol.flat import encode_header, lay_out
 CPU, ONE_GPU = Hardware(on_gpu=False, gpus=0), Hardware(on_gpu=True, gpus=1)
 SHARED = {"weight_bridge_mode": "shared_vllm"}
 LORA = {"weight_bridge_mode": "lora_only"}
+SENT = {"weight_bridge_mode": "broadcast"}
 SHARE_BASE = {**LORA, "share_base": True}
 TWO = {"trainer_rank": 0, "world_size": 2, "init_method": "tcp://127.0.0.1:1"}
 PAIRS = {**SHARED, **TWO, "vllm_also": "h:9001"}
@@ -232,6 +233,12 @@ ROWS = [
         rules.machine,
         {**LORA, "lora_transport": "nccl"},
         *("--lora-transport", "nccl without a GPU", "memory"),
+        CPU,
+    ),
+    in_train(
+        rules.machine,
+        {**SENT, "broadcast_transport": "nccl"},
+        *("--broadcast-transport", "nccl without a GPU", "gloo"),
         CPU,
     ),
     in_run(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_trainer.weights.senders import SENDERS, obstacle
+from grpo_trainer.weights.senders.choose import SENDERS, TrainerPlace, obstacle
 from tests.unit.factories import OURS, bridge_info, worker
 from vllm_server.protocol import BridgeInfo
 
@@ -12,16 +12,23 @@ OTHER = "GPU-1"
 SEES_OURS = worker(uuid=OTHER, visible=[OTHER, OURS])
 
 
+APART = bridge_info(worker(uuid=OTHER, visible=[OTHER]))
+
+
 @pytest.mark.parametrize(
-    ("gpu", "told", "possible"),
+    ("trainer", "told", "possible"),
     [
-        (OURS, bridge_info(), True),
-        (OURS, bridge_info(SEES_OURS), True),
-        (OURS, bridge_info(SEES_OURS, worker(1, OTHER)), False),  # a worker does not see the trainer's GPU
-        (OURS, bridge_info(machine="there"), False),
-        ("", bridge_info(), False),  # weights on a CPU, or sharded over processes
+        (TrainerPlace(OURS, "here"), bridge_info(), {"cuda_ipc"}),
+        (TrainerPlace(OURS, "here"), bridge_info(SEES_OURS), {"cuda_ipc", "nccl"}),
+        (TrainerPlace(OURS, "here", sharded=True), bridge_info(SEES_OURS), {"nccl"}),
+        (TrainerPlace(OURS, "here"), APART, {"nccl"}),
+        (TrainerPlace(OURS, "here"), bridge_info(SEES_OURS, worker(1, OTHER)), {"nccl"}),  # one does not see our GPU
+        (TrainerPlace(OURS, "here"), bridge_info(worker(), worker(1, OTHER)), set()),  # and one is on it
+        (TrainerPlace(OURS, "here"), bridge_info(machine="there"), set()),  # the same GPU cannot be there
+        (TrainerPlace("", "here"), bridge_info(), set()),
+        (TrainerPlace("", "here"), bridge_info(worker(uuid="")), set()),
     ],
 )
-def test_memory_is_mapped_where_every_worker_sees_it(gpu: str, told: BridgeInfo, possible: bool) -> None:
-    assert (obstacle("cuda_ipc", gpu, "here", told) is None) == possible
-    assert all(obstacle(other, gpu, "here", told) is None for other in SENDERS if other != "cuda_ipc")
+def test_what_works_where(trainer: TrainerPlace, told: BridgeInfo, possible: set[str]) -> None:
+    found = {name for name in SENDERS if obstacle(name, trainer, told) is None}
+    assert found == possible | {"gloo", "disk"}

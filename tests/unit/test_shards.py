@@ -26,6 +26,7 @@ from grpo_trainer.errors import ConfigError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.load import freeze
 from grpo_trainer.parallel.shards import draw_weights, give_memory, is_sharded, read_weights, shard_model, with_rest
+from grpo_trainer.parallel.strategies import Shards
 from grpo_trainer.parallel.world import Command, ModelPass, World
 from grpo_trainer.shared.attach import build_without_weights
 from grpo_trainer.trainer import Trainer
@@ -196,7 +197,7 @@ def test_a_pass_of_the_model_itself_is_announced_by_its_tokens(monkeypatch: pyte
     model = cut_model(APART)
     draw_weights(model, seed=3)
     trainer = Trainer(model, config_with(), world=world)
-    assert trainer.shards is not None
+    assert isinstance(trainer.shards, Shards)
     tokens_BT = torch.arange(5, 9)[None]
     logits_BTV = trainer.model(input_ids=tokens_BT, use_cache=False).logits
     (order,) = given

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import struct
 import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from vllm_server.protocol import DiskSource, Staging, WeightsOpenRequest
 from vllm_server.protocol.flat import encode_header, lay_out
+from vllm_server.worker.finite import NotFiniteError
 from vllm_server.worker.weights import WeightChannel
 
 SHAPES = [("q", (4, 8)), ("k", (2, 8)), ("v", (2, 8)), ("embed", (6, 8)), ("gate", (4,))]
@@ -56,6 +59,7 @@ def header(shapes: list[tuple[str, tuple[int, ...]]]) -> bytes:
 
 
 def write(folder: Path, value: float, buckets: list[list[tuple[str, tuple[int, ...]]]] = BUCKETS) -> None:
+    folder.mkdir(exist_ok=True)
     for number, shapes in enumerate(buckets):
         data = b"".join(torch.full(shape, value + index).numpy().tobytes() for index, (_, shape) in enumerate(shapes))
         (folder / f"{number}.safetensors").write_bytes(header(shapes) + data)
@@ -70,8 +74,8 @@ def opened(
     return WeightChannel(request, model, torch.device("cpu"), 0, 1)
 
 
-def staged(channel: WeightChannel) -> None:
-    channel.begin_staging()
+def staged(channel: WeightChannel, version: int = 0) -> None:
+    channel.begin_staging(version)
     deadline = time.monotonic() + 30
     while not channel.has_staged():
         assert time.monotonic() < deadline
@@ -84,11 +88,11 @@ def test_the_second_version_repeats_the_copies_of_the_first(tmp_path: Path, stag
     channel = opened(tmp_path, model, staging)
     assert channel.staged == (staging == "on") and (channel.staging_bytes == 4 * 116) == (staging == "on")
     for version, value in enumerate((10.0, 20.0, 30.0)):
-        write(tmp_path, value)
+        write(tmp_path / str(version), value)
         if staging == "on":
-            staged(channel)
+            staged(channel, version)
             assert model.values() != [value, value + 1, value, 0.0, value + 2], "nothing is written before"
-        assert channel.apply().replayed == (version > 0)
+        assert channel.apply(version).replayed == (version > 0)
         assert model.values() == [value, value + 1, value, value + 1, value + 2]
         assert float(model.embed[6:].abs().sum()) == 0.0, "the padding is not touched"
     assert model.loads == len(BUCKETS)
@@ -99,9 +103,9 @@ def test_what_a_models_loading_computes_is_loaded_each_time(tmp_path: Path) -> N
     model = Computing()
     channel = opened(tmp_path, model, "on")
     for value in (1.0, 2.0):
-        write(tmp_path, value)
+        write(tmp_path / "0", value)
         staged(channel)
-        assert not channel.apply().replayed
+        assert not channel.apply(0).replayed
         assert model.values()[0] == 2 * value
     assert model.loads == 2 * len(BUCKETS)
 
@@ -110,11 +114,11 @@ def test_what_a_models_loading_computes_is_loaded_each_time(tmp_path: Path) -> N
 def test_a_parameter_that_no_bucket_has_is_an_error_by_name(tmp_path: Path, staging: Staging) -> None:
     buckets = [SHAPES[:2], SHAPES[2:4]]
     channel = opened(tmp_path, Merged(), staging, buckets)
-    write(tmp_path, 1.0, buckets)
+    write(tmp_path / "0", 1.0, buckets)
     if staging == "on":
         staged(channel)
     with pytest.raises(ValueError, match="gate"):
-        channel.apply()
+        channel.apply(0)
 
 
 def drop_the_end(file: Path) -> None:
@@ -129,19 +133,48 @@ def rename(file: Path) -> None:
 def test_a_damaged_file_is_found_before_anything_is_written(tmp_path: Path, damage: Callable[[Path], Any]) -> None:
     model = Merged()
     channel = opened(tmp_path, model, "on")
-    write(tmp_path, 5.0)
-    damage(tmp_path / "1.safetensors")
+    write(tmp_path / "0", 5.0)
+    damage(tmp_path / "0" / "1.safetensors")
     with pytest.raises((ValueError, OSError)):
         staged(channel)
     with pytest.raises((ValueError, OSError)):
-        channel.apply()
+        channel.apply(0)
     assert model.values() == [0.0] * 5
+
+
+@pytest.mark.parametrize("staging", ["on", "off"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path: Path, staging: Staging, value: float) -> None:
+    """The bucket with the value is not written. Staged, no bucket is."""
+    model = Merged()
+    channel = opened(tmp_path, model, staging)
+    write(tmp_path / "0", 5.0)
+    file = tmp_path / "0" / "1.safetensors"
+    file.write_bytes(file.read_bytes()[:-4] + struct.pack("<f", value))  # the last element of `gate`
+    with pytest.raises(NotFiniteError) as refused:
+        if staging == "on":
+            staged(channel)
+        channel.apply(0)
+    assert refused.value.field == "gate"
+    assert model.values() == ([0.0] * 5 if staging == "on" else [5.0, 6.0, 0.0, 0.0, 0.0])
 
 
 def test_a_version_is_applied_once(tmp_path: Path) -> None:
     channel = opened(tmp_path, Merged(), "on")
-    write(tmp_path, 5.0)
+    write(tmp_path / "0", 5.0)
     staged(channel)
-    channel.apply()
+    channel.apply(0)
     with pytest.raises(RuntimeError):
-        channel.apply()
+        channel.apply(0)
+
+
+def test_another_version_than_the_staged_one_is_not_applied(tmp_path: Path) -> None:
+    model = Merged()
+    channel = opened(tmp_path, model, "on")
+    write(tmp_path / "3", 5.0)
+    staged(channel, 3)
+    with pytest.raises(RuntimeError):
+        channel.apply(4)
+    assert model.values() == [0.0] * 5
+    with pytest.raises(FileNotFoundError):  # the folder has version 3 only
+        staged(channel, 4)

@@ -92,12 +92,12 @@ def test_a_version_is_written_only_within_the_update_that_is_named() -> None:
         made = channels(workers, fence)
         opened = await made.open(OPEN)
         assert opened.staged and opened.staging_bytes == 16
-        await made.stage(WeightsStageRequest(channel=opened.channel, timeout_s=1.0))
+        await made.stage(WeightsStageRequest(channel=opened.channel, version=1, timeout_s=1.0))
         with pytest.raises(ServeError) as early:
-            await made.apply(WeightsApplyRequest(channel=opened.channel, token="none"))
+            await made.apply(WeightsApplyRequest(channel=opened.channel, version=1, token="none"))
         assert early.value.field == "token" and "apply" not in workers.calls
         token = (await fence.begin(begin())).token
-        done = await made.apply(WeightsApplyRequest(channel=opened.channel, token=token))
+        done = await made.apply(WeightsApplyRequest(channel=opened.channel, version=1, token=token))
         assert (done.seconds, done.replayed) == (0.2, False)
 
     asyncio.run(life())
@@ -113,7 +113,7 @@ def test_a_write_that_fails_poisons_the_weights_and_one_that_never_began_does_no
         token = (await fence.begin(begin())).token
         if refusals:
             with pytest.raises(ServeError):
-                await made.apply(WeightsApplyRequest(channel=opened.channel, token=token))
+                await made.apply(WeightsApplyRequest(channel=opened.channel, version=1, token=token))
         else:
             with pytest.raises(ServeError) as early:
                 await fence.end(UpdateEndRequest(token=token, version=3))
@@ -134,7 +134,7 @@ def test_a_newer_channel_replaces_the_older() -> None:
         first, second = (await made.open(OPEN)).channel, (await made.open(OPEN)).channel
         assert workers.calls == ["open", "close", "open"]
         with pytest.raises(ServeError) as gone:
-            await made.stage(WeightsStageRequest(channel=first, timeout_s=1.0))
+            await made.stage(WeightsStageRequest(channel=first, version=1, timeout_s=1.0))
         assert (gone.value.status, gone.value.field) == (404, "channel")
         await made.close(WeightsCloseRequest(channel=first))
         assert workers.calls[-1] == "open", "that one is closed already"
@@ -152,6 +152,6 @@ def test_a_version_that_does_not_arrive_is_refused_in_time(refusals: dict[str, s
     async def life() -> None:
         made = channels(workers)
         opened = await made.open(OPEN)
-        await made.stage(WeightsStageRequest(channel=opened.channel, timeout_s=0.02))
+        await made.stage(WeightsStageRequest(channel=opened.channel, version=1, timeout_s=0.02))
 
     assert refused(life()).status == 422

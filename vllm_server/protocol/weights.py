@@ -14,12 +14,19 @@ from typing import Literal
 
 import msgspec
 
-WeightTransport = Literal["cuda_ipc", "gloo", "disk"]
-"""How weights reach the server: from the trainer's GPU memory, over the network between the processes' main memories,
-or in files that both see."""
+WeightTransport = Literal["cuda_ipc", "nccl", "gloo", "disk"]
+"""How weights reach the server: mapped from the trainer's GPU memory, broadcast between GPUs or between the processes'
+main memories, or in files that both see."""
 
 Staging = Literal["auto", "on", "off"]
 """Whether weights are received into memory of their own while the server generates; auto: if there is room."""
+
+
+class NcclSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="nccl"):
+    """An NCCL communicator of the trainer (rank 0) and the engine's workers; `unique_id` in base64."""
+
+    unique_id: str
+    world_size: int
 
 
 class GlooSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="gloo"):
@@ -31,7 +38,8 @@ class GlooSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class DiskSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="disk"):
-    """A folder with one safetensors file for each bucket, `0.safetensors` and so on, rewritten for each version."""
+    """A folder with a subfolder for the present version, by its number; in it one safetensors file for each bucket:
+    `0.safetensors` and so on. It has its name only while it is complete."""
 
     folder: str
 
@@ -60,7 +68,7 @@ class CudaIpcSource(
     tensors: dict[str, IpcView]
 
 
-Source = CudaIpcSource | GlooSource | DiskSource
+Source = CudaIpcSource | NcclSource | GlooSource | DiskSource
 
 
 class WeightsOpenRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,20 +92,23 @@ class WeightsOpenResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightsStageRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`POST /bridge/weights/stage`: receive a version while generation goes on; it fails after `timeout_s`."""
+    """`POST /bridge/weights/stage`: receive `version` while generation goes on; it fails after `timeout_s`."""
 
     channel: str
+    version: int
     timeout_s: float
 
 
 class WeightsApplyRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`POST /bridge/weights/apply`: write the staged version, or receive and write one, within an update.
+    """`POST /bridge/weights/apply`: write the staged version, which must be `version`, or receive and write it,
+    within an update.
 
     `token` is that of the update in progress (409 otherwise). After a failure the weights may be torn: end the update
     with `torn`.
     """
 
     channel: str
+    version: int
     token: str
 
 

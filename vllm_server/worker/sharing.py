@@ -74,11 +74,11 @@ class SharingWorker(PolicyWorker):
 
         return _refusing(work)
 
-    def grpo_weights_stage(self, name: str) -> dict[str, Any]:
+    def grpo_weights_stage(self, name: str, version: int) -> dict[str, Any]:
         """Begin to receive a version in a thread."""
 
         def work() -> dict[str, Any]:
-            self._grpo_channel(name).begin_staging()
+            self._grpo_channel(name).begin_staging(version)
             return {}
 
         return _refusing(work)
@@ -87,9 +87,9 @@ class SharingWorker(PolicyWorker):
         """Return whether the version has arrived."""
         return _refusing(lambda: {"staged": self._grpo_channel(name).has_staged()})
 
-    def grpo_weights_apply(self, name: str) -> dict[str, Any]:
+    def grpo_weights_apply(self, name: str, version: int) -> dict[str, Any]:
         """Write a version into the parameters; return `Written` as a dict."""
-        return _refusing(lambda: asdict(self._grpo_channel(name).apply()))
+        return _refusing(lambda: asdict(self._grpo_channel(name).apply(version)))
 
     def grpo_weights_close(self, name: str) -> None:
         """Free the channel's memory. A channel that is not open needs no closing."""

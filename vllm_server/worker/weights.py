@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from vllm_server.protocol import DiskSource, GlooSource, WeightsOpenRequest
-from vllm_server.protocol.weights import CudaIpcSource, Source
+from vllm_server.protocol.weights import CudaIpcSource, NcclSource, Source
 from vllm_server.worker.copies import CopyPlan, CopyRecorder, Piece, owners
+from vllm_server.worker.finite import check_finite
 from vllm_server.worker.packed import Layout, PackedAdapter, layout_of
 from vllm_server.worker.sources.cuda_ipc import ParameterMap
 from vllm_server.worker.sources.disk import FolderReader
 from vllm_server.worker.sources.gloo import GlooReceiver
+from vllm_server.worker.sources.nccl import NcclReceiver
 from vllm_server.worker.streams import stream_beside, writing_on
 
 VOCABULARY_PADDING = 64
@@ -36,8 +38,12 @@ SPARE_BYTES = 1 << 30
 class Receiver(Protocol):
     """A way for buckets to arrive."""
 
-    def fill(self, number: int, buffer_E: Tensor) -> None:
-        """Receive a bucket into a buffer on any device; it has arrived when this returns."""
+    def fill(self, version: int, number: int, buffer_E: Tensor) -> None:
+        """Receive a bucket of a version into a buffer on any device; it has arrived when this returns."""
+        ...
+
+    def close(self) -> None:
+        """Leave the sender. A bucket that is being received may end in an error."""
         ...
 
 
@@ -49,7 +55,9 @@ class Written:
     replayed: bool
 
 
-def receiver(source: Source, headers: list[bytes], layouts: list[Layout], worker_rank: int) -> Receiver:
+def receiver(
+    source: Source, headers: list[bytes], layouts: list[Layout], device: torch.device, worker_rank: int
+) -> Receiver:
     """Return the receiver for a source.
 
     Raises:
@@ -58,10 +66,12 @@ def receiver(source: Source, headers: list[bytes], layouts: list[Layout], worker
     match source:
         case CudaIpcSource():
             return ParameterMap(source, layouts)
+        case NcclSource():
+            return NcclReceiver(source, worker_rank)
         case GlooSource():
             return GlooReceiver(source, worker_rank)
         case DiskSource():
-            return FolderReader(source, headers)
+            return FolderReader(source, headers, device)
 
 
 class WeightChannel:
@@ -95,9 +105,10 @@ class WeightChannel:
         self.staging_bytes = sum(sizes) if staged else 0
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # kernels that are queued may still use what the buffers' memory was
-        self._receiver = receiver(request.source, headers, self._layouts, worker_rank)
+        self._receiver = receiver(request.source, headers, self._layouts, device, worker_rank)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="receive weights")
         self._receiving: Future[None] | None = None
+        self._version: int | None = None
 
     @property
     def staged(self) -> bool:
@@ -106,15 +117,23 @@ class WeightChannel:
     def _buffer(self, number: int) -> Tensor:
         return self._buffers[number] if self.staged else self._buffers[0][: self._layouts[number].numel]
 
-    def begin_staging(self) -> None:
+    def begin_staging(self, version: int) -> None:
         """Begin to receive a version in a thread."""
-        self._receiving = self._thread.submit(self._receive_all)
+        self._version = version
+        self._receiving = self._thread.submit(self._receive_all, version)
 
-    def _receive_all(self) -> None:
+    def _receive_all(self, version: int) -> None:
         buffers = list(self._buffers)  # kept until the stream has written them, even if the channel is closed meanwhile
         with writing_on(self._stream):
             for number, buffer_E in enumerate(buffers):
-                self._receiver.fill(number, buffer_E)
+                self._receive(version, number, buffer_E)
+
+    def _receive(self, version: int, number: int, buffer_E: Tensor) -> PackedAdapter:
+        """Receive a bucket, and refuse values that are not finite in the server's dtype."""
+        self._receiver.fill(version, number, buffer_E)
+        bucket = PackedAdapter(self._layouts[number], buffer_E, lasting=True)
+        check_finite(bucket, 1.0)
+        return bucket
 
     def has_staged(self) -> bool:
         """Return whether the version has arrived.
@@ -129,7 +148,7 @@ class WeightChannel:
         return True
 
     @torch.no_grad()
-    def apply(self) -> Written:
+    def apply(self, version: int) -> Written:
         """Write the staged version, or receive one and write it. No forward pass may run.
 
         Raises:
@@ -138,12 +157,16 @@ class WeightChannel:
         started = time.perf_counter()
         if self.staged and not (self._receiving and self.has_staged()):
             raise RuntimeError("no version is staged")
+        if self.staged and self._version != version:
+            raise RuntimeError(f"version {self._version} is staged, not {version}")
         self._receiving = None
         replayed = True
         for number, layout in enumerate(self._layouts):
-            if not self.staged:
-                self._receiver.fill(number, self._buffer(number))
-            replayed &= self._writer.write(number, PackedAdapter(layout, self._buffer(number), lasting=True))
+            if self.staged:
+                bucket = PackedAdapter(layout, self._buffer(number), lasting=True)
+            else:
+                bucket = self._receive(version, number, self._buffer(number))
+            replayed &= self._writer.write(number, bucket)
         if not replayed:
             self._writer.check_complete()
         if self._device.type == "cuda":
@@ -153,6 +176,7 @@ class WeightChannel:
     def close(self) -> None:
         """Free the memory. A version that is being received is given up."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._receiver.close()
         self._writer.forget()
         self._buffers.clear()
         if self._device.type == "cuda":

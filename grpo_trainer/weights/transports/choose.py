@@ -10,7 +10,7 @@ from pathlib import Path
 from grpo_common.errors import Problem
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.server_client import ServerClient
-from grpo_trainer.weights.ipc import gpu_uuid, unmappable
+from grpo_trainer.weights.gpus import gpu_uuid, unmappable
 from grpo_trainer.weights.packed import PackedAdapter
 from grpo_trainer.weights.transports.cuda_ipc import CudaIpc
 from grpo_trainer.weights.transports.disk import Disk

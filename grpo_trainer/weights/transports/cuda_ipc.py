@@ -8,7 +8,7 @@ from base64 import b64encode
 import torch
 
 from grpo_trainer.server_client import ServerClient
-from grpo_trainer.weights.ipc import gpu_uuid, handle_of
+from grpo_trainer.weights.gpus import gpu_uuid, handle_of
 from grpo_trainer.weights.packed import PackedAdapter
 from grpo_trainer.weights.transports.transport import Sent
 from vllm_server.protocol import CudaIpcChannel, LoraLoadRequest, Transport

@@ -10,7 +10,7 @@ import torch
 
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.server_client import ServerClient
-from grpo_trainer.weights.ipc import gpu_uuid
+from grpo_trainer.weights.gpus import gpu_uuid
 from grpo_trainer.weights.packed import PackedAdapter
 from grpo_trainer.weights.transports.transport import Sent
 from vllm_server.protocol import LoraLoadRequest, NcclChannel, Transport

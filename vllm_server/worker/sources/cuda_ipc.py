@@ -34,8 +34,11 @@ class ParameterMap:
         if missing := [name for layout in layouts for name in layout.places if name not in self._theirs]:
             raise ValueError(f"no memory was named for {missing[0]} ({len(missing)} in all)")
 
-    def fill(self, number: int, buffer_E: Tensor) -> None:
+    def fill(self, version: int, number: int, buffer_E: Tensor) -> None:
         """Copy a bucket into a buffer, cast to the buffer's dtype. The trainer does not write meanwhile."""
         places = self._layouts[number].places
         targets = [buffer_E[place.offset : place.end].view(place.shape) for place in places.values()]
         torch._foreach_copy_(targets, [self._theirs[name] for name in places])  # pyright: ignore
+
+    def close(self) -> None:
+        """Do nothing: the mapping ends with its last reference, which a copy in progress may have."""

@@ -9,39 +9,48 @@ import torch
 from torch import Tensor
 
 from vllm_server.protocol import DiskSource
+from vllm_server.protocol.file_parts import PART_BYTES, PartMemory, PartThreads
 from vllm_server.protocol.flat import read_header
-from vllm_server.worker.sources.main_memory import in_main_memory
 
 
 class FolderReader:
-    """Reads the buckets of `DiskSource.folder`.
+    """Reads the buckets of a version from its subfolder of `DiskSource.folder`.
 
     Args:
-        headers: the agreed header of each bucket. Another one in a file means that the file is another version's or
-            another trainer's.
+        headers: the agreed header of each bucket. Another one in a file means that the file is another trainer's.
+        device: where the buffers are.
     """
 
-    def __init__(self, source: DiskSource, headers: Sequence[bytes]) -> None:
+    def __init__(self, source: DiskSource, headers: Sequence[bytes], device: torch.device) -> None:
         self._folder = Path(source.folder)
         self._headers = headers
+        self._threads = PartThreads(device)
 
-    def fill(self, number: int, buffer_E: Tensor) -> None:
-        """Read a bucket into a buffer on any device.
+    def fill(self, version: int, number: int, buffer_E: Tensor) -> None:
+        """Read a bucket into a buffer; some threads copy parts to a GPU while others read.
 
         Raises:
             ValueError: the file is not what was agreed, or ends early.
             OSError: it can't be read.
         """
-        path = self._folder / f"{number}.safetensors"
+        path = self._folder / str(version) / f"{number}.safetensors"
         if path.exists() and not path.is_file():  # a pipe would wait for ever
             raise ValueError(f"{path}: no regular file")
-        with in_main_memory(buffer_E) as here_E, path.open("rb") as file:
-            memory = here_E.view(torch.uint8).numpy().data
+        if buffer_E.device.type == "cuda":
+            torch.cuda.current_stream(buffer_E.device).synchronize()  # it may still copy the buffer's last content
+        data_B = buffer_E.view(torch.uint8)
+        with path.open("rb") as file:
             if read_header(file) != self._headers[number]:
                 raise ValueError(f"{path}: other tensors than the channel was opened with")
-            done = 0
-            while done < len(memory):
-                count = file.readinto(memory[done:])  # pyright: ignore[reportAttributeAccessIssue]
-                if not count:
-                    raise ValueError(f"{path}: ends after {done} of {len(memory)} bytes of data")
-                done += count
+            begin, handle = len(self._headers[number]), file.fileno()
+
+            def read(memory: PartMemory, start: int) -> None:
+                memory.read(handle, begin + start, data_B[start : start + PART_BYTES])
+
+            try:
+                self._threads.each(read, range(0, len(data_B), PART_BYTES))
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from error
+
+    def close(self) -> None:
+        self._threads.close()

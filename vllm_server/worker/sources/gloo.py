@@ -20,7 +20,7 @@ class GlooReceiver:
     def __init__(self, source: GlooSource, worker_rank: int) -> None:
         self._group = GlooGroup(source.host, source.port, 1 + worker_rank, source.world_size)
 
-    def fill(self, number: int, buffer_E: Tensor) -> None:
+    def fill(self, version: int, number: int, buffer_E: Tensor) -> None:
         """Receive a bucket into a buffer on any device. Buckets come in order.
 
         Raises:
@@ -28,3 +28,6 @@ class GlooReceiver:
         """
         with in_main_memory(buffer_E) as here_E:
             self._group.broadcast(here_E.view(torch.uint8))
+
+    def close(self) -> None:
+        """Do nothing: the group ends with its last reference."""

@@ -1,4 +1,4 @@
-"""CUDA IPC, the trainer's side: GPU memory that a server maps, and whether the server can."""
+"""The GPUs of trainer and server: which memory a server can map (CUDA IPC), and whether NCCL can connect them."""
 
 from __future__ import annotations
 
@@ -33,4 +33,19 @@ def unmappable(gpu: str, machine: str, info: BridgeInfo) -> Problem | None:
         if gpu not in worker.visible_gpus:
             visible = ", ".join(worker.visible_gpus) or "none"
             return Problem(f"CUDA_VISIBLE_DEVICES of the server's worker {worker.rank}", visible, gpu)
+    return None
+
+
+def not_apart(gpu: str, info: BridgeInfo) -> Problem | None:
+    """Return why NCCL can't connect a GPU with those of the server's workers; None if there is no known reason.
+
+    Args:
+        gpu: UUID of the trainer's GPU; empty on a CPU.
+    """
+    if not gpu:
+        return Problem("trainer", "a CPU", "a GPU")
+    if any(not worker.gpu_uuid for worker in info.workers):
+        return Problem("server", "a CPU", "a GPU")
+    if any(worker.gpu_uuid == gpu for worker in info.workers):
+        return Problem("server", f"GPU {gpu}", "another GPU than the trainer's", summary="NCCL takes one rank a GPU")
     return None

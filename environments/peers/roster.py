@@ -1,0 +1,166 @@
+"""The inference servers of a run as environments see them: servers leave and join while requests are in flight."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from environments.config import ServerConfig
+from environments.peers.http import PeerGone
+from environments.peers.inference import Completion, Inference, InferenceClient, Sampling, inference
+from grpo_common.roster import in_use
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+POLL_S = 0.25
+"""Seconds between two looks at the list."""
+SAY_AFTER_S = 10.0
+
+
+def servers(config: ServerConfig, *, patience: float) -> Inference:
+    """Return the client of the servers in a run's list, or else of those in `--openai.base_url`."""
+    if config.roster is None:
+        return inference(config, patience=patience)
+    return ListedServers(config, config.roster, patience=patience)
+
+
+class _ServerLeftError(Exception):
+    """The server left while it was asked."""
+
+
+class _Server:
+    """A server of the list.
+
+    Attributes:
+        under_way: completions in flight.
+        left: done once the server has left the list.
+    """
+
+    def __init__(self, boot: int, client: Inference) -> None:
+        self.boot = boot
+        self.client = client
+        self.under_way = 0
+        self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def ask(self, request: Coroutine[Any, Any, T]) -> T:
+        """Return the answer of a request.
+
+        Raises:
+            _ServerLeftError: the server left before it answered; the request is cancelled.
+        """
+        asked = asyncio.ensure_future(request)
+        try:
+            await asyncio.wait({asked, self.left}, return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                raise _ServerLeftError
+            return asked.result()
+        finally:
+            if not asked.done():
+                asked.cancel()
+                with suppress(asyncio.CancelledError, Exception):  # nobody needs this answer any more
+                    await asked
+
+
+class ListedServers:
+    """The servers of a run, each request at the one with the fewest completions in flight.
+
+    A request to a server that leaves is asked again at another one. While the list is empty, requests wait.
+
+    Args:
+        config: settings of every server; its `base_url` is not used.
+        folder: the run's folder of servers (`grpo_common.roster`).
+        patience: seconds that the list may be empty.
+        connect: makes the client of one server.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        folder: Path,
+        *,
+        patience: float,
+        connect: Callable[[ServerConfig], Inference] | None = None,
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._patience = patience
+        self._connect = connect or (lambda config: InferenceClient(config, patience=patience))
+        self._servers: dict[str, _Server] = {}
+        self._watching: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
+        """Return `n` completions, all of one server and one policy version; raise as `InferenceClient`."""
+        return await self._asked(n, lambda client: client.generate(prompt_token_ids, n, sampling))
+
+    async def prompt_logprobs(self, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
+        """Return, for each position but the first, the `top_k` likeliest tokens and the actual one."""
+        return await self._asked(1, lambda client: client.prompt_logprobs(token_ids, top_k))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._watching is not None:
+            self._watching.cancel()
+        await asyncio.gather(*self._closing, *(server.client.close() for server in self._servers.values()))
+
+    async def _asked(self, n: int, ask: Callable[[Inference], Coroutine[Any, Any, T]]) -> T:
+        while True:
+            server = await self._chosen()
+            server.under_way += n
+            try:
+                return await server.ask(ask(server.client))
+            except _ServerLeftError:
+                continue
+            finally:
+                server.under_way -= n
+
+    async def _chosen(self) -> _Server:
+        """Return the server with the fewest completions in flight; wait for one if there is none.
+
+        Raises:
+            PeerGone: there was none for longer than the patience.
+        """
+        if self._watching is None:
+            self._look()
+            self._watching = asyncio.create_task(self._watch())
+        since, said = time.monotonic(), False
+        while not self._servers:
+            waited = time.monotonic() - since
+            if waited > self._patience:
+                raise PeerGone(
+                    f"none within {self._patience:.0f} s", field=f"inference servers in {self._folder}", got="no server"
+                )
+            if waited > SAY_AFTER_S and not said:
+                said = True
+                log.info("waiting for an inference server in %s (%.0f s so far)", self._folder, waited)
+            await asyncio.sleep(POLL_S)
+        return min(self._servers.values(), key=lambda server: server.under_way)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            self._look()
+
+    def _look(self) -> None:
+        """Compare the servers with the list: end the requests of those that left, and open those that came."""
+        listed = in_use(self._folder)
+        for url, server in list(self._servers.items()):
+            if listed.get(url) != server.boot:
+                del self._servers[url]
+                log.info("inference server %s left; its %d completions are asked for elsewhere", url, server.under_way)
+                server.left.set_result(None)
+                closing = asyncio.create_task(server.client.close())
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+        for url in listed.keys() - self._servers.keys():
+            log.info("inference server %s serves", url)
+            self._servers[url] = _Server(
+                listed[url], self._connect(self._config.model_copy(update={"base_url": f"{url}/v1"}))
+            )

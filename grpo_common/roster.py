@@ -1,0 +1,79 @@
+"""The inference servers of a run, which may change while it goes on: two files in `RUN_DIR/servers`.
+
+`grpo run` writes the servers that there are (`members.json`), the trainer those that serve its weights (`served.json`).
+Environments ask the servers that are in both. A server that starts again has a new `boot`, so that an entry of its
+former process does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+FOLDER = "servers"
+"""In a run's folder."""
+MEMBERS_FILE, SERVED_FILE = "members.json", "served.json"
+
+State = Literal["starting", "running", "restarting", "waiting for a machine", "leaving", "gone"]
+
+
+class Member(msgspec.Struct, frozen=True):
+    """A server that `grpo run` started or was told of.
+
+    Attributes:
+        where: the machine.
+        boot: how often it was started.
+    """
+
+    name: str
+    url: str
+    where: str
+    state: State
+    boot: int = 1
+
+
+class Served(msgspec.Struct, frozen=True):
+    """What the trainer knows of a server.
+
+    Attributes:
+        version: the policy version that it generates with; None: the trainer does not use it.
+        note: why the trainer does not use it.
+    """
+
+    boot: int
+    version: int | None = None
+    note: str = ""
+
+
+def read_members(folder: Path) -> tuple[Member, ...]:
+    """Return the servers that there are; none if nothing is written yet."""
+    return _read(folder / MEMBERS_FILE, tuple[Member, ...], ())
+
+
+def read_served(folder: Path) -> Mapping[str, Served]:
+    """Return what the trainer knows of each server, by its URL."""
+    return _read(folder / SERVED_FILE, dict[str, Served], {})
+
+
+def in_use(folder: Path) -> dict[str, int]:
+    """Return the boots of the servers that environments may ask, by their URLs."""
+    served = read_served(folder)
+    known = {url: one.boot for url, one in served.items() if one.version is not None}
+    return {
+        member.url: member.boot
+        for member in read_members(folder)
+        if member.state == "running" and known.get(member.url) == member.boot
+    }
+
+
+def _read(path: Path, kind: type[T], default: T) -> T:
+    """Return a file's content. Files are replaced as a whole, so one that exists is complete."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return default

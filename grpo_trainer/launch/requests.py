@@ -1,0 +1,72 @@
+"""What `grpo servers` asks of a running `grpo run`: a file for each request and its answer, in `RUN_DIR/servers`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+from uuid import uuid4
+
+import msgspec
+
+from grpo_trainer.errors import ServerError
+from grpo_trainer.files import replace_file
+
+FOLDER = "requests"
+ANSWER_SECONDS = 60.0
+"""Time for `grpo run` to answer: it may have to ask a cluster for room."""
+POLL_SECONDS = 0.1
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A change of a run's servers.
+
+    Attributes:
+        url: the server to drop, or a running one to add; None: start one.
+        gpus: CUDA_VISIBLE_DEVICES of a server that is started.
+    """
+
+    action: Literal["add", "drop"]
+    url: str | None = None
+    gpus: str | None = None
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What came of a request."""
+
+    done: bool
+    text: str
+
+
+def request(servers: Path, wanted: Request, seconds: float = ANSWER_SECONDS) -> Answer:
+    """Ask a running `grpo run`, and return its answer.
+
+    Args:
+        servers: the run's folder of servers.
+
+    Raises:
+        ServerError: no answer came.
+    """
+    folder = servers / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"{time.time_ns()}-{uuid4().hex[:8]}"
+    question, answered = folder / f"{name}.json", folder / f"{name}.answer"
+    replace_file(question, msgspec.json.encode(wanted))
+    deadline = time.monotonic() + seconds
+    while not answered.exists():
+        if time.monotonic() > deadline:
+            question.unlink(missing_ok=True)
+            raise ServerError(f"no answer of grpo run within {seconds:.0f} s", field=str(servers), fix="is it running?")
+        time.sleep(POLL_SECONDS)
+    answer = msgspec.json.decode(answered.read_bytes(), type=Answer)
+    answered.unlink()
+    return answer
+
+
+def answer_all(servers: Path, obey: Callable[[Request], Answer]) -> None:
+    """Answer the requests that have come, the oldest first."""
+    for question in sorted((servers / FOLDER).glob("*.json")):
+        answer = obey(msgspec.json.decode(question.read_bytes(), type=Request))
+        replace_file(question.with_suffix(".answer"), msgspec.json.encode(answer))
+        question.unlink()

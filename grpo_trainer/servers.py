@@ -1,0 +1,93 @@
+"""`grpo servers`: the inference servers of a running `grpo run`, and changes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from grpo_common.locks import is_held
+from grpo_common.roster import FOLDER, read_members, read_served
+from grpo_trainer.errors import ConfigError, ServerError
+from grpo_trainer.files import LOCK_FILE
+from grpo_trainer.launch.requests import Request, request
+
+
+@dataclass(frozen=True)
+class Row:
+    """A server.
+
+    Attributes:
+        state: as `grpo run` and the trainer see it; `serves`: environments ask it.
+        version: policy version that it generates with; None: the trainer does not use it.
+        boot: how often it was started.
+        note: why the trainer does not use it.
+    """
+
+    name: str
+    url: str
+    where: str
+    state: str
+    version: int | None
+    boot: int
+    note: str
+
+
+def rows(run_dir: Path) -> list[Row]:
+    """Return the servers of a run.
+
+    Raises:
+        ConfigError: the folder has no list of servers.
+    """
+    folder = run_dir / FOLDER
+    if not (members := read_members(folder)):
+        raise ConfigError(
+            "no list of servers there",
+            field="RUN_DIR",
+            got=run_dir,
+            wanted="the folder of a grpo run with lora_only or broadcast",
+        )
+    served = read_served(folder)
+    found = []
+    for member in members:
+        known = served.get(member.url)
+        current = known is not None and known.boot == member.boot
+        version = known.version if known and current else None
+        state = "serves" if member.state == "running" and version is not None else member.state
+        note = known.note if known and current and version is None else ""
+        found.append(Row(member.name, member.url, member.where, state, version, member.boot, note))
+    return found
+
+
+def change(run_dir: Path, wanted: Request) -> str:
+    """Have a running `grpo run` change its servers, and return what it answers.
+
+    Raises:
+        ConfigError: the run is over.
+        ServerError: it refused, or did not answer.
+    """
+    rows(run_dir)
+    if not is_held(run_dir / LOCK_FILE):
+        raise ConfigError("the run is over", field="RUN_DIR", got=run_dir, wanted="a running grpo run")
+    answer = request(run_dir / FOLDER, wanted)
+    if not answer.done:
+        raise ServerError(f"grpo run refuses: {answer.text}", field=f"grpo servers {wanted.action}")
+    return answer.text
+
+
+def as_json(found: Sequence[Row]) -> str:
+    """Return the servers as a JSON list."""
+    return msgspec.json.encode([asdict(row) for row in found]).decode()
+
+
+def print_rows(found: Sequence[Row], console: Console) -> None:
+    """Print the servers as a table."""
+    table = Table("server", "URL", "where", "state", "version", "starts", box=None)
+    for row in found:
+        version = "" if row.version is None else str(row.version)
+        table.add_row(row.name, row.url, row.where, f"{row.state} {row.note}".strip(), version, str(row.boot))
+    console.print(table)

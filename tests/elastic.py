@@ -1,0 +1,97 @@
+"""A run whose processes are ended and whose servers change, as a test sees it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from grpo_common.roster import Member, in_use, read_members
+from tests.integration.paced_environment import FAST
+from tests.processes import ROOT, tail, wait_for
+from tests.runs import rows
+
+MODULES = {"api": "environments.api", "env": "paced_environment", "trainer": "grpo_trainer train"}
+"""What the command line of a process has."""
+
+
+class ElasticRun:
+    """A running `grpo run`.
+
+    Args:
+        process: its supervisor.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], run_dir: Path, log: Path) -> None:
+        self.process, self.run_dir, self.log = process, run_dir, log
+        self.servers = run_dir / "servers"
+
+    @property
+    def step(self) -> int:
+        return max((row["step"] for row in rows(self.run_dir)), default=0)
+
+    def wait(self, what: str, done: Callable[[], bool], seconds: float = 240) -> None:
+        """Wait until something is so while the run goes on."""
+        wait_for(what, lambda: done() or self.process.poll() is not None, self.log, seconds)
+        assert self.process.poll() is None, f"the run is over before: {what}\n{tail(self.log)}"
+
+    def steps(self, more: int) -> None:
+        """Wait until some more steps are trained."""
+        wanted = self.step + more
+        self.wait(f"step {wanted}", lambda: self.step >= wanted)
+
+    def member(self, url: str) -> Member | None:
+        return next((member for member in read_members(self.servers) if member.url == url), None)
+
+    def serving(self) -> dict[str, int]:
+        """The boots of the servers that environments ask, by their URLs."""
+        return in_use(self.servers)
+
+    def pids(self, words: str) -> list[int]:
+        """The processes whose command lines have these words."""
+        found = []
+        for process in psutil.process_iter(["cmdline", "status"]):
+            line = " ".join(process.info["cmdline"] or [])
+            of_the_run = str(self.run_dir) in line or "vllm_server" in line
+            if words in line and of_the_run and process.info["status"] != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        return found
+
+    def pid(self, name: str) -> int:
+        """Of the API, the environment or the trainer, by a key of MODULES."""
+        return self.pids(MODULES[name])[0]
+
+    def server_pid(self, url: str) -> int:
+        """Of the server that listens at a URL."""
+        return self.pids(f"--port {url.rpartition(':')[2]} ")[0]
+
+    def hurry(self) -> None:
+        """Have the rest of the run take as little time as it can (`paced_environment`)."""
+        (self.run_dir / FAST).touch()
+
+    def kill(self, pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+
+    def servers_command(self, *words: str) -> str:
+        """What `grpo servers` prints."""
+        command = [sys.executable, "-m", "grpo_trainer", "servers", *words, "--run-dir", str(self.run_dir)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+def assert_every_group_counted_once(run_dir: Path, steps: int, groups_per_step: int) -> None:
+    """All steps are done, and each group that the API accepted was trained on once, was dropped, or is still there."""
+    done = rows(run_dir)
+    assert [row["step"] for row in done] == list(range(1, steps + 1))
+    with sqlite3.connect(run_dir / "queue.sqlite") as store:
+        (accepted,) = store.execute("SELECT seq FROM sqlite_sequence WHERE name = 'groups'").fetchone()
+        (left,) = store.execute("SELECT count(*) FROM groups").fetchone()
+    dropped = sum(row.get("rollout/dropped_stale_groups", 0) + row.get("rollout/refused_groups", 0) for row in done)
+    assert accepted == steps * groups_per_step + dropped + left

@@ -1,0 +1,88 @@
+"""A real `grpo run --cluster` over three Ray nodes of this machine, which lose a server's node and the trainer's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.elastic import ElasticRun, assert_every_group_counted_once
+from tests.processes import tail
+from tests.runs import finished, of_mode, rows, started, wait_for_step
+
+Cluster = pytest.importorskip("ray.cluster_utils").Cluster
+pytestmark = pytest.mark.timeout(1500)
+
+STEPS, GROUPS = 100, 8
+ENVIRONMENTS = '[[environments]]\nname = "tests.integration.paced_environment"\nenv = { group_size = 8 }\n'
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    """The head takes the trainer's first process, the second node the other one and a server, the third a server."""
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    nodes.add_node(num_cpus=2)
+    nodes.add_node(num_cpus=1)
+    yield nodes
+    nodes.shutdown()
+
+
+def lines_of(node: Any) -> list[str]:
+    """The command lines of the processes of a node."""
+    (raylet,) = node.all_processes["raylet"]
+    found = []
+    for process in psutil.Process(raylet.process.pid).children(recursive=True):
+        try:
+            found.append(" ".join(process.cmdline()))
+        except (psutil.ZombieProcess, psutil.NoSuchProcess):  # it has just ended
+            continue
+    return found
+
+
+def hosts(cluster: Any, words: str) -> list[Any]:
+    """The nodes, except the head, with a process whose command line has these words."""
+    return [node for node in cluster.worker_nodes if any(words in line for line in lines_of(node))]
+
+
+def rewards(run_dir: Path) -> list[float]:
+    return [row["reward/mean"] for row in rows(run_dir)]
+
+
+def test_a_run_survives_the_loss_of_a_servers_node_and_of_the_trainers(
+    demo_model: Path, tmp_path: Path, cluster: Any
+) -> None:
+    run_dir, log, config = tmp_path / "run", tmp_path / "log", tmp_path / "run.toml"
+    config.write_text(2 * ENVIRONMENTS)
+    options = of_mode("lora_only", **{"cluster": cluster.address, "cluster-nodes": 3, "config": config})
+    options |= {"training-steps": STEPS, "server.replicas": 2, "trainer-gpus": 2, "checkpoint-interval": 5}
+    options |= {"batch-size": 16, "gradient-accumulation-steps": 4}
+    with started(demo_model, run_dir, log, **options) as process:
+        wait_for_step(run_dir, 3, process, log)
+        run = ElasticRun(process, run_dir, log)
+        (trainers_node,) = hosts(cluster, "grpo_trainer train")
+        (servers_node,) = [node for node in hosts(cluster, "vllm_server") if node is not trainers_node]
+        assert len(run.serving()) == 2
+
+        newcomer = cluster.add_node(num_cpus=2)
+        cluster.remove_node(servers_node)
+        run.wait("its server has left", lambda: len(run.serving()) == 1, 60)
+        run.steps(2)
+        run.wait("a server is on the new node", lambda: newcomer in hosts(cluster, "vllm_server"))
+        run.wait("it serves", lambda: len(run.serving()) == 2)
+        lost_a_server = run.step
+
+        cluster.remove_node(trainers_node)
+        run.wait("both trainers have restarted", lambda: log.read_text().count("trainer-1: started") == 2)
+        run.wait("they train", lambda: run.step > lost_a_server + 5)
+        run.wait("two servers serve", lambda: len(run.serving()) == 2)
+        run.hurry()
+        assert finished(process, log, 900) == 0, tail(log)
+    assert_every_group_counted_once(run_dir, STEPS, GROUPS)
+    reward = rewards(run_dir)
+    assert fmean(reward[-10:]) > fmean(reward[:10]) + 0.2, "it learns"
+    for middle in (lost_a_server, lost_a_server + 10):
+        assert fmean(reward[middle : middle + 10]) > fmean(reward[middle - 10 : middle]) - 0.15

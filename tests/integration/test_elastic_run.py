@@ -1,0 +1,108 @@
+"""Real runs whose servers leave and join, and whose processes are killed: each run ends by itself with all its steps.
+
+Twenty random kills: GRPO_KILLS=20 python -m pytest tests/integration/test_elastic_run.py -k random
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.elastic import ElasticRun, assert_every_group_counted_once
+from tests.processes import tail
+from tests.runs import finished, of_mode, rows, started, wait_for_step
+
+pytestmark = pytest.mark.timeout(1500)
+
+GROUPS = 4
+KILLS = int(os.environ.get("GRPO_KILLS", "6"))
+
+
+def options(mode: str, steps: int, **others: Any) -> dict[str, Any]:
+    """Steps of four groups of eight, in about two seconds each until they are told to hurry."""
+    paced = {"env": "tests.integration.paced_environment", "env--group-size": 8, "checkpoint-interval": 5}
+    return of_mode(mode, **{"training-steps": steps, "server.replicas": 2, **paced, **others})
+
+
+def test_servers_and_trainer_leave_and_come_back(demo_model: Path, tmp_path: Path) -> None:
+    run_dir, log, steps = tmp_path / "run", tmp_path / "log", 60
+    with started(demo_model, run_dir, log, **options("lora_only", steps)) as process:
+        wait_for_step(run_dir, 2, process, log)
+        run = ElasticRun(process, run_dir, log)
+        first, second = sorted(run.serving())
+
+        run.kill(run.server_pid(second))
+        run.wait("the killed server has left", lambda: list(run.serving()) == [first], 30)
+        run.steps(3)  # one server is left, and the run goes on
+        run.wait("it is back", lambda: run.serving() == {first: 1, second: 2})
+
+        run.kill(run.pid("trainer"))
+        run.wait("the trainer has restarted", lambda: "--resume auto" in run.log.read_text() or bool(run.pids("auto")))
+        before = run.step
+        run.wait("it trains", lambda: run.step > before)
+
+        assert "leaves" in run.servers_command("drop", first)
+        run.wait("the dropped server has left", lambda: run.member(first) is None, 60)
+        assert list(run.serving()) == [second]
+        assert "starts" in run.servers_command("add")
+        run.wait("the new one serves", lambda: len(run.serving()) == 2)
+        assert first not in run.serving()
+        assert "server-3" in run.servers_command()
+        run.hurry()
+        assert finished(process, log, 600) == 0, tail(log)
+    assert_every_group_counted_once(run_dir, steps, GROUPS)
+    done = rows(run_dir)
+    assert {row["publish/servers"] for row in done} == {1, 2}
+    fresh = [row for row in done if row["rollout/staleness_max"] == 0]
+    assert all(row["alignment/logprob_diff_max"] < 1e-3 for row in fresh), "no server had other weights"
+    for name in ("server-2", "server-3"):
+        assert "POST /generate" in (run_dir / "logs" / f"{name}.log").read_text()
+
+
+def test_a_broadcast_goes_on_without_a_server_and_with_its_successor(demo_model: Path, tmp_path: Path) -> None:
+    run_dir, log, steps = tmp_path / "run", tmp_path / "log", 40
+    with started(demo_model, run_dir, log, **options("broadcast", steps)) as process:
+        wait_for_step(run_dir, 2, process, log)
+        run = ElasticRun(process, run_dir, log)
+        first, second = sorted(run.serving())
+        run.kill(run.server_pid(first))
+        run.wait("the killed server has left", lambda: list(run.serving()) == [second], 30)
+        run.steps(2)
+        run.wait("it is back", lambda: run.serving() == {first: 2, second: 1})
+        run.hurry()
+        assert finished(process, log, 600) == 0, tail(log)
+    assert_every_group_counted_once(run_dir, steps, GROUPS)
+    fresh = [row for row in rows(run_dir) if row["rollout/staleness_max"] == 0]
+    assert all(row["alignment/logprob_diff_max"] < 1e-3 for row in fresh)
+
+
+def test_a_run_with_random_kills_ends_by_itself(demo_model: Path, tmp_path: Path) -> None:
+    """Of servers, the environment and the API, each as soon as the one before it has recovered."""
+    run_dir, log, draw = tmp_path / "run", tmp_path / "log", random.Random(23)
+    steps = 20 + 15 * KILLS
+    killed: list[str] = []
+    with started(demo_model, run_dir, log, **options("lora_only", steps, **{"max-restarts": 20})) as process:
+        wait_for_step(run_dir, 2, process, log)
+        run = ElasticRun(process, run_dir, log)
+        for _ in range(KILLS):
+            victim = draw.choice(["server", "env", "api"])
+            killed.append(victim)
+            if victim == "server":
+                url = draw.choice(sorted(run.serving()))
+                boot = run.serving()[url]
+                run.kill(run.server_pid(url))
+                if draw.random() < 0.5:
+                    run.wait("it serves again", lambda url=url, boot=boot: run.serving().get(url, 0) > boot)
+            else:
+                run.kill(run.pid(victim))
+            before = run.step
+            run.wait(f"a step after the kill of {victim}", lambda before=before: run.step > before)
+            run.wait("a server and all others are there", lambda: bool(run.serving() and run.pids("paced_environment")))
+        run.hurry()
+        assert finished(process, log, 1200) == 0, tail(log)
+    assert len(killed) == KILLS
+    assert_every_group_counted_once(run_dir, steps, GROUPS)

@@ -1,0 +1,316 @@
+"""Processes that restart, and servers that come and go, with real processes under the supervisor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from grpo_common.roster import Member, Served, in_use, read_members
+from grpo_trainer.errors import ConfigError, ProcessFailedError, ServerError
+from grpo_trainer.launch import crew as crew_module
+from grpo_trainer.launch.crew import Crew
+from grpo_trainer.launch.plan import TRAINERS, ProcessSpec
+from grpo_trainer.launch.requests import Request, request
+from grpo_trainer.launch.supervisor import Supervisor
+from grpo_trainer.launch.watched import Watched
+from tests.unit.test_supervisor import LAST, SERVER, SLEEPER, free_port, spec
+
+TWICE = """
+import pathlib, sys, time
+starts = pathlib.Path(sys.argv[1])
+starts.open("a").write(" ".join(sys.argv[2:]) + ".\\n")
+if len(starts.read_text().splitlines()) < 2:
+    {end}
+if "stays" in sys.argv:
+    time.sleep(60)
+"""
+"""Ends in some way at its first start, and goes on at its second."""
+KILLED = "import os; os.kill(os.getpid(), 9)"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew_module, "FIRST_PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(crew_module, "PLACE_SECONDS", 0.1)
+    monkeypatch.setattr(crew_module, "LOOK_SECONDS", 0.05)
+
+
+class Running(Supervisor):
+    """Remembers the pids of all that it started."""
+
+    def __init__(self, folder: Path, crew: Crew) -> None:
+        self.said: list[str] = []
+        self.pids: dict[str, list[int]] = {}
+        super().__init__(folder / "logs", self.said.append, self.said.append, crew=crew)
+
+    def start(self, spec: ProcessSpec) -> Watched:
+        child = super().start(spec)
+        self.pids.setdefault(spec.name, []).append(child.pid)
+        return child
+
+
+def a_crew(most: int = 3, **options: Any) -> Crew:
+    return Crew(most, **{"has_begun": lambda: True, "has_checkpoint": lambda: True, **options})
+
+
+def starts(folder: Path, name: str) -> list[str]:
+    return (folder / name).read_text().splitlines()
+
+
+def test_an_environment_that_was_killed_restarts_and_the_run_ends_well(tmp_path: Path) -> None:
+    env = spec("env", TWICE.format(end=KILLED), str(tmp_path / "env"), may_end=True, restarts="env", after_errors=True)
+    waits = "import os, sys, time\nwhile len(open(sys.argv[1]).readlines()) < 2: time.sleep(0.02)"
+    (tmp_path / "env").touch()
+    with Running(tmp_path, a_crew()) as running:
+        running.run([[spec("trainer", waits, str(tmp_path / "env"), ends_run=True), env]])
+    assert starts(tmp_path, "env") == [".", "."]
+
+
+def test_all_trainers_restart_together_from_their_checkpoint(tmp_path: Path) -> None:
+    waits = "\n    while True: time.sleep(1)"
+    leads = spec("trainer", TWICE.format(end=waits), str(tmp_path / "a"), ends_run=True, restarts=TRAINERS)
+    other = spec("trainer-1", TWICE.format(end=KILLED), str(tmp_path / "b"), may_end=True, restarts=TRAINERS)
+    again = ("--resume", "auto")
+    with Running(tmp_path, a_crew()) as running:
+        running.run([[replace(leads, again=again), replace(other, again=again)]])
+    assert starts(tmp_path, "a") == [".", "--resume auto."]
+    assert starts(tmp_path, "b")[0] == "."
+
+
+@pytest.mark.parametrize(
+    ("options", "end"),
+    [
+        ({"has_begun": lambda: False}, KILLED),
+        ({"has_checkpoint": lambda: False}, KILLED),
+        ({"most": 0}, KILLED),
+        ({}, "sys.exit(1)"),
+    ],
+    ids=["before the first step", "no checkpoint", "no restarts", "an error of its own"],
+)
+def test_a_trainer_does_not_restart(tmp_path: Path, options: dict[str, Any], end: str) -> None:
+    trainer = spec("trainer", TWICE.format(end=end), str(tmp_path / "a"), ends_run=True, restarts=TRAINERS)
+    with pytest.raises(ProcessFailedError), Running(tmp_path, a_crew(**options)) as running:
+        running.run([[trainer]])
+    assert len(starts(tmp_path, "a")) == 1
+
+
+def test_an_api_that_was_killed_restarts_and_one_that_reports_an_error_does_not(tmp_path: Path) -> None:
+    waits = "import sys, time\nwhile len(open(sys.argv[1]).readlines()) < 2: time.sleep(0.02)"
+    (tmp_path / "a").touch()
+    trainer = spec("trainer", waits, str(tmp_path / "a"), ends_run=True)
+    with Running(tmp_path, a_crew()) as running:
+        running.run([[trainer, spec("api", TWICE.format(end=KILLED), str(tmp_path / "a"), "stays", restarts="api")]])
+    (tmp_path / "a").write_text("")
+    with pytest.raises(ProcessFailedError) as error, Running(tmp_path, a_crew()) as running:
+        running.run([[trainer, spec("api", TWICE.format(end="sys.exit(1)"), str(tmp_path / "a"), restarts="api")]])
+    assert error.value.field == "api"
+
+
+def test_trainers_restart_when_one_says_that_another_has_ended(tmp_path: Path) -> None:
+    end = f"sys.exit({os.EX_TEMPFAIL})"
+    trainer = spec("trainer", TWICE.format(end=end), str(tmp_path / "a"), ends_run=True, restarts=TRAINERS)
+    with Running(tmp_path, a_crew()) as running:
+        running.run([[trainer]])
+    assert len(starts(tmp_path, "a")) == 2
+
+
+def test_a_process_that_fails_at_once_every_time_ends_the_run_with_its_error(tmp_path: Path) -> None:
+    code = f"import sys; open(sys.argv[1], 'a').write('.\\n'); sys.exit({LAST!r})"
+    env = spec("env", code, str(tmp_path / "env"), may_end=True, restarts="env", after_errors=True)
+    with pytest.raises(ProcessFailedError) as error, Running(tmp_path, a_crew(2)) as running:
+        running.run([[spec("trainer", SLEEPER, ends_run=True), env]])
+    assert (error.value.field, error.value.got) == ("env", "exit code 1") and LAST in error.value.fix
+    assert len(starts(tmp_path, "env")) == 3
+
+
+def test_restarts_are_counted_anew_after_a_long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew_module, "IN_A_ROW_SECONDS", 0.0)
+    code = "import sys; open(sys.argv[1], 'a').write('.\\n'); sys.exit(1)"
+    waits = "import sys, time\nwhile len(open(sys.argv[1]).readlines()) < 4: time.sleep(0.02)"
+    (tmp_path / "env").touch()
+    env = spec("env", code, str(tmp_path / "env"), may_end=True, restarts="env", after_errors=True)
+    with Running(tmp_path, a_crew(1)) as running:
+        running.run([[spec("trainer", waits, str(tmp_path / "env"), ends_run=True), env]])
+
+
+def test_trainers_of_which_one_can_not_be_started_start_together_later(tmp_path: Path) -> None:
+    class Refusing(Running):
+        refusals = 1
+
+        def start(self, spec: ProcessSpec) -> Watched:
+            if spec.name == "trainer-1" and self.pids.get("trainer-1") and self.refusals:
+                self.refusals -= 1
+                raise ProcessFailedError("its machine is gone", field=spec.name)
+            return super().start(spec)
+
+    waits = "import sys, time\nwhile len(open(sys.argv[1]).readlines()) < 2: time.sleep(0.02)"
+    (tmp_path / "b").touch()
+    leads = spec("trainer", waits, str(tmp_path / "b"), ends_run=True, restarts=TRAINERS)
+    other = spec("trainer-1", TWICE.format(end=KILLED), str(tmp_path / "b"), may_end=True, restarts=TRAINERS)
+    running = Refusing(tmp_path, a_crew())
+    with running:
+        running.run([[leads, other]])
+    assert len(running.pids["trainer"]) == 3 and len(running.pids["trainer-1"]) == 2
+
+
+def test_a_process_without_room_waits_for_a_machine(tmp_path: Path) -> None:
+    tries: list[int] = []
+
+    def placed(specs: Sequence[ProcessSpec]) -> Sequence[ProcessSpec] | None:
+        tries.append(len(specs))
+        return specs if len(tries) > 2 else None
+
+    trainer = spec("trainer", TWICE.format(end=KILLED), str(tmp_path / "a"), ends_run=True, restarts=TRAINERS)
+    with Running(tmp_path, a_crew(placed=placed)) as running:
+        running.run([[trainer]])
+    assert tries == [1, 1, 1] and len(starts(tmp_path, "a")) == 2
+
+
+# servers -------------------------------------------------------------------------------------------------------
+
+
+class Servers:
+    """A run with servers that a script changes from another thread; the trainer ends once it is through."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.servers = folder / "servers"
+        self.fault: BaseException | None = None
+
+    def server(self, name: str) -> ProcessSpec:
+        port = free_port()
+        url = f"http://127.0.0.1:{port}/health"
+        return spec(name, SERVER, str(port), ready_url=url, restarts=name)
+
+    def play(self, specs: Sequence[ProcessSpec], script: Callable[[Running], None], **options: Any) -> None:
+        done = self.folder / "done"
+        waits = "import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.02)"
+        trainer = spec("trainer", waits, str(done), ends_run=True)
+        crew = a_crew(servers=self.servers, **options)
+
+        def act() -> None:
+            try:
+                self.until(lambda: all(each.state == "running" for each in self.listed(specs)))
+                script(running)
+            except BaseException as fault:
+                self.fault = fault
+            done.touch()
+
+        running = Running(self.folder, crew)
+        with running:
+            thread = threading.Thread(target=act)
+            thread.start()
+            running.run([[*specs, trainer]])
+        thread.join()
+        if self.fault is not None:
+            raise self.fault
+
+    def listed(self, specs: Sequence[ProcessSpec]) -> list[Member]:
+        found = {member.name: member for member in read_members(self.servers)}
+        self.until(lambda: all(each.name in {m.name for m in read_members(self.servers)} for each in specs))
+        found = {member.name: member for member in read_members(self.servers)}
+        return [found[each.name] for each in specs]
+
+    def states(self) -> dict[str, tuple[str, int]]:
+        return {member.name: (member.state, member.boot) for member in read_members(self.servers)}
+
+    def serve(self) -> None:
+        """As a trainer that uses every server of the list."""
+        served = {member.url: Served(member.boot, 1) for member in read_members(self.servers)}
+        (self.servers / "served.json").write_bytes(msgspec.json.encode(served))
+
+    @staticmethod
+    def until(done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 20
+        while not done():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def test_a_killed_server_leaves_at_once_and_comes_back_as_another(tmp_path: Path) -> None:
+    run = Servers(tmp_path)
+    specs = [run.server("server"), run.server("server-2")]
+
+    def script(running: Running) -> None:
+        run.serve()
+        assert len(in_use(run.servers)) == 2
+        os.kill(running.pids["server-2"][0], signal.SIGKILL)
+        run.until(lambda: len(in_use(run.servers)) == 1)
+        run.until(lambda: run.states()["server-2"] == ("running", 2))
+        assert len(in_use(run.servers)) == 1, "the trainer has not proved it yet"
+
+    run.play(specs, script)
+
+
+def test_a_server_that_ends_too_often_is_left_out_while_another_serves(tmp_path: Path) -> None:
+    run = Servers(tmp_path)
+    specs = [run.server("server"), run.server("server-2")]
+
+    def script(running: Running) -> None:
+        os.kill(running.pids["server-2"][0], signal.SIGKILL)
+        run.until(lambda: run.states().get("server-2") == ("running", 2))
+        os.kill(running.pids["server-2"][1], signal.SIGKILL)
+        run.until(lambda: "server-2" not in run.states())
+        assert run.states() == {"server": ("running", 1)}
+
+    run.play(specs, script, most=1)
+
+
+def test_a_dropped_server_ends_once_the_trainer_has_let_it_go(tmp_path: Path) -> None:
+    run = Servers(tmp_path)
+    specs = [run.server("server"), run.server("server-2")]
+
+    def script(running: Running) -> None:
+        run.serve()
+        url = run.listed(specs)[1].url
+        assert request(run.servers, Request("drop", url)).done
+        run.until(lambda: run.states()["server-2"][0] == "leaving")
+        assert len(in_use(run.servers)) == 1
+        time.sleep(0.3)
+        assert run.states()["server-2"][0] == "leaving", "the trainer may still be publishing to it"
+        (run.servers / "served.json").unlink()
+        run.until(lambda: "server-2" not in run.states())
+        last = request(run.servers, Request("drop", run.listed(specs[:1])[0].url))
+        assert not last.done, "a run needs one server"
+        assert not request(run.servers, Request("drop", "http://nowhere:1")).done
+
+    run.play(specs, script)
+
+
+def test_servers_are_added_while_a_run_goes_on(tmp_path: Path) -> None:
+    run = Servers(tmp_path)
+    specs, more = [run.server("server")], [run.server("server-2")]
+
+    def another(gpus: str | None) -> ProcessSpec | None:
+        if gpus is not None:
+            raise ConfigError("not these", field="--gpus", got=gpus)
+        return more.pop() if more else None
+
+    def script(running: Running) -> None:
+        assert not request(run.servers, Request("add", gpus="7")).done
+        assert request(run.servers, Request("add")).done
+        run.until(lambda: run.states().get("server-2") == ("running", 1))
+        assert not request(run.servers, Request("add")).done, "no machine has room"
+        elsewhere = "http://127.0.0.1:9"
+        assert request(run.servers, Request("add", elsewhere)).done
+        assert not request(run.servers, Request("add", elsewhere)).done
+        run.until(lambda: elsewhere in {member.url for member in read_members(run.servers)})
+        assert request(run.servers, Request("drop", elsewhere)).done
+        run.until(lambda: len(run.states()) == 2)
+
+    run.play(specs, script, another=another)
+
+
+def test_a_run_that_is_over_answers_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ServerError):
+        request(tmp_path, Request("add"), seconds=0.2)
+    assert not list((tmp_path / "requests").iterdir())

@@ -1,0 +1,205 @@
+"""Servers that leave and join between publishes, by bridges that only remember what was asked of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+import pytest
+
+from grpo_common.roster import MEMBERS_FILE, Member, Served, State, in_use, read_served
+from grpo_trainer.config.server import VllmConfig
+from grpo_trainer.errors import BridgeError, ServerError
+from grpo_trainer.metrics.types import Sum, reduce
+from grpo_trainer.server_client import present
+from grpo_trainer.weights import elastic
+from grpo_trainer.weights.bridge import Published
+from grpo_trainer.weights.elastic import ElasticServers
+
+A, B, C = (f"http://127.0.0.1:{port}" for port in (9001, 9002, 9003))
+
+
+class Bridge:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.fails: Exception | None = None
+        self.seen = 0
+
+    def __enter__(self) -> Bridge:
+        self.said.append("in")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.said.append("out")
+
+    def connect(self, policy_version: int) -> int:
+        if self.fails is not None:
+            raise self.fails
+        return max(policy_version, self.seen)
+
+    def prove(self) -> float | None:
+        self.said.append("proved")
+        return 0.01
+
+    def updating(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def publish(self, version: int) -> Published:
+        if self.fails is not None:
+            raise self.fails
+        self.said.append(f"v{version}")
+        return Published(version, f"policy-v{version}", {"publish/version": Sum(version)})
+
+    def welcome(self) -> None:
+        raise AssertionError("of all servers, not of one")
+
+
+class Run:
+    """A run's list of servers, and the bridges that were opened to them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.opened: dict[str, list[Bridge]] = {}
+        self.make: Callable[[], Bridge] = Bridge
+
+    def list(self, *members: tuple[str, State, int]) -> None:
+        rows = [Member(f"server-{url[-1]}", url, "here", state, boot) for url, state, boot in members]
+        (self.folder / MEMBERS_FILE).write_bytes(msgspec.json.encode(rows))
+
+    def open(self, name: str, vllm: VllmConfig) -> Bridge:
+        self.opened.setdefault(vllm.url, []).append(bridge := self.make())
+        return bridge
+
+    def servers(self) -> ElasticServers:
+        """As `grpo run` starts it with the two servers A and B, published once."""
+        self.list((A, "starting", 1), (B, "starting", 1))
+        config = present(VllmConfig(host="127.0.0.1", port=1, roster=self.folder))
+        return ElasticServers(self.folder, config, self.open)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setattr(elastic, "FIRST_PAUSE_SECONDS", 0.0)
+    return Run(tmp_path)
+
+
+def both(run: Run, servers: ElasticServers) -> None:
+    """Connect, prove and publish version 0, then both run."""
+    assert servers.connect(0) == 0 and servers.prove() == 0.01
+    servers.publish(0)
+    run.list((A, "running", 1), (B, "running", 1))
+
+
+def test_environments_are_told_of_servers_once_they_have_the_weights(run: Run) -> None:
+    with run.servers() as servers:
+        assert in_use(run.folder) == {}
+        both(run, servers)
+        assert in_use(run.folder) == {A: 1, B: 1}
+    assert [run.opened[url][0].said for url in (A, B)] == [["in", "proved", "v0", "out"]] * 2
+
+
+def test_a_server_that_fails_a_publish_leaves_and_the_run_goes_on(run: Run) -> None:
+    with run.servers() as servers:
+        both(run, servers)
+        run.opened[B][0].fails = ServerError("no answer")
+        run.make = lambda: broken()
+        published = servers.publish(1)
+        assert published.version == 1 and reduce(published.metrics)["publish/servers"] == 1
+        assert in_use(run.folder) == {A: 1}
+        assert run.opened[B][0].said[-1] == "out"
+        assert read_served(run.folder)[B].note
+
+
+def broken() -> Bridge:
+    bridge = Bridge()
+    bridge.fails = ServerError("still no answer")
+    return bridge
+
+
+def test_a_server_that_restarts_is_proved_and_gets_the_newest_version_before_it_serves(run: Run) -> None:
+    with run.servers() as servers:
+        both(run, servers)
+        run.list((A, "running", 1), (B, "restarting", 2))
+        servers.welcome()
+        assert in_use(run.folder) == {A: 1}
+        servers.publish(1)
+        run.list((A, "running", 1), (B, "running", 2))
+        assert in_use(run.folder) == {A: 1}, "it runs, and has no weights yet"
+        servers.welcome()
+        assert in_use(run.folder) == {A: 1, B: 2}
+        assert run.opened[B][1].said == ["in", "proved", "v1"]
+
+
+def test_with_no_server_left_the_next_one_gets_the_weights(run: Run) -> None:
+    with run.servers() as servers:
+        both(run, servers)
+        run.list((A, "gone", 1), (B, "gone", 1))
+        assert reduce(servers.publish(1).metrics)["publish/servers"] == 0
+        run.list((C, "running", 1))
+        servers.welcome()
+        assert in_use(run.folder) == {C: 1} and run.opened[C][0].said == ["in", "proved", "v1"]
+
+
+def test_a_version_that_all_refuse_ends_the_run(run: Run) -> None:
+    with run.servers() as servers:
+        both(run, servers)
+        for url in (A, B):
+            run.opened[url][0].fails = BridgeError(field="rank", got=64)
+        with pytest.raises(BridgeError) as refused:
+            servers.publish(1)
+    assert refused.value.field.endswith("rank") and A in refused.value.field
+
+
+def test_a_server_that_fails_its_proof_never_serves_until_it_restarts(run: Run) -> None:
+    class Unproved(Bridge):
+        def prove(self) -> float | None:
+            raise BridgeError("generates with other weights")
+
+    with run.servers() as servers:
+        both(run, servers)
+        run.make = Unproved
+        run.list((A, "running", 1), (B, "running", 1), (C, "running", 1))
+        for _ in range(3):
+            servers.welcome()
+        assert in_use(run.folder) == {A: 1, B: 1} and len(run.opened[C]) == 1
+        assert run.opened[C][0].said == ["in", "out"]
+        run.make = Bridge
+        run.list((A, "running", 1), (B, "running", 1), (C, "running", 2))
+        servers.welcome()
+        assert in_use(run.folder) == {A: 1, B: 1, C: 2}
+
+
+def test_a_server_that_was_used_before_joins_with_a_version_that_it_has_not_served(run: Run) -> None:
+    def ahead() -> Bridge:
+        bridge = Bridge()
+        bridge.seen = 1
+        return bridge
+
+    with run.servers() as servers:
+        both(run, servers)
+        run.make = ahead
+        run.list((A, "running", 1), (C, "running", 1))
+        servers.welcome()  # with version 0; the attempt may have made it one of version 1
+        servers.publish(1)
+        assert C not in in_use(run.folder) and len(run.opened[C]) == 1
+        servers.publish(2)
+        assert in_use(run.folder) == {A: 1, C: 1} and run.opened[C][1].said == ["in", "proved", "v2"]
+
+
+def test_a_trainer_that_starts_again_takes_the_servers_that_there_are(run: Run) -> None:
+    run.list((A, "restarting", 2), (B, "running", 1), (C, "running", 1))
+    config = present(VllmConfig(port=9001, also=("127.0.0.1:9002",), roster=run.folder))
+    assert [each.url for each in config.each] == [B, C]
+
+
+def test_an_entry_of_a_servers_former_process_does_not_count(run: Run) -> None:
+    run.list((A, "running", 2), (B, "running", 1))
+    served = {A: Served(1, 5), B: Served(1, 5)}
+    (run.folder / "served.json").write_bytes(msgspec.json.encode(served))
+    assert in_use(run.folder) == {B: 1}

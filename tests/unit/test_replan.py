@@ -1,0 +1,132 @@
+"""Where a run's processes start again once their machine is lost, and one more server: plans, no processes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_trainer.config.run import RunConfig, build_run
+from grpo_trainer.errors import ConfigError
+from grpo_trainer.launch.places import NO_PLACES, Node, Place, Places, free_nodes, place_run
+from grpo_trainer.launch.plan import ProcessSpec, plan_run
+from grpo_trainer.launch.replan import Replanner
+from grpo_trainer.run import planned_again
+
+HEAD, B, C, D = (Node(name, f"10.0.0.{number}", 1, id=name, is_head=number == 1) for number, name in enumerate("abcd"))
+PORTS = {"api": 8000, "server": 9001, "server-2": 9002, "trainers": 7000}
+
+
+def a_run(tmp_path: Path, **flags: Any) -> RunConfig:
+    base = {"model_name": "m", "weight_bridge_mode": "lora_only", "run_dir": str(tmp_path), "server.replicas": 2}
+    return build_run({}, {**base, **flags})
+
+
+class Machines:
+    """A cluster of nodes with a core each."""
+
+    def __init__(self, *nodes: Node) -> None:
+        self.nodes = nodes
+        self.lost: set[Node] = set()
+
+    def is_lost(self, place: Place) -> bool:
+        return place.node in self.lost
+
+    def room_for(self, name: str, gpus: int, places: Places) -> Place | None:
+        used = {place.node for place in places.values()}
+        free = [node for node in self.nodes if node not in used and node not in self.lost]
+        return Place(free[0], tuple(range(gpus)), name) if free else None
+
+    def claim(self, wanted: Mapping[str, int], places: Places) -> dict[str, int]:
+        return dict.fromkeys(wanted, 5555)
+
+
+def replanner(config: RunConfig, machines: Machines, **options: Any) -> tuple[Replanner, dict[str, ProcessSpec]]:
+    places = place_run(config, machines.nodes[:3], on_gpu=False)
+    plan = partial(planned_again, on_gpu=False, machine=None)
+    specs = {process.name: process for process in plan(config, PORTS, places).processes}
+    return Replanner(config, PORTS, places, plan, machines=machines, **options), specs
+
+
+def test_processes_of_this_machine_start_again_as_they_were(tmp_path: Path) -> None:
+    config = a_run(tmp_path)
+    plan = plan_run(config, PORTS, python=sys.executable, on_gpu=False)
+    specs = {process.name: process for process in plan.processes}
+    again = Replanner(config, PORTS, NO_PLACES, partial(planned_again, on_gpu=False, machine=None))
+    placed = again.placed([specs["server-2"], specs["trainer"]])
+    assert placed is not None
+    assert placed[0].argv == specs["server-2"].argv
+    assert placed[1].argv == (*specs["trainer"].argv, "--resume", "auto") and not placed[1].again
+
+
+def test_a_server_of_a_lost_machine_gets_another_with_its_own_address(tmp_path: Path) -> None:
+    machines = Machines(HEAD, B, C, D)
+    again, specs = replanner(a_run(tmp_path), machines)
+    lost = next(spec for name, spec in specs.items() if name.startswith("server") and spec.place.node != HEAD)
+    assert lost.place.node is not None
+    machines.lost.add(lost.place.node)
+    placed = again.placed([lost])
+    assert placed is not None
+    (server,) = placed
+    assert server.name == lost.name and server.place.node not in (lost.place.node, None)
+    assert server.ready_url == f"http://{server.place.address}:5555/health"
+    assert "5555" in server.argv and server.place.address in server.argv
+
+
+def test_without_a_free_machine_a_server_waits(tmp_path: Path) -> None:
+    machines = Machines(HEAD, B, C)
+    again, specs = replanner(a_run(tmp_path), machines)
+    lost = next(spec for name, spec in specs.items() if name.startswith("server") and spec.place.node != HEAD)
+    assert lost.place.node is not None
+    machines.lost |= {B, C}
+    assert again.placed([lost]) is None
+
+
+def test_all_trainers_meet_again_where_the_first_one_is(tmp_path: Path) -> None:
+    machines = Machines(HEAD, B, C, D)
+    again, specs = replanner(a_run(tmp_path, trainer_gpus=2), machines)
+    assert specs["trainer-1"].place.node == B
+    machines.lost.add(B)
+    placed = again.placed([specs["trainer"], specs["trainer-1"]])
+    assert placed is not None
+    assert [spec.place.node for spec in placed] == [HEAD, D]
+    assert all(spec.argv[-2:] == ("--resume", "auto") for spec in placed)
+    assert {spec.env["MASTER_ADDR"] for spec in placed} == {HEAD.address}
+
+
+def test_one_more_server_has_the_options_of_the_others(tmp_path: Path) -> None:
+    machines = Machines(HEAD, B, C, D)
+    again, specs = replanner(a_run(tmp_path), machines)
+    server = again.another_server(None)
+    assert server is not None and (server.name, server.place.node) == ("server-3", D)
+    of_others = [word for word in specs["server-2"].argv if word not in ("9002", specs["server-2"].place.address)]
+    assert [word for word in server.argv if word not in ("5555", D.address)] == of_others
+    assert again.another_server(None) is None, "no machine is left"
+
+
+def test_a_server_here_gets_the_gpus_that_are_named(tmp_path: Path) -> None:
+    config = a_run(tmp_path, **{"server.gpus": "1;2"})
+
+    def plan(config: RunConfig, ports: Mapping[str, int], places: Places) -> Any:
+        if len((config.server.gpus or "").split(";")) != config.server.replicas:
+            raise ConfigError("one entry each", field="--server.gpus", got=config.server.gpus)
+        return plan_run(config, ports, python=sys.executable, on_gpu=True, places=places)
+
+    again = Replanner(config, PORTS, NO_PLACES, plan)
+    with pytest.raises(ConfigError):
+        again.another_server(None)
+    server = again.another_server("3")
+    assert server is not None and (server.name, server.env["CUDA_VISIBLE_DEVICES"]) == ("server-3", "3")
+
+
+def test_the_emptiest_machine_comes_first_and_gpus_in_use_are_not_free() -> None:
+    big, small = Node("big", "1", 4, 8, id="big"), Node("small", "2", 1, 2, id="small")
+    places = {"server": Place(big, (0, 1)), "server-2": Place(big, (0, 1), "later"), "trainer": Place(small, (0,))}
+    assert free_nodes([big, small], places, 1) == []
+    del places["server-2"]
+    assert free_nodes([big, small], places, 2) == [big]
+    assert free_nodes([small, big], places, 0) == [big, small]
