@@ -23,7 +23,7 @@ from grpo_trainer.doctor.memory import GB, Setup
 from grpo_trainer.doctor.model import ModelShape, shape_of
 from grpo_trainer.doctor.run_checks import devices_of, server_spread
 from grpo_trainer.files import refuse_to_mix_runs, replace_file
-from grpo_trainer.launch.places import NO_PLACES, place_run
+from grpo_trainer.launch.places import NO_PLACES, place_run, trainer_names
 from grpo_trainer.launch.plan import ProcessSpec, RunPlan, reached, server_process
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.launch.ray_cluster import joined
@@ -148,13 +148,12 @@ def memory_by_process(config: RunConfig, shape: ModelShape | None, machine: Mach
         first = 0 if config.trainer.shares_weights else ranks
         spread = replace(spread, placed=tuple(range(first, first + spread.workers)))
     rows = Setup(config.trainer, shape, spread, devices_of(machine), ranks).plan().rows
-    alone = next(row.device for row in rows if row.owner == "trainer")
-    found = {
-        "trainer" if rank == 0 else f"trainer-{rank}": sum(
-            row.nbytes for row in rows if row.owner == "trainer" and row.device == (rank if ranks > 1 else alone)
-        )
-        for rank in range(ranks)
-    }
+    held: dict[int, int] = {}
+    for row in (row for row in rows if row.owner == "trainer"):
+        held[row.device] = held.get(row.device, 0) + row.nbytes
+    if not machine.on_gpu:  # a CPU's rows are those of all ranks
+        held = dict.fromkeys(range(ranks), held[0] // ranks)
+    found = dict(zip(trainer_names(ranks), (held[device] for device in sorted(held)), strict=True))
     device = next(row.device for row in rows if row.owner == "server")
     server = sum(row.nbytes for row in rows if row.owner == "server" and row.device == device)
     share = 1 if machine.on_gpu else config.server.replicas  # a CPU's rows are those of all servers

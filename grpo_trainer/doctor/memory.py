@@ -175,7 +175,8 @@ class Setup:
         recomputed = 0
         _, _, number = self.config.model.device.partition(":")
         alone = int(number) if self.on_gpu and number else 0
-        for device in range(self.trainers) if self.trainers > 1 else [alone]:
+        several = range(self.trainers) if self.on_gpu else [0] * self.trainers  # on a CPU all are in main memory
+        for device in several if self.trainers > 1 else [alone]:
             taken = sum(row.nbytes for row in rows if row.device == device)
             parts = self._trainer_parts()
             count = self._recomputed((1 - SPARE) * (self.devices.total - taken - sum(parts.values())))

@@ -93,6 +93,7 @@ class PairedBridge:
             return work()
 
     def _connect(self, policy_version: int) -> int:
+        self._check_pairs()
         restores = self._policy.loaded is not None
         wanted = self._each(lambda: self._own.look(policy_version))
         if not restores and len(set(wanted)) > 1:
@@ -107,6 +108,18 @@ class PairedBridge:
         self._each(lambda: self._own.begin(max(wanted)))
         self._check_agreement("in its server's memory")
         return max(wanted)
+
+    def _check_pairs(self) -> None:
+        """Check that no two ranks are in the memory of one server, for example if their lists of servers differ."""
+        boots = self._world.gather(self._policy.source.boot_id)
+        if len(set(boots)) < len(boots):
+            raise CommonBridgeError(
+                "several trainer processes are in the memory of one server",
+                field="boot_id",
+                got=", ".join(boots),
+                wanted="another server for each process",
+                fix="give all processes the same --vllm-port and --vllm-also",
+            )
 
     def _prove(self) -> float | None:
         gaps = self._each(self._own.prove)

@@ -142,7 +142,7 @@ class SharedBridge:
         return self.proved.noise
 
     def updating(self) -> AbstractContextManager[None]:
-        return self._fence(self._version + 1)
+        return self._fence(self._version + 1, WRITE_SECONDS)
 
     def publish(self, version: int) -> Published:
         """Return the version that the last fence has published: the optimizer's write was the whole update."""

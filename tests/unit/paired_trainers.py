@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import msgspec
 import torch
 
 from grpo_trainer.config.bridge import SharedVllm
@@ -48,6 +49,7 @@ def main(rank: int, size: int, port: int, folder: Path, options: dict[str, Any])
     config = build(TrainConfig, values | options)
     world = join(config.distributed, on_gpu=False)
     server = SharingServer()
+    server.info = msgspec.structs.replace(server.info, boot_id=f"boot {0 if fault == 'one server' else rank}")
     server.model.to(served)
     plant(fault, server)
     result: dict[str, Any] = {}
@@ -66,7 +68,7 @@ def plant(fault: str, server: SharingServer) -> None:
         with torch.no_grad():
             next(server.model.parameters())[1, 2] += 0.1
     if fault == "other version":
-        server.info = SharingServer(version=3, updates=3).info
+        server.info = msgspec.structs.replace(server.info, policy_version=3, update_count=3)
     if fault in ("other place", "a copy"):
         server.fault_of_it = fault
 

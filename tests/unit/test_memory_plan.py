@@ -227,6 +227,15 @@ def test_main_memory_of_a_machine_without_a_gpu() -> None:
     assert found["server", "key-value cache"] == CPU_CACHE and ("trainer", "weights, cast") not in found
 
 
+def test_main_memory_has_the_rows_of_all_trainers() -> None:
+    one, two = (
+        Setup(trainer("lora_only"), SMALL, Server(0.5, 10), Devices("cpu", 24 << 30), trainers=count).plan()
+        for count in (1, 2)
+    )
+    held = [sum(row.nbytes for row in plan.rows if row.owner == "trainer") for plan in (one, two)]
+    assert held[1] == 2 * (held[0] + BUCKET) and {row.device for row in two.rows} == {0}
+
+
 def planned(config: TrainConfig, share: float = 0.45, devices: Devices = H200, shape: ModelShape = SEVEN_B) -> Planned:
     return Planned(config, shape, Server(share, 4096), devices)
 

@@ -84,6 +84,7 @@ def test_a_run_resumes_with_another_number_of_pairs(tmp_path: Path, before: int,
     ("fault", "error", "named"),
     [
         ("other weights", "CommonWeightsError", "trainer processes"),
+        ("one server", "CommonBridgeError", "boot_id"),
         ("other version", "CommonBridgeError", "version"),
         ("a copy", "CommonBridgeError", "http://server-1"),
         ("other place", "CommonBridgeError", "http://server-1"),
