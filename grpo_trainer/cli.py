@@ -20,6 +20,7 @@ from grpo_trainer.config.run import ApiProcess, RunConfig, RunOptions, build_run
 from grpo_trainer.config.server import ALIASES, ServerProcess
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import ConfigError, GrpoError, from_os_error
+from grpo_trainer.servers import app as servers
 from grpo_trainer.signals import stopped_at_once
 from grpo_trainer.suggestions import flags_of, unknown_word
 
@@ -30,6 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(servers)
 GPUS_PER_NODE = 8
 FAST_4_BITS = "bitsandbytes.backends.cpu.ops"
 """Where bitsandbytes, once imported, warns of a faster kernel for 4 bits: of use only to who loads in them."""
@@ -292,65 +294,6 @@ def list_runs(
         typer.echo(runs.as_json(found))
     else:
         runs.print_runs(found, folder, Console())
-
-
-servers = typer.Typer(
-    name="servers",
-    help="List the inference servers of a running grpo run, add one, or drop one (lora_only and broadcast).",
-    invoke_without_command=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.add_typer(servers)
-RunDir = Annotated[Path, typer.Option("--run-dir", metavar="PATH", help="Folder of the run.")]
-LATEST = Path("runs/latest")
-
-
-@servers.callback()
-def list_servers(
-    ctx: typer.Context,
-    run_dir: RunDir = LATEST,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
-) -> None:
-    """List the inference servers of a grpo run: state, policy version, machine. Below: add one, or drop one."""
-    if ctx.invoked_subcommand is not None:
-        return
-    from rich.console import Console
-
-    from grpo_trainer import servers as command
-
-    found = command.rows(run_dir)
-    if as_json:
-        typer.echo(command.as_json(found))
-    else:
-        command.print_rows(found, Console())
-
-
-@servers.command("add")
-def add_server(
-    url: Annotated[
-        str | None, typer.Argument(help="A running `grpo serve`, http://HOST:PORT; default: start one.")
-    ] = None,
-    gpus: Annotated[
-        str | None, typer.Option(metavar="LIST", help="CUDA_VISIBLE_DEVICES of a server that is started.")
-    ] = None,
-    run_dir: RunDir = LATEST,
-) -> None:
-    """Start one more server, or add a running one. It gets requests once it is proved and has the newest weights."""
-    from grpo_trainer import servers as command
-    from grpo_trainer.launch.requests import Request
-
-    typer.echo(command.change(run_dir, Request("add", url, gpus)))
-
-
-@servers.command("drop")
-def drop_server(
-    url: Annotated[str, typer.Argument(help="The server, http://HOST:PORT.")], run_dir: RunDir = LATEST
-) -> None:
-    """Take a server out of the run: its requests are asked again elsewhere, and a server of the run ends."""
-    from grpo_trainer import servers as command
-    from grpo_trainer.launch.requests import Request
-
-    typer.echo(command.change(run_dir, Request("drop", url)))
 
 
 @app.command("demo-model", context_settings=PASS_THROUGH)

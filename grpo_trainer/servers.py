@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
+import typer
 
 from grpo_common.locks import is_held
 from grpo_common.roster import FOLDER, read_members, read_served
 from grpo_trainer.errors import ConfigError, ServerError
 from grpo_trainer.files import LOCK_FILE
 from grpo_trainer.launch.requests import Request, request
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+app = typer.Typer(
+    name="servers",
+    help="List the inference servers of a running grpo run, add one, or drop one (lora_only and broadcast).",
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+RunDir = Annotated[Path, typer.Option("--run-dir", metavar="PATH", help="Folder of the run.")]
+LATEST = Path("runs/latest")
+URL = re.compile(r"http://[^/:]+:\d+")
 
 
 @dataclass(frozen=True)
@@ -67,9 +81,11 @@ def change(run_dir: Path, wanted: Request) -> str:
     """Have a running `grpo run` change its servers, and return what it answers.
 
     Raises:
-        ConfigError: the run is over.
+        ConfigError: the run is over, or the server's URL has another form.
         ServerError: it refused, or did not answer.
     """
+    if wanted.url is not None and not URL.fullmatch(wanted.url):
+        raise ConfigError(field="URL", got=wanted.url, wanted="http://HOST:PORT")
     rows(run_dir)
     if not is_held(run_dir / LOCK_FILE):
         raise ConfigError("the run is over", field="RUN_DIR", got=run_dir, wanted="a running grpo run")
@@ -79,15 +95,57 @@ def change(run_dir: Path, wanted: Request) -> str:
     return answer.text
 
 
-def as_json(found: Sequence[Row]) -> str:
+def to_json(found: Sequence[Row]) -> str:
     """Return the servers as a JSON list."""
     return msgspec.json.encode([asdict(row) for row in found]).decode()
 
 
 def print_rows(found: Sequence[Row], console: Console) -> None:
     """Print the servers as a table."""
+    from rich.table import Table
+
     table = Table("server", "URL", "where", "state", "version", "starts", box=None)
     for row in found:
         version = "" if row.version is None else str(row.version)
         table.add_row(row.name, row.url, row.where, f"{row.state} {row.note}".strip(), version, str(row.boot))
     console.print(table)
+
+
+@app.callback()
+def list_servers(
+    ctx: typer.Context,
+    run_dir: RunDir = LATEST,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
+) -> None:
+    """List the inference servers of a grpo run: state, policy version, machine. Below: add one, or drop one."""
+    if ctx.invoked_subcommand is not None:
+        return
+    from rich.console import Console
+
+    found = rows(run_dir)
+    if as_json:
+        typer.echo(to_json(found))
+    else:
+        print_rows(found, Console())
+
+
+@app.command("add")
+def add_server(
+    url: Annotated[
+        str | None, typer.Argument(help="A running `grpo serve`, http://HOST:PORT; default: start one.")
+    ] = None,
+    gpus: Annotated[
+        str | None, typer.Option(metavar="LIST", help="CUDA_VISIBLE_DEVICES of a server that is started.")
+    ] = None,
+    run_dir: RunDir = LATEST,
+) -> None:
+    """Start one more server, or add a running one. It gets requests once it is proved and has the newest weights."""
+    typer.echo(change(run_dir, Request("add", url, gpus)))
+
+
+@app.command("drop")
+def drop_server(
+    url: Annotated[str, typer.Argument(help="The server, http://HOST:PORT.")], run_dir: RunDir = LATEST
+) -> None:
+    """Take a server out of the run: its requests are asked again elsewhere, and a server of the run ends."""
+    typer.echo(change(run_dir, Request("drop", url)))

@@ -95,3 +95,10 @@ def assert_every_group_counted_once(run_dir: Path, steps: int, groups_per_step: 
         (left,) = store.execute("SELECT count(*) FROM groups").fetchone()
     dropped = sum(row.get("rollout/dropped_stale_groups", 0) + row.get("rollout/refused_groups", 0) for row in done)
     assert accepted == steps * groups_per_step + dropped + left
+
+
+def assert_servers_had_the_trainers_weights(run_dir: Path) -> None:
+    """Whichever server generated the samples of a step: their logprobs are those of the trainer."""
+    fresh = [row for row in rows(run_dir) if row["rollout/staleness_max"] == 0]
+    gaps = [row["alignment/logprob_diff_max"] for row in fresh if "alignment/logprob_diff_max" in row]
+    assert gaps and max(gaps) < 1e-3

@@ -375,7 +375,7 @@ def _environment_tables(
         "rollout_server_url": f"http://{LOOPBACK}:{ports['api']}",
         **({"rollout_api_key": trainer.rollouts.api_key} if trainer.rollouts.api_key else {}),
         "use_wandb": False,
-        **({"retry_timeout": restart_patience(trainer)} if trainer.owns_server else {}),
+        **({"retry_timeout": restart_patience(trainer)} if trainer.owns_server or trainer.servers_may_change else {}),
         **environment.env,
     }
     openai = {
@@ -390,7 +390,7 @@ def _environment_tables(
 
 
 def restart_patience(trainer: TrainConfig) -> float:
-    """Return the most seconds for which the server may be away while the trainer restarts it."""
+    """Return the most seconds for which the server may be away while it restarts."""
     return trainer.vllm.startup_timeout + 60.0
 
 

@@ -8,6 +8,7 @@ trainer names it in its own list, by which environments ask it.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,15 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 60.0
 """Between two attempts to connect to a server that runs and does not answer."""
 MOST_AT_ONCE = 64
 """Threads that publish."""
+
+
+class OnlyAheadError(ServerError):
+    """No server can take the trainer's version, and without a server there is no batch to train a newer one.
+
+    A trainer that starts again takes a higher version; a supervisor may start it.
+    """
+
+    exit_code = os.EX_TEMPFAIL
 
 
 class _AheadError(Exception):
@@ -109,7 +119,11 @@ class ElasticServers:
 
     def connect(self, policy_version: int) -> int:
         """Connect to all servers, and return the highest version that any of them requires to begin with."""
-        return max(named(url, lambda b=bridge: b.connect(policy_version)) for url, bridge in self._bridges.items())
+        version = max(named(url, lambda b=bridge: b.connect(policy_version)) for url, bridge in self._bridges.items())
+        # A server may have restarted while it was waited for.
+        boots = {member.url: member.boot for member in read_members(self._folder)}
+        self._boots |= {url: boots[url] for url in self._boots if url in boots}
+        return version
 
     def prove(self) -> float | None:
         """Prove one server after the other, because a proof changes the trainer's adapter for a moment."""
@@ -207,6 +221,14 @@ class ElasticServers:
                 bridge.publish(version)
                 entering.pop_all()
         except _AheadError as ahead:
+            if not self._bridges:
+                raise OnlyAheadError(
+                    "the only server has generated with a newer version than the trainer's",
+                    field=f"server {url}",
+                    got=str(ahead.wanted - 1),
+                    wanted=f"at most {version}",
+                    fix="continue with --resume auto, which goes on with a higher version",
+                ) from None
             # The attempt may have counted as a version of its own.
             self._wait_for(member, f"it has served version {ahead.wanted - 1} before", version=ahead.wanted + 1)
         except ServerError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -190,6 +191,30 @@ def test_a_server_that_was_used_before_joins_with_a_version_that_it_has_not_serv
         assert C not in in_use(run.folder) and len(run.opened[C]) == 1
         servers.publish(2)
         assert in_use(run.folder) == {A: 1, C: 1} and run.opened[C][1].said == ["in", "proved", "v2"]
+
+
+def test_an_only_server_that_is_ahead_has_the_trainer_start_again(run: Run) -> None:
+    def ahead() -> Bridge:
+        bridge = Bridge()
+        bridge.seen = 2
+        return bridge
+
+    with run.servers() as servers:
+        both(run, servers)
+        run.list((A, "running", 1))
+        run.opened[A][0].fails = ServerError("the connection broke")
+        run.make = ahead
+        with pytest.raises(ServerError) as error:
+            servers.publish(1)
+    assert error.value.exit_code == os.EX_TEMPFAIL and A in error.value.field
+
+
+def test_a_server_that_restarted_while_it_was_waited_for_stays(run: Run) -> None:
+    with run.servers() as servers:
+        run.list((A, "running", 1), (B, "running", 2))
+        servers.connect(0)
+        servers.publish(0)
+        assert in_use(run.folder) == {A: 1, B: 2} and len(run.opened[B]) == 1
 
 
 def test_a_trainer_that_starts_again_takes_the_servers_that_there_are(run: Run) -> None:
