@@ -166,6 +166,11 @@ ROWS = [
         {**SHARED, "data_parallel_size": "2"},
         *("--server.data-parallel-size", "2", "--weight-bridge-mode none or lora_only"),
     ),
+    in_run(
+        rules.written_server,
+        {"weight_bridge_mode": "broadcast", "data_parallel_size": "2"},
+        *("--server.data-parallel-size", "2", "--server.replicas"),
+    ),
     *(
         in_run(
             rules.written_server,
