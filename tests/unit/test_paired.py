@@ -87,7 +87,7 @@ def test_a_run_resumes_with_another_number_of_pairs(tmp_path: Path, before: int,
         ("one server", "CommonBridgeError", "boot_id"),
         ("other version", "CommonBridgeError", "version"),
         ("a copy", "CommonBridgeError", "http://server-1"),
-        ("other place", "CommonBridgeError", "http://server-1"),
+        ("other place", "CommonWeightsError", "trainer processes"),
     ],
 )
 def test_the_proof_sees_every_ranks_server(tmp_path: Path, fault: str, error: str, named: str) -> None:
