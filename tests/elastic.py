@@ -17,7 +17,7 @@ from tests.integration.paced_environment import FAST
 from tests.processes import ROOT, tail, wait_for
 from tests.runs import rows
 
-MODULES = {"api": "environments.api", "env": "paced_environment", "trainer": "grpo_trainer train"}
+MODULES = {"api": "environments.api", "env": "paced_environment serve", "trainer": "grpo_trainer train"}
 """What the command line of a process has."""
 
 

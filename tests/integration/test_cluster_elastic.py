@@ -23,10 +23,10 @@ ENVIRONMENTS = '[[environments]]\nname = "tests.integration.paced_environment"\n
 
 @pytest.fixture
 def cluster() -> Iterator[Any]:
-    """The head takes the trainer's first process, the second node the other one and a server, the third a server."""
+    """The head takes the trainer's first process, one of the others the second and a server, the last one a server."""
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     nodes.add_node(num_cpus=2)
-    nodes.add_node(num_cpus=1)
+    nodes.add_node(num_cpus=2)
     yield nodes
     nodes.shutdown()
 
@@ -83,6 +83,6 @@ def test_a_run_survives_the_loss_of_a_servers_node_and_of_the_trainers(
         assert finished(process, log, 900) == 0, tail(log)
     assert_every_group_counted_once(run_dir, STEPS, GROUPS)
     reward = rewards(run_dir)
-    assert fmean(reward[-10:]) > fmean(reward[:10]) + 0.2, "it learns"
+    assert fmean(reward[-10:]) > fmean(reward[:5]) + 0.2, "it learns"
     for middle in (lost_a_server, lost_a_server + 10):
-        assert fmean(reward[middle : middle + 10]) > fmean(reward[middle - 10 : middle]) - 0.15
+        assert fmean(reward[middle : middle + 10]) > fmean(reward[middle - 10 : middle]) - 0.25

@@ -98,7 +98,9 @@ def test_a_run_with_random_kills_ends_by_itself(demo_model: Path, tmp_path: Path
                 run.kill(run.pid(victim))
             before = run.step
             run.wait(f"a step after the kill of {victim}", lambda before=before: run.step > before)
-            run.wait("a server and all others are there", lambda: bool(run.serving() and run.pids("paced_environment")))
+            run.wait(
+                "a server and all others are there", lambda: bool(run.serving() and run.pids("paced_environment serve"))
+            )
         run.hurry()
         assert finished(process, log, 1200) == 0, tail(log)
     assert len(killed) == KILLS
