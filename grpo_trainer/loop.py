@@ -93,6 +93,7 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
             trainer.device,
             trainer.vocabulary,
             config.model.seq_len,
+            trainer.routed,
         )
         watch = StepWatch(config.step_timeout, checkpoints.close)
         stop.watch(watch.check)

@@ -194,6 +194,8 @@ def server_process(
     argv += ["--dtype", trainer.served_dtype(on_gpu=on_gpu)]
     if trainer.model.logits_dtype != "auto":
         argv += ["--logits-dtype", trainer.model.logits_dtype]
+    if trainer.loss.routing_replay == "server":
+        argv += ["--return-routed-experts"]
     if on_gpu:
         argv += ["--gpu-memory-utilization", str(vllm.gpu_memory_utilization)]
     if vllm.enforce_eager:

@@ -89,6 +89,16 @@ ROWS = [
         *("--ref-offload", "--weight-bridge-mode lora_only", "leave it out"),
     ),
     in_train(
+        rules.routing,
+        {"routing_replay": "own", "compile": "on"},
+        *("--compile", "on, and --routing-replay own", "auto or off"),
+    ),
+    in_train(
+        rules.routing,
+        {"routing_replay": "server", "pipeline_parallel_size": 2},
+        *("--pipeline-parallel-size", "2, and --routing-replay server", "--tensor-parallel-size"),
+    ),
+    in_train(
         rules.steps,
         {"share_prompts": "on", "packing": "off"},
         *("--share-prompts", "on and --packing off", "packed"),
