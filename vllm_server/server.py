@@ -231,6 +231,8 @@ class PolicyServer:
             bridge_config_path=str(self.bridge_file.path) if self.bridge_file else None,
             logits_dtype=_logits_dtype(model),
             max_num_seqs=config.scheduler_config.max_num_seqs,
+            quantization=model.quantization,
+            kv_cache_dtype=str(config.cache_config.cache_dtype),
         )
 
     async def bridge_debug(self) -> BridgeDebug:

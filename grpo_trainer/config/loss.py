@@ -46,7 +46,7 @@ class LossConfig(Section):
     ratio_against: Literal["rollout", "trainer"] = option(
         "rollout",
         help="Old logprobs in the ratio: the server's at sampling, or the trainer's before the update. Groups "
-        "without server logprobs use the trainer's.",
+        "without server logprobs use the trainer's. The default is trainer for a server in 8 bits.",
     )
     is_correction: Literal["auto", "none", "truncate", "mask"] = option(
         "auto",

@@ -279,6 +279,8 @@ def written_server(case: Case) -> Iterator[Problem]:
         return
     server = case.run.server
     values: dict[str, object] = {name: getattr(server, name) for name in DEGREES}
+    if server.quantization != "none":
+        values["quantization"] = server.quantization
     said = {name: (case.of_server(name), str(value)) for name, value in values.items()}
     for flag, word in arguments(server.extra_args):
         name, value = SHORT.get(flag) or key_of(flag), "" if word.startswith("-") else word
@@ -288,6 +290,17 @@ def written_server(case: Case) -> Iterator[Problem]:
         field, got = said[each.field]
         fix = f"{each.fix}, or use --weight-bridge-mode none or lora_only"
         yield replace(each, field=field, got=got, fix=fix, summary=why)
+
+
+@rule
+def quantised_server(case: Case) -> Iterator[Problem]:
+    """A server that quantises its weights; whether the trainer may write them is judged by `written_server`."""
+    vllm, starts = case.trainer.vllm, case.run is not None or case.trainer.owns_server
+    if starts and vllm.quantization != "none" and case.hardware and not case.hardware.on_gpu:
+        why = "vLLM quantises on GPUs only"
+        yield Problem(
+            case.of_server("quantization"), f"{vllm.quantization} without a GPU", "a GPU", "leave it out", why
+        )
 
 
 @rule

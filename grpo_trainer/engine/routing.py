@@ -62,8 +62,13 @@ class Routing:
         self._changed: list[Tensor] | None = None  # of a forward pass: by layer, each token's share of changed experts
         self._sums_BL: Tensor | None = None  # of the last forward pass: these, of tokens that predict trained ones
         self._tokens_B: Tensor | None = None
-        for layer, router in enumerate(routers):
-            router.register_forward_hook(partial(self._route, layer))
+        places = enumerate(routers)
+        self._hooks = [router.register_forward_hook(partial(self._route, layer)) for layer, router in places]
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        for hook in self._hooks:
+            hook.remove()
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -200,6 +200,10 @@ def server_process(
         argv += ["--gpu-memory-utilization", str(vllm.gpu_memory_utilization)]
     if vllm.enforce_eager:
         argv += ["--enforce-eager"]
+    if vllm.quantization != "none":
+        argv += ["--quantization", vllm.quantization]
+    if vllm.kv_cache_dtype != "auto":
+        argv += ["--kv-cache-dtype", vllm.kv_cache_dtype]
     for each in DEGREES:
         if (degree := getattr(vllm, each)) > 1:
             argv += [VllmConfig.flags()[each], str(degree)]
