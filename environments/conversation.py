@@ -10,6 +10,7 @@ from environments.api import wire
 from environments.config import ConfigError
 from environments.peers.inference import Completion
 from environments.trajectory import Message, Trajectory, TurnReward, ids_of
+from vllm_server.protocol.routed_experts import joined
 from vllm_server.protocol.sampling_masks import skip
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class Conversation:
         self._cuts: dict[str, float] = {}
         self._masks = [skip(len(self.tokens))]
         self._without_masks = False
+        self._experts: list[bytes | None] = []
 
     def say(self, completion: Completion, text: str) -> None:
         """Add the policy's turn: a completion of `tokens`, and its text for readers.
@@ -91,6 +93,7 @@ class Conversation:
         self._cuts |= completion.cuts
         self._masks.append(completion.sampling_masks or skip(len(sampled)))
         self._without_masks |= bool(completion.cuts) and completion.sampling_masks is None
+        self._experts.append(completion.routed_experts)
         self._versions += [] if completion.policy_version is None else [completion.policy_version]
 
     def hear(self, messages: Sequence[Message]) -> None:
@@ -115,6 +118,7 @@ class Conversation:
             turn_rewards=tuple(self._turn_rewards),
             cuts=self._cuts,
             sampling_masks=b"".join(self._masks) if self._cuts and not self._without_masks else None,
+            routed_experts=joined(self._experts),
         )
 
     def _put(self, tokens: list[int]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from environments.api import wire
 from environments.peers.http import PeerError
 from environments.peers.inference import Completion
+from vllm_server.protocol import routed_experts
 from vllm_server.protocol.sampling_masks import cut, skip
 
 Message = dict[str, Any]
@@ -47,6 +48,7 @@ class Trajectory:
         turn_rewards: Rewards of single turns; `score` is their sum plus the reward of the end.
         cuts: As in `Completion`.
         sampling_masks: The tokens that were kept at each position of `tokens`, as in `Completion`.
+        routed_experts: As in `Completion`; tokens after the policy's last turn have none.
     """
 
     tokens: list[int]
@@ -59,6 +61,7 @@ class Trajectory:
     turn_rewards: tuple[TurnReward, ...] = ()
     cuts: Mapping[str, float] = field(default_factory=dict)
     sampling_masks: bytes | None = None
+    routed_experts: bytes | None = None
 
     @classmethod
     def of(cls, completion: Completion, score: float, messages: Sequence[Message] = ()) -> Trajectory:
@@ -78,6 +81,7 @@ class Trajectory:
             temperature=completion.temperature,
             cuts=completion.cuts,
             sampling_masks=None if masks is None else skip(len(prompt)) + masks,
+            routed_experts=completion.routed_experts,
         )
 
     def within(self, length: int) -> Trajectory:
@@ -92,6 +96,7 @@ class Trajectory:
             rollout_logprobs=self.rollout_logprobs[:length],
             turn_rewards=rewards,
             sampling_masks=None if self.sampling_masks is None else cut(self.sampling_masks, length),
+            routed_experts=None if self.routed_experts is None else routed_experts.cut(self.routed_experts, length),
         )
 
 
@@ -117,6 +122,7 @@ def scored_group(trajectories: Sequence[Trajectory]) -> wire.ScoredData:
     messages = [trajectory.messages for trajectory in trajectories]
     sampling = [{"temperature": trajectory.temperature, **trajectory.cuts} for trajectory in trajectories]
     masks = [trajectory.sampling_masks or b"" for trajectory in trajectories]
+    experts = [trajectory.routed_experts or b"" for trajectory in trajectories]
     versions = [t.policy_version for t in trajectories if t.policy_version is not None]
     same = all(each == sampling[0] for each in sampling)
     return wire.ScoredData(
@@ -133,6 +139,7 @@ def scored_group(trajectories: Sequence[Trajectory]) -> wire.ScoredData:
         generation_params=sampling[0] if same else None,
         overrides=None if same else sampling,
         sampling_masks=masks if any(masks) else None,
+        routed_experts=experts if any(experts) else None,
     )
 
 

@@ -28,6 +28,7 @@ from grpo_trainer.rollouts.staleness import Judged, judge, same_judgement
 from grpo_trainer.rollouts.types import RolloutBatch
 from grpo_trainer.saving.manifest import Progress
 from grpo_trainer.versions import NO_OFFSETS
+from vllm_server.protocol.routed_experts import RoutedShape
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class BatchFeed:
         vocabulary: upper bound of token ids; groups with larger ones are left out. None: not known.
         longest: number of a sequence's first tokens that can be trained on; None: all.
         meanwhile: called in `next` while it waits for a batch, in the same thread.
+        routed: what routed experts must be of; None: they are not replayed.
     """
 
     def __init__(
@@ -73,9 +75,10 @@ class BatchFeed:
         vocabulary: int | None = None,
         longest: int | None = None,
         meanwhile: Callable[[], None] = lambda: None,
+        routed: RoutedShape | None = None,
     ) -> None:
         self._client = client
-        self._filter = GroupFilter(vocabulary, lambda environment: client.environment_name(environment), longest)
+        self._filter = GroupFilter(vocabulary, lambda number: client.environment_name(number), longest, routed)
         self._config = config
         self._make_ready = make_ready
         self._check_stop = check_stop

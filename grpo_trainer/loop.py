@@ -95,6 +95,7 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
             trainer.vocabulary,
             config.model.seq_len,
             bridge.welcome,
+            trainer.routed,
         )
         watch = StepWatch(config.step_timeout, checkpoints.close)
         stop.watch(watch.check)

@@ -24,6 +24,7 @@ from grpo_trainer.alignment.drift import (
     row_gaps,
     sample_gaps,
 )
+from grpo_trainer.alignment.routing import check_routing
 from grpo_trainer.batch.batching import ReadyBatch, ready
 from grpo_trainer.batch.microbatches import MicroBatch, TrainingSequence, idle_microbatch
 from grpo_trainer.config.train import TrainConfig
@@ -40,6 +41,7 @@ from grpo_trainer.optim.spikes import NormHistory
 from grpo_trainer.parallel.strategies import ShardedStates, hold
 from grpo_trainer.parallel.world import Step, World
 from grpo_trainer.rollouts.types import RolloutBatch
+from vllm_server.protocol.routed_experts import RoutedShape
 
 log = logging.getLogger(__name__)
 
@@ -169,6 +171,12 @@ class Trainer:
             return head.weight.shape[0]
         return None if config is None else config.get_text_config().vocab_size
 
+    @property
+    def routed(self) -> RoutedShape | None:
+        """What the routed experts of samples must be of; None: they are not replayed."""
+        replays = self.config.loss.routing_replay == "server" and self.forward.routing is not None
+        return self.forward.routing.shape if replays else None
+
     def ready(self, batch: RolloutBatch) -> ReadyBatch:
         """Make a batch ready for `step`. This uses no device, and may run in a thread during a step."""
         form = {"packed": self.forward.packed, "shared": self.forward.shared}
@@ -256,6 +264,8 @@ class Trainer:
         # Sums over microbatches become means: the losses of several updates must not be added up.
         sums = self._of_all(merge(parts)).items()
         metrics: dict[str, Metric] = {key: Mean(each.total) if isinstance(each, Sum) else each for key, each in sums}
+        if self.forward.routing is not None and look is not None:
+            check_routing(metrics, self.forward.routing.shape, self.config.drift.on_drift, step)
         if look is not None:
             metrics |= look(rows)
         backward_seconds = time.monotonic() - started
@@ -306,7 +316,8 @@ class Trainer:
         if one.old_logprobs_N is None:
             one.old_logprobs_N = scores.logprobs_N.detach()
         rows.append(row_gaps(microbatch, scores.logprobs_N))
-        return {**output.metrics, "train/loss": Sum(output.loss.detach())}
+        routed = {} if self.forward.routing is None else self.forward.routing.metrics()
+        return {**output.metrics, **routed, "train/loss": Sum(output.loss.detach())}
 
     @torch.no_grad()
     def _clean_rows(self, passes: Sequence[Pass]) -> list[Tensor]:

@@ -9,7 +9,7 @@ from vllm_server import compat, sockets
 from vllm_server.errors import FatalError
 from vllm_server.lora_kernels import KERNELS_VARIABLE
 from vllm_server.protocol import DEFAULT_KEEP_VERSIONS, DEFAULT_LORA_NAME, DEFAULT_PORT, HIGHEST_VERSION
-from vllm_server.worker import LOGITS_VARIABLE
+from vllm_server.worker import EXPERTS_VARIABLE, LOGITS_VARIABLE
 
 PROGRAM = "grpo serve"
 USAGE = f"{PROGRAM} --model MODEL [OPTIONS]"
@@ -112,6 +112,9 @@ def parse(argv: list[str]) -> Namespace:
     if args.enable_lora and compat.device_type() == "cuda":
         os.environ[KERNELS_VARIABLE] = args.lora_kernels
     os.environ[LOGITS_VARIABLE] = _logits_dtype(args.logits_dtype)
+    if args.return_routed_experts:
+        os.environ[EXPERTS_VARIABLE] = "1"
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # experts are recorded in the older one
     if compat.device_type() == "cpu":
         _keep_worker_in_engine(args)
     compat.validate_args(args)
@@ -151,6 +154,11 @@ def _add_policy_options(group: argparse._ArgumentGroup) -> None:
         default="auto",
         help="float32: logits are not rounded to the model's 16 bits, so logprobs are as exact as the trainer's; "
         "model: logits have the model's dtype, as in vLLM; auto: float32 on a GPU, model on a CPU",
+    )
+    group.add_argument(
+        "--return-routed-experts",
+        action="store_true",
+        help="return the experts that a mixture-of-experts model chose for each token, for --routing-replay server",
     )
     group.add_argument(
         "--policy-version",

@@ -15,12 +15,13 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 
 from grpo_common.errors import Problem
-from vllm_server import compat, sampling_masks, seams, sharing
+from vllm_server import compat, routed_experts, sampling_masks, seams, sharing
 from vllm_server.bridge_file import BridgeFile
 from vllm_server.errors import ServeError
 from vllm_server.fence import Fence
 from vllm_server.policy import Lease, PolicyRegistry, Version
 from vllm_server.protocol import BridgeDebug, BridgeInfo, LoraStatus, VersionStatus, WorkerInfo, machine_id
+from vllm_server.protocol.routed_experts import RoutedShape
 from vllm_server.publisher import Publisher
 from vllm_server.shared_engine import SharedEngine
 from vllm_server.shares import Shares
@@ -83,6 +84,9 @@ class PolicyServer:
         fence = Fence(boot_id, shared, on_version=changed, writable=writable, sent=args.receive_weights)
         watch.start()
         sampling_masks.collect()
+        if args.return_routed_experts:
+            routed_experts.check(engine.vllm_config, workers)
+            routed_experts.collect()
         if writable:
             shared.salt_caches(lambda: fence.salt)
         file = await sharing.export(shared, args, boot_id, workers[0].gpu_uuid) if args.shared_weights else None
@@ -147,6 +151,11 @@ class PolicyServer:
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of a prompt given as tokens."""
         return self.engine.get_tokenizer().decode(token_ids)
+
+    @property
+    def routed_shape(self) -> RoutedShape | None:
+        """What the workers record of a mixture of experts; None: nothing, or not by request."""
+        return self.workers[0].routed_experts if self.args.return_routed_experts else None
 
     def why_no_sampling_masks(self) -> Problem | None:
         """Return why the engine does not return the tokens that top-p, top-k and min-p kept; None: it does."""
@@ -222,6 +231,8 @@ class PolicyServer:
             bridge_config_path=str(self.bridge_file.path) if self.bridge_file else None,
             logits_dtype=_logits_dtype(model),
             max_num_seqs=config.scheduler_config.max_num_seqs,
+            quantization=model.quantization,
+            kv_cache_dtype=str(config.cache_config.cache_dtype),
         )
 
     async def bridge_debug(self) -> BridgeDebug:

@@ -213,6 +213,8 @@ class ScoredData(Struct, frozen=True, kw_only=True):
 
     `tokens[i]`, `masks[i]`, `advantages[i]`, `ref_logprobs[i]` and `inference_logprobs[i]` are equally long;
     there is one score per sequence. `policy_versions` (optional): the policy version that sampled each one.
+    `routed_experts` (optional; base64 in JSON): for each sequence the experts of its tokens, as
+    `vllm_server.protocol.routed_experts` says; empty for a sequence without.
     `sampling_masks` (optional; base64 in JSON): for each sequence the token ids that top-p, top-k and min-p kept at
     each position, as `vllm_server.protocol.sampling_masks` says; empty for a sequence without.
     """
@@ -233,6 +235,7 @@ class ScoredData(Struct, frozen=True, kw_only=True):
     distill_logprobs: list[list[list[float]]] | None = None
     policy_versions: list[_Int] | None = None
     sampling_masks: list[bytes] | None = None
+    routed_experts: list[bytes] | None = None
 
 
 class PackedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -255,6 +258,7 @@ class PackedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
     distill_logprobs: list[list[list[float]]] | None = None
     policy_versions: list[_Int] | None = None
     sampling_masks: list[bytes] | None = None
+    routed_experts: list[bytes] | None = None
 
 
 class UnreadGroup(PackedGroup, frozen=True, kw_only=True, omit_defaults=True):
@@ -408,6 +412,7 @@ UNPACKED_FIELDS = (
     "distill_logprobs",
     "policy_versions",
     "sampling_masks",
+    "routed_experts",
 )
 
 

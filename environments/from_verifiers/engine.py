@@ -21,6 +21,7 @@ from starlette.routing import Route
 
 from environments.peers.http import PeerError, PeerRefused
 from environments.peers.inference import Completion, Inference, Sampling
+from vllm_server.protocol.routed_experts import joined
 from vllm_server.protocol.sampling_masks import skip
 
 SESSION_HEADER = "x-session-id"
@@ -38,6 +39,7 @@ class Rollout:
     temperatures: list[float] = field(default_factory=list)
     cuts: dict[str, float] = field(default_factory=dict)
     masked: list[Completion] = field(default_factory=list)
+    routed: list[Completion] = field(default_factory=list)
 
     @property
     def policy_version(self) -> int | None:
@@ -62,6 +64,16 @@ class Rollout:
                 missing[start:end] = [False] * (end - start)
                 place = end
         return None if any(missing) or not found else found + skip(len(tokens) - place)
+
+    def routed_experts(self, tokens: Sequence[int]) -> bytes | None:
+        """Return the experts of one branch of the trace; None if a turn has none."""
+        turns = sorted(self.routed, key=lambda turn: len(turn.prompt_token_ids))
+        own = [turn for turn in turns if _begins([*tokens], turn.prompt_token_ids + turn.token_ids)]
+        return joined([turn.routed_experts for turn in own])
+
+
+def _begins(tokens: list[int], prefix: list[int]) -> bool:
+    return tokens[: len(prefix)] == prefix
 
 
 class _SamplingParams(msgspec.Struct):
@@ -142,6 +154,7 @@ class Engine:
             rollout.versions.append(completion.policy_version)
             rollout.temperatures.append(completion.temperature)
             rollout.cuts |= completion.cuts
+            rollout.routed += [completion] if completion.routed_experts else []
             rollout.masked += [completion] if completion.sampling_masks else []
         return JSONResponse(_answer(completion))
 

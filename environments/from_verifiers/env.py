@@ -220,6 +220,7 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
             *(tokens, sampled, logprobs, trace.reward, rollout.policy_version, messages, temperature),
             cuts=rollout.cuts,
             sampling_masks=rollout.sampling_masks(tokens, sampled),
+            routed_experts=rollout.routed_experts(tokens),
         )
 
 

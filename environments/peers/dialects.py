@@ -81,6 +81,8 @@ class Completion:
         cuts: The parameters that left out tokens: `top_p`, `top_k`, `min_p`.
         sampling_masks: The tokens that were kept at each position (`vllm_server.protocol.sampling_masks`); None: all,
             or the server does not say.
+        routed_experts: Experts of each token of prompt and completion but the last (`vllm_server.protocol.
+            routed_experts`), if the server returns them.
     """
 
     prompt_token_ids: list[int]
@@ -92,6 +94,7 @@ class Completion:
     temperature: float = 1.0
     cuts: Mapping[str, float] = field(default_factory=dict)
     sampling_masks: bytes | None = None
+    routed_experts: bytes | None = None
 
 
 class Dialect(Protocol):
@@ -129,7 +132,11 @@ class GrpoServer:
             got = "no logprobs" if answer.logprobs is None else f"{len(answer.token_ids)} completions"
             raise PeerError(field=_route(peer, GENERATE_ROUTE), got=got, wanted=f"logprobs of {n} completions")
         sampling_masks = answer.sampling_masks or [None] * n
-        rows = zip(answer.token_ids, answer.logprobs, answer.text, answer.finish_reasons, sampling_masks, strict=True)
+        routed_experts = answer.routed_experts or [None] * n
+        rows = zip(
+            *(answer.token_ids, answer.logprobs, answer.text, answer.finish_reasons, sampling_masks, routed_experts),
+            strict=True,
+        )
         return [
             Completion(
                 prompt_token_ids=answer.prompt_token_ids,
@@ -141,8 +148,9 @@ class GrpoServer:
                 temperature=sampling.temperature,
                 cuts=sampling.cuts,
                 sampling_masks=mask,
+                routed_experts=experts,
             )
-            for token_ids, positions, text, finish_reason, mask in rows
+            for token_ids, positions, text, finish_reason, mask, experts in rows
         ]
 
     async def prompt_logprobs(self, peer: Peer, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from grpo_common.errors import Problem
-from grpo_trainer.alignment.proof import NOISE_LIMIT, NOISE_LIMIT_4BIT
+from grpo_trainer.alignment.proof import NOISE_LIMIT, NOISE_LIMIT_QUANTISED
 from grpo_trainer.batch.microbatches import MicroBatch, TrainingSequence, split
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine.forward import Forward, evaluating
@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 MARGIN = 5.0
 """The limit is this many times the noise of the proof, which was measured on only tens of tokens of random text."""
 
-MARGIN_4BIT = 2.0
-"""The same for a base model in 4 bits, whose noise is large and comes from quantisation."""
+MARGIN_QUANTISED = 2.0
+"""The same if a side is quantised: its noise is large, and was measured on more tokens."""
 
 FLOOR = {"float32": 0.01, "float16": 0.03, "bfloat16": 0.1}
 """Least limit that is derived from the noise, in nats. Mean gaps of a healthy run: 1e-6 in float32 on a CPU, 0.004 to
@@ -84,6 +84,11 @@ class Cause(Enum):
         "quantisation errors that only the trainer has",
         "omit --load-in-4bit, lower --lr, or raise --drift-limit if the reward still rises",
     )
+    COARSE_SERVER = (
+        "the server computes in 8 bits, and its samples have moved away from the trainer since the start",
+        "lower --lr, leave out --server.quantization and --server.kv-cache-dtype, or raise --drift-limit if the reward "
+        "still rises",
+    )
     STALE = (
         "the policy has moved away from the older version that sampled",
         "lower --lr, or --max-staleness where the policy moves slowly",
@@ -100,11 +105,15 @@ class Cause(Enum):
 
 @dataclass(frozen=True)
 class SampleGap:
-    """One sequence: |trainer - rollout| summed over its trained tokens, in nats; `version` None: it names none."""
+    """One sequence: |trainer - rollout| and KL(rollout, trainer) summed over its trained tokens, in nats.
+
+    `version` None: it names none.
+    """
 
     version: int | None
     tokens: int
     total: float
+    divergence: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -137,24 +146,27 @@ class Finding:
 
 
 def row_gaps(microbatch: MicroBatch, trainer_logprobs_N: Tensor) -> Tensor:
-    """Return `[B, 3]`: per sequence its version, its number of tokens with a rollout logprob, and their summed gap.
+    """Return `[B, 4]`: per sequence its version, its number of tokens with a rollout logprob, their gap and KL, summed.
 
     The result stays on the device; `sample_gaps` reads it once a step.
     """
     known_N = microbatch.has_rollout_N
-    gap_N = torch.where(known_N, (trainer_logprobs_N.detach() - microbatch.rollout_logprobs_N).abs(), 0.0)
-    rows_B3 = torch.zeros(len(microbatch.versions_B), 3, dtype=torch.float64, device=gap_N.device)
-    rows_B3[:, 0] = microbatch.versions_B
-    rows_B3[:, 1].index_add_(0, microbatch.rows_N, known_N.double())
-    rows_B3[:, 2].index_add_(0, microbatch.rows_N, gap_N.double())
-    return rows_B3
+    gap_N = torch.where(known_N, trainer_logprobs_N.detach() - microbatch.rollout_logprobs_N, 0.0).double()
+    rows_B4 = torch.zeros(len(microbatch.versions_B), 4, dtype=torch.float64, device=gap_N.device)
+    rows_B4[:, 0] = microbatch.versions_B
+    rows_B4[:, 1].index_add_(0, microbatch.rows_N, known_N.double())
+    rows_B4[:, 2].index_add_(0, microbatch.rows_N, gap_N.abs())
+    rows_B4[:, 3].index_add_(
+        0, microbatch.rows_N, gap_N.clamp(max=20.0).expm1() - gap_N
+    )  # k3; bounded, since e^800 is no number
+    return rows_B4
 
 
 def sample_gaps(rows: Sequence[Tensor]) -> list[SampleGap]:
     """Return the gap of each sequence that has rollout logprobs, over all microbatches."""
     return [
-        SampleGap(None if version < 0 else int(version), int(tokens), total)
-        for version, tokens, total in (torch.cat(list(rows)).tolist() if rows else ())
+        SampleGap(None if version < 0 else int(version), int(tokens), total, divergence)
+        for version, tokens, total, divergence in (torch.cat(list(rows)).tolist() if rows else ())
         if tokens
     ]
 
@@ -166,17 +178,21 @@ def mean_gap(gaps: Sequence[SampleGap]) -> float:
 
 
 def gap_metrics(gaps: Sequence[SampleGap], version: int | None) -> dict[str, Metric]:
-    """Return the mean gaps on samples of the present version and on older ones, each only if there are any."""
+    """Return mean gaps and KL divergences, on samples of the present version and on older ones, if there are any.
+
+    The cause of the first is rounding, precision and routing; older samples add what the policy has moved since.
+    """
     finite = [gap for gap in gaps if math.isfinite(gap.total) and None not in (version, gap.version)]
     kinds = {
-        "train/logprob_gap": [gap for gap in finite if gap.version == version],
-        "train/logprob_gap_stale": [gap for gap in finite if gap.version != version],
+        "": [gap for gap in finite if gap.version == version],
+        "_stale": [gap for gap in finite if gap.version != version],
     }
-    return {
-        key: Mean(sum(gap.total for gap in kind), sum(gap.tokens for gap in kind))
-        for key, kind in kinds.items()
-        if kind
-    }
+    metrics: dict[str, Metric] = {}
+    for kind, some in kinds.items():
+        if tokens := sum(gap.tokens for gap in some):
+            metrics[f"train/logprob_gap{kind}"] = Mean(sum(gap.total for gap in some), tokens)
+            metrics[f"alignment/kl_rollout{kind or '_fresh'}"] = Mean(sum(gap.divergence for gap in some), tokens)
+    return metrics
 
 
 def find_drift(
@@ -223,15 +239,22 @@ class DriftAlarm:
         bridge: the bridge's name, for messages.
         in_4_bits: the trainer has its base model in 4 bits and the server does not, so a gap without another cause is
             due to quantisation.
+        in_8_bits: the server has weights or KV cache in 8 bits, which explains such a gap as well.
     """
 
     def __init__(
-        self, limit: float, on_drift: Literal["warn", "stop"], bridge: str, *, in_4_bits: bool = False
+        self,
+        limit: float,
+        on_drift: Literal["warn", "stop"],
+        bridge: str,
+        *,
+        in_4_bits: bool = False,
+        in_8_bits: bool = False,
     ) -> None:
         self.limit = limit
         self._on_drift = on_drift
         self._bridge = bridge
-        self._in_4_bits = in_4_bits
+        self._coarse = Cause.QUANTISATION if in_4_bits else Cause.COARSE_SERVER if in_8_bits else None
         self._said: dict[Cause, int] = {}
         self._kept_back: Counter[Cause] = Counter()
 
@@ -246,8 +269,8 @@ class DriftAlarm:
         finding = find_drift(gaps, version, self.limit, recheck)
         if finding is None:
             return
-        if finding.cause is Cause.FRESH and self._in_4_bits:
-            finding = replace(finding, cause=Cause.QUANTISATION)
+        if finding.cause is Cause.FRESH and self._coarse is not None:
+            finding = replace(finding, cause=self._coarse)
         if self._on_drift == "stop" and finding.cause is not Cause.STALE:
             raise DriftError.of([self._problem(finding, len(gaps))])
         cause = finding.cause
@@ -278,24 +301,24 @@ def drift_alarm(config: TrainConfig, noise: float | None, model: nn.Module) -> D
         noise: the noise that the bridge proof measured, in nats a token; None: the proof was skipped.
     """
     limit = config.drift.drift_limit
-    in_4_bits = config.model.load_in_4bit
+    in_4_bits, in_8_bits = config.model.load_in_4bit, config.vllm.in_8_bits
     if limit is None:
         dtype = str(getattr(model, "dtype", torch.float32)).removeprefix("torch.")
-        limit = default_limit(noise, dtype, in_4_bits=in_4_bits)
+        limit = default_limit(noise, dtype, quantised=in_4_bits or in_8_bits)
     if limit == 0:
         return None
     log.info("drift alarm: limit %.2g nats a token, then %s", limit, config.drift.on_drift)
-    return DriftAlarm(limit, config.drift.on_drift, config.bridge.mode, in_4_bits=in_4_bits)
+    return DriftAlarm(limit, config.drift.on_drift, config.bridge.mode, in_4_bits=in_4_bits, in_8_bits=in_8_bits)
 
 
-def default_limit(noise: float | None, dtype: str, *, in_4_bits: bool) -> float:
+def default_limit(noise: float | None, dtype: str, *, quantised: bool) -> float:
     """Return the limit that follows from the measured noise, in nats a token.
 
     Without a measurement, the limit is the largest noise that the proof accepts for a server in bfloat16.
     """
     if noise is None:
-        return NOISE_LIMIT_4BIT if in_4_bits else NOISE_LIMIT["bfloat16"]
-    return max(FLOOR[dtype], (MARGIN_4BIT if in_4_bits else MARGIN) * noise)
+        return NOISE_LIMIT_QUANTISED if quantised else NOISE_LIMIT["bfloat16"]
+    return max(FLOOR[dtype], (MARGIN_QUANTISED if quantised else MARGIN) * noise)
 
 
 UNKNOWN = Recheck(math.inf, None, None)

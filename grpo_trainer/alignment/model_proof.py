@@ -14,7 +14,9 @@ from peft import PeftModel
 from grpo_trainer.alignment.proof import (
     BASE_MODEL,
     COMPLETION_TOKENS,
+    COMPLETION_TOKENS_QUANTISED,
     NOISE_LIMIT,
+    NOISE_LIMIT_QUANTISED,
     NOISE_MARGIN,
     OTHER_WEIGHTS,
     SAME_MODEL,
@@ -82,7 +84,7 @@ class ModelProof:
         """Return the largest allowed gap between the two sides, in nats a token."""
         precision = max(info.dtype, self._trainer_dtype, key=TOLERANCE.__getitem__)  # the coarser of the two sides
         if self._noise is None:
-            return NOISE_LIMIT[precision]
+            return NOISE_LIMIT_QUANTISED if info.in_8_bits else NOISE_LIMIT[precision]
         return max(TOLERANCE[precision], NOISE_MARGIN * self._noise)
 
     def ask(self, info: BridgeInfo, version: int) -> list[Probe]:
@@ -91,8 +93,9 @@ class ModelProof:
         Raises:
             BridgeError: another version than `version` answered.
         """
-        prompts = probe_prompts(self._model.config.vocab_size, info.max_model_len - COMPLETION_TOKENS)
-        return ask(self._server, prompts, COMPLETION_TOKENS, version=version)
+        tokens = COMPLETION_TOKENS_QUANTISED if info.in_8_bits else COMPLETION_TOKENS
+        prompts = probe_prompts(self._model.config.vocab_size, info.max_model_len - tokens)
+        return ask(self._server, prompts, tokens, version=version)
 
     def _verdict(self, version: int, own: float, allowed: float, probes: list[Probe]) -> BridgeError:
         what, base = OTHER_WEIGHTS, ""

@@ -37,13 +37,13 @@ NOISE_LIMIT = {"float32": 1e-3, "bfloat16": 0.15, "float16": 0.05}
 """Largest gap on the present weights that rounding can explain. The actual noise depends on the model (bfloat16 on one
 H200, random weights: 0.009 for a 0.5B shape, about 0.05 for a 7B shape), so the proof measures it."""
 
-NOISE_LIMIT_4BIT = 0.5
-"""The same if the trainer has its base model in 4 bits and the server in 16 or 32, which are two different functions.
-Measured on a CPU against float32: 0.15 for the quickstart's model of 0.75M parameters, 0.20 for a random one. Beyond
-this limit the samples are too far off-policy to learn from."""
+NOISE_LIMIT_QUANTISED = 0.5
+"""The same if only one side is quantised, the trainer's base model to 4 bits, or the server's weights or KV cache to 8:
+these are two different functions. Measured on a CPU, 4 bits against float32: 0.15 for the quickstart's model of 0.75M
+parameters, 0.20 for a random one. Beyond this limit the samples are too far off-policy to learn from."""
 
-SYNTHETIC_MARGIN_4BIT = 2.0
-"""Under the synthetic adapter a 4-bit trainer's gap may be this many times the measured noise: the effect of
+SYNTHETIC_MARGIN_QUANTISED = 2.0
+"""Under the synthetic adapter the gap of quantised sides may be this many times the measured noise: the effect of
 quantisation does not grow with the adapter (measured: 0.4 to 1.2 times)."""
 
 NOISE_MARGIN = 3.0
@@ -61,7 +61,7 @@ LONG_PROMPT = 280
 """Tokens of the probe prompts; the long one fills two blocks of the server's KV cache (128 tokens on a CPU)."""
 
 COMPLETION_TOKENS = 8
-COMPLETION_TOKENS_4BIT = 48
+COMPLETION_TOKENS_QUANTISED = 48
 """Tokens sampled for each prompt; large noise needs a mean over more tokens."""
 
 BASE_MODEL: Final = "does not serve the adapter: it answers as the base model does"
@@ -122,16 +122,16 @@ def prove_lora(model: PeftModel, server: ServerClient, load: Callable[[str], obj
         BridgeError: the server's logprobs do not agree with the published weights; the message names the fault.
     """
     proof = _Proof(model, server, load, info)
-    noise_limit = NOISE_LIMIT_4BIT if proof.in_4_bits else NOISE_LIMIT[proof.precision]
+    noise_limit = NOISE_LIMIT_QUANTISED if proof.quantised else NOISE_LIMIT[proof.precision]
     try:
         noise = proof.probe("present", noise_limit).trainer
         allowed = max(proof.tolerance, NOISE_MARGIN * noise)
         # In 16 bits, rounding errors grow with the adapter. Quantisation errors do not.
-        larger = max(proof.tolerance, SYNTHETIC_MARGIN_4BIT * noise) if proof.in_4_bits else 2 * allowed
+        larger = max(proof.tolerance, SYNTHETIC_MARGIN_QUANTISED * noise) if proof.quantised else 2 * allowed
         with _synthetic_adapter(model, proof.prompts, MIN_MOVE / 2 * larger):
             synthetic = proof.probe("synthetic", larger)
             if synthetic.base < 2 * larger:
-                fix = "nothing was trained; leave --load-in-4bit out, use one dtype on both sides, or --no-proof"
+                fix = "nothing was trained; leave quantisation out, use one dtype on both sides, or --no-proof"
                 raise inconclusive("a synthetic adapter", synthetic.base, larger, fix)
             presence = proof.look_for_each_module()
         restored = proof.probe("restored", allowed)
@@ -149,11 +149,11 @@ class _Proof:
     """Tries adapters on the server, one after the other; `leave` unloads them."""
 
     def __init__(self, model: PeftModel, server: ServerClient, load: Callable[[str], object], info: BridgeInfo) -> None:
-        self.in_4_bits = bool(getattr(model, "is_loaded_in_4bit", False))
+        self.quantised = info.in_8_bits or bool(getattr(model, "is_loaded_in_4bit", False))
         dtypes = (str(dtype).removeprefix("torch.") for dtype in (info.dtype, model.dtype))
         self.precision = max(dtypes, key=TOLERANCE.__getitem__)  # the coarser of the two sides
         self.tolerance = TOLERANCE[self.precision]
-        self._completion = COMPLETION_TOKENS_4BIT if self.in_4_bits else COMPLETION_TOKENS
+        self._completion = COMPLETION_TOKENS_QUANTISED if self.quantised else COMPLETION_TOKENS
         self.prompts = probe_prompts(model.config.vocab_size, info.max_model_len - self._completion)
         self._model = model
         self._server = server

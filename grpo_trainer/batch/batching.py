@@ -177,6 +177,7 @@ def _training_sequence(
         teacher=teacher,
         share=sample.weight,
         masks=None if sample.masks is None or sample.supervised else sample.masks.at(positions),
+        experts=sample.experts if config.routing_replay == "server" and not sample.supervised else None,
     )
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from grpo_trainer.batch.shared_prompts import families, plan_shared
 from grpo_trainer.batch.token_masks import TokenMasks
 from grpo_trainer.losses.segments import Segments
+from grpo_trainer.rollouts.routed_experts import RoutedExperts
 from grpo_trainer.rollouts.sampling_masks import SamplingMasks
 from grpo_trainer.rollouts.types import Teacher
 
@@ -43,6 +44,7 @@ class TrainingSequence:
     teacher: Teacher | None = None  # for its trained tokens, if distillation is on
     share: float = 1.0  # factor of its weight; below 1 if it is stale
     masks: SamplingMasks | None = None  # of its trained tokens
+    experts: RoutedExperts | None = None  # of its first tokens, to be replayed
 
     @property
     def prompt_len(self) -> int:
@@ -119,6 +121,8 @@ class MicroBatch:
         teacher_ids_NK, teacher_logprobs_NK: as in `rollouts.types.Teacher`; K is 0 if no sequence has a teacher.
         versions_B: version of the policy that sampled each sequence; -1: unknown.
         masks: the kept ids of the trained tokens; None: no token has a mask.
+        experts_PLK: int16, the experts to use for each of the P entries of `tokens_BT.view(-1)`, in each MoE layer; -1
+            where the model chooses; None: it chooses everywhere.
     """
 
     tokens_BT: Tensor
@@ -138,6 +142,7 @@ class MicroBatch:
     teacher_logprobs_NK: Tensor
     versions_B: Tensor
     masks: TokenMasks | None = None
+    experts_PLK: Tensor | None = None
 
     def moved(self, move: Move) -> MicroBatch:
         """Return a copy with `move` applied to all tensors, including those of `packed` and `masks`."""
@@ -257,12 +262,17 @@ def idle_microbatch(packed: bool) -> MicroBatch:
 
 @dataclass(frozen=True)
 class _Places:
-    """Tokens of a pass, and for each sequence the flat indices of its trained tokens and of the tokens before them."""
+    """Tokens of a pass, and for each sequence the flat indices of its trained tokens and of the tokens before them.
+
+    Attributes:
+        pieces: consecutive tokens of a sequence: its index, the first of them, their flat place, their number.
+    """
 
     tokens_BT: NDArray[np.int64]
     packed: Packed | None
     targets: list[NDArray[np.int64]]
     predictors: list[NDArray[np.int64]]
+    pieces: list[tuple[int, int, int, int]]
 
 
 def _microbatch(sequences: Sequence[TrainingSequence], packed: bool, shared: bool = False) -> MicroBatch:
@@ -296,7 +306,21 @@ def _microbatch(sequences: Sequence[TrainingSequence], packed: bool, shared: boo
         teacher_logprobs_NK=torch.from_numpy(teacher.logprobs_TK),
         versions_B=torch.tensor([-1 if sequence.version is None else sequence.version for sequence in sequences]),
         masks=TokenMasks.of([sequence.masks for sequence in sequences], counts),
+        experts_PLK=_placed_experts(sequences, places),
     )
+
+
+def _placed_experts(sequences: Sequence[TrainingSequence], places: _Places) -> Tensor | None:
+    """Return the experts at their tokens' places; a shared prompt has those of the first sequence that has it."""
+    shape = next((one.experts.shape for one in sequences if one.experts is not None), None)
+    if shape is None:
+        return None
+    experts_PLK = np.full((places.tokens_BT.size, shape.layers, shape.top_k), -1, np.int16)
+    for index, first, place, count in places.pieces:
+        if (experts := sequences[index].experts) is not None:
+            rows = experts.ids_TLK[first : first + count]
+            experts_PLK[place : place + len(rows)] = rows
+    return torch.from_numpy(experts_PLK)
 
 
 PAD_ID = 0
@@ -309,7 +333,8 @@ def _padded(sequences: Sequence[TrainingSequence]) -> _Places:
     for row, sequence in enumerate(sequences):
         tokens_BT[row, : len(sequence.tokens_T)] = sequence.tokens_T
     targets = [row * longest + sequence.positions for row, sequence in enumerate(sequences)]
-    return _Places(tokens_BT, None, targets, [places - 1 for places in targets])
+    pieces = [(row, 0, row * longest, len(sequence.tokens_T)) for row, sequence in enumerate(sequences)]
+    return _Places(tokens_BT, None, targets, [places - 1 for places in targets], pieces)
 
 
 def _end_to_end(sequences: Sequence[TrainingSequence]) -> _Places:
@@ -317,7 +342,8 @@ def _end_to_end(sequences: Sequence[TrainingSequence]) -> _Places:
     tokens_1T = np.concatenate([sequence.tokens_T for sequence in sequences])[None]
     starts = np.cumsum(lengths) - lengths
     targets = [start + sequence.positions for start, sequence in zip(starts, sequences, strict=True)]
-    return _Places(tokens_1T, layout(lengths), targets, [places - 1 for places in targets])
+    pieces = [(index, 0, int(start), length) for index, (start, length) in enumerate(zip(starts, lengths, strict=True))]
+    return _Places(tokens_1T, layout(lengths), targets, [places - 1 for places in targets], pieces)
 
 
 def _sharing(sequences: Sequence[TrainingSequence], kin: Sequence[Sequence[int]]) -> _Places:
@@ -338,16 +364,19 @@ def _sharing(sequences: Sequence[TrainingSequence], kin: Sequence[Sequence[int]]
     order += [(index, 0, 0) for index in alone]
     targets: list[NDArray[np.int64]] = [np.empty(0, np.int64)] * len(sequences)
     predictors = list(targets)
+    begins = np.cumsum(prompts) - prompts
+    placed = [(family[0], 0, int(begin), n) for family, begin, n in zip(kin, begins, prompts, strict=True)]
     at = sum(prompts)
     for index, skipped, end in order:
         places = sequences[index].positions
         pieces.append(sequences[index].tokens_T[skipped:])
         targets[index] = at + places - skipped
         predictors[index] = np.where(places == skipped, end - 1, targets[index] - 1)
+        placed.append((index, skipped, at, len(pieces[-1])))
         at += len(pieces[-1])
     lengths = [[len(sequences[index].tokens_T) for index in own] for own in (*kin, alone)]
     row = sharing_layout(list(zip(prompts, lengths[:-1], strict=True)), lengths[-1])
-    return _Places(np.concatenate(pieces)[None], row, targets, predictors)
+    return _Places(np.concatenate(pieces)[None], row, targets, predictors, placed)
 
 
 def sharing_layout(kin: Sequence[tuple[int, Sequence[int]]], alone: Sequence[int]) -> Packed:

@@ -48,7 +48,7 @@ class LossConfig(Section):
     ratio_against: Literal["rollout", "trainer"] = option(
         "rollout",
         help="Old logprobs in the ratio: the server's at sampling, or the trainer's before the update. Groups "
-        "without server logprobs use the trainer's.",
+        "without server logprobs use the trainer's. The default is trainer for a server in 8 bits.",
     )
     is_correction: Literal["auto", "none", "truncate", "mask"] = option(
         "auto",
@@ -60,6 +60,12 @@ class LossConfig(Section):
         "token", help="Compute the weight of --is-correction for each token, or for each whole sequence."
     )
     is_cap: float = option(2.0, help="Largest weight; mask keeps weights from 1/cap to cap.", gt=1)
+    routing_replay: Literal["off", "server", "own"] = option(
+        "off",
+        help="Mixture of experts: server: forward and backward pass use the experts that the server chose for each "
+        "token. own: they use those of a first pass of the trainer, which must change nothing. off: the model chooses "
+        "in each pass.",
+    )
     updates_per_batch: int = option(1, help="Optimizer steps on each batch; each one uses the whole batch.", ge=1)
     kl_beta: float = option(0.0, help="Weight of the KL divergence from the reference model; 0: none.", ge=0)
     kl_estimator: KlEstimator = option(

@@ -193,6 +193,21 @@ def loss(case: Case) -> Iterator[Problem]:
 
 
 @rule
+def routing(case: Case) -> Iterator[Problem]:
+    """What goes with `--routing-replay`; whether the model has experts is only known once it is loaded."""
+    asked = case.trainer.loss.routing_replay
+    if asked == "off":
+        return
+    if case.trainer.compute.compile == "on":
+        why = "a compiled layer can't exchange its experts"
+        yield Problem("--compile", f"on, and --routing-replay {asked}", "auto or off with it", summary=why)
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
+        if asked == "server" and (degree := getattr(case.trainer.vllm, name)) > 1:
+            fix, why = "use --tensor-parallel-size, or more servers", "experts are recorded by one worker for all"
+            yield Problem(case.of_server(name), f"{degree}, and --routing-replay server", "1", fix, why)
+
+
+@rule
 def adapter(case: Case) -> Iterator[Problem]:
     """What is given beside an adapter to start from is as in that adapter."""
     bridge = case.trainer.bridge
@@ -282,6 +297,8 @@ def written_server(case: Case) -> Iterator[Problem]:
         return
     server = case.run.server
     values: dict[str, object] = {name: getattr(server, name) for name in DEGREES}
+    if server.quantization != "none":
+        values["quantization"] = server.quantization
     said = {name: (case.of_server(name), str(value)) for name, value in values.items()}
     for flag, word in arguments(server.extra_args):
         name, value = SHORT.get(flag) or key_of(flag), "" if word.startswith("-") else word
@@ -291,6 +308,17 @@ def written_server(case: Case) -> Iterator[Problem]:
         field, got = said[each.field]
         fix = f"{each.fix}, or use --weight-bridge-mode none or lora_only"
         yield replace(each, field=field, got=got, fix=fix, summary=why)
+
+
+@rule
+def quantised_server(case: Case) -> Iterator[Problem]:
+    """A server that quantises its weights; whether the trainer may write them is judged by `written_server`."""
+    vllm, starts = case.trainer.vllm, case.run is not None or case.trainer.owns_server
+    if starts and vllm.quantization != "none" and case.hardware and not case.hardware.on_gpu:
+        why = "vLLM quantises on GPUs only"
+        yield Problem(
+            case.of_server("quantization"), f"{vllm.quantization} without a GPU", "a GPU", "leave it out", why
+        )
 
 
 @rule

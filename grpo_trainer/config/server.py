@@ -19,6 +19,8 @@ from grpo_trainer.errors import ConfigError
 from vllm_server.protocol import DEFAULT_PORT
 
 ServedDtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["none", "fp8"]
+KvCacheDtype = Literal["auto", "fp8"]
 DEFAULT_GPU_SHARE = 0.45
 KEY_VARIABLE = "VLLM_API_KEY"
 """By which vLLM itself is told its key: no list of processes shows it."""
@@ -113,6 +115,17 @@ class VllmConfig(ServedOptions):
     tensor_parallel_size: int = option(1, help="Tensor parallel size of vLLM, where this command starts it.", ge=1)
     pipeline_parallel_size: int = option(1, help="Pipeline parallel size of vLLM, where this command starts it.", ge=1)
     data_parallel_size: int = option(1, help="Data parallel size of vLLM, where this command starts it.", ge=1)
+    quantization: Quantization = option(
+        "none",
+        help="fp8: where this command starts the server, it quantises its base model to 8 bits as it loads it; "
+        "adapters keep 16. Not with shared_vllm, --share-base or broadcast.",
+        flags=("--vllm-quantization", "--quantization"),
+    )
+    kv_cache_dtype: KvCacheDtype = option(
+        "auto",
+        help="fp8: the server's KV cache in 8 bits, for twice the tokens, where this command starts it.",
+        flags=("--vllm-kv-cache-dtype", "--kv-cache-dtype"),
+    )
     extra_args: Arguments = option(
         (),
         help="More arguments for `grpo serve`, comma-separated, where this command starts it.",
@@ -131,6 +144,11 @@ class VllmConfig(ServedOptions):
     @property
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
+
+    @property
+    def in_8_bits(self) -> bool:
+        """Whether weights or KV cache of the server are coarser than the trainer's."""
+        return self.quantization != "none" or self.kv_cache_dtype != "auto"
 
     @property
     def each(self) -> tuple[VllmConfig, ...]:
@@ -177,6 +195,12 @@ class ServerProcess(ServedOptions):
     tensor_parallel_size: int = option(1, help="Tensor parallel size: GPUs that share each layer.", ge=1)
     pipeline_parallel_size: int = option(1, help="Pipeline parallel size: GPUs that each hold some layers.", ge=1)
     data_parallel_size: int = option(1, help="Data parallel size: replicas of the model, each on other GPUs.", ge=1)
+    quantization: Quantization = option(
+        "none",
+        help="fp8: quantise the base model to 8 bits as it is loaded; adapters keep 16. Needs a GPU; not with "
+        "shared_vllm, --share-base or broadcast.",
+    )
+    kv_cache_dtype: KvCacheDtype = option("auto", help="fp8: KV cache in 8 bits, for twice the tokens.")
     extra_args: Arguments = option((), help="More arguments for `grpo serve`, comma-separated.")
 
     @property

@@ -224,6 +224,29 @@ class TrainConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
+    def _suits_the_server(cls, data: Any) -> Any:
+        """Correct for a server in 8 bits, unless the options say otherwise: its samples are off-policy from the start.
+
+        The ratio is then taken against the trainer's own logprobs, so that rounding does not clip it, and each token
+        is weighted by truncated importance sampling (`LossConfig.correction`, `--is-cap`).
+        """
+        if not isinstance(data, dict):
+            return data
+        vllm, loss = data.get("vllm", {}), data.get("loss", {})
+        if isinstance(vllm, dict):
+            coarse = vllm.get("quantization", "none") != "none" or vllm.get("kv_cache_dtype", "auto") != "auto"
+        else:
+            coarse = vllm.in_8_bits
+        if not coarse:
+            return data
+        if isinstance(loss, dict):
+            return {**data, "loss": {"ratio_against": "trainer", **loss}}
+        if "ratio_against" in loss.model_fields_set:
+            return data
+        return {**data, "loss": loss.model_copy(update={"ratio_against": "trainer"})}
+
+    @model_validator(mode="before")
+    @classmethod
     def _suits_the_mode(cls, data: Any) -> Any:
         """Fill in the learning rate if it is not given."""
         if not isinstance(data, dict):

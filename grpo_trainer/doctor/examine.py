@@ -13,6 +13,7 @@ from grpo_trainer.config.run import RunConfig
 from grpo_trainer.doctor import machine_checks as of_machine
 from grpo_trainer.doctor import run_checks as of_run
 from grpo_trainer.doctor.disk import check_disk
+from grpo_trainer.doctor.distribution import check_distribution
 from grpo_trainer.doctor.findings import Finding, fail, ok, skip
 from grpo_trainer.doctor.hub import check_name
 from grpo_trainer.doctor.ipc import check_cuda_ipc
@@ -85,7 +86,7 @@ def examine(machine: Machine, config: RunConfig | ConfigError | None, probes: Pr
     files, found = _model_files(run.trainer.model.name, probes)
     shape, shape_found = _shape(files)
     findings += [found, *shape_found, check_disk(run.trainer, run.run_dir, shape, on_gpu=machine.on_gpu)]
-    findings.append(check_lr(run.trainer, shape))
+    findings += [check_lr(run.trainer, shape), check_distribution(run, shape)]
     plan = None
     if files is not None:
         findings += [of_run.check_tokenizer(files), of_run.check_shareable(run.trainer, files)]

@@ -20,7 +20,7 @@ from grpo_trainer.launch.plan import says_cache_size
 
 PLANNED_WITHIN = 0.02
 """By this share the numbers in a model's files may differ from those that the plan counts."""
-UNPLANNED = ("--quantization", "-q", "--enable-sleep-mode")
+UNPLANNED = ("--enable-sleep-mode",)
 """Arguments of a server that uses other memory than the plan counts."""
 
 
@@ -34,7 +34,7 @@ def planned_cache(config: RunConfig, machine: Machine) -> int | None:
     flags = {flag for flag, _ in arguments(trainer.vllm.extra_args)}
     if trainer.owns_server or config.options.trainer_gpus > 1 or not machine.on_gpu:
         return None
-    if says_cache_size(trainer.vllm.extra_args) or flags.intersection(UNPLANNED):
+    if trainer.vllm.in_8_bits or says_cache_size(trainer.vllm.extra_args) or flags.intersection(UNPLANNED):
         return None
     shape = _known_shape(trainer.model.name)
     if shape is None:

@@ -30,6 +30,7 @@ from grpo_trainer.engine.activations import Recomputation, known_layers
 from grpo_trainer.engine.compiled import CompiledLayers
 from grpo_trainer.engine.head import ExactHead, HeadPlan, head_scores
 from grpo_trainer.engine.logprobs import TokenScores, token_scores
+from grpo_trainer.engine.routing import Routing
 from grpo_trainer.errors import ConfigError, TrainingError
 from grpo_trainer.model.load import pick_dtype
 
@@ -46,6 +47,7 @@ class Forward:
         decoder, head: the parts that the fast path uses; None: the slow path, with the model's own logits.
         packed: microbatches are packed.
         shared: a prompt that several sequences of a microbatch share is computed once.
+        routing: replays a mixture's experts; None: the model chooses in each pass.
 
     Attributes:
         plan: the head's plan.
@@ -62,6 +64,7 @@ class Forward:
         *,
         packed: bool,
         shared: bool = False,
+        routing: Routing | None = None,
     ) -> None:
         self.model = model
         self.decoder = decoder
@@ -69,6 +72,7 @@ class Forward:
         self.plan = plan
         self.packed = packed
         self.shared = shared
+        self.routing = routing
         self.recomputation = Recomputation()
         self.compiled: CompiledLayers | None = None
 
@@ -92,6 +96,8 @@ class Forward:
 
     def learning(self) -> AbstractContextManager[None]:
         """Return the context for training passes and their backward passes, in which compiled layers are used."""
+        if self.routing is not None:
+            return self.routing.active()
         return nullcontext() if self.compiled is None else self.compiled.active()
 
     def use_spare_memory(self, nbytes: float) -> None:
@@ -107,6 +113,12 @@ class Forward:
         Raises:
             TrainingError: the teacher has tokens that the model lacks.
         """
+        if self.routing is None:
+            return self._scores(microbatch, entropy_gradient)
+        with self.routing.replaying(microbatch, lambda: self._scores(microbatch, entropy_gradient)):
+            return self._scores(microbatch, entropy_gradient)
+
+    def _scores(self, microbatch: MicroBatch, entropy_gradient: bool) -> TokenScores:
         if self.decoder is None or self.head is None:
             return self._from_logits(microbatch, entropy_gradient)
         check_teacher(microbatch.teacher_ids_NK, self.head.weight.shape[0])
@@ -168,7 +180,7 @@ def build_forward(model: nn.Module, config: TrainConfig) -> Forward:
     """Return the fastest forward pass that gives the model's own results.
 
     Raises:
-        ConfigError: `--packing on` or `--share-prompts on` is set, but the model does not support it.
+        ConfigError: `--packing on`, `--share-prompts on` or `--routing-replay` is set, and the model does not allow it.
     """
     device = next(model.parameters()).device
     exact = config.model.logits_dtype == "float32" or (config.model.logits_dtype == "auto" and device.type == "cuda")
@@ -176,18 +188,19 @@ def build_forward(model: nn.Module, config: TrainConfig) -> Forward:
     if exact and isinstance(whole, PreTrainedModel):
         _keep_logits_exact(whole)
     computes = pick_dtype(config.model.dtype, device)
+    routing = None if config.loss.routing_replay == "off" else Routing(whole, config.loss.routing_replay)
     parts, why = _parts_of(whole, computes)
     if parts is None:
         for option, asked in (("packing", config.compute.packing), ("share-prompts", config.compute.share_prompts)):
             if asked == "on":
                 raise ConfigError(why, field=f"--{option}", got="on", fix="leave it out")
-        return Forward(model, None, None, HeadPlan(torch.float32, torch.float32), packed=False)
+        return Forward(model, None, None, HeadPlan(torch.float32, torch.float32), packed=False, routing=routing)
     own = parts.head.weight.dtype
     dtype = computes if own == torch.float32 else own
     plan = HeadPlan(dtype, torch.float32 if exact else dtype, distills=config.loss.distill_coef > 0)
     packed = _packs(parts, config.compute.packing, config.model.seq_len, plan.dtype, device)
     shared = _shares(parts, config.compute.share_prompts, packed)
-    return Forward(model, parts.decoder, parts.head, plan, packed=packed, shared=shared)
+    return Forward(model, parts.decoder, parts.head, plan, packed=packed, shared=shared, routing=routing)
 
 
 def _keep_logits_exact(whole: PreTrainedModel) -> None:

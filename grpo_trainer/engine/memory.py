@@ -260,6 +260,8 @@ def is_compiled(config: TrainConfig, model: nn.Module, *, on_gpu: bool) -> bool:
         return config.compute.compile == "on"
     if isinstance(model, FSDPModule) or config.model.load_in_4bit or not on_gpu:
         return False
+    if config.loss.routing_replay != "off":  # each microbatch has other experts, and the graph would be another
+        return False
     size = sum(parameter.numel() for parameter in model.parameters())
     return size >= WORTH_COMPILING and config.training_steps >= LONG_RUN
 

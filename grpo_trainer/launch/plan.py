@@ -204,10 +204,16 @@ def server_process(
     argv += ["--dtype", trainer.served_dtype(on_gpu=on_gpu)]
     if trainer.model.logits_dtype != "auto":
         argv += ["--logits-dtype", trainer.model.logits_dtype]
+    if trainer.loss.routing_replay == "server":
+        argv += ["--return-routed-experts"]
     if on_gpu:
         argv += ["--gpu-memory-utilization", str(vllm.gpu_memory_utilization)]
     if vllm.enforce_eager:
         argv += ["--enforce-eager"]
+    if vllm.quantization != "none":
+        argv += ["--quantization", vllm.quantization]
+    if vllm.kv_cache_dtype != "auto":
+        argv += ["--kv-cache-dtype", vllm.kv_cache_dtype]
     for each in DEGREES:
         if (degree := getattr(vllm, each)) > 1:
             argv += [VllmConfig.flags()[each], str(degree)]

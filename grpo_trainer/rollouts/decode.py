@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from environments.api import wire
 from grpo_common.errors import Problem
 from grpo_common.sampling import bends, unmasked
+from grpo_trainer.rollouts import routed_experts
+from grpo_trainer.rollouts.routed_experts import RoutedExperts
 from grpo_trainer.rollouts.sampling_masks import MaskError, SamplingMasks, decode
 from grpo_trainer.rollouts.types import Group, Sample, Teacher
 
@@ -31,6 +33,7 @@ def to_group(packed: wire.PackedGroup) -> Group:
     overrides = [{**(packed.group_overrides or {}), **own} for own in packed.overrides or [{}] * count]
     requested = packed.generation_params or {}
     read = [_masks(packed, i) for i in range(count)]
+    routed = [_experts(packed, i) for i in range(count)]
     versions = packed.policy_versions or [None] * count
     samples = tuple(
         Sample(
@@ -44,7 +47,8 @@ def to_group(packed: wire.PackedGroup) -> Group:
             supervised=bool(overrides[i].get("sft")),
             teacher=_teacher(packed, i),
             masks=masks,
-            bent=problem or _bent({**requested, **overrides[i]}, masked=masks is not None),
+            experts=routed[i][0],
+            bent=problem or routed[i][1] or _bent({**requested, **overrides[i]}, masked=masks is not None),
         )
         for i, (masks, problem) in enumerate(read)
     )
@@ -60,6 +64,17 @@ def _masks(packed: wire.PackedGroup, i: int) -> tuple[SamplingMasks | None, Prob
     try:
         return decode(data, packed.lengths[i]), None
     except MaskError as error:
+        return None, error.problems[0]
+
+
+def _experts(packed: wire.PackedGroup, i: int) -> tuple[RoutedExperts | None, Problem | None]:
+    """Return a sequence's routed experts, if it has any, or what is wrong with them."""
+    data = packed.routed_experts[i] if packed.routed_experts else b""
+    if not data:
+        return None, None
+    try:
+        return routed_experts.decode(data), None
+    except routed_experts.ExpertsError as error:
         return None, error.problems[0]
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from grpo_common.errors import Problem
 from grpo_trainer.rollouts.sampling_masks import SamplingMasks
 from grpo_trainer.rollouts.types import Group, RolloutBatch, Sample
+from vllm_server.protocol.routed_experts import RoutedShape
 
 log = logging.getLogger(__name__)
 
@@ -27,18 +28,24 @@ class GroupFilter:
         vocabulary: upper bound of token ids; None: not known.
         name_of: returns an environment's name for messages by its number.
         longest: number of a sequence's first tokens that are trained on, including its prompt; None: all.
+        routed: what routed experts must be of, where they are replayed; None: they are not.
 
     Attributes:
         last: why the last group was left out.
     """
 
     def __init__(
-        self, vocabulary: int | None, name_of: Callable[[int | None], str], longest: int | None = None
+        self,
+        vocabulary: int | None,
+        name_of: Callable[[int | None], str],
+        longest: int | None = None,
+        routed: RoutedShape | None = None,
     ) -> None:
         self.last = Problem()
         self._vocabulary = vocabulary
         self._name_of = name_of
         self._longest = longest
+        self._routed = routed
         self._told: set[int | None] = set()
         self._told_cut: set[int | None] = set()
         self._told_silent: set[int | None] = set()
@@ -49,7 +56,7 @@ class GroupFilter:
         return replace(batch, groups=kept, refused=len(batch.groups) - len(kept))
 
     def _fits(self, group: Group) -> bool:
-        reason = misfit(group, self._vocabulary, self._longest)
+        reason = misfit(group, self._vocabulary, self._longest, self._routed)
         if reason is None:
             self._note_cut(group)
             self._note_silent(group)
@@ -92,18 +99,21 @@ class GroupFilter:
         )
 
 
-def misfit(group: Group, vocabulary: int | None = None, longest: int | None = None) -> Problem | None:
+def misfit(
+    group: Group, vocabulary: int | None = None, longest: int | None = None, routed: RoutedShape | None = None
+) -> Problem | None:
     """Return why a group can't be trained on; None if it can.
 
     Args:
         vocabulary: upper bound of token ids; None: not known.
         longest: number of a sequence's first tokens that are trained on; None: all.
+        routed: what its routed experts must be of; None: they are not used.
     """
     if not any(sample.trained_T[1:longest].any() for sample in group.samples):  # nothing predicts the first token
         got = f"no trained token among the first {longest or max(len(sample.tokens_T) for sample in group.samples)}"
         return Problem("masks", got, "1 or more in a group", "look for empty completions and for prompts without end")
     for i, sample in enumerate(group.samples):
-        if reason := _misfit(sample, vocabulary):
+        if reason := _misfit(sample, vocabulary) or (routed and _wrong_experts(sample, routed, longest)):
             return replace(reason, field=f"sequence {i}: {reason.field}")
     return None
 
@@ -153,6 +163,26 @@ def _wrong_masks(sample: Sample, masks: SamplingMasks) -> Problem | None:
         fix = "distil from samples of the whole vocabulary, without top_p, top_k and min_p"
         return Problem("distill_token_ids", "a teacher of a sequence with sampling_masks", "one of them", fix)
     return None
+
+
+def _wrong_experts(sample: Sample, routed: RoutedShape, longest: int | None) -> Problem | None:
+    """Return why a sample's routed experts can't be replayed. A supervised one needs none: no server has sampled it."""
+    needed = int(np.flatnonzero(sample.trained_T[:longest])[-1:].sum())  # tokens before the last that is trained
+    if sample.supervised or not needed:
+        return None
+    if sample.experts is None:
+        fix = "start grpo serve with --return-routed-experts, or leave out --routing-replay"
+        return Problem("routed_experts", "none", "the experts of each token", fix)
+    if sample.experts.shape != routed:
+        return Problem("routed_experts", _said(sample.experts.shape), _said(routed), "serve the trainer's model")
+    if len(sample.experts.ids_TLK) < needed:
+        got, fix = f"experts of {len(sample.experts.ids_TLK)} tokens", "send those of each turn with its tokens"
+        return Problem("routed_experts", got, f"of {needed} or more", fix)
+    return None
+
+
+def _said(shape: RoutedShape) -> str:
+    return f"{shape.top_k} of {shape.experts} experts in {shape.layers} layers"
 
 
 def _taught(sample: Sample) -> np.ndarray:

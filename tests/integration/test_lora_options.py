@@ -14,7 +14,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from grpo_trainer.alignment import proof
-from grpo_trainer.alignment.proof import NOISE_LIMIT_4BIT, Probe, probe_of, trainer_logprobs
+from grpo_trainer.alignment.proof import NOISE_LIMIT_QUANTISED, Probe, probe_of, trainer_logprobs
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
@@ -119,7 +119,7 @@ def test_a_4_bit_trainer_and_its_server_are_apart_by_the_noise_that_the_proof_te
         probe = made.published()
         with caplog.at_level(logging.INFO):
             noise = made.swap.prove()
-        assert noise is not None and 1e-3 < noise < NOISE_LIMIT_4BIT
+        assert noise is not None and 1e-3 < noise < NOISE_LIMIT_QUANTISED
         (proved,) = [record.args for record in caplog.records if record.name == proof.__name__]
         assert isinstance(proved, tuple) and proved[0] == noise
         assert gap(probe, made.model) < 3 * noise

@@ -105,8 +105,15 @@ def test_what_is_not_finite_comes_first() -> None:
 def test_metrics_are_those_of_fresh_and_of_older_samples() -> None:
     # fresh (0.1 * 10 + 0.4 * 20) / 30 = 0.3, older 0.5; what is not finite or has no version is left out
     gaps = [gap(5, 0.1), gap(5, 0.4, 20), gap(3, 0.5), gap(None, 7.0), SampleGap(5, 1, math.nan)]
-    assert reduce(gap_metrics(gaps, 5)) == pytest.approx({"train/logprob_gap": 0.3, "train/logprob_gap_stale": 0.5})
-    assert gap_metrics([gap(3, 0.5)], 5).keys() == {"train/logprob_gap_stale"}  # no fresh ones: no number, not 0
+    known = {"train/logprob_gap": 0.3, "train/logprob_gap_stale": 0.5}
+    assert reduce(gap_metrics(gaps, 5)) == pytest.approx(
+        known | {"alignment/kl_rollout_fresh": 0.0, "alignment/kl_rollout_stale": 0.0}
+    )
+    # no fresh ones: no number, not 0
+    assert gap_metrics([gap(3, 0.5)], 5).keys() == {"train/logprob_gap_stale", "alignment/kl_rollout_stale"}
+    by_cause = gap_metrics([SampleGap(5, 10, 1.0, 0.2), SampleGap(4, 10, 3.0, 0.9)], 5)
+    assert by_cause["alignment/kl_rollout_fresh"].value() == pytest.approx(0.02)
+    assert by_cause["alignment/kl_rollout_stale"].value() == pytest.approx(0.09)
     assert gap_metrics([gap(3, 0.5)], None) == {}
 
 
@@ -157,6 +164,14 @@ def test_a_gap_of_a_4_bit_trainer_without_another_cause_is_its_quantisation() ->
         assert stopped.value.summary == cause.meaning
 
 
+def test_a_gap_of_a_server_in_8_bits_without_another_cause_is_its_rounding() -> None:
+    alarm = DriftAlarm(LIMIT, "stop", "lora_only", in_8_bits=True)
+    for recheck, cause in ((NOTHING_FITS, Cause.COARSE_SERVER), (Recheck(0.6, 0.01, None), Cause.BASE_MODEL)):
+        with pytest.raises(DriftError) as stopped:
+            alarm.look(0, [gap(5, 0.6)], 5, lambda version, recheck=recheck: recheck)
+        assert stopped.value.summary == cause.meaning
+
+
 @pytest.mark.parametrize(
     ("noise", "dtype", "in_4_bits", "limit"),
     [
@@ -172,7 +187,7 @@ def test_a_gap_of_a_4_bit_trainer_without_another_cause_is_its_quantisation() ->
 def test_the_default_limit_follows_the_measured_noise(
     noise: float | None, dtype: str, in_4_bits: bool, limit: float
 ) -> None:
-    assert default_limit(noise, dtype, in_4_bits=in_4_bits) == pytest.approx(limit)
+    assert default_limit(noise, dtype, quantised=in_4_bits) == pytest.approx(limit)
 
 
 def test_options_set_the_limit_or_turn_the_alarm_off() -> None:

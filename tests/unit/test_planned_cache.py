@@ -41,7 +41,8 @@ def test_it_is_what_the_servers_share_leaves(model: Path) -> None:
         {"trainer_gpus": "2"},
         {"server.extra_args": "--kv-cache-memory-bytes,1000000"},
         {"server.extra_args": "--kv_cache_memory_bytes=1000000"},
-        {"server.extra_args": "--quantization,fp8"},
+        {"server.quantization": "fp8"},
+        {"server.kv_cache_dtype": "fp8"},
         {"server.gpu_memory_utilization": "0.01"},  # it would not fit: vLLM says so better
     ],
     ids=lambda flags: " ".join(f"{flag} {value}" for flag, value in flags.items()),

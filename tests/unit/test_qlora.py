@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from grpo_trainer.alignment.proof import FAILED, NOISE_LIMIT_4BIT, prove_lora
+from grpo_trainer.alignment.proof import FAILED, NOISE_LIMIT_QUANTISED, prove_lora
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import BridgeError, ModelError
@@ -101,7 +101,7 @@ def test_an_honest_server_passes_and_the_noise_is_told(tmp_path: Path) -> None:
     fill_b(trainer)
     fake = FakeServer(trainer, model=server)
     noise = prove_lora(trainer, fake, fake.load, INFO).noise  # type: ignore[arg-type]
-    assert 1e-3 < noise < NOISE_LIMIT_4BIT  # more than rounding: the test shows something
+    assert 1e-3 < noise < NOISE_LIMIT_QUANTISED  # more than rounding: the test shows something
     assert len(fake.adapters) == 3
 
 

@@ -91,6 +91,22 @@ ROWS = [
         *("--ref-offload", "--weight-bridge-mode lora_only", "leave it out"),
     ),
     in_train(
+        rules.routing,
+        {"routing_replay": "own", "compile": "on"},
+        *("--compile", "on, and --routing-replay own", "auto or off"),
+    ),
+    in_train(
+        rules.routing,
+        {"routing_replay": "server", "pipeline_parallel_size": 2},
+        *("--pipeline-parallel-size", "2, and --routing-replay server", "--tensor-parallel-size"),
+    ),
+    in_run(
+        rules.quantised_server,
+        {**LORA, "server.quantization": "fp8"},
+        *("--server.quantization", "fp8 without a GPU", "leave it out"),
+        hardware=Hardware(on_gpu=False, gpus=0),
+    ),
+    in_train(
         rules.steps,
         {"share_prompts": "on", "packing": "off"},
         *("--share-prompts", "on and --packing off", "packed"),
@@ -174,12 +190,18 @@ ROWS = [
     *(
         in_run(
             rules.written_server,
+            {**mode, "server.quantization": "fp8"},
+            *("--server.quantization", "fp8", "quantised weights cannot be trained"),
+        )
+        for mode in (SHARED, SHARE_BASE, {"weight_bridge_mode": "broadcast"})
+    ),
+    *(
+        in_run(
+            rules.written_server,
             {**SHARE_BASE, "server.extra_args": words},
             *("--server.extra-args", got, "--weight-bridge-mode none or lora_only"),
         )
         for words, got in (
-            ("--quantization=fp8", "--quantization fp8"),
-            ("-q,fp8", "-q fp8"),
             ("--enable-sleep-mode,--seed,7", "--enable-sleep-mode"),
             ("--cpu-offload-gb,4", "--cpu-offload-gb 4"),
         )

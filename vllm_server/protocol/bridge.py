@@ -5,18 +5,22 @@ from typing import Literal
 
 import msgspec
 
+from vllm_server.protocol.routed_experts import RoutedShape
+
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One of the engine's workers.
 
     `gpu_uuid` is empty on a CPU; `visible_gpus` lists the GPUs that its process may use; `sampling_masks`: its sampler
-    returns the tokens that top-p, top-k and min-p kept.
+    returns the tokens that top-p, top-k and min-p kept; `routed_experts`: what it records of a mixture of experts, if
+    anything.
     """
 
     rank: int
     gpu_uuid: str
     visible_gpus: list[str]
     sampling_masks: bool = False
+    routed_experts: RoutedShape | None = None
 
 
 def machine_id() -> str:
@@ -32,6 +36,7 @@ class BridgeInfo(msgspec.Struct, frozen=True, kw_only=True):
     publish. `machine` is the server's `machine_id()`. `bridge_config_path` is set while weights are shared.
     `logits_dtype` is the dtype of the logits behind logprobs; null if it is not known. `max_num_seqs` is the engine's
     limit of concurrent sequences; null for an older server. `receives_weights`: a trainer may send all weights.
+    `quantization` is vLLM's name of the method, `kv_cache_dtype` that of the KV cache.
     """
 
     enabled: bool
@@ -59,6 +64,13 @@ class BridgeInfo(msgspec.Struct, frozen=True, kw_only=True):
     logits_dtype: str | None = None
     max_num_seqs: int | None = None
     receives_weights: bool = False
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
+
+    @property
+    def in_8_bits(self) -> bool:
+        """Whether weights or KV cache are coarser than `dtype`."""
+        return self.quantization is not None or self.kv_cache_dtype.startswith(("fp8", "int8", "nvfp4"))
 
 
 class PausedState(msgspec.Struct, frozen=True):

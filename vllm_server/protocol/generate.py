@@ -64,6 +64,8 @@ class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     version at the request's start. If shared weights changed during the request, `policy_version_end` is the version at
     its end, and the completions are a mixture of both. `sampling_masks` (base64 in JSON; `protocol/sampling_masks.py`)
     has the tokens kept at each position of each completion; it is absent if none were left out by request.
+    `routed_experts` (base64 in JSON; `protocol/routed_experts.py`) has for each completion the experts of all tokens,
+    prompt included, but for the last; it is absent unless the server was started with `--return-routed-experts`.
     """
 
     text: list[str]
@@ -77,6 +79,7 @@ class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     policy_version_end: int | None = None
     sampling_masks: list[bytes] | None = None
+    routed_experts: list[bytes] | None = None
 
 
 class GenerateChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -18,6 +18,7 @@ from vllm_server.errors import ServeError, engine_is_dead
 from vllm_server.http import NDJSON, json_response, parse_body
 from vllm_server.policy import Lease, Version
 from vllm_server.protocol import GenerateChunk, GenerateRequest, GenerateResponse, TokenLogprobs, TokenPrompt
+from vllm_server.routed_experts import experts_of
 from vllm_server.sampling import build_sampling_params, check_integers, check_masks
 from vllm_server.sampling_masks import encode, kept_of
 from vllm_server.server import PolicyServer
@@ -125,7 +126,16 @@ def _response(server: PolicyServer, final: Any, params: Any, lease: Lease, *, ma
         logprobs=None if params.logprobs is None else [_positions(o.logprobs) for o in final.outputs],
         prompt_logprobs=None if params.prompt_logprobs is None else _prompt_logprobs(final.prompt_logprobs),
         sampling_masks=[encode(kept_of(o.logprobs), len(o.token_ids)) for o in final.outputs] if masks else None,
+        routed_experts=_experts(server, final) if params.flat_logprobs and params.logprobs is not None else None,
     )
+
+
+def _experts(server: PolicyServer, final: Any) -> list[bytes] | None:
+    """Return the experts of each completion's tokens; None: the server does not record them."""
+    if (shape := server.routed_shape) is None:
+        return None
+    prompt = len(final.prompt_token_ids)
+    return [experts_of(output.logprobs, shape, prompt + len(output.token_ids) - 1) for output in final.outputs]
 
 
 class _HeldStream(StreamingResponse):

@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from vllm_server.lora_kernels import install
 from vllm_server.protocol import ChannelRequest, CudaIpcChannel, NcclChannel
 from vllm_server.protocol.nccl import NcclError
-from vllm_server.worker import finite, logits, sampling_masks
+from vllm_server.worker import finite, logits, routed_experts, sampling_masks
 from vllm_server.worker.finite import NotFiniteError
 from vllm_server.worker.packed import PackedAdapter
 from vllm_server.worker.shared_weights import dtype_name, plain_parameters
@@ -34,6 +34,7 @@ logits.prepare_worker()
 finite.mark_logits()
 finite.zero_new_blocks()
 sampling_masks.prepare_worker()
+routed_experts.prepare_worker()
 
 
 class Receiver(Protocol):
@@ -73,8 +74,11 @@ class PolicyWorker:
 
     def grpo_describe(self) -> dict[str, Any]:
         """Return this worker's `WorkerInfo`."""
-        sampler = getattr(getattr(self, "model_runner", None), "sampler", None)
+        runner = getattr(self, "model_runner", None)
+        sampler = getattr(runner, "sampler", None)
         found = {"rank": self.rank, "sampling_masks": sampler is not None and sampling_masks.gives_masks(sampler)}
+        if (shape := routed_experts.shape_of(runner)) is not None:
+            found["routed_experts"] = msgspec.to_builtins(shape)
         if self.device.type != "cuda":
             return {**found, "gpu_uuid": "", "visible_gpus": []}
         visible = [gpu_uuid(index) for index in range(torch.cuda.device_count())]

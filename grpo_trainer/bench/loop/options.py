@@ -11,6 +11,7 @@ from pydantic import model_validator
 
 from grpo_trainer.bench.shapes import SHAPES, ModelChoice
 from grpo_trainer.config.options import Section, option
+from grpo_trainer.config.server import KvCacheDtype, Quantization
 from grpo_trainer.errors import ConfigError
 from vllm_server.protocol.lora import Transport
 
@@ -43,6 +44,9 @@ class BridgeChoice(Section):
     transport: Literal["auto", Transport] = option(
         "auto", help="lora_only: how adapters go to the server, as --lora-transport."
     )
+
+    quantization: Quantization = option("none", help="The server's weights, as --server.quantization; needs a GPU.")
+    kv_cache_dtype: KvCacheDtype = option("auto", help="The server's KV cache, as --server.kv-cache-dtype.")
 
     @model_validator(mode="after")
     def _adapters_have_both(self) -> BridgeChoice:

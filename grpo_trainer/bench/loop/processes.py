@@ -51,6 +51,8 @@ def _options(options: LoopOptions, model: Path, run_dir: Path) -> Iterator[tuple
     yield "env.group_size", str(GROUP)
     yield "env.prompt_tokens", str(work.prompt_len)
     yield "env.completion_mean", str(work.completion_mean)
+    yield "server.quantization", choice.quantization
+    yield "server.kv-cache-dtype", choice.kv_cache_dtype
     if choice.transport != "auto":
         yield "lora-transport", choice.transport
     if options.model.shape == "tiny":

@@ -9,6 +9,7 @@ from pydantic import model_validator
 
 from grpo_trainer.bench.shapes import ModelChoice
 from grpo_trainer.config.options import Section, option
+from grpo_trainer.config.server import KvCacheDtype, Quantization
 from grpo_trainer.errors import ConfigError
 from vllm_server.protocol.lora import Transport
 from vllm_server.protocol.weights import Staging, WeightTransport
@@ -49,6 +50,8 @@ class ServerChoice(Section):
     tensor_parallel_size: int = option(1, help="GPUs that the server's model is cut over.", ge=1)
     server_gpus: str | None = option(None, help="CUDA_VISIBLE_DEVICES of the server (default: as the trainer's).")
     enforce_eager: bool = option(False, help="No CUDA graphs: several times slower.")
+    quantization: Quantization = option("none", help="The server's weights, as --server.quantization; needs a GPU.")
+    kv_cache_dtype: KvCacheDtype = option("auto", help="The server's KV cache, as --server.kv-cache-dtype.")
 
 
 class LoadChoice(Section):

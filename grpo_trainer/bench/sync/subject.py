@@ -105,6 +105,8 @@ def configured(options: SyncOptions, place: Place, **values: Any) -> TrainConfig
         "vllm_enforce_eager": server.enforce_eager,
         "tensor_parallel_size": server.tensor_parallel_size,
         "vllm_gpus": server.server_gpus,
+        "quantization": server.quantization,
+        "kv_cache_dtype": server.kv_cache_dtype,
         **values,
     }
     config = checked(build(TrainConfig, {name: value for name, value in values.items() if value is not None}))

@@ -1,0 +1,140 @@
+"""A server in 8 bits: its flags, the correction that it turns on, the proof's measured offset, a wrong scale."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from peft import PeftModel
+from torch import nn
+
+from grpo_trainer.alignment.drift import MARGIN_QUANTISED, drift_alarm
+from grpo_trainer.alignment.proof import NOISE_LIMIT_QUANTISED, prove_lora
+from grpo_trainer.bench.loop.options import LoopOptions
+from grpo_trainer.bench.loop.processes import run_process
+from grpo_trainer.config.options import build
+from grpo_trainer.config.run import build_run
+from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.errors import BridgeError, ConfigError
+from grpo_trainer.launch.plan import server_process
+from tests.unit.test_proof import INFO, FakeServer
+from tests.unit.tiny_lora import fill_b, tiny_lora
+
+FP8 = {"model_name": "m", "weight_bridge_mode": "lora_only", "quantization": "fp8"}
+
+
+def trainer_of(**given: object) -> TrainConfig:
+    return build(TrainConfig, {"model_name": "m", "weight_bridge_mode": "lora_only", **given})
+
+
+# ---------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize("given", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}])
+def test_samples_of_8_bits_are_corrected_by_default(given: dict[str, Any]) -> None:
+    loss = trainer_of(**given).loss
+    assert (loss.ratio_against, loss.correction, loss.is_level, loss.is_cap) == ("trainer", "truncate", "token", 2.0)
+    assert trainer_of(**given, ratio_against="rollout").loss.correction == "none"
+    assert trainer_of(**given, is_correction="mask", is_cap=3).loss.correction == "mask"
+
+
+def test_other_servers_are_as_ever() -> None:
+    config = trainer_of()
+    assert (config.loss.ratio_against, config.loss.correction) == ("rollout", "none")
+    argv = server_process(config, python="python", on_gpu=True, model="m").argv
+    assert not {"--quantization", "--kv-cache-dtype", "--return-routed-experts"} & {*argv}
+
+
+def test_the_server_is_started_so() -> None:
+    run = build_run({}, {"model_name": "m", "server.quantization": "fp8", "server.kv_cache_dtype": "fp8"})
+    assert run.trainer.vllm.in_8_bits
+    argv = server_process(run.trainer, python="python", on_gpu=True, model="m").argv
+    assert argv[argv.index("--quantization") + 1] == argv[argv.index("--kv-cache-dtype") + 1] == "fp8"
+    routed = server_process(trainer_of(routing_replay="server"), python="python", on_gpu=True, model="m").argv
+    assert "--return-routed-experts" in routed
+
+
+def test_the_flag_has_one_place() -> None:
+    with pytest.raises(ConfigError) as caught:
+        build_run({}, {"model_name": "m", "server.extra_args": "-q,fp8"})
+    assert caught.value.problems[0].wanted == "--server.quantization"
+
+
+def test_the_benchmark_of_the_loop_passes_it_on(tmp_path: Path) -> None:
+    options = build(LoopOptions, {"bridge": "lora_only", "quantization": "fp8"})
+    argv = run_process(options, tmp_path, tmp_path, ()).argv
+    assert argv[argv.index("--server.quantization") + 1] == "fp8"
+
+
+# ---------------------------------------------------------------- proof
+
+
+def matrices(model: nn.Module) -> list[nn.Linear]:
+    named = model.named_modules()
+    return [each for name, each in named if isinstance(each, nn.Linear) and name.endswith("base_layer")]
+
+
+def in_fp8(model: nn.Module, *, fault: bool = False) -> nn.Module:
+    """A copy with matrices in 8 bits and a scale for each, as vLLM has them; the fault: another tensor's scale."""
+    rounded = copy.deepcopy(model)
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    layers = matrices(rounded)
+    scales = [layer.weight.abs().max() / largest for layer in layers]
+    used = scales[1:] + scales[:1] if fault else scales
+    with torch.no_grad():
+        for layer, scale, wrong in zip(layers, scales, used, strict=True):
+            layer.weight.copy_((layer.weight / scale).to(torch.float8_e4m3fn).to(layer.weight.dtype) * wrong)
+    return rounded
+
+
+@pytest.fixture
+def trainer() -> PeftModel:
+    """Its matrices are of two sizes, and so are their scales; its head is large, so that it has preferences."""
+    model = tiny_lora()
+    fill_b(model)
+    for index, layer in enumerate(matrices(model)):
+        layer.weight.data *= 0.5 if index % 2 else 1.0
+    model.get_base_model().lm_head.weight.data *= 2.0
+    return model
+
+
+def test_the_offset_is_measured_and_bounds_the_alarm(trainer: PeftModel) -> None:
+    info = msgspec.structs.replace(INFO, quantization="fp8")
+    server = FakeServer(trainer, model=in_fp8(trainer))
+    noise = prove_lora(trainer, server, server.load, info).noise  # pyright: ignore[reportArgumentType]
+    assert 1e-3 < noise < NOISE_LIMIT_QUANTISED  # more than rounding to 32 bits: the test shows something
+    config = trainer_of(quantization="fp8")
+    alarm = drift_alarm(config, noise, trainer)
+    assert alarm is not None and alarm.limit == pytest.approx(max(0.01, MARGIN_QUANTISED * noise))
+
+
+def test_a_server_that_does_not_say_8_bits_must_be_exact(trainer: PeftModel) -> None:
+    server = FakeServer(trainer, model=in_fp8(trainer))
+    with pytest.raises(BridgeError):
+        prove_lora(trainer, server, server.load, INFO)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_scale_of_another_tensor_is_caught(trainer: PeftModel) -> None:
+    """Planted fault."""
+    info = msgspec.structs.replace(INFO, quantization="fp8")
+    server = FakeServer(trainer, model=in_fp8(trainer, fault=True))
+    with pytest.raises(BridgeError) as caught:
+        prove_lora(trainer, server, server.load, info)  # pyright: ignore[reportArgumentType]
+    assert caught.value.field.startswith("bridge proof failed")
+
+
+@pytest.mark.parametrize(
+    ("changes", "coarse"),
+    [
+        ({}, False),
+        ({"quantization": "fp8"}, True),
+        ({"kv_cache_dtype": "fp8_e4m3"}, True),
+        ({"kv_cache_dtype": "bfloat16"}, False),
+    ],
+)
+def test_what_a_server_says_of_itself(changes: dict[str, str], coarse: bool) -> None:
+    assert msgspec.structs.replace(INFO, **changes).in_8_bits == coarse

@@ -1,0 +1,223 @@
+"""Routed experts on their way: vLLM's structures, the server's answer, a conversation, the rollout API, the trainer."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.logprobs import FlatLogprobs
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from environments.api import intake, wire
+from environments.peers.inference import Completion
+from environments.trajectory import Trajectory, scored_group
+from grpo_trainer.rollouts import routed_experts as at_the_trainer
+from grpo_trainer.rollouts.decode import to_group
+from grpo_trainer.rollouts.filter import misfit
+from vllm_server import routed_experts, sampling_masks
+from vllm_server.errors import FatalError, ServeError
+from vllm_server.protocol import WorkerInfo
+from vllm_server.protocol.routed_experts import RoutedShape, cut, joined, pack, unpack
+from vllm_server.worker.routed_experts import Record, RoutedTensors, _attach, _keep
+from vllm_server.worker.sampling_masks import KeptTensors, bits_of
+
+SHAPE = RoutedShape(layers=3, top_k=1, experts=8)
+
+
+def rows(*values: int) -> bytes:
+    """Of each token the value in the first layer, and the next ones in the others."""
+    return bytes(each for value in values for each in (value, value + 1, value + 2))
+
+
+# ---------------------------------------------------------------- the format
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.sampled_from([2, 256, 257, 1000]), st.integers(0, 5), st.data())
+def test_what_is_sent_is_what_was_chosen(
+    layers: int, top_k: int, experts: int, tokens: int, data: st.DataObject
+) -> None:
+    shape = RoutedShape(layers, top_k, experts)
+    size = tokens * layers * top_k
+    ids = np.array(data.draw(st.lists(st.integers(0, experts - 1), min_size=size, max_size=size)), np.int64)
+    raw = ids.astype("<u1" if shape.id_bytes == 1 else "<u2").tobytes()
+    found = at_the_trainer.decode(pack(shape, raw))
+    assert found.shape == shape and found.ids_TLK.shape == (tokens, layers, top_k)
+    assert found.ids_TLK.reshape(-1).tolist() == ids.tolist()
+    assert len(raw) == tokens * shape.row_bytes
+
+
+@pytest.mark.parametrize("data", [b"abc", pack(SHAPE, b"ab"), pack(SHAPE, rows(7)), pack(RoutedShape(0, 1, 8), b"")])
+def test_other_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(at_the_trainer.ExpertsError) as caught:
+        at_the_trainer.decode(data)
+    assert caught.value.problems[0].field == "routed_experts"
+
+
+def test_turns_of_a_conversation() -> None:
+    """A later turn's request computes earlier tokens again, or reads them from the cache: the first choice counts."""
+    first, second = pack(SHAPE, rows(1, 2)), pack(SHAPE, rows(5, 5, 3, 4))
+    assert joined([first, second]) == pack(SHAPE, rows(1, 2, 3, 4))
+    assert joined([first, None]) is None and joined([]) is None
+    assert joined([first, pack(RoutedShape(1, 3, 8), rows(1))]) is None
+    assert cut(first, 1) == pack(SHAPE, rows(1)) and unpack(cut(first, 9)) == (SHAPE, rows(1, 2))
+
+
+# ---------------------------------------------------------------- from the worker to the server's process
+
+
+def runner_of(blocks: list[list[int]], names: list[str], seen: Mapping[str, int]) -> Any:
+    """A model runner with KV blocks of two tokens."""
+    table = SimpleNamespace(block_size=2, get_numpy_array=lambda: np.array(blocks, np.int32))
+    table.slot_mapping = SimpleNamespace(gpu=torch.zeros(8, dtype=torch.int64))
+    batch = SimpleNamespace(req_ids=names, num_logprobs=dict.fromkeys(names, 0), block_table=[table])
+    return SimpleNamespace(
+        device="cpu",
+        input_batch=batch,
+        discard_request_mask=SimpleNamespace(np=np.zeros(len(names), bool)),
+        optimistic_seq_lens_cpu=torch.tensor([seen[name] for name in names]),
+    )
+
+
+def logprobs(requests: int) -> LogprobsTensors:
+    ids = torch.arange(requests, dtype=torch.int32)[:, None]
+    return LogprobsTensors(ids, -ids.float() - 1, torch.ones(requests, dtype=torch.int32))
+
+
+def step(runner: Any, record: Record, slots: list[int], first: list[int], finished: tuple[str, ...] = ()) -> None:
+    """The forward pass of a step: tokens at these slots, whose experts begin with these."""
+    table = runner.input_batch.block_table[0]
+    table.slot_mapping.gpu[: len(slots)] = torch.tensor(slots)
+    for layer in range(3):
+        record.note(layer, torch.tensor(first)[:, None] + layer)
+    _keep(runner, record, SimpleNamespace(finished_req_ids=set(finished), total_num_scheduled_tokens=len(slots)))
+
+
+@pytest.fixture
+def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(LogprobsProcessor, "_update_sample_logprobs", LogprobsProcessor._update_sample_logprobs)
+    sampling_masks.collect()
+    routed_experts.collect()
+    return LogprobsProcessor
+
+
+def received(steps: list[LogprobsTensors], request: int, processor: Any) -> Any:
+    """The logprobs of a request at the server, after all steps; each passes processes as vLLM lets it."""
+    state = processor(None, FlatLogprobs(), None, 0.0, 0, None)
+    for one in steps:
+        lists = pickle.loads(pickle.dumps(one.to_cpu_nonblocking().tolists()))  # a worker in its own process
+        output = EngineCoreOutput(request_id="r", new_token_ids=[7], new_logprobs=lists.slice_request(request, 1))
+        (got,) = (
+            MsgpackDecoder(EngineCoreOutputs)
+            .decode(MsgpackEncoder().encode(EngineCoreOutputs(outputs=[output])))
+            .outputs
+        )
+        state.update_from_output(got)
+    return state.logprobs
+
+
+def new_record() -> Record:
+    return Record(SHAPE, torch.zeros(8, 3, 1, dtype=torch.int16), torch.zeros(16, 3, 1, dtype=torch.int16))
+
+
+def test_prompts_in_parts_and_cached_ones(processor: Any) -> None:
+    """Request b's prompt begins with a block of a's, which is cached; a's is computed in two steps."""
+    record = new_record()
+    runner = runner_of([[3, 1], [3, 6]], ["a", "b"], {"a": 3, "b": 3})
+    step(runner, record, [6, 7], [0, 1])  # a: its first two tokens
+    runner.discard_request_mask.np[:] = True
+    part = _attach(runner, record, logprobs(2))
+    assert isinstance(part, RoutedTensors) and not part.rows_M.numel()
+    runner.discard_request_mask.np[:] = False
+    step(runner, record, [2, 12], [2, 3])  # a's third, and b's third
+    steps = [_attach(runner, record, logprobs(2))]
+    runner.optimistic_seq_lens_cpu += 1
+    step(runner, record, [3, 13], [4, 5])
+    steps.append(_attach(runner, record, logprobs(2)))
+    assert routed_experts.experts_of(received(steps, 0, processor), SHAPE, 4) == pack(SHAPE, rows(0, 1, 2, 4))
+    assert routed_experts.experts_of(received(steps, 1, processor), SHAPE, 4) == pack(SHAPE, rows(0, 1, 3, 5))
+    step(runner, record, [], [], finished=("a",))
+    assert record.sent == {"b": 4}
+
+
+def test_beside_sampling_masks(processor: Any) -> None:
+    record = new_record()
+    runner = runner_of([[0]], ["a"], {"a": 1})
+    step(runner, record, [0], [5])
+    out = -torch.inf
+    masked = KeptTensors.of(logprobs(1), bits_of(torch.tensor([[-1.0, out, -0.5, out]])))
+    got = received([_attach(runner, record, masked)], 0, processor)
+    assert routed_experts.experts_of(got, SHAPE, 1) == pack(SHAPE, rows(5))
+    assert {place: ids.tolist() for place, ids in sampling_masks.kept_of(got).items()} == {0: [0, 2]}
+    assert list(got.token_ids) == [0] and list(got.logprobs) == [-1.0]
+
+
+def test_a_lost_row_is_noticed(processor: Any) -> None:
+    got = received([logprobs(1)], 0, processor)
+    with pytest.raises(ServeError) as caught:
+        routed_experts.experts_of(got, SHAPE, 1)
+    assert caught.value.field == "routed_experts"
+
+
+def test_a_server_that_records_none_does_not_start() -> None:
+    parallel = SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=1)
+    text = SimpleNamespace(hf_text_config=SimpleNamespace(model_type="qwen2"))
+    config = SimpleNamespace(parallel_config=parallel, speculative_config=None, model_config=text)
+    worker = WorkerInfo(rank=0, gpu_uuid="", visible_gpus=[])
+    with pytest.raises(FatalError) as caught:
+        routed_experts.check(config, [worker])
+    assert "qwen2" in caught.value.problems[0].got
+    parallel.pipeline_parallel_size = 2
+    sound = WorkerInfo(rank=0, gpu_uuid="", visible_gpus=[], routed_experts=SHAPE)
+    with pytest.raises(FatalError) as caught:
+        routed_experts.check(config, [sound])
+    assert caught.value.problems[0].wanted == "1 of each"
+
+
+# ---------------------------------------------------------------- from the environment to the trainer
+
+
+def completion(routed: bytes | None) -> Completion:
+    return Completion([4, 5], [6, 7], [-0.5, -0.25], "", "stop", 1, routed_experts=routed)
+
+
+def group_of(*completions: Completion) -> Any:
+    data = scored_group([Trajectory.of(each, float(score)) for score, each in enumerate(completions)])
+    kept = intake.read_one(wire.encode_group(data), wire.MSGPACK)
+    return to_group(wire.decode(kept.payload, wire.PackedGroup, wire.MSGPACK))
+
+
+def test_through_the_rollout_api() -> None:
+    sound = completion(pack(SHAPE, rows(1, 2, 3)))
+    group = group_of(sound, sound)
+    assert [sample.experts.ids_TLK[:, 0, 0].tolist() for sample in group.samples] == [[1, 2, 3]] * 2
+    assert misfit(group, routed=SHAPE) is None
+
+
+@pytest.mark.parametrize(
+    ("routed", "got"),
+    [
+        (None, "none"),
+        (pack(SHAPE, rows(1, 2)), "experts of 2 tokens"),
+        (pack(RoutedShape(1, 3, 8), rows(1, 2, 3)), "3 of 8 experts in 1 layers"),
+        (pack(SHAPE, b"a"), "1 bytes of rows of 3"),
+    ],
+)
+def test_what_can_not_be_replayed_is_left_out(routed: bytes | None, got: str) -> None:
+    group = group_of(completion(pack(SHAPE, rows(1, 2, 3))), completion(routed))
+    problem = misfit(group, routed=SHAPE)
+    assert problem is not None and problem.field == "sequence 1: routed_experts" and problem.got == got
+    if routed is None:
+        assert misfit(group) is None  # nobody replays
+        imitated = replace(group, samples=(group.samples[0], replace(group.samples[1], supervised=True)))
+        assert misfit(imitated, routed=SHAPE) is None

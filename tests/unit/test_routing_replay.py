@@ -1,0 +1,239 @@
+"""Routing replay at the trainer: given experts are used, forwards and backwards, and wrong ones are noticed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from grpo_trainer.alignment.routing import check_routing, largest_share
+from grpo_trainer.batch.microbatches import MicroBatch, TrainingSequence, split
+from grpo_trainer.config.loss import LossConfig
+from grpo_trainer.config.train import ComputeConfig, ModelConfig, TrainConfig
+from grpo_trainer.engine.forward import Forward, build_forward
+from grpo_trainer.engine.routing import CHANGED, CHANGED_MAX, ROUTERS
+from grpo_trainer.errors import ConfigError, DriftError
+from grpo_trainer.rollouts.routed_experts import RoutedExperts
+from tests.golden.models import SIZES, random_model
+from vllm_server.protocol.routed_experts import RoutedShape
+
+KINDS = ["mixtral", "qwen2_moe", "qwen3_moe"]
+PROMPT = [5, 9, 17, 3, 44, 8]
+
+
+def forward_of(model: nn.Module, source: str, packing: str = "off", share: str = "off") -> Forward:
+    return build_forward(
+        model,
+        TrainConfig(
+            model=ModelConfig(name="m", dtype="float32"),
+            loss=LossConfig(routing_replay=source),  # pyright: ignore[reportArgumentType]
+            compute=ComputeConfig(packing=packing, share_prompts=share),  # pyright: ignore[reportArgumentType]
+        ),
+    )
+
+
+def sequences(count: int = 3, length: int = 40) -> list[TrainingSequence]:
+    """Completions of one prompt, of different lengths."""
+    generator = np.random.default_rng(0)
+    made = []
+    for index in range(count):
+        tokens = np.array([*PROMPT, *generator.integers(2, 90, length - 3 * index)])
+        places = np.arange(len(PROMPT), len(tokens))
+        roll = np.zeros(len(places), np.float32)
+        made.append(TrainingSequence(tokens, places, np.ones(len(places), np.float32), roll, 1.0, 1.0, version=1))
+    return made
+
+
+def choices(model: nn.Module, tokens: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """What the model chooses for each token of one sequence alone, and in each layer."""
+    found: list[Tensor] = []
+    routers = [module for module in model.modules() if isinstance(module, ROUTERS)]
+    handles = [router.register_forward_hook(lambda _, __, output: found.append(output[2])) for router in routers]
+    with torch.no_grad():
+        model(input_ids=torch.from_numpy(tokens)[None])
+    for handle in handles:
+        handle.remove()
+    return torch.stack(found, 1).numpy().astype(np.uint8)
+
+
+def with_experts(
+    model: nn.Module, chosen: Sequence[TrainingSequence], top_k: int, experts: int
+) -> list[TrainingSequence]:
+    rows = [choices(model, sequence.tokens_T) for sequence in chosen]
+    shape = RoutedShape(rows[0].shape[1], top_k, experts)
+    return [replace(one, experts=RoutedExperts(shape, own)) for one, own in zip(chosen, rows, strict=True)]
+
+
+def model_of(kind: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return random_model(kind).float().eval()
+
+
+def other_router(model: nn.Module) -> nn.Module:
+    """The same model, whose routers choose otherwise."""
+    other = copy.deepcopy(model)
+    torch.manual_seed(7)
+    for router in (module for module in other.modules() if isinstance(module, ROUTERS)):
+        nn.init.normal_(router.weight, std=0.3)
+    return other
+
+
+def result(forward: Forward, microbatch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logprobs, and the gradient of each parameter."""
+    forward.model.zero_grad(set_to_none=True)
+    with forward.learning():
+        logprobs = forward.scores(microbatch).logprobs_N
+        logprobs.square().sum().backward()
+    return logprobs.detach(), {
+        name: each.grad.clone() for name, each in forward.model.named_parameters() if each.grad is not None
+    }
+
+
+def assert_same(got: tuple[Tensor, dict[str, Tensor]], wanted: tuple[Tensor, dict[str, Tensor]]) -> None:
+    torch.testing.assert_close(got[0], wanted[0], atol=1e-5, rtol=1e-5)
+    assert got[1].keys() == wanted[1].keys()
+    for name in wanted[1]:
+        torch.testing.assert_close(got[1][name], wanted[1][name], atol=1e-4, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
+def test_replay_of_its_own_choice_changes_nothing(kind: str, layout: str) -> None:
+    """The switch to validate, and the same choice from outside, which passes through the microbatch's layout."""
+    model = model_of(kind)
+    top_k, experts = shape_of(model)
+    form = {"packing": "off" if layout == "padded" else "on", "share": "on" if layout == "shared" else "off"}
+    plain, own = forward_of(copy.deepcopy(model), "off", **form), forward_of(copy.deepcopy(model), "own", **form)
+    server = forward_of(copy.deepcopy(model), "server", **form)
+    chosen = with_experts(model, sequences(), top_k, experts)
+    bare = [replace(one, experts=None) for one in chosen]
+    (without,) = split(bare, 3, packed=plain.packed, shared=plain.shared)
+    (given,) = split(chosen, 3, packed=plain.packed, shared=plain.shared)
+    wanted = result(plain, without)
+    assert_same(result(own, without), wanted)
+    assert_same(result(server, given), wanted)
+    assert server.routing is not None
+    assert server.routing.metrics()[CHANGED].value() == 0.0
+
+
+def shape_of(model: nn.Module) -> tuple[int, int]:
+    router = next(module for module in model.modules() if isinstance(module, ROUTERS))
+    return int(router.top_k), int(router.num_experts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_given_choice_is_that_of_a_plain_pass_that_chose_it(kind: str, recomputes: bool) -> None:
+    """The plain pass: the other experts' logits are -inf in the routers, which then choose by themselves."""
+    model = model_of(kind)
+    top_k, experts = shape_of(model)
+    for router in (module for module in model.modules() if isinstance(module, ROUTERS)):
+        router.norm_topk_prob = True
+    (sequence,) = with_experts(other_router(model), sequences(1), top_k, experts)
+    (microbatch,) = split([sequence], 1)
+    assert sequence.experts is not None
+    plain = forward_of(forced(copy.deepcopy(model), sequence.experts.ids_TLK, experts), "off")
+    replayed = forward_of(model, "server")
+    if recomputes:
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore[reportCallIssue]
+    assert_same(result(replayed, microbatch), result(plain, replace(microbatch, experts_PLK=None)))
+    assert replayed.routing is not None
+    assert 0.1 < replayed.routing.metrics()[CHANGED].value() <= 1.0
+
+
+def forced(model: nn.Module, ids_TLK: NDArray[np.unsignedinteger], experts: int) -> nn.Module:
+    routers = [module for module in model.modules() if isinstance(module, ROUTERS)]
+    for layer, router in enumerate(routers):
+        allowed_TE = torch.zeros(len(ids_TLK), experts, dtype=torch.bool)
+        allowed_TE.scatter_(1, torch.from_numpy(ids_TLK[:, layer].astype(np.int64)), True)
+
+        def choose(hidden: Tensor, router: nn.Module = router, allowed_TE: Tensor = allowed_TE) -> tuple[Tensor, ...]:
+            logits_TE = nn.functional.linear(hidden.reshape(-1, hidden.shape[-1]), router.weight)  # pyright: ignore
+            if len(logits_TE) == len(allowed_TE):  # not a trial of `build_forward`
+                logits_TE = logits_TE.masked_fill(~allowed_TE, -torch.inf)
+            values, indices = logits_TE.softmax(-1).topk(router.top_k)  # pyright: ignore
+            return logits_TE, values / values.sum(-1, keepdim=True), indices
+
+        router.forward = choose  # pyright: ignore[reportAttributeAccessIssue]
+    return model
+
+
+Fault = Callable[[list[TrainingSequence]], list[TrainingSequence]]
+
+
+def of_another_layer(chosen: list[TrainingSequence]) -> list[TrainingSequence]:
+    return [rows_of(one, one.experts.ids_TLK[:, ::-1]) for one in chosen if one.experts]
+
+
+def of_another_request(chosen: list[TrainingSequence]) -> list[TrainingSequence]:
+    return [
+        rows_of(one, other.experts.ids_TLK) for one, other in zip(chosen, chosen[::-1], strict=True) if other.experts
+    ]
+
+
+def of_the_token_before(chosen: list[TrainingSequence]) -> list[TrainingSequence]:
+    return [rows_of(one, np.roll(one.experts.ids_TLK, 1, axis=0)) for one in chosen if one.experts]
+
+
+def rows_of(sequence: TrainingSequence, rows: NDArray[np.unsignedinteger]) -> TrainingSequence:
+    assert sequence.experts is not None
+    return replace(sequence, experts=RoutedExperts(sequence.experts.shape, rows))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fault", [of_another_layer, of_another_request, of_the_token_before])
+def test_experts_of_something_else_are_noticed(kind: str, fault: Fault) -> None:
+    """Planted faults. Before that, experts of a slightly different router (the server's rounding) raise no alarm."""
+    model = model_of(kind)
+    top_k, experts = shape_of(model)
+    forward = forward_of(model, "server")
+    rounded = copy.deepcopy(model)
+    for router in (module for module in rounded.modules() if isinstance(module, ROUTERS)):
+        router.weight.data += 0.02 * router.weight.std() * torch.randn_like(router.weight)
+    sound = with_experts(rounded, sequences(), top_k, experts)
+    shape = RoutedShape(int(SIZES["num_hidden_layers"]), top_k, experts)
+    metrics = metrics_of(forward, sound)
+    assert metrics[CHANGED].value() < 0.1
+    check_routing(metrics, shape, "stop", 0)
+
+    metrics = metrics_of(forward, fault(sound))
+    with pytest.raises(DriftError) as caught:
+        check_routing(metrics, shape, "stop", 0)
+    assert caught.value.problems[0].field == "routed_experts"
+    assert metrics[CHANGED_MAX].value() > largest_share(shape)
+
+
+def metrics_of(forward: Forward, chosen: list[TrainingSequence]) -> dict:
+    (microbatch,) = split(chosen, len(chosen))
+    with torch.no_grad():
+        forward.scores(microbatch)
+    assert forward.routing is not None
+    return forward.routing.metrics()
+
+
+def test_other_passes_choose_by_themselves() -> None:
+    """A proof of the bridge calls the model after a step, with other tokens."""
+    model = model_of("mixtral")
+    forward = forward_of(model, "server")
+    chosen = with_experts(other_router(model), sequences(), *shape_of(model))
+    (microbatch,) = split(chosen, 3)
+    tokens = torch.tensor([PROMPT])
+    with torch.no_grad():
+        before = model(input_ids=tokens).logits
+    result(forward, microbatch)
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=tokens).logits, before)
+
+
+def test_a_dense_model_is_refused() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ConfigError) as caught:
+        forward_of(random_model("qwen2"), "server")
+    assert caught.value.problems[0].field == "--routing-replay" and "qwen2" in caught.value.problems[0].got

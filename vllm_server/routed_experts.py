@@ -1,0 +1,85 @@
+"""Routed experts in the server's process: collected from the engine's answers (`worker/routed_experts.py`), encoded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from vllm_server import seams
+from vllm_server.errors import FatalError, ServeError
+from vllm_server.protocol import WorkerInfo
+from vllm_server.protocol.routed_experts import RoutedShape, pack
+from vllm_server.worker import EXPERTS_MARK
+
+FLAG = "--return-routed-experts"
+
+_ROWS = "grpo_experts"
+"""Attribute of a completion's logprobs: bytes of rows, step by step."""
+
+
+def check(config: Any, workers: Sequence[WorkerInfo]) -> None:
+    """Check that the engine records experts.
+
+    Raises:
+        FatalError: it does not.
+    """
+    parallel = config.parallel_config
+    if config.speculative_config is not None:
+        raise FatalError(field=FLAG, got="speculative decoding", wanted="one token a step", fix="leave one of them out")
+    if parallel.data_parallel_size * parallel.pipeline_parallel_size > 1:
+        got = f"{parallel.data_parallel_size} data-parallel, {parallel.pipeline_parallel_size} pipeline-parallel"
+        raise FatalError(field=FLAG, got=got, wanted="1 of each", fix="use --tensor-parallel-size, or more servers")
+    if workers[0].routed_experts is None:
+        kind = config.model_config.hf_text_config.model_type
+        raise FatalError(
+            field=FLAG,
+            got=f"a model of type {kind}, of which vLLM {seams.vllm_version()} shows no routing",
+            wanted="a mixture of experts whose layers attend to all tokens, and a MoE backend with a router of its own",
+            fix=f"leave out {FLAG} for a dense model; else set VLLM_USE_V2_MODEL_RUNNER=0 and --moe-backend triton",
+        )
+
+
+def collect() -> None:
+    """Have vLLM's output processor put rows beside a request's logprobs. Call after `sampling_masks.collect`.
+
+    Raises:
+        FatalError: this vLLM processes logprobs elsewhere.
+    """
+    processor = seams.seam(("vllm.v1.engine.logprobs",), "LogprobsProcessor").LogprobsProcessor
+    if not hasattr(processor, "_update_sample_logprobs"):
+        raise seams.moved("LogprobsProcessor._update_sample_logprobs")
+    update = processor._update_sample_logprobs
+
+    def update_and_collect(self: Any, lists: Any) -> None:
+        ids, columns = lists.logprob_token_ids, np.shape(lists.logprobs)[-1]
+        if np.shape(ids)[-1] > columns and ids[0, columns] == EXPERTS_MARK:
+            count = int(ids[0, columns + 1])
+            end = columns + 2 + (count + 3) // 4
+            if hasattr(self.logprobs, "start_indices"):  # the flat form, which `POST /generate` asks for
+                rows = ids[0, columns + 2 : end].astype(np.int32).tobytes()[:count]
+                vars(self.logprobs).setdefault(_ROWS, []).append(rows)
+            lists = lists._replace(logprob_token_ids=np.concatenate([ids[:, :columns], ids[:, end:]], axis=1))
+        update(self, lists)
+
+    processor._update_sample_logprobs = update_and_collect
+
+
+def experts_of(logprobs: Any, shape: RoutedShape, length: int) -> bytes:
+    """Return the experts of a completion and its prompt (the format: `protocol/routed_experts.py`).
+
+    Args:
+        logprobs: of the completion.
+        length: tokens that were computed: all but the last.
+
+    Raises:
+        ServeError: 422, some token has no row.
+    """
+    rows = b"".join(vars(logprobs).get(_ROWS, []))[: length * shape.row_bytes]
+    if len(rows) < length * shape.row_bytes:
+        raise ServeError(
+            422, "routed_experts", got=f"experts of {len(rows) // shape.row_bytes} of {length} tokens",
+            wanted="those of each", fix=f"start the server without {FLAG}: this vLLM loses them",
+        )  # fmt: skip
+    return pack(shape, rows)
