@@ -78,6 +78,10 @@ class Measured:
     tokens: int
 
 
+class NotServedError(Exception):
+    """The server does not start with these settings on this machine."""
+
+
 EXPERTS = ("--return-routed-experts",)
 ROWS = (
     Row("plain"),
@@ -116,8 +120,12 @@ def main(
         key = row.flags, row.top_p
         if key not in sampled:
             sampling = Sampling(max_tokens=tokens, top_p=row.top_p)
-            with server(model, dtype, row, out) as url:
-                sampled[key] = asyncio.run(sample(url, str(model), chosen, sampling))
+            try:
+                with server(model, dtype, row, out) as url:
+                    sampled[key] = asyncio.run(sample(url, str(model), chosen, sampling))
+            except NotServedError as error:
+                print(f"{row.name}: left out, {error}", file=sys.stderr)
+                continue
         measured.append(measure(row, trainer, dtype, sampled[key]))
     print(table(measured))
     (out / "truth.json").write_text(json.dumps([asdict(each) for each in measured], indent=1))
@@ -138,7 +146,7 @@ def server(model: Path, dtype: str, row: Row, out: Path) -> Iterator[str]:
             deadline = time.monotonic() + START_LIMIT_S
             while not is_ready(url):
                 if process.poll() is not None or time.monotonic() > deadline:
-                    sys.exit(f"{row.name}: the server did not start; see {log}")
+                    raise NotServedError(f"the server did not start; see {log}")
                 time.sleep(0.5)
             yield url
         finally:

@@ -13,7 +13,7 @@ from peft import PeftModel
 from torch import nn
 
 from grpo_trainer.alignment.drift import MARGIN_QUANTISED, drift_alarm
-from grpo_trainer.alignment.proof import NOISE_LIMIT_QUANTISED, prove_lora
+from grpo_trainer.alignment.proof import FAILED, NOISE_LIMIT_QUANTISED, prove_lora
 from grpo_trainer.bench.loop.options import LoopOptions
 from grpo_trainer.bench.loop.processes import run_process
 from grpo_trainer.config.options import build
@@ -124,7 +124,7 @@ def test_the_scale_of_another_tensor_is_caught(trainer: PeftModel) -> None:
     server = FakeServer(trainer, model=in_fp8(trainer, fault=True))
     with pytest.raises(BridgeError) as caught:
         prove_lora(trainer, server, server.load, info)  # pyright: ignore[reportArgumentType]
-    assert caught.value.field.startswith("bridge proof failed")
+    assert caught.value.field.startswith(FAILED)
 
 
 @pytest.mark.parametrize(
