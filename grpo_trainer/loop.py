@@ -94,7 +94,7 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
             trainer.device,
             trainer.vocabulary,
             config.model.seq_len,
-            bridge.welcome,
+            lambda: _welcome(trainer, bridge),
             trainer.routed,
         )
         watch = StepWatch(config.step_timeout, checkpoints.close)
@@ -116,6 +116,12 @@ def _sum_up(config: TrainConfig) -> None:
     log.info("%s", last_line(rows_so_far(path)))
     if config.logging.benchmark:
         print_time_split(path, Console(file=sys.stdout))
+
+
+def _welcome(trainer: Trainer, bridge: WeightBridge) -> None:
+    """Let servers join, after the copy of weights for a checkpoint: the proof of a server changes weights."""
+    trainer.optimizer.wait_for_copy()
+    bridge.welcome()
 
 
 def run_steps(

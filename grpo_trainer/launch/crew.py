@@ -25,7 +25,7 @@ from grpo_trainer.launch.watched import Watched
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 """Before the first restart, and before any."""
 IN_A_ROW_SECONDS = 600.0
-"""A process that has run for longer than this has its restarts counted anew."""
+"""A process that was ready and has run for longer than this has its restarts counted anew."""
 PLACE_SECONDS = 2.0
 """Between two attempts to find a machine for a process."""
 LOOK_SECONDS = 0.5
@@ -94,6 +94,8 @@ class Crew:
         self._due: list[Due] = []
         self._elsewhere: dict[str, Member] = {}
         self._leaving: dict[str, float] = {}
+        self._told_to_end: dict[str, float] = {}
+        self._added: list[str] = []
         self._written: tuple[Member, ...] | None = None
         self._looked = 0.0
         if servers is not None:
@@ -117,11 +119,12 @@ class Crew:
         how = "not ready in time" if child.exit_code is None else child.how_it_ended()
         if spec.name in self._leaving:
             del self._leaving[spec.name]
+            self._told_to_end.pop(spec.name, None)
             self._say(f"{spec.name}: has left")
             return (child,)
         if not self._may_restart(child):
             return None
-        if time.monotonic() - child.started > IN_A_ROW_SECONDS:
+        if child.ready and time.monotonic() - child.started > IN_A_ROW_SECONDS:
             self._restarts[spec.restarts] = 0
         done = self._restarts[spec.restarts]
         if done >= self._most:
@@ -167,6 +170,10 @@ class Crew:
                 self._say(f"{', '.join(spec.name for spec in one.specs)}: no machine has room; waiting for one")
             self._due.append(Due(one.specs, time.monotonic() + PLACE_SECONDS, waits=True))
         return starting
+
+    def expects(self, prefix: str) -> bool:
+        """Return whether a process whose name begins so will start again."""
+        return any(spec.name.startswith(prefix) for one in self._due for spec in one.specs)
 
     def put_off(self, specs: Sequence[ProcessSpec]) -> bool:
         """Have processes that could not be started start later; return False if that has happened too often."""
@@ -234,14 +241,22 @@ class Crew:
         return Answer(True, f"{member.name} {member.url} leaves")
 
     def _end_dropped(self, children: Sequence[Watched]) -> None:
-        """End the servers that were dropped, once the trainer has let them go."""
+        """End the servers that were dropped, once the trainer has let them go; kill those that do not end in time."""
         assert self._servers is not None, "servers stay"
         served = read_served(self._servers) if self._leaving else {}
+        now = time.monotonic()
         for child in children:
-            if (until := self._leaving.get(child.name)) is not None:
-                known = served.get(url_of(child.spec))
-                if known is None or known.version is None or time.monotonic() > until:
-                    child.terminate()
+            if (until := self._leaving.get(child.name)) is None:
+                continue
+            if (told := self._told_to_end.get(child.name)) is not None:
+                if now > told + child.stop_seconds:
+                    child.note_family()
+                    child.kill()
+                continue
+            known = served.get(url_of(child.spec))
+            if known is None or known.version is None or now > until:
+                child.terminate()
+                self._told_to_end[child.name] = now
 
     def _add(self, request: Request, children: Sequence[Watched]) -> Answer:
         if request.url is not None:
@@ -249,7 +264,9 @@ class Crew:
             if request.url in members:
                 return Answer(False, f"{request.url} is {members[request.url].name} already")
             self._boots[request.url] += 1
-            name = f"added-{sum(1 for url in self._boots if '://' in url)}"
+            if request.url not in self._added:
+                self._added.append(request.url)
+            name = f"added-{1 + self._added.index(request.url)}"
             self._elsewhere[request.url] = Member(name, request.url, "", "running", self._boots[request.url])
             return Answer(True, f"{name} {request.url} joins once the trainer has proved it")
         spec = self._another(request.gpus)

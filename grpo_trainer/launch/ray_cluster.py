@@ -261,6 +261,8 @@ class RayCluster:
             except (self._ray.exceptions.RayError, TimeoutError) as error:
                 reason = f"lost with its node {room[0].name} ({type(error).__name__})"
                 self._lost.add(room)
+                with suppress(self._ray.exceptions.RayError):
+                    self._ray.kill(self._agents[room])  # it may only have been slow; its processes end with it
                 for process in list(processes.values()):
                     process.lose(reason)
                 return

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.config.server import server_names
+from grpo_trainer.errors import ConfigError
 from grpo_trainer.launch.crew import started_again
 from grpo_trainer.launch.places import HERE, Place, Places, gpus_of_server
 from grpo_trainer.launch.plan import ProcessSpec, RunPlan
@@ -95,7 +97,12 @@ class Replanner:
         """
         server = self._config.server
         name = server_names(server.replicas + 1)[-1]
-        more = {"replicas": server.replicas + 1, "gpus": ";".join(filter(None, [server.gpus, gpus])) or None}
+        sets = [server.gpus, gpus]
+        if self._machines is None and self._on_gpu:
+            if gpus is None:
+                raise ConfigError(field="--gpus", got="none", wanted="the GPUs of the new server", fix="add --gpus 1")
+            sets[0] = server.gpus or _first_visible(gpus_of_server(self._config))
+        more = {"replicas": server.replicas + 1, "gpus": ";".join(filter(None, sets)) or None}
         config = self._config.model_copy(update={"server": server.model_copy(update=more)})
         places = dict(self._places)
         if self._machines is not None:
@@ -118,3 +125,9 @@ class Replanner:
         plan = self._plan(self._config, self._ports, self._places)
         by_name = {process.name: process for process in plan.processes}
         return [by_name[name] for name in names]
+
+
+def _first_visible(count: int) -> str:
+    """Return the GPUs of the only server of a run that names none: the first that this process sees."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return ",".join(seen.split(",")[:count] if seen else map(str, range(count)))

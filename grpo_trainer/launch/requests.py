@@ -57,7 +57,11 @@ def request(servers: Path, wanted: Request, seconds: float = ANSWER_SECONDS) -> 
     while not answered.exists():
         if time.monotonic() > deadline:
             question.unlink(missing_ok=True)
-            raise ServerError(f"no answer of grpo run within {seconds:.0f} s", field=str(servers), fix="is it running?")
+            raise ServerError(
+                f"no answer of grpo run within {seconds:.0f} s",
+                field=str(servers),
+                fix="is it running? `grpo servers` shows whether it has done what was asked",
+            )
         time.sleep(POLL_SECONDS)
     answer = msgspec.json.decode(answered.read_bytes(), type=Answer)
     answered.unlink()
@@ -67,6 +71,13 @@ def request(servers: Path, wanted: Request, seconds: float = ANSWER_SECONDS) -> 
 def answer_all(servers: Path, obey: Callable[[Request], Answer]) -> None:
     """Answer the requests that have come, the oldest first."""
     for question in sorted((servers / FOLDER).glob("*.json")):
-        answer = obey(msgspec.json.decode(question.read_bytes(), type=Request))
+        try:
+            content = question.read_bytes()
+            question.unlink()
+        except FileNotFoundError:  # whoever asked has stopped waiting
+            continue
+        try:
+            answer = obey(msgspec.json.decode(content, type=Request))
+        except msgspec.MsgspecError as error:
+            answer = Answer(False, f"{question.name} is no request: {error}")
         replace_file(question.with_suffix(".answer"), msgspec.json.encode(answer))
-        question.unlink()

@@ -6,6 +6,7 @@ Ctrl-C reaches only the supervisor, which then ends its children in order (`chil
 from __future__ import annotations
 
 import collections
+import os
 import re
 import signal
 import time
@@ -158,11 +159,12 @@ class Supervisor:
         ended = [child for child in self.children if child.exit_code is not None and not self._as_planned(child)]
         if ended:
             # Blame a killed process first: one that ended with an error at the same moment may have failed because
-            # of it.
-            culprit = min(ended, key=lambda child: ((child.exit_code or 0) >= 0, child.spec.ends_run))
+            # of it. Blame one that has lost another process of the trainer last.
+            culprit = min(ended, key=_blame)
             self._replace(culprit, culprit.ended)
         environments = [child for child in self.children if child.name.startswith("env-")]
-        if self._waits and environments and all(child.told_end for child in environments):
+        waits_in_vain = self._waits and environments and all(child.told_end for child in environments)
+        if waits_in_vain and not self._crew.expects("env-"):
             raise environments[-1].left()
 
     def _replace(self, culprit: Watched, error: Callable[[], ProcessFailedError]) -> None:
@@ -267,3 +269,8 @@ def answers(http: httpx.Client, url: str) -> bool:
         return http.get(url).status_code == 200
     except httpx.HTTPError:
         return False  # not listening yet
+
+
+def _blame(child: Watched) -> tuple[bool, bool, bool]:
+    """Return a key by which those that failed first come first."""
+    return (child.exit_code or 0) >= 0, child.exit_code == os.EX_TEMPFAIL, child.spec.ends_run

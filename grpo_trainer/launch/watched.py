@@ -97,8 +97,8 @@ class Watched(ABC):
             self._write(line)
 
     def _write(self, text: str) -> None:
-        """Write to the log. The first error goes to `log_error`, and nothing is written after it."""
-        if self.log_error is None:
+        """Write to the log, unless it is closed. The first error goes to `log_error`; nothing is written after it."""
+        if self.log_error is None and not self._log.closed:
             try:
                 self._log.write(text)
             except OSError as error:

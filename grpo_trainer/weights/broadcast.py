@@ -86,6 +86,11 @@ class PresentWeights:
                 self._taken, self._version = self._take(), version
             return self._taken
 
+    def forget(self) -> None:
+        """Have the next call of `of` take them anew: they change, or were sent as a version that does not count."""
+        with self._lock:
+            self._taken, self._version = {}, None
+
 
 @dataclass(frozen=True)
 class Sent:
@@ -150,6 +155,7 @@ class BroadcastBridge:
                 with suppress(ServerError):  # it may have ended
                     self._server.close_weights(self._channel)
         finally:
+            self._weights.forget()
             if self._sender is not None:
                 self._sender.close()
             self._server.close()
@@ -249,7 +255,8 @@ class BroadcastBridge:
         self._send(version)
 
     def updating(self) -> AbstractContextManager[None]:
-        """Do nothing: the trainer's weights are its own until they are published."""
+        """Only note that the weights change: they are the trainer's own until they are published."""
+        self._weights.forget()
         return nullcontext()
 
     def publish(self, version: int) -> Published:

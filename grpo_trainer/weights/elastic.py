@@ -16,10 +16,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import msgspec
 
-from grpo_common.roster import SERVED_FILE, Member, Served, read_members
+from grpo_common.roster import SERVED_FILE, Member, Served, read_members, read_served
 from grpo_trainer.config.server import VllmConfig
 from grpo_trainer.errors import BridgeError, GrpoError, ServerError
 from grpo_trainer.files import replace_file
@@ -29,6 +30,8 @@ from grpo_trainer.weights.bridge import Published, WeightBridge
 from grpo_trainer.weights.multi_server import as_one, named, publish_all
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 OpenBridge = Callable[[str, VllmConfig], WeightBridge]
 """Returns the bridge to a server by the server's name and settings; it is entered later."""
@@ -119,7 +122,7 @@ class ElasticServers:
 
     def connect(self, policy_version: int) -> int:
         """Connect to all servers, and return the highest version that any of them requires to begin with."""
-        version = max(named(url, lambda b=bridge: b.connect(policy_version)) for url, bridge in self._bridges.items())
+        version = max(self._of_each(lambda bridge: bridge.connect(policy_version)))
         # A server may have restarted while it was waited for.
         boots = {member.url: member.boot for member in read_members(self._folder)}
         self._boots |= {url: boots[url] for url in self._boots if url in boots}
@@ -127,8 +130,30 @@ class ElasticServers:
 
     def prove(self) -> float | None:
         """Prove one server after the other, because a proof changes the trainer's adapter for a moment."""
-        gaps = [named(url, bridge.prove) for url, bridge in self._bridges.items()]
+        gaps = self._of_each(lambda bridge: bridge.prove())
         return None if None in gaps else max(gap for gap in gaps if gap is not None)
+
+    def _of_each(self, ask: Callable[[WeightBridge], T]) -> list[T]:
+        """Ask all bridges. If a trainer starts again, servers that fail leave as long as another one answers.
+
+        Raises:
+            BridgeError, ServerError: a server failed, and the run begins, or no server answered.
+        """
+        begins = not read_served(self._folder)
+        answers: list[T] = []
+        failed: dict[str, GrpoError] = {}
+        for url, bridge in self._bridges.items():
+            try:
+                answers.append(named(url, lambda one=bridge: ask(one)))
+            except (ServerError, BridgeError) as error:
+                if begins:
+                    raise
+                failed[url] = error
+        if not answers:
+            raise next(iter(failed.values()))
+        for url, error in failed.items():
+            self._part(url, str(error))
+        return answers
 
     @contextmanager
     def updating(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -140,6 +141,35 @@ def test_restarts_are_counted_anew_after_a_long_run(tmp_path: Path, monkeypatch:
     env = spec("env", code, str(tmp_path / "env"), may_end=True, restarts="env", after_errors=True)
     with Running(tmp_path, a_crew(1)) as running:
         running.run([[spec("trainer", waits, str(tmp_path / "env"), ends_run=True), env]])
+
+
+def test_a_server_that_is_never_ready_does_not_restart_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waiting until it is given up takes longer than the time after which restarts are counted anew."""
+    monkeypatch.setattr(crew_module, "FIRST_PAUSE_SECONDS", 0.0)
+    server: Any = SimpleNamespace(
+        spec=spec("server", SLEEPER, restarts="server", after_errors=True),
+        exit_code=None, ready=False, started=time.monotonic() - 10_000, name="server", log_path=tmp_path,
+    )  # fmt: skip
+    crew = a_crew(2, servers=tmp_path)
+    for _ in range(2):
+        assert crew.lost(server, [server]) == (server,)
+        assert crew.due() == [[server.spec]]
+    assert crew.lost(server, [server]) is None
+
+
+def test_a_process_that_has_lost_another_one_is_not_blamed(tmp_path: Path) -> None:
+    """Both have ended when the supervisor looks."""
+    names = ("trainer-1", os.EX_TEMPFAIL), ("trainer", 1)
+    ended = [spec(name, f"raise SystemExit({code})", ends_run=name == "trainer") for name, code in names]
+    with pytest.raises(ProcessFailedError) as error, Running(tmp_path, a_crew(0)) as running:
+        for one in ended:
+            running.start(one)
+        while any(child.exit_code is None for child in running.children):
+            time.sleep(0.01)
+        running.run([])
+    assert error.value.field == "trainer"
 
 
 def test_trainers_of_which_one_can_not_be_started_start_together_later(tmp_path: Path) -> None:
@@ -306,6 +336,9 @@ def test_servers_are_added_while_a_run_goes_on(tmp_path: Path) -> None:
         run.until(lambda: elsewhere in {member.url for member in read_members(run.servers)})
         assert request(run.servers, Request("drop", elsewhere)).done
         run.until(lambda: len(run.states()) == 2)
+        for url in ("http://127.0.0.1:10", elsewhere):
+            assert request(run.servers, Request("add", url)).done
+        run.until(lambda: len({member.name for member in read_members(run.servers)}) == 4)
 
     run.play(specs, script, another=another)
 

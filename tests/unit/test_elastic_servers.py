@@ -223,6 +223,26 @@ def test_a_trainer_that_starts_again_takes_the_servers_that_there_are(run: Run) 
     assert [each.url for each in config.each] == [B, C]
 
 
+def test_a_trainer_that_starts_again_goes_on_without_a_server_that_fails(run: Run) -> None:
+    with run.servers() as servers:
+        both(run, servers)
+    with run.servers() as servers:
+        run.opened[B][-1].fails = ServerError("the connection broke")
+        run.list((A, "running", 1), (B, "running", 1))
+        assert servers.connect(1) == 1 and servers.prove() == 0.01
+        assert run.opened[B][-1].said == ["in", "out"]
+        servers.publish(1)
+        assert run.opened[A][-1].said == ["in", "proved", "v1"]
+        assert in_use(run.folder) == {A: 1, B: 1}, "it may join again"
+
+
+def test_at_the_start_of_a_run_every_server_must_work(run: Run) -> None:
+    with run.servers() as servers:
+        run.opened[B][0].fails = ServerError("the connection broke")
+        with pytest.raises(ServerError):
+            servers.connect(0)
+
+
 def test_an_entry_of_a_servers_former_process_does_not_count(run: Run) -> None:
     run.list((A, "running", 2), (B, "running", 1))
     served = {A: Served(1, 5), B: Served(1, 5)}

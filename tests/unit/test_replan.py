@@ -123,6 +123,21 @@ def test_a_server_here_gets_the_gpus_that_are_named(tmp_path: Path) -> None:
     assert server is not None and (server.name, server.env["CUDA_VISIBLE_DEVICES"]) == ("server-3", "3")
 
 
+def test_the_only_server_of_a_run_keeps_its_gpu_when_another_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
+    config = a_run(tmp_path, **{"server.replicas": 1})
+    plan = partial(planned_again, on_gpu=True, machine=None)
+    again = Replanner(config, {**PORTS, "trainers": 7000}, NO_PLACES, plan, on_gpu=True)
+    with pytest.raises(ConfigError) as error:
+        again.another_server(None)
+    assert error.value.field == "--gpus"
+    server = again.another_server("6")
+    assert server is not None and server.env["CUDA_VISIBLE_DEVICES"] == "6"
+    assert again._config.server.gpus == "5;6"  # pyright: ignore[reportPrivateUsage]
+
+
 def test_the_emptiest_machine_comes_first_and_gpus_in_use_are_not_free() -> None:
     big, small = Node("big", "1", 4, 8, id="big"), Node("small", "2", 1, 2, id="small")
     places = {"server": Place(big, (0, 1)), "server-2": Place(big, (0, 1), "later"), "trainer": Place(small, (0,))}
