@@ -174,8 +174,8 @@ class Trainer:
     @property
     def routed(self) -> RoutedShape | None:
         """What the routed experts of samples must be of; None: they are not replayed."""
-        replays = self.config.loss.routing_replay == "server" and self.forward.routing is not None
-        return self.forward.routing.shape if replays else None
+        routing = self.forward.routing
+        return routing.shape if routing is not None and self.config.loss.routing_replay == "server" else None
 
     def ready(self, batch: RolloutBatch) -> ReadyBatch:
         """Make a batch ready for `step`. This uses no device, and may run in a thread during a step."""
@@ -265,7 +265,8 @@ class Trainer:
         sums = self._of_all(merge(parts)).items()
         metrics: dict[str, Metric] = {key: Mean(each.total) if isinstance(each, Sum) else each for key, each in sums}
         if self.forward.routing is not None and look is not None:
-            check_routing(metrics, self.forward.routing.shape, self.config.drift.on_drift, step)
+            shape, on_drift = self.forward.routing.shape, self.config.drift.on_drift
+            self._world.raise_together(partial(check_routing, metrics, shape, on_drift, step))
         if look is not None:
             metrics |= look(rows)
         backward_seconds = time.monotonic() - started

@@ -151,7 +151,11 @@ def server(model: Path, dtype: str, row: Row, out: Path) -> Iterator[str]:
             yield url
         finally:
             process.terminate()
-            process.wait(60)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def is_ready(url: str) -> bool:

@@ -15,6 +15,9 @@ from vllm_server.worker import EXPERTS_MARK
 
 FLAG = "--return-routed-experts"
 
+CONTEXT = ("decode_context", "prefill_context")
+"""Kinds of parallelism that spread a sequence's tokens over workers."""
+
 _ROWS = "grpo_experts"
 """Attribute of a completion's logprobs: bytes of rows, step by step."""
 
@@ -28,8 +31,12 @@ def check(config: Any, workers: Sequence[WorkerInfo]) -> None:
     parallel = config.parallel_config
     if config.speculative_config is not None:
         raise FatalError(field=FLAG, got="speculative decoding", wanted="one token a step", fix="leave one of them out")
-    if parallel.data_parallel_size * parallel.pipeline_parallel_size > 1:
-        got = f"{parallel.data_parallel_size} data-parallel, {parallel.pipeline_parallel_size} pipeline-parallel"
+    if config.kv_transfer_config is not None:
+        why = "experts of tokens whose KV cache comes from elsewhere are not recorded"
+        raise FatalError(why, field=FLAG, got="a KV connector", wanted="none", fix="leave one of them out")
+    sizes = {name: getattr(parallel, f"{name}_parallel_size", 1) for name in ("data", "pipeline", *CONTEXT)}
+    if any(size > 1 for size in sizes.values()):
+        got = ", ".join(f"{size} {name}-parallel" for name, size in sizes.items() if size > 1)
         raise FatalError(field=FLAG, got=got, wanted="1 of each", fix="use --tensor-parallel-size, or more servers")
     if workers[0].routed_experts is None:
         kind = config.model_config.hf_text_config.model_type

@@ -233,7 +233,10 @@ def _move_to_server(said: dict[str, dict[str, Any]], problems: list[Problem]) ->
 def _with_server(trainer: TrainConfig, server: ServerProcess) -> TrainConfig:
     """The trainer, which knows of the server what the run says of it."""
     known = {name: getattr(server, name) for name in ALIASES.values() if name in server.model_fields_set}
-    return trainer.model_copy(update={"vllm": trainer.vllm.model_copy(update=known)})
+    vllm = trainer.vllm.model_copy(update=known)
+    return trainer.model_copy(
+        update={"vllm": vllm, "loss": trainer.loss.for_8_bits() if vllm.in_8_bits else trainer.loss}
+    )
 
 
 def _one_for_each_trainer(config: RunConfig) -> ServerProcess:

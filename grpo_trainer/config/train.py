@@ -241,9 +241,7 @@ class TrainConfig(Section):
             return data
         if isinstance(loss, dict):
             return {**data, "loss": {"ratio_against": "trainer", **loss}}
-        if "ratio_against" in loss.model_fields_set:
-            return data
-        return {**data, "loss": loss.model_copy(update={"ratio_against": "trainer"})}
+        return {**data, "loss": loss.for_8_bits()}
 
     @model_validator(mode="before")
     @classmethod

@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TypeVar
 
-from grpo_trainer.errors import BridgeError
+from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import Sum, reduce
 from grpo_trainer.weights.bridge import Published, WeightBridge
 
@@ -81,14 +81,17 @@ class SeveralServers:
         """Ask all bridges in threads; each has its own time limits, and one that fails does not end the others."""
         asked = {url: self._senders.submit(ask, bridge) for url, bridge in self._bridges.items()}
         wait(asked.values())  # even if one fails, so that nothing is still running afterwards
-        answers, problems = [], []
+        answers: list[T] = []
+        failed: list[BridgeError | ServerError] = []
         for url, future in asked.items():
             try:
                 answers.append(named(url, future.result))
-            except BridgeError as error:
-                problems += error.problems
-        if problems:
-            raise BridgeError.of(problems)
+            except (BridgeError, ServerError) as error:
+                failed.append(error)
+        if len(failed) == 1:
+            raise failed[0]
+        if failed:
+            raise BridgeError.of([problem for error in failed for problem in error.problems])
         return answers
 
     def _of_each(self, ask: Callable[[WeightBridge], T]) -> Sequence[T]:

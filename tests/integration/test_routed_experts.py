@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -105,11 +106,11 @@ def at_the_trainer(completions: list[Completion]) -> Group:
     return to_group(wire.decode(kept.payload, wire.PackedGroup, wire.MSGPACK))
 
 
-def gaps(model: nn.Module, dtype: str, group: Group, replay: str) -> tuple[Tensor, float]:
+def gaps(model: nn.Module, dtype: Any, group: Group, replay: Any) -> tuple[Tensor, float]:
     """The trainer's logprobs minus the server's, token by token, and the share of experts that it would change."""
     config = TrainConfig(
         model=ModelConfig(name="m", dtype=dtype, logits_dtype="float32"), loss=LossConfig(routing_replay=replay)
-    )  # pyright: ignore[reportArgumentType]
+    )
     forward = build_forward(model, config)
     chosen = prepare(RolloutBatch("b", (group,)), config.loss, 128).sequences
     found, changed = [], []

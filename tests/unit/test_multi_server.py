@@ -85,6 +85,15 @@ def test_all_are_connected_to_at_the_same_time_and_each_that_fails_is_named() ->
     ]
 
 
+def test_servers_that_can_not_be_reached_are_named_beside_those_that_refuse() -> None:
+    bridges = [Bridge(), Bridge()]
+    bridges[0].fails = ServerError("the connection broke", field="POST /x")
+    bridges[1].fails = BridgeError(field="model", got="another")
+    with several(*bridges) as servers, pytest.raises(BridgeError) as refused:
+        servers.connect(0)
+    assert [each.field for each in refused.value.problems] == ["POST /x", "server http://host-1:9001: model"]
+
+
 def test_each_is_proved_and_the_largest_noise_counts() -> None:
     with several(Bridge(noise=0.01), Bridge(noise=0.03)) as servers:
         assert servers.prove() == 0.03

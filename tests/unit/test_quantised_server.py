@@ -42,6 +42,14 @@ def test_samples_of_8_bits_are_corrected_by_default(given: dict[str, Any]) -> No
     assert trainer_of(**given, is_correction="mask", is_cap=3).loss.correction == "mask"
 
 
+@pytest.mark.parametrize("given", [{"server.quantization": "fp8"}, {"server.kv_cache_dtype": "fp8"}])
+def test_the_same_in_a_run(given: dict[str, Any]) -> None:
+    options = {"model_name": "m", "weight_bridge_mode": "lora_only", **given}
+    assert build_run({}, options).trainer.loss.correction == "truncate"
+    assert build_run({}, {**options, "is_correction": "mask"}).trainer.loss.correction == "mask"
+    assert build_run({}, {**options, "ratio_against": "rollout"}).trainer.loss.correction == "none"
+
+
 def test_other_servers_are_as_ever() -> None:
     config = trainer_of()
     assert (config.loss.ratio_against, config.loss.correction) == ("rollout", "none")
@@ -98,13 +106,14 @@ def trainer() -> PeftModel:
     fill_b(model)
     for index, layer in enumerate(matrices(model)):
         layer.weight.data *= 0.5 if index % 2 else 1.0
-    model.get_base_model().lm_head.weight.data *= 2.0
+    head: Any = model.get_base_model().lm_head
+    head.weight.data *= 2.0
     return model
 
 
 def test_the_offset_is_measured_and_bounds_the_alarm(trainer: PeftModel) -> None:
     info = msgspec.structs.replace(INFO, quantization="fp8")
-    server = FakeServer(trainer, model=in_fp8(trainer))
+    server = FakeServer(trainer, model=in_fp8(trainer))  # pyright: ignore[reportArgumentType]
     noise = prove_lora(trainer, server, server.load, info).noise  # pyright: ignore[reportArgumentType]
     assert 1e-3 < noise < NOISE_LIMIT_QUANTISED  # more than rounding to 32 bits: the test shows something
     config = trainer_of(quantization="fp8")
@@ -113,7 +122,7 @@ def test_the_offset_is_measured_and_bounds_the_alarm(trainer: PeftModel) -> None
 
 
 def test_a_server_that_does_not_say_8_bits_must_be_exact(trainer: PeftModel) -> None:
-    server = FakeServer(trainer, model=in_fp8(trainer))
+    server = FakeServer(trainer, model=in_fp8(trainer))  # pyright: ignore[reportArgumentType]
     with pytest.raises(BridgeError):
         prove_lora(trainer, server, server.load, INFO)  # pyright: ignore[reportArgumentType]
 
@@ -121,7 +130,7 @@ def test_a_server_that_does_not_say_8_bits_must_be_exact(trainer: PeftModel) -> 
 def test_the_scale_of_another_tensor_is_caught(trainer: PeftModel) -> None:
     """Planted fault."""
     info = msgspec.structs.replace(INFO, quantization="fp8")
-    server = FakeServer(trainer, model=in_fp8(trainer, fault=True))
+    server = FakeServer(trainer, model=in_fp8(trainer, fault=True))  # pyright: ignore[reportArgumentType]
     with pytest.raises(BridgeError) as caught:
         prove_lora(trainer, server, server.load, info)  # pyright: ignore[reportArgumentType]
     assert caught.value.field.startswith(FAILED)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from vllm.logprobs import FlatLogprobs
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.logprobs import LogprobsProcessor
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -29,7 +30,8 @@ from vllm_server import routed_experts, sampling_masks
 from vllm_server.errors import FatalError, ServeError
 from vllm_server.protocol import WorkerInfo
 from vllm_server.protocol.routed_experts import RoutedShape, cut, joined, pack, unpack
-from vllm_server.worker.routed_experts import Record, RoutedTensors, _attach, _keep
+from vllm_server.routes import generate
+from vllm_server.worker.routed_experts import Record, RoutedTensors, _attach, _attends_to_all, _keep
 from vllm_server.worker.sampling_masks import KeptTensors, bits_of
 
 SHAPE = RoutedShape(layers=3, top_k=1, experts=8)
@@ -172,7 +174,9 @@ def test_a_lost_row_is_noticed(processor: Any) -> None:
 def test_a_server_that_records_none_does_not_start() -> None:
     parallel = SimpleNamespace(data_parallel_size=1, pipeline_parallel_size=1)
     text = SimpleNamespace(hf_text_config=SimpleNamespace(model_type="qwen2"))
-    config = SimpleNamespace(parallel_config=parallel, speculative_config=None, model_config=text)
+    config = SimpleNamespace(
+        parallel_config=parallel, speculative_config=None, kv_transfer_config=None, model_config=text
+    )
     worker = WorkerInfo(rank=0, gpu_uuid="", visible_gpus=[])
     with pytest.raises(FatalError) as caught:
         routed_experts.check(config, [worker])
@@ -182,6 +186,37 @@ def test_a_server_that_records_none_does_not_start() -> None:
     with pytest.raises(FatalError) as caught:
         routed_experts.check(config, [sound])
     assert caught.value.problems[0].wanted == "1 of each"
+    parallel.pipeline_parallel_size, parallel.decode_context_parallel_size = 1, 2
+    with pytest.raises(FatalError) as caught:
+        routed_experts.check(config, [sound])
+    assert "decode_context" in caught.value.problems[0].got
+    parallel.decode_context_parallel_size, config.kv_transfer_config = 1, SimpleNamespace()
+    with pytest.raises(FatalError) as caught:
+        routed_experts.check(config, [sound])
+    assert caught.value.problems[0].got == "a KV connector"
+
+
+def test_an_answer_that_was_aborted_has_none() -> None:
+    """One that was aborted before its first token has no rows, not even of its prompt; environments ask again."""
+    server: Any = SimpleNamespace(routed_shape=SHAPE)
+    output = SimpleNamespace(finish_reason="abort", token_ids=[], logprobs=SimpleNamespace())
+    final = SimpleNamespace(prompt_token_ids=[1, 2], outputs=[output])
+    assert generate._experts(server, final) is None  # pyright: ignore[reportPrivateUsage]
+    output.finish_reason = "stop"
+    with pytest.raises(ServeError):
+        generate._experts(server, final)  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize(("windows", "recorded"), [([None], True), ([8], False), ([None, 8], False)])
+def test_only_layers_that_keep_all_tokens_are_recorded(windows: list[int | None], recorded: bool) -> None:
+    """`windows`: of the layers of a group of KV caches."""
+    more: dict[str, Any] = {"block_size": 4, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    specs: Any = {
+        str(number): FullAttentionSpec(**more) if window is None else SlidingWindowSpec(**more, sliding_window=window)
+        for number, window in enumerate(windows)
+    }
+    spec = SimpleNamespace(kv_cache_specs=specs) if len(specs) > 1 else specs["0"]
+    assert _attends_to_all(spec) == recorded
 
 
 # ---------------------------------------------------------------- from the environment to the trainer

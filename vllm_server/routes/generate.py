@@ -131,8 +131,11 @@ def _response(server: PolicyServer, final: Any, params: Any, lease: Lease, *, ma
 
 
 def _experts(server: PolicyServer, final: Any) -> list[bytes] | None:
-    """Return the experts of each completion's tokens; None: the server does not record them."""
-    if (shape := server.routed_shape) is None:
+    """Return the experts of each completion's tokens; None: the server does not record them, or has aborted one.
+
+    A completion that was aborted before its first token has no experts, not even of its prompt.
+    """
+    if (shape := server.routed_shape) is None or any(output.finish_reason == "abort" for output in final.outputs):
         return None
     prompt = len(final.prompt_token_ids)
     return [experts_of(output.logprobs, shape, prompt + len(output.token_ids) - 1) for output in final.outputs]

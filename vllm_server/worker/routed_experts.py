@@ -124,7 +124,8 @@ def prepare_worker() -> None:
         """After the model is loaded, and before CUDA graphs are recorded."""
         initialize(self, *args, **kwargs)
         groups = self.kv_cache_config.kv_cache_groups
-        slots = self.kv_cache_config.num_blocks * groups[0].kv_cache_spec.block_size if len(groups) == 1 else 0
+        plain = len(groups) == 1 and _attends_to_all(groups[0].kv_cache_spec)
+        slots = self.kv_cache_config.num_blocks * groups[0].kv_cache_spec.block_size if plain else 0
         vars(self)[_RECORD] = bind(self.get_model(), self.max_num_tokens, slots, self.device) if slots else None
 
     def execute_and_keep(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -143,6 +144,13 @@ def prepare_worker() -> None:
     runner.execute_model, runner._sample = execute_and_keep, sample_and_attach
 
 
+def _attends_to_all(spec: Any) -> bool:
+    """Return whether the blocks of a KV cache keep all tokens; those of a sliding window are used for others again."""
+    full = seams.seam(("vllm.v1.kv_cache_interface",), "FullAttentionSpec").FullAttentionSpec
+    each = getattr(spec, "kv_cache_specs", None)  # of layers that differ in size only
+    return all(isinstance(one, full) for one in (each.values() if each is not None else [spec]))
+
+
 def bind(model: nn.Module, tokens: int, slots: int, device: torch.device) -> Record | None:
     """Have a model's routers write their choices into a record; None: it has no router that says what it chose.
 
@@ -152,7 +160,7 @@ def bind(model: nn.Module, tokens: int, slots: int, device: torch.device) -> Rec
     """
     found = seams.seam(("vllm.model_executor.layers.fused_moe.router.base_router",), "BaseRouter").BaseRouter
     layers = [module for module in model.modules() if isinstance(getattr(module, "router", None), found)]
-    routers = list({id(layer.router): layer.router for layer in layers}.values())
+    routers: list[Any] = list({id(layer.router): layer.router for layer in layers}.values())
     # A monolithic kernel chooses experts itself, and asks no router.
     hidden = any(getattr(getattr(layer, "_quant_method", None), "is_monolithic", False) for layer in layers)
     kinds = {(router.top_k, router.global_num_experts) for router in routers}

@@ -105,7 +105,12 @@ class WeightChannel:
         self.staging_bytes = sum(sizes) if staged else 0
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # kernels that are queued may still use what the buffers' memory was
-        self._receiver = receiver(request.source, headers, self._layouts, device, worker_rank)
+        try:
+            self._receiver = receiver(request.source, headers, self._layouts, device, worker_rank)
+        except BaseException:  # another transport may be tried, which counts the driver's free memory
+            self._buffers.clear()
+            _give_memory_back(device)
+            raise
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="receive weights")
         self._receiving: Future[None] | None = None
         self._version: int | None = None
@@ -179,8 +184,7 @@ class WeightChannel:
         self._receiver.close()
         self._writer.forget()
         self._buffers.clear()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # `_has_room` of the next channel counts the driver's free memory
+        _give_memory_back(self._device)  # `_has_room` of the next channel counts the driver's free memory
 
 
 class ParameterWriter:
@@ -257,6 +261,11 @@ def _least(name: str, parameter: Tensor) -> int:
     """Return how many elements of a parameter a checkpoint has: all, but for the rows that pad a vocabulary."""
     is_padded = any(part in name for part in ("embed", "lm_head", "wte")) and parameter.ndim == 2
     return parameter.numel() - (VOCABULARY_PADDING * parameter.shape[1] if is_padded else 0)
+
+
+def _give_memory_back(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _has_room(nbytes: int, device: torch.device) -> bool:

@@ -57,11 +57,16 @@ class NcclSender:
                 raise
 
     def _broadcast_all(self, communicator: Communicator, stored: Mapping[str, Tensor]) -> None:
-        """Enqueue each bucket while the one before is sent: its packing, into the same memory, and its broadcast."""
+        """Enqueue each bucket while the one before is sent: its packing, into the same memory, and its broadcast.
+
+        Packing from main memory waits for the stream without a limit, so the bucket before is waited for first.
+        """
         buckets, stream = self._buckets, self._stream
         buffer_E = torch.empty(buckets.largest, dtype=buckets.dtype, device=self._device)
-        before = None
+        before, gathered = None, next(iter(stored.values())).device.type == "cpu"
         for number in range(len(buckets)):
+            if gathered and before is not None:
+                communicator.wait(before.query)
             bucket_E = buckets.pack(number, stored, buffer_E)
             communicator.broadcast(bucket_E.data_ptr(), bucket_E.nbytes, root=0, stream=stream.cuda_stream)
             if before is not None:
