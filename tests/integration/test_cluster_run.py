@@ -27,22 +27,24 @@ def cluster() -> Iterator[Any]:
     nodes.shutdown()
 
 
-def vllm_servers() -> dict[int, dict[str, str]]:
-    """The environments of all servers on this machine by their process ids."""
+def vllm_servers(cluster: Any) -> dict[int, dict[str, str]]:
+    """The environments of the servers on the cluster's nodes, by their process ids."""
     found: dict[int, dict[str, str]] = {}
-    for process in psutil.process_iter(["cmdline"]):
-        if "vllm_server" in (process.info["cmdline"] or []):
-            found[process.pid] = process.environ()
+    for node in cluster.list_all_nodes():
+        (raylet,) = node.all_processes["raylet"]
+        for pid, line in family(raylet.process.pid).items():
+            if "-m vllm_server" in line:
+                found[pid] = psutil.Process(pid).environ()
     return found
 
 
 def test_a_run_over_two_nodes_learns_and_ends(demo_model: Path, tmp_path: Path, cluster: Any) -> None:
-    run_dir, log, others = tmp_path / "run", tmp_path / "log", vllm_servers()
+    run_dir, log = tmp_path / "run", tmp_path / "log"
     options = of_mode("lora_only", **{"max-staleness": 1, "cluster": cluster.address, "cluster-nodes": 2})
     with started(demo_model, run_dir, log, **options) as process:
         wait_for_step(run_dir, 1, process, log)
         members = family(process.pid)
-        servers = {pid: env for pid, env in vllm_servers().items() if pid not in others}
+        servers = vllm_servers(cluster)
         assert servers and not servers.keys() & members.keys(), "the server is a process of the other node's agent"
         keys = {env["VLLM_API_KEY"] for env in servers.values()}
         assert finished(process, log, 400) == 0, tail(log)
