@@ -23,7 +23,7 @@ State = Literal["starting", "running", "restarting", "waiting for a machine", "l
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A server that `grpo run` started or was told of.
+    """A server that `grpo run` started, or that `grpo servers add` named.
 
     Attributes:
         where: the machine.

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_server import seams
+from vllm_server import seams, step_logprobs
 from vllm_server.errors import FatalError, ServeError
 from vllm_server.protocol import WorkerInfo
 from vllm_server.protocol.routed_experts import RoutedShape, pack
@@ -54,23 +54,19 @@ def collect() -> None:
     Raises:
         FatalError: this vLLM processes logprobs elsewhere.
     """
-    processor = seams.seam(("vllm.v1.engine.logprobs",), "LogprobsProcessor").LogprobsProcessor
-    if not hasattr(processor, "_update_sample_logprobs"):
-        raise seams.moved("LogprobsProcessor._update_sample_logprobs")
-    update = processor._update_sample_logprobs
 
-    def update_and_collect(self: Any, lists: Any) -> None:
+    def take(processor: Any, lists: Any) -> Any:
         ids, columns = lists.logprob_token_ids, np.shape(lists.logprobs)[-1]
         if np.shape(ids)[-1] > columns and ids[0, columns] == EXPERTS_MARK:
             count = int(ids[0, columns + 1])
             end = columns + 2 + (count + 3) // 4
-            if hasattr(self.logprobs, "start_indices"):  # the flat form, which `POST /generate` asks for
+            if hasattr(processor.logprobs, "start_indices"):  # the flat form, which `POST /generate` asks for
                 rows = ids[0, columns + 2 : end].astype(np.int32).tobytes()[:count]
-                vars(self.logprobs).setdefault(_ROWS, []).append(rows)
+                vars(processor.logprobs).setdefault(_ROWS, []).append(rows)
             lists = lists._replace(logprob_token_ids=np.concatenate([ids[:, :columns], ids[:, end:]], axis=1))
-        update(self, lists)
+        return lists
 
-    processor._update_sample_logprobs = update_and_collect
+    step_logprobs.pass_through(take)
 
 
 def experts_of(logprobs: Any, shape: RoutedShape, length: int) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_server import seams
+from vllm_server import step_logprobs
 from vllm_server.errors import ServeError
 from vllm_server.protocol.sampling_masks import LONGEST
 
@@ -22,20 +22,16 @@ def collect() -> None:
     Raises:
         FatalError: this vLLM processes logprobs elsewhere.
     """
-    processor = seams.seam(("vllm.v1.engine.logprobs",), "LogprobsProcessor").LogprobsProcessor
-    if not hasattr(processor, "_update_sample_logprobs"):
-        raise seams.moved("LogprobsProcessor._update_sample_logprobs")
-    update = processor._update_sample_logprobs
 
-    def update_and_collect(self: Any, lists: Any) -> None:
+    def take(processor: Any, lists: Any) -> Any:
         ids, columns = lists.logprob_token_ids, np.shape(lists.logprobs)[-1]
         if np.shape(ids)[-1] > columns:
-            if hasattr(self.logprobs, "start_indices"):  # the flat form, which `POST /generate` asks for
-                vars(self.logprobs).setdefault(_KEPT, {})[len(self.logprobs)] = ids[0, columns:]
+            if hasattr(processor.logprobs, "start_indices"):  # the flat form, which `POST /generate` asks for
+                vars(processor.logprobs).setdefault(_KEPT, {})[len(processor.logprobs)] = ids[0, columns:]
             lists = lists._replace(logprob_token_ids=ids[:, :columns])
-        update(self, lists)
+        return lists
 
-    processor._update_sample_logprobs = update_and_collect
+    step_logprobs.pass_through(take)
 
 
 def kept_of(logprobs: Any) -> Mapping[int, NDArray[np.integer]]:

@@ -1,4 +1,4 @@
-"""Take a step's logprobs apart, which the engine's process sends in one piece (`worker/step_logprobs.py`)."""
+"""Logprobs in the server's process: the rows of a step (`worker/step_logprobs.py`) taken apart, and handed on."""
 
 from __future__ import annotations
 
@@ -36,3 +36,19 @@ def give_back(outputs: Sequence[Any]) -> None:
             for row, place in enumerate(packed.cu_num_generated_tokens):
                 outputs[place].new_logprobs = rows.slice_request(row, 1)
             return
+
+
+def pass_through(take: Callable[[Any, Any], Any]) -> None:
+    """Have vLLM's output processor pass a request's new logprobs through a function before it keeps them.
+
+    Args:
+        take: called with vLLM's LogprobsProcessor of the request and the new LogprobsLists; returns those to keep.
+
+    Raises:
+        FatalError: this vLLM processes logprobs elsewhere.
+    """
+    processor = seams.seam(("vllm.v1.engine.logprobs",), "LogprobsProcessor").LogprobsProcessor
+    if not hasattr(processor, "_update_sample_logprobs"):
+        raise seams.moved("LogprobsProcessor._update_sample_logprobs")
+    update = processor._update_sample_logprobs
+    processor._update_sample_logprobs = lambda self, lists: update(self, take(self, lists))

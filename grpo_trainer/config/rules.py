@@ -274,7 +274,7 @@ def pairs(case: Case) -> Iterator[Problem]:
         flag, also = ("--server.replicas", "") if case.run else ("--vllm-also", f": {', '.join(config.vllm.also)}")
         processes = "--trainer-gpus" if case.run else "--world-size"
         wanted = f"{case.processes}: a server for each trainer process ({processes})"
-        why = f"with {case.sharing} a trainer process is in the memory of its own server"
+        why = f"with {case.sharing} each trainer process maps the weights of one server, which no other process maps"
         yield Problem(flag, f"{case.servers} servers{also if config.vllm.also else ''}", wanted, summary=why)
     if case.processes == 1:
         return

@@ -284,7 +284,7 @@ class TrainConfig(Section):
 
     @property
     def servers_may_change(self) -> bool:
-        """Whether servers may leave and join during a run: each has weights of its own, and gets newer ones alone."""
+        """Whether servers may leave and join during a run: each server is updated alone, and shares no memory."""
         return isinstance(self.bridge, LoraOnly | Broadcast) and not self.shares_weights
 
     @property

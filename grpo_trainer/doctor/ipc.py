@@ -11,7 +11,7 @@ import subprocess
 import sys
 from typing import Any
 
-from grpo_trainer.doctor.findings import Finding, fail, ok, skip
+from grpo_trainer.doctor.findings import Finding, fail, failure, ok, skip
 
 SECONDS = 120
 ELEMENTS = 1 << 20
@@ -40,11 +40,9 @@ def check_cuda_ipc(*, on_gpu: bool, needed: bool) -> Finding:
 
 def judge(code: int, out: str, err: str) -> Finding:
     """What the two processes said."""
-    said = [line for line in out.splitlines() if line.startswith("{")]
-    if code == 0 and said and json.loads(said[-1])["ok"]:
-        return ok("CUDA IPC", "a second process read and wrote this one's memory")
-    last = (err.strip().splitlines() or [f"exit code {code}"])[-1]
-    return fail("CUDA IPC", last[:200], WANTED, FIX)
+    if (why := failure(code, out, err)) is not None:
+        return fail("CUDA IPC", why, WANTED, FIX)
+    return ok("CUDA IPC", "a second process read and wrote this one's memory")
 
 
 def give() -> bool:

@@ -1,8 +1,8 @@
 """NCCL between two GPUs, tried out, and how the GPUs are connected.
 
 `python -m grpo_trainer.doctor.nccl` broadcasts a tensor from the first GPU to a second process on the next GPU, as the
-transport `nccl` of `broadcast` and `lora_only` does, and prints a JSON object. It is a process of its own, so that the
-doctor never opens a CUDA context.
+transport `nccl` of `broadcast` and `lora_only` does, and prints a JSON object. The doctor
+starts it as a process, so that the doctor itself never opens a CUDA context.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-from grpo_trainer.doctor.findings import Finding, ok, skip, warn
+from grpo_trainer.doctor.findings import Finding, failure, ok, skip, warn
 
 SECONDS = 120
 ELEMENTS = 1 << 20
@@ -53,11 +53,9 @@ def judge(code: int, out: str, err: str, links: str) -> Finding:
     Args:
         links: how the GPUs are connected, in words.
     """
-    said = [line for line in out.splitlines() if line.startswith("{")]
-    if code == 0 and said and json.loads(said[-1])["ok"]:
-        return ok("NCCL", f"a broadcast reached a second GPU; {links}")
-    last = (err.strip().splitlines() or [f"exit code {code}"])[-1]
-    return warn("NCCL", f"{last[:200]}; {links}", WANTED, FIX)
+    if (why := failure(code, out, err)) is not None:
+        return warn("NCCL", f"{why}; {links}", WANTED, FIX)
+    return ok("NCCL", f"a broadcast reached a second GPU; {links}")
 
 
 def _links() -> str:

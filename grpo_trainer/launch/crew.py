@@ -25,7 +25,7 @@ from grpo_trainer.launch.watched import Watched
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 """Before the first restart, and before any."""
 IN_A_ROW_SECONDS = 600.0
-"""A process that was ready and has run for longer than this has its restarts counted anew."""
+"""After a process was ready and has run for longer than this, its count of restarts begins at 0 again."""
 PLACE_SECONDS = 2.0
 """Between two attempts to find a machine for a process."""
 LOOK_SECONDS = 0.5

@@ -33,6 +33,7 @@ from grpo_trainer.files import honest_file
 from grpo_trainer.model.export import own_rows
 from grpo_trainer.optim import AdamW8bit
 from grpo_trainer.optim.eight_bits import SCALE, Scaled, recoded
+from grpo_trainer.parallel.world import SaveStates, World, peers
 
 STATES_FOLDER = "optimizer_states"
 FLAT = "flat"
@@ -96,6 +97,26 @@ class Place:
 
 
 # ---------------------------------------------------------------- writing
+
+
+def save_states(
+    world: World, folder: Path, parts: Sequence[Part], optimizer: torch.optim.Optimizer, place: Place
+) -> None:
+    """Have all processes write their parts; rank 0 sends the others its order. All parts are on the disk on return.
+
+    Raises:
+        OSError: a process could not write; all processes raise it.
+    """
+    if world.leads:
+        world.give_all(SaveStates(folder))
+    failed: OSError | None = None
+    with world.working(), peers():
+        try:
+            write_states(folder, parts, optimizer, place, world.control)
+        except OSError as error:
+            failed = error
+    if failed is not None:
+        raise failed
 
 
 def write_states(

@@ -12,7 +12,6 @@ and states this takes a buffer of `BUCKET_BYTES`. Source: ZeRO stages 1 and 2 (a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,8 +25,8 @@ from torch.nn import Parameter
 
 from grpo_trainer.engine.forward import Forward
 from grpo_trainer.model.export import stored_tensors
-from grpo_trainer.parallel.shard_states import Part, Place, write_states
-from grpo_trainer.parallel.world import SaveStates, World, buckets, peers
+from grpo_trainer.parallel.shard_states import Part, Place, save_states
+from grpo_trainer.parallel.world import World, buckets, peers
 
 
 class ShardedUpdate:
@@ -139,12 +138,7 @@ class ShardedUpdate:
 
     def clip(self, limit: float) -> float:
         """Clip the gradients of the own rows by the norm of all rows of all ranks."""
-        gradients = [own.grad for own in self.parameters if own.grad is not None]
-        squares = [gradient.float().square().sum() for gradient in gradients]
-        norm = math.sqrt(sum(self._world.gather(float(sum(squares)) if squares else 0.0)))
-        if norm > limit:
-            torch._foreach_mul_(gradients, limit / (norm + 1e-6))  # pyright: ignore[reportPrivateImportUsage]
-        return norm
+        return self._world.clip(self.parameters, limit)
 
     def check(self, samples: Sequence[Tensor]) -> None:
         self._world.check_agreement(samples)
@@ -165,13 +159,4 @@ class ShardedUpdate:
         Raises:
             OSError: a process could not write; all processes raise it.
         """
-        if self._world.leads:
-            self._world.give_all(SaveStates(folder))
-        failed: OSError | None = None
-        with self._world.working(), peers():
-            try:
-                write_states(folder, self.parts, optimizer, self.place, self._world.control)
-            except OSError as error:
-                failed = error
-        if failed is not None:
-            raise failed
+        save_states(self._world, folder, self.parts, optimizer, self.place)

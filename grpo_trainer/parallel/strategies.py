@@ -13,7 +13,6 @@ of rank 0 (the bridge's proof, logged samples, a checkpoint's weights), rank 0 s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -33,10 +32,10 @@ from grpo_trainer.engine.logprobs import TokenScores
 from grpo_trainer.engine.memory import fit
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.model.export import architecture, stored_tensors
-from grpo_trainer.parallel.shard_states import Part, Place, write_states
+from grpo_trainer.parallel.shard_states import Part, Place, save_states
 from grpo_trainer.parallel.sharded_update import ShardedUpdate
 from grpo_trainer.parallel.shards import with_rest
-from grpo_trainer.parallel.world import Collect, Command, ModelPass, SaveStates, Score, World, peers
+from grpo_trainer.parallel.world import Collect, Command, ModelPass, Score, World
 
 METHOD = "grpo_scores"
 """A sharded model's method for `Forward.scores`, registered with FSDP2 so that weights are gathered for it too."""
@@ -189,12 +188,7 @@ class Shards:
             part.whole.grad = None
 
     def clip(self, limit: float) -> float:
-        gradients = [own.grad for own in self.parameters if own.grad is not None]
-        squares = [gradient.float().square().sum() for gradient in gradients]
-        norm = math.sqrt(sum(self._world.gather(float(sum(squares)) if squares else 0.0)))
-        if norm > limit:
-            torch._foreach_mul_(gradients, limit / (norm + 1e-6))  # pyright: ignore[reportPrivateImportUsage]
-        return norm
+        return self._world.clip(self.parameters, limit)
 
     def share_update(self) -> None:
         """Do nothing: each process writes its own shard."""
@@ -254,14 +248,7 @@ class Shards:
         Raises:
             OSError: a process could not write; all processes raise it.
         """
-        failed: OSError | None = None
-        with self._together(lambda: SaveStates(folder)), peers():
-            try:
-                write_states(folder, self.parts, optimizer, self.place, self._world.control)
-            except OSError as error:
-                failed = error
-        if failed is not None:
-            raise failed
+        save_states(self._world, folder, self.parts, optimizer, self.place)
 
     def follow(self, order: ModelPass | Score) -> None:
         """Take part in a pass that rank 0 has announced."""

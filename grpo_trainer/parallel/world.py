@@ -14,6 +14,7 @@ do the same arithmetic on the same numbers. Each step checks that replicas still
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -251,6 +252,15 @@ class World:
             torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
                 bucket, [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)]
             )
+
+    def clip(self, parameters: Sequence[torch.nn.Parameter], limit: float) -> float:
+        """Clip gradients of which each rank has a part, by the norm of all parts; return that norm."""
+        gradients = [own.grad for own in parameters if own.grad is not None]
+        squares = [gradient.float().square().sum() for gradient in gradients]
+        norm = math.sqrt(sum(self.gather(float(sum(squares)) if squares else 0.0)))
+        if norm > limit:
+            torch._foreach_mul_(gradients, limit / (norm + 1e-6))  # pyright: ignore[reportPrivateImportUsage]
+        return norm
 
     def fill_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Give a parameter that has a gradient on some ranks only a gradient of zeros on the others."""

@@ -87,7 +87,7 @@ class PresentWeights:
             return self._taken
 
     def forget(self) -> None:
-        """Have the next call of `of` take them anew: they change, or were sent as a version that does not count."""
+        """Drop the kept weights: they change, or the version that they were sent as was given up."""
         with self._lock:
             self._taken, self._version = {}, None
 

@@ -254,7 +254,7 @@ class ElasticServers:
                     wanted=f"at most {version}",
                     fix="continue with --resume auto, which goes on with a higher version",
                 ) from None
-            # The attempt may have counted as a version of its own.
+            # `connect` may have sent weights as version `wanted`, so only a later version is new to the server.
             self._wait_for(member, f"it has served version {ahead.wanted - 1} before", version=ahead.wanted + 1)
         except ServerError as error:
             self._wait_for(member, str(error))

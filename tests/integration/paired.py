@@ -1,6 +1,6 @@
 """`python -m tests.integration.paired RANK FOLDER MODEL MEETING_PORT SERVER_PORTS [KEY=VALUE …]`: a trainer process.
 
-There are as many as servers, each on the weights of its own. Rank 0 leads them through a few steps.
+Each trainer process shares the weights of one server. Rank 0 leads them through a few steps.
 
 Each process writes `FOLDER/rankRANK.pt`: what it saw. `fault=WHAT` plants a fault into rank 1.
 """

@@ -23,7 +23,7 @@ KILLS = int(os.environ.get("GRPO_KILLS", "6"))
 
 
 def options(mode: str, steps: int, **others: Any) -> dict[str, Any]:
-    """Steps of four groups of eight, in about two seconds each until they are told to hurry."""
+    """A step has four groups of eight. It takes about two seconds until the test lets the run go faster."""
     paced = {"env": "tests.integration.paced_environment", "env--group-size": 8, "checkpoint-interval": 5}
     return of_mode(mode, **{"training-steps": steps, "server.replicas": 2, **paced, **others})
 

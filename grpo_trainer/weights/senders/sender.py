@@ -38,7 +38,7 @@ class WeightSender(Protocol):
     """One way to one server.
 
     Attributes:
-        source: what the server is told: where the weights come from.
+        source: where the server takes the weights from.
         is_ahead: whether a version is complete before the server is asked to take it; else it is sent meanwhile.
     """
 
