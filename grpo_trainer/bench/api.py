@@ -32,7 +32,7 @@ import psutil
 from pydantic import model_validator
 
 from environments.api import wire
-from grpo_trainer.bench.devices import listener
+from grpo_common.ports import listener
 from grpo_trainer.bench.figures import quantile_ms
 from grpo_trainer.bench.pollers import poll
 from grpo_trainer.config.options import Section, option
