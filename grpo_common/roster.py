@@ -26,6 +26,7 @@ class Member(msgspec.Struct, frozen=True):
     """A server that `grpo run` started, or that `grpo servers add` named.
 
     Attributes:
+        url: empty while it waits for a machine.
         where: the machine.
         boot: how often it was started.
     """

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from grpo_common.errors import Problem
 
@@ -45,3 +46,19 @@ def unshareable(options: Mapping[str, object]) -> Iterator[Problem]:
         value = options.get(name, only)
         if value != only and str(value) != str(only):
             yield Problem(name, str(value), f"{'none' if only is None else only}, since {why}", fix)
+
+
+def indivisible(config: Mapping[str, Any], workers: int) -> Iterator[Problem]:
+    """Yield a problem for each size of a model that tensor parallel over `workers` can't divide for sharing.
+
+    vLLM repeats heads of keys and values if it has more workers than heads. Then a weight has several places.
+
+    Args:
+        config: the model's configuration, or that of its text part.
+    """
+    heads = config.get("num_attention_heads")
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": config.get("num_key_value_heads") or heads}
+    for name, size in {**sizes, "intermediate_size": config.get("intermediate_size")}.items():
+        if isinstance(size, int) and size % workers:
+            wanted, why = f"a multiple of {workers}", "each worker holds an equal part of each layer"
+            yield Problem(name, str(size), wanted, "choose another --server.tensor-parallel-size", why)

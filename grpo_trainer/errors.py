@@ -67,6 +67,12 @@ class TrainingError(GrpoError, RuntimeError):
     """Training can't go on: too many bad steps in a row, or no data."""
 
 
+class PeerGoneError(TrainingError):
+    """Another process of this trainer has ended. A supervisor may start all of them again."""
+
+    exit_code = os.EX_TEMPFAIL
+
+
 class CommonError(GrpoError):
     """An error that all processes raise at the same place and for the same reason, so they remain in step."""
 

@@ -11,9 +11,11 @@ import torch
 from grpo_trainer.config.rules import Hardware, checked
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import CommonError
-from grpo_trainer.parallel.strategies import Shards
+from grpo_trainer.parallel.common_passes import CommonPasses
+from grpo_trainer.parallel.tensor_parallel import TensorShards
 from grpo_trainer.parallel.world import (
     Collect,
+    CollectStates,
     Command,
     End,
     ModelPass,
@@ -94,11 +96,14 @@ def _carry_out(order: Command, trainer: Trainer, checkpoints: Checkpoints | None
             assert checkpoints is not None
             checkpoints.load(path)
         case ModelPass() | Score():
-            assert isinstance(shards, Shards)
+            assert isinstance(shards, CommonPasses)
             shards.follow(order)
         case Collect():
             assert shards is not None
             shards.tensors()
+        case CollectStates():
+            assert isinstance(shards, TensorShards)
+            shards.states(trainer.optimizer)
         case SaveStates(folder):
             assert checkpoints is not None
             try:

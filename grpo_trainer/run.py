@@ -27,7 +27,7 @@ from grpo_trainer.doctor.planned_cache import planned_cache
 from grpo_trainer.errors import FolderGoneError, ProcessFailedError, StoppedError, from_os_error
 from grpo_trainer.files import METRICS_FILE, HeldFolder, held_folder, refuse_to_mix_runs, replace_file
 from grpo_trainer.launch.child import Child
-from grpo_trainer.launch.crew import Crew, started_again
+from grpo_trainer.launch.crew import Crew
 from grpo_trainer.launch.keys import with_key
 from grpo_trainer.launch.places import LOOPBACK, NO_PLACES, Places, place_run
 from grpo_trainer.launch.plan import RunPlan, plan_run
@@ -179,8 +179,7 @@ def supervise(
         has_begun=lambda: watch.is_over,
         has_checkpoint=lambda: _saved(config),
         servers=config.roster,
-        placed=replanner.placed if replanner else started_again,
-        another=replanner.another_server if replanner else lambda gpus: None,
+        planner=replanner,
         say=view.say,
     )
 

@@ -84,8 +84,8 @@ def change(run_dir: Path, wanted: Request) -> str:
         ConfigError: the run is over, or the server's URL has another form.
         ServerError: it refused, or did not answer.
     """
-    if wanted.url is not None and not URL.fullmatch(wanted.url):
-        raise ConfigError(field="URL", got=wanted.url, wanted="http://HOST:PORT")
+    if wanted.action == "add" and wanted.server is not None and not URL.fullmatch(wanted.server):
+        raise ConfigError(field="URL", got=wanted.server, wanted="http://HOST:PORT")
     rows(run_dir)
     if not is_held(run_dir / LOCK_FILE):
         raise ConfigError("the run is over", field="RUN_DIR", got=run_dir, wanted="a running grpo run")
@@ -145,7 +145,7 @@ def add_server(
 
 @app.command("drop")
 def drop_server(
-    url: Annotated[str, typer.Argument(help="The server, http://HOST:PORT.")], run_dir: RunDir = LATEST
+    server: Annotated[str, typer.Argument(help="Its name, or http://HOST:PORT.")], run_dir: RunDir = LATEST
 ) -> None:
     """Take a server out of the run: its requests are asked again elsewhere, and a server of the run ends."""
-    typer.echo(change(run_dir, Request("drop", url)))
+    typer.echo(change(run_dir, Request("drop", server)))

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
-from grpo_trainer.errors import DriftError, GrpoError, HungError, StoppedError
+from grpo_trainer.errors import DriftError, GrpoError, HungError, PeerGoneError, StoppedError
 from grpo_trainer.feed import BatchFeed
-from grpo_trainer.parallel.world import PeerGoneError, World
+from grpo_trainer.parallel.world import World
 from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.saving.manifest import Progress
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +45,8 @@ from grpo_trainer.rollouts.types import RolloutBatch
 from vllm_server.protocol.routed_experts import RoutedShape
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CLEAN_PASSES = 2
 """If the adapter has dropout, this many passes of a step are repeated without it, for the drift alarm."""
@@ -168,7 +171,7 @@ class Trainer:
         """Upper bound of the model's token ids; None: unknown before the first logits."""
         head, config = self.forward.head, getattr(self.model, "config", None)
         if head is not None:
-            return head.weight.shape[0]
+            return head.out_features
         return None if config is None else config.get_text_config().vocab_size
 
     @property
@@ -180,7 +183,8 @@ class Trainer:
     def ready(self, batch: RolloutBatch) -> ReadyBatch:
         """Make a batch ready for `step`. This uses no device, and may run in a thread during a step."""
         form = {"packed": self.forward.packed, "shared": self.forward.shared}
-        return ready(batch, self.config, processes=self._world.size, **form)
+        processes, same_batch = self._world.size, self.holding.same_batch
+        return ready(batch, self.config, processes=processes, same_batch=same_batch, **form)
 
     def step(
         self,
@@ -284,7 +288,7 @@ class Trainer:
         self, step: int, version: int | None, sequences: Sequence[TrainingSequence], rows: Sequence[Tensor]
     ) -> Metrics:
         """Check the gap between the trainer's and the samples' logprobs on all ranks, and return its metrics."""
-        gaps = [gap for of_rank in self._world.gather(sample_gaps(rows)) for gap in of_rank]
+        gaps = [gap for of_rank in self._of_ranks(sample_gaps(rows)) for gap in of_rank]
         self._world.raise_together(partial(self._alarmed, step, gaps, version, sequences))
         return gap_metrics(gaps, version)
 
@@ -300,7 +304,12 @@ class Trainer:
         """Return the merged metrics of all processes, sent as plain numbers."""
         if self._world.alone:
             return own
-        return merge(self._world.gather({key: metric.numbers() for key, metric in own.items()}))
+        return merge(self._of_ranks({key: metric.numbers() for key, metric in own.items()}))
+
+    def _of_ranks(self, own: T) -> list[T]:
+        """Return what the ranks found in their shares of the batch, or what rank 0 found if all have the same batch."""
+        found = self._world.gather(own)
+        return found[:1] if self.holding.same_batch else found
 
     def _accumulate(self, one: Pass, counts: BatchCounts, scale: float, rows: list[Tensor]) -> Metrics:
         """Run forward and backward of one microbatch, and accumulate gradients times `scale` in the parameters.

@@ -53,20 +53,28 @@ class ReadyBatch:
 
 
 def ready(
-    batch: RolloutBatch, config: TrainConfig, *, packed: bool = False, shared: bool = False, processes: int = 1
+    batch: RolloutBatch,
+    config: TrainConfig,
+    *,
+    packed: bool = False,
+    shared: bool = False,
+    processes: int = 1,
+    same_batch: bool = False,
 ) -> ReadyBatch:
     """Turn scored groups into tensors in main memory: `prepare`, `deal` to the processes, `split`.
 
     Args:
         packed, shared: see `microbatches.split`.
+        same_batch: all processes train on the whole batch.
     """
     drop = config.compute.overlong == "drop"
     prepared = prepare(batch, config.loss, config.model.seq_len, drop_overlong=drop)
     budget = config.compute.max_tokens_per_microbatch
     own, *others = (
         tuple(split(share, config.batch_size, max_tokens=budget, packed=packed, shared=shared))
-        for share in deal(prepared.sequences, processes, shared=shared)
+        for share in deal(prepared.sequences, 1 if same_batch else processes, shared=shared)
     )
+    others = [own] * (processes - 1) if same_batch else others
     return replace(prepared, microbatches=own, others=tuple(others))
 
 

@@ -57,6 +57,13 @@ class TokenMasks:
         """The same with its tensors elsewhere."""
         return replace(self, masked_C=move(self.masked_C), rows_M=move(self.rows_M), ids_M=move(self.ids_M))
 
+    def within(self, own: range) -> TokenMasks:
+        """Return the masks for the logits of the tokens `own` alone."""
+        inside_M = (self.ids_M >= own.start) & (self.ids_M < own.stop)
+        before = np.concatenate([[0], np.cumsum(inside_M.cpu().numpy())])
+        ids_M = self.ids_M[inside_M] - own.start
+        return replace(self, rows_M=self.rows_M[inside_M], ids_M=ids_M, ends_M=before[self.ends_M])
+
     def keep_only_(self, logits_nV: Tensor, own: slice) -> Tensor:
         """Set the logits of left-out tokens to `LEFT_OUT`, in place, and return the tensor.
 

@@ -26,7 +26,7 @@ class DistributedConfig(Section):
     )
     sharding: Literal["auto", "none", "full"] = option(
         "auto",
-        help="none: each process holds all weights, gradients and optimizer states; full: a shard of them (FSDP2); "
+        help="What each process holds of weights, gradients and optimizer states. none: all; full: a shard (FSDP2); "
         "auto: full in the modes none and broadcast, except with adafactor or a reference model; in shared_vllm the "
         "optimizer states alone are sharded.",
     )

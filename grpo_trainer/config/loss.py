@@ -59,12 +59,13 @@ class LossConfig(Section):
     is_level: Literal["token", "sequence"] = option(
         "token", help="Compute the weight of --is-correction for each token, or for each whole sequence."
     )
-    is_cap: float = option(2.0, help="Largest weight; mask keeps weights from 1/cap to cap.", gt=1)
+    is_cap: float = option(
+        2.0, help="Largest weight of a token or sequence; with mask, a weight outside 1/cap to cap becomes 0.", gt=1
+    )
     routing_replay: Literal["off", "server", "own"] = option(
         "off",
-        help="Mixture of experts: server: forward and backward pass use the experts that the server chose for each "
-        "token. own: they use those of a first pass of the trainer, which must change nothing. off: the model chooses "
-        "in each pass.",
+        help="Experts of a mixture in both passes. server: those that the server chose for each token. own: those of "
+        "a first pass of the trainer, a check that must change nothing. off: the model chooses in each pass.",
     )
     updates_per_batch: int = option(1, help="Optimizer steps on each batch; each one uses the whole batch.", ge=1)
     kl_beta: float = option(0.0, help="Weight of the KL divergence from the reference model; 0: none.", ge=0)

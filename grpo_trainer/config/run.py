@@ -93,8 +93,8 @@ class RunOptions(Section):
     cluster_nodes: int = option(1, help="Wait until the cluster has this many machines.", ge=1)
     max_restarts: int = option(
         3,
-        help="After the first trained step, restart a process that ends unexpectedly, up to this many times in a row; "
-        "the trainer from its last checkpoint. Servers only with lora_only and broadcast. 0: the run ends.",
+        help="Restarts in a row of a process that ends unexpectedly after the first trained step; 0: the run ends. A "
+        "trainer continues from its last checkpoint. Servers restart with lora_only and broadcast only.",
         ge=0,
     )
 

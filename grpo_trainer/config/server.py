@@ -85,7 +85,7 @@ class VllmConfig(ServedOptions):
     gpus: str | None = option(
         None,
         help="CUDA_VISIBLE_DEVICES of each server that this command starts, separated by semicolons, such as 0;1 "
-        "(default: as here).",
+        "(default: inherited).",
         flags=("--vllm-gpus",),
     )
     api_key: Annotated[str | None, from_variable(KEY_VARIABLE)] = option(
@@ -97,38 +97,38 @@ class VllmConfig(ServedOptions):
         600.0, help="Seconds to wait for the inference server to be ready.", flags=("--vllm-timeout",), gt=0
     )
     max_model_len: int | None = option(
-        None, help="Longest sequence served, where this command starts vLLM (default: --seq-len).", gt=0
+        None, help="Longest sequence served, if this command starts vLLM (default: --seq-len).", gt=0
     )
     gpu_memory_utilization: float = option(
-        DEFAULT_GPU_SHARE, help="Share of the GPU's memory for vLLM, where this command starts it.", gt=0, le=1
+        DEFAULT_GPU_SHARE, help="Share of the GPU's memory for vLLM, if this command starts it.", gt=0, le=1
     )
     dtype: ServedDtype = option(
         "auto",
-        help="Weights and activations of vLLM, where this command starts it; auto: --dtype.",
+        help="Weights and activations of vLLM, if this command starts it; auto: --dtype.",
         flags=("--vllm-dtype",),
     )
     enforce_eager: bool = option(
         False,
-        help="Disable CUDA graphs, where this command starts vLLM; generation is several times slower.",
+        help="Disable CUDA graphs, if this command starts vLLM; generation is several times slower.",
         flags=("--vllm-enforce-eager",),
     )
-    tensor_parallel_size: int = option(1, help="Tensor parallel size of vLLM, where this command starts it.", ge=1)
-    pipeline_parallel_size: int = option(1, help="Pipeline parallel size of vLLM, where this command starts it.", ge=1)
-    data_parallel_size: int = option(1, help="Data parallel size of vLLM, where this command starts it.", ge=1)
+    tensor_parallel_size: int = option(1, help="Tensor parallel size of vLLM, if this command starts it.", ge=1)
+    pipeline_parallel_size: int = option(1, help="Pipeline parallel size of vLLM, if this command starts it.", ge=1)
+    data_parallel_size: int = option(1, help="Data parallel size of vLLM, if this command starts it.", ge=1)
     quantization: Quantization = option(
         "none",
-        help="fp8: where this command starts the server, it quantises its base model to 8 bits as it loads it; "
-        "adapters keep 16. Not with shared_vllm, --share-base or broadcast.",
+        help="fp8: if this command starts the server, the base model is quantised to 8 bits; adapters stay in "
+        "16 bits. Not with shared_vllm, --share-base or broadcast.",
         flags=("--vllm-quantization", "--quantization"),
     )
     kv_cache_dtype: KvCacheDtype = option(
         "auto",
-        help="fp8: the server's KV cache in 8 bits, for twice the tokens, where this command starts it.",
+        help="fp8: the server's KV cache in 8 bits, for twice the tokens, if this command starts it.",
         flags=("--vllm-kv-cache-dtype", "--kv-cache-dtype"),
     )
     extra_args: Arguments = option(
         (),
-        help="More arguments for `grpo serve`, comma-separated, where this command starts it.",
+        help="More arguments for `grpo serve`, comma-separated, if this command starts it.",
         flags=("--vllm-extra-args",),
     )
 
@@ -184,7 +184,8 @@ class ServerProcess(ServedOptions):
     )
     gpus: str | None = option(
         None,
-        help="CUDA_VISIBLE_DEVICES of each server, separated by ;, such as 0;1 (required for several servers on GPUs).",
+        help="CUDA_VISIBLE_DEVICES of each server, separated by ;, such as 0;1 (required for several servers on "
+        "GPUs; refused with --cluster).",
     )
     dtype: ServedDtype = option("auto", help="Weights and activations; auto: as the trainer's --dtype.")
     max_model_len: int | None = option(None, help="Longest sequence served (default: the trainer's --seq-len).", gt=0)
@@ -197,7 +198,7 @@ class ServerProcess(ServedOptions):
     data_parallel_size: int = option(1, help="Data parallel size: replicas of the model, each on other GPUs.", ge=1)
     quantization: Quantization = option(
         "none",
-        help="fp8: quantise the base model to 8 bits as it is loaded; adapters keep 16. Needs a GPU; not with "
+        help="fp8: quantise the base model to 8 bits as it is loaded; adapters stay in 16 bits. Needs a GPU; not with "
         "shared_vllm, --share-base or broadcast.",
     )
     kv_cache_dtype: KvCacheDtype = option("auto", help="fp8: KV cache in 8 bits, for twice the tokens.")

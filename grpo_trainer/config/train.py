@@ -45,16 +45,16 @@ class ModelConfig(Section):
     )
     logits_dtype: Literal["auto", "float32", "model"] = option(
         "auto",
-        help="float32: neither the trainer nor a server that it starts rounds logits to 16 bits (other servers"
-        " have the same flag). model: as --dtype. auto: float32 on a GPU.",
+        help="float32: trainer, and a server that it starts, keep logits in fp32 (grpo serve has the same flag). "
+        "model: the dtype of --dtype. auto: float32 on a GPU.",
     )
     device: str = option("auto", help="cuda, cuda:1, cpu; auto: the first visible GPU, else the CPU.")
     load_in_4bit: bool = option(
         False,
-        help="QLoRA: hold the frozen base model in 4 bits (bitsandbytes nf4); the server's copy stays in 16 or 32.",
+        help="QLoRA: hold the frozen base model in 4 bits (bitsandbytes nf4); the server's copy has 16 or 32 bits.",
     )
     attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", help="Attention implementation.")
-    seq_len: int = option(2048, help="Longest sequence trained on, in tokens; longer ones are truncated.", gt=1)
+    seq_len: int = option(2048, help="Longest sequence trained on, in tokens; longer ones: see --overlong.", gt=1)
     gradient_checkpointing: bool | None = option(
         None,
         help="Recompute activations in the backward pass to save memory (default: auto, in as few layers as the GPU's "
@@ -76,7 +76,7 @@ class RolloutConfig(Section):
     )
     lease_seconds: float = option(
         600.0,
-        help="Lease duration of a batch in seconds, renewed automatically. /status shows leases that were not renewed.",
+        help="Seconds for which the rollout API holds a batch for this trainer, which renews this lease.",
         gt=0,
     )
     rollout_timeout: float = option(1800.0, help="Exit when no batch has come for this many seconds; 0: never.", ge=0)
@@ -87,12 +87,11 @@ class RolloutConfig(Section):
     )
     on_stale: Literal["drop", "downweight"] = option(
         "drop",
-        help="What to do with groups beyond --max-staleness: drop them, or multiply their loss by 1 / (1 + versions "
-        "too many).",
+        help="Groups that are N versions beyond --max-staleness: drop them, or multiply their loss by 1 / (1 + N).",
     )
     eval_every: int = option(
         0,
-        help="Evaluate on held-out prompts every N steps; an environment's own --env.steps_per_eval comes first.",
+        help="Evaluate on held-out prompts every N steps; --env.steps_per_eval overrides this.",
         ge=0,
     )
     prefetch: bool = option(
@@ -111,7 +110,7 @@ class OptimizerConfig(Section):
     """Optimizer."""
 
     optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = option(
-        "adamw", help="adamw: fp32 states; adamw_8bit: its states in 8 bits; adafactor: next to no states."
+        "adamw", help="adamw: states in fp32; adamw_8bit: in 8 bits; adafactor: factored, the smallest."
     )
     lr: float = option(
         ADAPTER_LR,
@@ -130,8 +129,8 @@ class OptimizerConfig(Section):
     max_grad_norm: float = option(1.0, help="Clip the gradient's norm; 0: off.", ge=0)
     max_bad_steps: int = option(
         5,
-        help="Exit after this many bad steps in a row. A step is bad, and skipped, if its loss or gradient is "
-        "not finite or explodes.",
+        help="Exit after this many bad steps in a row. A bad step has a loss or gradient that is not finite, or "
+        "a spike (--grad-spike-factor), and is skipped.",
         ge=1,
     )
     grad_spike_factor: float = option(
@@ -155,7 +154,7 @@ class DriftConfig(Section):
 
     drift_limit: float | None = option(
         None,
-        help="Largest mean |trainer - server| logprob of fresh samples, in nats a token; 0: off (default: from"
+        help="Limit of the mean |trainer's - server's logprob| of fresh samples, in nats a token; 0: off (default: from"
         " the noise that the proof measures).",
         ge=0,
     )
@@ -197,8 +196,8 @@ class TrainConfig(Section):
     )
     step_timeout: float = option(
         3600.0,
-        help="A step that takes longer counts as hung, in seconds: the trainer logs the stacks, saves if "
-        "possible and exits. 0: no limit.",
+        help="Seconds after which a step counts as hung: the trainer logs the stacks, saves if possible and "
+        "exits. 0: no limit.",
         ge=0,
     )
     model: ModelConfig

@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 from grpo_trainer.doctor.findings import Finding, fail, ok, skip, warn
+from grpo_trainer.doctor.gpu_links import links_in_words
 
 SECONDS = 120
 ELEMENTS = 1 << 20
@@ -36,13 +37,17 @@ def check_cuda_ipc(*, on_gpu: bool, needed: bool) -> Finding:
 
 
 def check_nccl(*, gpus: int) -> Finding:
-    """Try a broadcast between the first two visible GPUs. A failure is a warning, because slower transports remain."""
+    """Try a broadcast between the first two visible GPUs, and say how all are connected.
+
+    A failure is a warning, because slower transports remain.
+    """
     if gpus < 2:
         return skip("NCCL", "fewer than two GPUs")
-    if (why := tried("nccl")) is None:
-        return ok("NCCL", "a broadcast reached a second GPU")
+    why, links = tried("nccl"), links_in_words()
+    if why is None:
+        return ok("NCCL", f"a broadcast reached a second GPU; {links}")
     fix = "set NCCL_DEBUG=INFO to see why; until then use --broadcast-transport gloo or --lora-transport memory"
-    return warn("NCCL", why, "a broadcast from the first GPU to the second", fix)
+    return warn("NCCL", f"{why}; {links}", "a broadcast from the first GPU to the second", fix)
 
 
 def tried(what: str) -> str | None:

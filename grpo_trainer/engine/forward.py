@@ -28,7 +28,7 @@ from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine import attention
 from grpo_trainer.engine.activations import Recomputation, known_layers
 from grpo_trainer.engine.compiled import CompiledLayers
-from grpo_trainer.engine.head import ExactHead, HeadPlan, head_scores
+from grpo_trainer.engine.head import ExactHead, HeadPlan, ShardedHead, head_scores
 from grpo_trainer.engine.logprobs import TokenScores, token_scores
 from grpo_trainer.engine.routing import Routing
 from grpo_trainer.errors import ConfigError, TrainingError
@@ -121,7 +121,7 @@ class Forward:
     def _scores(self, microbatch: MicroBatch, entropy_gradient: bool) -> TokenScores:
         if self.decoder is None or self.head is None:
             return self._from_logits(microbatch, entropy_gradient)
-        check_teacher(microbatch.teacher_ids_NK, self.head.weight.shape[0])
+        check_teacher(microbatch.teacher_ids_NK, self.head.out_features)
         more: dict[str, Any] = {} if microbatch.packed is None else attention.arguments(microbatch.packed)
         hidden_BTH = self.decoder(input_ids=microbatch.tokens_BT, use_cache=False, **more).last_hidden_state
         return head_scores(
@@ -195,9 +195,11 @@ def build_forward(model: nn.Module, config: TrainConfig) -> Forward:
             if asked == "on":
                 raise ConfigError(why, field=f"--{option}", got="on", fix="leave it out")
         return Forward(model, None, None, HeadPlan(torch.float32, torch.float32), packed=False, routing=routing)
-    own = parts.head.weight.dtype
-    dtype = computes if own == torch.float32 else own
-    plan = HeadPlan(dtype, torch.float32 if exact else dtype, distills=config.loss.distill_coef > 0)
+    stored = parts.head.weight.dtype
+    dtype = computes if stored == torch.float32 else stored
+    own = parts.head.own if isinstance(parts.head, ShardedHead) else None
+    logits_dtype = torch.float32 if exact else dtype
+    plan = HeadPlan(dtype, logits_dtype, distills=config.loss.distill_coef > 0, own=own)
     packed = _packs(parts, config.compute.packing, config.model.seq_len, plan.dtype, device)
     shared = _shares(parts, config.compute.share_prompts, packed)
     return Forward(model, parts.decoder, parts.head, plan, packed=packed, shared=shared, routing=routing)
@@ -206,14 +208,14 @@ def build_forward(model: nn.Module, config: TrainConfig) -> Forward:
 def _keep_logits_exact(whole: PreTrainedModel) -> None:
     """Make the model's own logits fp32, as the server's are; proofs use them, and so does the slow path."""
     head = _plain_head(whole)
-    if head is not None:
+    if head is not None and not isinstance(head, ShardedHead):
         head.__class__ = ExactHead
 
 
 def _plain_head(whole: PreTrainedModel) -> nn.Linear | None:
     """Return the layer that turns hidden states into logits, if it is a plain linear layer."""
     head = whole.get_output_embeddings()
-    return head if isinstance(head, nn.Linear) and type(head) in (nn.Linear, ExactHead) else None
+    return head if isinstance(head, nn.Linear) and type(head) in (nn.Linear, ExactHead, ShardedHead) else None
 
 
 def _parts_of(whole: nn.Module, computes: torch.dtype) -> tuple[Parts | None, str]:
@@ -229,11 +231,11 @@ def _parts_of(whole: nn.Module, computes: torch.dtype) -> tuple[Parts | None, st
         return None, f"{type(whole).__name__} has no plain linear head"
     if getattr(whole.config.get_text_config(), "final_logit_softcapping", None):
         return None, f"{type(whole).__name__} caps its logits"
-    tokens_BT = _probe_tokens(head.weight)[None]
+    tokens_BT = _probe_tokens(head)[None]
     with torch.no_grad(), evaluating(whole):
         logits_BTV = whole(input_ids=tokens_BT, use_cache=False).logits
         hidden_BTH = decoder(input_ids=tokens_BT, use_cache=False).last_hidden_state
-        ours_BTV = nn.functional.linear(hidden_BTH.to(head.weight.dtype), head.weight, head.bias)
+        ours_BTV = head(hidden_BTH.to(head.weight.dtype))
     rounding = max(TOLERANCE[dtype] for dtype in (logits_BTV.dtype, head.weight.dtype, computes))
     if not _distance(ours_BTV, logits_BTV) <= rounding:
         return None, f"{type(whole).__name__} {MORE_THAN_HEAD}"
@@ -296,7 +298,7 @@ def _why_not_packed(parts: Parts, seq_len: int, dtype: torch.dtype, device: torc
 
 def _keeps_sequences_apart(parts: Parts) -> bool:
     """Return whether two packed sequences give the same hidden states as each does alone."""
-    tokens_T = _probe_tokens(parts.head.weight)
+    tokens_T = _probe_tokens(parts.head)
     cut = len(tokens_T) // 3
     packed = layout([cut, len(tokens_T) - cut]).to(tokens_T.device)
     with torch.no_grad(), evaluating(parts.whole):
@@ -308,7 +310,7 @@ def _keeps_sequences_apart(parts: Parts) -> bool:
 
 def _lets_prompts_be_shared(parts: Parts) -> bool:
     """Return whether two sequences with a shared prompt give the same hidden states as each does alone."""
-    tokens = _probe_tokens(parts.head.weight)
+    tokens = _probe_tokens(parts.head)
     third = len(tokens) // 3
     prompt, *ends = tokens[:third], tokens[third : 2 * third], tokens[2 * third :]
     wholes = [torch.cat([prompt, end]) for end in ends]
@@ -353,9 +355,9 @@ PROBE = 12
 """Tokens of a trial pass."""
 
 
-def _probe_tokens(weight_VH: Tensor) -> Tensor:
+def _probe_tokens(head: nn.Linear) -> Tensor:
     """Return some tokens, spread over the vocabulary."""
-    return torch.linspace(0, len(weight_VH) - 1, PROBE, device=weight_VH.device).long()
+    return torch.linspace(0, head.out_features - 1, PROBE, device=head.weight.device).long()
 
 
 def _distance(got: Tensor, wanted: Tensor) -> float:

@@ -8,6 +8,9 @@ server does the same (`vllm_server.worker.logits`; MiniMax-M1, arXiv:2506.13585)
 * The head's weights are frozen (LoRA). A logprob's gradient by the hidden state is a row, `(onehot - softmax) @ W /
   temperature`, times a number that only the loss knows. The forward pass computes the row, and nothing is recomputed.
 * The head's weights are trained. The backward pass recomputes a chunk's logits, or uses kept ones if they are few.
+
+Several processes may have a shard of the head each (`tensor_shards.py`): some tokens' rows. Each computes the logprobs
+of the distribution over its own tokens, as if there were no others, and then `over_all_tokens` combines them.
 """
 
 from __future__ import annotations
@@ -17,11 +20,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from grpo_trainer.batch.token_masks import TokenMasks
+from grpo_trainer.engine.collectives import gather_columns, reduced, spread
 from grpo_trainer.engine.logprobs import TokenScores
 
 COMPILED_CHUNK = 1 << 27
@@ -82,6 +87,7 @@ class HeadPlan:
         chunk_bytes: bytes of a chunk's logits.
         kept_bytes: the logits of all rows are kept for the backward pass if they take no more than this.
         statistics, residual: the functions of this module, or compiled ones, which need no intermediate tensors.
+        own: the tokens whose rows of the head this process has; None: all.
     """
 
     dtype: torch.dtype
@@ -91,6 +97,7 @@ class HeadPlan:
     kept_bytes: int = 0
     statistics: Statistics = statistics
     residual: Residual = residual
+    own: range | None = None
 
     def compiled(self) -> HeadPlan:
         """Return the plan with both functions compiled, and chunks of a suitable size."""
@@ -151,6 +158,21 @@ class ExactHead(nn.Linear):
             bias = None if self.bias is None else self.bias.to(dtype)
             logits_NV = _Product.apply(input.flatten(0, -2).to(dtype), self.weight.to(dtype), bias)
         return logits_NV.unflatten(0, input.shape[:-1])
+
+
+class ShardedHead(ExactHead):
+    """A head with the rows of some tokens, whose logits all processes together compute; `out_features` counts all.
+
+    Attributes:
+        own: these tokens.
+        each: the number of tokens of each process; the last ones may have fewer.
+    """
+
+    own: range
+    each: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        return gather_columns(super().forward(spread(input)), self.each)[..., : self.out_features]
 
 
 class _Product(torch.autograd.Function):
@@ -216,10 +238,14 @@ def head_scores(
         masks: the ids that were kept at these positions; the distribution is renormalised over them.
     """
     weight_VH, bias_V = weight_VH.to(plan.dtype), None if bias_V is None else bias_V.to(plan.dtype)
+    if plan.own is not None:
+        assert not others_NK.numel(), "teachers' tokens are not looked up in shards"
+        hidden_NH, targets_N = spread(hidden_NH), targets_N - plan.own.start
+        masks = None if masks is None else masks.within(plan.own)
     learns = torch.is_grad_enabled()
     trained = weight_VH.requires_grad or (bias_V is not None and bias_V.requires_grad)
     wanted = Wanted(
-        early=learns and not (trained or entropy_gradient or others_NK.numel()),
+        early=learns and not (trained or entropy_gradient or others_NK.numel() or plan.own is not None),
         kept=learns and len(hidden_NH) * len(weight_VH) * plan.logits_dtype.itemsize <= plan.kept_bytes,
     )
     logprobs_N, entropy_N, others = _HeadScores.apply(
@@ -247,9 +273,10 @@ class _HeadScores(torch.autograd.Function):
         others = temperature_N.new_empty(others_NK.shape, dtype=torch.float32)
         early_NH = torch.empty_like(hidden_NH) if wanted.early else None
         ctx.kept = []
+        known_N = targets_N if plan.own is None else targets_N.clamp(0, len(weight_VH) - 1)
         for own in _chunks(count, plan.rows(len(weight_VH))):
             logits_nV = plan.logits(hidden_NH, weight_VH, bias_V, masks, own)
-            at = targets_N[own], temperature_N[own]
+            at = known_N[own], temperature_N[own]
             for row, values in zip(scores_3N, plan.statistics(logits_nV, *at), strict=True):
                 row[own] = values
             if others_NK.numel():
@@ -261,6 +288,8 @@ class _HeadScores(torch.autograd.Function):
                 early_NH[own] = plan.residual(logits_nV, *at, *values, plan.dtype) @ weight_VH
             elif wanted.kept:
                 ctx.kept.append(logits_nV)
+        if plan.own is not None:
+            scores_3N = over_all_tokens(scores_3N, (targets_N >= 0) & (targets_N < len(weight_VH)))
         ctx.plan, ctx.masks = plan, masks
         ctx.is_early = early_NH is not None
         bias = () if bias_V is None else (bias_V,)
@@ -305,6 +334,25 @@ class _HeadScores(torch.autograd.Function):
                 grad_bias_V += grad_nV.sum(0, dtype=torch.float32)
         bias_grad = None if grad_bias_V is None else grad_bias_V.to(bias[0].dtype)
         return (grad_hidden_NH, grad_weight_VH, bias_grad, *(None,) * 6)
+
+
+def over_all_tokens(own_3N: Tensor, has_N: Tensor) -> Tensor:
+    """Return logprobs, entropies and logs of normalisers over all tokens, from those over each process's tokens.
+
+    With L a process's log of the normaliser, its tokens have a probability of p = exp(L) / sum(exp(L)) together. The
+    entropy is the sum of p (H - log(p)), with H the entropy among its tokens.
+
+    Args:
+        has_N: whether the target is one of this process's tokens.
+    """
+    logprobs_N, entropy_N, normaliser_N = own_3N.double()
+    peak_N = reduced(normaliser_N, dist.ReduceOp.MAX)
+    below_N = normaliser_N - peak_N
+    weights_N = below_N.exp()
+    of_target_N = torch.where(has_N, logprobs_N + normaliser_N, 0.0)
+    total_N, moment_N, of_target_N = reduced(torch.stack([weights_N, weights_N * (entropy_N - below_N), of_target_N]))
+    whole_N = peak_N + total_N.log()
+    return torch.stack([of_target_N - whole_N, moment_N / total_N + total_N.log(), whole_N]).float()
 
 
 def _chunks(count: int, rows: int) -> Iterator[slice]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -27,9 +28,11 @@ from grpo_trainer.engine.activations import (
     measure,
     recompute,
 )
+from grpo_trainer.engine.collectives import reduced
 from grpo_trainer.engine.compiled import CompiledLayers, compile_layers
 from grpo_trainer.engine.forward import Forward
 from grpo_trainer.engine.head import head_scores
+from grpo_trainer.engine.tensor_shards import shard_of
 from grpo_trainer.model.lora_linear import use_few_kernels
 from grpo_trainer.model.reference import free_bytes
 
@@ -175,9 +178,9 @@ class Fitting:
         self.before_measuring()
         tokens, rest = config.largest_pass, self._room()
         finer = self._measured_between(memory, tokens, rest)
-        if not self._keep(finer.plan(tokens, rest)):
+        if not self._keep(self._common(finer.plan(tokens, rest))):
             finer = self._measured(in_graphs=False)
-            kept = self._keep(finer.plan(tokens, rest))
+            kept = self._keep(self._common(finer.plan(tokens, rest)))
             assert kept, "checkpoints keep all or the input"
         plan, needed = self.forward.recomputation, finer.needed(tokens, self.forward.recomputation)
         if plan.count == 0 and plan.more is Kept.ALL:
@@ -191,6 +194,13 @@ class Fitting:
                 "a pass of %d tokens may not fit: %.1f GB wanted, %.1f GB free; lower --max-tokens-per-microbatch",
                 *(tokens, needed / 1e9, rest / 1e9),
             )
+
+    def _common(self, plan: Recomputation) -> Recomputation:
+        """Return a plan of all processes that compute each layer together: they must recompute the same layers."""
+        if shard_of(self.forward.model) is None:
+            return plan
+        count = reduced(torch.tensor(plan.count, device=self.head.weight.device), dist.ReduceOp.MAX)
+        return replace(plan, count=int(count))
 
     def _room(self) -> float:
         """Return the bytes that a pass may use."""
@@ -258,7 +268,7 @@ def is_compiled(config: TrainConfig, model: nn.Module, *, on_gpu: bool) -> bool:
     """Return whether to compile a model's layers: as the option says, or if compiling is worth its time."""
     if config.compute.compile != "auto":
         return config.compute.compile == "on"
-    if isinstance(model, FSDPModule) or config.model.load_in_4bit or not on_gpu:
+    if isinstance(model, FSDPModule) or shard_of(model) is not None or config.model.load_in_4bit or not on_gpu:
         return False
     if config.loss.routing_replay != "off":  # each microbatch has other experts, and the graph would be another
         return False

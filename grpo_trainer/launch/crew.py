@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -33,10 +34,21 @@ LOOK_SECONDS = 0.5
 LEAVE_SECONDS = 30.0
 """Most seconds for the trainer to let a server go that is dropped."""
 
-Placed = Callable[[Sequence[ProcessSpec]], Sequence[ProcessSpec] | None]
-"""Returns processes with the machines and ports on which they start again; None: no machine has room now."""
-Another = Callable[[str | None], ProcessSpec | None]
-"""Returns one more server on the given GPUs; None: no machine has room now."""
+
+class Planner(Protocol):
+    """Plans processes of a running run (`replan.Replanner`)."""
+
+    def placed(self, specs: Sequence[ProcessSpec]) -> Sequence[ProcessSpec] | None:
+        """Return processes with the machines and ports on which they start; None: no machine has room yet."""
+        ...
+
+    def another_server(self, gpus: str | None) -> ProcessSpec:
+        """Return one more server on the given GPUs."""
+        ...
+
+    def vacate(self, name: str) -> None:
+        """Note that a server has left for good."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -66,8 +78,7 @@ class Crew:
         has_begun: returns whether the first step is trained.
         has_checkpoint: returns whether trainers can continue from a checkpoint.
         servers: the run's folder of servers, where they may change; None: they stay.
-        placed: says where processes start again.
-        another: plans one more server.
+        planner: says where processes start; None: where they were, and no server is added.
         say: shows a line to the user.
     """
 
@@ -78,16 +89,14 @@ class Crew:
         has_begun: Callable[[], bool] = lambda: False,
         has_checkpoint: Callable[[], bool] = lambda: False,
         servers: Path | None = None,
-        placed: Placed = started_again,
-        another: Another = lambda gpus: None,
+        planner: Planner | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._most = most
         self._has_begun = has_begun
         self._has_checkpoint = has_checkpoint
         self._servers = servers
-        self._placed = placed
-        self._another = another
+        self._planner = planner
         self._say = say
         self._restarts: Counter[str] = Counter()
         self._boots: Counter[str] = Counter()
@@ -120,6 +129,7 @@ class Crew:
         if spec.name in self._leaving:
             del self._leaving[spec.name]
             self._told_to_end.pop(spec.name, None)
+            self._vacate(spec.name)
             self._say(f"{spec.name}: has left")
             return (child,)
         if not self._may_restart(child):
@@ -130,6 +140,7 @@ class Crew:
         if done >= self._most:
             if not (self._is_server(spec) and self._others(child, children)):
                 return None
+            self._vacate(spec.name)
             self._say(f"{spec.name}: {how}, after {done} restarts; the run goes on without it (log: {child.log_path})")
             return (child,)
         self._restarts[spec.restarts] += 1
@@ -162,12 +173,12 @@ class Crew:
             if time.monotonic() < one.at:
                 continue
             self._due.remove(one)
-            placed = self._placed(one.specs)
+            placed = self._planner.placed(one.specs) if self._planner else started_again(one.specs)
             if placed is not None:
                 starting.append(placed)
                 continue
             if not one.waits:
-                self._say(f"{', '.join(spec.name for spec in one.specs)}: no machine has room; waiting for one")
+                self._say(f"{', '.join(spec.name for spec in one.specs)}: waiting for room on a machine")
             self._due.append(Due(one.specs, time.monotonic() + PLACE_SECONDS, waits=True))
         return starting
 
@@ -181,6 +192,10 @@ class Crew:
         self._restarts[group] += 1
         self._due.append(Due(tuple(specs), time.monotonic() + PLACE_SECONDS))
         return self._restarts[group] <= self._most
+
+    def _vacate(self, name: str) -> None:
+        if self._planner is not None:
+            self._planner.vacate(name)
 
     # servers ------------------------------------------------------------------------------------------------
 
@@ -218,8 +233,11 @@ class Crew:
         return "starting" if self._boots[child.name] == 1 else "restarting"
 
     def _member(self, spec: ProcessSpec, state: State) -> Member:
+        boot = max(self._boots[spec.name], 1)
+        if state == "waiting for a machine":
+            return Member(spec.name, "", "", state, boot)
         where = "this machine" if spec.place.node is None else spec.place.node.name
-        return Member(spec.name, url_of(spec), where, state, max(self._boots[spec.name], 1))
+        return Member(spec.name, url_of(spec), where, state, boot)
 
     def _obey(self, request: Request, children: Sequence[Watched]) -> Answer:
         try:
@@ -228,17 +246,20 @@ class Crew:
             return Answer(False, str(error))
 
     def _drop(self, request: Request, children: Sequence[Watched]) -> Answer:
-        members = {member.url: member for member in self._members(children) if member.state != "leaving"}
-        if (member := members.get(request.url or "")) is None:
-            return Answer(False, f"no server {request.url}; there are {', '.join(members)}")
+        members = [member for member in self._members(children) if member.state != "leaving"]
+        member = next((one for one in members if request.server in (one.name, one.url)), None)
+        if member is None:
+            there = ", ".join(f"{one.name} {one.url}" for one in members)
+            return Answer(False, f"no server {request.server}; there are {there}")
         if len(members) == 1:
-            return Answer(False, f"{request.url} is the run's only server; add another one first")
+            return Answer(False, f"{member.name} is the run's only server; add another one first")
         if self._elsewhere.pop(member.url, None) is None:
             self._leaving[member.name] = time.monotonic() + LEAVE_SECONDS
             if pending := [one for one in self._due if any(spec.name == member.name for spec in one.specs)]:
                 self._due.remove(pending[0])
                 del self._leaving[member.name]
-        return Answer(True, f"{member.name} {member.url} leaves")
+                self._vacate(member.name)
+        return Answer(True, f"{member.name} leaves")
 
     def _end_dropped(self, children: Sequence[Watched]) -> None:
         """End the servers that were dropped, once the trainer has let them go; kill those that do not end in time."""
@@ -259,21 +280,21 @@ class Crew:
                 self._told_to_end[child.name] = now
 
     def _add(self, request: Request, children: Sequence[Watched]) -> Answer:
-        if request.url is not None:
+        if (url := request.server) is not None:
             members = {member.url: member for member in self._members(children)}
-            if request.url in members:
-                return Answer(False, f"{request.url} is {members[request.url].name} already")
-            self._boots[request.url] += 1
-            if request.url not in self._added:
-                self._added.append(request.url)
-            name = f"added-{1 + self._added.index(request.url)}"
-            self._elsewhere[request.url] = Member(name, request.url, "", "running", self._boots[request.url])
-            return Answer(True, f"{name} {request.url} joins once the trainer has proved it")
-        spec = self._another(request.gpus)
-        if spec is None:
-            return Answer(False, "no machine of the cluster has room for a server")
-        self._due.append(Due((spec,), time.monotonic()))
-        return Answer(True, f"{spec.name} {url_of(spec)} starts, and joins once the trainer has proved it")
+            if url in members:
+                return Answer(False, f"{url} is {members[url].name} already")
+            self._boots[url] += 1
+            if url not in self._added:
+                self._added.append(url)
+            name = f"added-{1 + self._added.index(url)}"
+            self._elsewhere[url] = Member(name, url, "", "running", self._boots[url])
+            return Answer(True, f"{name} {url} joins once the trainer has proved it")
+        if self._planner is None:
+            return Answer(False, "this run starts no more servers")
+        spec = self._planner.another_server(request.gpus)
+        self._due.append(Due((spec,), time.monotonic(), waits=True))
+        return Answer(True, f"{spec.name} starts once a machine has room, and joins once the trainer has proved it")
 
 
 def url_of(spec: ProcessSpec) -> str:

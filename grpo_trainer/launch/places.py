@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -108,21 +108,21 @@ def gpus_of_run(config: RunConfig) -> int:
     return config.options.trainer_gpus + servers * gpus_of_server(config)
 
 
-def free_nodes(nodes: Sequence[Node], places: Places, gpus: int) -> list[Node]:
+def free_nodes(nodes: Sequence[Node], taken: Iterable[Place], gpus: int) -> list[Node]:
     """Return the nodes on which one more process of a run has room, the emptiest first.
 
     Args:
-        places: of the run's other processes.
+        taken: the places that the run has.
         gpus: that the process needs; 0: a core, of which a node may give more than it has.
     """
-    taken: dict[str, set[tuple[str, int]]] = {node.id: set() for node in nodes}
-    processes = dict.fromkeys(taken, 0)
-    for place in places.values():
-        if place.node is not None and place.node.id in taken:
-            taken[place.node.id] |= {(place.room, number) for number in place.gpus}
+    in_use: dict[str, set[tuple[str, int]]] = {node.id: set() for node in nodes}
+    processes = dict.fromkeys(in_use, 0)
+    for place in taken:
+        if place.node is not None and place.node.id in in_use:
+            in_use[place.node.id] |= {(place.room, number) for number in place.gpus}
             processes[place.node.id] += 1
     if gpus:
-        free = {node: node.gpus - len(taken[node.id]) for node in nodes}
+        free = {node: node.gpus - len(in_use[node.id]) for node in nodes}
         return sorted((node for node in nodes if free[node] >= gpus), key=lambda node: -free[node])
     return sorted(nodes, key=lambda node: processes[node.id] - node.cpus)
 

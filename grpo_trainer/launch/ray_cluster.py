@@ -16,9 +16,10 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -45,13 +46,27 @@ ORDER_SECONDS = 30.0
 """Time for a node's answer; one without an answer is lost."""
 POLL_SECONDS = 0.5
 
-ROOM_SECONDS = 15.0
-"""Time for Ray to start an actor for a process that comes later, on a node whose resources look free."""
+ROOM_SECONDS = 120.0
+"""Time for Ray to give room to a process that comes later; then another node is asked first."""
 
 Room = tuple[Node, str]
 """What the run holds of a node: a node, and the name of the room there (`Place.room`)."""
 Files = Mapping[Path, bytes]
 NO_FILES: Files = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Room that Ray was asked for, and has not given yet.
+
+    Attributes:
+        gpus: the answer of the agent there, as a future.
+        until: when the node is given up (`time.monotonic`).
+    """
+
+    place: Place
+    gpus: Any
+    until: float
 
 
 class RayCluster:
@@ -72,6 +87,8 @@ class RayCluster:
         self._gpus: dict[Room, str] = {}
         self._processes: dict[Room, dict[str, RemoteProcess]] = {}
         self._lost: set[Room] = set()
+        self._asked: dict[str, _Asked] = {}
+        self._refusals: Counter[str] = Counter()
         self._starts = itertools.count()
         self._threads: list[threading.Thread] = []
         self._is_closing = threading.Event()
@@ -135,7 +152,7 @@ class RayCluster:
             self._agents[node, ""] = self._agent(node, gpus, 0 if gpus else min(len(own), int(node.cpus)))
         for room in list(self._agents):
             try:
-                self._open(room, AGENT_SECONDS)
+                self._open(room, self._ray.get(self._agents[room].gpus.remote(), timeout=AGENT_SECONDS))
             except (self._ray.exceptions.RayError, TimeoutError) as error:
                 raise ConfigError(
                     f"Ray gives this run no room there: {error}",
@@ -145,9 +162,13 @@ class RayCluster:
                     fix="see `ray status`",
                 ) from error
 
-    def _open(self, room: Room, seconds: float) -> None:
-        """Wait until an agent is there, and follow what it says."""
-        self._gpus[room] = self._ray.get(self._agents[room].gpus.remote(), timeout=seconds)
+    def _open(self, room: Room, gpus: str) -> None:
+        """Follow what the agent of a room says.
+
+        Args:
+            gpus: CUDA_VISIBLE_DEVICES of the agent.
+        """
+        self._gpus[room] = gpus
         if room[0].is_head:
             return
         self._processes[room] = {}
@@ -167,6 +188,7 @@ class RayCluster:
 
         Raises:
             PortBusyError: ports are taken.
+            ProcessFailedError: a node does not answer.
         """
         by_address: dict[str, tuple[Room | None, dict[str, int]]] = {}
         for name, port in wanted.items():
@@ -179,7 +201,12 @@ class RayCluster:
         return claimed
 
     def _claim_there(self, room: Room, ports: Mapping[str, int], address: str) -> dict[str, int]:
-        found = self._ray.get(self._agents[room].claim.remote(dict(ports), address), timeout=ORDER_SECONDS)
+        try:
+            found = self._ray.get(self._agents[room].claim.remote(dict(ports), address), timeout=ORDER_SECONDS)
+        except (self._ray.exceptions.RayError, TimeoutError) as error:
+            raise ProcessFailedError(
+                f"{room[0].name} does not answer", field=", ".join(ports), got=str(error), fix="see `ray status`"
+            ) from error
         if isinstance(found, str):
             raise PortBusyError(found, field=f"ports of {room[0].name}", fix="use --server.port 0: any free one")
         return found
@@ -190,25 +217,42 @@ class RayCluster:
         """Return whether a place's node is gone, or the run's actor there."""
         return not place.is_here and room_of(place) in self._lost
 
-    def room_for(self, name: str, gpus: int, places: Places) -> Place | None:
-        """Hold room for a process that comes later, and return it; None: no node has room now.
+    def room_for(self, name: str, gpus: int, taken: Iterable[Place]) -> Place | None:
+        """Ask for room for a process that comes later, and return it; None: there is none yet, so call again.
 
         Args:
+            name: of the process; a node that was asked for it stays asked until the room is returned.
             gpus: that it needs; 0: it runs on a CPU, whose cores it shares with others.
-            places: of the run's other processes.
+            taken: the places that the run has.
         """
-        known_lost = {room[0] for room in self._lost}  # Ray may still count a lost node as alive
-        nodes = free_nodes(self._alive(), places, gpus)
-        for node in sorted(nodes, key=lambda node: node in known_lost):
-            room = (node, f"{name}-{next(self._starts)}")
-            self._agents[room] = self._agent(node, gpus, 0)
-            try:
-                self._open(room, ROOM_SECONDS)
-            except (self._ray.exceptions.RayError, TimeoutError):
-                self._ray.kill(self._agents.pop(room))  # others hold the GPUs, or the node has just gone
-                continue
-            return Place(node, tuple(range(gpus)), room[1])
-        return None
+        try:
+            if (asked := self._asked.get(name)) is None:
+                self._ask(name, gpus, [*taken, *(other.place for other in self._asked.values())])
+                return None
+            answered, _ = self._ray.wait([asked.gpus], timeout=0)
+            if not answered and time.monotonic() < asked.until:
+                return None
+            self._open(room_of(asked.place), self._ray.get(asked.gpus, timeout=0))
+        except (self._ray.exceptions.RayError, TimeoutError):  # others hold the GPUs, or the node has just gone
+            if name in self._asked:
+                self._refusals[room_of(self._asked[name].place)[0].id] += 1
+            self.forget(name)
+            return None
+        return self._asked.pop(name).place
+
+    def _ask(self, name: str, gpus: int, taken: Iterable[Place]) -> None:
+        """Ask the emptiest of the nodes that have refused or were lost least often."""
+        nodes = sorted(free_nodes(self._alive(), taken, gpus), key=lambda node: self._refusals[node.id])
+        if nodes:
+            place = Place(nodes[0], tuple(range(gpus)), f"{name}-{next(self._starts)}")
+            agent = self._agents[room_of(place)] = self._agent(nodes[0], gpus, 0)
+            self._asked[name] = _Asked(place, agent.gpus.remote(), time.monotonic() + ROOM_SECONDS)
+
+    def forget(self, name: str) -> None:
+        """No longer ask for room for a process."""
+        if (asked := self._asked.pop(name, None)) is not None:
+            with suppress(self._ray.exceptions.RayError):
+                self._ray.kill(self._agents.pop(room_of(asked.place)))
 
     # the run ------------------------------------------------------------------------------------------------
 
@@ -261,6 +305,7 @@ class RayCluster:
             except (self._ray.exceptions.RayError, TimeoutError) as error:
                 reason = f"lost with its node {room[0].name} ({type(error).__name__})"
                 self._lost.add(room)
+                self._refusals[room[0].id] += 1  # Ray may still count a lost node as alive
                 with suppress(self._ray.exceptions.RayError):
                     self._ray.kill(self._agents[room])  # it may only have been slow; its processes end with it
                 for process in list(processes.values()):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.config.server import server_names
-from grpo_trainer.errors import ConfigError
+from grpo_trainer.errors import ConfigError, ProcessFailedError
 from grpo_trainer.launch.crew import started_again
 from grpo_trainer.launch.places import HERE, Place, Places, gpus_of_server
 from grpo_trainer.launch.plan import ProcessSpec, RunPlan
@@ -25,12 +26,20 @@ class Machines(Protocol):
         """Return whether a place's machine, or what the run held of it, is gone."""
         ...
 
-    def room_for(self, name: str, gpus: int, places: Places) -> Place | None:
-        """Hold room for a process on a machine, and return it; None: no machine has room."""
+    def room_for(self, name: str, gpus: int, taken: Iterable[Place]) -> Place | None:
+        """Ask for room for a process, and return it; None: there is none yet, so call again."""
+        ...
+
+    def forget(self, name: str) -> None:
+        """No longer ask for room for a process."""
         ...
 
     def claim(self, wanted: Mapping[str, int], places: Places) -> dict[str, int]:
-        """Return free ports of processes on their machines."""
+        """Return free ports of processes on their machines.
+
+        Raises:
+            ProcessFailedError: a machine does not answer.
+        """
         ...
 
 
@@ -58,39 +67,59 @@ class Replanner:
         self._plan = plan
         self._machines = machines
         self._on_gpu = on_gpu
+        self._vacant: list[Place] = []
 
     def placed(self, specs: Sequence[ProcessSpec]) -> Sequence[ProcessSpec] | None:
-        """Return processes as they start again; those of a lost machine get another one.
+        """Return processes as they start; those of a lost machine, and new servers of a cluster, get a machine.
 
         Returns:
-            None: no machine has room.
+            None: no machine has room yet.
 
         Raises:
             PortBusyError: their new machine has no free port.
         """
         machines = self._machines
-        lost = [spec.name for spec in specs if machines and spec.place.node and machines.is_lost(spec.place)]
-        if machines is None or not lost:
+        if machines is None:
             return started_again(specs)
-        places = {name: place for name, place in self._places.items() if name not in lost}
-        for name in lost:
-            is_server = name in self._config.server.names
-            size = gpus_of_server(self._config) if is_server else 1
-            if (place := machines.room_for(name, size if self._on_gpu else 0, places)) is None:
-                return None
-            places[name] = place
+        new = [name for name in self._config.server.names if name not in self._places]
+        homeless = [spec.name for spec in specs if spec.name in new or machines.is_lost(spec.place)]
+        if not homeless:
+            return started_again(specs)
+        places = {name: place for name, place in self._places.items() if name not in homeless}
+        for name in homeless:
+            if (place := self._room(machines, name, places.values())) is not None:
+                places[name] = place
+        found = [name for name in homeless if name in places]
+        try:
+            ports = machines.claim({name: 0 for name in found if name in self._ports}, places)
+        except ProcessFailedError:  # its machine does not answer
+            ports = None
+        if ports is None or found != homeless:
+            self._vacant += [places[name] for name in found]
+            return None
+        self._ports |= ports
         self._places = places
-        self._ports |= machines.claim({name: 0 for name in lost if name in self._ports}, places)
         return started_again(self._planned([spec.name for spec in specs]))
 
-    def another_server(self, gpus: str | None) -> ProcessSpec | None:
-        """Return one more server.
+    def _room(self, machines: Machines, name: str, taken: Iterable[Place]) -> Place | None:
+        """Return a place of the run that no process has any more, or one that a machine gives."""
+        size = gpus_of_server(self._config) if name in self._config.server.names else 1
+        size = size if self._on_gpu else 0
+        fitting = [place for place in self._vacant if len(place.gpus) >= size and not machines.is_lost(place)]
+        if not fitting:
+            return machines.room_for(name, size, [*taken, *self._vacant])
+        machines.forget(name)
+        place = min(fitting, key=lambda place: len(place.gpus))
+        self._vacant.remove(place)
+        if rest := place.gpus[size:]:
+            self._vacant.append(replace(place, gpus=rest))
+        return replace(place, gpus=place.gpus[:size])
+
+    def another_server(self, gpus: str | None) -> ProcessSpec:
+        """Return one more server. On a cluster it gets a machine and a port when it is placed.
 
         Args:
             gpus: its CUDA_VISIBLE_DEVICES, without a cluster.
-
-        Returns:
-            None: no machine has room.
 
         Raises:
             ConfigError: the options do not suit one more server, such as no GPU for it.
@@ -103,23 +132,21 @@ class Replanner:
                 raise ConfigError(field="--gpus", got="none", wanted="the GPUs of the new server", fix="add --gpus 1")
             sets[0] = server.gpus or _first_visible(gpus_of_server(self._config))
         more = {"replicas": server.replicas + 1, "gpus": ";".join(filter(None, sets)) or None}
-        config = self._config.model_copy(update={"server": server.model_copy(update=more)})
-        places = dict(self._places)
-        if self._machines is not None:
-            place = self._machines.room_for(name, gpus_of_server(config) if self._on_gpu else 0, places)
-            if place is None:
-                return None
-            places[name] = place
-            port = self._machines.claim({name: 0}, places)
-        else:
-            port = claim_ports({name: 0}, HERE.address)
-        before = self._config, self._ports, self._places
-        self._config, self._ports, self._places = config, {**self._ports, **port}, places
+        before = self._config, self._ports
+        self._config = self._config.model_copy(update={"server": server.model_copy(update=more)})
+        self._ports = self._ports | ({name: 0} if self._machines else claim_ports({name: 0}, HERE.address))
         try:
             return self._planned([name])[0]
         except ValueError:
-            self._config, self._ports, self._places = before
+            self._config, self._ports = before
             raise
+
+    def vacate(self, name: str) -> None:
+        """Note that a server has left for good: another process may have its place."""
+        if self._machines is not None:
+            self._machines.forget(name)
+            if (place := self._places.pop(name, None)) is not None:
+                self._vacant.append(place)
 
     def _planned(self, names: Sequence[str]) -> list[ProcessSpec]:
         plan = self._plan(self._config, self._ports, self._places)

@@ -15,7 +15,7 @@ from grpo_trainer.files import replace_file
 
 FOLDER = "requests"
 ANSWER_SECONDS = 60.0
-"""Time for `grpo run` to answer: it may have to ask a cluster for room."""
+"""Time for `grpo run` to answer: it may wait for the answer of a machine of its cluster."""
 POLL_SECONDS = 0.1
 
 
@@ -23,12 +23,12 @@ class Request(msgspec.Struct, frozen=True):
     """A change of a run's servers.
 
     Attributes:
-        url: the server to drop, or a running one to add; None: start one.
+        server: the name or URL of the server to drop, or the URL of a running one to add; None: start one.
         gpus: CUDA_VISIBLE_DEVICES of a server that is started.
     """
 
     action: Literal["add", "drop"]
-    url: str | None = None
+    server: str | None = None
     gpus: str | None = None
 
 

@@ -28,12 +28,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from grpo_trainer.engine.collectives import peers
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import honest_file
 from grpo_trainer.model.export import own_rows
 from grpo_trainer.optim import AdamW8bit
 from grpo_trainer.optim.eight_bits import SCALE, Scaled, recoded
-from grpo_trainer.parallel.world import SaveStates, World, peers
+from grpo_trainer.parallel.world import SaveStates, World
 
 STATES_FOLDER = "optimizer_states"
 FLAT = "flat"

@@ -23,10 +23,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 
+from grpo_trainer.engine.collectives import peers
 from grpo_trainer.engine.forward import Forward
 from grpo_trainer.model.export import stored_tensors
 from grpo_trainer.parallel.shard_states import Part, Place, save_states
-from grpo_trainer.parallel.world import World, buckets, peers
+from grpo_trainer.parallel.world import World, buckets
 
 
 class ShardedUpdate:
@@ -45,6 +46,7 @@ class ShardedUpdate:
     loss_factor = 1.0
     whole = True
     in_two_parts = True
+    same_batch = False
 
     def __init__(self, world: World, forward: Forward, trained: Sequence[Parameter]) -> None:
         self._world = world

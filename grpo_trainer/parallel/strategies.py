@@ -7,8 +7,10 @@ optimizer states.
 
 `Shards` (FSDP2, `torch.distributed.fsdp.fully_shard`): parameters, gradients and optimizer states are sharded over the
 processes. A layer's weights are gathered while it computes, and its gradients are summed and sharded again
-(reduce-scatter). So every pass needs all processes. The order of a step announces the step's passes. For other passes
-of rank 0 (the bridge's proof, logged samples, a checkpoint's weights), rank 0 sends separate orders.
+(reduce-scatter). So every pass needs all processes (`common_passes.py`).
+
+`TensorShards` (`tensor_parallel.py`): every process has a shard of every matrix, in the memory of its worker of a
+server, and computes with it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,12 +32,15 @@ from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine.forward import Forward, build_forward
 from grpo_trainer.engine.logprobs import TokenScores
 from grpo_trainer.engine.memory import fit
+from grpo_trainer.engine.tensor_shards import shard_of
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.model.export import architecture, stored_tensors
+from grpo_trainer.model.export import architecture
+from grpo_trainer.parallel.common_passes import CommonPasses
 from grpo_trainer.parallel.shard_states import Part, Place, save_states
 from grpo_trainer.parallel.sharded_update import ShardedUpdate
 from grpo_trainer.parallel.shards import with_rest
-from grpo_trainer.parallel.world import Collect, Command, ModelPass, Score, World
+from grpo_trainer.parallel.tensor_parallel import TensorShards
+from grpo_trainer.parallel.world import World
 
 METHOD = "grpo_scores"
 """A sharded model's method for `Forward.scores`, registered with FSDP2 so that weights are gathered for it too."""
@@ -52,6 +57,7 @@ class ParallelStrategy(Protocol):
         whole: whether this process can compute without the others.
         written: the parameters that a step changes in this process.
         in_two_parts: whether the optimizer must prepare an update before it writes it.
+        same_batch: whether all processes train on the whole batch, and not each on its share.
     """
 
     parameters: list[Parameter]
@@ -61,6 +67,7 @@ class ParallelStrategy(Protocol):
     whole: bool
     written: list[Parameter]
     in_two_parts: bool
+    same_batch: bool
 
     def in_step(self) -> AbstractContextManager[None]:
         """Return the context within which all processes are in the same step."""
@@ -101,6 +108,7 @@ class Replicas:
     loss_factor = 1.0
     whole = True
     in_two_parts = False
+    same_batch = False
 
     def __init__(self, world: World, forward: Forward, parameters: Sequence[Parameter]) -> None:
         self.parameters = self.written = list(parameters)
@@ -135,7 +143,7 @@ class Replicas:
         return value
 
 
-class Shards:
+class Shards(CommonPasses):
     """A shard of every weight in each process.
 
     Args:
@@ -146,20 +154,14 @@ class Shards:
         parts: this process's parts of the trained parameters, without empty ones, in the optimizer's order.
     """
 
-    whole = False
     in_two_parts = False
+    same_batch = False
 
     def __init__(self, world: World, forward: Forward) -> None:
-        self._world = world
-        self._model = forward.model
-        self._in_step = False
         self.loss_factor = float(world.size)  # FSDP2 averages gradients, and gloo can't scale while it reduces
-        setattr(self._model, METHOD, forward.scores)
-        register_fsdp_forward_method(self._model, METHOD)
-        self.forward: Forward = _Together(forward, self)
-        if world.leads:
-            self._model.register_forward_pre_hook(self._announce_pass, prepend=True, with_kwargs=True)
-            self._model.register_forward_hook(self._end_pass)
+        setattr(forward.model, METHOD, forward.scores)
+        register_fsdp_forward_method(forward.model, METHOD)
+        super().__init__(world, forward)
         self.place = Place(world.rank, world.size)
         trained = [(name, whole) for name, whole in self._model.named_parameters() if whole.requires_grad]
         parts = [Part(name, number, _local(whole), whole) for number, (name, whole) in enumerate(trained)]
@@ -168,14 +170,6 @@ class Shards:
         self.names = [part.name for part in self.parts]
 
     # ------------------------------------------------------------------------------------------ steps
-
-    @contextmanager
-    def in_step(self) -> Iterator[None]:
-        self._in_step = True
-        try:
-            yield
-        finally:
-            self._in_step = False
 
     def passes(self, own: int) -> int:
         return max(self._world.gather(own))
@@ -199,48 +193,11 @@ class Shards:
     def check(self, samples: Sequence[Tensor]) -> None:
         """Do nothing: each process holds a different part."""
 
-    def mean(self, value: float, weight: float) -> float:
-        said = self._world.gather((value, weight))
-        return sum(each * share for each, share in said) / sum(share for _, share in said)
+    def _scores(self, microbatch: MicroBatch, *, entropy_gradient: bool = False) -> TokenScores:
+        return getattr(self._model, METHOD)(microbatch, entropy_gradient=entropy_gradient)
 
-    # ------------------------------------------------------------------------- outside steps: announced by an order
-
-    @contextmanager
-    def _together(self, order: Callable[[], Command]) -> Iterator[None]:
-        """Enter the context of a computation of all processes. Outside steps, rank 0 sends the others its order."""
-        if self._in_step:
-            yield
-            return
-        if self._world.leads:
-            self._world.give_all(order())
-        with self._world.working():
-            yield
-
-    def _announce_pass(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self._in_step:
-            assert not args and kwargs.keys() == {"input_ids", "use_cache"} and not kwargs["use_cache"]
-            self._world.give_all(ModelPass(kwargs["input_ids"].cpu()))
-            self._world.begin()
-
-    def _end_pass(self, *_: Any) -> None:
-        """End a pass that `_announce_pass` began; torch does not call this after a failed pass."""
-        if not self._in_step:
-            self._world.end()
-
-    def scores(self, microbatch: MicroBatch, *, entropy_gradient: bool) -> TokenScores:
-        """Compute `Forward.scores` with all processes."""
-        with self._together(lambda: Score(microbatch.to(torch.device("cpu")))):
-            return getattr(self._model, METHOD)(microbatch, entropy_gradient=entropy_gradient)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return a checkpoint's whole tensors in rank 0's main memory, gathered one at a time."""
-        found: dict[str, Tensor] = {}
-        with self._together(Collect):
-            for name, (_, tensor) in stored_tensors(self._model).items():  # type: ignore[arg-type]
-                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-                if self._world.leads:
-                    found[name] = whole.detach().cpu()
-        return found
+    def _gathered(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def save_states(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
         """Write the optimizer's states, each process its part; all are on the disk when this returns.
@@ -250,35 +207,9 @@ class Shards:
         """
         save_states(self._world, folder, self.parts, optimizer, self.place)
 
-    def follow(self, order: ModelPass | Score) -> None:
-        """Take part in a pass that rank 0 has announced."""
-        device = next(self._model.parameters()).device
-        training = self._model.training
-        with torch.no_grad():
-            match order:
-                case ModelPass(tokens_BT):
-                    self._model.eval()
-                    try:
-                        self._model(input_ids=tokens_BT.to(device), use_cache=False)
-                    finally:
-                        self._model.train(training)
-                case Score(microbatch):
-                    getattr(self._model, METHOD)(microbatch.to(device))
 
-
-ShardedStates = Shards | ShardedUpdate
+ShardedStates = Shards | ShardedUpdate | TensorShards
 """Strategies with a shard of the optimizer states in each process."""
-
-
-class _Together(Forward):
-    """A forward pass that gathers the shards."""
-
-    def __init__(self, forward: Forward, shards: Shards) -> None:
-        vars(self).update(vars(forward))
-        self._shards = shards
-
-    def scores(self, microbatch: MicroBatch, *, entropy_gradient: bool = False) -> TokenScores:
-        return self._shards.scores(microbatch, entropy_gradient=entropy_gradient)
 
 
 def _local(parameter: Parameter) -> Parameter:
@@ -306,6 +237,9 @@ def hold(
     """
     if not isinstance(model, FSDPModule):
         forward = build_forward(model, config)
+        if (shard := shard_of(model)) is not None:
+            fit(forward, config, trained, before_measuring)
+            return TensorShards(world, forward, trained, shard)
         shares = not world.alone and shards_update(config)
         fit(forward, config, trained, before_measuring, world.size if shares else 1)
         return ShardedUpdate(world, forward, trained) if shares else Replicas(world, forward, trained)

@@ -31,12 +31,14 @@ from torch import Tensor
 from grpo_trainer.batch.batching import ReadyBatch
 from grpo_trainer.batch.microbatches import MicroBatch
 from grpo_trainer.config.distributed import DistributedConfig
+from grpo_trainer.engine.collectives import peers
 from grpo_trainer.errors import (
     CommonDriftError,
     CommonError,
     CommonWeightsError,
     ConfigError,
     DriftError,
+    PeerGoneError,
     TrainingError,
 )
 
@@ -89,6 +91,11 @@ class Collect:
 
 
 @dataclass(frozen=True)
+class CollectStates:
+    """Tensor parallel only: gather the optimizer's states one after the other, for rank 0 to save."""
+
+
+@dataclass(frozen=True)
 class SaveStates:
     """Sharded weights only: write this process's part of the optimizer's states into a folder."""
 
@@ -112,7 +119,7 @@ class End:
     """The last order."""
 
 
-Command = Step | Restore | ModelPass | Score | Collect | SaveStates | Tend | End
+Command = Step | Restore | ModelPass | Score | Collect | CollectStates | SaveStates | Tend | End
 
 
 class World:
@@ -244,19 +251,22 @@ class World:
         if self.alone:
             return
         self.fill_gradients(parameters)
-        for bucket in buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
-            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            with peers():
-                dist.all_reduce(flat)
-            parts = flat.split([gradient.numel() for gradient in bucket])
-            torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
-                bucket, [part.view_as(gradient) for part, gradient in zip(parts, bucket, strict=True)]
-            )
+        in_buckets([parameter.grad for parameter in parameters if parameter.grad is not None], dist.all_reduce)
 
-    def clip(self, parameters: Sequence[torch.nn.Parameter], limit: float) -> float:
-        """Clip gradients of which each rank has a part, by the norm of all parts; return that norm."""
+    def clip(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        limit: float,
+        counted: Sequence[torch.nn.Parameter] | None = None,
+    ) -> float:
+        """Clip gradients of which each rank has a part, by the norm of all parts; return that norm.
+
+        Args:
+            counted: the parameters that this rank counts, if others count some of its parameters.
+        """
         gradients = [own.grad for own in parameters if own.grad is not None]
-        squares = [gradient.float().square().sum() for gradient in gradients]
+        own_part = parameters if counted is None else counted
+        squares = [own.grad.float().square().sum() for own in own_part if own.grad is not None]
         norm = math.sqrt(sum(self.gather(float(sum(squares)) if squares else 0.0)))
         if norm > limit:
             torch._foreach_mul_(gradients, limit / (norm + 1e-6))  # pyright: ignore[reportPrivateImportUsage]
@@ -291,26 +301,17 @@ class World:
             )
 
 
-class PeerGoneError(TrainingError):
-    """Another process of this trainer has ended. A supervisor may start all of them again."""
-
-    exit_code = os.EX_TEMPFAIL
-
-
-@contextmanager
-def peers() -> Iterator[None]:
-    """Turn torch's error in an operation with other processes into a `PeerGoneError`, which says that one is gone."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as gone:
-        raise PeerGoneError(
-            "another one has ended, its log says why",
-            field="trainer processes",
-            got=_first_line(gone),
-            fix="continue with --resume auto",
-        ) from None
+@torch.no_grad()
+def in_buckets(tensors: Iterable[Tensor], operate: Callable[[Tensor], object]) -> None:
+    """Apply a collective operation, which changes a flat tensor in place, to tensors; a bucket at a time."""
+    for bucket in buckets(tensors):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        with peers():
+            operate(flat)
+        parts = flat.split([tensor.numel() for tensor in bucket])
+        torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+            bucket, [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)]
+        )
 
 
 def buckets(tensors: Iterable[Tensor], limit: int = BUCKET_BYTES) -> list[list[Tensor]]:

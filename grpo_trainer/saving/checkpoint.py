@@ -33,6 +33,7 @@ from grpo_trainer.optim import TwoPartOptimizer
 from grpo_trainer.optim.spikes import NormHistory
 from grpo_trainer.parallel.shard_states import Place, read_states, reshard_states, whole_parts
 from grpo_trainer.parallel.strategies import ShardedStates
+from grpo_trainer.parallel.tensor_parallel import TensorShards
 from grpo_trainer.policy import Adapter, AllWeights, Policy
 from grpo_trainer.saving.finding import Found, newest_whole, said_of, saved_checkpoints
 from grpo_trainer.saving.generators import generator_states, restore_generators
@@ -174,13 +175,19 @@ class Checkpoints:
     def _tree(self) -> dict[str, Any]:
         """Return everything that is saved. The tensors are not copies: the next update changes them."""
         return {
-            "optimizer": self._optimizer.state_dict() if self._shards is None else None,
+            "optimizer": self._whole_states(),
             "optimizer_kind": self._optimizer.kind,
             "trained": self._trained(),
             "gradient_norms": self._norms.norms,
             "generators": generator_states(self._device),
             "weights": self.weights_now(),
         }
+
+    def _whole_states(self) -> dict[str, Any] | None:
+        """Return the optimizer's states; None: each process writes its part of them."""
+        if isinstance(self._shards, TensorShards):
+            return self._shards.states(self._optimizer)
+        return self._optimizer.state_dict() if self._shards is None else None
 
     def _trained(self) -> list[str]:
         """Return the names of the trained parameters, in the optimizer's order; some may have no state yet."""
@@ -363,6 +370,9 @@ class Checkpoints:
         """
         if whole is not None and self._shards is None:
             return whole
+        if isinstance(self._shards, TensorShards):
+            found = read_states(path, self._shards.whole_parts(), Place()) if whole is None else whole["state"]
+            return {**self._optimizer.state_dict(), "state": self._shards.own_states(found)}
         parts = whole_parts(self._policy.model) if self._shards is None else self._shards.parts
         place = Place() if self._shards is None else self._shards.place
         states = read_states(path, parts, place) if whole is None else reshard_states(whole["state"], parts)

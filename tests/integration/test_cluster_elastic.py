@@ -15,9 +15,9 @@ from tests.processes import tail
 from tests.runs import finished, of_mode, rows, started, wait_for_step
 
 Cluster = pytest.importorskip("ray.cluster_utils").Cluster
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = pytest.mark.timeout(3000)
 
-STEPS, GROUPS = 100, 8
+STEPS, GROUPS, WINDOW = 140, 8, 10
 ENVIRONMENTS = '[[environments]]\nname = "tests.integration.paced_environment"\nenv = { group_size = 8 }\n'
 
 
@@ -61,28 +61,30 @@ def test_a_run_survives_the_loss_of_a_servers_node_and_of_the_trainers(
     options |= {"training-steps": STEPS, "server.replicas": 2, "trainer-gpus": 2, "checkpoint-interval": 5}
     options |= {"batch-size": 16, "gradient-accumulation-steps": 4}
     with started(demo_model, run_dir, log, **options) as process:
-        wait_for_step(run_dir, 3, process, log)
+        wait_for_step(run_dir, WINDOW, process, log)
         run = ElasticRun(process, run_dir, log)
         (trainers_node,) = hosts(cluster, "grpo_trainer train")
         (servers_node,) = [node for node in hosts(cluster, "vllm_server") if node is not trainers_node]
         assert len(run.serving()) == 2
 
         newcomer = cluster.add_node(num_cpus=2)
+        losses = [run.step]
         cluster.remove_node(servers_node)
-        run.wait("its server has left", lambda: len(run.serving()) == 1, 60)
+        run.wait("its server has left", lambda: len(run.serving()) == 1)
         run.steps(2)
         run.wait("a server is on the new node", lambda: newcomer in hosts(cluster, "vllm_server"))
         run.wait("it serves", lambda: len(run.serving()) == 2)
-        lost_a_server = run.step
 
+        losses.append(run.step)
         cluster.remove_node(trainers_node)
         run.wait("both trainers have restarted", lambda: log.read_text().count("trainer-1: started") == 2)
-        run.wait("they train", lambda: run.step > lost_a_server + 5)
+        run.wait("they train", lambda: run.step > losses[1] + 5)
         run.wait("two servers serve", lambda: len(run.serving()) == 2)
         run.hurry()
         assert finished(process, log, 900) == 0, tail(log)
     assert_every_group_counted_once(run_dir, STEPS, GROUPS)
     reward = rewards(run_dir)
     assert fmean(reward[-10:]) > fmean(reward[:5]) + 0.2, "it learns"
-    for middle in (lost_a_server, lost_a_server + 10):
-        assert fmean(reward[middle : middle + 10]) > fmean(reward[middle - 10 : middle]) - 0.25
+    for loss in losses:
+        before, after = reward[loss - WINDOW : loss], reward[loss : loss + WINDOW]
+        assert fmean(after) > fmean(before) - 0.25

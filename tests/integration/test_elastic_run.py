@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from grpo_trainer.saving.manifest import STATE_FILE
 from tests.elastic import ElasticRun, assert_every_group_counted_once, assert_servers_had_the_trainers_weights
 from tests.processes import tail
 from tests.runs import finished, of_mode, rows, started, wait_for_step
@@ -40,6 +41,7 @@ def test_servers_and_trainer_leave_and_come_back(demo_model: Path, tmp_path: Pat
         run.steps(3)  # one server is left, and the run goes on
         run.wait("it is back", lambda: run.serving() == {first: 1, second: 2})
 
+        run.wait("a checkpoint to restart from", lambda: any(run_dir.glob(f"checkpoints/*/{STATE_FILE}")))
         run.kill(run.pid("trainer"))
         run.wait("the trainer has restarted", lambda: "--resume auto" in run.log.read_text() or bool(run.pids("auto")))
         before = run.step

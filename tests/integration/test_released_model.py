@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 LENGTH = 192
 """Tokens of a word problem with its answer."""
-ASKED = ("--env.level", "1-2", "--env.max_token_length", str(LENGTH), "--env.eval_questions", "12")
+ASKED = ("--env.level", "1-2", "--env.max_token_length", str(LENGTH), "--env.max_tokens", "24", "--env.eval_questions")
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +46,8 @@ def run_dir(released_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     """A run of three steps, each on samples of the newest policy."""
     folder = tmp_path_factory.mktemp("run")
     log = folder / "log"
-    options = {"env": "tests.integration.numbers_environment", "env__group_size": 8, "env__max_tokens": 24}
-    options |= {"seq_len": LENGTH, "lora_r": 16, "max_staleness": 0, "checkpoint_interval": 0}
+    options = {"env": "tests.integration.numbers_environment", "env__group_size": 8, "env__max_tokens": 12}
+    options |= {"batch_size": 16, "seq_len": LENGTH, "lora_r": 16, "max_staleness": 0, "checkpoint_interval": 0}
     with started(released_model, folder / "run", log, **options) as process:
         assert finished(process, log, 900) == 0, tail(log)
     return folder / "run"
@@ -87,9 +87,9 @@ def test_a_served_checkpoint_and_its_export_in_plain_transformers_answer_alike(
         loaded = httpx.post(f"{url}/lora/load", json=body, timeout=120, trust_env=False)
         assert loaded.status_code == 200, loaded.text
         where = ("--env.tokenizer_name", released_model, "--openai.base_url", url)
-        evaluated = output("-m", "grpo_trainer", "env", "word_problems", "evaluate", *where, *ASKED)
-        after = output("scripts/held_out.py", "word_problems", export, "--server", url, *ASKED)
-        before = output("scripts/held_out.py", "word_problems", released_model, "--server", url, *ASKED)
-        adapter = output("scripts/held_out.py", "word_problems", checkpoint, "--server", url, *ASKED[:-1], "2")
+        evaluated = output("-m", "grpo_trainer", "env", "word_problems", "evaluate", *where, *ASKED, "8")
+        after = output("scripts/held_out.py", "word_problems", export, "--server", url, *ASKED, "8")
+        before = output("scripts/held_out.py", "word_problems", released_model, "--server", url, *ASKED, "8")
+        adapter = output("scripts/held_out.py", "word_problems", checkpoint, "--server", url, *ASKED, "2")
     assert after["different_answers"] == adapter["different_answers"] == 0 < before["different_answers"]
     assert {"env": "word_problems", **after["transformers"]} == evaluated

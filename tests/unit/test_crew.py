@@ -63,6 +63,27 @@ def a_crew(most: int = 3, **options: Any) -> Crew:
     return Crew(most, **{"has_begun": lambda: True, "has_checkpoint": lambda: True, **options})
 
 
+class Planner:
+    """Gives room at the second attempt, and has some more servers."""
+
+    def __init__(self, *more: ProcessSpec) -> None:
+        self.more = list(more)
+        self.tries: list[int] = []
+        self.vacant: list[str] = []
+
+    def placed(self, specs: Sequence[ProcessSpec]) -> Sequence[ProcessSpec] | None:
+        self.tries.append(len(specs))
+        return specs if len(self.tries) > 2 else None
+
+    def another_server(self, gpus: str | None) -> ProcessSpec:
+        if gpus is not None:
+            raise ConfigError("not these", field="--gpus", got=gpus)
+        return self.more.pop()
+
+    def vacate(self, name: str) -> None:
+        self.vacant.append(name)
+
+
 def starts(folder: Path, name: str) -> list[str]:
     return (folder / name).read_text().splitlines()
 
@@ -193,16 +214,11 @@ def test_trainers_of_which_one_can_not_be_started_start_together_later(tmp_path:
 
 
 def test_a_process_without_room_waits_for_a_machine(tmp_path: Path) -> None:
-    tries: list[int] = []
-
-    def placed(specs: Sequence[ProcessSpec]) -> Sequence[ProcessSpec] | None:
-        tries.append(len(specs))
-        return specs if len(tries) > 2 else None
-
+    planner = Planner()
     trainer = spec("trainer", TWICE.format(end=KILLED), str(tmp_path / "a"), ends_run=True, restarts=TRAINERS)
-    with Running(tmp_path, a_crew(placed=placed)) as running:
+    with Running(tmp_path, a_crew(planner=planner)) as running:
         running.run([[trainer]])
-    assert tries == [1, 1, 1] and len(starts(tmp_path, "a")) == 2
+    assert planner.tries == [1, 1, 1] and len(starts(tmp_path, "a")) == 2
 
 
 # servers -------------------------------------------------------------------------------------------------------
@@ -318,18 +334,19 @@ def test_a_dropped_server_ends_once_the_trainer_has_let_it_go(tmp_path: Path) ->
 
 def test_servers_are_added_while_a_run_goes_on(tmp_path: Path) -> None:
     run = Servers(tmp_path)
-    specs, more = [run.server("server")], [run.server("server-2")]
-
-    def another(gpus: str | None) -> ProcessSpec | None:
-        if gpus is not None:
-            raise ConfigError("not these", field="--gpus", got=gpus)
-        return more.pop() if more else None
+    specs, planner = [run.server("server")], Planner(run.server("server-3"), run.server("server-2"))
 
     def script(running: Running) -> None:
         assert not request(run.servers, Request("add", gpus="7")).done
         assert request(run.servers, Request("add")).done
         run.until(lambda: run.states().get("server-2") == ("running", 1))
-        assert not request(run.servers, Request("add")).done, "no machine has room"
+        assert len(planner.tries) == 3, "it has waited for room"
+        planner.tries.clear()
+        planner.placed = lambda specs: None  # type: ignore[method-assign]
+        assert request(run.servers, Request("add")).done
+        run.until(lambda: run.states().get("server-3") == ("waiting for a machine", 1))
+        assert request(run.servers, Request("drop", "server-3")).done
+        assert planner.vacant == ["server-3"]
         elsewhere = "http://127.0.0.1:9"
         assert request(run.servers, Request("add", elsewhere)).done
         assert not request(run.servers, Request("add", elsewhere)).done
@@ -340,7 +357,7 @@ def test_servers_are_added_while_a_run_goes_on(tmp_path: Path) -> None:
             assert request(run.servers, Request("add", url)).done
         run.until(lambda: len({member.name for member in read_members(run.servers)}) == 4)
 
-    run.play(specs, script, another=another)
+    run.play(specs, script, planner=planner)
 
 
 def test_a_run_that_is_over_answers_nothing(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from grpo_trainer.errors import (
     ConfigError,
     DriftError,
     GrpoError,
+    PeerGoneError,
     TrainingError,
 )
 from grpo_trainer.follower import run_worker
@@ -41,7 +42,7 @@ from grpo_trainer.metrics.types import Max, Mean, Sum
 from grpo_trainer.optim.eight_bits import recoded
 from grpo_trainer.parallel import shard_states
 from grpo_trainer.parallel.shard_states import STATES_FOLDER
-from grpo_trainer.parallel.world import Command, End, PeerGoneError, Step, World, buckets, join
+from grpo_trainer.parallel.world import Command, End, Step, World, buckets, join
 from grpo_trainer.saving.manifest import DamagedError, check_files, read_state
 from grpo_trainer.trainer import Trainer
 from tests.integration.serving import save_tiny_model

@@ -486,8 +486,9 @@ def test_trials_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     needed, other = (trials.check_cuda_ipc(on_gpu=True, needed=needed) for needed in (True, False))
     assert (needed.status, needed.got, other.status) == ("fail", "no handle", "warn")
     assert "--ipc=host" in needed.fix and "--lora-transport memory" in other.fix
+    monkeypatch.setattr(trials, "links_in_words", lambda: "NVLink between all GPUs")
     nccl = trials.check_nccl(gpus=2)  # slower transports remain
-    assert (nccl.status, nccl.got) == ("warn", "rank 0 of 2") and "gloo" in nccl.fix
+    assert (nccl.status, nccl.got) == ("warn", "rank 0 of 2; NVLink between all GPUs") and "gloo" in nccl.fix
     assert {trials.check_nccl(gpus=1).status, trials.check_cuda_ipc(on_gpu=False, needed=True).status} == {"skip"}
 
 

@@ -29,6 +29,7 @@ from grpo_trainer.errors import (
     GrpoError,
     HungError,
     ModelError,
+    PeerGoneError,
     ProcessFailedError,
     ServerError,
     StoppedError,
@@ -37,7 +38,7 @@ from grpo_trainer.errors import (
 from grpo_trainer.files import METRICS_FILE, held_folder
 from grpo_trainer.loop import run_steps
 from grpo_trainer.losses import BatchCounts
-from grpo_trainer.parallel.world import Command, PeerGoneError, World
+from grpo_trainer.parallel.world import Command, World
 from grpo_trainer.rollouts.types import RolloutBatch
 from grpo_trainer.saving.checkpoint import Progress
 from grpo_trainer.trainer import StepResult

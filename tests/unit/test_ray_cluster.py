@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import signal
@@ -200,16 +201,58 @@ class Holder:
         return True
 
 
+def held(node: Node, gpus: int) -> Any:
+    """An actor of another run that has some of a node's GPUs."""
+    ray = pytest.importorskip("ray")
+    strategies = importlib.import_module("ray.util.scheduling_strategies")
+    on_node = strategies.NodeAffinitySchedulingStrategy(node.id, soft=False)
+    holder = ray.remote(Holder).options(num_gpus=gpus, num_cpus=0, scheduling_strategy=on_node).remote()
+    assert ray.get(holder.holds.remote())
+    return holder
+
+
 def test_gpus_that_another_run_holds_are_not_taken(
     nodes: Any, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other, ray = cluster.nodes[1], pytest.importorskip("ray")
-    holder = ray.remote(Holder).options(num_gpus=2).remote()
-    assert ray.get(holder.holds.remote())
+    other = cluster.nodes[1]
+    holder = held(other, 2)
     monkeypatch.setattr(ray_cluster, "AGENT_SECONDS", 2.0)
     with pytest.raises(ConfigError) as error:
         cluster.occupy({"server": Place(other, (0,))})
     assert (error.value.field, error.value.got) == ("--cluster", other.name)
+    del holder  # Ray ends it
+
+
+def test_room_for_a_process_that_comes_later_stays_asked_for_until_it_is_given_up(
+    nodes: Any, cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run holds the emptier node's GPUs, so that Ray gives no room there, and later one of them."""
+    head, other = cluster.nodes
+
+    def given() -> Place:
+        found: list[Place] = []
+
+        def asked() -> bool:
+            found.extend(filter(None, [cluster.room_for("server-3", 1, ())]))
+            return bool(found)
+
+        wait_for("room", asked, tmp_path / "no log")
+        return found[0]
+
+    holder = held(other, 2)
+    assert cluster.room_for("server-3", 1, ()) is None
+    del holder  # Ray ends it
+    there = given()
+    assert (there.node, there.gpus) == (other, (0,))
+    assert runs(cluster.start(NO_FILES, at(there, "server-3", SLEEPER), tmp_path / "log", print, print).pid)
+
+    holder = held(other, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(ray_cluster, "ROOM_SECONDS", 0.0)
+        assert cluster.room_for("server-3", 1, ()) is None
+        assert cluster.room_for("server-3", 1, ()) is None, "the node is given up"
+    assert given().node == head
+    del holder
 
 
 def test_a_cluster_without_enough_nodes(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:

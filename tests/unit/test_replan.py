@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from grpo_trainer.config.run import RunConfig, build_run
-from grpo_trainer.errors import ConfigError
+from grpo_trainer.errors import ConfigError, ProcessFailedError
 from grpo_trainer.launch.places import NO_PLACES, Node, Place, Places, free_nodes, place_run
 from grpo_trainer.launch.plan import ProcessSpec, plan_run
 from grpo_trainer.launch.replan import Replanner
@@ -27,21 +27,31 @@ def a_run(tmp_path: Path, **flags: Any) -> RunConfig:
 
 
 class Machines:
-    """A cluster of nodes with a core each."""
+    """A cluster of nodes, each with room for one process, which it gives to a process that asks for the second time."""
 
     def __init__(self, *nodes: Node) -> None:
         self.nodes = nodes
         self.lost: set[Node] = set()
+        self.asked: dict[str, Place] = {}
+        self.silent = False
 
     def is_lost(self, place: Place) -> bool:
         return place.node in self.lost
 
-    def room_for(self, name: str, gpus: int, places: Places) -> Place | None:
-        used = {place.node for place in places.values()}
-        free = [node for node in self.nodes if node not in used and node not in self.lost]
-        return Place(free[0], tuple(range(gpus)), name) if free else None
+    def room_for(self, name: str, gpus: int, taken: Iterable[Place]) -> Place | None:
+        if name in self.asked:
+            return self.asked.pop(name)
+        used = {place.node for place in (*taken, *self.asked.values())}
+        if free := [node for node in self.nodes if node not in used and node not in self.lost]:
+            self.asked[name] = Place(free[0], tuple(range(gpus)), name)
+        return None
+
+    def forget(self, name: str) -> None:
+        self.asked.pop(name, None)
 
     def claim(self, wanted: Mapping[str, int], places: Places) -> dict[str, int]:
+        if self.silent:
+            raise ProcessFailedError("no answer", field="node")
         return dict.fromkeys(wanted, 5555)
 
 
@@ -69,6 +79,10 @@ def test_a_server_of_a_lost_machine_gets_another_with_its_own_address(tmp_path: 
     lost = next(spec for name, spec in specs.items() if name.startswith("server") and spec.place.node != HEAD)
     assert lost.place.node is not None
     machines.lost.add(lost.place.node)
+    assert again.placed([lost]) is None, "a machine was asked"
+    machines.silent = True
+    assert again.placed([lost]) is None, "the machine has given room, and does not answer"
+    machines.silent = False
     placed = again.placed([lost])
     assert placed is not None
     (server,) = placed
@@ -83,7 +97,7 @@ def test_without_a_free_machine_a_server_waits(tmp_path: Path) -> None:
     lost = next(spec for name, spec in specs.items() if name.startswith("server") and spec.place.node != HEAD)
     assert lost.place.node is not None
     machines.lost |= {B, C}
-    assert again.placed([lost]) is None
+    assert [again.placed([lost]) for _ in range(3)] == [None, None, None]
 
 
 def test_all_trainers_meet_again_where_the_first_one_is(tmp_path: Path) -> None:
@@ -91,7 +105,9 @@ def test_all_trainers_meet_again_where_the_first_one_is(tmp_path: Path) -> None:
     again, specs = replanner(a_run(tmp_path, trainer_gpus=2), machines)
     assert specs["trainer-1"].place.node == B
     machines.lost.add(B)
-    placed = again.placed([specs["trainer"], specs["trainer-1"]])
+    trainers = [specs["trainer"], specs["trainer-1"]]
+    assert again.placed(trainers) is None
+    placed = again.placed(trainers)
     assert placed is not None
     assert [spec.place.node for spec in placed] == [HEAD, D]
     assert all(spec.argv[-2:] == ("--resume", "auto") for spec in placed)
@@ -101,11 +117,51 @@ def test_all_trainers_meet_again_where_the_first_one_is(tmp_path: Path) -> None:
 def test_one_more_server_has_the_options_of_the_others(tmp_path: Path) -> None:
     machines = Machines(HEAD, B, C, D)
     again, specs = replanner(a_run(tmp_path), machines)
-    server = again.another_server(None)
-    assert server is not None and (server.name, server.place.node) == ("server-3", D)
+    added = again.another_server(None)
+    assert again.placed([added]) is None
+    placed = again.placed([added])
+    assert placed is not None
+    (server,) = placed
+    assert (server.name, server.place.node) == ("server-3", D)
     of_others = [word for word in specs["server-2"].argv if word not in ("9002", specs["server-2"].place.address)]
     assert [word for word in server.argv if word not in ("5555", D.address)] == of_others
-    assert again.another_server(None) is None, "no machine is left"
+    later = again.another_server(None)
+    assert [again.placed([later]) for _ in range(3)] == [None, None, None], "no machine is left"
+    again.vacate("server-3")
+    placed = again.placed([later])
+    assert placed is not None
+    assert (placed[0].name, placed[0].place) == ("server-4", server.place), "the place of the server that has left"
+
+
+def test_trainers_keep_the_room_that_they_have_until_there_is_room_for_all(tmp_path: Path) -> None:
+    machines = Machines(HEAD, B, C, D)
+    again, specs = replanner(a_run(tmp_path, trainer_gpus=3, **{"server.replicas": 1}), machines)
+    trainers = [specs[name] for name in ("trainer", "trainer-1", "trainer-2")]
+    assert [spec.place.node for spec in trainers] == [HEAD, B, C]
+    machines.lost |= {B, C}
+    assert [again.placed(trainers) for _ in range(3)] == [None, None, None], "D alone is not enough"
+    newcomer = Node("e", "10.0.0.9", 1, id="e")
+    machines.nodes += (newcomer,)
+    assert again.placed(trainers) is None
+    placed = again.placed(trainers)
+    assert placed is not None and {spec.place.node for spec in placed} == {HEAD, D, newcomer}
+
+
+def test_a_trainer_takes_one_gpu_of_a_server_that_has_left(tmp_path: Path) -> None:
+    big = [Node(name, f"10.0.0.{number}", 2, id=name, is_head=number == 1) for number, name in enumerate("abc", 1)]
+    machines = Machines(*big)
+    config = a_run(tmp_path, trainer_gpus=3, **{"server.replicas": 1, "server.tensor-parallel-size": 2})
+    places = {"trainer": Place(big[0], (0,)), "trainer-1": Place(big[0], (1,)), "trainer-2": Place(big[1], (0,))}
+    places["server"] = Place(big[2], (0, 1))
+    plan = partial(planned_again, on_gpu=True, machine=None)
+    specs = {process.name: process for process in plan(config, PORTS, places).processes}
+    again = Replanner(config, PORTS, places, plan, machines=machines, on_gpu=True)
+    again.vacate("server")
+    machines.lost.add(big[1])
+    placed = again.placed([specs[name] for name in ("trainer", "trainer-1", "trainer-2")])
+    assert placed is not None and placed[2].place == Place(big[2], (0,))
+    server = again.placed([specs["server"]])
+    assert server is None, "one of two GPUs is free"
 
 
 def test_a_server_here_gets_the_gpus_that_are_named(tmp_path: Path) -> None:
@@ -141,7 +197,7 @@ def test_the_only_server_of_a_run_keeps_its_gpu_when_another_comes(
 def test_the_emptiest_machine_comes_first_and_gpus_in_use_are_not_free() -> None:
     big, small = Node("big", "1", 4, 8, id="big"), Node("small", "2", 1, 2, id="small")
     places = {"server": Place(big, (0, 1)), "server-2": Place(big, (0, 1), "later"), "trainer": Place(small, (0,))}
-    assert free_nodes([big, small], places, 1) == []
+    assert free_nodes([big, small], places.values(), 1) == []
     del places["server-2"]
-    assert free_nodes([big, small], places, 2) == [big]
-    assert free_nodes([small, big], places, 0) == [big, small]
+    assert free_nodes([big, small], places.values(), 2) == [big]
+    assert free_nodes([small, big], places.values(), 0) == [big, small]

@@ -18,7 +18,7 @@ def test_a_request_that_is_withdrawn_or_unreadable_does_not_end_a_run(tmp_path: 
     obeyed: list[str | None] = []
 
     def obey(request: Request) -> Answer:
-        obeyed.append(request.url)
+        obeyed.append(request.server)
         (folder / "c.json").unlink()  # who asked has stopped waiting meanwhile
         return Answer(True, "done")
 

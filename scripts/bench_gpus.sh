@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Measures what needs two GPUs and writes each result, a JSON line with its command before it, to FOLDER/PART.json.
-# Models have random weights; each is written once.
+# Measures on GPUs and writes each result, a JSON line with its command before it, to FOLDER/NAME.json. Models have random
+# weights, or have learnt sums (fp8); each is written once.
 #
-#   scripts/bench_two_gpus.sh FOLDER                     all parts, the most wanted first
-#   scripts/bench_two_gpus.sh FOLDER link broadcast      these parts
-#   SHAPES="1.5b" SECONDS_EACH=300 scripts/bench_two_gpus.sh FOLDER layouts
+#   scripts/bench_gpus.sh FOLDER                     on one GPU: loop disk fp8 shared; on two: the parts that need two
+#   scripts/bench_gpus.sh FOLDER link broadcast      these parts
+#   SHAPES="1.5b" SECONDS_EACH=300 scripts/bench_gpus.sh FOLDER layouts
 #
-# Parts that have a result are skipped: the same command goes on after an interruption.
+# What has a result is skipped: the same command goes on after an interruption.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
@@ -14,13 +14,17 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 out=$1
 shift
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(link broadcast copies layouts losses tensor_parallel)
+gpus=$(nvidia-smi --list-gpus | wc -l)
+if [ ${#parts[@]} -eq 0 ] && [ "$gpus" -ge 2 ]; then
+    parts=(link broadcast copies layouts losses tensor_parallel)
+elif [ ${#parts[@]} -eq 0 ]; then
+    parts=(loop disk fp8 shared)
+fi
 shapes=${SHAPES:-"7b 1.5b 0.5b"}
 models=${MODELS:-/dev/shm/grpo-bench}
 prepare envs,wandb,dev
 cd "$repository"
 mkdir -p "$out" "$models"
-[ "$(nvidia-smi --list-gpus | wc -l)" -ge 2 ] || { echo "two GPUs are needed; nvidia-smi lists fewer" >&2; exit 1; }
 
 # measure NAME COMMAND…: goes on after a failure, so that one run tells all.
 measure() {
@@ -45,10 +49,43 @@ sync() {
 }
 
 # loop NAME SHAPE BRIDGE OPTIONS…
-loop() { bench "$1" loop --shape "$2" --model-dir "$models/$2" --steps 20 --bridge "${@:3}"; }
+loop() { bench "$1" loop --shape "$2" --model-dir "$models/$2" --bridge "${@:3}"; }
+
+needs_two() { [ "$gpus" -ge 2 ] || { echo "$1 needs two GPUs; nvidia-smi lists $gpus" >&2 && exit 1; }; }
 
 for part in "${parts[@]}"; do
     case $part in
+    loop | disk | fp8 | shared) ;;
+    *) needs_two "$part" ;;
+    esac
+    case $part in
+    loop) # the whole loop: all weights, adapters with one copy of the base model and with two
+        loop loop-1.5b-shared_vllm 1.5b shared_vllm --steps 22
+        loop loop-7b-lora_only-share-base 7b lora_only --share-base
+        loop loop-7b-lora_only 7b lora_only
+        loop loop-0.5b-shared_vllm 0.5b shared_vllm
+        ;;
+    disk) # all weights into a server on the same GPU, without a restart
+        for transport in disk cuda_ipc; do
+            bench "disk-7b-$transport" sync --shape 7b --model-dir "$models/7b" --bridge broadcast --transport $transport \
+                --gpu-memory-utilization 0.35 --load-seconds 8 --baseline-repeat 0 --json
+        done
+        ;;
+    fp8) # a model that has learnt sums: speed with adapters, the task learnt with 8-bit rollouts, how far both sides are apart
+        [ -f "$models/sums-7b/config.json" ] || "$PYTHON" scripts/sums_model.py "$models/sums-7b" --shape 7b
+        [ -f "$models/demo/config.json" ] || "$PYTHON" -m grpo_trainer demo-model "$models/demo"
+        for weights in none fp8; do
+            bench "fp8-7b-weights-$weights" sync --shape 7b --model-dir "$models/sums-7b" --concurrency 256 --load-seconds 12 \
+                --gpu-memory-utilization 0.35 --baseline-repeat 0 --quantization $weights --json
+            measure "fp8-demo-weights-$weights" "$PYTHON" -m grpo_trainer run --config configs/quickstart.toml --model "$models/demo" \
+                --run-dir "$out/fp8-demo-weights-$weights" --training-steps 150 --server.quantization $weights
+        done
+        measure fp8-truth "$PYTHON" scripts/truth_table.py "$models/sums-7b" --out "$out/fp8-truth"
+        ;;
+    shared) # single copy: attach, write, memory beside it
+        bench shared-7b sync --shape 7b --model-dir "$models/7b" --bridge shared_vllm --load-seconds 8 \
+            --gpu-memory-utilization 0.5 --json
+        ;;
     link) # what the link gives, and what NCCL sees
         nvidia-smi topo -m | tee "$out/topology.txt"
         measure link "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2 scripts/bench_link.py --gb 15.2
@@ -85,7 +122,7 @@ for part in "${parts[@]}"; do
             --gpu-memory-utilization 0.3 --load-seconds 10 --baseline-repeat 0 --json
         ;;
     *)
-        echo "no part is called $part; there are: link broadcast copies layouts losses tensor_parallel" >&2
+        echo "no part is called $part; there are: loop disk fp8 shared link broadcast copies layouts losses tensor_parallel" >&2
         exit 2
         ;;
     esac
