@@ -19,7 +19,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -36,7 +35,7 @@ from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import Metric, Sum
 from grpo_trainer.policy import AllWeights
 from grpo_trainer.server_client import ServerClient
-from grpo_trainer.weights.bridge import Published
+from grpo_trainer.weights.bridge import Published, WeightBridge
 from grpo_trainer.weights.buckets import Buckets
 from grpo_trainer.weights.fence import ServerFence
 from grpo_trainer.weights.senders.choose import senders
@@ -102,7 +101,7 @@ class Sent:
     nbytes: int
 
 
-class BroadcastBridge:
+class BroadcastBridge(WeightBridge):
     """The `broadcast` bridge to one server.
 
     Args:
@@ -145,12 +144,7 @@ class BroadcastBridge:
         self._metrics: dict[str, Metric] = {}
         self.proved: Proved | None = None
 
-    def __enter__(self) -> BroadcastBridge:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         try:
             if self._channel:
                 with suppress(ServerError):  # it may have ended
@@ -267,9 +261,6 @@ class BroadcastBridge:
         metrics, self._metrics = self._metrics, {}
         quiet: dict[str, Metric] = {"train/sync_time": Sum(0.0), "publish/version": Sum(version)}
         return Published(version, self._info.served_model_name, quiet | metrics)
-
-    def welcome(self) -> None:
-        """Do nothing: this bridge has one server."""
 
     def _send(self, version: int) -> None:
         """Make the server generate with the trainer's present weights as `version`."""

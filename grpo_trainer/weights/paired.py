@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from types import TracebackType
 from typing import TypeVar
 
 from grpo_common.errors import Problem
@@ -26,13 +25,13 @@ from grpo_trainer.metrics.types import Sum
 from grpo_trainer.optim.landed import sampled
 from grpo_trainer.parallel.world import Tend, World
 from grpo_trainer.policy import SharedWeights
-from grpo_trainer.weights.bridge import Published
+from grpo_trainer.weights.bridge import Published, WeightBridge
 from grpo_trainer.weights.shared_weights import SharedBridge
 
 T = TypeVar("T")
 
 
-class PairedBridge:
+class PairedBridge(WeightBridge):
     """The `shared_vllm` bridge of one of several trainer processes.
 
     Rank 0 calls the methods of `WeightBridge`; the other ranks call `tend` for each order, and `updating` in each step.
@@ -50,14 +49,8 @@ class PairedBridge:
         self._urls = urls
         self._slowest: dict[str, float] = {}
 
-    def __enter__(self) -> PairedBridge:
-        self._own.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._own.__exit__(kind, error, trace)
+    def close(self) -> None:
+        self._own.close()
 
     # ------------------------------------------------------------------------------------------- between steps
 
@@ -157,9 +150,6 @@ class PairedBridge:
         slowest = {name: Sum(value) for name, value in self._slowest.items()}
         self._slowest = {}
         return replace(published, metrics={**published.metrics, **slowest})
-
-    def welcome(self) -> None:
-        """Do nothing: the pairs stay the same."""
 
     def _each(self, do: Callable[[], T]) -> list[T]:
         """Call `do` on all ranks, and return the results by rank.
