@@ -9,7 +9,7 @@ to generate until another write is complete.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 
@@ -41,12 +41,20 @@ class SharedBridge:
     Args:
         policy: the policy whose model lies in the memory of `server`.
         seq_len: longest sequence of the training, which the server must be able to serve.
+        all_written: called within a fence once this process has written; returns when all processes have.
 
     Attributes:
         proved: result of the proof; None: no proof ran.
     """
 
-    def __init__(self, config: SharedVllm, policy: SharedWeights, server: ServerClient, seq_len: int) -> None:
+    def __init__(
+        self,
+        config: SharedVllm,
+        policy: SharedWeights,
+        server: ServerClient,
+        seq_len: int,
+        all_written: Callable[[], object] = lambda: None,
+    ) -> None:
         self._config = config
         self._policy = policy
         self._server = server
@@ -54,7 +62,8 @@ class SharedBridge:
         self._device = policy.model.device
         self._info: BridgeInfo | None = None
         self._version = 0
-        self._server_fence = ServerFence(server, config.in_flight, self.finish_kernels)
+        self._all_written = all_written
+        self._server_fence = ServerFence(server, config.in_flight, self._settle)
         self.proved: Proved | None = None
 
     def __enter__(self) -> SharedBridge:
@@ -171,6 +180,10 @@ class SharedBridge:
         with self._server_fence.hold(self._info.boot_id, version, seconds):
             yield
         self._version = version
+
+    def _settle(self) -> None:
+        self.finish_kernels()
+        self._all_written()
 
     def finish_kernels(self) -> None:
         """Wait until the trainer's device has done what was asked of it."""
