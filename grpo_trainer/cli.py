@@ -245,17 +245,7 @@ def export_checkpoint(
 def bench(ctx: typer.Context) -> None:
     """Measure `loop` (a whole run), `step` (an optimisation step), `sync` (a weight bridge), `fence` (shared weights
     under load) or `api` (a rollout API)."""
-    if ctx.args[:1] not in (["loop"], ["step"], ["api"], ["sync"], ["fence"]):
-        typer.echo(
-            "Usage: grpo bench loop [OPTIONS]     a whole run: speed and memory\n"
-            "       grpo bench step [OPTIONS]     optimisation steps: speed and memory\n"
-            "       grpo bench sync [OPTIONS]     a weight bridge: publishes and leaks\n"
-            "       grpo bench fence [OPTIONS]    shared weights, written under load\n"
-            "       grpo bench api [OPTIONS]      a rollout API under load\n"
-            "(--help lists the options)"
-        )
-        raise typer.Exit(0 if ctx.args[:1] in (["-h"], ["--help"]) else 2)
-    _become(f"grpo_trainer.bench.{ctx.args[0]}", ctx.args[1:])
+    _become("grpo_trainer.bench", ctx.args)
 
 
 @app.command()

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -92,9 +91,7 @@ class BatchFeed:
     def __enter__(self) -> BatchFeed:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closing = True
         ahead, self._ahead = self._ahead, None
         if ahead is not None and not ahead.cancel() and ahead.exception() is None:

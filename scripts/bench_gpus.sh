@@ -112,7 +112,7 @@ for part in "${parts[@]}"; do
         done
         ;;
     losses) # the same losses as on one GPU
-        step=(-m grpo_trainer.bench.step --shape 7b --seqs 64 --prompt-len 512 --completion-len 1024 --lognormal
+        step=(-m grpo_trainer.bench step --shape 7b --seqs 64 --prompt-len 512 --completion-len 1024 --lognormal
             --max-tokens-per-microbatch 16384 --compile off --warmup 2 --steps 6 --json)
         measure losses-two "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2 "${step[@]}"
         measure losses-one "$PYTHON" "${step[@]}"

@@ -8,10 +8,9 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-import psutil
-
 from grpo_common.gate import is_loopback
 from grpo_common.models import CONFIG_FILE, missing_path
+from grpo_common.ports import port_holder
 from vllm_server.errors import FatalError, IncompatibleError
 
 
@@ -51,7 +50,7 @@ def check_port_free(host: str, port: int) -> None:
             if error.errno == errno.EADDRINUSE:
                 raise FatalError(
                     field=f"--port {port}",
-                    got=f"a port that {_holder(port)} holds",
+                    got=f"a port that {port_holder(port)} holds",
                     wanted="a free one",
                     fix="end that process or choose another port",
                 ) from error
@@ -61,19 +60,6 @@ def check_port_free(host: str, port: int) -> None:
                 wanted="an address of this machine",
                 fix="correct it",
             ) from error
-
-
-def _holder(port: int) -> str:
-    for connection in psutil.net_connections(kind="tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
-            if connection.pid is None:
-                break  # another user's
-            try:
-                command = " ".join(psutil.Process(connection.pid).cmdline())
-            except psutil.Error:
-                command = "?"
-            return f"process {connection.pid} ({command[:120]})"
-    return "another user's process"
 
 
 def check_model_path(model: str) -> None:

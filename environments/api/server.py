@@ -9,7 +9,6 @@ import socket
 import sys
 from collections.abc import Iterator
 
-import psutil
 import uvicorn
 
 from environments.api.app import build_app
@@ -17,6 +16,7 @@ from environments.api.service import Service
 from environments.api.settings import Settings, SettingsError
 from environments.api.store import StoreError
 from grpo_common.connections import SERVER_IDLE_S, Connections, raise_descriptor_limit
+from grpo_common.ports import port_holder
 
 log = logging.getLogger("rollout-api")
 
@@ -102,7 +102,7 @@ def _listen(host: str, port: int, backlog: int) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise SettingsError(
-                "in use", field=f"--port {port}", got=_holder(port), fix="stop it or give another port"
+                "in use", field=f"--port {port}", got=port_holder(port), fix="stop it or give another port"
             ) from None
         raise SettingsError(
             field=f"--host {host} --port {port}",
@@ -111,13 +111,3 @@ def _listen(host: str, port: int, backlog: int) -> socket.socket:
             fix="give another",
         ) from None
     return listener
-
-
-def _holder(port: int) -> str:
-    """Who listens on a port, as far as this user may know."""
-    with contextlib.suppress(psutil.Error, OSError):
-        for each in psutil.net_connections("tcp"):
-            if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr[1] == port and each.pid:
-                command = " ".join(psutil.Process(each.pid).cmdline())[:120]
-                return f"process {each.pid} ({command})"
-    return "a process of another user"

@@ -37,6 +37,7 @@ _Count = Annotated[int, Meta(ge=1, le=2**31)]
 _Id = Annotated[int, Meta(ge=0, le=2**53)]
 _Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 _Name = Annotated[str, Meta(max_length=1024)]
+_Process = Annotated[str, Meta(max_length=4096)]  # as long as a path may be
 _Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
 _Seconds = Annotated[float, Meta(ge=0.1, le=24 * 3600.0)]
 _Wait = Annotated[float, Meta(ge=0.0, le=60.0)]
@@ -82,13 +83,17 @@ class RegisterResponse(Struct, frozen=True, kw_only=True):
 
 
 class RegisterEnv(Struct, frozen=True, kw_only=True):
-    """POST /register-env: an environment asks for its id, once a second until `status` is `success`."""
+    """POST /register-env: an environment asks for its id, once a second until `status` is `success`.
+
+    `process` is the same for a process that was started again: it takes the place of the one that was killed.
+    """
 
     max_token_length: _Count
     desired_name: _Name | None
     weight: Annotated[float, Meta(ge=0.0)]
     group_size: _Count
     min_batch_allocation: _Fraction | None = None
+    process: _Process | None = None
 
 
 class RegisterEnvResponse(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -208,29 +213,21 @@ class Status(Struct, frozen=True, kw_only=True):
     durable: bool = False
 
 
-class ScoredData(Struct, frozen=True, kw_only=True):
-    """POST /scored_data: one group of `n` sequences. An empty list or dictionary means absent.
+class _Carried(Struct, frozen=True, kw_only=True):
+    """What both forms of a group carry alike; an empty list or dictionary means absent.
 
-    `tokens[i]`, `masks[i]`, `advantages[i]`, `ref_logprobs[i]` and `inference_logprobs[i]` are equally long;
-    there is one score per sequence. `policy_versions` (optional): the policy version that sampled each one.
+    `policy_versions` (optional): the policy version that sampled each sequence.
     `routed_experts` (optional; base64 in JSON): for each sequence the experts of its tokens, as
     `vllm_server.protocol.routed_experts` says; empty for a sequence without.
     `sampling_masks` (optional; base64 in JSON): for each sequence the token ids that top-p, top-k and min-p kept at
     each position, as `vllm_server.protocol.sampling_masks` says; empty for a sequence without.
     """
 
-    tokens: list[list[_Int32]]
-    masks: list[list[_Int32]]
-    scores: list[float]
-    advantages: list[list[float]] | None = None
-    ref_logprobs: list[list[float]] | None = None
     messages: list[list[dict[str, Any]]] | None = None
     generation_params: dict[str, Any] | None = None
-    inference_logprobs: list[list[float]] | None = None
     overrides: list[dict[str, Any]] | None = None
     group_overrides: dict[str, Any] | None = None
     images: Any = None
-    env_id: _Id | None = None
     distill_token_ids: list[list[list[_Int32]]] | None = None
     distill_logprobs: list[list[list[float]]] | None = None
     policy_versions: list[_Int] | None = None
@@ -238,7 +235,23 @@ class ScoredData(Struct, frozen=True, kw_only=True):
     routed_experts: list[bytes] | None = None
 
 
-class PackedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ScoredData(_Carried, frozen=True, kw_only=True):
+    """POST /scored_data: one group of `n` sequences.
+
+    `tokens[i]`, `masks[i]`, `advantages[i]`, `ref_logprobs[i]` and `inference_logprobs[i]` are equally long;
+    there is one score per sequence.
+    """
+
+    tokens: list[list[_Int32]]
+    masks: list[list[_Int32]]
+    scores: list[float]
+    advantages: list[list[float]] | None = None
+    ref_logprobs: list[list[float]] | None = None
+    inference_logprobs: list[list[float]] | None = None
+    env_id: _Id | None = None
+
+
+class PackedGroup(_Carried, frozen=True, kw_only=True, omit_defaults=True):
     """A group as MessagePack carries it and as the server keeps it; the module's head gives the formats."""
 
     lengths: list[Annotated[int, Meta(ge=0, le=2**31 - 1)]]
@@ -247,18 +260,8 @@ class PackedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
     scores: list[float]
     advantages: bytes | None = None
     ref_logprobs: bytes | None = None
-    messages: list[list[dict[str, Any]]] | None = None
-    generation_params: dict[str, Any] | None = None
     inference_logprobs: bytes | None = None
-    overrides: list[dict[str, Any]] | None = None
-    group_overrides: dict[str, Any] | None = None
-    images: Any = None
     env_id: _Id | None = None
-    distill_token_ids: list[list[list[_Int32]]] | None = None
-    distill_logprobs: list[list[list[float]]] | None = None
-    policy_versions: list[_Int] | None = None
-    sampling_masks: list[bytes] | None = None
-    routed_experts: list[bytes] | None = None
 
 
 class UnreadGroup(PackedGroup, frozen=True, kw_only=True, omit_defaults=True):
@@ -294,7 +297,17 @@ class ScoredDataListResponse(Struct, frozen=True, kw_only=True, omit_defaults=Tr
     rejected: list[RejectedGroup] | None = None
 
 
-class Batch(Struct, frozen=True, kw_only=True):
+class _Served(Struct, frozen=True, kw_only=True):
+    """What both forms of a batch carry alike."""
+
+    batch_id: str | None = None
+    expires_in_s: float | None = None
+    current_step: int | None = None
+    status: str | None = None
+    message: str | None = None
+
+
+class Batch(_Served, frozen=True, kw_only=True):
     """Answer to GET /batch, in whole groups, oldest first, exactly `batch_size` sequences.
 
     `batch` is None while no batch can be made. With `?lease=SECONDS` it bears a `batch_id`: acknowledge it
@@ -304,22 +317,12 @@ class Batch(Struct, frozen=True, kw_only=True):
     """
 
     batch: list[ScoredData] | None
-    batch_id: str | None = None
-    expires_in_s: float | None = None
-    current_step: int | None = None
-    status: str | None = None
-    message: str | None = None
 
 
-class PackedBatch(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class PackedBatch(_Served, frozen=True, kw_only=True, omit_defaults=True):
     """`Batch` as MessagePack carries it."""
 
     batch: list[PackedGroup] | None
-    batch_id: str | None = None
-    expires_in_s: float | None = None
-    current_step: int | None = None
-    status: str | None = None
-    message: str | None = None
 
 
 class Ack(Struct, frozen=True, kw_only=True):
@@ -402,18 +405,7 @@ class ErrorResponse(Struct, frozen=True, kw_only=True, omit_defaults=True):
     reason: LeaseEnd | None = None
 
 
-UNPACKED_FIELDS = (
-    "messages",
-    "generation_params",
-    "overrides",
-    "group_overrides",
-    "images",
-    "distill_token_ids",
-    "distill_logprobs",
-    "policy_versions",
-    "sampling_masks",
-    "routed_experts",
-)
+UNPACKED_FIELDS = _Carried.__struct_fields__
 
 
 def pack(group: ScoredData) -> PackedGroup:

@@ -29,15 +29,13 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import psutil
-import typer
 from pydantic import model_validator
 
 from environments.api import wire
-from grpo_trainer.bench.command import JsonLine, print_figures, run_command
-from grpo_trainer.bench.devices import listener
+from grpo_common.ports import listener
 from grpo_trainer.bench.figures import quantile_ms
 from grpo_trainer.bench.pollers import poll
-from grpo_trainer.config.options import Section, build, option, with_options
+from grpo_trainer.config.options import Section, option
 from grpo_trainer.errors import ConfigError, ProcessFailedError, ServerError
 from grpo_trainer.launch.ports import claim_ports
 
@@ -306,7 +304,7 @@ def _consume(pipe: Connection, host: str, port: int, load: Load) -> None:
 
 
 @contextlib.contextmanager
-def _own_server(store: Path | None) -> Iterator[str]:
+def own_server(store: Path | None) -> Iterator[str]:
     """Run a server on a free port within the block, and yield its URL."""
     port = claim_ports({"api": 0})["api"]
     command = [sys.executable, "-m", "environments.api", "--port", str(port)]
@@ -332,19 +330,3 @@ def _cpu(server: psutil.Process | None) -> float:
 
 def _rss(server: psutil.Process | None) -> float:
     return float(server.memory_info().rss) if server else 0.0
-
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-@app.command()
-@with_options(Load)
-def api(options: dict[str, Any], json_line: JsonLine = False) -> None:
-    """Load a rollout API and print its figures."""
-    load = build(Load, options)
-    with _own_server(load.store) if load.url is None else contextlib.nullcontext(load.url) as url:
-        print_figures(measure(load, url), as_json=json_line)
-
-
-if __name__ == "__main__":
-    run_command(app, "grpo bench api")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import signal
 import sys
 from collections.abc import Mapping
@@ -15,18 +14,9 @@ import typer
 
 from grpo_trainer.errors import GrpoError, StoppedError
 
-ServerArgs = Annotated[
-    list[str] | None, typer.Option(help="One more argument for the server; repeatable, as --server-arg=--seed=1.")
-]
 JsonLine = Annotated[bool, typer.Option("--json", help="Print one JSON line.")]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def share_cores() -> None:
-    """Set environment variables before torch is imported: other processes share the cores, and no hub is asked."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads sleep
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def print_figures(figures: Mapping[str, Any], *, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""The machine: processor, processes, GPUs and their used memory, without torch, which would itself use some."""
+"""The machine: processor, GPUs and their used memory, without torch, which would itself use some."""
 
 from __future__ import annotations
 
@@ -7,17 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import psutil
-
 MIB_IN_MB = 1.048576
-
-
-def listener(port: int) -> psutil.Process | None:
-    """Return the process of this machine that listens on a port, if this user may see it."""
-    for each in psutil.net_connections("tcp"):
-        if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr[1] == port and each.pid:
-            return psutil.Process(each.pid)
-    return None
 
 
 def cpu_name() -> str:

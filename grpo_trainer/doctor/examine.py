@@ -16,12 +16,11 @@ from grpo_trainer.doctor.disk import check_disk
 from grpo_trainer.doctor.distribution import check_distribution
 from grpo_trainer.doctor.findings import Finding, fail, ok, skip
 from grpo_trainer.doctor.hub import check_name
-from grpo_trainer.doctor.ipc import check_cuda_ipc
 from grpo_trainer.doctor.lr import check_lr
 from grpo_trainer.doctor.machine import Machine
 from grpo_trainer.doctor.memory import MemoryPlan
 from grpo_trainer.doctor.model import ModelFiles, ModelShape, read_model
-from grpo_trainer.doctor.nccl import check_nccl
+from grpo_trainer.doctor.trials import check_cuda_ipc, check_nccl
 from grpo_trainer.errors import ConfigError, ModelError
 from grpo_trainer.launch.preflight import preflight
 from vllm_server.protocol import PreflightReport
@@ -121,7 +120,6 @@ def _machine(machine: Machine, run: RunConfig | None, probes: Probes) -> Iterato
     yield of_machine.check_expandable_segments(machine, shares=shares)
     yield probes.ipc(on_gpu=machine.on_gpu, needed=shares)
     yield probes.nccl(gpus=len(machine.gpus))
-    yield of_machine.check_ptrace(machine)
     yield of_machine.check_shm(machine, workers=server.workers if server else 1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,15 +38,3 @@ def fail(name: str, got: str, wanted: str, fix: str) -> Finding:
 
 def skip(name: str, why: str) -> Finding:
     return Finding(name, "skip", why)
-
-
-def failure(code: int, out: str, err: str) -> str | None:
-    """Return why a trial failed; None: its last line of JSON says `"ok": true`.
-
-    Args:
-        code, out, err: exit code and output of the process that made the trial.
-    """
-    said = [line for line in out.splitlines() if line.startswith("{")]
-    if code == 0 and said and json.loads(said[-1])["ok"]:
-        return None
-    return (err.strip().splitlines() or [f"exit code {code}"])[-1][:200]

@@ -14,7 +14,6 @@ from pathlib import Path
 from grpo_trainer.main_memory import main_memory
 
 SHM = Path("/dev/shm")
-PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 NVIDIA_DEVICE = Path("/dev/nvidiactl")
 SMI_SECONDS = 30
 
@@ -36,7 +35,6 @@ class Machine:
     Attributes:
         driver: NVIDIA's version; None: no GPU was found.
         gpu_problem: why GPUs that seem to be there can't be used; empty: nothing of the kind.
-        ptrace_scope: Yama's setting; None: the kernel has none.
         version: of an installed distribution by its name; None: it is not installed.
         requires: what a distribution says it needs.
     """
@@ -47,7 +45,6 @@ class Machine:
     gpus: tuple[Gpu, ...] = ()
     driver: str | None = None
     gpu_problem: str = ""
-    ptrace_scope: int | None = None
     shm: Path = SHM
     environment: Mapping[str, str] = field(default_factory=dict)
     version: Callable[[str], str | None] = lambda name: None
@@ -68,7 +65,6 @@ def look() -> Machine:
         gpus=gpus,
         driver=driver,
         gpu_problem=problem,
-        ptrace_scope=int(PTRACE_SCOPE.read_text()) if PTRACE_SCOPE.exists() else None,
         environment=dict(os.environ),
         version=_version,
         requires=_requires,

@@ -128,15 +128,6 @@ def check_expandable_segments(machine: Machine, *, shares: bool) -> Finding:
     return ok(name, "off" if shares else "no matter here")
 
 
-def check_ptrace(machine: Machine) -> Finding:
-    """Shared weights do not need it; looking into a process that hangs does."""
-    scope = machine.ptrace_scope
-    if scope is None or scope <= 1:
-        return ok("ptrace scope", "not restricted" if scope is None else str(scope))
-    wanted = "0 or 1: `py-spy dump` of a run that hangs is refused"
-    return warn("ptrace scope", str(scope), wanted, "sysctl kernel.yama.ptrace_scope=1")
-
-
 def check_shm(machine: Machine, *, workers: int = 1) -> Finding:
     """Shared memory files: NCCL, CUDA IPC's counters, and the queues between vLLM's processes lie there."""
     if not machine.shm.is_dir():

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, SupportsFloat, TypeAlias
+from typing import Any, Self, SupportsFloat, TypeAlias
+
+
+class _Totals:
+    """A metric that consists of sums: those of two parts are added up."""
+
+    def merge(self, other: Self) -> Self:
+        return type(self)(*(mine + its for mine, its in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+    def numbers(self) -> Self:
+        return type(self)(*map(float, vars(self).values()))
 
 
 @dataclass(frozen=True)
-class Mean:
+class Mean(_Totals):
     """A weighted mean: `total / count`."""
 
     total: SupportsFloat
     count: SupportsFloat = 1.0
-
-    def merge(self, other: Mean) -> Mean:
-        return Mean(_add(self.total, other.total), _add(self.count, other.count))
-
-    def numbers(self) -> Mean:
-        return Mean(float(self.total), float(self.count))
 
     def value(self) -> float:
         count = float(self.count)
@@ -30,16 +34,10 @@ class Mean:
 
 
 @dataclass(frozen=True)
-class Sum:
+class Sum(_Totals):
     """A total over all that is merged."""
 
     total: SupportsFloat
-
-    def merge(self, other: Sum) -> Sum:
-        return Sum(_add(self.total, other.total))
-
-    def numbers(self) -> Sum:
-        return Sum(float(self.total))
 
     def value(self) -> float:
         return float(self.total)
@@ -62,7 +60,7 @@ class Max:
 
 
 @dataclass(frozen=True)
-class EffectiveShare:
+class EffectiveShare(_Totals):
     """The effective sample size of importance weights, as a share of the samples: `total² / (count · squares)`.
 
     It is 1 if all weights are equal, and 1 / count if one outweighs all others (Kong 1992; Owen, Monte Carlo theory,
@@ -76,13 +74,6 @@ class EffectiveShare:
     total: SupportsFloat
     squares: SupportsFloat
     count: SupportsFloat
-
-    def merge(self, other: EffectiveShare) -> EffectiveShare:
-        squares, count = _add(self.squares, other.squares), _add(self.count, other.count)
-        return EffectiveShare(_add(self.total, other.total), squares, count)
-
-    def numbers(self) -> EffectiveShare:
-        return EffectiveShare(float(self.total), float(self.squares), float(self.count))
 
     def value(self) -> float:
         spread = float(self.count) * float(self.squares)
@@ -105,7 +96,3 @@ def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
 def reduce(metrics: Metrics) -> dict[str, float]:
     """Return the numbers to log."""
     return {key: metric.value() for key, metric in metrics.items()}
-
-
-def _add(left: SupportsFloat, right: SupportsFloat) -> SupportsFloat:
-    return left + right  # type: ignore[operator]  # numbers or tensors

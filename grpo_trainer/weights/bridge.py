@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Protocol
+from typing import Protocol, Self
 
 from grpo_trainer.metrics.types import Metrics
 
@@ -22,11 +21,15 @@ class Published:
 class WeightBridge(Protocol):
     """Keeps one inference server on the trainer's weights. A context manager: its exit frees the bridge's resources."""
 
-    def __enter__(self) -> WeightBridge: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the bridge's resources."""
+        ...
 
     def connect(self, policy_version: int) -> int:
         """Wait for the server, check that it supports this bridge, and agree on the first version.
@@ -55,7 +58,7 @@ class WeightBridge(Protocol):
 
         The next published version is one higher than the last.
         """
-        ...
+        return nullcontext()  # the server has its own copy
 
     def publish(self, version: int) -> Published:
         """Make the server generate with the trainer's weights as `version`, if this bridge updates at this version.
@@ -72,4 +75,3 @@ class WeightBridge(Protocol):
 
         Do nothing if this bridge's servers stay the same.
         """
-        ...

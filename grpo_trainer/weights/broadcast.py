@@ -19,13 +19,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from grpo_trainer import background
 from grpo_trainer.alignment.model_proof import ModelProof
 from grpo_trainer.alignment.proof import Proved
 from grpo_trainer.alignment.requirements import problems_of
@@ -35,7 +35,7 @@ from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import Metric, Sum
 from grpo_trainer.policy import AllWeights
 from grpo_trainer.server_client import ServerClient
-from grpo_trainer.weights.bridge import Published
+from grpo_trainer.weights.bridge import Published, WeightBridge
 from grpo_trainer.weights.buckets import Buckets
 from grpo_trainer.weights.fence import ServerFence
 from grpo_trainer.weights.senders.choose import senders
@@ -101,7 +101,7 @@ class Sent:
     nbytes: int
 
 
-class BroadcastBridge:
+class BroadcastBridge(WeightBridge):
     """The `broadcast` bridge to one server.
 
     Args:
@@ -144,12 +144,7 @@ class BroadcastBridge:
         self._metrics: dict[str, Metric] = {}
         self.proved: Proved | None = None
 
-    def __enter__(self) -> BroadcastBridge:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         try:
             if self._channel:
                 with suppress(ServerError):  # it may have ended
@@ -267,9 +262,6 @@ class BroadcastBridge:
         quiet: dict[str, Metric] = {"train/sync_time": Sum(0.0), "publish/version": Sum(version)}
         return Published(version, self._info.served_model_name, quiet | metrics)
 
-    def welcome(self) -> None:
-        """Do nothing: this bridge has one server."""
-
     def _send(self, version: int) -> None:
         """Make the server generate with the trainer's present weights as `version`."""
         assert self._info is not None and self._sender is not None
@@ -306,10 +298,8 @@ class BroadcastBridge:
         Raises:
             BridgeError, ServerError: of the side that fails first. The other then ends by its time limit.
         """
-        ours, theirs = Future[None](), Future[T]()
+        ours, theirs = background.begin(work), background.begin(ask)
         either: list[Future[Any]] = [ours, theirs]
-        for future, do in ((ours, work), (theirs, ask)):
-            threading.Thread(target=_settle, args=(future, do), daemon=True).start()
         wait(either, return_when=FIRST_COMPLETED)
         if ours.done() and isinstance(ours.exception(), BridgeError):
             wait([theirs], REASON_SECONDS)  # the connection is lost; the server may know why
@@ -319,10 +309,3 @@ class BroadcastBridge:
                 first.result()  # raises what it failed with
         ours.result()
         return theirs.result()
-
-
-def _settle(future: Future[T], do: Callable[[], T]) -> None:
-    try:
-        future.set_result(do())
-    except BaseException as error:  # it is raised where the result is asked for
-        future.set_exception(error)

@@ -8,16 +8,14 @@ trainer. Between restarts the server serves the version of its last launch, and 
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import shutil
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -39,7 +37,7 @@ from grpo_trainer.policy import MODEL_CONFIG_FILE, Policy, load_tokenizer
 from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.server_client import ServerClient
 from grpo_trainer.signals import StopSignal
-from grpo_trainer.weights.bridge import Published
+from grpo_trainer.weights.bridge import Published, WeightBridge
 from vllm_server.protocol import BridgeInfo
 
 log = logging.getLogger(__name__)
@@ -160,7 +158,7 @@ class _Served:
     infos: tuple[BridgeInfo, ...]
 
 
-class CheckpointRestart:
+class CheckpointRestart(WeightBridge):
     """The `none` and `lora_restart` bridges.
 
     Args:
@@ -186,12 +184,7 @@ class CheckpointRestart:
         self._last_version = last_version
         self._served: _Served | None = None
 
-    def __enter__(self) -> CheckpointRestart:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         with ExitStack() as leaving:
             for one in self._launched:
                 leaving.callback(one.server.close)
@@ -219,9 +212,6 @@ class CheckpointRestart:
         pairs = zip(self._launched, served.infos, strict=True)
         return [one.proof.prove(info, served.version) for one, info in pairs if one.proof is not None]
 
-    def updating(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()  # the server has its own copy: no fence is needed
-
     def publish(self, version: int) -> Published:
         """Restart the servers if a restart is due, and return the version that they serve now."""
         assert self._served is not None, "connect comes first"
@@ -237,9 +227,6 @@ class CheckpointRestart:
             "publish/served_version": Sum(served.version),
         }
         return Published(served.version, served.model, metrics)
-
-    def welcome(self) -> None:
-        """Do nothing: these servers stay the same."""
 
     def _launch(self, version: int) -> dict[str, Metric]:
         """Write the weights, stop the running servers, start new ones, and check that the new ones answer."""

@@ -5,21 +5,19 @@ Rank 0 calls the methods of `WeightBridge`; the other ranks call `tend` for each
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from grpo_trainer.parallel.world import Tend, World
 from grpo_trainer.policy import SharedWeights
-from grpo_trainer.weights.bridge import Published
+from grpo_trainer.weights.bridge import WeightBridge
 from grpo_trainer.weights.shared_weights import SharedBridge
 
 T = TypeVar("T")
 
 
-class CommonBridge(ABC):
+class CommonBridge(WeightBridge):
     """The `shared_vllm` bridge of one of several trainer processes.
 
     Args:
@@ -32,14 +30,8 @@ class CommonBridge(ABC):
         self._policy = policy
         self._world = world
 
-    def __enter__(self) -> Self:
-        self._own.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._own.__exit__(kind, error, trace)
+    def close(self) -> None:
+        self._own.close()
 
     def connect(self, policy_version: int) -> int:
         """Connect every rank to its server, and agree on one first version.
@@ -77,15 +69,3 @@ class CommonBridge(ABC):
 
     @abstractmethod
     def _prove(self) -> float | None: ...
-
-    @abstractmethod
-    def updating(self) -> AbstractContextManager[None]:
-        """Return the context of a write. All ranks enter it, and each writes its own weights."""
-
-    @abstractmethod
-    def publish(self, version: int) -> Published:
-        """Return the version that the last write has published."""
-
-    def welcome(self) -> None:
-        """Do nothing: the servers stay the same."""
-        return

@@ -15,8 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import msgspec
 
@@ -36,8 +35,8 @@ T = TypeVar("T")
 OpenBridge = Callable[[str, VllmConfig], WeightBridge]
 """Returns the bridge to a server by the server's name and settings; it is entered later."""
 
-JOIN_SECONDS = 20.0
-"""Time for a server that joins to answer; training waits meanwhile."""
+JOIN_SECONDS = 5.0
+"""Time for a server that joins to answer, though it has been ready before; training waits meanwhile."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 60.0
 """Between two attempts to connect to a server that runs and does not answer."""
 MOST_AT_ONCE = 64
@@ -77,7 +76,7 @@ class _Waiting:
     version: int = 0
 
 
-class ElasticServers:
+class ElasticServers(WeightBridge):
     """The bridges of the servers in a run's list.
 
     A version counts as published when all servers that are left generate with it. With no server left, training waits
@@ -104,7 +103,7 @@ class ElasticServers:
             self._bridges[each.url] = open_bridge(member.name, each)
             self._boots[each.url] = member.boot
 
-    def __enter__(self) -> ElasticServers:
+    def __enter__(self) -> Self:
         with ExitStack() as entering:
             entering.callback(self._senders.shutdown)
             for bridge in self._bridges.values():
@@ -112,9 +111,7 @@ class ElasticServers:
             entering.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         with ExitStack() as leaving:
             leaving.callback(self._senders.shutdown)
             for bridge in self._bridges.values():
@@ -211,7 +208,7 @@ class ElasticServers:
         log.warning("server %s leaves: %s", url, why)
         bridge, boot = self._bridges.pop(url), self._boots.pop(url)
         with suppress(ServerError, BridgeError):
-            bridge.__exit__(None, None, None)
+            bridge.close()
         # One that only failed may come back; training does not wait for it at every step.
         self._waiting[url] = _Waiting(boot, time.monotonic() + FIRST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS, why)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from base64 import b64encode
+from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from grpo_common.errors import Problem
-from vllm_server.protocol import BridgeInfo
+from vllm_server.protocol import BridgeInfo, Transport, WeightTransport, machine_id
 
 
 def gpu_uuid(device: torch.device) -> str:
@@ -20,32 +22,52 @@ def handle_of(storage: torch.UntypedStorage) -> list[int | bool | str]:
     return [b64encode(field).decode() if isinstance(field, bytes) else field for field in storage._share_cuda_()]
 
 
-def unmappable(gpu: str, machine: str, info: BridgeInfo) -> Problem | None:
-    """Return why the server can't map memory of a GPU; None if there is no known reason.
+@dataclass(frozen=True)
+class TrainerPlace:
+    """Where the trainer's weights are, as far as transports depend on it.
 
-    Args:
-        gpu: UUID of the GPU.
+    Attributes:
+        gpu: UUID of this process's GPU; empty if the weights are on a CPU.
         machine: the trainer's `machine_id()`.
+        sharded: over several processes.
     """
-    if machine != info.machine:
-        return Problem("server", f"machine {info.machine}", f"{machine}, the trainer's")
-    for worker in info.workers:
-        if gpu not in worker.visible_gpus:
-            visible = ", ".join(worker.visible_gpus) or "none"
-            return Problem(f"CUDA_VISIBLE_DEVICES of the server's worker {worker.rank}", visible, gpu)
-    return None
+
+    gpu: str
+    machine: str
+    sharded: bool = False
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TrainerPlace:
+        return cls(gpu_uuid(tensor.device), machine_id(), isinstance(tensor, DTensor))
 
 
-def not_apart(gpu: str, info: BridgeInfo) -> Problem | None:
-    """Return why NCCL can't connect a GPU with those of the server's workers; None if there is no known reason.
-
-    Args:
-        gpu: UUID of the trainer's GPU; empty on a CPU.
-    """
-    if not gpu:
+def obstacle(transport: Transport | WeightTransport, trainer: TrainerPlace, info: BridgeInfo) -> Problem | None:
+    """Return why a transport can't work here; None if there is no known reason."""
+    if transport not in ("cuda_ipc", "nccl"):
+        return None
+    if not trainer.gpu:
         return Problem("trainer", "a CPU", "a GPU")
     if any(not worker.gpu_uuid for worker in info.workers):
         return Problem("server", "a CPU", "a GPU")
-    if any(worker.gpu_uuid == gpu for worker in info.workers):
-        return Problem("server", f"GPU {gpu}", "another GPU than the trainer's", summary="NCCL takes one rank a GPU")
+    return _unmappable(trainer, info) if transport == "cuda_ipc" else _not_apart(trainer, info)
+
+
+def _unmappable(trainer: TrainerPlace, info: BridgeInfo) -> Problem | None:
+    """Return why the server can't map the memory of the trainer's GPU."""
+    if trainer.sharded:
+        return Problem("trainer", "weights sharded over processes", "weights on one GPU")
+    if trainer.machine != info.machine:
+        return Problem("server", f"machine {info.machine}", f"{trainer.machine}, the trainer's")
+    for worker in info.workers:
+        if trainer.gpu not in worker.visible_gpus:
+            visible = ", ".join(worker.visible_gpus) or "none"
+            return Problem(f"CUDA_VISIBLE_DEVICES of the server's worker {worker.rank}", visible, trainer.gpu)
+    return None
+
+
+def _not_apart(trainer: TrainerPlace, info: BridgeInfo) -> Problem | None:
+    """Return why NCCL can't connect the trainer's GPU with those of the server's workers."""
+    if any(worker.gpu_uuid == trainer.gpu for worker in info.workers):
+        wanted = "another GPU than the trainer's"
+        return Problem("server", f"GPU {trainer.gpu}", wanted, summary="NCCL takes one rank a GPU")
     return None

@@ -6,12 +6,9 @@ version that they began with. The server keeps the newest few versions and unloa
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from peft import PeftModel
@@ -23,7 +20,7 @@ from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import Sum
 from grpo_trainer.server_client import ServerClient
-from grpo_trainer.weights.bridge import Published
+from grpo_trainer.weights.bridge import Published, WeightBridge
 from grpo_trainer.weights.packed import PackedAdapter
 from grpo_trainer.weights.transports.choose import open_transport
 from grpo_trainer.weights.transports.transport import AdapterTransport, Sent
@@ -32,7 +29,7 @@ from vllm_server.protocol import BridgeInfo, version_name
 log = logging.getLogger(__name__)
 
 
-class LoraSwap:
+class LoraSwap(WeightBridge):
     """The `lora_only` bridge.
 
     Args:
@@ -54,12 +51,7 @@ class LoraSwap:
         self._published: int | None = None
         self.proved: Proved | None = None
 
-    def __enter__(self) -> LoraSwap:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         try:
             if self.transport is not None:
                 self.transport.close()
@@ -115,9 +107,6 @@ class LoraSwap:
         )
         return self.proved.noise
 
-    def updating(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()  # the server has its own copy: no fence is needed
-
     def publish(self, version: int) -> Published:
         name = version_name(self._config.name, version)
         if version == self._published:
@@ -133,9 +122,6 @@ class LoraSwap:
         }
         self._published = version
         return Published(version, name, metrics)
-
-    def welcome(self) -> None:
-        """Do nothing: this bridge has one server."""
 
     def send(self, name: str, version: int, *, activate: bool) -> Sent:
         """Send the present adapter, and check the name and version that the server confirms."""

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from types import TracebackType
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import Sum, reduce
@@ -16,7 +15,7 @@ from grpo_trainer.weights.bridge import Published, WeightBridge
 T = TypeVar("T")
 
 
-class SeveralServers:
+class SeveralServers(WeightBridge):
     """The bridges of several servers as one.
 
     A version counts as published when all servers generate with it. Until then, a server with the new version or one
@@ -31,7 +30,7 @@ class SeveralServers:
         self._senders = ThreadPoolExecutor(len(self._bridges), thread_name_prefix="publish")
         self._entered = ExitStack()
 
-    def __enter__(self) -> SeveralServers:
+    def __enter__(self) -> Self:
         with ExitStack() as entering:
             entering.callback(self._senders.shutdown)
             for bridge in self._bridges.values():
@@ -39,10 +38,8 @@ class SeveralServers:
             self._entered = entering.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._entered.__exit__(kind, error, trace)
+    def close(self) -> None:
+        self._entered.close()
 
     def connect(self, policy_version: int) -> int:
         """Connect to all servers at the same time; return the highest version that any of them requires to begin with.
@@ -73,9 +70,6 @@ class SeveralServers:
         """
         published = self._at_once(lambda bridge: bridge.publish(version))
         return as_one(dict(zip(self._bridges, published, strict=True)), version)
-
-    def welcome(self) -> None:
-        """Do nothing: these servers stay the same."""
 
     def _at_once(self, ask: Callable[[WeightBridge], T]) -> list[T]:
         """Ask all bridges in threads; each has its own time limits, and one that fails does not end the others."""

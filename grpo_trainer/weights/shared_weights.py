@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
 
 import torch
 
@@ -24,7 +23,7 @@ from grpo_trainer.errors import BridgeError
 from grpo_trainer.metrics.types import Metric, Sum
 from grpo_trainer.policy import SharedWeights
 from grpo_trainer.server_client import ServerClient
-from grpo_trainer.weights.bridge import Published
+from grpo_trainer.weights.bridge import Published, WeightBridge
 from grpo_trainer.weights.fence import ServerFence
 from vllm_server.protocol import BridgeInfo
 
@@ -35,7 +34,7 @@ RESTORE_SECONDS = 600.0
 """Time limits of a fence, after which the weights count as torn. A restored checkpoint first crosses the PCIe bus."""
 
 
-class SharedBridge:
+class SharedBridge(WeightBridge):
     """The `shared_vllm` bridge.
 
     Args:
@@ -66,12 +65,7 @@ class SharedBridge:
         self._server_fence = ServerFence(server, config.in_flight, self._settle)
         self.proved: Proved | None = None
 
-    def __enter__(self) -> SharedBridge:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._server.close()
 
     def connect(self, policy_version: int) -> int:
@@ -168,9 +162,6 @@ class SharedBridge:
     def last_metrics(self) -> dict[str, Metric]:
         """The figures of the last update; empty once it was published."""
         return self._server_fence.metrics
-
-    def welcome(self) -> None:
-        """Do nothing: this bridge has one server."""
 
     @contextmanager
     def _fence(self, version: int, seconds: float = WRITE_SECONDS) -> Iterator[None]:

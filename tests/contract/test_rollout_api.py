@@ -402,7 +402,7 @@ def test_a_busy_port_names_its_holder(server: ServerProcess):
     done = serve("--port", str(server.port))
     assert done.returncode == 2
     assert server.process is not None
-    assert f"process {server.process.pid}" in done.stderr
+    assert f"pid {server.process.pid}" in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_trainer.doctor.nccl import check_nccl
+from grpo_trainer.doctor.trials import check_nccl
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.weights.buckets import Buckets

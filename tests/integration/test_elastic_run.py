@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,26 @@ def test_a_broadcast_goes_on_without_a_server_and_with_its_successor(demo_model:
         assert finished(process, log, 600) == 0, tail(log)
     assert_every_group_counted_once(run_dir, steps, GROUPS)
     assert_servers_had_the_trainers_weights(run_dir)
+
+
+@pytest.mark.parametrize("mode", ["lora_only", "broadcast"])
+def test_a_run_goes_on_without_a_server_that_answers_nothing(demo_model: Path, tmp_path: Path, mode: str) -> None:
+    """It is stopped, so that it still accepts connections; when it goes on, it is used again."""
+    run_dir, log, steps = tmp_path / "run", tmp_path / "log", 60
+    with started(demo_model, run_dir, log, **options(mode, steps)) as process:
+        wait_for_step(run_dir, 2, process, log)
+        run = ElasticRun(process, run_dir, log)
+        first, second = sorted(run.serving())
+        os.kill(run.server_pid(second), signal.SIGSTOP)
+        run.wait("the silent server has left", lambda: list(run.serving()) == [first], 300)
+        run.steps(3)
+        os.kill(run.server_pid(second), signal.SIGCONT)
+        run.wait("it is back, as the same process", lambda: run.serving() == {first: 1, second: 1})
+        run.hurry()
+        assert finished(process, log, 600) == 0, tail(log)
+    assert_every_group_counted_once(run_dir, steps, GROUPS)
+    assert_servers_had_the_trainers_weights(run_dir)
+    assert "the server is silent" in (run_dir / "logs" / "trainer.log").read_text()
 
 
 def test_a_run_with_random_kills_ends_by_itself(demo_model: Path, tmp_path: Path) -> None:

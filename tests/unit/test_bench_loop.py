@@ -17,9 +17,9 @@ from environments.peers.inference import Completion, Sampling
 from environments.synthetic_server import SyntheticConfig, SyntheticEnv, stop_token_ids
 from environments.tokenizers import load_tokenizer
 from grpo_trainer import cli
+from grpo_trainer.bench import __main__ as command
 from grpo_trainer.bench import devices
 from grpo_trainer.bench.figures import cache_tokens
-from grpo_trainer.bench.loop import __main__ as command
 from grpo_trainer.bench.loop import measure
 from grpo_trainer.bench.loop.figures import (
     Load,
@@ -147,9 +147,9 @@ def test_what_follows_two_dashes_is_the_runs(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(cli, "_become", lambda *words: became.append(words))
     typed = ["--shape", "tiny", "--", "--checkpoint-interval", "0", "--no-proof"]
     assert CliRunner().invoke(cli.app, ["bench", "loop", *typed]).exit_code == 0
-    assert became == [("grpo_trainer.bench.loop", typed)]
+    assert became == [("grpo_trainer.bench", ["loop", *typed])]
     monkeypatch.setattr(measure, "measure", lambda options, more: {"shape": options.model.shape, "more": more})
-    done = CliRunner().invoke(command.app, typed)
+    done = CliRunner().invoke(command.app, ["loop", *typed])
     assert json.loads(done.stdout) == {"shape": "tiny", "more": ["--checkpoint-interval", "0", "--no-proof"]}
 
 

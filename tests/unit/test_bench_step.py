@@ -99,7 +99,7 @@ def test_the_loss_is_that_of_one_process_whatever_their_number() -> None:
     def bench(*how: str) -> dict[str, Any]:
         sizes = ["--seqs", "8", "--prompt-len", "6", "--completion-len", "20", "--lognormal"]
         steps = ["--warmup", "1", "--steps", "2", "--optimizer", "adamw", "--batch-size", "3", "--json"]
-        command = [sys.executable, *how, "-m", "grpo_trainer.bench.step", "--shape", "tiny", *sizes, *steps]
+        command = [sys.executable, *how, "-m", "grpo_trainer.bench", "step", "--shape", "tiny", *sizes, *steps]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)

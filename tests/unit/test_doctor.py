@@ -24,6 +24,7 @@ from rich.console import Console
 from grpo_common.errors import Problem
 from grpo_trainer.config.run import RunConfig, build_run
 from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.doctor import trials
 from grpo_trainer.doctor.command import as_json, print_examination
 from grpo_trainer.doctor.disk import (
     LOGS,
@@ -36,7 +37,6 @@ from grpo_trainer.doctor.disk import (
 from grpo_trainer.doctor.examine import Examination, Probes, examine
 from grpo_trainer.doctor.findings import Finding, ok, skip
 from grpo_trainer.doctor.hub import ask_hub, refuse_missing
-from grpo_trainer.doctor.ipc import judge
 from grpo_trainer.doctor.machine import Gpu, Machine, look, read_gpus
 from grpo_trainer.doctor.machine_checks import SUPPORTED
 from grpo_trainer.doctor.memory import GB
@@ -478,14 +478,21 @@ def test_gpus_that_are_hidden_or_in_use() -> None:
     assert "MIG" in read_gpus("NVIDIA H200, GPU-a, [N/A], [N/A], 580.1", None)[2]
 
 
-def test_cuda_ipc_that_does_not_work() -> None:
-    assert judge(0, 'noise\n{"ok": true}\n', "").status == "ok"
-    assert judge(1, '{"ok": false}', "RuntimeError: cudaErrorInvalidResourceHandle").got.endswith("ResourceHandle")
-    assert "--ipc=host" in judge(-11, "", "").fix  # a crash says nothing
+def test_what_a_trial_says() -> None:
+    assert trials.failure(0, 'noise\n{"ok": true}\n', "") is None
+    assert trials.failure(1, '{"ok": false}', "Traceback\nRuntimeError: no handle") == "RuntimeError: no handle"
+    assert trials.failure(-11, "", "") == "exit code -11"  # a crash says nothing
 
 
-def test_ptrace_for_the_administrator_only() -> None:
-    assert only_fault(look_at(None, replace(MACHINE, ptrace_scope=2)), "warn").name == "ptrace scope"
+def test_trials_that_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "tried", {"ipc": "no handle", "nccl": "rank 0 of 2"}.get)
+    needed, other = (trials.check_cuda_ipc(on_gpu=True, needed=needed) for needed in (True, False))
+    assert (needed.status, needed.got, other.status) == ("fail", "no handle", "warn")
+    assert "--ipc=host" in needed.fix and "--lora-transport memory" in other.fix
+    monkeypatch.setattr(trials, "links_in_words", lambda: "NVLink between all GPUs")
+    nccl = trials.check_nccl(gpus=2)  # slower transports remain
+    assert (nccl.status, nccl.got) == ("warn", "rank 0 of 2; NVLink between all GPUs") and "gloo" in nccl.fix
+    assert {trials.check_nccl(gpus=1).status, trials.check_cuda_ipc(on_gpu=False, needed=True).status} == {"skip"}
 
 
 # what is printed ---------------------------------------------------------------------------------------------

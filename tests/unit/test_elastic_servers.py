@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 import pytest
@@ -18,13 +15,13 @@ from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import Sum, reduce
 from grpo_trainer.server_client import present
 from grpo_trainer.weights import elastic
-from grpo_trainer.weights.bridge import Published
+from grpo_trainer.weights.bridge import Published, WeightBridge
 from grpo_trainer.weights.elastic import ElasticServers
 
 A, B, C = (f"http://127.0.0.1:{port}" for port in (9001, 9002, 9003))
 
 
-class Bridge:
+class Bridge(WeightBridge):
     def __init__(self) -> None:
         self.said: list[str] = []
         self.fails: Exception | None = None
@@ -34,9 +31,7 @@ class Bridge:
         self.said.append("in")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self.said.append("out")
 
     def connect(self, policy_version: int) -> int:
@@ -47,9 +42,6 @@ class Bridge:
     def prove(self) -> float | None:
         self.said.append("proved")
         return 0.01
-
-    def updating(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def publish(self, version: int) -> Published:
         if self.fails is not None:

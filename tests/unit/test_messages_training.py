@@ -17,6 +17,7 @@ from grpo_trainer.errors import BridgeError, DriftError, ServerError
 from grpo_trainer.server_client import ATTEMPTS
 from grpo_trainer.shared.bridge_file import read_bridge_config
 from grpo_trainer.shared.names import NamesError, bind_names
+from grpo_trainer.weights.gpus import TrainerPlace
 from grpo_trainer.weights.packed import PackedAdapter
 from grpo_trainer.weights.transports import choose
 from tests.golden.stand_in import bridge_config, write_config, write_tensors
@@ -207,10 +208,11 @@ def test_no_transport_that_works(monkeypatch: pytest.MonkeyPatch, wanted: Transp
         raise ServerError("no room", field="rank", got=64)
 
     monkeypatch.setattr(choose, "OPENERS", dict.fromkeys(choose.OPENERS, refuse))
-    monkeypatch.setattr(choose, "layout", lambda packed, told: choose.Layout(OURS, "here", told))
+    monkeypatch.setattr(TrainerPlace, "of", lambda tensor: TrainerPlace(OURS, "here"))
     nothing: Any = None
+    packed = PackedAdapter(tiny_lora(), torch.float32)
     with pytest.raises(BridgeError) as error:
-        choose.open_transport(wanted, nothing, nothing, info(worker(uuid=OTHER)), Path(), 2)
+        choose.open_transport(wanted, packed, nothing, info(worker(uuid=OTHER)), Path(), 2)
     assert str(error.value).splitlines() == lines
 
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from types import TracebackType
 from typing import Any
 
 import pytest
 
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import Sum, reduce
-from grpo_trainer.weights.bridge import Published
+from grpo_trainer.weights.bridge import Published, WeightBridge
 from grpo_trainer.weights.multi_server import SeveralServers
 
 
-class Bridge:
+class Bridge(WeightBridge):
     def __init__(self, seen: int = 0, noise: float | None = 0.01, seconds: float = 1.0) -> None:
         self.seen, self.noise, self.seconds = seen, noise, seconds
         self.said: list[Any] = []
@@ -28,9 +27,7 @@ class Bridge:
         self.said.append("in")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self.said.append("out")
 
     def connect(self, policy_version: int) -> int:

@@ -23,5 +23,5 @@ def test_they_are_gathered_anew_once_they_change() -> None:
         pass
     second = weights.of(1)
     assert second is not first
-    bridge.__exit__(None, None, None)
+    bridge.close()
     assert weights.of(1) is not second

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_trainer.weights.senders.choose import SENDERS, TrainerPlace, obstacle
+from grpo_trainer.weights.gpus import TrainerPlace, obstacle
+from grpo_trainer.weights.senders.choose import SENDERS
 from tests.unit.factories import OURS, bridge_info, worker
 from vllm_server.protocol import BridgeInfo
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from grpo_trainer.errors import BridgeError, ServerError
+from grpo_trainer.weights.gpus import TrainerPlace, obstacle
 from grpo_trainer.weights.packed import PackedAdapter
 from grpo_trainer.weights.transports import choose as module
-from grpo_trainer.weights.transports.choose import OPENERS, Layout, layout, obstacle, open_transport
+from grpo_trainer.weights.transports.choose import OPENERS, open_transport
 from grpo_trainer.weights.transports.disk import Disk
 from tests.unit.factories import OURS, worker
 from tests.unit.factories import bridge_info as info
@@ -108,8 +109,8 @@ def test_a_folder_of_adapters_that_was_deleted_is_made_again_with_one_warning(
     ],
 )
 def test_what_works_where(trainer: str, told: BridgeInfo, works: set[Transport]) -> None:
-    where = Layout(trainer, "here", told)
-    assert {name for name in OPENERS if obstacle(name, where) is None} == works | {"memory", "disk"}
+    place = TrainerPlace(trainer, "here")
+    assert {name for name in OPENERS if obstacle(name, place, told) is None} == works | {"memory", "disk"}
 
 
 @pytest.mark.parametrize("name", ["cuda_ipc", "nccl"])
@@ -120,8 +121,8 @@ def test_every_obstacle_is_named(name: Transport) -> None:
         (OURS, ""), (OURS, OTHER, ""), ("here", "there"), (True, False)
     ):
         visible = [gpu for gpu in (uuid, OURS if sees else "") if gpu]
-        where = Layout(trainer, "here", info(worker(uuid=uuid, visible=visible), machine=machine))
-        found[trainer, uuid, machine, sees] = obstacle(name, where)
+        told = info(worker(uuid=uuid, visible=visible), machine=machine)
+        found[trainer, uuid, machine, sees] = obstacle(name, TrainerPlace(trainer, "here"), told)
     for (trainer, uuid, machine, sees), problem in found.items():
         got = (problem.field, problem.got) if problem is not None else None
         if not trainer:
@@ -140,8 +141,8 @@ def test_every_obstacle_is_named(name: Transport) -> None:
 
 
 def test_a_trainer_on_a_cpu_finds_itself_there() -> None:
-    packed, told = PackedAdapter(tiny_lora(), torch.float32), info()
-    assert layout(packed, told) == Layout("", machine_id(), told)
+    packed = PackedAdapter(tiny_lora(), torch.float32)
+    assert TrainerPlace.of(packed.buffer_E) == TrainerPlace("", machine_id())
 
 
 class Opened:
@@ -165,14 +166,15 @@ def openers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
         return open_it
 
     monkeypatch.setattr(module, "OPENERS", {name: opener(name) for name in OPENERS})
-    monkeypatch.setattr(module, "layout", lambda packed, told: Layout(OURS, "here", told))
+    monkeypatch.setattr(TrainerPlace, "of", lambda tensor: TrainerPlace(OURS, "here"))
     return failures
 
 
 def opened(wanted: Transport | None) -> str:
     told = info(worker(uuid=OTHER, visible=[OTHER, OURS]))
     nothing: Any = None
-    return open_transport(wanted, nothing, nothing, told, Path(), 2).name
+    packed = PackedAdapter(tiny_lora(), torch.float32)
+    return open_transport(wanted, packed, nothing, told, Path(), 2).name
 
 
 def test_auto_takes_the_fastest_that_opens(openers: dict[str, Exception], caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 import torch
 
-from grpo_trainer.bench.devices import cpu_name, listener
+from grpo_common.ports import listener
+from grpo_trainer.bench.devices import cpu_name
 from grpo_trainer.bench.figures import median_ms, p95_ms
 from grpo_trainer.bench.shapes import SHAPES
 from grpo_trainer.bench.step.options import BatchChoice

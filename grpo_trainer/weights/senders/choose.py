@@ -1,24 +1,20 @@
-"""The choice of a way for all weights: what each needs, and the order in which they are tried."""
+"""The choice of a way for all weights: the order in which they are tried."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-
-from grpo_common.errors import Problem
 from grpo_trainer.errors import BridgeError
-from grpo_trainer.weights.gpus import gpu_uuid, not_apart, unmappable
+from grpo_trainer.weights.gpus import TrainerPlace, obstacle
 from grpo_trainer.weights.senders.cuda_ipc import IpcSender, NotInPlaceError
 from grpo_trainer.weights.senders.disk import FolderSender
 from grpo_trainer.weights.senders.gloo import GlooSender
 from grpo_trainer.weights.senders.nccl import NcclSender
 from grpo_trainer.weights.senders.sender import Way, WeightSender
-from vllm_server.protocol import BridgeInfo, WeightTransport, machine_id
+from vllm_server.protocol import WeightTransport
 from vllm_server.protocol.nccl import NcclError
 
 SENDERS: dict[WeightTransport, Callable[[Way], WeightSender]] = {
@@ -32,39 +28,6 @@ AUTOMATIC: tuple[WeightTransport, ...] = ("nccl", "cuda_ipc", "gloo")
 """What `auto` tries, in this order: `nccl` has an obstacle if trainer and server share a GPU, `gloo` has none."""
 
 
-@dataclass(frozen=True)
-class TrainerPlace:
-    """Where the trainer's weights are, as far as transports depend on it.
-
-    Attributes:
-        gpu: UUID of this process's GPU; empty if the weights are on a CPU.
-        machine: the trainer's `machine_id()`.
-        sharded: over several processes.
-    """
-
-    gpu: str
-    machine: str
-    sharded: bool = False
-
-    @classmethod
-    def of(cls, stored: Mapping[str, Tensor]) -> TrainerPlace:
-        first = next(iter(stored.values()))
-        return cls(gpu_uuid(first.device), machine_id(), isinstance(first, DTensor))
-
-
-def obstacle(transport: WeightTransport, trainer: TrainerPlace, info: BridgeInfo) -> Problem | None:
-    """Return why a transport can't work here; None if there is no known reason."""
-    match transport:
-        case "cuda_ipc":
-            if not trainer.gpu or trainer.sharded:
-                return Problem("trainer", "weights on a CPU, or sharded over processes", "weights on one GPU")
-            return unmappable(trainer.gpu, trainer.machine, info)
-        case "nccl":
-            return not_apart(trainer.gpu, info)
-        case "gloo" | "disk":
-            return None
-
-
 def senders(asked: Literal["auto", WeightTransport], way: Way) -> Iterator[WeightSender]:
     """Yield senders for `--broadcast-transport`: one for a named transport, for `auto` the fastest, then the next.
 
@@ -74,7 +37,7 @@ def senders(asked: Literal["auto", WeightTransport], way: Way) -> Iterator[Weigh
     Raises:
         BridgeError: the transport that was asked for can't work here.
     """
-    trainer = TrainerPlace.of(way.stored)
+    trainer = TrainerPlace.of(next(iter(way.stored.values())))
     if asked == "auto":
         for each in AUTOMATIC:
             if obstacle(each, trainer, way.info) is None:

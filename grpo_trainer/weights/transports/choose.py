@@ -1,23 +1,22 @@
-"""The choice of a transport: the requirements of each, and the order in which they are tried."""
+"""The choice of a transport: the order in which they are tried."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_common.errors import Problem
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.server_client import ServerClient
-from grpo_trainer.weights.gpus import gpu_uuid, unmappable
+from grpo_trainer.weights.gpus import TrainerPlace, obstacle
 from grpo_trainer.weights.packed import PackedAdapter
 from grpo_trainer.weights.transports.cuda_ipc import CudaIpc
 from grpo_trainer.weights.transports.disk import Disk
 from grpo_trainer.weights.transports.memory import Memory
 from grpo_trainer.weights.transports.nccl import Nccl
 from grpo_trainer.weights.transports.transport import AdapterTransport
-from vllm_server.protocol import BridgeInfo, Transport, machine_id
+from vllm_server.protocol import BridgeInfo, Transport
 
 log = logging.getLogger(__name__)
 
@@ -33,42 +32,6 @@ OPENERS: dict[Transport, Open] = {
 """From the fastest to the slowest; each works in more setups than the ones before it."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Where trainer and server run, as far as transports depend on it.
-
-    Attributes:
-        gpu_uuid: the trainer's GPU; empty on a CPU.
-        machine: the trainer's `machine_id()`.
-    """
-
-    gpu_uuid: str
-    machine: str
-    info: BridgeInfo
-
-
-def layout(packed: PackedAdapter, info: BridgeInfo) -> Layout:
-    """Return the layout of this process and the server."""
-    return Layout(gpu_uuid(packed.buffer_E.device), machine_id(), info)
-
-
-def obstacle(transport: Transport, where: Layout) -> Problem | None:
-    """Return why a transport can't work here; None if there is no known reason."""
-    if transport in ("memory", "disk"):
-        return None
-    if not where.gpu_uuid:
-        return Problem("trainer", "a CPU", "a GPU")
-    workers = where.info.workers
-    if any(not worker.gpu_uuid for worker in workers):
-        return Problem("server", "a CPU", "a GPU")
-    if transport == "cuda_ipc":
-        return unmappable(where.gpu_uuid, where.machine, where.info)
-    if any(worker.gpu_uuid == where.gpu_uuid for worker in workers):
-        wanted = "another GPU than the trainer's"
-        return Problem("server", f"GPU {where.gpu_uuid}", wanted, summary="NCCL takes one rank a GPU")
-    return None
-
-
 def open_transport(
     wanted: Transport | None, packed: PackedAdapter, server: ServerClient, info: BridgeInfo, root: Path, keep_files: int
 ) -> AdapterTransport:
@@ -82,10 +45,10 @@ def open_transport(
     Raises:
         BridgeError: the wanted transport, or every transport, can't work here.
     """
-    where = layout(packed, info)
+    trainer = TrainerPlace.of(packed.buffer_E)
     reasons: list[Problem] = []
     for name in OPENERS if wanted is None else (wanted,):
-        reason = obstacle(name, where)
+        reason = obstacle(name, trainer, info)
         if reason is None:
             try:
                 opened = OPENERS[name](packed, server, info, root, keep_files)

@@ -1,8 +1,8 @@
-"""How GPUs are connected, as the doctor reads it. The broadcast itself is tried in tests/gpu."""
+"""How GPUs are connected, as the doctor reads it."""
 
 from __future__ import annotations
 
-from grpo_trainer.doctor.nccl import check_nccl, described, judge, read_links
+from grpo_trainer.doctor.gpu_links import described, read_links
 
 FOUR = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
@@ -29,15 +29,3 @@ def test_the_links_of_each_pair() -> None:
 def test_links_of_one_kind_are_not_listed() -> None:
     assert described({(0, 1): "NV18", (0, 2): "NV18", (1, 2): "NV18"}) == "NVLink between all GPUs"
     assert described(read_links("nvidia-smi: unknown option")) == described({})
-
-
-def test_a_broadcast_that_does_not_arrive_leaves_slower_transports() -> None:
-    assert judge(0, 'noise\n{"ok": true}\n', "", "NVLink").status == "ok"
-    failed = judge(1, "", "Traceback\ngrpo_common.errors.NcclError: NCCL rank 0 of 2", "NVLink")
-    assert (failed.status, failed.got) == ("warn", "grpo_common.errors.NcclError: NCCL rank 0 of 2; NVLink")
-    assert "gloo" in failed.fix
-    assert judge(-11, "", "", "NVLink").got.startswith("exit code -11")  # a crash says nothing
-
-
-def test_nothing_is_tried_with_fewer_than_two_gpus() -> None:
-    assert [check_nccl(gpus=number).status for number in (0, 1)] == ["skip", "skip"]

@@ -1,0 +1,154 @@
+"""What can only be tried out, between two processes: `python -m grpo_trainer.doctor.trials ipc` (or `nccl`).
+
+The first process starts the second one, and prints a JSON object. Neither is the doctor's own, so that the doctor never
+opens a CUDA context.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from grpo_trainer.doctor.findings import Finding, fail, ok, skip, warn
+from grpo_trainer.doctor.gpu_links import links_in_words
+
+SECONDS = 120
+ELEMENTS = 1 << 20
+MODULE = "grpo_trainer.doctor.trials"
+
+
+def check_cuda_ipc(*, on_gpu: bool, needed: bool) -> Finding:
+    """Try CUDA IPC: what shared weights and the transport `cuda_ipc` live on.
+
+    Args:
+        needed: the run shares weights; otherwise its failure leaves slower transports.
+    """
+    name, wanted = "CUDA IPC", "a second process that reads the first one's memory"
+    if not on_gpu:
+        return skip(name, "no GPU; on a CPU processes map one file")
+    if (why := tried("ipc")) is None:
+        return ok(name, "a second process read and wrote this one's memory")
+    fix = "run both in one container with --ipc=host (not WSL), without MIG and without expandable segments"
+    if needed:
+        return fail(name, why, wanted, fix)
+    return warn(name, why, wanted, f"{fix}; or --lora-transport memory")
+
+
+def check_nccl(*, gpus: int) -> Finding:
+    """Try a broadcast between the first two visible GPUs, and say how all are connected.
+
+    A failure is a warning, because slower transports remain.
+    """
+    if gpus < 2:
+        return skip("NCCL", "fewer than two GPUs")
+    why, links = tried("nccl"), links_in_words()
+    if why is None:
+        return ok("NCCL", f"a broadcast reached a second GPU; {links}")
+    fix = "set NCCL_DEBUG=INFO to see why; until then use --broadcast-transport gloo or --lora-transport memory"
+    return warn("NCCL", f"{why}; {links}", "a broadcast from the first GPU to the second", fix)
+
+
+def tried(what: str) -> str | None:
+    """Make a trial; return why it failed, None: it did not."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", MODULE, what], capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {SECONDS} s"
+    return failure(done.returncode, done.stdout, done.stderr)
+
+
+def failure(code: int, out: str, err: str) -> str | None:
+    """Return why a trial failed; None: its last line of JSON says `"ok": true`.
+
+    Args:
+        code, out, err: exit code and output of the process that made the trial.
+    """
+    said = [line for line in out.splitlines() if line.startswith("{")]
+    if code == 0 and said and json.loads(said[-1])["ok"]:
+        return None
+    return (err.strip().splitlines() or [f"exit code {code}"])[-1][:200]
+
+
+def give_memory() -> bool:
+    """Hand a tensor to a second process; True if that read it rightly and its writing is seen here."""
+    import torch
+
+    tensor = torch.arange(ELEMENTS, dtype=torch.int32, device="cuda:0")
+    torch.cuda.synchronize()
+    shared = tensor.untyped_storage()._share_cuda_()
+    # Handles and events are bytes; JSON wants text.
+    words = [each.hex() if isinstance(each, bytes) else each for each in shared]
+    child = [sys.executable, "-m", MODULE, "ipc", json.dumps(words)]
+    done = subprocess.run(child, capture_output=True, text=True, timeout=SECONDS, check=False)
+    sys.stderr.write(done.stderr)
+    torch.cuda.synchronize()
+    return done.returncode == 0 and bool((tensor == 7).all())
+
+
+def take_memory(words: list[Any]) -> bool:
+    """Open the memory, look whether it is as the giver filled it, and write 7 everywhere."""
+    import torch
+
+    torch.cuda.init()
+    torch.empty(1, device="cuda:0")  # without a context of its own the process crashes when it opens a handle
+    device, handle, size, offset, counter, counter_offset, event, sync = words
+    opened: Any = torch.UntypedStorage._new_shared_cuda(
+        device, bytes.fromhex(handle), size, offset, bytes.fromhex(counter), counter_offset, bytes.fromhex(event), sync
+    )
+    tensor = torch.empty(0, dtype=torch.int32, device="cuda:0").set_(opened, 0, (ELEMENTS,), (1,))
+    right = bool((tensor == torch.arange(ELEMENTS, dtype=torch.int32, device="cuda:0")).all())
+    tensor.fill_(7)
+    torch.cuda.synchronize()
+    return right
+
+
+def give_broadcast() -> bool:
+    """Broadcast to a second process; return whether the numbers arrived there."""
+    import torch  # loads the NCCL library
+
+    from vllm_server.protocol.nccl import unique_id
+
+    torch.cuda.set_device(0)
+    identity = unique_id()
+    child = [sys.executable, "-m", MODULE, "nccl", identity.hex()]
+    with subprocess.Popen(child, stdout=subprocess.DEVNULL) as process:
+        try:
+            return broadcast(0, identity) and process.wait(SECONDS) == 0
+        finally:
+            process.kill()
+
+
+def broadcast(rank: int, identity: bytes) -> bool:
+    """Take part as a rank, on the GPU of that number; return whether rank 0's numbers are there."""
+    import torch
+
+    from vllm_server.protocol.nccl import Communicator
+
+    torch.cuda.set_device(rank)
+    start = 1 if rank == 0 else 0
+    numbers = torch.arange(start, start + ELEMENTS, dtype=torch.int32, device="cuda")
+    communicator = Communicator(identity, rank, 2)
+    stream = torch.cuda.current_stream()
+    communicator.broadcast(numbers.data_ptr(), numbers.nbytes, root=0, stream=stream.cuda_stream)
+    communicator.wait(stream.query)
+    arrived = bool((numbers == torch.arange(1, 1 + ELEMENTS, dtype=torch.int32, device="cuda")).all())
+    communicator.close()
+    return arrived
+
+
+def main(what: str, given: str = "") -> int:
+    """Be the first process, or with what the first one has given the second; print whether it worked."""
+    if what == "ipc":
+        worked = take_memory(json.loads(given)) if given else give_memory()
+    else:
+        worked = broadcast(1, bytes.fromhex(given)) if given else give_broadcast()
+    print(json.dumps({"ok": worked}))
+    return 0 if worked else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
