@@ -17,12 +17,14 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from environments.api import wire
 from environments.config import ConfigError, ProcessSettings, PromptTooLong, Settings, parse_settings, settings_class
 from environments.peers.http import PeerError
 from environments.peers.rollout_api import RolloutApi
 from environments.peers.roster import servers
-from environments.running.files import GroupFile
+from environments.running.files import JsonlFile
 from environments.running.groups_page import groups_page
 from environments.running.runner import LOSSES, LOST_IN_A_ROW, EnvironmentFailed, serve, unfit
 from environments.scoring import ScoreTimeout, allow_interrupts
@@ -163,7 +165,8 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
     if path is None:
         raise ConfigError("required by process", field="--env.data_path_to_save_groups", fix="name a JSONL file")
     await env.setup()
-    file, written, dropped, in_a_row = GroupFile.create(path), list[wire.ScoredData](), Counter[str](), 0
+    file = JsonlFile("--env.data_path_to_save_groups", path, "xb")
+    written, dropped, in_a_row = list[wire.ScoredData](), Counter[str](), 0
     try:
         while len(written) < groups:
             at_once = min(groups - len(written), env.config.max_concurrent_groups)
@@ -177,7 +180,7 @@ async def process(env: BaseEnv[Any, Any], groups: int) -> None:
                     dropped[outcome] += 1
                     in_a_row += 1
                 else:
-                    file.write(outcome)
+                    file.write(msgspec.json.encode(outcome))
                     written.append(outcome)
                     in_a_row = 0
             if in_a_row >= LOST_IN_A_ROW:

@@ -5,12 +5,12 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
 
 from environments.api import wire
 from environments.config import BaseEnvConfig, ConfigError
+from environments.running.files import JsonlFile
 from environments.trajectory import trained_tokens
 
 log = logging.getLogger(__name__)
@@ -71,31 +71,16 @@ class Sink(Protocol):
         """Finish the record."""
 
 
-class JsonlSink:
+class JsonlSink(JsonlFile):
     """Writes one JSON object a line: the step and the metrics."""
 
-    def __init__(self, path: Path) -> None:
-        """Open a file to append to; create it if it is missing.
-
-        Raises:
-            ConfigError: It cannot be written.
-        """
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a")
-        except OSError as error:
-            raise ConfigError(
-                "cannot be written", field=f"--env.metrics_path {path}", got=error.strerror, fix="name another file"
-            ) from None
-
     def log(self, data: dict[str, Any], step: int) -> None:
-        """Write one line and flush it."""
-        self._file.write(json.dumps({"step": step, **data}) + "\n")
-        self._file.flush()
+        """Write one line."""
+        self.write(json.dumps({"step": step, **data}).encode())
 
     def finish(self) -> None:
         """Close the file."""
-        self._file.close()
+        self.close()
 
 
 class Reporter:

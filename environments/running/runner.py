@@ -16,7 +16,7 @@ from environments.api import wire
 from environments.config import BaseEnvConfig, ConfigError, PromptTooLong
 from environments.peers.http import PeerError, PeerRefused
 from environments.peers.rollout_api import NotRegistered, RolloutApi
-from environments.running.files import GroupFile
+from environments.running.files import JsonlFile
 from environments.running.metrics import JsonlSink, Reporter, Sink, open_wandb
 from environments.running.pace import InFlight, Registration, RunningShare, groups_to_start
 from environments.running.state import FOLDER, StateFiles
@@ -102,7 +102,8 @@ class Runner:
         self._posting: Tasks = {}
         self._running = RunningShare()
         self._evaluation: asyncio.Task[None] | None = None
-        self._file = GroupFile.append(self.config.data_path_to_save_groups)
+        path = self.config.data_path_to_save_groups
+        self._file = JsonlFile("--env.data_path_to_save_groups", path) if path else None
         self._lost = 0
         self._started = 0
         self._failure: Exception | None = None
@@ -171,7 +172,8 @@ class Runner:
         return registration
 
     async def _sinks(self, name: str) -> list[Sink]:
-        sinks: list[Sink] = [JsonlSink(self.config.metrics_path)] if self.config.metrics_path else []
+        path = self.config.metrics_path
+        sinks: list[Sink] = [JsonlSink("--env.metrics_path", path)] if path else []
         if self.config.use_wandb:
             sinks.append(await asyncio.to_thread(open_wandb, self.config, name, await self.api.wandb_info()))
         return sinks
@@ -197,7 +199,8 @@ class Runner:
     async def _work(self) -> None:
         while not await self._advance():
             await self._until_news()
-            self._reap()
+            if self._failure is not None:
+                raise self._failure
 
     async def _advance(self) -> bool:
         """Start the groups that there is room for; return whether there is nothing left to do."""
@@ -290,16 +293,13 @@ class Runner:
     async def _evaluate(self, step: int) -> None:
         """Evaluate and report. A failed evaluation only leaves a gap in a plot, so it does not stop training."""
         try:
-            await self._evaluate_and_tell(step)
+            metrics = await self.env.evaluate()
+            log.info("evaluation at step %d: %s", step, ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
+            self.reporter.record(step, {f"eval/{key}": value for key, value in metrics.items()})
+            if self._registration is not None:
+                await self.api.post_evaluation(self._registration.env_id, step, metrics)
         except Exception:
             log.exception("the evaluation at step %d failed; training and later evaluations continue", step)
-
-    async def _evaluate_and_tell(self, step: int) -> None:
-        metrics = await self.env.evaluate()
-        log.info("evaluation at step %d: %s", step, ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
-        self.reporter.record(step, {f"eval/{key}": value for key, value in metrics.items()})
-        if self._registration is not None:
-            await self.api.post_evaluation(self._registration.env_id, step, metrics)
 
     async def _collect_in_lane(self, item: object, step: int) -> None:
         self._started += 1
@@ -319,16 +319,17 @@ class Runner:
             self._lose("failed", repr(error), said=True)
             return
         assert self._registration is not None, "groups are collected after the registration"
-        if group is not None:
-            self._running.add([trained_tokens(mask) for mask in group.masks])
         if group is None:
             self._drop("came to nothing")
-        elif (reason := unfit(group, self.config, self._registration.max_token_len)) == ALL_EQUAL:
+            return
+        self._running.add([trained_tokens(mask) for mask in group.masks])
+        if (reason := unfit(group, self.config, self._registration.max_token_len)) == ALL_EQUAL:
             self._drop(reason)  # the task may be too easy or too hard, but the environment works
         elif reason is not None:
             self._lose(reason, f"a group of {self.env.name} is not sent: {reason}")
         else:
-            self._file.write(group)
+            if self._file:
+                self._file.write(msgspec.json.encode(group))
             self._start(self._posting, step, self._post, group)
 
     async def _post(self, group: wire.ScoredData) -> None:
@@ -380,14 +381,6 @@ class Runner:
         task = asyncio.create_task(run())
         tasks[task] = step
 
-    def _reap(self) -> None:
-        """Raise the error of a failed task, which ends the run."""
-        if self._failure is not None:
-            raise self._failure
-        if self._evaluation is not None and self._evaluation.done():
-            finished, self._evaluation = self._evaluation, None
-            finished.result()
-
     async def _leave(self) -> None:
         """Stop generation, post scored groups and disconnect, within about two seconds."""
         ended = [*self._generating, *filter(None, [self._evaluation, self._news])]
@@ -408,7 +401,8 @@ class Runner:
             self.reporter.tally.measures = self.env.measures.take()
             log.info("since the last step: %s", self.reporter.tally.line())
         self.reporter.close()
-        self._file.close()
+        if self._file:
+            self._file.close()
 
     async def _take_leave(self, registration: Registration) -> None:
         """Save the state at the trainer's current step, which may be newer than the last status, and disconnect."""
