@@ -44,17 +44,17 @@ def peers() -> Iterator[None]:
 
 def spread(hidden: Tensor) -> Tensor:
     """Return the tensor, which all processes have, for a computation of which each has a part."""
-    return _Spread.apply(hidden)  # type: ignore[no-any-return]
+    return _Spread.apply(hidden)
 
 
 def join(part: Tensor) -> Tensor:
     """Return the sum of all processes' parts."""
-    return _Join.apply(part)  # type: ignore[no-any-return]
+    return _Join.apply(part)
 
 
 def gather_columns(part: Tensor, each: int) -> Tensor:
     """Return all processes' last dimensions, one after the other, each padded with zeros to a length of `each`."""
-    return _Gather.apply(part, each)  # type: ignore[no-any-return]
+    return _Gather.apply(part, each)
 
 
 @torch.no_grad()

@@ -138,7 +138,7 @@ def cut_model(model: PreTrainedModel, rank: int, ranks: int) -> ModelShard:
     config: Any = model.config.get_text_config()
     problems = [*indivisible(config.to_dict(), ranks), *_unknown(model, config)]
     if problems:
-        raise ModelError.of([_of_model(problem, ranks) for problem in problems])
+        raise ModelError.of([_of_model(problem) for problem in problems])
     cuts: dict[str, Cut] = {}
     partial: set[str] = set()
     made: dict[int, nn.Parameter] = {}  # a tied parameter is cut once
@@ -164,11 +164,11 @@ def shard_of(model: nn.Module) -> ModelShard | None:
     return vars(model).get(_SHARD)
 
 
-def _of_model(problem: Problem, ranks: int) -> Problem:
+def _of_model(problem: Problem) -> Problem:
     why = "the trainer does not know how vLLM shards this model"
     fix = "use --server.tensor-parallel-size 1, or --weight-bridge-mode broadcast, lora_only or none"
-    field_ = f"--model-name: {problem.field}"
-    return Problem(field_, problem.got, problem.wanted, problem.fix or fix, problem.summary or why)
+    name = f"--model-name: {problem.field}"
+    return Problem(name, problem.got, problem.wanted, problem.fix or fix, problem.summary or why)
 
 
 def _unknown(model: PreTrainedModel, config: Any) -> Iterator[Problem]:

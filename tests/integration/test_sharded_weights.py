@@ -80,6 +80,16 @@ def test_two_shards_train_as_one_process_and_torn_ones_are_healed(server: Servin
     assert server.get("/health").status_code == 200
 
 
+@pytest.mark.parametrize(
+    "options",
+    [("in_flight=abort", "optimizer=adamw_8bit"), ("in_flight=recompute", "train_layer_indices=1", "master_weights=1")],
+)
+def test_each_write_is_served_at_once(server: Serving, tmp_path: Path, options: tuple[str, ...]) -> None:
+    first, _ = trained(server, tmp_path, *options)
+    assert "error" not in first, first["error"]
+    assert max(first["gaps"]) < TOLERANCE and first["answered"] == first["versions"][1:]
+
+
 @pytest.mark.parametrize(("moment", "version"), [("before", 0), ("after", 1)])
 def test_a_rank_that_dies_outside_the_fence_leaves_whole_weights(
     server: Serving, tmp_path: Path, moment: str, version: int
@@ -134,14 +144,14 @@ def two_headed(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
-def test_a_run_with_tensor_parallel_learns_and_resumes_with_one_gpu(two_headed: Path, tmp_path: Path) -> None:
-    run_dir, log = tmp_path / "run", tmp_path / "log"
-    options = of_mode("shared_vllm")
-    several = {"trainer_gpus": 2, "server.tensor_parallel_size": 2}
-    with running(*arguments(two_headed, run_dir, **options, **several), log=log) as process:
-        assert finished(process, log, 300) == 0, tail(log)
-    with running(*arguments(two_headed, run_dir, **options, training_steps=5, resume="auto"), log=log) as process:
-        assert finished(process, log, 300) == 0, tail(log)
+def test_a_run_goes_on_from_shards_to_pairs_to_shards(two_headed: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    options = of_mode("shared_vllm", **{"trainer-gpus": 2})
+    shards = {**options, "server.tensor_parallel_size": 2}
+    for steps, own in ((3, shards), (4, {**options, "resume": "auto"}), (5, {**shards, "resume": "auto"})):
+        log = tmp_path / f"log{steps}"
+        with running(*arguments(two_headed, run_dir, **{**own, "training-steps": steps}), log=log) as process:
+            assert finished(process, log, 300) == 0, tail(log)
     done = rows(run_dir)
     assert [row["step"] for row in done] == [1, 2, 3, 4, 5]
     assert_fresh(done)
