@@ -6,8 +6,10 @@ from typing import Any
 
 from grpo_common.errors import Problem
 
+VOCABULARY_PADDING = 64
+"""vLLM's `DEFAULT_VOCAB_PADDING_SIZE`: it pads a vocabulary to a multiple of this, and cuts it into equal parts."""
+
 _ONLY: tuple[tuple[str, object, str, str], ...] = (
-    ("tensor_parallel_size", 1, "each GPU would hold a part of each weight", "serve on one GPU"),
     ("pipeline_parallel_size", 1, "each GPU would hold some layers", "serve on one GPU"),
     ("data_parallel_size", 1, "each replica would hold its own weights", "serve on one GPU"),
     ("enable_sleep_mode", False, "the memory could be taken away from under the trainer", "leave it out"),
@@ -18,8 +20,8 @@ _ONLY: tuple[tuple[str, object, str, str], ...] = (
 """Options by the names that argparse gives them: the only value that works, why, and the fix."""
 
 
-_RECEIVABLE = ("tensor_parallel_size", "pipeline_parallel_size")
-"""Those that a server may have that is sent all weights: each worker takes its shard."""
+_RECEIVABLE = ("pipeline_parallel_size",)
+"""Those that a server may have that is sent all weights: each worker takes its part."""
 
 
 def unreceivable(options: Mapping[str, object]) -> Iterator[Problem]:
@@ -62,3 +64,8 @@ def indivisible(config: Mapping[str, Any], workers: int) -> Iterator[Problem]:
         if isinstance(size, int) and size % workers:
             wanted, why = f"a multiple of {workers}", "each worker holds an equal part of each layer"
             yield Problem(name, str(size), wanted, "choose another --server.tensor-parallel-size", why)
+
+
+def padded_vocabulary(rows: int) -> int:
+    """Return the number of rows of a vocabulary in vLLM."""
+    return -(-rows // VOCABULARY_PADDING) * VOCABULARY_PADDING

@@ -31,7 +31,7 @@ from grpo_trainer.policy import build_policy
 from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.weights.build import build_followers_bridge
-from grpo_trainer.weights.paired import PairedBridge
+from grpo_trainer.weights.common import CommonBridge
 
 log = logging.getLogger(__name__)
 
@@ -67,13 +67,13 @@ def follow(config: TrainConfig, world: World) -> None:
 
 
 def run_worker(
-    world: World, trainer: Trainer, checkpoints: Checkpoints | None = None, bridge: PairedBridge | None = None
+    world: World, trainer: Trainer, checkpoints: Checkpoints | None = None, bridge: CommonBridge | None = None
 ) -> None:
     """Carry out rank 0's orders until the last.
 
     Args:
         checkpoints: saves and restores states; None: rank 0 will not order that.
-        bridge: keeps this process's own server on the weights; None: there is no such server.
+        bridge: keeps the server whose memory this process's weights are in; None: there is no such server.
 
     Raises:
         TrainingError: rank 0 has exited without a last order.
@@ -87,7 +87,7 @@ def run_worker(
                 log.error("%s: %s", type(order).__name__, error)
 
 
-def _carry_out(order: Command, trainer: Trainer, checkpoints: Checkpoints | None, bridge: PairedBridge | None) -> None:
+def _carry_out(order: Command, trainer: Trainer, checkpoints: Checkpoints | None, bridge: CommonBridge | None) -> None:
     shards = trainer.shards
     match order:
         case Step(share, step):

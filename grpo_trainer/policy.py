@@ -35,9 +35,11 @@ from grpo_trainer.config.bridge import (
     SharedServer,
     SharedVllm,
 )
+from grpo_trainer.config.distributed import shards_weights
 from grpo_trainer.config.train import ModelConfig, TrainConfig
 from grpo_trainer.engine.ahead import compile_ahead
 from grpo_trainer.engine.allocator import shareable
+from grpo_trainer.engine.tensor_shards import ModelShard, shard_of
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError
 from grpo_trainer.model import lora
 from grpo_trainer.model.check import check_model
@@ -195,7 +197,8 @@ class AllWeights:
                 copy_whole(tensor, exact[name])
 
     def _check_shapes(self, path: Path, weights: Mapping[str, Tensor]) -> None:
-        own = {name: tensor.shape for name, (_, tensor) in stored_tensors(self.model).items()}
+        shard = shard_of(self.model) or ModelShard(0, 1)
+        own = {name: shard.whole_shape(name, tensor) for name, (_, tensor) in stored_tensors(self.model).items()}
         if own != {name: tensor.shape for name, tensor in weights.items()}:
             raise ConfigError(
                 "its weights are not those of --model-name", field="--resume", got=path, fix="name its model"
@@ -224,11 +227,13 @@ class SharedWeights(AllWeights):
         return {name: tensor.clone() for name, tensor in tensors.items() if tensor.dtype != self._dtype}
 
     def load(self, path: Path, exact: Mapping[str, Tensor]) -> None:
-        """Read a checkpoint's weights into main memory, for `write_loaded`."""
+        """Read a checkpoint's weights, or this process's shard of them, into main memory, for `write_loaded`."""
         model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
         loaded = {name: tensor.detach() for name, (_, tensor) in stored_tensors(model).items()} | dict(exact)
         self._check_shapes(path, loaded)
         self._check_finite(path, loaded)
+        if (shard := shard_of(self.model)) is not None:
+            loaded = {name: shard.own(name, each).clone() for name, each in loaded.items()}
         self.loaded = loaded
 
     def _check_finite(self, path: Path, weights: Mapping[str, Tensor]) -> None:
@@ -317,17 +322,21 @@ def attach_to_server(
 ) -> tuple[PreTrainedModel, BridgeConfigFile]:
     """Wait for the server, and return the model in the server's memory with every parameter frozen.
 
-    Of several trainer processes, each attaches to its own server, the one with its rank.
+    Of several trainer processes, each attaches to its own server, the one with its rank, or to its shard of each weight
+    in the memory of the only server's worker with its rank.
 
     Raises:
         BridgeError: the server does not share its weights, or the file is another server's.
         BridgeError, ConfigError, ModelError: see `attach_model`.
     """
-    vllm = config.vllm if world is None else config.vllm.each[world.rank]
+    sharded = world is not None and shards_weights(config)
+    rank, ranks = (world.rank, world.size) if world is not None and sharded else (0, 1)
+    vllm = config.vllm if world is None or sharded else config.vllm.each[world.rank]
     skeleton = None
     if COMMAND_VARIABLE in os.environ:  # `grpo run`: the starting server does not measure free memory
         skeleton = build_skeleton(config.model)
-        compile_ahead(config, skeleton)
+        if not sharded:
+            compile_ahead(config, skeleton)
     client = ServerClient(vllm, check_stop)
     try:
         info = client.wait_until_there()
@@ -340,7 +349,7 @@ def attach_to_server(
             fix="start it with --shared-weights",
         )
     path = options.config_path or Path(info.bridge_config_path)
-    file = read_bridge_config(path)
+    file = read_bridge_config(path, rank, ranks)
     if file.boot_id != info.boot_id:
         raise BridgeError(
             f"is of another server than the one at {vllm.url}",
@@ -353,7 +362,7 @@ def attach_to_server(
     if auto.type == "cuda" and world is not None and not world.alone:
         auto = torch.device("cuda", torch.cuda.current_device())  # where this process meets the others
     device = auto if config.model.device == "auto" else pick_device(config.model.device)
-    return attach_model(file, config.model, device, skeleton), file
+    return attach_model(file, config.model, device, skeleton, rank), file
 
 
 def choose_trained(model: PreTrainedModel, options: AllWeightsOptions) -> None:

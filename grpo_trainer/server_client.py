@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import wait
+from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -14,6 +16,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait
 
 from grpo_common.http import CLIENT_IDLE_S, CONNECT_S, complaint
 from grpo_common.roster import read_members
+from grpo_trainer import background
 from grpo_trainer.config.train import VllmConfig
 from grpo_trainer.errors import ServerError
 from grpo_trainer.phases import SERVER, START, report_at
@@ -27,6 +30,11 @@ PIECE_BYTES = 1 << 20  # size of the pieces in which a large body is sent
 
 ANSWER_SECONDS = 660.0
 """Longest wait for an answer: a server may receive a large model within a request."""
+
+SILENT_SECONDS = 30.0
+"""A server of a list that changes (`--vllm-roster`) counts as gone when it has answered nothing for this long."""
+KNOCK_SECONDS = 5.0
+"""Between two checks whether a server that is asked for something still answers, and time for the answer."""
 
 ATTEMPTS = 3
 FIRST_WAIT_SECONDS = 0.2
@@ -56,6 +64,7 @@ class ServerClient:
         )
         self._config = config
         self._check_stop = check_stop
+        self._is_silent = False
 
     def wait_until_ready(self) -> protocol.BridgeInfo:
         """Wait for /health, and return the server's description.
@@ -202,7 +211,8 @@ class ServerClient:
             reraise=True,
         )
         try:
-            answer = attempts(self._http.request, method, route, content=content, headers=headers, params=query)
+            ask = partial(attempts, self._http.request, method, route, content=content, headers=headers, params=query)
+            answer = ask() if self._config.roster is None else self._unless_silent(ask)
         except httpx.TransportError as error:
             raise ServerError(
                 "no answer from the inference server",
@@ -218,6 +228,33 @@ class ServerClient:
             raise ServerError(
                 f"not the answer of `grpo serve`: {error}", field=f"{method} {self._config.url}{route}"
             ) from error
+
+    def _unless_silent(self, ask: Callable[[], httpx.Response]) -> httpx.Response:
+        """Return the answer to a request; a server that is stopped, or behind a broken network, never gives one.
+
+        A server may take minutes to receive a large model, and answers other requests meanwhile.
+
+        Raises:
+            httpx.TransportError: no answer came, and the server is silent.
+        """
+        heard = time.monotonic() - (SILENT_SECONDS if self._is_silent else 0.0)
+        answer = background.begin(ask)
+        while not wait([answer], KNOCK_SECONDS).done:
+            if self._is_there():
+                heard = time.monotonic()
+            elif time.monotonic() - heard > SILENT_SECONDS and not answer.done():
+                self._is_silent = True
+                raise httpx.ReadTimeout(f"the server is silent for more than {SILENT_SECONDS:.0f} s")
+        self._is_silent = False
+        return answer.result()
+
+    def _is_there(self) -> bool:
+        """Return whether the server answers anything."""
+        try:
+            self._http.get(protocol.HEALTH_ROUTE, timeout=KNOCK_SECONDS)
+        except httpx.TransportError:
+            return False
+        return True
 
     def close(self) -> None:
         """Close the connection."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import re
 import signal
 import sqlite3
 import subprocess
@@ -19,6 +21,8 @@ from tests.runs import rows
 
 MODULES = {"api": "environments.api", "env": "paced_environment serve", "trainer": "grpo_trainer train"}
 """What the command line of a process has."""
+KILLS = int(os.environ.get("GRPO_KILLS", "6"))
+"""In each test of random kills."""
 
 
 class ElasticRun:
@@ -78,6 +82,27 @@ class ElasticRun:
     def kill(self, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
+    def kill_at_random(self, draw: random.Random) -> str:
+        """Kill a server, an environment or the API, wait until the run has recovered, and return what was killed.
+
+        Of two servers, the next one may be killed while the first is still restarting.
+        """
+        victim = draw.choice(["server", "env", "api"])
+        if victim == "server":
+            url = draw.choice(sorted(self.serving()))
+            boot = self.serving()[url]
+            self.kill(self.server_pid(url))
+            self.wait("it has left", lambda: self.serving().get(url) != boot)
+            if draw.random() < 0.5:
+                self.wait("it serves again", lambda: self.serving().get(url, 0) > boot)
+        else:
+            there = self.pids(MODULES[victim])
+            self.kill(lost := draw.choice(there))
+            self.wait(f"{victim} is back", lambda: len({*self.pids(MODULES[victim])} - {lost}) == len(there))
+        self.steps(1)
+        self.wait("a server serves", lambda: bool(self.serving()))
+        return victim
+
     def servers_command(self, *words: str) -> str:
         """What `grpo servers` prints."""
         command = [sys.executable, "-m", "grpo_trainer", "servers", *words, "--run-dir", str(self.run_dir)]
@@ -95,6 +120,12 @@ def assert_every_group_counted_once(run_dir: Path, steps: int, groups_per_step: 
         (left,) = store.execute("SELECT count(*) FROM groups").fetchone()
     dropped = sum(row.get("rollout/dropped_stale_groups", 0) + row.get("rollout/refused_groups", 0) for row in done)
     assert accepted == steps * groups_per_step + dropped + left
+
+
+def assert_environments_kept_their_names(run_dir: Path, environments: int) -> None:
+    """Each environment that was killed and started again registered as the one that it was."""
+    found = re.findall(r"environment (\d+) registered", (run_dir / "logs" / "api.log").read_text())
+    assert set(found) == set(map(str, range(environments)))
 
 
 def assert_servers_had_the_trainers_weights(run_dir: Path) -> None:

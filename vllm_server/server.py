@@ -89,7 +89,7 @@ class PolicyServer:
             routed_experts.collect()
         if writable:
             shared.salt_caches(lambda: fence.salt)
-        file = await sharing.export(shared, args, boot_id, workers[0].gpu_uuid) if args.shared_weights else None
+        file = await sharing.export(shared, args, boot_id, workers) if args.shared_weights else None
         weights = WeightChannels(engine, fence, accepts=args.receive_weights)
         Shares.install(engine, fence.passage)
         server = cls(engine, adapters, publisher, fence, weights, args, boot_id, workers, file, time.monotonic())

@@ -83,16 +83,18 @@ class SharedEngine:
 
         core.add_request_async = add_salted
 
-    async def export(self) -> Exported:
-        """Have the worker share its parameters.
+    async def export(self) -> list[Exported]:
+        """Have the workers share their parameters, and return their answers by rank.
 
         Raises:
-            FatalError: the worker cannot; the message says why.
+            FatalError: a worker cannot; the message says why.
         """
-        (answer,) = await self.engine.collective_rpc("grpo_export_weights")
-        if "refused" in answer:
-            raise FatalError(answer["refused"], field="--shared-weights")
-        return msgspec.json.decode(answer["exported"], type=Exported)
+        answers = await self.engine.collective_rpc("grpo_export_weights")
+        for answer in answers:
+            if "refused" in answer:
+                raise FatalError(answer["refused"], field="--shared-weights")
+        exported = [msgspec.json.decode(answer["exported"], type=Exported) for answer in answers]
+        return sorted(exported, key=lambda each: each.rank)
 
 
 async def parameters(engine: compat.Engine) -> dict[str, ParameterInfo]:

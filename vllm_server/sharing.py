@@ -3,13 +3,15 @@
 import logging
 import os
 from argparse import Namespace
+from collections.abc import Sequence
 
 from vllm_server import compat, preflight, seams, shared_engine, sharing_checks
 from vllm_server.bridge_file import BridgeFile
 from vllm_server.errors import FatalError
-from vllm_server.protocol import machine_id
-from vllm_server.protocol.bridge_config import SCHEMA_VERSION, BridgeConfigFile, ParamMapping
+from vllm_server.protocol import WorkerInfo, machine_id
+from vllm_server.protocol.bridge_config import SCHEMA_VERSION, BridgeConfigFile, ParamMapping, RankWeights
 from vllm_server.shared_engine import SharedEngine
+from vllm_server.worker.shared_weights import Exported
 
 logger = logging.getLogger("vllm.grpo.sharing")
 
@@ -53,25 +55,25 @@ def bridge_file(args: Namespace) -> BridgeFile:
     return BridgeFile.choose(args.bridge_config_path, os.environ)
 
 
-async def export(engine: SharedEngine, args: Namespace, boot_id: str, gpu_uuid: str) -> BridgeFile:
+async def export(engine: SharedEngine, args: Namespace, boot_id: str, workers: Sequence[WorkerInfo]) -> BridgeFile:
     """Share the weights and write the bridge file.
+
+    Args:
+        workers: by rank.
 
     Raises:
         FatalError: the weights cannot be shared, or the file cannot be written.
     """
-    exported = await engine.export()
-    handles = exported.handles
+    first, *others = await engine.export()
+    handles = first.handles
     file = bridge_file(args)
     file.write(
         BridgeConfigFile(
             model=str(engine.engine.vllm_config.model_config.model),
-            tp_degree=1,
+            tp_degree=len(workers),
             dp_shard_degree=1,
             param_names=list(handles),
-            param_mappings={
-                name: ParamMapping(vllm_name=name, shape=handle.shape, dtype=handle.dtype, device=exported.device)
-                for name, handle in handles.items()
-            },
+            param_mappings=_mappings(first),
             ipc_handles=handles,
             shared_weights_enabled=True,
             single_copy_enabled=True,
@@ -82,13 +84,29 @@ async def export(engine: SharedEngine, args: Namespace, boot_id: str, gpu_uuid: 
             server_pid=os.getpid(),
             boot_id=boot_id,
             machine=machine_id(),
-            gpu_uuid=gpu_uuid,
+            gpu_uuid=workers[0].gpu_uuid,
             vllm_version=seams.vllm_version(),
-            torch_version=exported.torch_version,
+            torch_version=first.torch_version,
+            further_ranks=[
+                RankWeights(
+                    rank=each.rank,
+                    param_mappings=_mappings(each),
+                    ipc_handles=each.handles,
+                    gpu_uuid=workers[each.rank].gpu_uuid,
+                )
+                for each in others
+            ],
         )
     )
     logger.info("Exported %d IPC handles for single-copy mode: %s", len(handles), file.path)
     return file
+
+
+def _mappings(exported: Exported) -> dict[str, ParamMapping]:
+    return {
+        name: ParamMapping(vllm_name=name, shape=handle.shape, dtype=handle.dtype, device=exported.device)
+        for name, handle in exported.handles.items()
+    }
 
 
 def server_url(args: Namespace) -> str:

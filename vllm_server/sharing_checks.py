@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from grpo_common.errors import Problem
-from grpo_common.sharing import unreceivable, unshareable
+from grpo_common.sharing import indivisible, unreceivable, unshareable
 from vllm_server.errors import FatalError
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -46,6 +46,10 @@ def _refusals(
 ) -> Iterator[Problem]:
     for refusal in unshareable(vars(args)):
         yield replace(refusal, got=f"{flag(refusal.field)} {refusal.got}")
+    for text in (config, config.get("text_config") or {}):
+        for refusal in indivisible(text, args.tensor_parallel_size):
+            size = f"--tensor-parallel-size {args.tensor_parallel_size}"
+            yield replace(refusal, got=f"{size}, and a {refusal.field} of {refusal.got}")
     if args.port == 0 and not args.uds:
         yield Problem(
             got="--port 0",

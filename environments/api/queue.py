@@ -240,7 +240,8 @@ class RolloutQueue:
 
     def _goes_on_as(self, former: Environment, request: wire.RegisterEnv) -> bool:
         """Whether an environment has left and has the name of one that registers."""
-        has_left = former.id not in self.alive or former.id in self.unheard
+        was_killed = request.process is not None and former.request.process == request.process
+        has_left = was_killed or former.id not in self.alive or former.id in self.unheard
         # With a reservation, the queue keeps an environment's groups in separate lanes.
         same_lanes = self._reserves(former.id) == (request.min_batch_allocation is not None)
         return has_left and same_lanes and former.request.desired_name == request.desired_name

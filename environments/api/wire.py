@@ -37,6 +37,7 @@ _Count = Annotated[int, Meta(ge=1, le=2**31)]
 _Id = Annotated[int, Meta(ge=0, le=2**53)]
 _Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 _Name = Annotated[str, Meta(max_length=1024)]
+_Process = Annotated[str, Meta(max_length=4096)]  # as long as a path may be
 _Fraction = Annotated[float, Meta(ge=0.0, le=1.0)]
 _Seconds = Annotated[float, Meta(ge=0.1, le=24 * 3600.0)]
 _Wait = Annotated[float, Meta(ge=0.0, le=60.0)]
@@ -82,13 +83,17 @@ class RegisterResponse(Struct, frozen=True, kw_only=True):
 
 
 class RegisterEnv(Struct, frozen=True, kw_only=True):
-    """POST /register-env: an environment asks for its id, once a second until `status` is `success`."""
+    """POST /register-env: an environment asks for its id, once a second until `status` is `success`.
+
+    `process` is the same for a process that was started again: it takes the place of the one that was killed.
+    """
 
     max_token_length: _Count
     desired_name: _Name | None
     weight: Annotated[float, Meta(ge=0.0)]
     group_size: _Count
     min_batch_allocation: _Fraction | None = None
+    process: _Process | None = None
 
 
 class RegisterEnvResponse(Struct, frozen=True, kw_only=True, omit_defaults=True):

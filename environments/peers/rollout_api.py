@@ -51,6 +51,7 @@ class RolloutApi:
             weight=config.inference_weight,
             group_size=config.group_size,
             min_batch_allocation=config.min_batch_allocation,
+            process=str(config.metrics_path.absolute()) if config.metrics_path else None,
         )
         return await self._ask("POST", "/register-env", wire.RegisterEnvResponse, body)
 

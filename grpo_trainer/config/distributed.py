@@ -53,7 +53,12 @@ def wants_parts(config: TrainConfig) -> bool:
 
 def shards_update(config: TrainConfig) -> bool:
     """Whether each of several processes holds all weights, in its server's memory, and a part of the states."""
-    return isinstance(config.bridge, SharedVllm)
+    return isinstance(config.bridge, SharedVllm) and not shards_weights(config)
+
+
+def shards_weights(config: TrainConfig) -> bool:
+    """Whether each of several processes holds a shard of each weight, in the memory of its worker of one server."""
+    return isinstance(config.bridge, SharedVllm) and config.vllm.tensor_parallel_size > 1
 
 
 def why_whole(config: TrainConfig) -> str | None:

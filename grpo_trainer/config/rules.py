@@ -267,7 +267,7 @@ def shared_weights(case: Case) -> Iterator[Problem]:
 def pairs(case: Case) -> Iterator[Problem]:
     """A trainer process that shares weights has one server, on its own GPU."""
     config, bridge = case.trainer, case.trainer.bridge
-    if not config.shares_weights:
+    if not config.shares_weights or config.vllm.tensor_parallel_size > 1:
         return
     unpaired = isinstance(bridge, SharedVllm) and case.servers > case.processes
     if case.processes > case.servers or unpaired:
@@ -287,6 +287,38 @@ def pairs(case: Case) -> Iterator[Problem]:
     if isinstance(bridge, SharedVllm) and config.optimizer.optimizer == "adafactor":
         why = "its states are means over rows and columns, which can't be sharded by rows"
         yield Problem("--optimizer", "adafactor", "adamw or adamw_8bit, or one trainer process", summary=why)
+
+
+@rule
+def shards(case: Case) -> Iterator[Problem]:
+    """A server over several GPUs shares its weights with a trainer process for each of its workers."""
+    config, size = case.trainer, case.trainer.vllm.tensor_parallel_size
+    if not config.shares_weights or size == 1:
+        return
+    flag = case.of_server("tensor_parallel_size")
+    if isinstance(config.bridge, LoraOnly):
+        fix, why = "leave --share-base out", "an adapter is trained over whole weights"
+        yield Problem(flag, f"{size}, and --share-base", "1", fix, why)
+        return
+    why = "each worker of the server shares its part of the weights with one trainer process"
+    if case.processes != size:
+        wanted = f"{size}, as {flag}"
+        yield Problem("--trainer-gpus" if case.run else "--world-size", str(case.processes), wanted, summary=why)
+    if case.servers > 1:
+        yield Problem("--server.replicas" if case.run else "--vllm-also", f"{case.servers} servers", "1", summary=why)
+    if case.on_cluster:
+        why = "the trainer's processes and the server's workers run on one machine"
+        yield Problem("--cluster", f"{flag} {size}", f"{flag} 1", "leave --cluster out", why)
+    why = f"with {flag} {size} each process has a part of each weight"
+    if config.optimizer.optimizer == "adafactor":
+        yield Problem("--optimizer", "adafactor", "adamw or adamw_8bit", summary=f"{why}, no whole row and column")
+    if config.loss.needs_reference:
+        yield Problem("--kl-beta, --log-kl", "a reference", "none", "leave them out", f"{why}, and a reference has all")
+    if config.loss.distill_coef:
+        got, fix = str(config.loss.distill_coef), "leave it out"
+        yield Problem("--distill-coef", got, "0", fix, f"{why}, and teachers' tokens need whole logits")
+    if config.compute.compile == "on":
+        yield Problem("--compile", "on", "auto or off", summary=f"{why}, and layers wait for other processes")
 
 
 @rule

@@ -245,7 +245,7 @@ def _one_for_each_trainer(config: RunConfig) -> ServerProcess:
     Numbers of servers or GPUs that the user has given stay.
     """
     server, processes = config.server, config.options.trainer_gpus
-    if processes == 1 or not config.trainer.shares_weights:
+    if processes == 1 or not config.trainer.shares_weights or server.tensor_parallel_size > 1:
         return server
     if "replicas" not in server.model_fields_set:
         server = server.model_copy(update={"replicas": processes})

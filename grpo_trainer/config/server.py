@@ -112,7 +112,11 @@ class VllmConfig(ServedOptions):
         help="Disable CUDA graphs, if this command starts vLLM; generation is several times slower.",
         flags=("--vllm-enforce-eager",),
     )
-    tensor_parallel_size: int = option(1, help="Tensor parallel size of vLLM, if this command starts it.", ge=1)
+    tensor_parallel_size: int = option(
+        1,
+        help="Tensor parallel size of vLLM, if this command starts it; with shared_vllm, also of a running one.",
+        ge=1,
+    )
     pipeline_parallel_size: int = option(1, help="Pipeline parallel size of vLLM, if this command starts it.", ge=1)
     data_parallel_size: int = option(1, help="Data parallel size of vLLM, if this command starts it.", ge=1)
     quantization: Quantization = option(

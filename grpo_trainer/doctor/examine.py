@@ -93,7 +93,9 @@ def examine(machine: Machine, config: RunConfig | ConfigError | None, probes: Pr
     if shape is not None:
         findings.append(of_run.check_length(run, shape))
         if run.options.cluster is None:
-            findings.append(of_run.check_spread(of_run.server_spread(run), shape, machine))
+            findings.append(
+                of_run.check_spread(of_run.server_spread(run), shape, machine, shares=run.trainer.shares_weights)
+            )
             memory, plan = of_run.check_memory(run, shape, machine)
             findings.append(memory)
         else:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from grpo_common.errors import Problem
 from grpo_trainer.config.bridge import LoraOnly, LoraOptions, RestartOptions
 from grpo_trainer.config.compute import SPARE
-from grpo_trainer.config.distributed import shards_update, wants_parts, why_whole
+from grpo_trainer.config.distributed import shards_update, shards_weights, wants_parts, why_whole
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor.model import ModelShape
 
@@ -150,8 +150,8 @@ class Setup:
     Attributes:
         config: the trainer's options; its `--device cuda:N` says which GPU is the trainer's.
         server: the inference server, which `--weight-bridge-mode` may make share its weights.
-        trainers: processes, on the first devices; each with all weights, or a part where they are sharded, or in its
-            own server's memory.
+        trainers: processes, on the first devices; each with all weights, or a part where they are sharded, or in a
+            server's memory.
     """
 
     config: TrainConfig
@@ -250,6 +250,10 @@ class Setup:
         }
         if self.trainers > 1 and wants_parts(config) and why_whole(config) is None:
             return self._sharded(held)
+        if self.trainers > 1 and shards_weights(config):
+            for what in ("gradients", "optimizer states", "master weights", "head"):
+                held[what] /= self.trainers
+            return held
         if shards_update(config):
             for what in ("optimizer states", "master weights"):
                 held[what] /= self.trainers
@@ -309,8 +313,10 @@ def trained_parameters(config: TrainConfig, model: ModelShape) -> int:
 
 def layer_bytes_per_token(config: TrainConfig, model: ModelShape, item: int) -> float:
     """Of one decoder layer: two RMS norms (computed in fp32), attention without its scores, a gated MLP, and inputs of
-    linear modules, once where several have the same."""
-    hidden, q, kv, inner = model.hidden, model.q_width, model.kv_width, model.active_intermediate
+    linear modules, once where several have the same. A process with a shard of each matrix has a part of the widths."""
+    ranks = config.vllm.tensor_parallel_size if shards_weights(config) else 1
+    hidden = model.hidden
+    q, kv, inner = (width // ranks for width in (model.q_width, model.kv_width, model.active_intermediate))
     norms = 2 * 4 * hidden
     attention = item * (2 * q + 2 * kv)  # queries, keys, values, output
     mlp = item * 3 * inner  # gate, its silu, up

@@ -162,8 +162,12 @@ def _placed(gpus: str | None) -> tuple[int, ...] | None:
     return tuple(dict.fromkeys(map(int, words))) if words and all(word.strip().isdigit() for word in words) else None
 
 
-def check_spread(server: Server, shape: ModelShape, machine: Machine) -> Finding:
-    """Do its degrees divide the model and fit the machine?"""
+def check_spread(server: Server, shape: ModelShape, machine: Machine, *, shares: bool = False) -> Finding:
+    """Do its degrees divide the model and fit the machine?
+
+    Args:
+        shares: each worker shares its part of the weights with a trainer process.
+    """
     name, workers = "server's GPUs", server.workers
     if workers > 1 and workers > len(machine.gpus) and machine.on_gpu:
         got = f"{workers} wanted by {server.wanted_by}, {len(machine.gpus)} visible"
@@ -171,8 +175,9 @@ def check_spread(server: Server, shape: ModelShape, machine: Machine) -> Finding
     if server.placed and machine.on_gpu and max(server.placed) >= len(machine.gpus):
         got = f"--server.gpus names GPU {max(server.placed)}, {len(machine.gpus)} visible"
         return fail(name, got, f"numbers below {len(machine.gpus)}", "correct --server.gpus")
-    if shape.heads % server.tensor_parallel:
-        got = f"{shape.heads} attention heads on {server.tensor_parallel} GPUs"
+    heads = shape.kv_heads if shares else shape.heads  # a server that shares nothing repeats heads of keys and values
+    if heads % server.tensor_parallel:
+        got = f"{heads} attention heads{' of keys and values' if shares else ''} on {server.tensor_parallel} GPUs"
         return fail(name, got, "a divisor of the heads", "choose another --server.tensor-parallel-size")
     if server.pipeline_parallel > shape.layers:
         got = f"{shape.layers} layers on {server.pipeline_parallel} GPUs"

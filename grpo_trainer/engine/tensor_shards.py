@@ -22,7 +22,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from grpo_common.errors import Problem
-from grpo_common.sharing import indivisible
+from grpo_common.sharing import indivisible, padded_vocabulary
 from grpo_trainer.engine.collectives import join, peers, spread
 from grpo_trainer.engine.head import ShardedHead
 from grpo_trainer.errors import ModelError
@@ -33,8 +33,6 @@ VOCABULARY = ("embed_tokens", "lm_head")
 _SHARD = "grpo_shard"
 """A cut model's attribute with its `ModelShard`."""
 NORMS_OF_HEADS = ("q_norm", "k_norm")
-VOCABULARY_PADDING = 64
-"""vLLM's `DEFAULT_VOCAB_PADDING_SIZE`: shards of a vocabulary are equal parts of the padded one."""
 
 
 @dataclass(frozen=True)
@@ -196,8 +194,7 @@ def _cut_of(path: str, leaf: str, whole: Tensor, ranks: int) -> Cut | None:
     if name in BY_COLUMNS and leaf == "weight":
         return Cut(1, whole.shape[1], whole.shape[1] // ranks)
     if name in VOCABULARY:
-        padded = -(-len(whole) // VOCABULARY_PADDING) * VOCABULARY_PADDING
-        return Cut(0, len(whole), padded // ranks)
+        return Cut(0, len(whole), padded_vocabulary(len(whole)) // ranks)
     return None
 
 

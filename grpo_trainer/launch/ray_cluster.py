@@ -281,6 +281,7 @@ class RayCluster:
             process.begin(self._ray.get(self._agents[room].start.remote(called, needed), timeout=ORDER_SECONDS))
         except (self._ray.exceptions.RayError, OSError) as error:
             process.close()
+            self._agents[room].kill.remote(called.name)  # if only the answer is late, it still starts
             raise ProcessFailedError(
                 f"{node.name} can't start it",
                 field=spec.name,

@@ -105,7 +105,8 @@ class Replanner:
         """Return a place of the run that no process has any more, or one that a machine gives."""
         size = gpus_of_server(self._config) if name in self._config.server.names else 1
         size = size if self._on_gpu else 0
-        fitting = [place for place in self._vacant if len(place.gpus) >= size and not machines.is_lost(place)]
+        self._vacant = [place for place in self._vacant if not machines.is_lost(place)]
+        fitting = [place for place in self._vacant if len(place.gpus) >= size]
         if not fitting:
             return machines.room_for(name, size, [*taken, *self._vacant])
         machines.forget(name)

@@ -30,6 +30,7 @@ class Check:
     Attributes:
         name: of its flag among the metrics: `health/NAME` is 1 while the figure is out of its range, else 0.
         key: of metrics.jsonl.
+        low, high: ends of the range. A KL of 0 may be rounded to below 0, so it has no lower end.
         says: what it means when it leaves the range.
         fix: the first thing to try.
         harms: a run with such a figure at its end is not healthy, whatever its reward.
@@ -50,7 +51,7 @@ CHECKS = (
         "kl",
         "KL",
         "alignment/kl_rollout",
-        0.0,
+        -math.inf,
         1.0,
         "the policy moves far from the one that sampled",
         "a lower --lr; then fewer stale samples (--max-staleness)",
@@ -59,7 +60,7 @@ CHECKS = (
         "kl_reference",
         "KL to the reference",
         "alignment/kl_reference",
-        0.0,
+        -math.inf,
         5.0,
         "the policy is far from the model it started as",
         "a lower --lr; then a larger --kl-beta",
@@ -78,7 +79,7 @@ CHECKS = (
         "entropy_high",
         "entropy",
         "grpo/entropy",
-        0.0,
+        -math.inf,
         1.0,
         "the policy becomes random",
         "a lower --lr; then fewer stale samples (--max-staleness)",
@@ -87,7 +88,7 @@ CHECKS = (
         "grad_norm",
         "gradient norm",
         "train/grad_norm",
-        0.0,
+        -math.inf,
         10.0,
         "the updates' directions are erratic",
         "a lower --lr; then more sequences in a step (--gradient-accumulation-steps)",
@@ -96,7 +97,7 @@ CHECKS = (
         "zero_variance",
         "zero-variance groups",
         "batch/zero_variance_share",
-        0.0,
+        -math.inf,
         0.8,
         "most groups have equal rewards and teach nothing",
         "tasks that the model solves sometimes; then larger groups (--env.group_size)",

@@ -10,6 +10,7 @@ import logging
 from base64 import b64decode
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from grpo_trainer.config.train import ModelConfig
+from grpo_trainer.engine.tensor_shards import cut_model
 from grpo_trainer.errors import BridgeError, ConfigError, ModelError
 from grpo_trainer.model.check import check_model
 from grpo_trainer.model.load import check_attention, freeze, pick_device, pick_dtype
@@ -57,13 +59,20 @@ def build_skeleton(model_config: ModelConfig) -> PreTrainedModel:
 
 
 def attach_model(
-    config: BridgeConfigFile, model_config: ModelConfig, device: torch.device, skeleton: PreTrainedModel | None = None
+    config: BridgeConfigFile,
+    model_config: ModelConfig,
+    device: torch.device,
+    skeleton: PreTrainedModel | None = None,
+    rank: int = 0,
 ) -> PreTrainedModel:
     """Return the model of `--model-name` on the server's parameters, in training mode, with every parameter frozen.
+
+    If several workers of the server have a shard of each weight, the model is this process's shard.
 
     Args:
         device: where the trainer runs; `cuda` without a number means the server's GPU.
         skeleton: the model without weights; it is used if it has the server's dtype and device.
+        rank: the worker whose parameters `config` has.
 
     Raises:
         BridgeError: this process can't open the server's memory.
@@ -85,7 +94,10 @@ def attach_model(
     fits = skeleton is not None and skeleton.dtype == dtype and all(b.device == device for b in skeleton.buffers())
     model = skeleton if fits else build_without_weights(found, dtype, model_config.attention, device)
     assert model is not None
-    bindings = bind_names(_shapes(model), _vllm_shapes(config), facts_of(model, config))
+    facts = facts_of(model, config)
+    if config.tp_degree > 1:
+        facts = replace(facts, padded=cut_model(model, rank, config.tp_degree).padded)
+    bindings = bind_names(_shapes(model), _vllm_shapes(config), facts)
     bind(model, bindings, open_handles(config, device))
     take_generation_config(model, model_config.name)
     log.info("Attached %d tensors to vLLM's shared memory", len(bindings))

@@ -27,8 +27,12 @@ ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Dtypes that can be trained. Torch's own table is not used, so that this file needs no torch."""
 
 
-def read_bridge_config(path: Path) -> BridgeConfigFile:
+def read_bridge_config(path: Path, rank: int = 0, ranks: int = 1) -> BridgeConfigFile:
     """Read the file, or the one in the folder, and check everything that needs neither the server's answer nor a GPU.
+
+    Args:
+        rank: the worker whose weights are wanted.
+        ranks: number of trainer processes over which the weights are sharded; the server has as many workers.
 
     The caller must compare `boot_id` with that of `/bridge/info`, to exclude a file from before a server's restart.
 
@@ -50,9 +54,9 @@ def read_bridge_config(path: Path) -> BridgeConfigFile:
         config = msgspec.json.decode(data, type=BridgeConfigFile)
     except msgspec.DecodeError as error:
         raise BridgeError("damaged", field=str(path), got=error, fix="start the server again") from None
-    for problem in _problems(config, written):
+    for problem in _problems(config, written, rank, ranks):
         raise BridgeError.of([replace(problem, field=f"{path}: {problem.field}")])
-    return config
+    return config.of_rank(rank)
 
 
 def check_gpu(config: BridgeConfigFile, visible: Collection[str]) -> None:
@@ -140,7 +144,7 @@ def _read_private(path: Path) -> tuple[bytes, float]:
     return data, info.st_mtime
 
 
-def _problems(config: BridgeConfigFile, written: float) -> Iterator[Problem]:
+def _problems(config: BridgeConfigFile, written: float, rank: int, ranks: int) -> Iterator[Problem]:
     """Yield what is wrong with a file, the most fundamental problem first."""
     if config.machine != machine_id():
         summary = "of another machine, or of this one before its last start"
@@ -148,12 +152,23 @@ def _problems(config: BridgeConfigFile, written: float) -> Iterator[Problem]:
     if not _alive(config.server_pid, written):
         fix = "start the server, or remove the file"
         yield Problem("server_pid", str(config.server_pid), fix=fix, summary="the process that wrote it is gone")
-    for field, degree in (("tp_degree", config.tp_degree), ("dp_shard_degree", config.dp_shard_degree)):
-        if degree != 1:
-            yield Problem(field, str(degree), "1", "serve on one GPU", "each worker holds a part only")
+    if config.tp_degree != ranks:
+        fix = f"train in {config.tp_degree} processes, with --tensor-parallel-size {config.tp_degree}"
+        yield Problem("tp_degree", str(config.tp_degree), f"{ranks}, as the trainer's", fix, "each worker has a shard")
+        return
+    if config.dp_shard_degree != 1:
+        yield Problem("dp_shard_degree", str(config.dp_shard_degree), "1", summary="each worker holds a part only")
     if not (config.shared_weights_enabled and config.single_copy_enabled):
         yield Problem("shared_weights_enabled", "false", fix="start the server with --shared-weights")
-    yield from _contradictions(config)
+    if [each.rank for each in config.further_ranks] != [*range(1, ranks)]:
+        got = ", ".join(str(each.rank) for each in config.further_ranks) or "none"
+        yield Problem("further_ranks", got, f"ranks 1 to {ranks - 1}", "start the server again", "the file is damaged")
+        return
+    yield from _contradictions(config.of_rank(rank))
+    owners = [{storage_of(handle) for handle in config.of_rank(each).ipc_handles.values()} for each in range(ranks)]
+    if len(set().union(*owners)) < sum(map(len, owners)):
+        fix, why = "start the server again", "the file is damaged"
+        yield Problem("ipc_handles", "one memory for two workers", "another for each", fix, why)
 
 
 def _contradictions(config: BridgeConfigFile) -> Iterator[Problem]:

@@ -16,11 +16,12 @@ transformers 5.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from grpo_common.errors import Problem
+from grpo_common.sharing import padded_vocabulary
 from grpo_trainer.errors import ModelError
 
 Shape = tuple[int, ...]
@@ -35,8 +36,6 @@ EXPERTS: Final[Mapping[str, str]] = {"gate_up_proj": "w13_weight", "down_proj": 
 """Fused experts: parameter in transformers -> parameter in vLLM."""
 
 PADDED: Final = ("embed_tokens", "lm_head")
-VOCABULARY_PADDING: Final = 64
-"""vLLM's `DEFAULT_VOCAB_PADDING_SIZE`."""
 
 RENAMED: Final[tuple[tuple[str, str], ...]] = ((".mlp.", ".block_sparse_moe."),)
 """Part of a path -> vLLM's possible other name for it."""
@@ -82,11 +81,17 @@ class Facts:
         vllm_ties: the same for vLLM: several names of the same memory.
         strange_experts: path of a module of fused experts that is not `[expert, out, in]` with gate before up -> its
             layout.
+        padded: name of a vocabulary's shard -> its rows in vLLM with padding; of a whole vocabulary they are known.
     """
 
     hf_ties: Mapping[str, str] = field(default_factory=dict)
     vllm_ties: Mapping[str, str] = field(default_factory=dict)
     strange_experts: Mapping[str, str] = field(default_factory=dict)
+    padded: Mapping[str, int] = field(default_factory=dict)
+
+    def rows_of(self, name: str, rows: int) -> int:
+        """Return the rows of a vocabulary's matrix in vLLM."""
+        return self.padded.get(name, padded_vocabulary(rows))
 
 
 @dataclass(frozen=True, order=True)
@@ -131,7 +136,7 @@ def bind_names(
             problems.append(found)
         else:
             bindings.append(found)
-    problems += _check_cover(bindings, vllm_shapes, names.first)
+    problems += _check_cover(bindings, vllm_shapes, names)
     if problems:
         raise NamesError.about(problems)
     return tuple(bindings)
@@ -188,7 +193,7 @@ class _Names:
             return misfit
         parts = FUSED.get(_module(target), ())
         if _module(name) not in parts:
-            padded = _module(name) in PADDED and whole[0] == _padded(shape[0])
+            padded = _module(name) in PADDED and whole[0] == self.facts.rows_of(name, shape[0])
             return Binding(name, target, 0, shape[0], shape) if padded or whole[0] == shape[0] else misfit
         path, leaf = _split(name)
         siblings = [f"{_split(path)[0]}.{part}.{leaf}" for part in parts]
@@ -224,22 +229,16 @@ def _module(name: str) -> str:
     return _split(_split(name)[0])[1]
 
 
-def _padded(rows: int) -> int:
-    return -(-rows // VOCABULARY_PADDING) * VOCABULARY_PADDING
-
-
-def _check_cover(
-    bindings: Collection[Binding], vllm: Mapping[str, Shape], first: Callable[[str], str]
-) -> Iterator[Problem]:
+def _check_cover(bindings: Collection[Binding], vllm: Mapping[str, Shape], names: _Names) -> Iterator[Problem]:
     """Check that each row of vLLM's parameters belongs to exactly one binding, except the padding of the vocabulary.
 
     The check does not depend on how the bindings were found.
     """
     taken: dict[str, list[Binding]] = {}
     for binding in bindings:
-        taken.setdefault(first(binding.vllm_name), []).append(binding)
+        taken.setdefault(names.first(binding.vllm_name), []).append(binding)
     for name, shape in sorted(vllm.items()):
-        if first(name) != name:
+        if names.first(name) != name:
             continue
         reached, owner = 0, ""
         for binding in sorted(taken.get(name, ()), key=lambda binding: binding.start):
@@ -250,7 +249,7 @@ def _check_cover(
                 yield _unowned(name, shape, f"rows {reached} to {binding.start}")
             reached, owner = max(reached, binding.start + binding.length), binding.hf_name
         rows = shape[0] if shape else 1
-        if reached < rows and not (_module(owner) in PADDED and rows == _padded(reached)):
+        if reached < rows and not (_module(owner) in PADDED and rows == names.facts.rows_of(owner, reached)):
             yield _unowned(name, shape, f"rows {reached} to {rows}")
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from grpo_trainer import background
 from grpo_trainer.alignment.model_proof import ModelProof
 from grpo_trainer.alignment.proof import Proved
 from grpo_trainer.alignment.requirements import problems_of
@@ -297,10 +298,8 @@ class BroadcastBridge(WeightBridge):
         Raises:
             BridgeError, ServerError: of the side that fails first. The other then ends by its time limit.
         """
-        ours, theirs = Future[None](), Future[T]()
+        ours, theirs = background.begin(work), background.begin(ask)
         either: list[Future[Any]] = [ours, theirs]
-        for future, do in ((ours, work), (theirs, ask)):
-            threading.Thread(target=_settle, args=(future, do), daemon=True).start()
         wait(either, return_when=FIRST_COMPLETED)
         if ours.done() and isinstance(ours.exception(), BridgeError):
             wait([theirs], REASON_SECONDS)  # the connection is lost; the server may know why
@@ -310,10 +309,3 @@ class BroadcastBridge(WeightBridge):
                 first.result()  # raises what it failed with
         ours.result()
         return theirs.result()
-
-
-def _settle(future: Future[T], do: Callable[[], T]) -> None:
-    try:
-        future.set_result(do())
-    except BaseException as error:  # it is raised where the result is asked for
-        future.set_exception(error)

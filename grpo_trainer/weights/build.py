@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from peft import PeftModel
 
 from grpo_trainer.config.bridge import Broadcast, CheckpointRestart, LoraOnly, LoraRestart, SharedVllm
+from grpo_trainer.config.distributed import shards_weights
 from grpo_trainer.config.server import VllmConfig, server_names
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.parallel.world import World
@@ -18,10 +20,12 @@ from grpo_trainer.signals import StopSignal
 from grpo_trainer.weights.bridge import WeightBridge
 from grpo_trainer.weights.broadcast import BroadcastBridge, PresentWeights
 from grpo_trainer.weights.checkpoint_restart import CheckpointModels, MergedModels, build_restart
+from grpo_trainer.weights.common import CommonBridge
 from grpo_trainer.weights.elastic import ElasticServers, OpenBridge
 from grpo_trainer.weights.lora_swap import LoraSwap
 from grpo_trainer.weights.multi_server import SeveralServers
 from grpo_trainer.weights.paired import PairedBridge
+from grpo_trainer.weights.sharded_weights import CommonClient, ShardedBridge
 from grpo_trainer.weights.shared_weights import SharedBridge
 
 FIRST = server_names(1)[0]
@@ -59,8 +63,9 @@ def build_bridge(
             return _to_servers(config.vllm, swap)
         case SharedVllm() as options:
             assert isinstance(policy, SharedWeights)
-            own = SharedBridge(options, policy, ServerClient(config.vllm, stop.check), config.model.seq_len)
-            return own if world is None or world.alone else _paired(config, own, policy, world)
+            if world is None or world.alone:
+                return SharedBridge(options, policy, ServerClient(config.vllm, stop.check), config.model.seq_len)
+            return _common(config, options, policy, world, stop.check)
         case Broadcast() as options:
             assert isinstance(policy, AllWeights)
             weights = PresentWeights(checkpoints.weights_now, keep=checkpoints.gathers)
@@ -81,18 +86,29 @@ def build_bridge(
             return build_restart(config, options, models, policy, clients, last_version, stop)
 
 
-def build_followers_bridge(config: TrainConfig, policy: Policy, world: World) -> PairedBridge | None:
+def build_followers_bridge(config: TrainConfig, policy: Policy, world: World) -> CommonBridge | None:
     """Return the bridge of a process other than rank 0 to its own server; None: only rank 0 updates servers."""
     match config.bridge:
         case SharedVllm() as options:
             assert isinstance(policy, SharedWeights)
-            client = ServerClient(config.vllm.each[world.rank])
-            return _paired(config, SharedBridge(options, policy, client, config.model.seq_len), policy, world)
+            return _common(config, options, policy, world)
         case _:
             return None
 
 
-def _paired(config: TrainConfig, own: SharedBridge, policy: SharedWeights, world: World) -> PairedBridge:
+def _common(
+    config: TrainConfig,
+    options: SharedVllm,
+    policy: SharedWeights,
+    world: World,
+    check_stop: Callable[[], None] = lambda: None,
+) -> CommonBridge:
+    """Return a process's bridge to its own server, or to its worker of the only server."""
+    if shards_weights(config):
+        client, seq_len = CommonClient(config.vllm, world, check_stop), config.model.seq_len
+        own = SharedBridge(options, policy, client, seq_len, all_written=lambda: world.gather(None))
+        return ShardedBridge(own, policy, world)
+    own = SharedBridge(options, policy, ServerClient(config.vllm.each[world.rank], check_stop), config.model.seq_len)
     return PairedBridge(own, policy, world, [vllm.url for vllm in config.vllm.each])
 
 

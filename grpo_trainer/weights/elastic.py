@@ -35,8 +35,8 @@ T = TypeVar("T")
 OpenBridge = Callable[[str, VllmConfig], WeightBridge]
 """Returns the bridge to a server by the server's name and settings; it is entered later."""
 
-JOIN_SECONDS = 20.0
-"""Time for a server that joins to answer; training waits meanwhile."""
+JOIN_SECONDS = 5.0
+"""Time for a server that joins to answer, though it has been ready before; training waits meanwhile."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 60.0
 """Between two attempts to connect to a server that runs and does not answer."""
 MOST_AT_ONCE = 64

@@ -23,67 +23,26 @@ from grpo_common.errors import Problem
 from grpo_trainer.errors import BridgeError, CommonBridgeError, ServerError
 from grpo_trainer.metrics.types import Sum
 from grpo_trainer.optim.landed import sampled
-from grpo_trainer.parallel.world import Tend, World
+from grpo_trainer.parallel.world import World
 from grpo_trainer.policy import SharedWeights
-from grpo_trainer.weights.bridge import Published, WeightBridge
+from grpo_trainer.weights.bridge import Published
+from grpo_trainer.weights.common import CommonBridge
 from grpo_trainer.weights.shared_weights import SharedBridge
 
 T = TypeVar("T")
 
 
-class PairedBridge(WeightBridge):
-    """The `shared_vllm` bridge of one of several trainer processes.
-
-    Rank 0 calls the methods of `WeightBridge`; the other ranks call `tend` for each order, and `updating` in each step.
+class PairedBridge(CommonBridge):
+    """The `shared_vllm` bridge of a process that has a server with whole weights.
 
     Args:
-        own: the bridge to this rank's server.
-        policy: the policy whose model lies in the memory of that server.
         urls: address of each rank's server.
     """
 
     def __init__(self, own: SharedBridge, policy: SharedWeights, world: World, urls: Sequence[str]) -> None:
-        self._own = own
-        self._policy = policy
-        self._world = world
+        super().__init__(own, policy, world)
         self._urls = urls
         self._slowest: dict[str, float] = {}
-
-    def close(self) -> None:
-        self._own.close()
-
-    # ------------------------------------------------------------------------------------------- between steps
-
-    def connect(self, policy_version: int) -> int:
-        """Connect every rank to its server, and agree on one first version.
-
-        Raises:
-            CommonBridgeError: a server can't be used, or the servers hold weights of different versions.
-            CommonWeightsError: the servers hold different weights.
-        """
-        return self._with_all(Tend("connect", policy_version), lambda: self._connect(policy_version))
-
-    def prove(self) -> float | None:
-        """Have every rank prove its own server, all at the same time.
-
-        Raises:
-            CommonBridgeError: a server generates with other weights.
-            CommonWeightsError: the servers hold different weights afterwards.
-        """
-        return self._with_all(Tend("prove"), self._prove)
-
-    def tend(self, order: Tend) -> None:
-        """On the other ranks: do between steps what rank 0 has ordered."""
-        with self._world.working():
-            if order.what == "connect":
-                self._connect(order.version)
-            else:
-                self._prove()
-
-    def _with_all(self, order: Tend, work: Callable[[], T]) -> T:
-        self._world.give_all(order)
-        with self._world.working():
-            return work()
 
     def _connect(self, policy_version: int) -> int:
         self._check_pairs()

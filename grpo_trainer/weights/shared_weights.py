@@ -9,7 +9,7 @@ to generate until another write is complete.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -40,12 +40,20 @@ class SharedBridge(WeightBridge):
     Args:
         policy: the policy whose model lies in the memory of `server`.
         seq_len: longest sequence of the training, which the server must be able to serve.
+        all_written: called within a fence once this process has written; returns when all processes have.
 
     Attributes:
         proved: result of the proof; None: no proof ran.
     """
 
-    def __init__(self, config: SharedVllm, policy: SharedWeights, server: ServerClient, seq_len: int) -> None:
+    def __init__(
+        self,
+        config: SharedVllm,
+        policy: SharedWeights,
+        server: ServerClient,
+        seq_len: int,
+        all_written: Callable[[], object] = lambda: None,
+    ) -> None:
         self._config = config
         self._policy = policy
         self._server = server
@@ -53,7 +61,8 @@ class SharedBridge(WeightBridge):
         self._device = policy.model.device
         self._info: BridgeInfo | None = None
         self._version = 0
-        self._server_fence = ServerFence(server, config.in_flight, self.finish_kernels)
+        self._all_written = all_written
+        self._server_fence = ServerFence(server, config.in_flight, self._settle)
         self.proved: Proved | None = None
 
     def close(self) -> None:
@@ -162,6 +171,10 @@ class SharedBridge(WeightBridge):
         with self._server_fence.hold(self._info.boot_id, version, seconds):
             yield
         self._version = version
+
+    def _settle(self) -> None:
+        self.finish_kernels()
+        self._all_written()
 
     def finish_kernels(self) -> None:
         """Wait until the trainer's device has done what was asked of it."""

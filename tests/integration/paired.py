@@ -10,9 +10,11 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,21 +26,27 @@ from grpo_trainer.errors import GrpoError
 from grpo_trainer.follower import run_worker
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.parallel.sharded_update import ShardedUpdate
+from grpo_trainer.parallel.tensor_parallel import TensorShards
 from grpo_trainer.parallel.world import Restore, World, join
 from grpo_trainer.policy import SharedWeights, build_policy
 from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.saving.manifest import Progress
 from grpo_trainer.server_client import ServerClient
+from grpo_trainer.shared.attach import open_handles
+from grpo_trainer.shared.bridge_file import read_bridge_config
 from grpo_trainer.signals import StopSignal
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.weights import shared_weights
 from grpo_trainer.weights.build import build_bridge, build_followers_bridge
 from tests.bridge_contract import PROMPT
 from tests.unit.factories import batch, sample
+from vllm_server.protocol.bridge_config import BridgeConfigFile
 
 STEPS = 5
 FENCE_SECONDS = 4.0
 DIED = 9
+MEMORY_FILE = "grpo_shared_weights"
+CPU = torch.device("cpu")
 BATCH = [
     [sample([4, 5], [6, 7, 9], 1.0), sample([4, 5], [8], 0.0)],
     [sample([10, 11], [12], 0.0), sample([10, 11], [13, 14], 1.0)],
@@ -58,13 +66,14 @@ def main(rank: int, folder: Path, model: Path, meeting: int, ports: list[str], o
     torch.set_num_threads(1)
     shared_weights.WRITE_SECONDS = FENCE_SECONDS
     fault, on_one_gpu = options.pop("fault", ""), options.pop("gpus", "") == "1"
+    workers = int(options.get("tensor_parallel_size", 1))
     address = f"tcp://127.0.0.1:{meeting}"
-    own = {"trainer_rank": str(rank), "world_size": str(len(ports)), "init_method": address}
+    own = {"trainer_rank": str(rank), "world_size": str(len(ports) * workers), "init_method": address}
     config = settings(model, folder, ports, **own, **options)
     world = meet(config, address) if on_one_gpu else join(config.distributed, on_gpu=torch.cuda.is_available())
     seen: dict[str, Any] = {}
     try:
-        work(config, world, fault if rank == 1 else "", seen)
+        work(config, world, fault if rank == 1 or fault == "exchanged shards" else "", seen)
     except GrpoError as error:
         seen["error"] = (type(error).__name__, str(error))
     torch.save(seen, folder / f"rank{rank}.pt")
@@ -80,8 +89,13 @@ def meet(config: TrainConfig, address: str) -> World:
 
 
 def work(config: TrainConfig, world: World, fault: str, seen: dict[str, Any]) -> None:
-    policy = build_policy(config, world=world)
+    of_rank = BridgeConfigFile.of_rank
+    other = mock.patch.object(BridgeConfigFile, "of_rank", lambda file, rank: of_rank(file, 1 - rank))
+    with other if fault == "exchanged shards" else nullcontext(), world.working():
+        policy = build_policy(config, world=world)
     assert isinstance(policy, SharedWeights)
+    if fault == "another worker's matrix":
+        bind_to_another(policy)
     seen["boot"] = policy.source.boot_id
     trainer = Trainer(policy.model, config, world=world)
     checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms, trainer.shards)
@@ -99,14 +113,25 @@ def work(config: TrainConfig, world: World, fault: str, seen: dict[str, Any]) ->
         assert bridge is not None
         with bridge:
             run_worker(world, trainer, checkpoints, bridge)
-    seen |= memory_of(trainer, policy)
+    seen |= memory_of(trainer, policy, [*seen.get("weights", {}).values()])
 
 
 def plant(fault: str, trainer: Trainer) -> None:
     holding = trainer.holding
-    assert isinstance(holding, ShardedUpdate)
+    assert isinstance(holding, ShardedUpdate | TensorShards)
+    if fault == "dies before the fence":
+        holding.share_update = lambda: os._exit(DIED)  # type: ignore[method-assign]
     if fault == "dies within the fence":
         holding.finish_update = lambda: os._exit(DIED)  # type: ignore[method-assign]
+    if fault == "dies after the fence":
+        holding.check = lambda _: os._exit(DIED)  # type: ignore[method-assign]
+
+
+def bind_to_another(policy: SharedWeights) -> None:
+    """Put one matrix into the memory of the first worker."""
+    source = read_bridge_config(Path(os.environ["BRIDGE_FILE"]), 0, 2)
+    name = "model.layers.1.mlp.down_proj"
+    policy.model.get_submodule(name).weight = torch.nn.Parameter(open_handles(source, CPU)[f"{name}.weight"])
 
 
 def lead(
@@ -127,15 +152,21 @@ def lead(
             own = trainer_logprobs(policy.model, probe)
             seen["gaps"].append(float((probe.server_logprobs - own).abs().mean()))
             seen["answered"].append(answer.policy_version)
-    seen["weights"] = {name: parameter.detach().cpu() for name, parameter in policy.model.named_parameters()}
+    shards = trainer.shards
+    tensors = shards.tensors() if shards is not None else policy.tensors()
+    seen["weights"] = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
 
 
-def memory_of(trainer: Trainer, policy: SharedWeights) -> dict[str, int]:
-    """Count bytes: of the weights, of those that lie in the server's memory, of states, and of all other tensors."""
+def memory_of(trainer: Trainer, policy: SharedWeights, gathered: list[torch.Tensor]) -> dict[str, int]:
+    """Count bytes: of the weights, of those that lie in the server's memory, of states, and of all other tensors.
+
+    `gathered` is the test's own copy. `files` is the number of files of workers' weights that this process maps.
+    """
     parameters = list(policy.model.parameters())
     storages = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     states = [value for state in trainer.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    counted = storages | {state.untyped_storage().data_ptr() for state in states}
+    counted = storages | {each.untyped_storage().data_ptr() for each in gathered}
+    counted |= {state.untyped_storage().data_ptr() for state in states}
     others = {
         each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
         for each in gc.get_objects()
@@ -147,17 +178,22 @@ def memory_of(trainer: Trainer, policy: SharedWeights) -> dict[str, int]:
         "mapped": sum(parameter.nbytes for parameter in parameters if _is_mapped(parameter)),
         "states": sum(state.nbytes for state in states),
         "others": sum(others.values()),
+        "files": len({line.split()[4] for line in _maps() if MEMORY_FILE in line}),
     }
 
 
 def _is_mapped(parameter: torch.Tensor) -> bool:
     """Whether a parameter lies in a file that this process maps and may share."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in _maps():
         place, rights, *_ = line.split()
         low, high = (int(end, 16) for end in place.split("-"))
         if low <= parameter.data_ptr() < high:
             return rights.endswith("s")
     return False
+
+
+def _maps() -> list[str]:
+    return Path("/proc/self/maps").read_text().splitlines()
 
 
 if __name__ == "__main__":

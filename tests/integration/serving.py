@@ -34,7 +34,7 @@ KEEP_VERSIONS = 2
 START_LIMIT_S = 240.0
 
 
-def save_tiny_model(folder: Path) -> Path:
+def save_tiny_model(folder: Path, key_value_heads: int = 1) -> Path:
     """Two layers of Qwen2 with random weights, and a tokenizer with one token per printable character.
 
     Heads of 32: the CPU build has no attention kernel for smaller ones. A chat template that only joins.
@@ -57,7 +57,7 @@ def save_tiny_model(folder: Path) -> Path:
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=key_value_heads,
         max_position_embeddings=512,
         initializer_range=0.1,
         bos_token_id=None,
@@ -140,12 +140,14 @@ def serving(
     wait: bool = True,
     port: int | None = None,
     env: dict[str, str] | None = None,
+    key_value_heads: int = 1,
 ) -> Iterator[Serving]:
     """`python -m vllm_server`, by default on a free port, with a tiny model below `folder`; ended with the block.
 
     A start that fails shows the end of the server's log.
     """
-    model, adapters, log = save_tiny_model(folder / "model"), folder / "adapters", folder / "server.log"
+    model, adapters, log = folder / "model", folder / "adapters", folder / "server.log"
+    save_tiny_model(model, key_value_heads)
     adapters.mkdir(exist_ok=True)
     port = free_port() if port is None else port
     command = ["-m", "vllm_server", "--model", str(model), "--port", str(port)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
@@ -10,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.elastic import ElasticRun, assert_every_group_counted_once
+from tests.elastic import KILLS, ElasticRun, assert_environments_kept_their_names, assert_every_group_counted_once
 from tests.processes import tail
 from tests.runs import finished, of_mode, rows, started, wait_for_step
 
@@ -88,3 +89,22 @@ def test_a_run_survives_the_loss_of_a_servers_node_and_of_the_trainers(
     for loss in losses:
         before, after = reward[loss - WINDOW : loss], reward[loss : loss + WINDOW]
         assert fmean(after) > fmean(before) - 0.25
+
+
+def test_a_run_with_random_kills_on_a_cluster_ends_by_itself(demo_model: Path, tmp_path: Path, cluster: Any) -> None:
+    """Of servers on two nodes, two environments and the API, each as soon as the one before it has recovered."""
+    run_dir, log, config, draw = tmp_path / "run", tmp_path / "log", tmp_path / "run.toml", random.Random(42)
+    config.write_text(2 * ENVIRONMENTS)
+    steps, groups = 20 + 15 * KILLS, 4
+    options = of_mode("lora_only", **{"cluster": cluster.address, "cluster-nodes": 3, "config": config})
+    options |= {"training-steps": steps, "server.replicas": 2, "checkpoint-interval": 5, "max-restarts": 20}
+    with started(demo_model, run_dir, log, **options) as process:
+        wait_for_step(run_dir, 2, process, log)
+        run = ElasticRun(process, run_dir, log)
+        assert len(hosts(cluster, "vllm_server")) == 2
+        for _ in range(KILLS):
+            run.kill_at_random(draw)
+        run.hurry()
+        assert finished(process, log, 1200) == 0, tail(log)
+    assert_every_group_counted_once(run_dir, steps, groups)
+    assert_environments_kept_their_names(run_dir, 2)

@@ -7,20 +7,26 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_trainer.saving.manifest import STATE_FILE
-from tests.elastic import ElasticRun, assert_every_group_counted_once, assert_servers_had_the_trainers_weights
+from tests.elastic import (
+    KILLS,
+    ElasticRun,
+    assert_environments_kept_their_names,
+    assert_every_group_counted_once,
+    assert_servers_had_the_trainers_weights,
+)
 from tests.processes import tail
 from tests.runs import finished, of_mode, rows, started, wait_for_step
 
 pytestmark = pytest.mark.timeout(1500)
 
 GROUPS = 4
-KILLS = int(os.environ.get("GRPO_KILLS", "6"))
 
 
 def options(mode: str, steps: int, **others: Any) -> dict[str, Any]:
@@ -79,31 +85,36 @@ def test_a_broadcast_goes_on_without_a_server_and_with_its_successor(demo_model:
     assert_servers_had_the_trainers_weights(run_dir)
 
 
+@pytest.mark.parametrize("mode", ["lora_only", "broadcast"])
+def test_a_run_goes_on_without_a_server_that_answers_nothing(demo_model: Path, tmp_path: Path, mode: str) -> None:
+    """It is stopped, so that it still accepts connections; when it goes on, it is used again."""
+    run_dir, log, steps = tmp_path / "run", tmp_path / "log", 60
+    with started(demo_model, run_dir, log, **options(mode, steps)) as process:
+        wait_for_step(run_dir, 2, process, log)
+        run = ElasticRun(process, run_dir, log)
+        first, second = sorted(run.serving())
+        os.kill(run.server_pid(second), signal.SIGSTOP)
+        run.wait("the silent server has left", lambda: list(run.serving()) == [first], 300)
+        run.steps(3)
+        os.kill(run.server_pid(second), signal.SIGCONT)
+        run.wait("it is back, as the same process", lambda: run.serving() == {first: 1, second: 1})
+        run.hurry()
+        assert finished(process, log, 600) == 0, tail(log)
+    assert_every_group_counted_once(run_dir, steps, GROUPS)
+    assert_servers_had_the_trainers_weights(run_dir)
+    assert "ReadTimeout" in (run_dir / "logs" / "trainer.log").read_text()
+
+
 def test_a_run_with_random_kills_ends_by_itself(demo_model: Path, tmp_path: Path) -> None:
     """Of servers, the environment and the API, each as soon as the one before it has recovered."""
     run_dir, log, draw = tmp_path / "run", tmp_path / "log", random.Random(23)
     steps = 20 + 15 * KILLS
-    killed: list[str] = []
     with started(demo_model, run_dir, log, **options("lora_only", steps, **{"max-restarts": 20})) as process:
         wait_for_step(run_dir, 2, process, log)
         run = ElasticRun(process, run_dir, log)
         for _ in range(KILLS):
-            victim = draw.choice(["server", "env", "api"])
-            killed.append(victim)
-            if victim == "server":
-                url = draw.choice(sorted(run.serving()))
-                boot = run.serving()[url]
-                run.kill(run.server_pid(url))
-                if draw.random() < 0.5:
-                    run.wait("it serves again", lambda url=url, boot=boot: run.serving().get(url, 0) > boot)
-            else:
-                run.kill(run.pid(victim))
-            before = run.step
-            run.wait(f"a step after the kill of {victim}", lambda before=before: run.step > before)
-            run.wait(
-                "a server and all others are there", lambda: bool(run.serving() and run.pids("paced_environment serve"))
-            )
+            run.kill_at_random(draw)
         run.hurry()
         assert finished(process, log, 1200) == 0, tail(log)
-    assert len(killed) == KILLS
     assert_every_group_counted_once(run_dir, steps, GROUPS)
+    assert_environments_kept_their_names(run_dir, 1)

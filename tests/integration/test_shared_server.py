@@ -592,7 +592,7 @@ def test_a_server_told_by_the_environment_leaves_nothing_behind(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("flags", "quantised", "message"),
     [
-        (["--tensor-parallel-size", "2"], False, "--shared-weights: got --tensor-parallel-size 2, wanted 1"),
+        (["--pipeline-parallel-size", "2"], False, "--shared-weights: got --pipeline-parallel-size 2, wanted 1"),
         (
             ["--bridge-config-path", "/nowhere/x.json"],
             False,

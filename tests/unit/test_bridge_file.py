@@ -21,7 +21,7 @@ from grpo_trainer.shared.bridge_file import (
     tied_names,
 )
 from tests.golden.stand_in import bridge_config, write_config, write_tensors
-from vllm_server.protocol.bridge_config import FILE_NAME, BridgeConfigFile, CudaIpcHandle, FileHandle
+from vllm_server.protocol.bridge_config import FILE_NAME, BridgeConfigFile, CudaIpcHandle, FileHandle, RankWeights
 
 
 @pytest.fixture
@@ -102,6 +102,43 @@ def test_another_release(tmp_path: Path, config: BridgeConfigFile) -> None:
 @pytest.mark.parametrize("field", ["tp_degree", "dp_shard_degree"])
 def test_several_workers(tmp_path: Path, config: BridgeConfigFile, field: str) -> None:
     refused(write_config(tmp_path, changed(config, **{field: 4})), field, "4", wanted="1")
+
+
+# several workers -------------------------------------------------------------------------------------------
+
+
+def of_two(tmp_path: Path, config: BridgeConfigFile, *, rank: int = 1, same_memory: bool = False) -> BridgeConfigFile:
+    """The file of a server with a second worker."""
+    memory = config.ipc_handles
+    if not same_memory:
+        memory = write_tensors(tmp_path / "second", {name: torch.ones(2) for name in config.param_names})
+    shapes = {name: msgspec.structs.replace(config.param_mappings[name], shape=memory[name].shape) for name in memory}
+    other = RankWeights(rank=rank, param_mappings=shapes, ipc_handles=memory, gpu_uuid="")
+    return changed(config, tp_degree=2, further_ranks=[other])
+
+
+def test_each_rank_gets_its_workers_weights(tmp_path: Path, config: BridgeConfigFile) -> None:
+    both = of_two(tmp_path, config)
+    path = write_config(tmp_path, both)
+    assert read_bridge_config(path, 0, 2).ipc_handles == config.ipc_handles
+    assert read_bridge_config(path, 1, 2).ipc_handles == both.further_ranks[0].ipc_handles
+    refused(path, "tp_degree", "2", wanted="1", fix="--tensor-parallel-size 2")
+    with pytest.raises(BridgeError) as caught:
+        read_bridge_config(write_config(tmp_path, config), 1, 2)
+    assert caught.value.field.endswith("tp_degree") and caught.value.got == "1"
+
+
+@pytest.mark.parametrize(
+    ("fault", "field"),
+    [({"rank": 2}, "further_ranks"), ({"same_memory": True}, "ipc_handles"), (None, "further_ranks")],
+)
+def test_workers_that_are_missing_or_in_one_memory(
+    tmp_path: Path, config: BridgeConfigFile, fault: dict[str, Any] | None, field: str
+) -> None:
+    faulty = changed(config, tp_degree=2) if fault is None else of_two(tmp_path, config, **fault)
+    with pytest.raises(BridgeError) as caught:
+        read_bridge_config(write_config(tmp_path, faulty), 1, 2)
+    assert caught.value.field.endswith(field)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"schema_version": 1}', '{"schema_version": "one"}', "\x00\xff"])

@@ -425,6 +425,9 @@ def test_more_gpus_wanted_than_there_are(model: Path) -> None:
         assert not spread_over(2, kind, 2).fails
     heads = only_fault(spread_over(4, "tensor", 4))
     assert numbers_in(heads.got) == [2, 4] and "--server.tensor-parallel-size" in heads.fix
+    shared: dict[str, Any] = {"weight_bridge_mode": "shared_vllm", "server.tensor_parallel_size": 2, "trainer_gpus": 2}
+    repeated = only_fault(look_at(run_of(model, **shared), replace(MACHINE, gpus=MACHINE.gpus * 2)))
+    assert numbers_in(repeated.got) == [1, 2], "vLLM would repeat the only head of keys and values"
     layers = only_fault(spread_over(2, "pipeline", 2))
     assert numbers_in(layers.got) == [1, 2] and "--server.pipeline-parallel-size" in layers.fix
 

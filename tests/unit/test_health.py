@@ -62,6 +62,10 @@ def test_the_median_of_three_steps_counts() -> None:
     assert names([{"train/grad_norm": None}] * 3) == []
 
 
+def test_a_kl_of_zero_rounded_to_below_zero_is_healthy() -> None:
+    assert names([{**HEALTHY, "alignment/kl_rollout": -3e-9, "alignment/kl_reference": -3e-9}] * 3) == []
+
+
 def test_entropy_is_high_by_the_run_s_own_first_step() -> None:
     assert first_entropy([{}, {"grpo/entropy": 1.5}, {"grpo/entropy": 4.0}]) == 1.5 and first_entropy([{}]) is None
     assert names([{"grpo/entropy": 2.9}] * 3, 1.5) == []  # at most 2 * 1.5

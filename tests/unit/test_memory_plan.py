@@ -198,6 +198,20 @@ def test_the_servers_share() -> None:
     assert {row.device for row in own.rows if row.owner == "trainer"} == {1}
 
 
+def test_a_shard_of_each_matrix_is_held_without_weights() -> None:
+    """The trainer's part of the server's shards: half of gradients and states, of all 7B's heads and columns."""
+    devices, held = replace(H200, count=2), []
+    for n in (1, 2):
+        config, server = trainer("shared_vllm", tensor_parallel_size=n), Server(0.3, 10, tensor_parallel=n)
+        rows = Setup(config, SEVEN_B, server, devices, n).plan().rows
+        held.append({row.what: row.nbytes for row in rows if (row.device, row.owner) == (0, "trainer")})
+    whole, half = held
+    for what in ("gradients", "optimizer states", "head"):
+        assert half[what] == whole[what] // 2
+    assert "weights" not in half and "gradient bucket" not in half
+    assert half["activations"] < whole["activations"]
+
+
 def test_weights_that_are_cut_are_held_in_parts() -> None:
     """All weights, as `--sharding auto` has it: a quarter each, and what comes together to compute."""
     whole, cut = (

@@ -175,7 +175,8 @@ def test_a_bridge_file_that_can_not_be_used(tmp_path: Path) -> None:
     with pytest.raises(BridgeError) as error:
         read_bridge_config(tmp_path)
     assert str(error.value) == (
-        f"{tmp_path / FILE_NAME}: tp_degree: each worker holds a part only; got 2, wanted 1; serve on one GPU"
+        f"{tmp_path / FILE_NAME}: tp_degree: each worker has a shard; got 2, wanted 1, as the trainer's; "
+        "train in 2 processes, with --tensor-parallel-size 2"
     )
 
 

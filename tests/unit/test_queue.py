@@ -6,6 +6,7 @@ import re
 
 import pytest
 from msgspec import to_builtins
+from msgspec.structs import replace
 
 from environments.api import wire
 from environments.api.explain import Explainer
@@ -181,6 +182,17 @@ def test_a_silent_environment_loses_its_reservation_and_gets_it_back():
     assert batch(queue, 60.5) == [0, 1]
     queue.hear(0, 70.0)
     assert queue.minima() == {0: 2}
+
+
+def test_an_environment_that_was_killed_and_started_again_is_counted_once():
+    queue = started(4)
+    first = queue.register_environment(replace(env(2, share=0.5), process="a"), 0.0)
+    other = queue.register_environment(replace(env(2, share=0.5), process="b"), 0.0)
+    offer(queue, 1, env_id=0)  # it waits in the buffer for another one
+    again = queue.register_environment(replace(env(2, share=0.5), process="a"), 1.0)
+    assert first is not None and other is not None and again is not None
+    assert (again.id, again.name) == (first.id, first.name) and other.id != first.id
+    assert queue.minima() == {0: 2, 1: 2} and not queue.buffers
 
 
 def test_a_lease_that_is_not_acknowledged_returns_to_the_front():

@@ -32,6 +32,8 @@ SHARE_BASE = {**LORA, "share_base": True}
 TWO = {"trainer_rank": 0, "world_size": 2, "init_method": "tcp://127.0.0.1:1"}
 PAIRS = {**SHARED, **TWO, "vllm_also": "h:9001"}
 CLUSTER = {**LORA, "cluster": "auto"}
+SHARDS: dict[str, object] = {**SHARED, "server.tensor_parallel_size": 2, "trainer_gpus": 2}
+TP = "--server.tensor-parallel-size"
 REPLICAS = {**LORA, "server.replicas": "3", "server.gpus": "0;1,2;3"}
 
 
@@ -174,9 +176,19 @@ ROWS = [
     in_train(rules.pairs, {**PAIRS, "optimizer": "adafactor"}, "--optimizer", "adafactor", "adamw_8bit"),
     in_run(
         rules.written_server,
-        {**SHARED, "server.tensor_parallel_size": "2"},
-        *("--server.tensor-parallel-size", "2", "--weight-bridge-mode none or lora_only"),
+        {**SHARED, "server.pipeline_parallel_size": "2"},
+        *("--server.pipeline-parallel-size", "2", "--weight-bridge-mode none or lora_only"),
     ),
+    in_run(rules.shards, SHARDS | {"trainer_gpus": 1}, "--trainer-gpus", "1", f"2, as {TP}"),
+    in_run(rules.shards, SHARDS | {"server.replicas": 2}, "--server.replicas", "2 servers", "1"),
+    in_run(
+        rules.shards, {**SHARE_BASE, "server.tensor_parallel_size": 2}, TP, "2, and --share-base", "leave --share-base"
+    ),
+    in_run(rules.shards, SHARDS | {"cluster": "auto"}, "--cluster", f"{TP} 2", "leave --cluster out"),
+    in_run(rules.shards, SHARDS | {"optimizer": "adafactor"}, "--optimizer", "adafactor", "adamw_8bit"),
+    in_run(rules.shards, SHARDS | {"kl_beta": 0.1}, "--kl-beta, --log-kl", "a reference", "leave them out"),
+    in_run(rules.shards, SHARDS | {"distill_coef": 0.1}, "--distill-coef", "0.1", "leave it out"),
+    in_run(rules.shards, SHARDS | {"compile": "on"}, "--compile", "on", "auto or off"),
     in_run(
         rules.written_server,
         {**SHARED, "data_parallel_size": "2"},
@@ -356,6 +368,9 @@ def test_every_refusal_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
         in_run(rules.shared_weights, {**SHARED, "device": "cpu"}, "", "", "", CPU),
         in_run(rules.shared_weights, {"device": "cpu"}, "", "", "", ONE_GPU),
         in_run(rules.written_server, {"server.tensor_parallel_size": "2"}, "", "", ""),
+        in_run(rules.shards, SHARDS, "", "", "", CPU),
+        in_run(rules.written_server, SHARDS, "", "", "", CPU),
+        in_run(rules.pairs, SHARDS, "", "", "", CPU),
         in_run(rules.written_server, {**SHARED, "server.extra_args": "--seed,7"}, "", "", ""),
         in_run(rules.servers, REPLICAS, "", "", "", ONE_GPU),
         in_run(rules.servers, {**LORA, "server.replicas": 2}, "", "", "", CPU),

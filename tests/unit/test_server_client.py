@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -107,6 +108,66 @@ def test_a_question_is_asked_again_but_not_for_ever() -> None:
     with server([None] * server_client.ATTEMPTS) as (client, heard), pytest.raises(ServerError) as unanswered:
         client.lora_status()
     assert len(heard) == server_client.ATTEMPTS and unanswered.value.field.startswith("GET http://")
+
+
+class Slow(BaseHTTPRequestHandler):
+    """Takes its time with an adapter, and answers other requests for as long as it is `awake`."""
+
+    awake = threading.Event()
+    take = threading.Event()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.take.wait()
+        body = msgspec.json.encode(ANSWER)
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        self.awake.wait()
+        self.send_response(503)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServerClient]:
+    """A client of a server that may leave."""
+    monkeypatch.setattr(server_client, "KNOCK_SECONDS", 0.05)
+    monkeypatch.setattr(server_client, "SILENT_SECONDS", 0.3)
+    listening = ThreadingHTTPServer(("127.0.0.1", 0), Slow)
+    thread = threading.Thread(target=listening.serve_forever)
+    thread.start()
+    client = ServerClient(VllmConfig(port=listening.server_port, roster=tmp_path))
+    yield client
+    client.close()
+    Slow.awake.set()
+    Slow.take.set()
+    listening.shutdown()
+    listening.server_close()
+    thread.join()
+    Slow.awake.clear()
+    Slow.take.clear()
+
+
+def test_a_server_that_works_for_long_is_waited_for(slow: ServerClient) -> None:
+    Slow.awake.set()
+    threading.Timer(4 * server_client.SILENT_SECONDS, Slow.take.set).start()
+    by_name(slow)
+
+
+def test_a_server_that_answers_nothing_any_more_is_given_up_until_it_answers(slow: ServerClient) -> None:
+    for publish in (by_name, by_body):
+        with pytest.raises(ServerError) as silent:
+            publish(slow)
+        assert "silent" in silent.value.got
+    Slow.awake.set()
+    Slow.take.set()
+    by_name(slow)
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,7 @@ def test_a_plain_model_on_one_device_can_be_shared() -> None:
     check()
     check(device="cpu")
     check({"quantization_config": None, "text_config": {"hidden_size": 64}}, moe_backend="triton")
+    check({"num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 96}, tensor_parallel_size=2)
     check(port=0, uds="/run/vllm.sock")
     check(environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False,max_split_size_mb:64"})
 
@@ -202,7 +203,10 @@ def test_a_plain_model_on_one_device_can_be_shared() -> None:
 @pytest.mark.parametrize(
     ("changes", "got", "wanted"),
     [
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2", "1,"),
+        (
+            {"tensor_parallel_size": 4, "model": {"num_attention_heads": 8, "num_key_value_heads": 2}},
+            *("--tensor-parallel-size 4, and a num_key_value_heads of 2", "a multiple of 4"),
+        ),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2", "1,"),
         ({"data_parallel_size": 2}, "--data-parallel-size 2", "1,"),
         ({"enable_sleep_mode": True}, "--enable-sleep-mode True", "False,"),

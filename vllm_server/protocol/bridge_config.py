@@ -7,6 +7,8 @@ A handle is of one of two kinds. `cuda_ipc` opens a storage in another process's
 that both processes map, for the same bridge on a CPU.
 """
 
+from __future__ import annotations
+
 from typing import Final, Literal
 
 import msgspec
@@ -57,12 +59,24 @@ class FileHandle(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
 Handle = CudaIpcHandle | FileHandle
 
 
+class RankWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """The weights of another worker than the first, as in `BridgeConfigFile`. All workers have the same names."""
+
+    rank: int
+    param_mappings: dict[str, ParamMapping]
+    ipc_handles: dict[str, Handle]
+    gpu_uuid: str
+
+
 class BridgeConfigFile(msgspec.Struct, frozen=True, kw_only=True):
     """The whole file.
 
     The keys of `param_mappings` and `ipc_handles` are `param_names`, vLLM's own names. Two names of one tensor (a tied
     output layer) have handles of the same place. `server_url` is where the server listens; `boot_id` is that of
     `/bridge/info`, `machine` its `machine_id()`; `gpu_uuid` is empty on a CPU.
+
+    If several workers have a shard of each weight, `tp_degree` is their number, the fields are those of the first
+    worker, and `further_ranks` has the others. A trainer that knows of one worker only refuses the `tp_degree`.
     """
 
     model: str
@@ -83,3 +97,13 @@ class BridgeConfigFile(msgspec.Struct, frozen=True, kw_only=True):
     gpu_uuid: str
     vllm_version: str
     torch_version: str
+    further_ranks: list[RankWeights] = []
+
+    def of_rank(self, rank: int) -> BridgeConfigFile:
+        """Return the file with the weights of a worker in place of the first one's."""
+        if rank == 0:
+            return self
+        own = self.further_ranks[rank - 1]
+        return msgspec.structs.replace(
+            self, param_mappings=own.param_mappings, ipc_handles=own.ipc_handles, gpu_uuid=own.gpu_uuid
+        )

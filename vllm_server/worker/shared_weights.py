@@ -33,8 +33,9 @@ class Shared:
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to the server's process: handles by vLLM's names, `device` as torch writes it."""
+    """The answer of worker `rank` to the server's process: handles by vLLM's names, `device` as torch writes it."""
 
+    rank: int
     handles: dict[str, Handle]
     device: str
     torch_version: str

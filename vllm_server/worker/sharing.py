@@ -48,7 +48,8 @@ class SharingWorker(PolicyWorker):
         except (ValueError, RuntimeError) as error:
             return {"refused": str(error)}
         self.__dict__["_grpo_shared"] = shared
-        exported = Exported(handles=shared.handles, device=str(self.device), torch_version=str(torch.__version__))
+        device, version = str(self.device), str(torch.__version__)
+        exported = Exported(rank=self.rank, handles=shared.handles, device=device, torch_version=version)
         return {"exported": msgspec.json.encode(exported)}
 
     def grpo_synchronize(self) -> None:
