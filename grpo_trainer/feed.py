@@ -27,7 +27,6 @@ from grpo_trainer.rollouts.staleness import Judged, judge, same_judgement
 from grpo_trainer.rollouts.types import RolloutBatch
 from grpo_trainer.saving.manifest import Progress
 from grpo_trainer.versions import NO_OFFSETS
-from vllm_server.protocol.routed_experts import RoutedShape
 
 log = logging.getLogger(__name__)
 
@@ -55,30 +54,26 @@ class BatchFeed:
     """Feeds the loop. A context manager: its exit releases a prefetched batch.
 
     Args:
+        groups: leaves out those that can't be trained on.
         make_ready: turns scored groups into tensors; runs in a thread during a step.
         check_stop: called while waiting; raises to end the wait.
         device: for a GPU, tensors are placed in page-locked memory, from which copies to the GPU are asynchronous.
-        vocabulary: upper bound of token ids; groups with larger ones are left out. None: not known.
-        longest: number of a sequence's first tokens that can be trained on; None: all.
         meanwhile: called in `next` while it waits for a batch, in the same thread.
-        routed: what routed experts must be of; None: they are not replayed.
     """
 
     def __init__(
         self,
         client: RolloutClient,
         config: RolloutConfig,
+        groups: GroupFilter,
         make_ready: Callable[[RolloutBatch], ReadyBatch],
         check_stop: Callable[[], None],
         device: torch.device | None = None,
-        vocabulary: int | None = None,
-        longest: int | None = None,
         meanwhile: Callable[[], None] = lambda: None,
-        routed: RoutedShape | None = None,
     ) -> None:
         self._client = client
-        self._filter = GroupFilter(vocabulary, lambda number: client.environment_name(number), longest, routed)
         self._config = config
+        self._groups = groups
         self._make_ready = make_ready
         self._check_stop = check_stop
         self._meanwhile = meanwhile
@@ -156,7 +151,7 @@ class BatchFeed:
             self._client.drop(fetched.rollouts, self._why(fetched.rollouts))
             if unfit == UNFIT_IN_A_ROW:
                 summary = f"{unfit} batches in a row can't be trained on"
-                raise TrainingError.of([replace(self._filter.last, summary=summary)])
+                raise TrainingError.of([replace(self._groups.last, summary=summary)])
         again = time.perf_counter()
         ready = fetched.ready
         if ready is None or not same_judgement(judged.groups, fetched.judged.groups):
@@ -190,7 +185,7 @@ class BatchFeed:
     def _fetch(self, version: int) -> _Fetched:
         started = time.perf_counter()
         with stage("fetch", version=version):
-            rollouts = self._filter.sift(self._client.lease(self._check_wanted))
+            rollouts = self._groups.sift(self._client.lease(self._check_wanted))
         came = time.perf_counter()
         with stage("prepare", batch=rollouts.batch_id, version=version):
             judged = self._judge(rollouts, version)
@@ -200,7 +195,7 @@ class BatchFeed:
     def _why(self, unused: RolloutBatch) -> str:
         if unused.groups:
             return f"it was more than {self._config.max_staleness} versions old (--max-staleness)"
-        return f"no group of it can be trained on, the last one for {self._filter.last}"
+        return f"no group of it can be trained on, the last one for {self._groups.last}"
 
     def _begin_thread(self) -> None:
         """Select the trainer's GPU: a new thread uses the first GPU, and would allocate memory there."""

@@ -31,6 +31,7 @@ from grpo_trainer.parallel.world import Restore, World
 from grpo_trainer.phases import COMMAND_VARIABLE, FIRST_STEP, START, report_start
 from grpo_trainer.policy import build_policy
 from grpo_trainer.rollouts.client import RolloutClient
+from grpo_trainer.rollouts.filter import GroupFilter
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.saving.generators import seed_generators
 from grpo_trainer.server_client import present, wait_for_servers
@@ -86,17 +87,9 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
         metrics = build_metric_log(config, console, progress.step)
         samples = build_sample_log(config, trainer.forward, trainer.device, progress.step)
         rollouts = RolloutClient(config.rollouts, registration(config, progress), stop.check)
-        feed = BatchFeed(
-            rollouts,
-            config.rollouts,
-            trainer.ready,
-            stop.check,
-            trainer.device,
-            trainer.vocabulary,
-            config.model.seq_len,
-            lambda: _welcome(trainer, bridge),
-            trainer.routed,
-        )
+        groups = GroupFilter(trainer.vocabulary, rollouts.environment_name, config.model.seq_len, trainer.routed)
+        welcome = partial(_welcome, trainer, bridge)
+        feed = BatchFeed(rollouts, config.rollouts, groups, trainer.ready, stop.check, trainer.device, welcome)
         watch = StepWatch(config.step_timeout, checkpoints.close)
         stop.watch(watch.check)
         stop.watch(folder.check)

@@ -215,12 +215,9 @@ def supervise(
         goes_on = "--resume auto goes on with it" if _saved(config) else "nothing was saved"
         failed.add(summary=f"; the run is over, {goes_on}")
         raise
-    rows = rows_so_far(metrics)
-    for line in (
-        f"done: {config.run_dir}/checkpoints, {config.run_dir}/metrics.jsonl; `grpo report {config.run_dir}` shows it",
-        last_line(rows),
-    ):
-        view.say(line)
+    done = f"done: {config.run_dir}/checkpoints, {config.run_dir}/metrics.jsonl"
+    view.say(f"{done}; `grpo report {config.run_dir}` shows it")
+    view.say(last_line(rows_so_far(metrics)))
 
 
 def _saved(config: RunConfig) -> bool:

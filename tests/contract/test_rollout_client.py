@@ -25,6 +25,7 @@ from grpo_trainer.metrics.types import reduce
 from grpo_trainer.rollouts import client as client_module
 from grpo_trainer.rollouts.client import RolloutClient
 from grpo_trainer.rollouts.decode import to_group
+from grpo_trainer.rollouts.filter import GroupFilter
 from grpo_trainer.rollouts.types import Sample
 from grpo_trainer.saving.manifest import Progress
 from tests.processes import answers, end, free_port, running, wait_for
@@ -96,7 +97,7 @@ def feed_and_client(
     config = RolloutConfig.model_validate({"url": api.url, "rollout_timeout": 20, "prefetch": False, **options})
     client = RolloutClient(config, registration(starting_step=progress.step), check_stop)
     train = TrainConfig(model=ModelConfig(name="m", seq_len=10), batch_size=2)
-    made = BatchFeed(client, config, lambda batch: ready(batch, train), check_stop)
+    made = BatchFeed(client, config, GroupFilter(None, str), lambda batch: ready(batch, train), check_stop)
     made.begin(progress)
     return made, client
 

@@ -13,6 +13,7 @@ from grpo_trainer.batch.batching import ready
 from grpo_trainer.config.train import CheckpointConfig, ModelConfig, RolloutConfig, TrainConfig
 from grpo_trainer.feed import BatchFeed
 from grpo_trainer.policy import AllWeights
+from grpo_trainer.rollouts.filter import GroupFilter
 from grpo_trainer.rollouts.types import RolloutBatch
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.saving.snapshot import Snapshot
@@ -111,7 +112,7 @@ def test_a_batch_that_was_made_ready_lies_in_page_locked_memory(packed: bool) ->
     client: Any = OneBatch()
     device = torch.device("cuda", torch.cuda.current_device())
     make = partial(ready, config=CONFIG, packed=packed)
-    with BatchFeed(client, RolloutConfig(), make, lambda: None, device) as feed:
+    with BatchFeed(client, RolloutConfig(), GroupFilter(None, str), make, lambda: None, device) as feed:
         (microbatch,) = feed.next(0, last=True).microbatches
     assert microbatch.tokens_BT.is_pinned() and microbatch.advantages_N.is_pinned()
     if packed:

@@ -21,7 +21,7 @@ from grpo_trainer.errors import TrainingError
 from grpo_trainer.feed import UNFIT_IN_A_ROW, BatchFeed
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.rollouts.decode import to_group
-from grpo_trainer.rollouts.filter import misfit
+from grpo_trainer.rollouts.filter import GroupFilter, misfit
 from grpo_trainer.rollouts.types import Group, RolloutBatch
 from grpo_trainer.trainer import Trainer
 from tests.unit.factories import VOCAB, TinyModel, sample
@@ -90,8 +90,8 @@ class Api:
 
 
 def feed(api: Any) -> BatchFeed:
-    config, longest = RolloutConfig(prefetch=False), CONFIG.model.seq_len
-    return BatchFeed(api, config, lambda one: ready(one, CONFIG), lambda: None, vocabulary=VOCAB, longest=longest)
+    groups = GroupFilter(VOCAB, api.environment_name, CONFIG.model.seq_len)
+    return BatchFeed(api, RolloutConfig(prefetch=False), groups, lambda one: ready(one, CONFIG), lambda: None)
 
 
 def test_the_rest_of_a_batch_is_trained_on_and_one_warning_names_the_environment(
