@@ -169,10 +169,6 @@ def test_a_vllm_without_what_is_used(monkeypatch: pytest.MonkeyPatch, modules: l
     ("changes", "text"),
     [
         (
-            {"tensor_parallel_size": 2},
-            "got --tensor-parallel-size 2, wanted 1, since each GPU would hold a part of each weight; serve on one GPU",
-        ),
-        (
             {"environment": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}},
             "got PYTORCH_ALLOC_CONF=expandable_segments:True, wanted no expandable_segments, since their memory cannot "
             "be shared; unset PYTORCH_ALLOC_CONF",
