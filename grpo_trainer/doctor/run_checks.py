@@ -6,6 +6,7 @@ import netrc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from grpo_common.ports import port_holder
 from grpo_trainer.config.bridge import LoraOptions
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.config.train import TrainConfig
@@ -24,7 +25,7 @@ from grpo_trainer.doctor.memory_advice import Planned, advice, largest_rows
 from grpo_trainer.doctor.model import ModelFiles, ModelShape
 from grpo_trainer.errors import GrpoError
 from grpo_trainer.files import refuse_to_mix_runs
-from grpo_trainer.launch.ports import is_free, port_holder
+from grpo_trainer.launch.ports import is_free
 from grpo_trainer.shared.names import ALIKE, EXPERTS
 from vllm_server.protocol import PreflightReport
 

@@ -21,12 +21,13 @@ from types import TracebackType
 
 import httpx
 
+from grpo_common.ports import port_holder
 from grpo_trainer.config.server import server_names
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import PortBusyError, from_os_error
 from grpo_trainer.launch.child import Child
 from grpo_trainer.launch.plan import ProcessSpec, server_process, waiting_server
-from grpo_trainer.launch.ports import is_free, port_holder
+from grpo_trainer.launch.ports import is_free
 from grpo_trainer.launch.supervisor import POLL_SECONDS, answers
 from grpo_trainer.phases import SERVER, START, report_at
 

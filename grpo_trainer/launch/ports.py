@@ -1,12 +1,11 @@
-"""Ports for a run's processes: picks free ones on request, and names the holder of a busy one."""
+"""Ports for a run's processes: picks free ones on request."""
 
 from __future__ import annotations
 
 import socket
 
-import psutil
-
 from grpo_common.errors import Problem
+from grpo_common.ports import port_holder
 from grpo_trainer.errors import PortBusyError
 
 
@@ -57,17 +56,3 @@ def is_free(host: str, port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-def port_holder(port: int) -> str:
-    """Describe the process that listens on a port, as far as this user may see it."""
-    try:
-        for connection in psutil.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port:
-                if connection.pid is None:
-                    return "a process of another user"
-                process = psutil.Process(connection.pid)
-                return f"pid {connection.pid} ({' '.join(process.cmdline())[:120] or process.name()})"
-    except psutil.Error:
-        pass  # no permission, or the process ended meanwhile: its name stays unknown
-    return "another process"

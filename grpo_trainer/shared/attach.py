@@ -39,9 +39,6 @@ WITHOUT_EFFECT: Final = frozenset(
 )
 """Fields of a model's configuration that do not affect a forward pass without dropout."""
 
-PLAIN_EXPERTS: Final = {"is_transposed": False, "is_concatenated": True, "has_bias": False, "has_gate": True}
-"""Flags by which transformers marks fused experts laid out as vLLM's: `[expert, out, in]`, gate before up."""
-
 BUFFER_TOLERANCE: Final = 1e-5
 """Relative tolerance: a GPU's powers and cosines differ from a CPU's in the last bits."""
 
