@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import importlib
 import json
 import logging
@@ -143,6 +144,7 @@ def _fork(wanted: dict[str, Any], given: list[int], preexec_fn: Callable[[], Non
     pid = os.fork()
     if pid:
         return pid
+    gc.freeze()  # the parent's garbage stays: to free it may need locks which its threads, such as Ray's, held
     status = 1
     try:
         status = _become(wanted, given, preexec_fn)
