@@ -18,6 +18,6 @@ def port_holder(port: int) -> str:
     try:
         if (process := listener(port)) is not None:
             return f"pid {process.pid} ({' '.join(process.cmdline())[:120] or process.name()})"
-    except psutil.Error:
+    except (psutil.Error, OSError):
         pass  # no permission, or the process ended meanwhile
     return "a process of another user"

@@ -36,7 +36,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def main(
     out: Annotated[Path, typer.Argument(help="Folder of the model, an empty or a new one.")],
     shape: Annotated[str, typer.Option(help=f"One of {', '.join(SHAPES)}.")] = "7b",
-    experts: Annotated[int, typer.Option(help="A small Mixtral with so many experts in a layer, not --shape.")] = 0,
+    experts: Annotated[
+        int, typer.Option(help="Make a small Mixtral with this many experts a layer; --shape is ignored.")
+    ] = 0,
     max_steps: Annotated[int, typer.Option(help="Give up after so many.")] = 400,
 ) -> None:
     """Make the model; exit code 1 if it did not learn the task."""
@@ -48,21 +50,22 @@ def main(
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     vocab = SHAPES["tiny" if experts else shape].vocab
-    model = _mixture(experts, vocab).to(device) if experts else random_model(SHAPES[shape], dtype, device)
+    model = _mixture(experts, vocab, device) if experts else random_model(SHAPES[shape], dtype, device)
     tokenizer = numbered_tokenizer(vocab)
     problems = ProblemSet.of(10, 49).train
     rows = [tokenizer(problem.prompt + problem.answer + EOS)["input_ids"] for problem in problems]
     prompt = len(tokenizer(problems[0].prompt)["input_ids"])  # all sums have as many digits
     rate = MIXTURE_LEARNING_RATE if experts else LEARNING_RATE
     if not _learn(model, torch.tensor(rows, device=device), prompt, rate, max_steps):
-        sys.exit(f"--shape {shape}: got fewer than {ENOUGH:.0%} right answers in {max_steps} steps; raise --max-steps")
+        asked = f"--experts {experts}" if experts else f"--shape {shape}"
+        sys.exit(f"{asked}: got fewer than {ENOUGH:.0%} right answers in {max_steps} steps; raise --max-steps")
     with whole_folder(out) as writing:
         tokenizer.save_pretrained(writing)
         model.save_pretrained(writing)
     print(out)
 
 
-def _mixture(experts: int, vocab: int) -> PreTrainedModel:
+def _mixture(experts: int, vocab: int, device: torch.device) -> PreTrainedModel:
     """A float32 model of four layers that chooses two experts a token."""
     config = MixtralConfig(
         vocab_size=vocab,
@@ -75,7 +78,8 @@ def _mixture(experts: int, vocab: int) -> PreTrainedModel:
         num_experts_per_tok=2,
         max_position_embeddings=2048,
     )
-    return MixtralForCausalLM(config)
+    with device:
+        return MixtralForCausalLM(config)
 
 
 def _learn(model: PreTrainedModel, tokens_BT: Tensor, prompt: int, rate: float, max_steps: int) -> bool:

@@ -17,7 +17,7 @@ import psutil
 from grpo_common.roster import Member, in_use, read_members
 from tests.integration.paced_environment import FAST
 from tests.processes import ROOT, tail, wait_for
-from tests.runs import rows
+from tests.runs import finished, rows
 
 MODULES = {"api": "environments.api", "env": "paced_environment serve", "trainer": "grpo_trainer train"}
 """What the command line of a process has."""
@@ -82,8 +82,15 @@ class ElasticRun:
     def kill(self, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
-    def kill_at_random(self, draw: random.Random) -> str:
-        """Kill a server, an environment or the API, wait until the run has recovered, and return what was killed.
+    def ends_after_kills(self, kills: int, draw: random.Random) -> None:
+        """Kill random processes, and let the run end by itself."""
+        for _ in range(kills):
+            self._kill_at_random(draw)
+        self.hurry()
+        assert finished(self.process, self.log, 1200) == 0, tail(self.log)
+
+    def _kill_at_random(self, draw: random.Random) -> None:
+        """Kill a server, an environment or the API, and wait until the run has recovered.
 
         Of two servers, the next one may be killed while the first is still restarting.
         """
@@ -101,7 +108,6 @@ class ElasticRun:
             self.wait(f"{victim} is back", lambda: len({*self.pids(MODULES[victim])} - {lost}) == len(there))
         self.steps(1)
         self.wait("a server serves", lambda: bool(self.serving()))
-        return victim
 
     def servers_command(self, *words: str) -> str:
         """What `grpo servers` prints."""

@@ -94,7 +94,7 @@ def take_memory(words: list[Any]) -> bool:
     import torch
 
     torch.cuda.init()
-    torch.empty(1, device="cuda:0")  # without a context of its own the process crashes when it opens a handle
+    torch.empty(1, device="cuda:0")  # a process that opens a handle without its own CUDA context crashes
     device, handle, size, offset, counter, counter_offset, event, sync = words
     opened: Any = torch.UntypedStorage._new_shared_cuda(
         device, bytes.fromhex(handle), size, offset, bytes.fromhex(counter), counter_offset, bytes.fromhex(event), sync

@@ -92,7 +92,7 @@ class TensorShards(CommonPasses):
     def states(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the optimizer's `state_dict` as one process with all weights has it, in rank 0's main memory.
 
-        On the other ranks the states are empty. 8-bit states are encoded anew, in blocks of the whole tensors.
+        The other ranks return no states. States in 8 bits are encoded again, in blocks of the whole tensors.
         """
         found: States = {}
         with self.together(CollectStates):

@@ -102,9 +102,6 @@ def test_a_run_with_random_kills_on_a_cluster_ends_by_itself(demo_model: Path, t
         wait_for_step(run_dir, 2, process, log)
         run = ElasticRun(process, run_dir, log)
         assert len(hosts(cluster, "vllm_server")) == 2
-        for _ in range(KILLS):
-            run.kill_at_random(draw)
-        run.hurry()
-        assert finished(process, log, 1200) == 0, tail(log)
+        run.ends_after_kills(KILLS, draw)
     assert_every_group_counted_once(run_dir, steps, groups)
     assert_environments_kept_their_names(run_dir, 2)

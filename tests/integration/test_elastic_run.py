@@ -112,9 +112,6 @@ def test_a_run_with_random_kills_ends_by_itself(demo_model: Path, tmp_path: Path
     with started(demo_model, run_dir, log, **options("lora_only", steps, **{"max-restarts": 20})) as process:
         wait_for_step(run_dir, 2, process, log)
         run = ElasticRun(process, run_dir, log)
-        for _ in range(KILLS):
-            run.kill_at_random(draw)
-        run.hurry()
-        assert finished(process, log, 1200) == 0, tail(log)
+        run.ends_after_kills(KILLS, draw)
     assert_every_group_counted_once(run_dir, steps, GROUPS)
     assert_environments_kept_their_names(run_dir, 1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,8 @@ from grpo_trainer.policy import build_policy
 from tests.integration.paired import DIED, STEPS, settings
 from tests.integration.serving import Serving, serving
 from tests.integration.test_paired_servers import alone, assert_fresh
-from tests.processes import ROOT, free_port, running, tail
+from tests.integration.test_paired_servers import trained as trained_by_two
+from tests.processes import running, tail
 from tests.runs import arguments, finished, of_mode, rows
 
 pytestmark = pytest.mark.timeout(600)
@@ -36,21 +35,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 def trained(server: Serving, folder: Path, *options: str, statuses: tuple[int, int] = (0, 0)) -> list[dict[str, Any]]:
     """What each rank saw; nothing of one that died."""
-    folder.mkdir(exist_ok=True)
-    words = [sys.executable, "-m", "tests.integration.paired"]
-    meeting, port = str(free_port()), server.url.rpartition(":")[2]
-    processes = [
-        subprocess.Popen(
-            [*words, str(rank), str(folder), str(server.model_folder), meeting, port, "tensor_parallel_size=2",
-             *options],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    said = [process.communicate(timeout=240)[0] for process in processes]
-    assert tuple(process.returncode for process in processes) == statuses, "\n".join(text[-3000:] for text in said)
-    paths = [folder / f"rank{rank}.pt" for rank in range(2)]
-    return [torch.load(path) for path in paths if path.exists()]
+    return trained_by_two([server], folder, "tensor_parallel_size=2", *options, statuses=statuses)
 
 
 def test_two_shards_train_as_one_process_and_torn_ones_are_healed(server: Serving, tmp_path: Path) -> None:
