@@ -462,4 +462,4 @@ def test_two_trainer_processes_send(demo_model: Path, tmp_path: Path, servers: d
     fresh = [row for row in done if row["rollout/staleness_max"] == 0]
     assert fresh and all(row["alignment/logprob_diff_max"] < 1e-3 for row in fresh)
     said = (run_dir / "logs" / "trainer.log").read_text()
-    assert said.count("a synthetic change of the weights moved it") == servers.get("server.replicas", 1)
+    assert said.count("synthetic change") == servers.get("server.replicas", 1)
