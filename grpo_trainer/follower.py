@@ -122,9 +122,10 @@ def _carry_out(
         case Tend():
             assert bridge is not None
             bridge.tend(order)
-        case Vary(None):
-            change.restore()
         case Vary(size):
-            change.make(size)
+            if size is None:
+                change.restore()
+            else:
+                change.make(size)
         case End():
             pass
