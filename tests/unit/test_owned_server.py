@@ -115,10 +115,12 @@ def test_it_serves_what_it_was_started_on_and_then_what_it_was_started_on_anew(t
             owned.wait_ready()
             assert owned.pid is not None
             pids.append(owned.pid)
-            said = (tmp_path / "logs" / "server.log").read_text()
-            assert f"serving model-v{version}" in said
+            line = f"serving model-v{version}"
+            wait_for(
+                line, lambda line=line: line in owned.log_path.read_text(), owned.log_path, 30
+            )  # a thread writes the log
         assert not alive(pids[:1]) and alive(pids[1:])
-        assert "serving model-v0" in said, "the log of the launch before is gone"
+        assert "serving model-v0" in owned.log_path.read_text(), "the log of the launch before is gone"
     assert not alive(pids)
 
 
