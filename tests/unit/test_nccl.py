@@ -14,22 +14,26 @@ from vllm_server.protocol.nccl import Communicator, NcclError, unique_id
 
 
 class StandInLibrary:
-    """A library whose communicator never gets ready, and which notes what it was asked."""
+    """A library whose communicator never gets ready, and which notes what it was asked.
+
+    `answers`: what calls by their names return at once; 7 is "in progress".
+    """
 
     def __init__(self, state: int = 7) -> None:
         self.state = state
+        self.answers = {"init": 7, "broadcast": 0}
         self.aborted: list[int | None] = []
 
     def ncclCommInitRankConfig(self, handle: Any, size: int, name: Any, rank: int, config: Any) -> int:
         ctypes.cast(handle, ctypes.POINTER(ctypes.c_void_p))[0] = 17
-        return 7
+        return self.answers["init"]
 
     def ncclCommGetAsyncError(self, handle: Any, status: Any) -> int:
         ctypes.cast(status, ctypes.POINTER(ctypes.c_int))[0] = self.state
         return 0
 
     def ncclBroadcast(self, *_: Any) -> int:
-        return 0
+        return self.answers["broadcast"]
 
     def ncclCommAbort(self, handle: ctypes.c_void_p) -> int:
         self.aborted.append(handle.value)
@@ -80,6 +84,17 @@ def test_whoever_knows_that_nobody_comes_ends_the_wait(library: StandInLibrary) 
     with pytest.raises(Refused):
         Communicator(bytes(128), 0, 2, refused)
     assert time.monotonic() - started < nccl.INIT_TIMEOUT_S
+    assert library.aborted == [17]
+
+
+@pytest.mark.parametrize(("call", "doing"), [("init", "rank 0 of 2"), ("broadcast", "broadcast")])
+def test_a_call_that_fails_at_once_ends_the_communicator(library: StandInLibrary, call: str, doing: str) -> None:
+    """So that the other ranks need not wait for their time limits."""
+    library.state = 0
+    library.answers[call] = 3
+    with pytest.raises(NcclError) as error:
+        Communicator(bytes(128), 0, 2).broadcast(0, 4, root=0, stream=0)
+    assert (error.value.field, error.value.got) == (f"NCCL {doing}", "status 3")
     assert library.aborted == [17]
 
 

@@ -115,8 +115,7 @@ class Communicator:
         status = library().ncclCommInitRankConfig(
             ctypes.byref(self._handle), size, _UniqueId.from_buffer_copy(name), rank, ctypes.byref(config)
         )
-        _check(status, f"rank {rank} of {size}")
-        self._settle(f"rank {rank} of {size}", INIT_TIMEOUT_S, abandoned)
+        self._settle(status, f"rank {rank} of {size}", INIT_TIMEOUT_S, abandoned)
 
     def broadcast(
         self, pointer: int, nbytes: int, *, root: int, stream: int, abandoned: Callable[[], None] = lambda: None
@@ -125,8 +124,7 @@ class Communicator:
         with self._using:
             self._check_there()
             status = library().ncclBroadcast(pointer, pointer, nbytes, _UINT8, root, self._handle, stream)
-        _check(status, "broadcast")
-        self._settle("broadcast", BROADCAST_TIMEOUT_S, abandoned)
+        self._settle(status, "broadcast", BROADCAST_TIMEOUT_S, abandoned)
 
     def wait(self, done: Callable[[], bool], abandoned: Callable[[], None] = lambda: None) -> None:
         """Wait until `done()` (a stream's query) reports that the enqueued work has finished.
@@ -136,8 +134,14 @@ class Communicator:
         """
         self._until(done, "broadcast", BROADCAST_TIMEOUT_S, abandoned)
 
-    def _settle(self, doing: str, limit_s: float, abandoned: Callable[[], None]) -> None:
-        self._until(lambda: self._async_status() == _SUCCESS, doing, limit_s, abandoned)
+    def _settle(self, status: int, doing: str, limit_s: float, abandoned: Callable[[], None]) -> None:
+        """Wait until NCCL has finished a call that returned `status`. A call that failed ends the communicator."""
+
+        def settled() -> bool:
+            _check(status, doing)
+            return self._async_status() == _SUCCESS
+
+        self._until(settled, doing, limit_s, abandoned)
 
     def _until(self, done: Callable[[], bool], doing: str, limit_s: float, abandoned: Callable[[], None]) -> None:
         deadline = time.monotonic() + limit_s

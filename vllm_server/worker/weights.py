@@ -67,7 +67,7 @@ def receiver(
         case CudaIpcSource():
             return ParameterMap(source, layouts)
         case NcclSource():
-            return NcclReceiver(source, worker_rank)
+            return NcclReceiver(source, device, worker_rank)
         case GlooSource():
             return GlooReceiver(source, worker_rank)
         case DiskSource():

@@ -36,9 +36,13 @@ class NcclSender:
         self._communicator: Communicator | None = None
 
     def join(self) -> None:
-        with torch.cuda.device(self._device):  # a thread starts on the first GPU
+        """Create the communicator, and connect the ranks by a first broadcast, while another transport can be tried."""
+        with torch.cuda.stream(self._stream):  # a thread starts on the first GPU
             try:
                 self._communicator = Communicator(self._identity, 0, self.source.world_size)
+                first = torch.zeros(1, dtype=torch.uint8, device=self._device)
+                self._communicator.broadcast(first.data_ptr(), 1, root=0, stream=self._stream.cuda_stream)
+                self._communicator.wait(self._stream.query)
             except NcclError as error:
                 fix = "set NCCL_DEBUG=INFO to see why, or use --broadcast-transport gloo"
                 raise failed("the server's workers did not join", self.name, error, fix) from error
@@ -62,7 +66,9 @@ class NcclSender:
         Packing from main memory waits for the stream without a limit, so the bucket before is waited for first.
         """
         buckets, stream = self._buckets, self._stream
-        buffer_E = torch.empty(buckets.largest, dtype=buckets.dtype, device=self._device)
+        with torch.cuda.stream(torch.cuda.default_stream(self._device)):  # so that training can use the memory again
+            buffer_E = torch.empty(buckets.largest, dtype=buckets.dtype, device=self._device)
+        buffer_E.record_stream(stream)
         before, gathered = None, next(iter(stored.values())).device.type == "cpu"
         for number in range(len(buckets)):
             if gathered and before is not None:
