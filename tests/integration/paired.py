@@ -157,7 +157,7 @@ def lead(
     seen["weights"] = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
 
 
-def memory_of(trainer: Trainer, policy: SharedWeights, gathered: list[torch.Tensor]) -> dict[str, int]:
+def memory_of(trainer: Trainer, policy: SharedWeights, gathered: list[torch.Tensor]) -> dict[str, Any]:
     """Count bytes: of the weights, of those that lie in the server's memory, of states, and of all other tensors.
 
     `gathered` is the test's own copy. `files` is the number of files of workers' weights that this process maps.
@@ -167,17 +167,19 @@ def memory_of(trainer: Trainer, policy: SharedWeights, gathered: list[torch.Tens
     states = [value for state in trainer.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     counted = storages | {each.untyped_storage().data_ptr() for each in gathered}
     counted |= {state.untyped_storage().data_ptr() for state in states}
-    others = {
-        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
+    others = [
+        each
         for each in gc.get_objects()
         if type(each) in (torch.Tensor, torch.nn.Parameter) and each.device == parameters[0].device
         and each.untyped_storage().data_ptr() not in counted
-    }  # fmt: skip
+    ]  # fmt: skip
+    storages_of_others = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in others}
     return {
         "size": sum(parameter.nbytes for parameter in parameters),
         "mapped": sum(parameter.nbytes for parameter in parameters if _is_mapped(parameter)),
         "states": sum(state.nbytes for state in states),
-        "others": sum(others.values()),
+        "others": sum(storages_of_others.values()),
+        "largest": sorted({(each.untyped_storage().nbytes(), str(each.shape)) for each in others})[-5:],
         "files": len({line.split()[4] for line in _maps() if MEMORY_FILE in line}),
     }
 

@@ -71,7 +71,9 @@ class Work(Section):
         ge=1,
     )
     completion_len: int = option(1024, help="Tokens of the longest completion (tiny: 48).", ge=1)
-    max_tokens_per_microbatch: int = option(16_384, help="Most tokens of a forward pass (7b: 12288; 32b: 8192; tiny: 1024).", gt=1)
+    max_tokens_per_microbatch: int = option(
+        16_384, help="Most tokens of a pass (7b: 12288; 32b: 8192; tiny: 1024).", gt=1
+    )
 
     @property
     def seq_len(self) -> int:
@@ -86,8 +88,8 @@ class LoopOptions(Section):
     warmup_steps: int = option(3, help="Steps at the run's start that the figures leave out.", ge=1)
     dummy_weights: bool = option(
         False,
-        help="Write a model without weights; the server makes them up (vLLM's --load-format dummy), and the trainer shares "
-        "them. For models that take minutes to write; needs --bridge shared_vllm, or lora_only with --share-base.",
+        help="Write a model without weights; the server makes them up (--load-format dummy), and the trainer shares them. "
+        "For models that take minutes to write; needs --bridge shared_vllm, or lora_only with --share-base.",
     )
     run_dir: Path | None = option(
         None, help="Keep the run's folder there: logs, metrics, checkpoints (default: a temporary one)."
