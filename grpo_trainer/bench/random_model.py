@@ -1,6 +1,6 @@
 """A model of a given shape with random weights, and a tokenizer that has its vocabulary: needs no hub.
 
-`python -m grpo_trainer.bench.random_model SHAPE FOLDER [no-weights]` writes one, in a process that frees its GPU memory.
+`python -m grpo_trainer.bench.random_model SHAPE FOLDER [no-weights]` writes one and frees its GPU memory.
 """
 
 from __future__ import annotations

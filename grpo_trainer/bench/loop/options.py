@@ -88,7 +88,7 @@ class LoopOptions(Section):
     warmup_steps: int = option(3, help="Steps at the run's start that the figures leave out.", ge=1)
     dummy_weights: bool = option(
         False,
-        help="Write a model without weights; the server makes them up (--load-format dummy), and the trainer shares them. "
+        help="Write a model without weights; the server makes them up (--load-format dummy), the trainer shares them. "
         "For models that take minutes to write; needs --bridge shared_vllm, or lora_only with --share-base.",
     )
     run_dir: Path | None = option(
