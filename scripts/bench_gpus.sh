@@ -6,7 +6,8 @@
 #   scripts/bench_gpus.sh FOLDER link broadcast      these parts
 #   SHAPES="1.5b" STEPS=12 SECONDS_EACH=300 scripts/bench_gpus.sh FOLDER layouts
 #
-# SHAPES: of the parts that need two GPUs. STEPS: of each loop; layers are compiled however few they are.
+# SHAPES: of the parts that need two GPUs. STEPS: of each loop; layers are compiled however few they are. ONLY: measure only
+# results whose name matches this expression.
 # What has a result is skipped: the same command goes on after an interruption.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -30,7 +31,7 @@ mkdir -p "$out" "$models"
 # measure NAME COMMAND…: goes on after a failure, so that one run tells all.
 measure() {
     local result=$out/$1.json seconds=$SECONDS
-    [ ! -s "$result" ] || return 0
+    [[ $1 =~ ${ONLY:-.} && ! -s $result ]] || return 0
     echo "== $1: ${*:2}"
     if timeout --signal=INT --kill-after=30 "${SECONDS_EACH:-480}" "${@:2}" >"$out/$1.out" 2>"$out/$1.log"; then
         { echo "# ${*:2}" && tail -n 1 "$out/$1.out"; } >"$result"
@@ -81,7 +82,7 @@ for part in "${parts[@]}"; do
     disk) # all weights into a server on the same GPU, without a restart
         for transport in disk cuda_ipc; do
             bench "disk-7b-$transport" sync --shape 7b --model-dir "$models/7b" --bridge broadcast --transport $transport \
-                --gpu-memory-utilization 0.35 --load-seconds 8 --baseline-repeat 0 --json
+                --gpu-memory-utilization 0.35 --repeat 5 --skip-load --baseline-repeat 0 --json
         done
         ;;
     fp8) # a model that has learnt sums: speed with adapters, the task learnt with 8-bit rollouts, how far both sides are apart
