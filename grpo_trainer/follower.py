@@ -8,6 +8,7 @@ from contextlib import nullcontext
 
 import torch
 
+from grpo_trainer.alignment.shared_proof import SyntheticChange
 from grpo_trainer.config.rules import Hardware, checked
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import CommonError
@@ -24,6 +25,7 @@ from grpo_trainer.parallel.world import (
     Score,
     Step,
     Tend,
+    Vary,
     World,
     join,
 )
@@ -79,15 +81,22 @@ def run_worker(
         TrainingError: rank 0 has exited without a last order.
         GrpoError: an error of this process alone.
     """
+    change = SyntheticChange(trainer.model)  # type: ignore[arg-type]
     with world:
         while not isinstance(order := world.receive(), End):
             try:
-                _carry_out(order, trainer, checkpoints, bridge)
+                _carry_out(order, trainer, checkpoints, bridge, change)
             except CommonError as error:  # rank 0 has raised it too, and decides what follows
                 log.error("%s: %s", type(order).__name__, error)
 
 
-def _carry_out(order: Command, trainer: Trainer, checkpoints: Checkpoints | None, bridge: CommonBridge | None) -> None:
+def _carry_out(
+    order: Command,
+    trainer: Trainer,
+    checkpoints: Checkpoints | None,
+    bridge: CommonBridge | None,
+    change: SyntheticChange,
+) -> None:
     shards = trainer.shards
     match order:
         case Step(share, step):
@@ -113,5 +122,9 @@ def _carry_out(order: Command, trainer: Trainer, checkpoints: Checkpoints | None
         case Tend():
             assert bridge is not None
             bridge.tend(order)
+        case Vary(None):
+            change.restore()
+        case Vary(size):
+            change.make(size)
         case End():
             pass

@@ -15,6 +15,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from grpo_trainer.alignment.model_proof import ModelProof
@@ -39,18 +40,23 @@ log = logging.getLogger(__name__)
 Fence = Callable[[int], AbstractContextManager[None]]
 """Returns the context in which the shared weights are written; afterwards they have the given version."""
 
+Tell = Callable[[float | None], None]
+"""Has the other processes make a synthetic change of a size in their shards, or undo it (None)."""
+
 
 class SharedProof:
     """Proves one server.
 
     Args:
-        model: the trainer's model, whose parameters are views of the server's memory.
+        model: the trainer's model, whose parameters are views of the server's memory, or are sent to the server.
         proof: asks the server, and compares.
+        tell: see `SyntheticChange`.
     """
 
-    def __init__(self, model: PreTrainedModel, proof: ModelProof) -> None:
+    def __init__(self, model: PreTrainedModel, proof: ModelProof, tell: Tell = lambda size: None) -> None:
         self._model = model
         self._proof = proof
+        self._change = SyntheticChange(model, tell)
 
     def prove(self, info: BridgeInfo, version: int, fence: Fence) -> Proved:
         """Prove the present weights, a synthetic change, and the present weights again, which are `version`.
@@ -62,15 +68,15 @@ class SharedProof:
         before = self._proof.ask(info, version)
         allowed = self._proof.allowed(info)
         larger = 2 * allowed  # in 16 bits, rounding errors grow with the change
-        change = SyntheticChange(self._model, probe_prompts(self._model.config.vocab_size, info.max_model_len))
-        with fence(PROOF_VERSION):
-            change.write(MIN_MOVE / 2 * larger)
+        prompts = probe_prompts(self._model.config.vocab_size, info.max_model_len)
         try:
+            with fence(PROOF_VERSION):
+                self._change.enlarge(prompts, MIN_MOVE / 2 * larger)
             synthetic = self._proof.ask(info, PROOF_VERSION)
             own = gap(self._model, synthetic)
-        finally:
+        finally:  # even if the server has ended: a run may go on with others
             with fence(version):
-                change.restore()
+                self._change.restore()
         moved = gap(self._model, synthetic)
         if not own <= larger:
             what, other = UNSEEN if moved <= larger else MISPLACED, f"|server - unchanged weights| {moved:.3g}"
@@ -114,23 +120,27 @@ def _difference(before: list[Probe], after: list[Probe], gap: float) -> float:
 class SyntheticChange:
     """Half the rows of two matrices, of attention and of the MLP, in the first, middle and last layer.
 
+    If the weights are sharded over processes, each process changes half of the rows that it has.
+
     Args:
-        prompts: texts on which the effect of a change is measured.
+        tell: called before this process makes the change or undoes it.
     """
 
-    def __init__(self, model: PreTrainedModel, prompts: list[list[int]]) -> None:
+    def __init__(self, model: PreTrainedModel, tell: Tell = lambda size: None) -> None:
         self._model = model
-        self._prompts = prompts
-        self._places = [matrix[: -(-len(matrix) // 2)] for matrix in _matrices(model)]
-        self._saved = [place.clone() for place in self._places]
+        self._tell = tell
+        self._saved: list[tuple[Tensor, Tensor]] = []  # a changed place, and a copy of its old content
 
-    def write(self, move: float) -> None:
-        """Change the weights so that they move the trainer's own logprobs by `move` nats a token, see `enlarge`."""
-        enlarge(self._model, self._prompts, logprobs_of(self._model, self._prompts), move, self._write)
+    def enlarge(self, prompts: list[list[int]], move: float) -> None:
+        """Change the weights so that they move the trainer's own logprobs of texts by `move` nats a token."""
+        enlarge(self._model, prompts, logprobs_of(self._model, prompts), move, self.make)
 
     @torch.no_grad()
-    def _write(self, size: float) -> None:
-        for index, (place, saved) in enumerate(zip(self._places, self._saved, strict=True)):
+    def make(self, size: float) -> None:
+        """Make the change, with noise of `size` times the matrices' own."""
+        self._tell(size)
+        self._saved = self._saved or [(place, place.clone()) for place in _half(self._model)]
+        for index, (place, saved) in enumerate(self._saved):
             generator = torch.Generator(place.device).manual_seed(index)
             noise = torch.randn(saved.shape, generator=generator, device=place.device)
             place.copy_(saved.float() + noise.mul_(size * saved.float().square().mean().sqrt()))
@@ -138,17 +148,29 @@ class SyntheticChange:
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the old weights bit for bit."""
-        for place, saved in zip(self._places, self._saved, strict=True):
+        self._tell(None)
+        for place, saved in self._saved:
             place.copy_(saved)
+        self._saved = []
 
 
-def _matrices(model: PreTrainedModel) -> list[Tensor]:
-    """Return views `[rows, columns]` of the first and last matrix of some layers; of stacked experts, the first."""
+def _half(model: PreTrainedModel) -> list[Tensor]:
+    """Return views of half the rows of the first and last matrix of some layers; of stacked experts, the first.
+
+    Of a sharded matrix a process may have no row.
+    """
     found = decoder_layers(model)
     layers = model.get_submodule(found.name)
     chosen = []
     for index in sorted({0, found.count // 2, found.count - 1}):
-        parameters = layers.get_submodule(str(index)).parameters()
-        matrices = [parameter.detach() for parameter in parameters if parameter.ndim >= 2]
-        chosen += [matrix.flatten(0, -3)[0] if matrix.ndim > 2 else matrix for matrix in (matrices[0], matrices[-1])]
+        matrices = [_own(each) for each in layers.get_submodule(str(index)).parameters() if each.ndim >= 2]
+        for matrix in (matrices[0], matrices[-1]):
+            rows = matrix.flatten(0, -3)[:1].flatten(0, 1) if matrix.ndim > 2 else matrix
+            chosen.append(rows[: -(-len(rows) // 2)])
     return chosen
+
+
+def _own(parameter: Tensor) -> Tensor:
+    """Return the memory of a parameter in this process."""
+    data = parameter.detach()
+    return data.to_local() if isinstance(data, DTensor) else data

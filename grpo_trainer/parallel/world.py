@@ -115,11 +115,18 @@ class Tend:
 
 
 @dataclass(frozen=True)
+class Vary:
+    """Sharded weights only: make the synthetic change of a bridge's proof, of this size; None: undo it."""
+
+    size: float | None
+
+
+@dataclass(frozen=True)
 class End:
     """The last order."""
 
 
-Command = Step | Restore | ModelPass | Score | Collect | CollectStates | SaveStates | Tend | End
+Command = Step | Restore | ModelPass | Score | Collect | CollectStates | SaveStates | Tend | Vary | End
 
 
 class World:

@@ -29,7 +29,7 @@ from grpo_trainer import background
 from grpo_trainer.alignment.model_proof import ModelProof
 from grpo_trainer.alignment.proof import Proved
 from grpo_trainer.alignment.requirements import problems_of
-from grpo_trainer.alignment.shared_proof import SharedProof
+from grpo_trainer.alignment.shared_proof import SharedProof, Tell
 from grpo_trainer.config.bridge import Broadcast
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import Metric, Sum
@@ -110,9 +110,10 @@ class BroadcastBridge(WeightBridge):
         folder: for the files of the transport `disk`.
         seq_len: longest sequence of the training.
         dtype: dtype of the trainer's forward pass.
+        tell: see `SyntheticChange`.
 
     Attributes:
-        proved: result of the proof; None: no proof ran, or the weights are sharded.
+        proved: result of the proof; None: no proof ran.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class BroadcastBridge(WeightBridge):
         folder: Path,
         seq_len: int,
         dtype: str,
+        tell: Tell = lambda size: None,
     ) -> None:
         self._config = config
         self._policy = policy
@@ -134,6 +136,7 @@ class BroadcastBridge(WeightBridge):
         self._folder = folder
         self._seq_len = seq_len
         self._dtype = dtype
+        self._tell = tell
         self._fence = ServerFence(server, config.in_flight)
         self._info: BridgeInfo | None = None
         self._buckets: Buckets | None = None
@@ -238,9 +241,7 @@ class BroadcastBridge(WeightBridge):
         assert self._info is not None, "connect comes first"
         model = self._policy.model
         proof = ModelProof(model, self._server, self._dtype)
-        if isinstance(model, FSDPModule):  # no process can change the weights alone
-            return proof.prove(self._info, self._version)
-        self.proved = SharedProof(model, proof).prove(self._info, self._version, self._changing)
+        self.proved = SharedProof(model, proof, self._tell).prove(self._info, self._version, self._changing)
         return self.proved.noise
 
     @contextmanager

@@ -12,7 +12,7 @@ from grpo_trainer.config.bridge import Broadcast, CheckpointRestart, LoraOnly, L
 from grpo_trainer.config.distributed import shards_weights
 from grpo_trainer.config.server import VllmConfig, server_names
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.parallel.world import World
+from grpo_trainer.parallel.world import Vary, World
 from grpo_trainer.policy import AllWeights, Policy, SharedWeights
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
 from grpo_trainer.server_client import ServerClient
@@ -72,9 +72,13 @@ def build_bridge(
             dtype = config.trainer_dtype(on_gpu=torch.cuda.is_available())
             sent, length = Path(config.log_dir) / "weights", config.model.seq_len
 
+            def tell(size: float | None) -> None:
+                if world is not None and checkpoints.gathers:  # the others have shards of the weights
+                    world.give_all(Vary(size))
+
             def sender(name: str, vllm: VllmConfig) -> WeightBridge:
                 client = ServerClient(vllm, stop.check)
-                return BroadcastBridge(options, policy, weights, client, vllm.url, sent / name, length, dtype)
+                return BroadcastBridge(options, policy, weights, client, vllm.url, sent / name, length, dtype, tell)
 
             return _to_servers(config.vllm, sender)
         case LoraRestart() as options:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from grpo_trainer.files import replace_file
 from grpo_trainer.metrics.types import Metrics, Sum
 from grpo_trainer.server_client import at_url
 from grpo_trainer.weights.bridge import Published, WeightBridge
-from grpo_trainer.weights.multi_server import as_one, named, publish_all
+from grpo_trainer.weights.multi_server import as_one, at_once, named
 
 log = logging.getLogger(__name__)
 
@@ -118,8 +118,9 @@ class ElasticServers(WeightBridge):
                 leaving.push(bridge)
 
     def connect(self, policy_version: int) -> int:
-        """Connect to all servers, and return the highest version that any of them requires to begin with."""
-        version = max(self._of_each(lambda bridge: bridge.connect(policy_version)))
+        """Connect to all servers at the same time; return the highest version that any of them has to begin with."""
+        asked = at_once(self._senders, self._bridges, lambda bridge: bridge.connect(policy_version))
+        version = max(self._answers({url: future.result for url, future in asked.items()}))
         # A server may have restarted while it was waited for.
         boots = {member.url: member.boot for member in read_members(self._folder)}
         self._boots |= {url: boots[url] for url in self._boots if url in boots}
@@ -127,11 +128,11 @@ class ElasticServers(WeightBridge):
 
     def prove(self) -> float | None:
         """Prove one server after the other, because a proof changes the trainer's adapter for a moment."""
-        gaps = self._of_each(lambda bridge: bridge.prove())
+        gaps = self._answers({url: bridge.prove for url, bridge in self._bridges.items()})
         return None if None in gaps else max(gap for gap in gaps if gap is not None)
 
-    def _of_each(self, ask: Callable[[WeightBridge], T]) -> list[T]:
-        """Ask all bridges. If a trainer starts again, servers that fail leave as long as another one answers.
+    def _answers(self, asked: Mapping[str, Callable[[], T]]) -> list[T]:
+        """Return the answers of servers. If a trainer starts again, those that fail leave as long as another answers.
 
         Raises:
             BridgeError, ServerError: a server failed, and the run begins, or no server answered.
@@ -139,9 +140,9 @@ class ElasticServers(WeightBridge):
         begins = not read_served(self._folder)
         answers: list[T] = []
         failed: dict[str, GrpoError] = {}
-        for url, bridge in self._bridges.items():
+        for url, ask in asked.items():
             try:
-                answers.append(named(url, lambda one=bridge: ask(one)))
+                answers.append(named(url, ask))
             except (ServerError, BridgeError) as error:
                 if begins:
                     raise
@@ -170,7 +171,7 @@ class ElasticServers(WeightBridge):
         self._let_go()
         published: dict[str, Published] = {}
         failed: dict[str, GrpoError] = {}
-        for url, sending in publish_all(self._senders, self._bridges, version).items():
+        for url, sending in at_once(self._senders, self._bridges, lambda bridge: bridge.publish(version)).items():
             try:
                 published[url] = named(url, sending.result)
             except (ServerError, BridgeError) as error:

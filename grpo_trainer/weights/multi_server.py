@@ -72,12 +72,14 @@ class SeveralServers(WeightBridge):
         return as_one(dict(zip(self._bridges, published, strict=True)), version)
 
     def _at_once(self, ask: Callable[[WeightBridge], T]) -> list[T]:
-        """Ask all bridges in threads; each has its own time limits, and one that fails does not end the others."""
-        asked = {url: self._senders.submit(ask, bridge) for url, bridge in self._bridges.items()}
-        wait(asked.values())  # even if one fails, so that nothing is still running afterwards
+        """Return the answers of all bridges, which are asked at the same time.
+
+        Raises:
+            BridgeError, ServerError: of all that failed.
+        """
         answers: list[T] = []
         failed: list[BridgeError | ServerError] = []
-        for url, future in asked.items():
+        for url, future in at_once(self._senders, self._bridges, ask).items():
             try:
                 answers.append(named(url, future.result))
             except (BridgeError, ServerError) as error:
@@ -92,13 +94,13 @@ class SeveralServers(WeightBridge):
         return [named(url, lambda bridge=bridge: ask(bridge)) for url, bridge in self._bridges.items()]
 
 
-def publish_all(
-    senders: ThreadPoolExecutor, bridges: Mapping[str, WeightBridge], version: int
-) -> Mapping[str, Future[Published]]:
-    """Publish to servers at the same time, and return what came of each; none of these publishes runs any more."""
-    sending = {url: senders.submit(bridge.publish, version) for url, bridge in bridges.items()}
-    wait(sending.values())  # even if one fails
-    return sending
+def at_once(
+    threads: ThreadPoolExecutor, bridges: Mapping[str, WeightBridge], ask: Callable[[WeightBridge], T]
+) -> Mapping[str, Future[T]]:
+    """Ask all bridges in threads, each with its own time limits; return what came of each when none runs any more."""
+    asked = {url: threads.submit(ask, bridge) for url, bridge in bridges.items()}
+    wait(asked.values())  # even if one fails
+    return asked
 
 
 def as_one(published: Mapping[str, Published], version: int) -> Published:

@@ -24,11 +24,12 @@ from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.export import stored_tensors
 from grpo_trainer.policy import AllWeights, build_policy
 from grpo_trainer.saving.checkpoint import Checkpoints, Progress
-from grpo_trainer.server_client import ServerClient
+from grpo_trainer.server_client import ServerClient, at_url
 from grpo_trainer.shared.names import Facts, bind_names
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.weights.broadcast import BroadcastBridge, PresentWeights
 from grpo_trainer.weights.buckets import Buckets
+from grpo_trainer.weights.multi_server import SeveralServers
 from grpo_trainer.weights.senders.choose import SENDERS
 from grpo_trainer.weights.senders.gloo import GlooSender
 from tests.bridge_contract import PROMPT
@@ -84,21 +85,28 @@ class Sending:
         self.trainer = Trainer(policy.model, self.config)
         self.checkpoints = Checkpoints(self.config.checkpoints, policy, self.trainer.optimizer)
         self.client = ServerClient(self.config.vllm)
-        weights = PresentWeights(self.checkpoints.weights_now, keep=False)
-        self.bridge = BroadcastBridge(
-            self.config.bridge, policy, weights, self.client, server.url, folder / "weights", 128, "float32"
-        )
+        self.folder = folder / "weights"
+        self.bridge = self.bridge_to(server)
 
     def step(self) -> None:
         assert self.trainer.step(ROLLOUTS, 0, self.bridge.updating).updated
 
-    def ask(self) -> tuple[Probe, int]:
-        answer = self.client.generate(PROMPT, max_tokens=8, temperature=1.0, logprobs=0, ignore_eos=True, seed=7)
+    def bridge_to(self, server: Serving) -> BroadcastBridge:
+        """A bridge from the same weights to another server."""
+        weights = PresentWeights(self.checkpoints.weights_now, keep=False)
+        assert isinstance(self.config.bridge, Broadcast)
+        folder = self.folder / server.url.rpartition(":")[2]
+        client = ServerClient(at_url(self.config.vllm, server.url))
+        return BroadcastBridge(self.config.bridge, self.policy, weights, client, server.url, folder, 128, "float32")
+
+    def ask(self, client: ServerClient | None = None) -> tuple[Probe, int]:
+        client = client or self.client
+        answer = client.generate(PROMPT, max_tokens=8, temperature=1.0, logprobs=0, ignore_eos=True, seed=7)
         return probe_of(answer), answer.policy_version
 
-    def assert_serves(self, version: int) -> Probe:
+    def assert_serves(self, version: int, server: Serving | None = None) -> Probe:
         """The server's logprobs are those of the weights that the trainer has now."""
-        probe, answered = self.ask()
+        probe, answered = self.ask(server and ServerClient(at_url(self.config.vllm, server.url)))
         assert answered == version
         assert float((probe.server_logprobs - trainer_logprobs(self.policy.model, probe)).abs().mean()) < TOLERANCE
         return probe
@@ -154,7 +162,7 @@ def test_each_version_is_served_bit_for_bit(server: Serving, tmp_path: Path, tra
             assert made.assert_serves(version).server_logprobs.tolist() != probe.server_logprobs.tolist()
             assert_equal_bits(server, made.policy.model)
         assert reduce(made.bridge.publish(first + 3).metrics)["train/sync_time"] == 0.0, "nothing is sent twice"
-    assert not (tmp_path / "weights").exists(), "the server keeps its own copy"
+    assert not list((tmp_path / "weights").glob("*")), "the server keeps its own copy"
 
 
 def test_a_checkpoint_is_sent_by_the_trainer_that_resumes_from_it(server: Serving, tmp_path: Path) -> None:
@@ -261,56 +269,42 @@ def test_wrong_weights_do_not_pass_the_proof(
     assert refused.value.field.startswith(FAILED)
 
 
-class _Died(Exception):
-    pass
-
-
 @pytest.mark.parametrize(("staging", "torn"), [("on", False), ("off", True)])
-def test_a_trainer_that_dies_half_way_leaves_the_old_version_or_none(
-    server: Serving, tmp_path: Path, staging: str, torn: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_trainer_that_is_killed_half_way_leaves_the_old_version_or_none(
+    server: Serving, tmp_path: Path, staging: str, torn: bool
 ) -> None:
     """Staged weights are written only when all have come. Otherwise the server refuses until the next trainer."""
-    monkeypatch.setattr("grpo_trainer.weights.buckets.BUCKET_BYTES", 4096)
-    made = Sending(server, tmp_path, broadcast_transport="gloo", broadcast_staging=staging)
-    version = made.bridge.connect(0)
-    probe = made.assert_serves(version)
-    made.step()
-    pack, packed = Buckets.pack, []
-
-    def pack_some(self: Buckets, number: int, stored: Any, buffer_E: Tensor) -> Tensor:
-        packed.append(number)
-        if number == 2:
-            made.bridge._sender.close()  # pyright: ignore  # as the end of a process closes its connections
-            raise _Died
-        return pack(self, number, stored, buffer_E)
-
-    monkeypatch.setattr(Buckets, "pack", pack_some)
-    with pytest.raises((_Died, ServerError)):  # whichever side is the first to know
-        made.bridge.publish(version + 1)
-    monkeypatch.setattr(Buckets, "pack", pack)
-    assert packed == [0, 1, 2]
-    assert server.get("/health").status_code == (503 if torn else 200)
+    log = tmp_path / "log"
+    words = ["-m", "tests.integration.killed_sender", server.url, str(server.model_folder), str(tmp_path), staging]
+    with running(*words, log=log) as process:
+        wait_for("the trainer is dead", lambda: process.poll() is not None, log, 120)
+        assert process.wait() == -signal.SIGKILL, tail(log)
+    wait_for("the server's verdict", lambda: server.get("/health").status_code == (503 if torn else 200), log, 90)
     if not torn:
-        assert made.ask()[1] == version
-        assert made.ask()[0].server_logprobs.tolist() == probe.server_logprobs.tolist()
+        assert_equal_bits(server, Sending(server, tmp_path).policy.model)  # what the killed trainer began with
+        (version,) = (line for line in log.read_text().splitlines() if line.isdigit())
+        assert server.generate([4]).policy_version == int(version)
     healed = Sending(server, tmp_path)
     healed.assert_serves(healed.bridge.connect(0))
 
 
-def test_a_server_that_is_killed_half_way_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("transport", ["gloo", "disk"])
+def test_a_server_that_is_killed_half_way_is_an_error_at_once(
+    tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("grpo_trainer.weights.buckets.BUCKET_BYTES", 4096)
     with receiving(tmp_path) as server:
-        made = Sending(server, tmp_path, broadcast_transport="gloo")
+        made = Sending(server, tmp_path, broadcast_transport=transport)
         version = made.bridge.connect(0)
-        pack = Buckets.pack
+        parts = Buckets.parts
 
-        def pack_and_kill(self: Buckets, number: int, stored: Any, buffer_E: Tensor) -> Tensor:
+        def kill_and_give(self: Buckets, number: int, stored: Any) -> Iterator[Any]:
             if number == 2:
                 os.killpg(server.process.pid, signal.SIGKILL)
                 server.process.wait()
-            return pack(self, number, stored, buffer_E)
+            return parts(self, number, stored)
 
-        monkeypatch.setattr(Buckets, "pack", pack_and_kill)
+        monkeypatch.setattr(Buckets, "parts", kill_and_give)
         made.step()
         with pytest.raises((BridgeError, ServerError)):
             made.bridge.publish(version + 1)
@@ -368,6 +362,21 @@ def test_each_worker_of_a_sharded_server_takes_its_part(sharded: Serving, tmp_pa
         made.step()
         made.bridge.publish(number)
         made.assert_serves(number)
+
+
+@pytest.mark.parametrize("transport", ["gloo", "disk"])
+def test_one_trainer_sends_to_two_servers(server: Serving, sharded: Serving, tmp_path: Path, transport: str) -> None:
+    """One of them has two workers."""
+    made = Sending(server, tmp_path, broadcast_transport=transport)
+    with SeveralServers({each.url: made.bridge_to(each) for each in (server, sharded)}) as servers:
+        version = servers.connect(0)
+        servers.publish(version)
+        assert servers.prove() is not None
+        for number in (version + 1, version + 2):
+            made.step()
+            assert servers.publish(number).version == number
+            for each in (server, sharded):
+                made.assert_serves(number, each)
 
 
 @pytest.mark.parametrize(("part", "dim"), [("q_proj", 0), ("down_proj", 1)])
@@ -433,13 +442,24 @@ def test_every_kind_of_model_arrives_in_shards_bit_for_bit(tmp_path: Path, archi
             assert workers == wanted
 
 
-def test_two_trainer_processes_send_to_two_servers(demo_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "servers",
+    [
+        {"server.replicas": 2},
+        {"server.replicas": 2, "broadcast-transport": "disk"},
+        {"server.tensor-parallel-size": 2},
+    ],
+    ids=["two", "two-disk", "sharded"],
+)
+def test_two_trainer_processes_send(demo_model: Path, tmp_path: Path, servers: dict[str, object]) -> None:
+    """To two servers, and to one of two workers. Each proof changes the shards of both processes."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
-    options = of_mode("broadcast", **{"server.replicas": 2, "trainer-gpus": 2, "training-steps": 3})
+    options = of_mode("broadcast", **{"trainer-gpus": 2, "training-steps": 3, **servers})
     with started(demo_model, run_dir, log, **options) as process:
         assert finished(process, log, 500) == 0, tail(log)
     done = rows(run_dir)
     assert [row["step"] for row in done] == [1, 2, 3]
     fresh = [row for row in done if row["rollout/staleness_max"] == 0]
     assert fresh and all(row["alignment/logprob_diff_max"] < 1e-3 for row in fresh)
-    assert (run_dir / "logs" / "trainer.log").read_text().count("bridge proved") == 2
+    said = (run_dir / "logs" / "trainer.log").read_text()
+    assert said.count("a synthetic change of the weights moved it") == servers.get("server.replicas", 1)

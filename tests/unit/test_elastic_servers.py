@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +27,7 @@ class Bridge(WeightBridge):
         self.said: list[str] = []
         self.fails: Exception | None = None
         self.seen = 0
+        self.together: threading.Barrier | None = None  # with how many others it is connected to
 
     def __enter__(self) -> Bridge:
         self.said.append("in")
@@ -35,6 +37,8 @@ class Bridge(WeightBridge):
         self.said.append("out")
 
     def connect(self, policy_version: int) -> int:
+        if self.together is not None:
+            self.together.wait(60)
         if self.fails is not None:
             raise self.fails
         return max(policy_version, self.seen)
@@ -226,6 +230,15 @@ def test_a_trainer_that_starts_again_goes_on_without_a_server_that_fails(run: Ru
         servers.publish(1)
         assert run.opened[A][-1].said == ["in", "proved", "v1"]
         assert in_use(run.folder) == {A: 1, B: 1}, "it may join again"
+
+
+def test_all_are_connected_to_at_the_same_time(run: Run) -> None:
+    with run.servers() as servers:
+        barrier = threading.Barrier(2)
+        for url in (A, B):
+            run.opened[url][0].together = barrier
+        run.opened[B][0].seen = 3
+        assert servers.connect(0) == 3
 
 
 def test_at_the_start_of_a_run_every_server_must_work(run: Run) -> None:

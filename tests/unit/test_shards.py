@@ -11,23 +11,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen2Config
 
+from grpo_trainer.alignment.shared_proof import SyntheticChange
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine import memory
 from grpo_trainer.engine.activations import Kept, LayerMemory, Recomputation
 from grpo_trainer.engine.forward import build_forward
 from grpo_trainer.errors import ConfigError
+from grpo_trainer.follower import run_worker
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.load import freeze
 from grpo_trainer.parallel.shards import draw_weights, give_memory, is_sharded, read_weights, shard_model, with_rest
 from grpo_trainer.parallel.strategies import Shards
-from grpo_trainer.parallel.world import Command, ModelPass, World
+from grpo_trainer.parallel.world import Command, End, ModelPass, Vary, World
 from grpo_trainer.shared.attach import build_without_weights
 from grpo_trainer.trainer import Trainer
 from tests.unit.factories import batch, sample
@@ -208,6 +210,48 @@ def test_a_pass_of_the_model_itself_is_announced_by_its_tokens(monkeypatch: pyte
     assert torch.equal(seen[0], logits_BTV)
     with pytest.raises(AssertionError):
         trainer.model(input_ids=tokens_BT, use_cache=True)
+
+
+def test_the_change_of_a_proof_is_made_in_every_shard_and_undone() -> None:
+    """What rank 0 tells the others while it changes its own shard makes the same of theirs."""
+    model, other = (cut_model(FUSED) for _ in range(2))
+    for each in (model, other):
+        draw_weights(each, seed=3)
+    given: list[Command] = []
+    change = SyntheticChange(model, lambda size: given.append(Vary(size)))
+    wanted = [own_weights(model)]
+    change.enlarge([[5, 6, 7, 8]], move=0.1)
+    wanted.append(own_weights(model))
+    change.restore()
+    wanted.append(own_weights(model))
+    *sizes, undone = given
+    assert sizes and undone == Vary(None)
+    # In the first, middle and last layer, half of attention's first matrix and of the first expert's last one.
+    changed = {name: (wanted[1][name] != wanted[0][name]).flatten(1).any(1) for name in wanted[0]}
+    assert {name.split(".", 3)[3] for name, rows in changed.items() if rows.any()} == {
+        "self_attn.q_proj.weight",
+        "mlp.experts.down_proj",
+    }
+    first = changed["model.layers.0.self_attn.q_proj.weight"]
+    assert first.tolist() == [True] * (len(first) // 2) + [False] * (len(first) // 2)
+
+    seen: list[dict[str, Tensor]] = []
+    orders = iter([sizes[-1], Vary(None), End()])
+
+    class Following(World):
+        def receive(self) -> Command:
+            seen.append(own_weights(other))
+            return next(orders)
+
+    run_worker(Following(), Trainer(other, config_with()))
+    for got, expected in zip(seen, wanted, strict=True):
+        assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def own_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of this process's shards of the layers; a pass leaves what is outside the layers whole."""
+    found = {name: each.data for name, each in model.named_parameters() if ".layers." in name}
+    return {name: data.to_local().clone() for name, data in found.items() if isinstance(data, DTensor)}
 
 
 def test_a_cut_model_that_torch_can_not_compile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

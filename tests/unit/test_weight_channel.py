@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vllm_server.protocol import DiskSource, Staging, WeightsOpenRequest
-from vllm_server.protocol.flat import encode_header, lay_out
+from vllm_server.protocol.flat import encode_header, lay_out, with_version
 from vllm_server.worker.finite import NotFiniteError
 from vllm_server.worker.weights import WeightChannel
 
@@ -59,10 +59,11 @@ def header(shapes: list[tuple[str, tuple[int, ...]]]) -> bytes:
 
 
 def write(folder: Path, value: float, buckets: list[list[tuple[str, tuple[int, ...]]]] = BUCKETS) -> None:
+    """Write a version: the folder's name is its number."""
     folder.mkdir(exist_ok=True)
     for number, shapes in enumerate(buckets):
         data = b"".join(torch.full(shape, value + index).numpy().tobytes() for index, (_, shape) in enumerate(shapes))
-        (folder / f"{number}.safetensors").write_bytes(header(shapes) + data)
+        (folder / f"{number}.safetensors").write_bytes(with_version(header(shapes), int(folder.name)) + data)
 
 
 def opened(

@@ -97,6 +97,19 @@ def test_a_version_has_its_name_only_when_it_is_complete(tmp_path: Path, monkeyp
     assert torch.equal(made.read(2, 0), made.packed(0))
 
 
+def test_a_file_of_the_version_before_is_not_read_as_the_next(tmp_path: Path) -> None:
+    """As a network disk may show it, where a file's old content is still cached."""
+    made = Sent(tmp_path, "qwen2", torch.float32)
+    made.sender.send(9, made.stored)
+    stale = (tmp_path / "9" / "1.safetensors").read_bytes()
+    made.sender.send(10, made.stored)
+    assert torch.equal(made.read(10, 1), made.packed(1))
+    (tmp_path / "10" / "1.safetensors").write_bytes(stale)
+    assert torch.equal(made.read(10, 0), made.packed(0))
+    with pytest.raises(ValueError, match="another version"):
+        made.read(10, 1)
+
+
 def test_what_a_killed_trainer_left_is_no_version(tmp_path: Path) -> None:
     Sent(tmp_path, "qwen2", torch.float32).sender.send(7, Sent(tmp_path, "qwen2", torch.float32).stored)
     made = Sent(tmp_path, "qwen2", torch.float32)

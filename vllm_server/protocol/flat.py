@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, BinaryIO
 
+from vllm_server.protocol.versions import HIGHEST_VERSION
+
 ITEM_SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
 HEADER_LIMIT = 100 << 20  # bytes; safetensors' own limit
 _ALIGNMENT = 64
+_VERSION_DIGITS = len(str(HIGHEST_VERSION))
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,12 @@ def encode_header(spans: Iterable[TensorSpan], metadata: Mapping[str, str]) -> b
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     return struct.pack("<Q", len(text)) + text
+
+
+def with_version(header: bytes, version: int) -> bytes:
+    """Return a header that names a version as well; its size is the same for all versions."""
+    decoded = decode_header(header)
+    return encode_header(decoded.spans, {**decoded.metadata, "version": f"{version:0{_VERSION_DIGITS}}"})
 
 
 def header_size(head: bytes) -> int:

@@ -39,7 +39,7 @@ class GlooSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 class DiskSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind", tag="disk"):
     """A folder with a subfolder for the present version, by its number; in it one safetensors file for each bucket:
-    `0.safetensors` and so on. It has its name only while it is complete."""
+    `0.safetensors` and so on. It has its name only while it is complete. Each file's metadata names the version."""
 
     folder: str
 

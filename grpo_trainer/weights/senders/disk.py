@@ -14,6 +14,7 @@ from torch import Tensor
 from grpo_trainer.weights.senders.sender import Way
 from vllm_server.protocol import DiskSource, WeightTransport
 from vllm_server.protocol.file_parts import PartMemory, PartThreads, write_at
+from vllm_server.protocol.flat import with_version
 
 WRITING = "writing"
 """Name of the subfolder of a version that is not complete."""
@@ -54,14 +55,14 @@ class FolderSender:
 
         @torch.no_grad()
         def write(memory: PartMemory, number: int) -> None:
-            self._write(memory, number, stored, writing / f"{number}.safetensors")
+            header = with_version(self._buckets.headers[number], version)
+            self._write(memory, number, header, stored, writing / f"{number}.safetensors")
 
         self._threads.each(write, range(len(self._buckets)))
         writing.rename(self._folder / str(version))
         self._written = version
 
-    def _write(self, memory: PartMemory, number: int, stored: Mapping[str, Tensor], path: Path) -> None:
-        header = self._buckets.headers[number]
+    def _write(self, memory: PartMemory, number: int, header: bytes, stored: Mapping[str, Tensor], path: Path) -> None:
         try:
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:

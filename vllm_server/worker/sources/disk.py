@@ -10,14 +10,15 @@ from torch import Tensor
 
 from vllm_server.protocol import DiskSource
 from vllm_server.protocol.file_parts import PART_BYTES, PartMemory, PartThreads
-from vllm_server.protocol.flat import read_header
+from vllm_server.protocol.flat import decode_header, read_header, with_version
 
 
 class FolderReader:
     """Reads the buckets of a version from its subfolder of `DiskSource.folder`.
 
     Args:
-        headers: the agreed header of each bucket. Another one in a file means that the file is another trainer's.
+        headers: the agreed header of each bucket. Another one in a file means that the file is another trainer's, or of
+            another version: a network disk may show a file's old content.
         device: where the buffers are.
     """
 
@@ -39,10 +40,12 @@ class FolderReader:
         if buffer_E.device.type == "cuda":
             torch.cuda.current_stream(buffer_E.device).synchronize()  # it may still copy the buffer's last content
         data_B = buffer_E.view(torch.uint8)
+        wanted = decode_header(with_version(self._headers[number], version))
         with path.open("rb") as file:
-            if read_header(file) != self._headers[number]:
-                raise ValueError(f"{path}: other tensors than the channel was opened with")
-            begin, handle = len(self._headers[number]), file.fileno()
+            found = decode_header(read_header(file))
+            if (found.spans, found.metadata) != (wanted.spans, wanted.metadata):
+                raise ValueError(f"{path}: another version, or other tensors than the channel was opened with")
+            begin, handle = found.size, file.fileno()
 
             def read(memory: PartMemory, start: int) -> None:
                 memory.read(handle, begin + start, data_B[start : start + PART_BYTES])

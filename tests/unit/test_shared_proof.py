@@ -1,0 +1,56 @@
+"""The proof by a change of the weights: whatever happens to the server, the trainer's weights are those of before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_trainer.alignment.proof import Probe
+from grpo_trainer.alignment.shared_proof import SharedProof
+from grpo_trainer.errors import ServerError
+from tests.golden.models import random_model
+from tests.unit.factories import bridge_info
+from vllm_server.protocol import PROOF_VERSION
+
+
+class Asked:
+    """A comparison with a server that agrees; `ends`: while it is asked for the changed weights."""
+
+    def __init__(self, *, ends: bool) -> None:
+        self.ends = ends
+
+    def compare(self, *_: Any) -> tuple[float, float]:
+        return 0.0, 0.1
+
+    def allowed(self, *_: Any) -> float:
+        return 0.1
+
+    def ask(self, _: Any, version: int) -> list[Probe]:
+        if self.ends and version == PROOF_VERSION:
+            raise ServerError("no answer")
+        return [Probe([5, 6, 7], 2, torch.zeros(1))]
+
+
+@pytest.mark.parametrize("ends", ["while it is sent them", "while it is asked"])
+def test_a_server_that_ends_during_the_proof_leaves_the_trainers_weights(ends: str) -> None:
+    """A run with other servers goes on with them."""
+    model = random_model("qwen2").float().eval()
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    changed: list[bool] = []
+
+    @contextmanager
+    def sending(_: int) -> Iterator[None]:
+        yield
+        changed.append(any(not torch.equal(each, before[name]) for name, each in model.state_dict().items()))
+        if ends == "while it is sent them":
+            raise ServerError("no answer")
+
+    proof: Any = Asked(ends=ends == "while it is asked")
+    with pytest.raises(ServerError):
+        SharedProof(model, proof).prove(bridge_info(), 3, sending)
+    assert changed == [True, False]
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
