@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from environments.api import wire
-from environments.api.testing import running_server
+from tests.rollout_api import running_server
 
 BODIES = 10_000
 GOOD = {
