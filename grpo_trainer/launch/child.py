@@ -40,8 +40,8 @@ class Child(Watched):
         self,
         spec: ProcessSpec,
         log_path: Path,
-        on_stdout: Listener,
-        on_stderr: Listener,
+        on_stdout: Listener = lambda line: None,
+        on_stderr: Listener = lambda line: None,
         last_lines: int = LAST_LINES,
     ) -> None:
         super().__init__(spec, log_path, last_lines)

@@ -50,7 +50,6 @@ GIB = 1 << 30
 VERSIONS = {"torch": "2.11.0+cu130", "vllm": "0.25.1", "transformers": "5.17.0", "peft": "0.21.2"}
 MACHINE = Machine(
     python="3.12.3",
-    kernel="6.8.0",
     memory=128 * GIB,
     gpus=(Gpu("H200", "GPU-a", 141 * GIB, 140 * GIB),),
     driver="580.65.06",

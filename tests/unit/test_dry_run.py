@@ -25,9 +25,9 @@ GB = 10**9
 BASE = {"model_name": "demo", "weight_bridge_mode": "lora_only", "run_dir": "/runs/a"}
 PORTS = {"api": 8123, "server": 9123, "server-2": 9124}
 SHAPE = ModelShape(hidden=64, intermediate=128, layers=2, heads=4, kv_heads=4, head_dim=16, vocab=1000, tied=True)
-CPU = Machine(python="3.11", kernel="6", memory=64 * GB)
+CPU = Machine(python="3.11", memory=64 * GB)
 FOUR_GPUS = Machine(
-    python="3.11", kernel="6", memory=64 * GB, gpus=tuple(Gpu("H200", str(n), 140 * GB, 140 * GB) for n in range(4))
+    python="3.11", memory=64 * GB, gpus=tuple(Gpu("H200", str(n), 140 * GB, 140 * GB) for n in range(4))
 )
 
 

@@ -172,7 +172,7 @@ def test_a_refused_configuration_as_a_finding_of_the_doctor() -> None:
 )
 def test_a_process_that_has_ended(tmp_path: Path, code: str, text: str) -> None:
     log = tmp_path / "server.log"
-    child = Child(spec("server", code), log, lambda line: None, lambda line: None, last_lines=2)
+    child = Child(spec("server", code), log, last_lines=2)
     child.process.wait()
     assert str(child.ended()) == text.replace("LOG", str(log))
     child.close()
