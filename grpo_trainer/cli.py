@@ -219,7 +219,8 @@ def env(ctx: typer.Context) -> None:
 def export_checkpoint(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint; or a run's folder: its newest one.")],
     output: Annotated[
-        Path | None, typer.Argument(help="Folder to write; by default beside the checkpoint (exported_…, merged_…).")
+        Path | None,
+        typer.Argument(help="Folder to write; default: exported_… or merged_… in the checkpoint's parent folder."),
     ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into a copy of its base model.")] = False,
     dtype: Annotated[
@@ -234,7 +235,7 @@ def export_checkpoint(
     if dtype not in (None, "float32", "bfloat16", "float16"):
         raise ConfigError(field="--dtype", got=dtype, wanted="float32, bfloat16 or float16")
     how = "with the adapter merged into its base model" if merge else "without the trainer's state"
-    typer.echo(f"writes the checkpoint of {checkpoint} {how} to {output or 'a folder beside it'}", err=True)
+    typer.echo(f"writes the checkpoint of {checkpoint} {how} to {output or 'a folder next to it'}", err=True)
     from grpo_trainer.saving.export import ExportOptions
     from grpo_trainer.saving.export import export_checkpoint as write
 

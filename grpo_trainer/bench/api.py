@@ -1,7 +1,7 @@
 """`grpo bench api`: load a rollout API from separate processes and print one line of figures.
 
-Posting clients, a trainer and polling environments each run beside the server, as they do in a run. The bodies are
-made and compressed before the clock starts, so that the figures are the server's and not gzip's. With `--url` a
+Posting clients, a trainer and polling environments are separate processes, as in a run. The bodies are made and
+compressed before the clock starts, so that the figures are the server's and not gzip's. With `--url` a
 running server is loaded, for example the original one; if it is on this machine its CPU time and memory are read.
 """
 

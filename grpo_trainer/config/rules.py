@@ -209,7 +209,7 @@ def routing(case: Case) -> Iterator[Problem]:
 
 @rule
 def adapter(case: Case) -> Iterator[Problem]:
-    """What is given beside an adapter to start from is as in that adapter."""
+    """Options given with an adapter to start from must be as in that adapter."""
     bridge = case.trainer.bridge
     if not isinstance(bridge, LoraOptions) or bridge.adapter is None:
         return

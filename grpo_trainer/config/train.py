@@ -33,7 +33,7 @@ from grpo_trainer.errors import ConfigError
 from vllm_server.protocol import DEFAULT_KEEP_VERSIONS
 
 API_KEY_VARIABLE = "ROLLOUT_API_KEY"
-"""By which the rollout API is told its key, too: `environments.api` reads it."""
+"""The rollout API reads its key from this environment variable, too."""
 
 
 class ModelConfig(Section):

@@ -1,4 +1,4 @@
-"""Whatever is sent, the answer is no 5xx, memory stays bounded and good groups go on."""
+"""Whatever is sent, no answer is a 5xx, memory stays bounded, and sound groups are still accepted."""
 
 from __future__ import annotations
 

@@ -79,23 +79,23 @@ def test_where_there_is_more_to_learn_than_from_rewards_a_group_without_a_spread
 
 
 def test_what_is_to_be_imitated_has_advantage_1_and_is_no_part_of_the_groups_baseline() -> None:
-    told = sample([1], [9], 5.0, supervised=True, logprobs=[-0.5], version=3)
+    supervised_one = sample([1], [9], 5.0, supervised=True, logprobs=[-0.5], version=3)
     judged = [sample([1], [2], 0.0), sample([1], [3], 1.0)]
-    prepared = prepare(batch([told, *judged]), LossConfig(scale_rewards="none"), 10)
+    prepared = prepare(batch([supervised_one, *judged]), LossConfig(scale_rewards="none"), 10)
     assert [s.advantages.tolist() for s in prepared.sequences] == [[1.0], [-0.5], [0.5]]
     first = prepared.sequences[0]
     assert first.supervised and first.rollout_logprobs is None and first.version is None  # the policy did not sample it
     numbers = reduce(prepared.metrics)
     assert numbers["reward/mean"] == 0.5 and numbers["batch/supervised"] == 1
-    alone = prepare(batch([told]), LossConfig(), 10)
+    alone = prepare(batch([supervised_one]), LossConfig(), 10)
     assert len(alone.sequences) == 1 and reduce(alone.metrics)["batch/zero_variance_share"] == 0
 
 
 def test_left_out_wins_over_imitation_and_imitation_over_given_advantages() -> None:
     left_out = sample([1], [2], 0.0, supervised=True)
     left_out = replace(left_out, advantages_T=np.zeros(2, np.float32))
-    told = sample([1], [2], 0.0, supervised=True, advantages=[7.0])
-    (kept,) = prepare(batch([left_out, told]), LossConfig(), 10).sequences
+    supervised_one = sample([1], [2], 0.0, supervised=True, advantages=[7.0])
+    (kept,) = prepare(batch([left_out, supervised_one]), LossConfig(), 10).sequences
     assert kept.advantages.tolist() == [1.0]
 
 

@@ -68,7 +68,7 @@ def test_memory_is_that_of_each_process() -> None:
     assert one["server"].memory == two["server"].memory == two["server-2"].memory
     assert one["server"].memory is not None and one["server"].memory > SHAPE.parameters * 4
     on_gpu = rows(a_run(server__gpu_memory_utilization="0.5"), FOUR_GPUS)["server"].memory
-    # Its share, half of 140 GB, holds weights and cache; the CUDA context of 0.6 GB is beside it.
+    # Its share, half of 140 GB, holds weights and cache; the CUDA context of 0.6 GB is extra.
     assert on_gpu == pytest.approx(0.5 * 140 * GB + 0.6 * GB, rel=1e-6)
     assert dry_run.memory_by_process(a_run(), None, CPU) == {}
 

@@ -19,7 +19,7 @@ MAX_LEN = 7
 
 
 def inputs(sequences: list[PlainSequence], config: LossConfig, **changes: object) -> LossInputs:
-    """What the loss sees of these sequences, as a batch of its own."""
+    """Return the loss's inputs for these sequences as one batch."""
     counts = BatchCounts(len(sequences), sum(len(s.lp) for s in sequences))
 
     def flat(values: list[list[float]]) -> torch.Tensor:
@@ -200,8 +200,8 @@ def test_distillation_is_a_mean_over_the_places_that_have_a_teacher() -> None:
 
 def test_supervision_is_the_logprob_itself_and_no_sample_of_the_policy() -> None:
     config = LossConfig(kl_beta=1.0, clip_eps=0.1)
-    told = one([-4.0, -4.0], supervised=True, ref=[-1.0, -1.0], old=[-9.0, -9.0])  # a ratio that would be clipped
-    case = inputs([told, one([-1.0, -2.0], 0.0, roll=[-1.0, -1.5], ref=[-1.0, -2.0])], config)
+    marked = one([-4.0, -4.0], supervised=True, ref=[-1.0, -1.0], old=[-9.0, -9.0])  # a ratio that would be clipped
+    case = inputs([marked, one([-1.0, -2.0], 0.0, roll=[-1.0, -1.5], ref=[-1.0, -2.0])], config)
     numbers = reduce(batch_loss(case, config).metrics)
     assert numbers["loss/supervised"] == pytest.approx(2.0)  # (4 + 4) / 4
     assert gradient(case, config)[:2] == pytest.approx([-0.25, -0.25])
@@ -222,8 +222,8 @@ def test_gap_to_the_rollout_policy_is_measured_where_it_is_known() -> None:
 
 def test_the_effective_sample_size_is_that_of_the_ratios_before_the_first_update() -> None:
     # weights exp(old - roll) of the tokens whose logprob is known: 1, 1 and exp(log 4) = 4
-    told = one([-9.0, -9.0], roll=[-1.0, -2.0], old=[-1.0, -2.0])
-    case = inputs([told, one([-9.0], roll=[-3.0], old=[-3.0 + math.log(4)]), one([-2.0], old=[-7.0])], LossConfig())
+    marked = one([-9.0, -9.0], roll=[-1.0, -2.0], old=[-1.0, -2.0])
+    case = inputs([marked, one([-9.0], roll=[-3.0], old=[-3.0 + math.log(4)]), one([-2.0], old=[-7.0])], LossConfig())
     # (1 + 1 + 4)² / (3 (1 + 1 + 16)) = 36 / 54
     assert reduce(batch_loss(case, LossConfig()).metrics)["alignment/ess"] == pytest.approx(36 / 54, abs=1e-5)
 

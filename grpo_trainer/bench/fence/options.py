@@ -21,10 +21,10 @@ class FenceOptions(Section):
     )
     writes: int = option(10_000, help="Writes of all weights, one pattern after the other.", ge=2)
     max_seconds: float | None = option(
-        None, help="Stop writing after so many seconds, however many writes that were (default: never).", gt=0
+        None, help="Stop writing after this many seconds, even before --writes is reached (default: no limit).", gt=0
     )
     concurrency: int = option(
-        256, help="Sequences in flight beside the answers that are judged, a multiple of 8.", ge=8
+        256, help="Sequences in flight, in addition to the answers that are judged; a multiple of 8.", ge=8
     )
     judges: int = option(16, help="Answers asked for at any time that are held against both patterns.", ge=1)
     completion_len: int = option(256, help="Tokens of a completion of those in flight.", ge=1)
