@@ -294,7 +294,7 @@ def any_config(draw: st.DrawFn) -> LossConfig:
     return LossConfig(
         loss=loss,
         clip_eps_high=draw(st.sampled_from([None, 0.28, 4.0])),
-        dual_clip=None if loss in ("cispo", "sapo") else draw(st.sampled_from([None, 3.0])),
+        dual_clip=None if LOSSES[loss].surrogate != "clipped" else draw(st.sampled_from([None, 3.0])),
         sapo_tau_neg=draw(st.sampled_from([1.05, 2.0])),
         ratio_against=against,  # type: ignore[arg-type]
         is_correction=kind,  # type: ignore[arg-type]
