@@ -98,8 +98,8 @@ class LossConfig(Section):
     )
     routing_replay: Literal["off", "server", "own"] = option(
         "off",
-        help="Experts of a mixture in both passes. server: those that the server chose for each token. own: those of "
-        "a first pass of the trainer, a check that must change nothing. off: the model chooses in each pass.",
+        help="Experts that a mixture-of-experts model uses in both passes. server: those that the server chose for "
+        "each token. own: those of an extra pass of the trainer, a test. off: the model chooses in each pass.",
     )
     updates_per_batch: int = option(1, help="Optimizer steps on each batch; each one uses the whole batch.", ge=1)
     kl_beta: float = option(0.0, help="Weight of the KL divergence from the reference model; 0: none.", ge=0)

@@ -78,7 +78,7 @@ class VllmConfig(ServedOptions):
     )
     roster: Path | None = option(
         None,
-        help="Folder with the list of servers of a run, which may change. grpo run writes it.",
+        help="Folder with the list of a run's servers, which grpo run writes; servers may change during the run.",
         flags=("--vllm-roster",),
     )
     gpus: str | None = option(
@@ -113,7 +113,7 @@ class VllmConfig(ServedOptions):
     )
     tensor_parallel_size: int = option(
         1,
-        help="Tensor parallel size of vLLM, if this command starts it; with shared_vllm, also of a running one.",
+        help="Tensor parallel size of vLLM, if this command starts it. With shared_vllm: that of the running server.",
         ge=1,
     )
     pipeline_parallel_size: int = option(1, help="Pipeline parallel size of vLLM, if this command starts it.", ge=1)
