@@ -93,7 +93,7 @@ class Contract:
     tolerance: float
 
     def publish(self, version: int) -> str:
-        """Publish it with weights of its own; its name."""
+        """Publish it with different weights; return its name."""
         fill_b(self.trainer.model, seed=version)
         return self.trainer.swap.publish(version).name
 
@@ -126,7 +126,7 @@ class Contract:
         assert len(set(slots)) > 1
 
     def pins(self) -> None:
-        """An older version answers whoever asks for it, by number or by name, as long as it is kept."""
+        """An older version answers requests that name it, by number or by name, as long as it is kept."""
         old = self.publish(self.first)
         before, _ = self.trainer.ask()
         self.publish(self.first + 1)
@@ -193,7 +193,7 @@ class Contract:
         assert folders == (sorted(names[-KEEP_VERSIONS - 1 :]) if self.transport == "disk" else [])
 
     def refuses(self) -> None:
-        """What can't be served is refused with field and fix; the old version goes on serving."""
+        """What can't be served is refused with field and fix; the old version stays served."""
         served = self.publish(self.first)
         for name, version, status, field, got in (
             (served, self.first, "409", "adapter_name", served),
@@ -281,7 +281,7 @@ class Contract:
         yield damaged, ("data_offsets",)
 
     def packed(self) -> PackedAdapter:
-        """The trainer's adapter, in a buffer of its own."""
+        """Return the trainer's adapter in a separate buffer."""
         info = self.trainer.client.wait_until_ready()
         return PackedAdapter(self.trainer.model, getattr(torch, info.lora_dtype or info.dtype))
 

@@ -12,6 +12,8 @@ from grpo_trainer.doctor.model import ModelShape
 
 ShapeName = Literal["tiny", "0.5b", "1.5b", "7b", "32b"]
 SHAPE_HELP = "Shape of the model; its weights are random."
+CACHE_BYTES_TINY = 64 << 20
+"""Size of vLLM's KV cache for the shape `tiny` on a CPU; the default would be gigabytes."""
 
 
 class ModelChoice(Section):

@@ -62,7 +62,7 @@ def test_the_parameters_are_the_servers_own_memory(server: Serving, tmp_path: Pa
     parameters = list(policy.model.parameters())
     assert {(parameter.device.type, parameter.dtype) for parameter in parameters} == {("cuda", torch.bfloat16)}
     weights = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    assert taken < 0.01 * weights + 4096, "attaching took memory of its own"
+    assert taken < 0.01 * weights + 4096, "attaching took additional memory"
 
 
 def test_ten_steps_are_served_as_they_are_made_and_old_bits_are_the_old_policy(server: Serving, tmp_path: Path) -> None:

@@ -54,13 +54,13 @@ def test_the_kernel_sees_prompts_that_stand_in_the_row_once() -> None:
     (one,) = split([made(*each) for each in SHARED], 100, packed=True, shared=True)
     one = one.to(torch.device("cuda"))
     assert one.packed is not None and one.packed.shared is not None
-    told = arguments(one.packed)
+    options = arguments(one.packed)
     torch.manual_seed(0)
     tokens = one.tokens_BT.shape[1]
     shapes = [(tokens, n, 128) for n in (12, 2, 2)]
     inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
-    lengths = (told["cu_seq_lens_q"], told["max_length_q"])
-    out, _ = packed_attention(*inputs, *lengths, 128**-0.5, *told["shared_prompts"])  # type: ignore[misc]
+    lengths = (options["cu_seq_lens_q"], options["max_length_q"])
+    out, _ = packed_attention(*inputs, *lengths, 128**-0.5, *options["shared_prompts"])  # type: ignore[misc]
     factor = torch.randn_like(out)
     got = torch.autograd.grad(out, inputs, factor)
     wanted = torch.zeros(tokens, 12, 128, device="cuda")

@@ -115,8 +115,8 @@ class Serving:
         **sampling: object,
     ) -> GenerateResponse:
         """`/generate`, which must answer 200."""
-        told = prompt if isinstance(prompt, str) else TokenPrompt(prompt)
-        request = GenerateRequest(prompt=told, model=model, policy_version=policy_version, sampling=sampling)
+        asked = prompt if isinstance(prompt, str) else TokenPrompt(prompt)
+        request = GenerateRequest(prompt=asked, model=model, policy_version=policy_version, sampling=sampling)
         response = self.post("/generate", request.to_body())
         assert response.status_code == 200, response.text
         return msgspec.json.decode(response.content, type=GenerateResponse)

@@ -44,7 +44,7 @@ def test_servers_and_trainer_leave_and_come_back(demo_model: Path, tmp_path: Pat
 
         run.kill(run.server_pid(second))
         run.wait("the killed server has left", lambda: list(run.serving()) == [first], 30)
-        run.steps(3)  # one server is left, and the run goes on
+        run.steps(3)  # one server is left, and the run continues
         run.wait("it is back", lambda: run.serving() == {first: 1, second: 2})
 
         run.wait("a checkpoint to restart from", lambda: any(run_dir.glob(f"checkpoints/*/{STATE_FILE}")))
@@ -87,9 +87,9 @@ def test_a_broadcast_goes_on_without_a_server_and_with_its_successor(demo_model:
 
 @pytest.mark.parametrize("mode", ["lora_only", "broadcast"])
 def test_a_run_goes_on_without_a_server_that_answers_nothing(demo_model: Path, tmp_path: Path, mode: str) -> None:
-    """It is stopped, so that it still accepts connections; when it goes on, it is used again.
+    """It is stopped, so that it still accepts connections; when it runs again, it is used again.
 
-    Nor does a trainer wait for it that starts again: it would wait for --vllm-timeout.
+    A trainer that restarts does not wait for it either: it would wait for --vllm-timeout.
     """
     run_dir, log, steps = tmp_path / "run", tmp_path / "log", 60
     with started(demo_model, run_dir, log, **options(mode, steps, **{"vllm-timeout": 5000})) as process:

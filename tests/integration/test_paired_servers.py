@@ -101,7 +101,7 @@ def test_two_pairs_train_as_one_process_and_a_torn_pair_is_healed(servers: list[
 
 
 def test_servers_with_weights_of_different_versions_are_refused(servers: list[Serving], tmp_path: Path) -> None:
-    """The second server gets a step more, by a trainer of its own: the pairs then hold different versions."""
+    """The second server gets a step more, by another trainer: the pairs then hold different versions."""
     ports = [server.url.rpartition(":")[2] for server in servers]
     words = [sys.executable, "-m", "tests.integration.paired", "0", str(tmp_path), str(servers[1].model_folder)]
     subprocess.run([*words, str(free_port()), ports[1]], cwd=ROOT, check=True, timeout=240)

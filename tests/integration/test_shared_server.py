@@ -146,7 +146,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 @pytest.fixture
 def trainer(server: Serving) -> Iterator[Trainer]:
-    """Attached anew for each test, which it leaves with the weights that it found."""
+    """Attach for each test, and restore the weights after it."""
     info = msgspec.json.decode(server.get("/bridge/info").content, type=BridgeInfo)
     weights = open_weights(Path(info.bridge_config_path or ""))
     with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client:
@@ -262,9 +262,9 @@ def test_weights_that_are_not_finite_give_errors_and_leave_nothing_behind(traine
 
 @dataclass
 class Stream:
-    """A long streamed request, read in a thread of its own, which does no more than that: it must not lag behind.
+    """A long streamed request, read in a thread that does nothing else, so that it does not lag behind.
 
-    Eight completions, of which one is looked at: the server is not done before an update comes.
+    Eight completions, of which the test reads one: the server is not done before an update comes.
     """
 
     server: Serving
@@ -461,7 +461,7 @@ def test_a_torn_update_refuses_generation_until_a_good_one(trainer: Trainer) -> 
         token = trainer.begin()
         trainer.change()
         trainer.end(token, torn=True)
-    assert stream.errors and "torn" in stream.errors[0], "what ran is told"
+    assert stream.errors and "torn" in stream.errors[0], "a running request gets the reason"
     assert refusals(server) == [503] * 5
     assert "torn" in server.get("/health").json()["error"]["got"]
     assert trainer.info.policy_version == first.policy_version
@@ -551,7 +551,7 @@ def test_a_server_told_by_the_environment_leaves_nothing_behind(tmp_path: Path) 
     """Without LoRA, and with the file where it goes by default."""
     model, log, temporary = save_tiny_model(tmp_path / "model"), tmp_path / "server.log", tmp_path / "tmp"
     temporary.mkdir()
-    told = {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "TMPDIR": str(temporary), "NUM_INFERENCE_NODES": "1"}
+    variables = {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "TMPDIR": str(temporary), "NUM_INFERENCE_NODES": "1"}
     unset = dict.fromkeys(("LOGDIR", "VLLM_BRIDGE_CONFIG_PATH"), "")
     url = f"http://127.0.0.1:{(port := free_port())}"
     command = [
@@ -564,7 +564,7 @@ def test_a_server_told_by_the_environment_leaves_nothing_behind(tmp_path: Path) 
         "--kv-cache-memory-bytes",
         str(64 << 20),
     ]
-    with running(*command, log=log, env=told | unset) as process:
+    with running(*command, log=log, env=variables | unset) as process:
 
         def ready() -> bool:
             assert process.poll() is None, tail(log)

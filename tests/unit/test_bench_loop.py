@@ -79,7 +79,7 @@ def test_a_group_of_the_synthetic_environment(tmp_path: Path) -> None:
 
     async def scene() -> list[Any]:
         await env.setup()
-        items = [await env.get_next_item() for _ in range(40)]
+        items = [next(env.items) for _ in range(40)]
         return [*[await env.collect_trajectories(item) for item in items], await env.evaluate()]
 
     first, *_, evaluation = asyncio.run(scene())

@@ -520,5 +520,5 @@ def test_evaluation_is_told_every_so_many_steps(asked_by: str, caplog: pytest.Lo
 
     with caplog.at_level(logging.INFO):
         asyncio.run(scene())
-    told = [record.args for record in caplog.records if isinstance(record.args, tuple)]
-    assert [args for args in told if args[-1:] == ("accuracy 0.5",)] == [(2, "accuracy 0.5")]
+    messages = [record.args for record in caplog.records if isinstance(record.args, tuple)]
+    assert [args for args in messages if args[-1:] == ("accuracy 0.5",)] == [(2, "accuracy 0.5")]

@@ -93,7 +93,7 @@ def test_a_run_resumes_with_another_number_of_pairs(tmp_path: Path, before: int,
 def test_the_proof_sees_every_ranks_server(tmp_path: Path, fault: str, error: str, named: str) -> None:
     first, second = run(2, tmp_path, f"fault={fault}")
     assert first["error"] == error and named in first["field"]
-    assert "error" not in second, "it goes on until rank 0 ends it"
+    assert "error" not in second, "it runs until rank 0 ends it"
     assert not any(said.startswith("end 1") for said in first["told"] + second["told"]), "nothing was trained"
 
 

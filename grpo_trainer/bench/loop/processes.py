@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from grpo_trainer.bench.loop.options import GROUP, LoopOptions
+from grpo_trainer.bench.shapes import CACHE_BYTES_TINY
 from grpo_trainer.launch.plan import ProcessSpec
 
 ENVIRONMENT = "environments.synthetic_server"
-CACHE_BYTES_TINY = 64 << 20
-"""Size of vLLM's KV cache on a CPU, which would take gigabytes by default."""
 STOP_SECONDS = 30.0
 """Time before an interrupted run is killed; its last checkpoint is not needed."""
 
