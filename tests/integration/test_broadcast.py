@@ -454,7 +454,9 @@ def test_every_kind_of_model_arrives_in_shards_bit_for_bit(tmp_path: Path, archi
 def test_two_trainer_processes_send(demo_model: Path, tmp_path: Path, servers: dict[str, object]) -> None:
     """To two servers, and to one of two workers. Each proof changes the shards of both processes."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
-    options = of_mode("broadcast", **{"trainer-gpus": 2, "training-steps": 3, **servers})
+    options = of_mode(
+        "broadcast", **{"trainer-gpus": 2, "training-steps": 3, "broadcast-root": tmp_path / "root", **servers}
+    )
     with started(demo_model, run_dir, log, **options) as process:
         assert finished(process, log, 500) == 0, tail(log)
     done = rows(run_dir)
@@ -462,4 +464,4 @@ def test_two_trainer_processes_send(demo_model: Path, tmp_path: Path, servers: d
     fresh = [row for row in done if row["rollout/staleness_max"] == 0]
     assert fresh and all(row["alignment/logprob_diff_max"] < 1e-3 for row in fresh)
     said = (run_dir / "logs" / "trainer.log").read_text()
-    assert said.count("a synthetic change of the weights moved it") == servers.get("server.replicas", 1)
+    assert said.count("synthetic change") == servers.get("server.replicas", 1)

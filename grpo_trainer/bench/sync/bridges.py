@@ -249,6 +249,7 @@ def opened(options: SyncOptions, place: Place, **values: Any) -> Iterator[Subjec
             }
         elif choice.bridge == "broadcast":
             values |= {"broadcast_transport": choice.transport, "broadcast_staging": choice.staging}
+            values |= {} if choice.lora_root is None else {"broadcast_root": choice.lora_root}
         elif choice.bridge == "none":
             values |= {"vllm_restart_interval": 1, "vllm_standby": False}
         config = configured(options, place, **values)
