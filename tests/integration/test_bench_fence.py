@@ -14,10 +14,15 @@ from tests.processes import ROOT
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.mark.parametrize(("fenced", "writes"), [(True, 100), (False, 30_000)])
-def test_half_written_weights_are_seen_only_without_a_fence(tmp_path: Path, fenced: bool, writes: int) -> None:
-    words = ["--shape", "tiny", "--writes", str(writes), "--concurrency", "16", "--judges", "8", "--json"]
-    words += ["--quiet-seconds", "1", "--reference-seconds", "1", "--completion-len", "64", "--log-dir", str(tmp_path)]
+@pytest.mark.parametrize(
+    ("bridge", "fenced", "writes"),
+    [("shared_vllm", True, 100), ("shared_vllm", False, 30_000), ("broadcast", True, 50)],
+)
+def test_half_written_weights_are_seen_only_without_a_fence(
+    tmp_path: Path, bridge: str, fenced: bool, writes: int
+) -> None:
+    words = ["--shape", "tiny", "--bridge", bridge, "--writes", str(writes), "--concurrency", "16", "--judges", "8"]
+    words += ["--json", "--quiet-seconds", "1", "--reference-seconds", "1", "--completion-len", "64", "--log-dir", str(tmp_path)]
     words += [] if fenced else ["--no-fenced"]
     command = [sys.executable, "-m", "grpo_trainer", "bench", "fence", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280)
