@@ -22,7 +22,8 @@ def test_half_written_weights_are_seen_only_without_a_fence(
     tmp_path: Path, bridge: str, fenced: bool, writes: int
 ) -> None:
     words = ["--shape", "tiny", "--bridge", bridge, "--writes", str(writes), "--concurrency", "16", "--judges", "8"]
-    words += ["--json", "--quiet-seconds", "1", "--reference-seconds", "1", "--completion-len", "64", "--log-dir", str(tmp_path)]
+    words += ["--json", "--quiet-seconds", "1", "--reference-seconds", "1", "--completion-len", "64"]
+    words += ["--log-dir", str(tmp_path)]
     words += [] if fenced else ["--no-fenced"]
     command = [sys.executable, "-m", "grpo_trainer", "bench", "fence", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280)
