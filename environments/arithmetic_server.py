@@ -48,18 +48,6 @@ class ArithmeticEnv(BaseEnv[Problem, ArithmeticConfig]):
         self.max_tokens = config.max_tokens or longest + 2
         self.items = Shuffled(self.problems.train, config.seed)
 
-    async def get_next_item(self) -> Problem:
-        """Return the next problem. Each problem comes once before any comes again."""
-        return next(self.items)
-
-    def state(self) -> dict[str, int]:
-        """Return how many problems were taken."""
-        return {"position": self.items.position}
-
-    def restore(self, state: dict[str, int]) -> None:
-        """Continue after the problems that were taken."""
-        self.items.position = state["position"]
-
     def prompt(self, item: Problem) -> str:
         """Return plain text: ``12+34=``."""
         return item.prompt

@@ -6,10 +6,7 @@ The smallest environment has items, a prompt for each item and a score for each 
         name = "capitals"
 
         async def setup(self) -> None:
-            self.countries = cycle(load_countries())
-
-        async def get_next_item(self) -> Country:
-            return next(self.countries)
+            self.items = Shuffled(load_countries(), self.config.seed)
 
         def prompt(self, item: Country) -> str:
             return f"The capital of {item.name} is "
@@ -24,7 +21,7 @@ An environment that needs more than one question and one answer overrides `colle
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, cast
 
@@ -32,6 +29,7 @@ from typing_extensions import TypeVar
 
 from environments.api import wire
 from environments.config import BaseEnvConfig, PromptTooLong
+from environments.items import Shuffled
 from environments.measures import Measures
 from environments.peers.inference import Completion, Inference, Sampling
 from environments.peers.teacher import Teacher
@@ -57,12 +55,14 @@ class BaseEnv(ABC, Generic[Item, Config]):
         config: The environment's settings.
         server: Client of the inference server.
         tokenizer: The model's tokenizer.
+        items: Where items come from, if `setup` sets it, such as `Shuffled(rows, self.config.seed)`.
         curr_step: The trainer's last known step; 0 without a trainer.
         measures: Figures to report with each step: `self.measures.add("strict", 1.0)`.
         threads: Calls slow functions: `await self.threads.call(function, argument)`.
         scoring: Gives up a group that takes too long to score: `await self.scoring.within(item, coroutine)`.
     """
 
+    items: Iterator[Item]
     name: ClassVar[str]
     program: ClassVar[str | None] = None  # its command in messages; None: the class's module
     env_config_cls: ClassVar[type[BaseEnvConfig]] = BaseEnvConfig
@@ -84,17 +84,22 @@ class BaseEnv(ABC, Generic[Item, Config]):
         """Load what the environment needs; called once, before any other method."""
         return
 
-    @abstractmethod
     async def get_next_item(self) -> Item | None:
-        """Return the next item; None if there are no more."""
+        """Return the next item; None if there are no more. By default it is the next of `items`."""
+        return next(self.items, None)
 
     def state(self) -> dict[str, Any]:
-        """Return what to save with the trainer's checkpoints, as JSON values; empty to save nothing."""
-        return {}
+        """Return what to save with the trainer's checkpoints, as JSON values; empty to save nothing.
+
+        By default it is the position in `items`, if they are `Shuffled`.
+        """
+        items = getattr(self, "items", None)
+        return {"position": items.position} if isinstance(items, Shuffled) else {}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from a saved `state` in a resumed run; called after `setup`."""
-        return
+        if isinstance(items := getattr(self, "items", None), Shuffled):
+            items.position = state["position"]
 
     async def close(self) -> None:
         """Release what `setup` took; called once, after everything else, also if `setup` failed."""

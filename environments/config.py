@@ -70,7 +70,7 @@ class BaseEnvConfig(BaseModel):
         default=16, ge=1, description="limit of threads for `score` and tools that are not coroutines"
     )
     score_timeout: float = Field(
-        default=120.0, gt=0.0, description="time limit of scoring a group, in seconds; the group is then given up"
+        default=120.0, gt=0.0, description="seconds for scoring a group; a group that takes longer is dropped"
     )
     inference_weight: float = Field(default=1.0, ge=0.0, description="weight of this environment if there are several")
     min_batch_allocation: float | None = Field(
@@ -81,7 +81,7 @@ class BaseEnvConfig(BaseModel):
     )
     include_messages: bool = Field(default=True, description="send the messages as text, too")
     data_path_to_save_groups: Path | None = Field(default=None, description="JSONL file for the groups")
-    metrics_path: Path | None = Field(default=None, description="JSONL file for metrics, a line a step")
+    metrics_path: Path | None = Field(default=None, description="JSONL file for metrics, one line a step")
     state_dir: Path | None = Field(
         default=None, description="folder for the environment's saved state; unset: in the trainer's checkpoint folder"
     )
@@ -115,8 +115,7 @@ class ServerConfig(BaseModel):
     )
     roster: Path | None = Field(
         default=None,
-        description="folder with a run's list of servers, which may change (grpo run writes it); used instead of "
-        "base_url",
+        description="folder with the list of a run's servers, which grpo run writes; replaces base_url",
     )
     model_name: str | None = Field(default=None, description="model or adapter to sample; unset: the newest policy")
     api_key: str | None = Field(default=None, description="key of the server, if it requires one")

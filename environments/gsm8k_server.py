@@ -116,18 +116,6 @@ class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
     def _skipped(self, count: int) -> str:
         return f", {count} skipped: longer than --env.max_token_length {self.config.max_token_length}" if count else ""
 
-    async def get_next_item(self) -> Question:
-        """Return the next training question. Each comes once before any comes again."""
-        return next(self.items)
-
-    def state(self) -> dict[str, int]:
-        """Return how many questions were taken."""
-        return {"position": self.items.position}
-
-    def restore(self, state: dict[str, int]) -> None:
-        """Continue after the questions that were taken."""
-        self.items.position = state["position"]
-
     def prompt(self, item: Question) -> str | list[Message]:
         """Return a chat if the model has a chat template, else plain text."""
         asked = self.config.system_prompt

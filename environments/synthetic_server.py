@@ -8,6 +8,7 @@ of the length. Everything else is an environment's normal work: `BaseEnv`, token
 import random
 import string
 from collections.abc import Sequence
+from itertools import count
 from statistics import fmean
 
 from pydantic import Field
@@ -51,15 +52,10 @@ class SyntheticEnv(BaseEnv[int, SyntheticConfig]):
 
     async def setup(self) -> None:
         """Choose the ids at which completions end."""
-        self.items = 0
+        self.items = count(1)
         eos = self.tokenizer.eos_token_id
         assert isinstance(eos, int), "the tokenizers of `grpo bench` have one"
         self.stops = stop_token_ids(len(self.tokenizer), self.config.completion_mean, eos)
-
-    async def get_next_item(self) -> int:
-        """Return the number of a prompt; each comes once."""
-        self.items += 1
-        return self.items
 
     def prompt(self, item: int) -> str:
         """Return random characters that depend on item and seed."""

@@ -79,7 +79,7 @@ def models_below(folder: Path) -> list[Path]:
 
 def nearest_folder(path: Path) -> Path:
     """Return the existing folder that is most like a path: each part that is missing is replaced by the one of the
-    nearest name beside it, and the path ends where there is none."""
+    nearest name in the same folder; where there is none, the path ends."""
     found = Path(path.anchor)
     for part in path.parts[1:] if path.anchor else path.parts:
         if (found / part).is_dir():

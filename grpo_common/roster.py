@@ -1,4 +1,4 @@
-"""The inference servers of a run, which may change while it goes on: two files in `RUN_DIR/servers`.
+"""The inference servers of a run, which may change during the run: two files in `RUN_DIR/servers`.
 
 `grpo run` writes the servers that there are (`members.json`), the trainer those that serve its weights (`served.json`).
 Environments ask the servers that are in both. A server that starts again has a new `boot`, so that an entry of its

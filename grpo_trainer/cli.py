@@ -100,7 +100,7 @@ def run(
         int, typer.Option(help="With --slurm: GPUs of each node; 0: run on CPUs.", min=0, metavar="INT")
     ] = GPUS_PER_NODE,
 ) -> None:
-    """Start rollout API, vLLM server, environments and trainer, and watch over them until training is done."""
+    """Start rollout API, vLLM server, environments and trainer, and supervise them until training is done."""
     on_cluster = {"cluster": "auto"} if slurm else {}
     run_config = _read_run(ctx, {**options, **on_cluster}, config, env)
     if as_json and not dry_run:
@@ -164,7 +164,7 @@ def doctor(
     env: Environment = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Check whether `grpo run` would work with these options; without any, check the machine. Exits with 1 if not."""
+    """Check whether `grpo run` would work with these options, or check only the machine. Exit with 1 if not."""
     from grpo_trainer.doctor.command import as_json as to_json
     from grpo_trainer.doctor.command import print_examination
     from grpo_trainer.doctor.examine import examine
@@ -217,24 +217,28 @@ def env(ctx: typer.Context) -> None:
 
 @app.command("export")
 def export_checkpoint(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint; or a run's folder: its newest one.")],
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a run's folder for its newest checkpoint.")],
     output: Annotated[
-        Path | None, typer.Argument(help="Folder to write; by default beside the checkpoint (exported_…, merged_…).")
+        Path | None,
+        typer.Argument(help="Folder to write; default: exported_… or merged_… in the checkpoint's parent folder."),
     ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge the adapter into a copy of its base model.")] = False,
     dtype: Annotated[
         str | None,
-        typer.Option(help="float32, bfloat16 or float16; by default as it is, merged: as the base model is."),
+        typer.Option(
+            help="float32, bfloat16 or float16 (default: the checkpoint's dtype; with --merge the base model's)."
+        ),
     ] = None,
     model_name: Annotated[
-        str | None, typer.Option(help="The adapter's base model, where that is not what its configuration names.")
+        str | None,
+        typer.Option(help="The adapter's base model, if it is not the one that the adapter's configuration names."),
     ] = None,
 ) -> None:
     """Write a checkpoint as a folder that plain transformers or PEFT load."""
     if dtype not in (None, "float32", "bfloat16", "float16"):
         raise ConfigError(field="--dtype", got=dtype, wanted="float32, bfloat16 or float16")
     how = "with the adapter merged into its base model" if merge else "without the trainer's state"
-    typer.echo(f"writes the checkpoint of {checkpoint} {how} to {output or 'a folder beside it'}", err=True)
+    typer.echo(f"writes the checkpoint of {checkpoint} {how} to {output or 'a folder next to it'}", err=True)
     from grpo_trainer.saving.export import ExportOptions
     from grpo_trainer.saving.export import export_checkpoint as write
 

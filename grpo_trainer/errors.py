@@ -64,7 +64,7 @@ class DriftError(BridgeError):
 
 
 class TrainingError(GrpoError, RuntimeError):
-    """Training can't go on: too many bad steps in a row, or no data."""
+    """Training can't continue: too many bad steps in a row, or no data."""
 
 
 class PeerGoneError(TrainingError):

@@ -208,11 +208,11 @@ def supervise(
         ):
             supervisor.run(plan.stages)
     except StoppedError as stopped:
-        goes_on = "go on with the same command and --resume auto" if _saved(config) else "nothing was saved"
+        goes_on = "continue by the same command with --resume auto" if _saved(config) else "nothing was saved"
         stopped.add(summary="; all processes have ended", fix=goes_on)
         raise
     except (FolderGoneError, ProcessFailedError) as failed:
-        goes_on = "--resume auto goes on with it" if _saved(config) else "nothing was saved"
+        goes_on = "--resume auto continues it" if _saved(config) else "nothing was saved"
         failed.add(summary=f"; the run is over, {goes_on}")
         raise
     done = f"done: {config.run_dir}/checkpoints, {config.run_dir}/metrics.jsonl"
@@ -221,12 +221,12 @@ def supervise(
 
 
 def _saved(config: RunConfig) -> bool:
-    """Whether there is a checkpoint to go on from."""
+    """Return whether there is a checkpoint to resume from."""
     return any(config.run_dir.glob(f"checkpoints/*/{STATE_FILE}"))
 
 
 def empty_old_queue(config: RunConfig) -> None:
-    """A run that begins anew must not train on what one before it, in the same folder, has left in the API's queue.
+    """A new run must not train on groups that an earlier run in the same folder has left in the API's queue.
 
     Only the run's own file goes, never one that `--api.store` names; one that an API still has open stays, and the new
     API says so.

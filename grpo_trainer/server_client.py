@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -15,7 +15,7 @@ import msgspec
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from grpo_common.http import CLIENT_IDLE_S, CONNECT_S, complaint
-from grpo_common.roster import read_members
+from grpo_common.roster import Member, read_members, read_served
 from grpo_trainer import background
 from grpo_trainer.config.train import VllmConfig
 from grpo_trainer.errors import ServerError
@@ -270,13 +270,33 @@ def at_url(config: VllmConfig, url: str) -> VllmConfig:
 def present(config: VllmConfig) -> VllmConfig:
     """Return the settings with the addresses of the servers that a run has now, if it lists them.
 
-    A trainer that starts again in the middle of a run finds other servers than its configuration names.
+    A trainer that starts again in the middle of a run finds other servers than its configuration names. It takes those
+    that answer, so that a silent one does not hold it up; the others join once they answer. If none does, it takes all.
     """
-    members = read_members(config.roster) if config.roster else ()
-    there = [member.url.removeprefix("http://") for member in members if member.state in ("starting", "running")]
-    if not there:
+    if config.roster is None:
         return config
+    members = [member for member in read_members(config.roster) if member.state in ("starting", "running")]
+    if read_served(config.roster):
+        running = [member for member in members if member.state == "running"]
+        members = [member for member, answers in zip(running, _answering(running), strict=True) if answers] or members
+    if not members:
+        return config
+    there = [member.url.removeprefix("http://") for member in members]
     return at_url(config, there[0]).model_copy(update={"also": tuple(there[1:])})
+
+
+def _answering(members: Sequence[Member]) -> list[bool]:
+    """Return which servers answer; all are asked at the same time, and need no key for that."""
+
+    def answers(member: Member) -> bool:
+        try:
+            httpx.get(f"{member.url}{protocol.HEALTH_ROUTE}", timeout=KNOCK_SECONDS, trust_env=False)
+        except httpx.TransportError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(max(1, len(members)), "knock") as asking:
+        return list(asking.map(answers, members))
 
 
 def wait_for_servers(config: VllmConfig, check_stop: Callable[[], None]) -> None:

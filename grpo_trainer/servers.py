@@ -117,7 +117,7 @@ def list_servers(
     run_dir: RunDir = LATEST,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
 ) -> None:
-    """List the inference servers of a grpo run: state, policy version, machine. Below: add one, or drop one."""
+    """List the inference servers of a grpo run: state, policy version, machine. Subcommands add or drop one."""
     if ctx.invoked_subcommand is not None:
         return
     from rich.console import Console
@@ -147,5 +147,5 @@ def add_server(
 def drop_server(
     server: Annotated[str, typer.Argument(help="Its name, or http://HOST:PORT.")], run_dir: RunDir = LATEST
 ) -> None:
-    """Take a server out of the run: its requests are asked again elsewhere, and a server of the run ends."""
+    """Take a server out of the run: its requests go to other servers, and a server that the run started ends."""
     typer.echo(change(run_dir, Request("drop", server)))

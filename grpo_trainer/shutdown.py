@@ -72,12 +72,12 @@ def save_on_exit(end: Exception, state: RunState, checkpoints: Checkpoints, feed
             log.warning("the run's end could not be saved", exc_info=error)
             why = f"nothing could be saved ({type(error).__name__}: {error})"
         else:
-            _say(end, state.progress, f"saved {saved}, go on with --resume auto")
+            _say(end, state.progress, f"saved {saved}, continue with --resume auto")
             feed.settle(state.progress.batches, patient=False)
             return
     if why:
         before = checkpoints.safe_path
-        goes_on = "start anew" if before is None else f"go on from {before} with --resume auto"
+        goes_on = "start again" if before is None else f"continue from {before} with --resume auto"
         _say(end, state.progress, f"{why}; {goes_on}")
 
 

@@ -14,7 +14,7 @@ from grpo_trainer.launch.plan import RunPlan
 from grpo_trainer.report.redact import arguments_without_secrets
 
 SPARE_SECONDS = 60
-"""From Slurm's signal before its time limit, beside the time that the trainer has to save."""
+"""Seconds between Slurm's signal and its time limit, in addition to the time that the trainer has to save."""
 OWN_FLAGS = {"--slurm": True, "--gpus-per-node": True, "--cluster": True, "--cluster-nodes": True}
 OWN_FLAGS |= {"--dry-run": False, "--json": False}
 """Flags that the job's own command replaces or omits, and whether each takes a value."""
@@ -136,7 +136,7 @@ address=$(srun --overlap --nodes=1 --ntasks=1 --nodelist="${{nodes[0]}}" \\
 port=$((20000 + SLURM_JOB_ID % 20000))
 export RAY_ADDRESS=$address:$port RAY_USAGE_STATS_ENABLED=0
 
-# Whoever reaches Ray could run programs: it asks for this token. It is in the environment of the job's processes only.
+# Anyone who reaches Ray could run programs, so it requires this token, which only the job's processes have.
 RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
 

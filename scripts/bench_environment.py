@@ -19,7 +19,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from environments.api.testing import free_port, running_server
 from environments.arithmetic_server import ArithmeticConfig, ArithmeticEnv
 from environments.base import BaseEnv
 from environments.config import ServerConfig
@@ -32,6 +31,8 @@ from environments.running import cli
 from environments.running.runner import serve
 from environments.tokenizers import load_tokenizer
 from environments.trajectory import Message
+from grpo_trainer.bench.api import own_server
+from grpo_trainer.launch.ports import claim_ports
 
 GROUP = 8
 GROUPS = 32  # 256 conversations
@@ -151,11 +152,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=3, help="of each completion of the stand-in server")
     options = parser.parse_args()
     tokenizer = load_tokenizer(options.model) if options.model else build_tokenizer()
-    port = free_port()
+    port = claim_ports({"server": 0})["server"]
     quick = subprocess.Popen([sys.executable, "-c", SERVER, str(port), str(options.tokens)])
     time.sleep(2)
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder, running_server() as api:
+    with tempfile.TemporaryDirectory() as folder, own_server(None) as api:
         own = f"http://127.0.0.1:{port}"
 
         def server(url: str) -> Any:
@@ -176,10 +177,10 @@ def main() -> None:
                 env = env_cls(config(kind, name, **more), server(options.server or own), tokenizer)
                 found[name] = asyncio.run(process_run(env))
         if options.only in ("", "serve"):
-            words = (api.url, str(GROUP * BATCH_GROUPS), str(STEPS), str(options.tokens))
+            words = (api, str(GROUP * BATCH_GROUPS), str(STEPS), str(options.tokens))
             trainer = subprocess.Popen([sys.executable, "-c", TRAINER, *words])
             env = ArithmeticEnv(
-                config(ArithmeticConfig, "", rollout_server_url=api.url, total_steps=STEPS, max_token_length=4096),
+                config(ArithmeticConfig, "", rollout_server_url=api, total_steps=STEPS, max_token_length=4096),
                 server(own),
                 tokenizer,
             )

@@ -4,8 +4,10 @@
 #
 #   scripts/bench_gpus.sh FOLDER                     on one GPU: loop disk fp8 shared; on two: the parts that need two
 #   scripts/bench_gpus.sh FOLDER link broadcast      these parts
-#   SHAPES="1.5b" SECONDS_EACH=300 scripts/bench_gpus.sh FOLDER layouts
+#   SHAPES="1.5b" STEPS=12 SECONDS_EACH=300 scripts/bench_gpus.sh FOLDER layouts
 #
+# SHAPES: of the parts that need two GPUs. STEPS: of each loop; layers are compiled however few they are. ONLY: measure only
+# results whose name matches this expression.
 # What has a result is skipped: the same command goes on after an interruption.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -16,7 +18,7 @@ shift
 parts=("$@")
 gpus=$(nvidia-smi --list-gpus | wc -l)
 if [ ${#parts[@]} -eq 0 ] && [ "$gpus" -ge 2 ]; then
-    parts=(link broadcast copies layouts losses tensor_parallel)
+    parts=(link broadcast copies shards layouts cluster losses tensor_parallel)
 elif [ ${#parts[@]} -eq 0 ]; then
     parts=(loop disk fp8 shared)
 fi
@@ -29,7 +31,7 @@ mkdir -p "$out" "$models"
 # measure NAME COMMAND…: goes on after a failure, so that one run tells all.
 measure() {
     local result=$out/$1.json seconds=$SECONDS
-    [ ! -s "$result" ] || return 0
+    [[ $1 =~ ${ONLY:-.} && ! -s $result ]] || return 0
     echo "== $1: ${*:2}"
     if timeout --signal=INT --kill-after=30 "${SECONDS_EACH:-480}" "${@:2}" >"$out/$1.out" 2>"$out/$1.log"; then
         { echo "# ${*:2}" && tail -n 1 "$out/$1.out"; } >"$result"
@@ -48,8 +50,20 @@ sync() {
         --json "${@:3}"
 }
 
-# loop NAME SHAPE BRIDGE OPTIONS…
-loop() { bench "$1" loop --shape "$2" --model-dir "$models/$2" --bridge "${@:3}"; }
+# loop NAME SHAPE BRIDGE OPTIONS…: its folder keeps metrics and logs.
+loop() {
+    local steps=() options=("${@:4}")
+    [[ " ${options[*]} " == *" -- "* ]] || options+=(--)
+    [ -z "${STEPS:-}" ] || { steps=(--steps "$STEPS") && options+=(--compile "$([[ $1 == shards-* ]] && echo off || echo on)"); }
+    bench "$1" loop --shape "$2" --model-dir "$models/$2" --bridge "$3" --run-dir "$out/$1" "${steps[@]}" "${options[@]}"
+}
+
+# layout NAME SHAPE BRIDGE OPTIONS…: a loop without checkpoints, which a comparison of layouts does not need.
+layout() {
+    local options=("${@:4}")
+    [[ " ${options[*]} " == *" -- "* ]] || options+=(--)
+    loop "${@:1:3}" "${options[@]}" --checkpoint-interval 0
+}
 
 needs_two() { [ "$gpus" -ge 2 ] || { echo "$1 needs two GPUs; nvidia-smi lists $gpus" >&2 && exit 1; }; }
 
@@ -68,7 +82,7 @@ for part in "${parts[@]}"; do
     disk) # all weights into a server on the same GPU, without a restart
         for transport in disk cuda_ipc; do
             bench "disk-7b-$transport" sync --shape 7b --model-dir "$models/7b" --bridge broadcast --transport $transport \
-                --gpu-memory-utilization 0.35 --load-seconds 8 --baseline-repeat 0 --json
+                --gpu-memory-utilization 0.35 --repeat 5 --skip-load --baseline-repeat 0 --json
         done
         ;;
     fp8) # a model that has learnt sums: speed with adapters, the task learnt with 8-bit rollouts, how far both sides are apart
@@ -90,25 +104,34 @@ for part in "${parts[@]}"; do
         nvidia-smi topo -m | tee "$out/topology.txt"
         measure link "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node 2 scripts/bench_link.py --gb 15.2
         ;;
-    broadcast) # all weights from one GPU to a server on the other
+    broadcast) # all weights from one GPU to a server on the other; under load for the first shape alone
         for shape in $shapes; do
-            for staging in on off; do
-                sync "broadcast-$shape-staging-$staging" "$shape" --bridge broadcast --transport nccl --staging $staging
-            done
+            load=(--skip-load)
+            [ "$shape" != "${shapes%% *}" ] || load=()
+            sync "broadcast-$shape-staging-on" "$shape" --bridge broadcast --transport nccl --staging on "${load[@]}"
+            sync "broadcast-$shape-staging-off" "$shape" --bridge broadcast --transport nccl --staging off --skip-load
         done
         ;;
     copies) # single copy on two GPUs, and on one of them
         for shape in $shapes; do
-            loop "copies-$shape-two" "$shape" shared_vllm -- --trainer-gpus 2
-            CUDA_VISIBLE_DEVICES=0 loop "copies-$shape-one" "$shape" shared_vllm
+            layout "copies-$shape-two" "$shape" shared_vllm -- --trainer-gpus 2
+            CUDA_VISIBLE_DEVICES=0 layout "copies-$shape-one" "$shape" shared_vllm
+        done
+        ;;
+    shards) # one copy of a model over two GPUs; a 32B shape does not fit on one
+        shards=(-- --trainer-gpus 2 --server.tensor-parallel-size 2)
+        for shape in ${SHAPES:-7b 32b}; do
+            size=()
+            [ "$shape" != 32b ] || size=(--dummy-weights --sequences 64)
+            layout "shards-$shape" "$shape" shared_vllm "${size[@]}" "${shards[@]}"
         done
         ;;
     layouts) # which layout for which size
         for shape in $shapes; do
-            loop "layouts-$shape-broadcast" "$shape" broadcast -- --server.gpus 1
-            loop "layouts-$shape-lora_only" "$shape" lora_only --transport nccl -- --server.gpus 1
-            loop "layouts-$shape-lora_only-copies" "$shape" lora_only --share-base -- --trainer-gpus 2
-            loop "layouts-$shape-broadcast-fsdp" "$shape" broadcast -- --trainer-gpus 2 --server.replicas 2 --server.gpus "0;1"
+            layout "layouts-$shape-broadcast" "$shape" broadcast -- --server.gpus 1
+            layout "layouts-$shape-lora_only" "$shape" lora_only --transport nccl -- --server.gpus 1
+            layout "layouts-$shape-lora_only-copies" "$shape" lora_only --share-base -- --trainer-gpus 2
+            layout "layouts-$shape-broadcast-fsdp" "$shape" broadcast -- --trainer-gpus 2 --server.replicas 2 --server.gpus "0;1"
         done
         ;;
     losses) # the same losses as on one GPU

@@ -1,4 +1,4 @@
-"""Broadcast bytes from the first GPU to all others by NCCL and print GB/s, the figure beside `grpo bench sync`.
+"""Broadcast bytes from the first GPU to all others by NCCL and print GB/s, to compare with `grpo bench sync`.
 
 torchrun --standalone --nproc-per-node 2 scripts/bench_link.py --gb 15.2
 """

@@ -32,7 +32,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @dataclass(frozen=True)
 class TrlSettings:
-    """What TRL is told besides.
+    """Further options of TRL.
 
     Attributes:
         micro: sequences of a microbatch.

@@ -220,7 +220,7 @@ def _degree(example: Example) -> int:
 
 def _share(example: Example) -> str:
     """Of a GPU's memory, for the server."""
-    if example.gpus == 2:  # the weights of a version wait beside those that are served
+    if example.gpus == 2:  # a version is staged next to the served weights
         return "0.7" if example.kind == "broadcast" else "0.9"
     if example.kind == "legacy" and example.size == "3B":
         return "0.3"
@@ -228,7 +228,7 @@ def _share(example: Example) -> str:
 
 
 def fits(config: RunConfig, example: Example, gigabytes: int) -> bool:
-    """Whether its plan leaves room on GPUs of so many GB."""
+    """Return whether its plan leaves room on GPUs of this many GB."""
     devices = Devices("cuda", gigabytes * 10**9, example.gpus)
     spread, trainers = server_spread(config), config.options.trainer_gpus
     plan = Setup(config.trainer, SHAPES[example.size], spread, devices, trainers).plan()

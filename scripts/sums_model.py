@@ -39,7 +39,7 @@ def main(
     experts: Annotated[
         int, typer.Option(help="Make a small Mixtral with this many experts a layer; --shape is ignored.")
     ] = 0,
-    max_steps: Annotated[int, typer.Option(help="Give up after so many.")] = 400,
+    max_steps: Annotated[int, typer.Option(help="Give up after this many steps.")] = 400,
 ) -> None:
     """Make the model; exit code 1 if it did not learn the task."""
     if out.is_dir() and any(out.iterdir()):

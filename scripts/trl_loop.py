@@ -2,7 +2,7 @@
 
 Sums of two numbers, the same model, prompts, rewards, batch, loss and learning rate, all weights trained, one after the
 other on the same machine. TRL's GRPOTrainer generates with transformers in its own process; `grpo run` has a vLLM
-server beside the trainer. Seconds count from the begin of the first step. Prints one JSON object.
+server on the trainer's GPU. Seconds count from the begin of the first step. Prints one JSON object.
 
 Needs `pip install --no-deps trl==1.16.0` and what TRL needs (accelerate, datasets).
 """

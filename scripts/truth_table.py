@@ -137,7 +137,9 @@ def server(model: Path, dtype: str, row: Row, out: Path) -> Iterator[str]:
     port = claim_ports({"server": 0})["server"]
     command = [sys.executable, "-m", "vllm_server", "--model", str(model), "--port", str(port), "--dtype", dtype]
     command += ["--max-model-len", "512", "--logits-dtype", "float32", *row.flags]
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():  # beside the trainer
+        command += ["--gpu-memory-utilization", "0.4"]
+    else:
         command += ["--kv-cache-memory-bytes", str(128 << 20)]
     log, url = out / f"{row.name.replace(' ', '_')}.log", f"http://127.0.0.1:{port}"
     with log.open("w") as written:

@@ -23,7 +23,7 @@ from grpo_trainer.alignment.proof import Probe, probe_of, trainer_logprobs
 from grpo_trainer.config.bridge import LoraOnly
 from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
-from grpo_trainer.errors import ServerError
+from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.model.lora import add_adapter
 from grpo_trainer.server_client import ServerClient
@@ -93,7 +93,7 @@ class Contract:
     tolerance: float
 
     def publish(self, version: int) -> str:
-        """Publish it with weights of its own; its name."""
+        """Publish it with different weights; return its name."""
         fill_b(self.trainer.model, seed=version)
         return self.trainer.swap.publish(version).name
 
@@ -126,7 +126,7 @@ class Contract:
         assert len(set(slots)) > 1
 
     def pins(self) -> None:
-        """An older version answers whoever asks for it, by number or by name, as long as it is kept."""
+        """An older version answers requests that name it, by number or by name, as long as it is kept."""
         old = self.publish(self.first)
         before, _ = self.trainer.ask()
         self.publish(self.first + 1)
@@ -193,7 +193,7 @@ class Contract:
         assert folders == (sorted(names[-KEEP_VERSIONS - 1 :]) if self.transport == "disk" else [])
 
     def refuses(self) -> None:
-        """What can't be served is refused with field and fix; the old version goes on serving."""
+        """What can't be served is refused with field and fix; the old version stays served."""
         served = self.publish(self.first)
         for name, version, status, field, got in (
             (served, self.first, "409", "adapter_name", served),
@@ -207,11 +207,10 @@ class Contract:
             if self.transport == "nccl":
                 return  # nobody received the broadcast, which ends a communicator: the next trainer makes its own
         for packed, names in self.unservable():
-            with pytest.raises(ServerError) as refused:
+            with pytest.raises((ServerError, BridgeError)) as refused:  # a transport with a channel fails as it opens
                 self.open_for(packed).send("unservable", self.first + 1, activate=True)
-            error = refused.value
-            assert "422" in error.summary.split()
-            assert all(name in f"{error.field} {error.got} {error.fix}" for name in names), error
+            said = str(refused.value)
+            assert all(name in said for name in ("422", *names)), said
             self.assert_serves(self.first)
         assert [v.version for v in self.status().versions if v.active] == [self.first]
         assert self.server.get("/health").status_code == 200
@@ -282,7 +281,7 @@ class Contract:
         yield damaged, ("data_offsets",)
 
     def packed(self) -> PackedAdapter:
-        """The trainer's adapter, in a buffer of its own."""
+        """Return the trainer's adapter in a separate buffer."""
         info = self.trainer.client.wait_until_ready()
         return PackedAdapter(self.trainer.model, getattr(torch, info.lora_dtype or info.dtype))
 

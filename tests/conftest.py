@@ -33,7 +33,7 @@ atexit.register(shutil.rmtree, os.environ["GRPO_CACHE"], ignore_errors=True)
 # vLLM's own cache of model classes stays shared between test sessions: without it the first server takes 10 s longer.
 os.environ.setdefault("VLLM_CACHE_ROOT", str(Path("~/.cache/vllm").expanduser()))
 
-# The machine that runs the tests may be busy with a server beside them: slowness is no failure.
+# A server may run on the same machine as the tests: slowness is no failure.
 settings.register_profile("few", deadline=None, max_examples=20)
 settings.register_profile("many", deadline=None, max_examples=200)  # --hypothesis-profile=many, of the complete lane
 settings.load_profile("few")

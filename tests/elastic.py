@@ -41,7 +41,7 @@ class ElasticRun:
         return max((row["step"] for row in rows(self.run_dir)), default=0)
 
     def wait(self, what: str, done: Callable[[], bool], seconds: float = 600) -> None:
-        """Wait until something is so while the run goes on."""
+        """Wait until a condition holds, while the run continues."""
         wait_for(what, lambda: done() or self.process.poll() is not None, self.log, seconds)
         assert self.process.poll() is None, f"the run is over before: {what}\n{tail(self.log)}"
 

@@ -73,5 +73,5 @@ class EngineEndedError(FatalError):
 def gist(error: BaseException) -> str:
     """Return the line of a long message (of pydantic, for example) that names the problem."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
-    told = next((line for line in lines if line.startswith("Value error, ")), lines[0])
-    return told.removeprefix("Value error, ").split(" [type=")[0][:300]
+    named = next((line for line in lines if line.startswith("Value error, ")), lines[0])
+    return named.removeprefix("Value error, ").split(" [type=")[0][:300]

@@ -43,13 +43,13 @@ def check(config: Any, workers: Sequence[WorkerInfo]) -> None:
         raise FatalError(
             field=FLAG,
             got=f"a model of type {kind}, of which vLLM {seams.vllm_version()} shows no routing",
-            wanted="a mixture of experts whose layers attend to all tokens, and a MoE backend with a router of its own",
+            wanted="a mixture of experts whose layers attend to all tokens, and a MoE backend with a separate router",
             fix=f"leave out {FLAG} for a dense model; else set VLLM_USE_V2_MODEL_RUNNER=0 and --moe-backend triton",
         )
 
 
 def collect() -> None:
-    """Have vLLM's output processor put rows beside a request's logprobs. Call after `sampling_masks.collect`.
+    """Have vLLM's output processor add rows to a request's logprobs. Call after `sampling_masks.collect`.
 
     Raises:
         FatalError: this vLLM processes logprobs elsewhere.

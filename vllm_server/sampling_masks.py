@@ -17,7 +17,7 @@ _KEPT = "grpo_kept"
 
 
 def collect() -> None:
-    """Have vLLM's output processor put kept ids beside a request's logprobs.
+    """Have vLLM's output processor add kept ids to a request's logprobs.
 
     Raises:
         FatalError: this vLLM processes logprobs elsewhere.

@@ -90,7 +90,7 @@ class WeightChannels:
                 await self._drop()
 
     async def stage(self, asked: WeightsStageRequest) -> WeightsDone:
-        """Receive a version while generation goes on.
+        """Receive a version while generation continues.
 
         Raises:
             ServeError: 404 the channel is not open; 422 the version did not arrive. The served weights are as before.

@@ -16,7 +16,7 @@ def parse(arguments: list[str] | None = None) -> Settings:
     default = Settings()
     parser = argparse.ArgumentParser(prog="grpo api", description="Serve the rollout API.")
     add = parser.add_argument
-    add("--host", default=default.host, help="address to listen on; beyond loopback --api-key is needed")
+    add("--host", default=default.host, help="address to listen on; any other than loopback needs --api-key")
     add("--port", type=int, default=default.port, help="0 takes a free one")
     add("--store", type=Path, help="SQLite file that outlives the process (default: memory only)")
     add("--run-dir", type=Path, help="folder of the run, whose name and report the status page shows")
@@ -25,8 +25,8 @@ def parse(arguments: list[str] | None = None) -> Settings:
     add(
         "--api-key",
         default=os.environ.get(KEY_VARIABLE) or None,
-        help=f"required of every client as `Authorization: Bearer KEY` (default: {KEY_VARIABLE}, which no list of "
-        "processes shows)",
+        help=f"required of every client as `Authorization: Bearer KEY` (default: {KEY_VARIABLE}, which no process "
+        "list shows)",
     )
     add("--max-body-mb", type=int, default=default.max_body_mb, help="largest body, also when decompressed (MiB)")
     add("--memory-mb", type=int, default=default.memory_mb, help="MiB of groups in memory; more are left on disk")

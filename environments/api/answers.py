@@ -1,4 +1,4 @@
-"""Batches as bytes, in pieces: whoever sends them can let other requests have their turn between two.
+"""Batches as bytes, in pieces, so that other requests have their turn between two pieces.
 
 Groups are kept packed, so a MessagePack answer is a header and the groups as they lie there.
 """
@@ -17,7 +17,7 @@ _PER_TOKEN = {"tokens": "i", "masks": "i", "advantages": "f", "ref_logprobs": "f
 
 def packed_batch(payloads: Sequence[bytes], fields: dict[str, object]) -> Iterator[bytes]:
     """`wire.PackedBatch`, a piece per group; `fields` are the others of the message."""
-    head = bytes([0x80 | (1 + len(fields))])  # a map of so many entries
+    head = bytes([0x80 | (1 + len(fields))])  # a map, with the number of its entries
     for name, value in fields.items():
         head += msgspec.msgpack.encode(name) + msgspec.msgpack.encode(value)
     yield head + msgspec.msgpack.encode("batch") + b"\xdd" + len(payloads).to_bytes(4, "big")

@@ -5,7 +5,7 @@ from environments.api.queue import RolloutQueue
 from environments.api.selection import can_make
 
 MIN_ENV_WEIGHT = 0.01
-"""No environment is told a smaller weight, so that none starves."""
+"""Lowest weight in an answer to an environment, so that none starves."""
 SILENT_S = 30.0
 """Seconds without a group after which an environment is named as one that the next batch waits for."""
 
@@ -24,7 +24,7 @@ class Explainer:
         self._untrained = 0
 
     def status_env(self, env_id: int, seen: str | None = None) -> wire.StatusEnv:
-        """How much is queued, counted as the asking environment does: in groups of its own size.
+        """How much is queued, counted as the asking environment does: in groups of that environment's size.
 
         Other environments' groups count beyond what is reserved for them, rounded up to the largest group. Leases are
         counted for who waits for news, and has `seen` what there is.
@@ -162,7 +162,7 @@ class Explainer:
             if minimum < share:
                 found.append(
                     f"{queue.environments[env_id].name} reserves {share} of {target} sequences and gets {minimum}:"
-                    f" more does not fit beside the others in whole groups of {request.group_size}"
+                    f" more does not fit with the others in whole groups of {request.group_size}"
                 )
         for env_id, buffer in queue.buffers.items():
             environment = queue.environments[env_id]

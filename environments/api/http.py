@@ -99,7 +99,7 @@ class BodyReader:
                     inflater = gzipping.inflater()
                 try:
                     piece = inflater.decompress(data, _PIECE)
-                except gzipping.ERRORS as error:
+                except gzipping.ERROR as error:
                     raise ApiError(400, Problem("body", str(error), "gzip"), _ENCODING) from None
                 data = inflater.unused_data if inflater.eof else inflater.unconsumed_tail
                 if piece:

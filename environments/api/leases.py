@@ -37,7 +37,7 @@ class LeaseBook:
         self._over.update(over)
 
     def grant(self, lease: Lease, now: float) -> None:
-        """A lease begins, or begins anew."""
+        """A lease begins, or begins again."""
         self._over.pop(lease.batch_id, None)
         self.held[lease.batch_id] = lease
         self.deadlines[lease.batch_id] = now + lease.seconds

@@ -15,7 +15,7 @@ K = TypeVar("K")
 class Line:
     """Queued groups in lanes of one size each.
 
-    An environment with a reservation has lanes of its own, all others share theirs (environment None): choosing
+    An environment with a reservation has separate lanes, all others share theirs (environment None): choosing
     a batch looks at the heads of a few lanes, however long the line is. Counts are kept, none is computed by a
     walk over the line.
     """

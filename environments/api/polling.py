@@ -1,6 +1,6 @@
 """GET /status-env without a framework in between: a thousand environments ask ten times a second each.
 
-Requests of the usual form are answered here; any other form (gzip, MessagePack, a query) goes on to the ordinary
+Requests of the usual form are answered here; any other form (gzip, MessagePack, a query) is left to the ordinary
 route, which gives the same answers and says what is wrong.
 """
 

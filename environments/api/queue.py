@@ -1,7 +1,7 @@
 """The rollout queue as a pure state machine: groups in, leased batches out, each group trained once.
 
 No clock, no I/O: calls that time matters to are given `now` (seconds of a clock that nobody sets), and what must
-survive a crash is told to a `Journal`. A group is in one place at a time:
+survive a crash is written to a `Journal`. A group is in one place at a time:
 
     offered -> buffered (of an odd size) -> queued -> leased -> gone (acknowledged)
                                               ^          |
@@ -186,7 +186,7 @@ class RolloutQueue:
         """Hold a batch until `now + lease`; `step` is the step that training on it has led to.
 
         A trainer acknowledges what a checkpoint holds, and says with `step` how far it is before there is one. A lease
-        that has expired begins anew while none of its groups was given out again.
+        that has expired begins again while none of its groups was given out again.
 
         Raises:
             LeaseError: the lease is unknown (404) or has ended (409).

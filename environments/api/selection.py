@@ -1,4 +1,4 @@
-"""Which whole groups make a batch of exactly so many sequences: pure arithmetic on sizes.
+"""Which whole groups make a batch of an exact number of sequences: pure arithmetic on sizes.
 
 Groups cannot be split, so a batch is an exact subset sum with minima for some environments. Sets of sums are
 bit sets (bit `n` set: `n` can be made): a whole row of the usual dynamic programme is one shift and one or.

@@ -56,7 +56,7 @@ class Service:
         clock: Callable[[], float] = time.time,
         timer: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Open the store, if there is one, and go on where it ends.
+        """Open the store, if there is one, and continue from its content.
 
         Args:
             clock: the time of day, for what is shown and what is compared with what an earlier process wrote.
@@ -363,7 +363,7 @@ class Service:
             else:
                 await self.payloads.flush()
         except StoreError as error:
-            self._fail(error)  # memory is now ahead of the disk: stop, and go on from what was written
+            self._fail(error)  # memory is now ahead of the disk: stop, and continue from what was written
             raise
         self.history.reached(self.step, self.timer())
         self.batch_waiters.tell(self.queue.changes)

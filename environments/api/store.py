@@ -227,7 +227,7 @@ class Store(Journal):
                 return
 
     def _transact(self, changes: list[Change]) -> StoreError | None:
-        if _identity(self.path) != self._file:  # SQLite would go on writing into a file that nobody finds again
+        if _identity(self.path) != self._file:  # SQLite would continue to write into a file without a name
             return StoreError(
                 "deleted, or replaced, while in use",
                 field=f"--store {self.path}",

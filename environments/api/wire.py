@@ -7,7 +7,7 @@ the API needs neither torch nor a web framework.
 A *group* (`ScoredData`) is several answers to one prompt. JSON carries it as lists, MessagePack packed:
 
     tokens, masks              int32, little-endian, all sequences one after another
-    advantages, *_logprobs     float32 where that loses nothing, else float64 (told apart by their length)
+    advantages, *_logprobs     float32 where that loses nothing, else float64 (their length says which)
     lengths                    tokens in each sequence
 
 `encode_group` / `decode_group` and `encode_batch` / `decode_batch` are the pairs for clients; the bytes of a

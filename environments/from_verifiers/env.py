@@ -126,19 +126,6 @@ class VerifiersEnv(BaseEnv[Any, VerifiersConfig]):
             return Shuffled(tasks, self.config.seed), tasks
         return Shuffled(tasks[count:], self.config.seed), tasks[:count]
 
-    async def get_next_item(self) -> Any:
-        """Return the next task."""
-        return next(self.items, None)
-
-    def state(self) -> dict[str, Any]:
-        """Return how many tasks were taken; empty for an endless taskset."""
-        return {"position": self.items.position} if isinstance(self.items, Shuffled) else {}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue after the tasks that were taken."""
-        if isinstance(self.items, Shuffled):
-            self.items.position = state["position"]
-
     async def collect_trajectories(self, item: Any) -> wire.ScoredData | None:
         """Return `group_size` rollouts of a task.
 

@@ -13,8 +13,6 @@ from peft import PeftModel
 
 from grpo_trainer.alignment.proof import (
     BASE_MODEL,
-    COMPLETION_TOKENS,
-    COMPLETION_TOKENS_QUANTISED,
     NOISE_LIMIT,
     NOISE_LIMIT_QUANTISED,
     NOISE_MARGIN,
@@ -23,6 +21,7 @@ from grpo_trainer.alignment.proof import (
     TOLERANCE,
     Probe,
     ask,
+    completion_tokens,
     disagreement,
     gap,
     gap_of_base,
@@ -80,9 +79,13 @@ class ModelProof:
             self._noise = own
         return own, allowed
 
+    def _precision(self, info: BridgeInfo) -> str:
+        """Return the coarser dtype of the two sides."""
+        return max(info.dtype, self._trainer_dtype, key=TOLERANCE.__getitem__)
+
     def allowed(self, info: BridgeInfo) -> float:
         """Return the largest allowed gap between the two sides, in nats a token."""
-        precision = max(info.dtype, self._trainer_dtype, key=TOLERANCE.__getitem__)  # the coarser of the two sides
+        precision = self._precision(info)
         if self._noise is None:
             return NOISE_LIMIT_QUANTISED if info.in_8_bits else NOISE_LIMIT[precision]
         return max(TOLERANCE[precision], NOISE_MARGIN * self._noise)
@@ -93,7 +96,7 @@ class ModelProof:
         Raises:
             BridgeError: another version than `version` answered.
         """
-        tokens = COMPLETION_TOKENS_QUANTISED if info.in_8_bits else COMPLETION_TOKENS
+        tokens = completion_tokens(self._precision(info), quantised=info.in_8_bits)
         prompts = probe_prompts(self._model.config.vocab_size, info.max_model_len - tokens)
         return ask(self._server, prompts, tokens, version=version)
 

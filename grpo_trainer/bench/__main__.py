@@ -48,8 +48,8 @@ def loop(options: dict[str, Any], run_options: RunOptions = None) -> None:
 def step(options: dict[str, Any], json_line: JsonLine = False) -> None:
     """Measure optimisation steps: the trainer's own, on synthetic rollouts and a model with random weights.
 
-    mfu is the share of --peak-tflops that the model's own arithmetic takes: 6 operations a weight and token (4 where it
-    is frozen) and attention, whatever is computed a second time.
+    mfu is the share of --peak-tflops that the model's own arithmetic reaches: 6 operations a weight and token (4 for a
+    frozen weight) and attention, without recomputation.
     """
     asked = build(StepOptions, options)
     from grpo_trainer.bench.step.measure import measure
@@ -72,7 +72,7 @@ def sync(options: dict[str, Any], server_arg: ServerArgs = None, json_line: Json
 @app.command(short_help="Shared weights, written under load.")
 @with_options(FenceOptions)
 def fence(options: dict[str, Any], server_arg: ServerArgs = None, json_line: JsonLine = False) -> None:
-    """Write shared weights over and over under load, and judge whether any answer saw them half written.
+    """Write shared weights repeatedly under load, and check whether any answer used half-written weights.
 
     Exit code 1 if one did.
     """

@@ -1,7 +1,7 @@
 """`grpo bench api`: load a rollout API from separate processes and print one line of figures.
 
-Posting clients, a trainer and polling environments each run beside the server, as they do in a run. The bodies are
-made and compressed before the clock starts, so that the figures are the server's and not gzip's. With `--url` a
+Posting clients, a trainer and polling environments are separate processes, as in a run. The bodies are made and
+compressed before the clock starts, so that the figures are the server's and not gzip's. With `--url` a
 running server is loaded, for example the original one; if it is on this machine its CPU time and memory are read.
 """
 
@@ -55,9 +55,9 @@ class Load(Section):
     batch_size: int = option(64, help="Sequences in a batch.", ge=1)
     environments: int = option(1, help="Environments that poll every 0.1 s.", ge=1)
     wire: Literal["json", "msgpack"] = option("json", help="Format of groups and batches.")
-    prefill: bool = option(False, help="Post everything before the first batch is taken.")
+    prefill: bool = option(False, help="Post all groups before the first batch is taken.")
     url: str | None = option(None, help="Load this running server (default: start one).")
-    store: Path | None = option(None, help="Give the server that is started this store.")
+    store: Path | None = option(None, help="SQLite file of the server that is started (default: in memory).")
 
     @model_validator(mode="after")
     def _fills_batches(self) -> Load:

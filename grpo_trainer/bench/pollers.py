@@ -1,7 +1,7 @@
 """Environments that ask GET /status-env every 0.1 s, very many of them in one process.
 
-Each has its own connection and sends the same few bytes over and over, so that a thousand of them cost little beside
-the server they ask.
+Each has its own connection and sends the same few bytes over and over, so that a thousand of them need little CPU time
+compared with the server.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """A model of a given shape with random weights, and a tokenizer that has its vocabulary: needs no hub.
 
-`python -m grpo_trainer.bench.random_model SHAPE FOLDER` writes one from a process that frees its GPU memory.
+`python -m grpo_trainer.bench.random_model SHAPE FOLDER [no-weights]` writes one and frees its GPU memory.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ PAD, EOS = "<pad>", "<eos>"
 POSITIONS = 32_768
 
 
-def ensure_model(shape: ModelShape, folder: Path, dtype: torch.dtype) -> None:
+def ensure_model(shape: ModelShape, folder: Path, dtype: torch.dtype, *, weights: bool = True) -> None:
     """Write the model into a folder unless it exists.
+
+    Args:
+        weights: whether the folder gets weights, beside the configuration and the tokenizer.
 
     Raises:
         ConfigError: the folder holds another model.
@@ -48,6 +51,13 @@ def ensure_model(shape: ModelShape, folder: Path, dtype: torch.dtype) -> None:
         return
     if folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(field=f"--model-dir {folder}", got="files, but no model", wanted="an empty or a new folder")
+    if not weights:
+        with whole_folder(folder) as writing:
+            numbered_tokenizer(shape.vocab).save_pretrained(writing)
+            config = model_config(shape, dtype)
+            config.architectures = ["Qwen2ForCausalLM"]  # as a saved model's, by which vLLM chooses its class
+            config.save_pretrained(writing)
+        return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = random_model(shape, dtype, torch.device(device))
     with whole_folder(folder) as writing:
@@ -113,7 +123,7 @@ def numbered_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
 
 if __name__ == "__main__":
     try:
-        weights = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-        ensure_model(SHAPES[sys.argv[1]], Path(sys.argv[2]), weights)
+        stored = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+        ensure_model(SHAPES[sys.argv[1]], Path(sys.argv[2]), stored, weights="no-weights" not in sys.argv[3:])
     except GrpoError as error:
         sys.exit(f"grpo: {error}")

@@ -155,6 +155,12 @@ class Broadcast(AllWeightsOptions, InFlightOptions, ProofOptions):
         "copy; auto: on if the server's GPU has room for the buffer.",
         flags=("--broadcast-staging",),
     )
+    root: Path | None = option(
+        None,
+        help="Folder for the weights of --broadcast-transport disk: on a disk that the servers see, or in /dev/shm "
+        "(default: in --log-dir).",
+        flags=("--broadcast-root",),
+    )
 
 
 class LoraOnly(LoraOptions, SharedServer, ProofOptions):

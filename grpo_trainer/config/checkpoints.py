@@ -1,4 +1,4 @@
-"""Options of checkpoints: where, how often, how many stay, which to go on from."""
+"""Options of checkpoints: where, how often, how many are kept, which to resume from."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def showing(*first: str) -> type[ManyOptions]:
 
 
 def _joined(options: Sequence[Any]) -> list[Any]:
-    """Return the options without those that are second names; these stand beside the first name."""
+    """Return the options without those that are second names; they are listed with the first name."""
     joined = {option.opts[0]: copy.copy(option) for option in options}
     for flag, option in list(joined.items()):
         if (first := joined.get(first_name(option.help or ""))) is not None:

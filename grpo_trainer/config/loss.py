@@ -1,7 +1,10 @@
-"""Options of the loss. Which of them reproduce which paper: `docs/papers.md`. Imports no torch."""
+"""Options of the loss, and the table of built-in losses. `docs/papers.md`: what reproduces which paper. No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, get_args
 
 from pydantic import ValidationInfo, field_validator
@@ -10,11 +13,42 @@ from grpo_trainer import import_paths
 from grpo_trainer.config.options import Section, option
 from grpo_trainer.errors import ConfigError
 
-LossName = Literal["grpo", "bnpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo"]
 EstimatorName = Literal["group", "rloo"]
 KlEstimator = Literal["k1", "k2", "k3"]
-UNCLIPPED = ("cispo", "sapo")
-"""Losses whose surrogate is not PPO's clipped one."""
+TokenMean = Literal["sequences", "tokens", "constant"]
+
+
+@dataclass(frozen=True)
+class BuiltInLoss:
+    """A built-in loss; `grpo_trainer.losses` builds it by these names.
+
+    Attributes:
+        surrogate: name of a function in `losses/surrogates.py`.
+        mean: of the tokens' losses: see `losses.LossSpec`.
+        ratio: of one token, or of its whole sequence.
+    """
+
+    surrogate: str
+    mean: TokenMean
+    ratio: Literal["token", "sequence"] = "token"
+
+
+LOSSES: Mapping[str, BuiltInLoss] = MappingProxyType(
+    {
+        "grpo": BuiltInLoss("clipped", "sequences"),  # DeepSeekMath, arXiv 2402.03300
+        "gspo": BuiltInLoss("clipped", "sequences", "sequence"),  # arXiv 2507.18071
+        "sapo": BuiltInLoss("sapo", "sequences"),  # arXiv 2511.20347
+        "dapo": BuiltInLoss("clipped", "tokens"),  # arXiv 2503.14476
+        "bnpo": BuiltInLoss("clipped", "tokens"),  # TRL's name; as dapo, because a batch is the whole batch here
+        "cispo": BuiltInLoss("cispo", "tokens"),  # MiniMax-M1, arXiv 2506.13585
+        "dr_grpo": BuiltInLoss("clipped", "constant"),  # sum / (sequences x --max-completion-len), arXiv 2503.20783
+    }
+)
+"""By name. The means of gspo, cispo and sapo are those of their papers and of TRL 1.16."""
+
+
+def _named(mean: TokenMean) -> str:
+    return ", ".join(name for name, loss in LOSSES.items() if loss.mean == mean)
 
 
 class LossConfig(Section):
@@ -22,8 +56,8 @@ class LossConfig(Section):
 
     loss: str = option(
         "dapo",
-        help="Surrogate and mean of the token losses: by sequence (grpo, gspo, sapo), over all tokens (dapo, bnpo, "
-        "cispo), by a constant (dr_grpo). MODULE:NAME is a LossSpec of your own.",
+        help=f"Surrogate and mean of the token losses: by sequence ({_named('sequences')}), over all tokens "
+        f"({_named('tokens')}), by a constant ({_named('constant')}). MODULE:NAME is a LossSpec of your own.",
     )
     clip_eps: float = option(0.2, help="Lower clip of the importance ratio: the bound is 1 - VALUE.", gt=0, lt=1)
     clip_eps_high: float | None = option(
@@ -64,8 +98,8 @@ class LossConfig(Section):
     )
     routing_replay: Literal["off", "server", "own"] = option(
         "off",
-        help="Experts of a mixture in both passes. server: those that the server chose for each token. own: those of "
-        "a first pass of the trainer, a check that must change nothing. off: the model chooses in each pass.",
+        help="Experts that a mixture-of-experts model uses in both passes. server: those that the server chose for "
+        "each token. own: those of an extra pass of the trainer, a test. off: the model chooses in each pass.",
     )
     updates_per_batch: int = option(1, help="Optimizer steps on each batch; each one uses the whole batch.", ge=1)
     kl_beta: float = option(0.0, help="Weight of the KL divergence from the reference model; 0: none.", ge=0)
@@ -94,7 +128,7 @@ class LossConfig(Section):
     @field_validator("loss", "advantage_estimator")
     @classmethod
     def _is_known(cls, value: str, info: ValidationInfo) -> str:
-        known = get_args(LossName if info.field_name == "loss" else EstimatorName)
+        known = tuple(LOSSES) if info.field_name == "loss" else get_args(EstimatorName)
         if import_paths.is_import_path(value):
             import_paths.check(value)
         elif value not in known:

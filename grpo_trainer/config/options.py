@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 C = TypeVar("C", bound="Section")
 
 TAG = "mode"
-"""The field by which the members of a union of sections are told apart."""
+"""The field that names the member of a union of sections."""
 
 
 SAME_AS = "The same as "
@@ -300,10 +300,10 @@ def override(root: type[Section], given: Mapping[str, Any], by: Mapping[str, Any
 
     If another member of a union is chosen, options that only the former has go, with a warning.
     """
-    tree, anew = _tree(root), root.normalised(by)
-    gone = {tree.key(written) for written in (*anew, *by)}
+    tree, replacing = _tree(root), root.normalised(by)
+    gone = {tree.key(written) for written in (*replacing, *by)}
     if tree.tag is not None and tree.tag.key in gone:
-        keys, now = tree.keys_of_members, tree.picked(anew)
+        keys, now = tree.keys_of_members, tree.picked(replacing)
         former = keys.get(tree.picked(root.normalised(given)), set())
         foreign = former - keys.get(now, former)
         left_out = [written for written in given if tree.key(written) in foreign - gone]
@@ -311,7 +311,7 @@ def override(root: type[Section], given: Mapping[str, Any], by: Mapping[str, Any
             names, flag = ", ".join(left_out), tree.tag.flags[0]
             log.warning("%s %s: left out the file's %s, which belong to its mode", flag, now, names)
         gone |= foreign
-    return {**{written: value for written, value in given.items() if tree.key(written) not in gone}, **anew}
+    return {**{written: value for written, value in given.items() if tree.key(written) not in gone}, **replacing}
 
 
 def dump(config: Section, *, only_set: bool = False) -> dict[str, Any]:

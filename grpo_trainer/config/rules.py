@@ -20,7 +20,7 @@ from grpo_common.sharing import unreceivable, unshareable
 from grpo_trainer.config.adapter_file import read_adapter
 from grpo_trainer.config.bridge import Broadcast, LoraOnly, LoraOptions, SharedServer, SharedVllm
 from grpo_trainer.config.distributed import why_whole
-from grpo_trainer.config.loss import UNCLIPPED
+from grpo_trainer.config.loss import LOSSES
 from grpo_trainer.config.options import key_of, leaves, shown
 from grpo_trainer.config.server import DEGREES, SHORT, ServerProcess, VllmConfig, arguments
 from grpo_trainer.config.train import TrainConfig, settings_of
@@ -175,7 +175,7 @@ def _sums_to(whole: int, parts: Sequence[int]) -> bool:
 @rule
 def loss(case: Case) -> Iterator[Problem]:
     asked, bridge = case.trainer.loss, case.trainer.bridge
-    if asked.dual_clip is not None and asked.loss in UNCLIPPED:
+    if asked.dual_clip is not None and asked.loss in LOSSES and LOSSES[asked.loss].surrogate != "clipped":
         why = f"with --loss {asked.loss} nothing is clipped"
         yield Problem("--dual-clip", str(asked.dual_clip), "a clipped loss", "leave it out", why)
     if asked.is_correction in ("truncate", "mask") and asked.ratio_against == "rollout":
@@ -209,7 +209,7 @@ def routing(case: Case) -> Iterator[Problem]:
 
 @rule
 def adapter(case: Case) -> Iterator[Problem]:
-    """What is given beside an adapter to start from is as in that adapter."""
+    """Options given with an adapter to start from must be as in that adapter."""
     bridge = case.trainer.bridge
     if not isinstance(bridge, LoraOptions) or bridge.adapter is None:
         return

@@ -1,7 +1,6 @@
 """Options of the inference server: as flags of `grpo train`, which may start it, and as `--server.…` of `grpo run`.
 
-In a run both name the same server: what either says is the server's, whoever starts it and whoever asks it. Imports no
-torch.
+In a run both name the same server, and an option may be set by either. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Quantization = Literal["none", "fp8"]
 KvCacheDtype = Literal["auto", "fp8"]
 DEFAULT_GPU_SHARE = 0.45
 KEY_VARIABLE = "VLLM_API_KEY"
-"""By which vLLM itself is told its key: no list of processes shows it."""
+"""vLLM itself reads its key from this environment variable, which no list of processes shows."""
 
 DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 SHORT: Mapping[str, str] = dict(zip(("-tp", "-pp", "-dp", "-q"), (*DEGREES, "quantization"), strict=True))
@@ -79,7 +78,7 @@ class VllmConfig(ServedOptions):
     )
     roster: Path | None = option(
         None,
-        help="Folder with the list of servers of a run, which may change. grpo run writes it.",
+        help="Folder with the list of a run's servers, which grpo run writes; servers may change during the run.",
         flags=("--vllm-roster",),
     )
     gpus: str | None = option(
@@ -114,7 +113,7 @@ class VllmConfig(ServedOptions):
     )
     tensor_parallel_size: int = option(
         1,
-        help="Tensor parallel size of vLLM, if this command starts it; with shared_vllm, also of a running one.",
+        help="Tensor parallel size of vLLM, if this command starts it. With shared_vllm: that of the running server.",
         ge=1,
     )
     pipeline_parallel_size: int = option(1, help="Pipeline parallel size of vLLM, if this command starts it.", ge=1)

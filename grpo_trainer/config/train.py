@@ -33,7 +33,7 @@ from grpo_trainer.errors import ConfigError
 from vllm_server.protocol import DEFAULT_KEEP_VERSIONS
 
 API_KEY_VARIABLE = "ROLLOUT_API_KEY"
-"""By which the rollout API is told its key, too: `environments.api` reads it."""
+"""The rollout API reads its key from this environment variable, too."""
 
 
 class ModelConfig(Section):
@@ -45,8 +45,8 @@ class ModelConfig(Section):
     )
     logits_dtype: Literal["auto", "float32", "model"] = option(
         "auto",
-        help="float32: trainer, and a server that it starts, keep logits in fp32 (grpo serve has the same flag). "
-        "model: the dtype of --dtype. auto: float32 on a GPU.",
+        help="Dtype of logits, in the trainer and in a server that it starts (grpo serve has the same flag). float32: "
+        "fp32; model: that of --dtype; auto: float32 on a GPU, model on a CPU.",
     )
     device: str = option("auto", help="cuda, cuda:1, cpu; auto: the first visible GPU, else the CPU.")
     load_in_4bit: bool = option(
@@ -176,7 +176,7 @@ class LogConfig(Section):
     log_samples: int = option(
         0, help="Write N sequences of each step to samples.jsonl, which `grpo report` shows.", ge=0
     )
-    benchmark: bool = option(False, help="Print at the end how the time was spent.")
+    benchmark: bool = option(False, help="Print a table at the end: seconds of each phase of the run.")
 
     @property
     def trackers(self) -> tuple[str, ...]:

@@ -32,8 +32,8 @@ def check_disk(config: TrainConfig, folder: Path, shape: ModelShape | None, *, o
     most = most_checkpoints(config)
     least, whole = min(most, 2) * each + served, most * each + served + LOGS
     got = f"{free / GB:.1f} GB free at {there}" + (f", {held / GB:.1f} GB in use by the run" if held else "")
-    beside = f", {served / GB:.2f} GB of models to serve" if served else ""
-    of_them = f"checkpoints of {each / GB:.2f} GB{beside}"
+    models = f", {served / GB:.2f} GB of models to serve" if served else ""
+    of_them = f"checkpoints of {each / GB:.2f} GB{models}"
     if free + held < least or free < each:
         return fail("disk", got, f"{least / GB:.1f} GB for {min(most, 2)} {of_them}", MOVE)
     if free + held < whole:

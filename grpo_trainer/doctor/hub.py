@@ -11,7 +11,7 @@ from grpo_trainer.doctor.findings import Finding, fail, ok, warn
 from grpo_trainer.errors import ModelError
 
 HUB_SECONDS = 5.0
-"""For each of the hub's answers: who has no connection should not wait long to be told."""
+"""Time limit of each request to the hub. It is short, because some machines have no connection to the hub."""
 
 log = logging.getLogger(__name__)
 

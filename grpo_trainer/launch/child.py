@@ -40,8 +40,8 @@ class Child(Watched):
         self,
         spec: ProcessSpec,
         log_path: Path,
-        on_stdout: Listener,
-        on_stderr: Listener,
+        on_stdout: Listener = lambda line: None,
+        on_stderr: Listener = lambda line: None,
         last_lines: int = LAST_LINES,
     ) -> None:
         super().__init__(spec, log_path, last_lines)
@@ -49,7 +49,7 @@ class Child(Watched):
         self.process = subprocess.Popen(
             spec.argv,
             env={**os.environ, **spec.env},
-            stdin=subprocess.PIPE if spec.told else subprocess.DEVNULL,
+            stdin=subprocess.PIPE if spec.standby else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -77,7 +77,7 @@ class Child(Watched):
         Raises:
             BrokenPipeError: the standby process has ended.
         """
-        assert self.spec.told and self.process.stdin is not None, "it was not started to be told anything"
+        assert self.spec.standby and self.process.stdin is not None, "it was not started as a standby process"
         with self.process.stdin as stdin:
             stdin.write(f"{line}\n")
         self.spec = spec

@@ -114,7 +114,7 @@ class OwnedServer:
             self._waiting = self._launched(self._standby(self._child.spec))
 
     def _launched(self, spec: ProcessSpec) -> Child:
-        return Child(spec, self.log_path, _silent, _silent, last_lines=LAST_LINES)
+        return Child(spec, self.log_path, last_lines=LAST_LINES)
 
     def _told(self, spec: ProcessSpec) -> Child | None:
         """Return the standby process after sending it the server's arguments; None: there is none, or it has ended."""
@@ -200,10 +200,6 @@ def _end(child: Child) -> None:
         time.sleep(POLL_SECONDS / 2)
     child.kill()
     child.close()
-
-
-def _silent(line: str) -> None:
-    """Do nothing: the line is in the log."""
 
 
 def owned_servers(config: TrainConfig, *, on_gpu: bool, check_stop: Callable[[], None]) -> list[OwnedServer]:

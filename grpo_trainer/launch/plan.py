@@ -44,7 +44,7 @@ class ProcessSpec:
         ends_run: the run is over when this process exits with 0.
         may_end: an exit with 0 is no failure.
         stop_seconds: seconds between SIGTERM and SIGKILL.
-        told: it waits for a line on its standard input, see `Child.tell`; other processes have an empty one.
+        standby: it waits for a line on its standard input, see `Child.tell`; other processes have an empty one.
         place: the machine and the GPUs that a cluster gives it.
         restarts: processes with the same name here restart together when one of them ends unexpectedly; empty: it does
             not restart.
@@ -60,7 +60,7 @@ class ProcessSpec:
     ends_run: bool = False
     may_end: bool = False
     stop_seconds: float = 3.0
-    told: bool = False
+    standby: bool = False
     place: Place = HERE
     restarts: str = ""
     after_errors: bool = False
@@ -253,7 +253,7 @@ def says_cache_size(extra_args: tuple[str, ...]) -> bool:
 def waiting_server(server: ProcessSpec) -> ProcessSpec:
     """Return the standby process for a server: it makes the imports, then serves once it receives the arguments."""
     python = server.argv[0]
-    return replace(server, argv=(python, "-m", "vllm_server.standby"), ready_url=None, told=True)
+    return replace(server, argv=(python, "-m", "vllm_server.standby"), ready_url=None, standby=True)
 
 
 def _server_processes(

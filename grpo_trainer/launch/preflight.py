@@ -113,10 +113,10 @@ def _place_of_answer(model: str) -> Path | None:
         return None
     devices = sorted(file.name for pattern in ("nvidia*", "dxg") for file in _DEVICES.glob(pattern))
     where = json.dumps([sys.executable, *devices, *map(os.environ.get, _VARIABLES)])
-    told = hashlib.sha256()
+    key = hashlib.sha256()
     for part in (config, where.encode(), *versions, *ours):
-        told.update(hashlib.sha256(part).digest())
-    return cache / "served" / f"{told.hexdigest()[:32]}.json"
+        key.update(hashlib.sha256(part).digest())
+    return cache / "served" / f"{key.hexdigest()[:32]}.json"
 
 
 def _package(name: str, path: list[str]) -> Path:

@@ -74,7 +74,7 @@ def answer_all(servers: Path, obey: Callable[[Request], Answer]) -> None:
         try:
             content = question.read_bytes()
             question.unlink()
-        except FileNotFoundError:  # whoever asked has stopped waiting
+        except FileNotFoundError:  # the command that asked has stopped waiting
             continue
         try:
             answer = obey(msgspec.json.decode(content, type=Request))

@@ -75,7 +75,7 @@ class SampleLog:
     Args:
         count: how many each step; 0: none, and nothing else is touched.
         steps_done: rows of later steps, which a resumed run takes again, are dropped.
-        longest: what lies beyond so many tokens is not trained on, and has no ratio.
+        longest: tokens after this many are not trained on, and have no ratio.
     """
 
     def __init__(
@@ -224,6 +224,6 @@ def _tokenizer(name: str) -> Decode:
             field="--log-samples",
             got="no tokenizer",
             wanted="the model's own",
-            fix="save it beside the model, or give 0",
+            fix="save it in the model's folder, or give 0",
         ) from None
     return lambda tokens: str(tokenizer.decode(tokens))

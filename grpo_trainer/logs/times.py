@@ -18,13 +18,13 @@ PHASES = {
 }
 """What training does or waits for, one after the other."""
 
-BESIDE = {
+MEANWHILE = {
     "fetching the next batch": "rollout/fetch_time",
     "making it ready": "rollout/prepare_time",
     "writing checkpoints": "checkpoint/write_time",
 }
-"""What goes on beside it, in threads. Fetching ends when rollouts are there: what of it training did not wait for was
-hidden behind a step."""
+"""What threads do during training. Fetching ends when rollouts are there; training waited for a part of that time, and
+the rest overlapped with a step."""
 
 
 def time_split(path: Path) -> dict[str, float]:
@@ -35,15 +35,15 @@ def time_split(path: Path) -> dict[str, float]:
     return {**split, "other": max(0.0, total - sum(split.values()))}
 
 
-def time_beside(path: Path) -> dict[str, float]:
-    """Seconds that threads were busy beside training."""
+def time_meanwhile(path: Path) -> dict[str, float]:
+    """Return the seconds for which threads were busy during training."""
     rows = read_rows(path)
-    return {name: sum(row.get(key) or 0.0 for row in rows) for name, key in BESIDE.items()}
+    return {name: sum(row.get(key) or 0.0 for row in rows) for name, key in MEANWHILE.items()}
 
 
 def print_time_split(path: Path, console: Console) -> None:
     """A table of seconds and shares, and below it what went on meanwhile."""
-    split, beside = time_split(path), time_beside(path)
+    split, meanwhile = time_split(path), time_meanwhile(path)
     total = sum(split.values()) or 1.0
     table = Table(title="where the time went")
     table.add_column("phase")
@@ -52,6 +52,6 @@ def print_time_split(path: Path, console: Console) -> None:
     for name, seconds in split.items():
         table.add_row(name, f"{seconds:.1f}", f"{seconds / total:.0%}")
     table.add_section()
-    for name, seconds in beside.items():
+    for name, seconds in meanwhile.items():
         table.add_row(f"meanwhile: {name}", f"{seconds:.1f}", f"{seconds / total:.0%}")
     console.print(table)

@@ -27,7 +27,7 @@ def finite(numbers: dict[str, float]) -> dict[str, float]:
 
 
 def run_id(config: TrainConfig, steps_done: int) -> str:
-    """What a tracker calls this run: the same whenever it goes on, for it is kept in the log folder.
+    """Return a tracker's id of this run. It is kept in the log folder, so a resumed run has the same.
 
     Args:
         steps_done: that it has taken before; 0: it begins, and what lies there is of another.
@@ -40,7 +40,7 @@ def run_id(config: TrainConfig, steps_done: int) -> str:
 
 
 class WandbSink:
-    """Weights & Biases; offline with WANDB_MODE=offline. Steps that it has are not changed by one who goes on."""
+    """Weights & Biases; offline with WANDB_MODE=offline. A resumed run does not change steps that W&B has."""
 
     def __init__(self, config: TrainConfig, steps_done: int = 0) -> None:
         logging = config.logging
@@ -81,13 +81,13 @@ class TrackioSink:
     def __init__(self, config: TrainConfig, steps_done: int = 0) -> None:
         logging = config.logging
         self._run = importlib.import_module("trackio").init(
-            name=f"{config.log_dir.absolute().name}-{run_id(config, steps_done)}",  # a run is told by its name
+            name=f"{config.log_dir.absolute().name}-{run_id(config, steps_done)}",  # identifies the run
             resume="allow",
             project=logging.wandb_project or DEFAULT_PROJECT,
             group=logging.wandb_group,
             config=public(config),
             embed=False,
-            auto_log_gpu=False,  # under keys of its own
+            auto_log_gpu=False,  # under keys that trackio chooses
             auto_log_cpu=False,
         )
 

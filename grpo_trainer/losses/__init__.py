@@ -3,43 +3,32 @@
 Notation: `lp` the trainer's logprob now, `old` the logprob before the first update on this batch, `roll` the one that
 the server sampled with, `ref` the reference model's, `A` the advantage.
 
-| name | ratio | surrogate | mean over tokens | source |
-|---|---|---|---|---|
-| grpo | token | clipped | within a sequence, then over sequences | DeepSeekMath, arXiv 2402.03300 |
-| bnpo | token | clipped | over all trained tokens of the batch | TRL's name |
-| dapo | token | clipped | the same | DAPO, arXiv 2503.14476 |
-| dr_grpo | token | clipped | sum / (sequences x longest allowed completion) | Dr. GRPO, arXiv 2503.20783 |
-| gspo | sequence | clipped | as grpo | GSPO, arXiv 2507.18071 |
-| cispo | token | cispo | as dapo | MiniMax-M1, arXiv 2506.13585 |
-| sapo | token | sapo | as grpo | SAPO, arXiv 2511.20347 |
-
-bnpo and dapo are the same here: a "batch" is the whole batch, however it is split into microbatches. The means of gspo,
-cispo and sapo are those of the papers and of TRL 1.16. Ratios and surrogates are in `surrogates.py`; the loss is
+`LOSSES` of `config/loss.py` is the table of built-in losses. Ratios and surrogates are in `surrogates.py`; the loss is
 
     sum of weight x (-w x gain + kl_beta x KL)  - entropy_coef x mean entropy  + distill_coef x mean cross-entropy
 
 with w from `corrections.py`, KL and cross-entropy from `regularisers.py`. A supervised token (the override `sft`) has
--A lp in place of the bracket, and A = 1. The weight is a token's share in the mean of the table. For every loss, the
+-A lp in place of the bracket, and A = 1. The weight is a token's share in the loss's mean. For every loss, the
 entropy's mean is over all tokens of the batch that the policy sampled, and the cross-entropy's over all tokens with a
 teacher. A stale sequence with a lower weight (`--on-stale downweight`) has it in each of these means.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from grpo_trainer import import_paths
-from grpo_trainer.config.loss import LossConfig
+from grpo_trainer.config.loss import LOSSES, LossConfig, TokenMean
 from grpo_trainer.errors import ConfigError
+from grpo_trainer.losses import surrogates
 from grpo_trainer.losses.corrections import Correction, mismatch_correction
 from grpo_trainer.losses.regularisers import divergence, teacher_cross_entropy
 from grpo_trainer.losses.segments import Segments
-from grpo_trainer.losses.surrogates import Surrogate, cispo, clipped, sapo, sequence_ratio, token_ratio
+from grpo_trainer.losses.surrogates import Surrogate
 from grpo_trainer.metrics.types import EffectiveShare, Max, Mean, Metric, Sum
 
 LARGEST_LOG_RATIO = 20.0
@@ -48,27 +37,23 @@ LARGEST_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class LossSpec:
-    """A row of the table; a custom loss is an object of this class.
+    """What makes a loss; a user's own is an object of this class.
 
     Attributes:
         ratio: returns the importance ratio of each token `[N]` from `lp_N`, `old_N` and the segments.
         surrogate: returns the gain of each token from `ratio_N`, `lp_N`, `advantages_N` and the options.
-        mean: over a sequence's tokens and then over sequences, over all tokens, or divided by a constant.
+        mean: over a sequence's tokens and then over sequences, over all trained tokens of the batch (in all its
+            microbatches), or the sum divided by a constant.
     """
 
     ratio: Callable[[Tensor, Tensor, Segments], Tensor]
     surrogate: Callable[[Tensor, Tensor, Tensor, LossConfig], Surrogate]
-    mean: Literal["sequences", "tokens", "constant"]
+    mean: TokenMean
 
 
-LOSSES: Mapping[str, LossSpec] = {
-    "grpo": LossSpec(token_ratio, clipped, "sequences"),
-    "bnpo": LossSpec(token_ratio, clipped, "tokens"),
-    "dapo": LossSpec(token_ratio, clipped, "tokens"),
-    "dr_grpo": LossSpec(token_ratio, clipped, "constant"),
-    "gspo": LossSpec(sequence_ratio, clipped, "sequences"),
-    "cispo": LossSpec(token_ratio, cispo, "tokens"),
-    "sapo": LossSpec(token_ratio, sapo, "sequences"),
+RATIOS = {"token": surrogates.token_ratio, "sequence": surrogates.sequence_ratio}
+BUILT_IN = {
+    name: LossSpec(RATIOS[loss.ratio], getattr(surrogates, loss.surrogate), loss.mean) for name, loss in LOSSES.items()
 }
 
 
@@ -135,7 +120,7 @@ def loss_spec(name: str) -> LossSpec:
         ConfigError: the path names no `LossSpec`.
     """
     if not import_paths.is_import_path(name):
-        return LOSSES[name]
+        return BUILT_IN[name]
     found = import_paths.load(name, "--loss")
     if not isinstance(found, LossSpec):
         wanted = "a grpo_trainer.losses.LossSpec"

@@ -1,1 +1,1 @@
-"""Metrics of steps: types that merge, files of rows, the summary of a run."""
+"""Metrics of steps: types that merge, files of rows, the health of a run."""

@@ -10,6 +10,9 @@ from typing import Any, TextIO
 
 from grpo_trainer.files import replace_file
 
+ENDS = 5
+"""Tables show the mean reward of this many first and last steps."""
+
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a file, without an incomplete last line of a running or killed writer."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from grpo_trainer.config.train import OptimizerConfig
+from grpo_trainer.optim.joining import hand_out, joined
 
 PIECE = 1 << 23
 """Elements of a piece; temporaries are a few times this size, in fp32."""
@@ -174,12 +175,12 @@ class StochasticRoundingOptimizer(TwoPartOptimizer):
     def _prepare_together(self, part: Part, rates: Rates) -> None:
         """Update small parameters as one joined parameter, and copy the results back to each."""
         names = [name for name, value in part.states[0].items() if isinstance(value, Tensor)]
-        state: dict[str, Any] = {name: _joined([each[name] for each in part.states]) for name in names}
-        gradient = _joined(part.gradients)
-        self._prepare(part, _joined(part.parameters), gradient, state | {"step": part.step}, rates)
+        state: dict[str, Any] = {name: joined([each[name] for each in part.states]) for name in names}
+        gradient = joined(part.gradients)
+        self._prepare(part, joined(part.parameters), gradient, state | {"step": part.step}, rates)
         for name in names:
-            _hand_out(state[name], [each[name] for each in part.states])
-        _hand_out(gradient, part.gradients)
+            hand_out(state[name], [each[name] for each in part.states])
+        hand_out(gradient, part.gradients)
 
     def parts(self) -> Iterator[Part]:
         """Yield the parameters that have a gradient, after creating their states and counting this step."""
@@ -279,17 +280,6 @@ def pieces(tensor: Tensor, limit: int, block: int = 1) -> Iterator[Tensor]:
         row = tensor[0].numel() if len(tensor) else 1
         unit = block // math.gcd(row, block)
         yield from tensor.detach().split(max(1, limit // row // unit) * unit)
-
-
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-
-
-def _hand_out(joined: Tensor, targets: Sequence[Tensor]) -> None:
-    parts = joined.split([target.numel() for target in targets])
-    torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
-        list(targets), [part.view(target.shape) for part, target in zip(parts, targets, strict=True)]
-    )
 
 
 def round_stochastically(values: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ these rows. A step:
               ─ broadcast: each rank sends its new rows into the gradients' memory of the others ─▶ written in the fence
 
 So the weights are rounded stochastically once, by their owner, and every rank writes the same bits. Beyond gradients
-and states this takes a buffer of `BUCKET_BYTES`. Source: ZeRO stages 1 and 2 (arXiv 1910.02054).
+and states this takes a buffer of at most `BUCKET_BYTES`. Source: ZeRO stages 1 and 2 (arXiv 1910.02054).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch.nn import Parameter
 from grpo_trainer.engine.collectives import peers
 from grpo_trainer.engine.forward import Forward
 from grpo_trainer.model.export import stored_tensors
+from grpo_trainer.optim.joining import hand_out, joined
 from grpo_trainer.parallel.shard_states import Part, Place, save_states
 from grpo_trainer.parallel.world import World, buckets
 
@@ -114,14 +115,11 @@ class ShardedUpdate:
                 rows = [own for gradient in bucket if (own := self._rows(gradient, rank)).numel()]
                 if not rows:
                     continue
-                flat = torch.cat([own.reshape(-1) for own in rows])
+                flat = joined(rows)
                 with peers():
                     send(flat, rank)
                 if into(rank):
-                    parts = flat.split([own.numel() for own in rows])
-                    torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
-                        rows, [part.view(own.shape) for part, own in zip(parts, rows, strict=True)]
-                    )
+                    hand_out(flat, rows)
 
     @torch.no_grad()
     def finish_update(self) -> None:

@@ -41,6 +41,7 @@ from grpo_trainer.errors import (
     PeerGoneError,
     TrainingError,
 )
+from grpo_trainer.optim.joining import hand_out, joined
 
 log = logging.getLogger(__name__)
 
@@ -312,13 +313,10 @@ class World:
 def in_buckets(tensors: Iterable[Tensor], operate: Callable[[Tensor], object]) -> None:
     """Apply a collective operation, which changes a flat tensor in place, to tensors; a bucket at a time."""
     for bucket in buckets(tensors):
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        flat = joined(bucket)
         with peers():
             operate(flat)
-        parts = flat.split([tensor.numel() for tensor in bucket])
-        torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
-            bucket, [part.view_as(tensor) for part, tensor in zip(parts, bucket, strict=True)]
-        )
+        hand_out(flat, bucket)
 
 
 def buckets(tensors: Iterable[Tensor], limit: int = BUCKET_BYTES) -> list[list[Tensor]]:

@@ -1,4 +1,4 @@
-"""`grpo report`: write the page, and again while the run goes on."""
+"""`grpo report`: write the page, and write it again during the run."""
 
 from __future__ import annotations
 

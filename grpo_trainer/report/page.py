@@ -19,7 +19,7 @@ SCRIPTS = ("controls.js", "samples.js")
 
 
 def page(runs: Sequence[Run], *, made: datetime, refresh_seconds: int = 0) -> str:
-    """The whole report, of one run or of several beside each other.
+    """The whole report, of one run, or of several side by side.
 
     Args:
         made: when; it is said on the page.
@@ -27,7 +27,7 @@ def page(runs: Sequence[Run], *, made: datetime, refresh_seconds: int = 0) -> st
     """
     alone = len(runs) == 1
     body = [f"<header><h1>{parts.text(' · '.join(run.name for run in runs))}</h1>"]
-    state = "refreshed while the run goes on" if refresh_seconds else "a snapshot"
+    state = "refreshed during the run" if refresh_seconds else "a snapshot"
     body.append(f"<small>grpo report, {made:%Y-%m-%d %H:%M:%S}, {state}</small></header>")
     body.append(parts.tiles(runs[0]) if alone else parts.comparison(runs))
     body += [parts.banner(run, None if alone else number) for number, run in enumerate(runs)]

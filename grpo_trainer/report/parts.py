@@ -10,7 +10,7 @@ from html import escape
 
 from grpo_trainer.metrics.health import Episode, learnt, outcome
 from grpo_trainer.metrics.remaining import duration
-from grpo_trainer.metrics.summary import ENDS
+from grpo_trainer.metrics.rows import ENDS
 from grpo_trainer.report.events import Event
 from grpo_trainer.report.read import Run
 from grpo_trainer.report.timeline import lanes, last_steps, sentence

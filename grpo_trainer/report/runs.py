@@ -17,7 +17,7 @@ from grpo_common.locks import is_held
 from grpo_trainer.config.bridge import CheckpointRestart
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import LOCK_FILE, METRICS_FILE
-from grpo_trainer.metrics.summary import ENDS
+from grpo_trainer.metrics.rows import ENDS
 from grpo_trainer.report.read import CONFIG_FILE, final_step, is_done, read_settings
 
 DEPTH = 2

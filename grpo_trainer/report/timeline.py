@@ -64,7 +64,7 @@ def last_steps(found: Sequence[Interval], steps: int = LAST_STEPS) -> tuple[floa
 
 
 def covered(found: Iterable[Interval], within: Sequence[Interval]) -> float:
-    """Seconds of `within`, whose intervals do not overlap, during which at least one of `found` goes on."""
+    """Seconds of `within`, whose intervals do not overlap, during which at least one of `found` runs."""
     union: list[tuple[float, float]] = []
     for each in sorted(found, key=lambda each: each.start):
         if union and each.start <= union[-1][1]:

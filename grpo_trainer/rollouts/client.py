@@ -156,7 +156,7 @@ class RolloutClient:
                 self._leases.end(batch_id)
             return True
 
-        self._wait_for(attempt, "the rollout API to be told of a trained batch", self._check_stop)
+        self._wait_for(attempt, "the rollout API to record a trained batch", self._check_stop)
 
     def evaluations(self) -> list[wire.NumberedEvaluation]:
         """Return the environments' evaluations on held-out prompts since the last call. Best effort."""
@@ -187,7 +187,7 @@ class RolloutClient:
                     f"/batch/{batch_id}/ack", content=body, headers={"Content-Type": wire.JSON}, timeout=5.0
                 )
             except httpx.HTTPError as error:
-                log.warning("batch %s is not acknowledged (%s): it is when the run goes on", batch_id, error)
+                log.warning("batch %s is not acknowledged yet (%s); a resumed run acknowledges it", batch_id, error)
                 return
             self._leases.end(batch_id)
 

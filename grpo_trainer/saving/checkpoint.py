@@ -296,7 +296,7 @@ class Checkpoints:
             else self._named(Path(self._config.resume))
         )
         if found is None:
-            say(f"--resume auto: no checkpoint in {self._config.save_path}, starting anew")
+            say(f"--resume auto: no checkpoint in {self._config.save_path}, starting at step 0")
             return Progress()
         self._check_kind(found.path)
         self.load(found.path)
@@ -326,7 +326,7 @@ class Checkpoints:
             found = Found(path, read_state(path))
             check_files(path, found.state)
         except DamagedError as damage:
-            fix, why = "use --resume auto to go on from the newest whole one", "the checkpoint is damaged"
+            fix, why = "use --resume auto to continue from the newest whole one", "the checkpoint is damaged"
             raise _refused(path / damage.field, damage.got, damage.wanted, fix, why) from None
         step = found.state.progress.step
         newer = [one.path.name for one in saved_checkpoints(self._config.save_path) if one.state.progress.step > step]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -70,7 +71,7 @@ def build_bridge(
             assert isinstance(policy, AllWeights)
             weights = PresentWeights(checkpoints.weights_now, keep=checkpoints.gathers)
             dtype = config.trainer_dtype(on_gpu=torch.cuda.is_available())
-            sent, length = Path(config.log_dir) / "weights", config.model.seq_len
+            sent, length = weights_folder(options, Path(config.log_dir).absolute()), config.model.seq_len
 
             def tell(size: float | None) -> None:
                 if world is not None and checkpoints.gathers:  # the others have shards of the weights
@@ -88,6 +89,13 @@ def build_bridge(
             clients = [ServerClient(vllm, stop.check) for vllm in config.vllm.each]
             models = CheckpointModels(config.model.name, checkpoints)
             return build_restart(config, options, models, policy, clients, last_version, stop)
+
+
+def weights_folder(options: Broadcast, log_dir: Path) -> Path:
+    """Return the folder for the transport `disk`; this run's own, because it is deleted."""
+    if options.root is None:
+        return log_dir / "weights"
+    return options.root.absolute() / f"grpo-weights-{sha256(bytes(log_dir)).hexdigest()[:12]}"
 
 
 def build_followers_bridge(config: TrainConfig, policy: Policy, world: World) -> CommonBridge | None:

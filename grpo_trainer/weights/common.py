@@ -6,7 +6,8 @@ Rank 0 calls the methods of `WeightBridge`; the other ranks call `tend` for each
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeVar
 
 from grpo_trainer.parallel.world import Tend, World
@@ -51,6 +52,19 @@ class CommonBridge(WeightBridge):
         """
         return self._with_all(Tend("prove"), self._prove)
 
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Hold the fences of all servers within the block. All ranks enter it, and each writes its own weights.
+
+        Raises:
+            CommonBridgeError: a fence could not be held or released.
+        """
+        # A fence waits for this rank's device, which never finishes an operation with a rank that has ended. NCCL does
+        # not report that; this call does.
+        self._world.gather(None)
+        with self._hold():
+            yield
+
     def tend(self, order: Tend) -> None:
         """On the other ranks: do between steps what rank 0 has ordered."""
         with self._world.working():
@@ -69,3 +83,7 @@ class CommonBridge(WeightBridge):
 
     @abstractmethod
     def _prove(self) -> float | None: ...
+
+    @abstractmethod
+    def _hold(self) -> AbstractContextManager[None]:
+        """Return the context in which this rank's server, or the only one, reads no weights."""

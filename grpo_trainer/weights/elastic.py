@@ -250,7 +250,7 @@ class ElasticServers(WeightBridge):
                     field=f"server {url}",
                     got=str(ahead.wanted - 1),
                     wanted=f"at most {version}",
-                    fix="continue with --resume auto, which goes on with a higher version",
+                    fix="use --resume auto, which continues with a higher version",
                 ) from None
             # `connect` may have sent weights as version `wanted`, so only a later version is new to the server.
             self._wait_for(member, f"it has served version {ahead.wanted - 1} before", version=ahead.wanted + 1)

@@ -36,7 +36,7 @@ class ServerFence:
     def hold(self, boot_id: str, version: int, seconds: float) -> Iterator[str]:
         """Keep the server from reading its weights within the block; afterwards it generates with them as `version`.
 
-        If the block fails, the server is told that its weights are torn: it refuses to generate until the next update.
+        If the block fails, the server learns that its weights are torn, and refuses to generate until the next update.
 
         Args:
             boot_id: the server that is meant.

@@ -84,12 +84,7 @@ class PairedBridge(CommonBridge):
     # ------------------------------------------------------------------------------------------- steps
 
     @contextmanager
-    def updating(self) -> Iterator[None]:
-        """Hold the fences of all servers within the block. All ranks enter it, and each writes its own weights.
-
-        Raises:
-            CommonBridgeError: a fence could not be held or released.
-        """
+    def _hold(self) -> Iterator[None]:
         with ExitStack() as held:
             self._each(lambda: held.enter_context(self._own.updating()))
             yield

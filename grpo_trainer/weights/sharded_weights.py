@@ -110,7 +110,7 @@ class ShardedBridge(CommonBridge):
         everywhere = [parameter for name, parameter in model.named_parameters() if name not in shard.cuts]
         self._world.check_agreement(sampled(everywhere), when)
 
-    def updating(self) -> AbstractContextManager[None]:
+    def _hold(self) -> AbstractContextManager[None]:
         return self._own.updating()
 
     def publish(self, version: int) -> Published:

@@ -106,7 +106,7 @@ class SharedBridge(WeightBridge):
             )
         if info.update_count:
             log.warning(
-                "an earlier trainer has written the server's weights: training goes on from its version %d, not from "
+                "an earlier trainer has written the server's weights: training continues from its version %d, not from "
                 "the model's files",
                 info.policy_version,
             )

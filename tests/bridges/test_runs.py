@@ -68,7 +68,7 @@ def test_a_run_learns_ends_and_is_resumed(
 
 
 def check_timeline(trace: Path, mode: str) -> None:
-    """Every process of the first three steps told what it did; Perfetto can read it, and the report, too."""
+    """Every process recorded what it did in the first three steps, in a form that Perfetto and the report read."""
     events = json.loads(trace.read_text())
     check_format(events)
     processes = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"}

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from environments.api import wire
-from environments.api.testing import ServerProcess, free_port, running_server
+from tests.rollout_api import ServerProcess, free_port, running_server
 
 TRAINER: dict[str, Any] = {
     "wandb_group": "g",

@@ -12,7 +12,7 @@ import pytest
 from environments.api.app import build_app
 from environments.api.service import Service
 from environments.api.settings import Settings, SettingsError
-from environments.api.testing import running_server
+from tests.rollout_api import running_server
 from tests.routes import FOREIGN, OPEN, SIMPLE_TYPES, endpoints, foreign, innermost
 
 PORT = 8000

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from environments.api.testing import ServerProcess, running_server
 from tests.contract.test_rollout_api import ENV, TRAINER, group
+from tests.rollout_api import ServerProcess, running_server
 
 LONG = 15  # seconds, of which nothing here takes as much
 SIX = {"current_step", "queue_size", "unallocated_fraction", "self_queue_size", "max_group_size", "env_weight"}

@@ -305,8 +305,8 @@ def test_a_lease_is_kept_for_as_long_as_training_takes(api: Api) -> None:
     rollouts = feed(api, lease_seconds=1.0)
     api.post(10, 12)
     batch = rollouts.next(0)
-    told = threading.Event()
-    told.wait(2.5)
+    answered = threading.Event()
+    answered.wait(2.5)
     assert status(api)["leased_groups"] == 2
     finish(rollouts, batch, 1)
     assert status(api)["leased_groups"] == 0 and status(api)["queue_size"] == 0
@@ -391,9 +391,9 @@ def test_evaluations_come_once_to_the_trainer_that_asked_for_them(api: Api) -> N
     rollouts = feed(api)
     api.post(10, 12, 14, 16)
     first = rollouts.next(0)
-    told = post("/register-env", max_token_length=10, desired_name="sums", weight=1.0, group_size=2)
-    assert told["eval_every"] == 5
-    post("/evaluation", env_id=told["env_id"], step=7, metrics={"accuracy": 0.5, "samples": 96})
+    answered = post("/register-env", max_token_length=10, desired_name="sums", weight=1.0, group_size=2)
+    assert answered["eval_every"] == 5
+    post("/evaluation", env_id=answered["env_id"], step=7, metrics={"accuracy": 0.5, "samples": 96})
     rollouts.trained(first)
     assert reduce(rollouts.report(1)) == {"eval/sums_0/accuracy": 0.5, "eval/sums_0/samples": 96, "eval/sums_0/step": 7}
     rollouts.trained(rollouts.next(1))

@@ -6,7 +6,7 @@ For each architecture FOLDER gets `NAME.json`: vLLM's names and shapes, and wher
 *found by its content* (which knows nothing of the rules in `names.py`); the committed ones are made this way. And
 `NAME.figures.json`: how the attached model's logprobs compare to the server's, before and after a write in place.
 
-On a GPU vLLM's engine gets a process of its own, since no process can open its own CUDA IPC handles.
+On a GPU vLLM's engine runs in a separate process, since no process can open its own CUDA IPC handles.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main(folder: Path, architectures: Sequence[str]) -> None:
             config = _exported(engine, folder / name, on_gpu)
             attached = attach_model(config, _options(folder / name, on_gpu), torch.device("cuda" if on_gpu else "cpu"))
             memory = open_handles(config, attached.device)
-            shapes = {told: tuple(mapping.shape) for told, mapping in config.param_mappings.items()}
+            shapes = {vllm_name: tuple(mapping.shape) for vllm_name, mapping in config.param_mappings.items()}
             found = {own: find(tensor, memory) for own, tensor in model.named_parameters()}
             (folder / f"{name}.json").write_text(Golden(shapes, tied_names(config), found).text())
             figures = _compare(engine, folder / name, attached)

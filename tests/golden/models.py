@@ -40,7 +40,7 @@ class Golden(msgspec.Struct, frozen=True):
         """JSON with a line for each name."""
         parts = []
         for field, value in msgspec.to_builtins(self).items():
-            lines = (f"    {json.dumps(key)}: {json.dumps(told)}" for key, told in sorted(value.items()))
+            lines = (f"    {json.dumps(key)}: {json.dumps(entry)}" for key, entry in sorted(value.items()))
             parts.append(f"  {json.dumps(field)}: {{\n" + ",\n".join(lines) + "\n  }")
         return "{\n" + ",\n".join(parts) + "\n}\n"
 

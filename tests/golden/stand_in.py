@@ -37,15 +37,15 @@ class StandIn:
 
 def stand_in(architecture: str, folder: Path, dtype: torch.dtype = torch.float32) -> StandIn:
     """Lay a random model out by the golden file; padding is NaN, so that nobody reads it unnoticed."""
-    told = golden(architecture)
+    record = golden(architecture)
     model = random_model(architecture)
     for parameter in model.parameters():  # and no buffers: rotary frequencies stay in 32 bits
         parameter.data = parameter.data.to(dtype)
     model.save_pretrained(folder)
-    tensors = {name: torch.full(shape, torch.nan, dtype=dtype) for name, shape in told.vllm.items()}
-    tensors |= {name: tensors[first] for name, first in told.ties.items()}
+    tensors = {name: torch.full(shape, torch.nan, dtype=dtype) for name, shape in record.vllm.items()}
+    tensors |= {name: tensors[first] for name, first in record.ties.items()}
     for name, parameter in model.named_parameters():
-        for place, start in told.found[name]:
+        for place, start in record.found[name]:
             tensors[place][start : start + len(parameter)] = parameter.detach()
     return StandIn(folder, model, bridge_config(str(folder), write_tensors(folder / "memory", tensors)))
 

@@ -1,4 +1,4 @@
-"""The LoRA kernels as a GPU runs them, beside vLLM's; and tokens grouped without waiting for the GPU."""
+"""The LoRA kernels on a GPU, compared with vLLM's; and tokens grouped without waiting for the GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bridge's contract on a GPU: CUDA graphs on, bfloat16, the trainer beside the server or on a GPU of its own."""
+"""The bridge's contract on a GPU: CUDA graphs on, bfloat16, the trainer on the server's GPU or on another."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ FLAGS = ["--lora-keep-versions", str(KEEP_VERSIONS), "--gpu-memory-utilization",
 
 
 @pytest.fixture(scope="module")
-def beside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+def on_one_gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """A server on the trainer's GPU."""
-    with serving(tmp_path_factory.mktemp("beside"), *FLAGS) as server:
+    with serving(tmp_path_factory.mktemp("on_one_gpu"), *FLAGS) as server:
         yield server
 
 
@@ -35,8 +35,8 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 @pytest.mark.parametrize("promise", PROMISES)
 @pytest.mark.parametrize("transport", ["cuda_ipc", "memory", "disk"])
-def test_contract_on_one_gpu(beside: Serving, transport: str, promise: str) -> None:
-    with contract(beside, transport, "cuda", TOLERANCE) as made:
+def test_contract_on_one_gpu(on_one_gpu: Serving, transport: str, promise: str) -> None:
+    with contract(on_one_gpu, transport, "cuda", TOLERANCE) as made:
         getattr(made, promise)()
 
 
@@ -46,19 +46,19 @@ def test_contract_between_gpus(apart: Serving, promise: str) -> None:
         getattr(made, promise)()
 
 
-def test_auto_takes_gpu_memory(beside: Serving) -> None:
-    trainer = Trainer(beside, "cuda")
+def test_auto_takes_gpu_memory(on_one_gpu: Serving) -> None:
+    trainer = Trainer(on_one_gpu, "cuda")
     with trainer.swap:
         first = trainer.swap.connect(1)
-        made = Contract(beside, trainer, "cuda_ipc", first, TOLERANCE)
+        made = Contract(on_one_gpu, trainer, "cuda_ipc", first, TOLERANCE)
         made.publish(first)
         made.assert_serves(first)
         (held,) = [version for version in made.status().versions if version.active]
         assert held.adapter_path.startswith("cuda_ipc://")
 
 
-def test_nccl_with_one_gpu_is_refused_with_the_reason(beside: Serving) -> None:
-    trainer = Trainer(beside, "cuda", lora_transport="nccl")
+def test_nccl_with_one_gpu_is_refused_with_the_reason(on_one_gpu: Serving) -> None:
+    trainer = Trainer(on_one_gpu, "cuda", lora_transport="nccl")
     own = f"GPU {torch.cuda.get_device_properties(0).uuid}"
     with trainer.swap, pytest.raises(BridgeError, match=rf"\bnccl\b.*\b{own}\b") as refused:
         trainer.swap.connect(1)
@@ -72,9 +72,9 @@ def test_memory_that_the_server_cannot_see_is_refused_with_the_reason(apart: Ser
     assert refused.value.field == "--lora-transport"
 
 
-def test_publishes_leave_no_gpu_memory_behind(beside: Serving) -> None:
+def test_publishes_leave_no_gpu_memory_behind(on_one_gpu: Serving) -> None:
     """What the server and the trainer hold after each slot was written is what they hold fifty publishes later."""
-    with contract(beside, "memory", "cuda", TOLERANCE) as made:
+    with contract(on_one_gpu, "memory", "cuda", TOLERANCE) as made:
         free = []
         for version in range(made.first, made.first + 60):
             made.publish(version)
@@ -84,9 +84,9 @@ def test_publishes_leave_no_gpu_memory_behind(beside: Serving) -> None:
         assert free[0] - free[-1] < 32 << 20
 
 
-def test_a_trainer_that_has_left_is_forgotten(beside: Serving) -> None:
-    """The next trainer on the same server opens a channel of its own, and what is served is its adapter."""
+def test_a_trainer_that_has_left_is_forgotten(on_one_gpu: Serving) -> None:
+    """The next trainer on the same server opens another channel, and the server serves its adapter."""
     for seed in (1, 2):
-        with contract(beside, "cuda_ipc", "cuda", TOLERANCE) as made:
+        with contract(on_one_gpu, "cuda_ipc", "cuda", TOLERANCE) as made:
             made.publish(made.first + seed)
             made.assert_serves(made.first + seed)

@@ -1,9 +1,10 @@
-"""Pairs of server and trainer process on GPUs: on two GPUs they meet by NCCL, on a single one by Gloo."""
+"""Pairs and shards on GPUs: on two GPUs trainer processes connect by NCCL, on a single one by Gloo."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,40 +14,72 @@ from tests.integration.paired import STEPS
 from tests.integration.serving import START_LIMIT_S, Serving, serving
 from tests.integration.test_paired_servers import trained
 from tests.processes import answers, wait_for
+from tests.shared_contract import PROMISES, SharedContract
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 TOLERANCE = 0.02  # bfloat16 on both sides
+VISIBLE = {"pairs on one GPU": ["0", "0"], "pairs on two GPUs": ["0", "1"], "shards on two GPUs": ["0,1"]}
+"""Layout -> the GPUs of each server."""
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one GPU", "two GPUs"])
-def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Serving]]:
-    gpus = request.param
+@dataclass(frozen=True)
+class Layout:
+    """Running servers that two trainer processes share."""
+
+    servers: list[Serving]
+    gpus: int
+
+    @property
+    def workers(self) -> int:
+        return 2 // len(self.servers)
+
+
+@pytest.fixture(scope="module", params=VISIBLE)
+def layout(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Layout]:
+    visible = VISIBLE[request.param]
+    gpus = len(set(",".join(visible).split(",")))
     if torch.cuda.device_count() < gpus:
         pytest.skip(f"needs {gpus} GPUs")
+    made = Layout([], gpus)
     with ExitStack() as stack:
-        made = []
-        for number in range(2):
+        for number, own in enumerate(visible):
             folder = tmp_path_factory.mktemp(f"server{number}")
             flags = ["--shared-weights", "--bridge-config-path", str(folder / "bridge.json"), "--max-num-seqs", "16"]
             flags += ["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(1 << 30)]
-            env = {"CUDA_VISIBLE_DEVICES": str(number % gpus)}
-            made.append(stack.enter_context(serving(folder, *flags, env=env)))
-            wait_for(
-                "a healthy server", lambda at=made[-1].url: answers(f"{at}/health"), made[-1].log, START_LIMIT_S
-            )  # fmt: skip
+            flags += ["--tensor-parallel-size", str(2 // len(visible))]
+            env = {"CUDA_VISIBLE_DEVICES": own}
+            server = stack.enter_context(serving(folder, *flags, env=env, key_value_heads=2))
+            wait_for("a healthy server", lambda at=server.url: answers(f"{at}/health"), server.log, START_LIMIT_S)
+            made.servers.append(server)
         yield made
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
-def test_pairs_write_the_same_rounded_weights_and_every_server_follows(
-    servers: list[Serving], tmp_path: Path, optimizer: str, request: pytest.FixtureRequest
+def test_ranks_write_the_same_rounded_weights_and_every_server_follows(
+    layout: Layout, tmp_path: Path, optimizer: str
 ) -> None:
-    gpus = request.node.callspec.params["servers"]
-    first, second = trained(servers, tmp_path, f"optimizer={optimizer}", f"gpus={gpus}")
+    options = (f"optimizer={optimizer}", f"gpus={layout.gpus}", f"tensor_parallel_size={layout.workers}")
+    first, second = trained(layout.servers, tmp_path, *options)
     assert "error" not in first, first["error"]
     assert len(first["versions"]) == STEPS + 1 and max(first["gaps"]) < TOLERANCE
-    assert first["boot"] != second["boot"]
+    assert (first["boot"] == second["boot"]) == (len(layout.servers) == 1)
     for seen in (first, second):
-        assert seen["states"] <= 4.2 * seen["size"], "at most 8 bytes for half of the weights, which have 2"
-        assert seen["others"] < 0.5 * seen["size"], "a second copy"
+        assert seen["states"] <= 4.2 * layout.workers * seen["size"], "8 bytes for half of all weights"
+        assert seen["others"] < 0.5 * seen["size"], seen["largest"]
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+def test_ranks_on_two_gpus_keep(layout: Layout, tmp_path: Path, promise: str) -> None:
+    getattr(contract(layout, tmp_path), promise)()
+
+
+@pytest.mark.parametrize("moment", ["within", "after"])  # before: the device waits for NCCL, and can't be used again
+def test_a_rank_that_dies(layout: Layout, tmp_path: Path, moment: str) -> None:
+    contract(layout, tmp_path).survives_a_rank_that_dies(moment)
+
+
+def contract(layout: Layout, folder: Path) -> SharedContract:
+    if layout.gpus == 1:
+        pytest.skip("NCCL refuses two ranks on one GPU")
+    return SharedContract(layout.servers, folder, layout.workers, tolerance=TOLERANCE, repeats=TOLERANCE)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,30 +17,28 @@ from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.policy import SharedWeights, build_policy
 from tests.integration.serving import Serving, serving
-from tests.integration.test_shared_vllm import ROLLOUTS, Attached
 from tests.processes import ROOT
+from tests.shared_contract import PROMISES, WRITES, SharedContract
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 TOLERANCE = 0.02  # bfloat16 on both sides
-STEPS = 10
 
 DIES_ATTACHED = """
-import sys
+import os, signal, sys
 from pathlib import Path
-from tests.gpu.test_shared_weights_gpu import attached
+from tests.gpu.test_shared_weights_gpu import contract
 from tests.integration.serving import Serving
-import os, signal
-made = attached(Serving(sys.argv[1], Path(sys.argv[2]), Path(), Path(), None), Path(sys.argv[3]))
-made.bridge.connect(0)
-made.assert_serves(made.client.wait_until_ready().policy_version)
-os.kill(os.getpid(), signal.SIGKILL)
+with contract(Serving(sys.argv[1], Path(sys.argv[2]), Path(), Path(), None), Path(sys.argv[3])).attached() as made:
+    version = made.bridge.connect(0)
+    made.assert_serves(version)
+    os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def attached(server: Serving, folder: Path, **options: object) -> Attached:
-    """A trainer in the server's memory, in bfloat16."""
-    return Attached(server, folder, TOLERANCE, **{"lr": 1e-3, **options})
+def contract(server: Serving, folder: Path) -> SharedContract:
+    """A trainer in the server's memory, in bfloat16; requests in one batch round otherwise than each alone."""
+    return SharedContract([server], folder, tolerance=TOLERANCE, repeats=TOLERANCE)
 
 
 @pytest.fixture(scope="module")
@@ -62,35 +61,17 @@ def test_the_parameters_are_the_servers_own_memory(server: Serving, tmp_path: Pa
     parameters = list(policy.model.parameters())
     assert {(parameter.device.type, parameter.dtype) for parameter in parameters} == {("cuda", torch.bfloat16)}
     weights = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    assert taken < 0.01 * weights + 4096, "attaching took memory of its own"
+    assert taken < 0.01 * weights + 4096, "attaching took additional memory"
 
 
-def test_ten_steps_are_served_as_they_are_made_and_old_bits_are_the_old_policy(server: Serving, tmp_path: Path) -> None:
-    made = attached(server, tmp_path)
-    first = made.bridge.connect(0)
-    noise = made.bridge.prove()
-    assert noise is not None and noise < TOLERANCE
-    before, probe = made.weights(), made.assert_serves(first)
-    for version in range(first + 1, first + 1 + STEPS):
-        assert made.trainer.step(ROLLOUTS, 0, made.bridge.updating).updated
-        assert made.bridge.publish(version).version == version
-        made.assert_serves(version)
-    moved = made.assert_serves(first + STEPS)
-    assert moved.server_logprobs.tolist() != probe.server_logprobs.tolist()
-    with torch.no_grad(), made.bridge.updating():
-        for parameter, bits in zip(made.policy.model.parameters(), before, strict=True):
-            parameter.copy_(bits)
-    again = made.assert_serves(first + STEPS + 1)
-    assert again.tokens == probe.tokens
-    assert float((again.server_logprobs - probe.server_logprobs).abs().max()) < TOLERANCE
+@pytest.mark.parametrize("promise", PROMISES)
+def test_one_process_keeps(server: Serving, tmp_path: Path, promise: str) -> None:
+    getattr(contract(server, tmp_path), promise)()
 
 
-@pytest.mark.parametrize("optimizer", ["adamw_8bit", "adafactor"])
-def test_every_optimizer_writes_in_place(server: Serving, tmp_path: Path, optimizer: str) -> None:
-    made = attached(server, tmp_path, optimizer=optimizer)
-    version = made.bridge.connect(0)
-    assert made.trainer.step(ROLLOUTS, 0, made.bridge.updating).updated
-    made.assert_serves(version + 1)
+@pytest.mark.parametrize("options", [*WRITES, {"in_flight": "recompute", "optimizer": "adafactor"}], ids=str)
+def test_one_process_writes_while_requests_run(server: Serving, tmp_path: Path, options: dict[str, Any]) -> None:
+    contract(server, tmp_path).writes_while_requests_run(**options)
 
 
 def test_a_trainer_that_is_killed_does_not_hurt_the_server(server: Serving, tmp_path: Path) -> None:
@@ -98,10 +79,10 @@ def test_a_trainer_that_is_killed_does_not_hurt_the_server(server: Serving, tmp_
     died = subprocess.run(words, cwd=ROOT, env={**os.environ, "PYTHONPATH": path()}, capture_output=True, check=False)
     assert died.returncode == -9, died.stderr.decode()[-2000:]
     assert server.get("/health").status_code == 200
-    made = attached(server, tmp_path)
-    version = made.bridge.connect(0)
-    assert made.trainer.step(ROLLOUTS, 0, made.bridge.updating).updated
-    made.assert_serves(version + 1)
+    with contract(server, tmp_path).attached() as made:
+        version = made.bridge.connect(0)
+        assert made.step()
+        made.assert_serves(version + 1)
 
 
 def path() -> str:

@@ -54,13 +54,13 @@ def test_the_kernel_sees_prompts_that_stand_in_the_row_once() -> None:
     (one,) = split([made(*each) for each in SHARED], 100, packed=True, shared=True)
     one = one.to(torch.device("cuda"))
     assert one.packed is not None and one.packed.shared is not None
-    told = arguments(one.packed)
+    options = arguments(one.packed)
     torch.manual_seed(0)
     tokens = one.tokens_BT.shape[1]
     shapes = [(tokens, n, 128) for n in (12, 2, 2)]
     inputs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
-    lengths = (told["cu_seq_lens_q"], told["max_length_q"])
-    out, _ = packed_attention(*inputs, *lengths, 128**-0.5, *told["shared_prompts"])  # type: ignore[misc]
+    lengths = (options["cu_seq_lens_q"], options["max_length_q"])
+    out, _ = packed_attention(*inputs, *lengths, 128**-0.5, *options["shared_prompts"])  # type: ignore[misc]
     factor = torch.randn_like(out)
     got = torch.autograd.grad(out, inputs, factor)
     wanted = torch.zeros(tokens, 12, 128, device="cuda")
@@ -92,10 +92,17 @@ def rows_of(packed: Packed) -> list[list[int]]:
 
 
 def gradients_of(trainer: Trainer) -> tuple[float, torch.Tensor]:
+    """Return the loss and the gradients of a step; an optimizer of 16-bit weights frees their memory in the update."""
+    found: list[torch.Tensor] = []
+    finish = trainer.holding.finish_gradients
+
+    def finishing() -> None:
+        finish()
+        found.extend(p.grad.float().flatten() for p in trainer.parameters if p.grad is not None)
+
+    trainer.holding.finish_gradients = finishing  # type: ignore[method-assign]
     numbers = reduce(trainer.step(full_rollouts(), 0).metrics)
-    return numbers["train/loss"], torch.cat(
-        [p.grad.float().flatten() for p in trainer.parameters if p.grad is not None]
-    )
+    return numbers["train/loss"], torch.cat(found)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])

@@ -17,7 +17,7 @@ from datasets import load_dataset
 from pydantic import Field
 
 SHORT = 8
-"""An answer of so many characters is of the right length."""
+"""An answer of this many characters has the right length."""
 
 
 class Gsm8kConfig(BaseEnvConfig):

@@ -1,15 +1,18 @@
 """`python -m tests.integration.paired RANK FOLDER MODEL MEETING_PORT SERVER_PORTS [KEY=VALUE …]`: a trainer process.
 
-Each trainer process shares the weights of one server. Rank 0 leads them through a few steps.
+Each trainer process shares the weights of one server, or of one worker of a server. Rank 0 leads them through a few
+steps, or is the process of a test (`tests/shared_contract.py`).
 
-Each process writes `FOLDER/rankRANK.pt`: what it saw. `fault=WHAT` plants a fault into rank 1.
+Each process writes `FOLDER/rankRANK.pt`: what it saw. `fault=WHAT` plants a fault into a rank other than 0.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -20,46 +23,30 @@ import torch
 import torch.distributed as dist
 
 from grpo_trainer.alignment.proof import probe_of, trainer_logprobs
-from grpo_trainer.config.options import build
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import GrpoError
 from grpo_trainer.follower import run_worker
 from grpo_trainer.metrics.types import reduce
 from grpo_trainer.parallel.sharded_update import ShardedUpdate
 from grpo_trainer.parallel.tensor_parallel import TensorShards
-from grpo_trainer.parallel.world import Restore, World, join
+from grpo_trainer.parallel.world import World, join
 from grpo_trainer.policy import SharedWeights, build_policy
 from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.saving.manifest import Progress
-from grpo_trainer.server_client import ServerClient
 from grpo_trainer.shared.attach import open_handles
 from grpo_trainer.shared.bridge_file import read_bridge_config
-from grpo_trainer.signals import StopSignal
 from grpo_trainer.trainer import Trainer
 from grpo_trainer.weights import shared_weights
-from grpo_trainer.weights.build import build_bridge, build_followers_bridge
+from grpo_trainer.weights.build import build_followers_bridge
 from tests.bridge_contract import PROMPT
-from tests.unit.factories import batch, sample
+from tests.shared_contract import BATCH, DIED, Attached, settings
 from vllm_server.protocol.bridge_config import BridgeConfigFile
 
 STEPS = 5
 FENCE_SECONDS = 4.0
-DIED = 9
 MEMORY_FILE = "grpo_shared_weights"
+EXCHANGED = "exchanged shards"
 CPU = torch.device("cpu")
-BATCH = [
-    [sample([4, 5], [6, 7, 9], 1.0), sample([4, 5], [8], 0.0)],
-    [sample([10, 11], [12], 0.0), sample([10, 11], [13, 14], 1.0)],
-]
-
-
-def settings(model: Path, folder: Path, ports: list[str], **options: str) -> TrainConfig:
-    """The configuration of a process, or of a single trainer that pairs are compared with."""
-    values: dict[str, Any] = {"model": str(model), "weight_bridge_mode": "shared_vllm", "seq_len": 128}
-    values |= {"lr": 1e-3, "adam_epsilon": 1e-3, "save_path": str(folder / "checkpoints"), "vllm_port": ports[0]}
-    if len(ports) > 1:
-        values["vllm_also"] = ",".join(f"127.0.0.1:{port}" for port in ports[1:])
-    return build(TrainConfig, values | options)
 
 
 def main(rank: int, folder: Path, model: Path, meeting: int, ports: list[str], options: dict[str, str]) -> None:
@@ -69,11 +56,11 @@ def main(rank: int, folder: Path, model: Path, meeting: int, ports: list[str], o
     workers = int(options.get("tensor_parallel_size", 1))
     address = f"tcp://127.0.0.1:{meeting}"
     own = {"trainer_rank": str(rank), "world_size": str(len(ports) * workers), "init_method": address}
-    config = settings(model, folder, ports, **own, **options)
+    config = settings(model, folder, ports[::-1] if fault == "another's server" else ports, **own, **options)
     world = meet(config, address) if on_one_gpu else join(config.distributed, on_gpu=torch.cuda.is_available())
     seen: dict[str, Any] = {}
     try:
-        work(config, world, fault if rank == 1 or fault == "exchanged shards" else "", seen)
+        lead(config, world, seen) if world.leads else follow(config, world, fault, seen)
     except GrpoError as error:
         seen["error"] = (type(error).__name__, str(error))
     torch.save(seen, folder / f"rank{rank}.pt")
@@ -88,43 +75,95 @@ def meet(config: TrainConfig, address: str) -> World:
     return World(rank, size, control)
 
 
-def work(config: TrainConfig, world: World, fault: str, seen: dict[str, Any]) -> None:
-    of_rank = BridgeConfigFile.of_rank
-    other = mock.patch.object(BridgeConfigFile, "of_rank", lambda file, rank: of_rank(file, 1 - rank))
-    with other if fault == "exchanged shards" else nullcontext(), world.working():
+def lead(config: TrainConfig, world: World, seen: dict[str, Any]) -> None:
+    """Train a few steps, and ask every server after each; then save a checkpoint."""
+    memory = Memory()
+    with world:
+        made = Attached(config, world)
+        memory.watch(made.trainer)
+        with made.bridge:
+            seen["versions"] = [made.bridge.connect(made.progress.policy_version)]
+            seen["noise"] = made.bridge.prove()
+            seen |= {"losses": [], "gaps": [], "answered": []}
+            for step in range(STEPS):
+                one_step(made, step, seen)
+            seen |= memory.counted(made.trainer, made.policy)
+            seen["weights"] = {name: tensor.detach().cpu() for name, tensor in made.checkpoints.weights_now().items()}
+            made.checkpoints.save(Progress(made.progress.step + STEPS, seen["versions"][-1]))
+
+
+def one_step(made: Attached, step: int, seen: dict[str, Any]) -> None:
+    row = reduce(made.trainer.step(BATCH, step, made.bridge.updating).metrics)
+    seen["losses"].append(row["train/loss"])
+    seen["versions"].append(made.bridge.publish(seen["versions"][-1] + 1).version)
+    for client in made.clients:  # all ranks have the weights of rank 0
+        answer = client.generate(PROMPT, max_tokens=8, temperature=1.0, logprobs=0, ignore_eos=True, seed=step)
+        probe = probe_of(answer)
+        own = trainer_logprobs(made.policy.model, probe)
+        seen["gaps"].append(float((probe.server_logprobs - own).abs().mean()))
+        seen["answered"].append(answer.policy_version)
+
+
+def follow(config: TrainConfig, world: World, fault: str, seen: dict[str, Any]) -> None:
+    """Carry out rank 0's orders until the last."""
+    memory = Memory()
+    with exchanged_shards() if fault == EXCHANGED else nullcontext(), world.working():
         policy = build_policy(config, world=world)
     assert isinstance(policy, SharedWeights)
-    if fault == "another worker's matrix":
-        bind_to_another(policy)
     seen["boot"] = policy.source.boot_id
     trainer = Trainer(policy.model, config, world=world)
     checkpoints = Checkpoints(config.checkpoints, policy, trainer.optimizer, trainer.norms, trainer.shards)
-    if world.leads:
-        with world, StopSignal() as stop:
-            progress = checkpoints.resume()
-            if checkpoints.safe_path is not None:
-                world.give_all(Restore(checkpoints.safe_path))
-            with build_bridge(config, policy, checkpoints, progress, stop, world) as bridge:
-                lead(config, trainer, policy, bridge, progress, seen)
-                checkpoints.save(Progress(progress.step + STEPS, seen["versions"][-1]))
-    else:
-        plant(fault, trainer)
-        bridge = build_followers_bridge(config, policy, world)
-        assert bridge is not None
-        with bridge:
-            run_worker(world, trainer, checkpoints, bridge)
-    seen |= memory_of(trainer, policy, [*seen.get("weights", {}).values()])
+    memory.watch(trainer)
+    plant(fault, trainer, policy)
+    bridge = build_followers_bridge(config, policy, world)
+    assert bridge is not None
+    with bridge:
+        run_worker(world, trainer, checkpoints, bridge)
+    seen |= memory.counted(trainer, policy)
 
 
-def plant(fault: str, trainer: Trainer) -> None:
-    holding = trainer.holding
+# ---------------------------------------------------------------- faults
+
+
+def plant(fault: str, trainer: Trainer, policy: SharedWeights) -> None:
+    holding: Any = trainer.holding
     assert isinstance(holding, ShardedUpdate | TensorShards)
-    if fault == "dies before the fence":
-        holding.share_update = lambda: os._exit(DIED)  # type: ignore[method-assign]
-    if fault == "dies within the fence":
-        holding.finish_update = lambda: os._exit(DIED)  # type: ignore[method-assign]
-    if fault == "dies after the fence":
-        holding.check = lambda _: os._exit(DIED)  # type: ignore[method-assign]
+    match fault:
+        case "dies before the fence":
+            holding.share_update = lambda: os._exit(DIED)
+        case "dies within the fence":
+            holding.finish_update = lambda: os._exit(DIED)
+        case "dies after the fence":
+            holding.check = lambda _: os._exit(DIED)
+        case "writes other weights":
+            before(holding, "finish_update", lambda: write_another_norm(policy))
+        case "another worker's matrix":
+            bind_to_another(policy)
+        case _:
+            pass
+
+
+def before(thing: Any, name: str, work: Callable[[], object]) -> None:
+    """Do something before each call of a method."""
+    method = getattr(thing, name)
+
+    def both(*arguments: Any) -> Any:
+        work()
+        return method(*arguments)
+
+    setattr(thing, name, both)
+
+
+def exchanged_shards() -> Any:
+    """Each of two ranks attaches to the other's worker."""
+    of_rank = BridgeConfigFile.of_rank
+    return mock.patch.object(BridgeConfigFile, "of_rank", lambda file, rank: of_rank(file, 1 - rank))
+
+
+@torch.no_grad()
+def write_another_norm(policy: SharedWeights) -> None:
+    """Change a parameter that all ranks have whole."""
+    policy.model.get_parameter("model.norm.weight").add_(0.1)
 
 
 def bind_to_another(policy: SharedWeights) -> None:
@@ -134,52 +173,70 @@ def bind_to_another(policy: SharedWeights) -> None:
     policy.model.get_submodule(name).weight = torch.nn.Parameter(open_handles(source, CPU)[f"{name}.weight"])
 
 
-def lead(
-    config: TrainConfig, trainer: Trainer, policy: SharedWeights, bridge: Any, progress: Progress, seen: dict[str, Any]
-) -> None:
-    clients = [ServerClient(vllm) for vllm in config.vllm.each]
-    seen["versions"] = [bridge.connect(progress.policy_version)]
-    seen["noise"] = bridge.prove()
-    seen["losses"], seen["gaps"], seen["answered"] = [], [], []
-    for step in range(progress.step, progress.step + STEPS):
-        row = reduce(trainer.step(batch(*BATCH), step, bridge.updating).metrics)
-        seen["losses"].append(row["train/loss"])
-        version = seen["versions"][-1] + 1
-        seen["versions"].append(bridge.publish(version).version)
-        for client in clients:  # all ranks have the weights of rank 0
-            answer = client.generate(PROMPT, max_tokens=8, temperature=1.0, logprobs=0, ignore_eos=True, seed=step)
-            probe = probe_of(answer)
-            own = trainer_logprobs(policy.model, probe)
-            seen["gaps"].append(float((probe.server_logprobs - own).abs().mean()))
-            seen["answered"].append(answer.policy_version)
-    shards = trainer.shards
-    tensors = shards.tensors() if shards is not None else policy.tensors()
-    seen["weights"] = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+# ---------------------------------------------------------------- memory
 
 
-def memory_of(trainer: Trainer, policy: SharedWeights, gathered: list[torch.Tensor]) -> dict[str, int]:
-    """Count bytes: of the weights, of those that lie in the server's memory, of states, and of all other tensors.
+M_MMAP_THRESHOLD = -3
+"""Number of the option in glibc's `mallopt`."""
 
-    `gathered` is the test's own copy. `files` is the number of files of workers' weights that this process maps.
+
+class Memory:
+    """What a process takes from its start: bytes that belong to no file, and bytes of memory files that it touches.
+
+    Freed tensors must not count, so larger pieces of memory are given back to the kernel as soon as they are freed.
     """
-    parameters = list(policy.model.parameters())
-    storages = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-    states = [value for state in trainer.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    counted = storages | {each.untyped_storage().data_ptr() for each in gathered}
-    counted |= {state.untyped_storage().data_ptr() for state in states}
-    others = {
-        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes()
-        for each in gc.get_objects()
-        if type(each) in (torch.Tensor, torch.nn.Parameter) and each.device == parameters[0].device
-        and each.untyped_storage().data_ptr() not in counted
-    }  # fmt: skip
-    return {
-        "size": sum(parameter.nbytes for parameter in parameters),
-        "mapped": sum(parameter.nbytes for parameter in parameters if _is_mapped(parameter)),
-        "states": sum(state.nbytes for state in states),
-        "others": sum(others.values()),
-        "files": len({line.split()[4] for line in _maps() if MEMORY_FILE in line}),
-    }
+
+    def __init__(self) -> None:
+        assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
+        self._start = resident()
+        self._taken: dict[str, list[dict[str, int]]] = {"begins": [], "writes": []}
+
+    def watch(self, trainer: Trainer) -> None:
+        """Measure when a step begins, and when it writes."""
+        before(trainer.holding, "in_step", lambda: self._note("begins"))
+        before(trainer.holding, "finish_update", lambda: self._note("writes"))
+
+    def _note(self, moment: str) -> None:
+        self._taken[moment].append({kind: value - self._start[kind] for kind, value in resident().items()})
+
+    def counted(self, trainer: Trainer, policy: SharedWeights) -> dict[str, Any]:
+        """Return bytes of the weights, of those in the server's memory, of states, of other tensors; and those `taken`.
+
+        `files` is the number of files of workers' weights that this process maps.
+        """
+        parameters = list(policy.model.parameters())
+        states = [value for state in trainer.optimizer.state.values() for value in state.values()]
+        states = [value for value in states if torch.is_tensor(value)]
+        known = {each.untyped_storage().data_ptr() for each in (*parameters, *states)}
+        others = [
+            each
+            for each in gc.get_objects()
+            if type(each) in (torch.Tensor, torch.nn.Parameter) and each.device == parameters[0].device
+            and each.untyped_storage().data_ptr() not in known
+        ]  # fmt: skip
+        sizes = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in others}
+        return {
+            "boot": policy.source.boot_id,
+            "size": sum(parameter.nbytes for parameter in parameters),
+            "mapped": sum(parameter.nbytes for parameter in parameters if _is_mapped(parameter)),
+            "states": sum(state.nbytes for state in states),
+            "others": sum(sizes.values()),
+            "largest": sorted({(each.untyped_storage().nbytes(), str(each.shape)) for each in others})[-5:],
+            "files": len({line.split()[4] for line in _maps() if MEMORY_FILE in line}),
+            "taken": self._taken,
+        }
+
+
+def resident() -> dict[str, int]:
+    """Return this process's bytes in main memory: `anonymous`, of no file, and `shared`, of memory files."""
+    rollup = _fields(Path("/proc/self/smaps_rollup").read_text())
+    return {"anonymous": rollup["Anonymous"], "shared": _fields(Path("/proc/self/status").read_text())["RssShmem"]}
+
+
+def _fields(text: str) -> dict[str, int]:
+    """Return the sizes that a file of /proc lists in kB, in bytes."""
+    words = [line.split() for line in text.splitlines()]
+    return {name.rstrip(":"): int(number) << 10 for name, number, *unit in (w for w in words if w[2:] == ["kB"])}
 
 
 def _is_mapped(parameter: torch.Tensor) -> bool:

@@ -34,7 +34,7 @@ KEEP_VERSIONS = 2
 START_LIMIT_S = 240.0
 
 
-def save_tiny_model(folder: Path, key_value_heads: int = 1) -> Path:
+def save_tiny_model(folder: Path, key_value_heads: int = 1, intermediate_size: int = 128) -> Path:
     """Two layers of Qwen2 with random weights, and a tokenizer with one token per printable character.
 
     Heads of 32: the CPU build has no attention kernel for smaller ones. A chat template that only joins.
@@ -54,7 +54,7 @@ def save_tiny_model(folder: Path, key_value_heads: int = 1) -> Path:
     config = Qwen2Config(
         vocab_size=len(vocabulary),
         hidden_size=64,
-        intermediate_size=128,
+        intermediate_size=intermediate_size,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=key_value_heads,
@@ -115,8 +115,8 @@ class Serving:
         **sampling: object,
     ) -> GenerateResponse:
         """`/generate`, which must answer 200."""
-        told = prompt if isinstance(prompt, str) else TokenPrompt(prompt)
-        request = GenerateRequest(prompt=told, model=model, policy_version=policy_version, sampling=sampling)
+        asked = prompt if isinstance(prompt, str) else TokenPrompt(prompt)
+        request = GenerateRequest(prompt=asked, model=model, policy_version=policy_version, sampling=sampling)
         response = self.post("/generate", request.to_body())
         assert response.status_code == 200, response.text
         return msgspec.json.decode(response.content, type=GenerateResponse)
@@ -141,13 +141,14 @@ def serving(
     port: int | None = None,
     env: dict[str, str] | None = None,
     key_value_heads: int = 1,
+    intermediate_size: int = 128,
 ) -> Iterator[Serving]:
     """`python -m vllm_server`, by default on a free port, with a tiny model below `folder`; ended with the block.
 
     A start that fails shows the end of the server's log.
     """
     model, adapters, log = folder / "model", folder / "adapters", folder / "server.log"
-    save_tiny_model(model, key_value_heads)
+    save_tiny_model(model, key_value_heads, intermediate_size)
     adapters.mkdir(exist_ok=True)
     port = free_port() if port is None else port
     command = ["-m", "vllm_server", "--model", str(model), "--port", str(port)]

@@ -1,4 +1,4 @@
-"""`kill -9` of the rollout API 20 times under a real run: server, environment and trainer go on by themselves."""
+"""`kill -9` of the rollout API 20 times under a real run: server, environment and trainer continue by themselves."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def commands(model: Path, folder: Path, api: str, server: str) -> dict[str, list
 
 
 def wait_for_the_end(name: str, processes: dict[str, subprocess.Popen[bytes]], logs: dict[str, Path]) -> None:
-    """Until the process ends by itself, with 0, while those that serve it go on."""
+    """Wait until the process ends by itself, with 0, while the servers keep running."""
 
     def ended() -> bool:
         for service in ("api", "server"):

@@ -81,5 +81,5 @@ def _difference(server: Serving, model: PreTrainedModel) -> float:
     answer = server.generate(PROMPT, max_tokens=1, prompt_logprobs=0)
     assert answer.prompt_logprobs is not None
     given = zip(PROMPT[1:], answer.prompt_logprobs[1:], strict=True)
-    served = torch.tensor([told[token] for token, told in given if told is not None])
+    served = torch.tensor([by_token[token] for token, by_token in given if by_token is not None])
     return (served - logprobs(model, PROMPT)).abs().mean().item()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from grpo_trainer.bench.loop.figures import CPU_ROLES
 from tests.processes import ROOT, mentioning, running, tail, wait_for
 
 pytestmark = pytest.mark.timeout(400)  # a server starts
@@ -58,7 +59,7 @@ def test_one_line_of_figures_and_nothing_left_running(tmp_path: Path) -> None:
 
     server = found["server"]
     assert 0 <= server["running_mean"] <= server["can_hold"] and 0 <= server["below_half_share"] <= 1
-    assert set(found["cpu_ms_per_group"]) == {"environment", "api", "server_front_end"}
+    assert set(found["cpu_ms_per_group"]) == set(CPU_ROLES.values())
     assert all(value > 0 for value in found["cpu_ms_per_group"].values())
     start = list(found["start_s"])
     assert found["start_s"]["api_started"] > 0 and list(found["start_s"].values()) == sorted(found["start_s"].values())

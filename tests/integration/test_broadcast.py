@@ -134,9 +134,9 @@ def expected_sums(
 def assert_equal_bits(
     server: Serving, model: Any, dtype: torch.dtype = torch.float32, served_ties: Mapping[str, str] | None = None
 ) -> None:
-    told = msgspec.json.decode(server.get(BRIDGE_STATE_DICT_INFO_ROUTE).content, type=StateDictInfo)
+    described = msgspec.json.decode(server.get(BRIDGE_STATE_DICT_INFO_ROUTE).content, type=StateDictInfo)
     (sums,) = msgspec.json.decode(server.get(BRIDGE_CHECKSUMS_ROUTE).content, type=Checksums).workers
-    shapes = {name: tuple(info.shape) for name, info in told.params.items()}
+    shapes = {name: tuple(info.shape) for name, info in described.params.items()}
     wanted = expected_sums(model, shapes, dtype, served_ties or {})
     assert wanted and {name: sums[name] for name in wanted} == wanted
 
@@ -250,7 +250,7 @@ def test_weights_that_are_not_sent_are_found_and_the_next_trainer_heals_it(
 def test_wrong_weights_do_not_pass_the_proof(
     server: Serving, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gate and up in each other's place; and a sender that goes on sending its first version."""
+    """Gate and up in each other's place; and a sender that keeps sending its first version."""
     made = Sending(server, tmp_path)
     kept: dict[str, Tensor] = {}
 
@@ -454,7 +454,9 @@ def test_every_kind_of_model_arrives_in_shards_bit_for_bit(tmp_path: Path, archi
 def test_two_trainer_processes_send(demo_model: Path, tmp_path: Path, servers: dict[str, object]) -> None:
     """To two servers, and to one of two workers. Each proof changes the shards of both processes."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
-    options = of_mode("broadcast", **{"trainer-gpus": 2, "training-steps": 3, **servers})
+    options = of_mode(
+        "broadcast", **{"trainer-gpus": 2, "training-steps": 3, "broadcast-root": tmp_path / "root", **servers}
+    )
     with started(demo_model, run_dir, log, **options) as process:
         assert finished(process, log, 500) == 0, tail(log)
     done = rows(run_dir)

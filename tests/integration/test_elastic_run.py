@@ -44,7 +44,7 @@ def test_servers_and_trainer_leave_and_come_back(demo_model: Path, tmp_path: Pat
 
         run.kill(run.server_pid(second))
         run.wait("the killed server has left", lambda: list(run.serving()) == [first], 30)
-        run.steps(3)  # one server is left, and the run goes on
+        run.steps(3)  # one server is left, and the run continues
         run.wait("it is back", lambda: run.serving() == {first: 1, second: 2})
 
         run.wait("a checkpoint to restart from", lambda: any(run_dir.glob(f"checkpoints/*/{STATE_FILE}")))
@@ -87,14 +87,20 @@ def test_a_broadcast_goes_on_without_a_server_and_with_its_successor(demo_model:
 
 @pytest.mark.parametrize("mode", ["lora_only", "broadcast"])
 def test_a_run_goes_on_without_a_server_that_answers_nothing(demo_model: Path, tmp_path: Path, mode: str) -> None:
-    """It is stopped, so that it still accepts connections; when it goes on, it is used again."""
+    """It is stopped, so that it still accepts connections; when it runs again, it is used again.
+
+    A trainer that restarts does not wait for it either: it would wait for --vllm-timeout.
+    """
     run_dir, log, steps = tmp_path / "run", tmp_path / "log", 60
-    with started(demo_model, run_dir, log, **options(mode, steps)) as process:
+    with started(demo_model, run_dir, log, **options(mode, steps, **{"vllm-timeout": 5000})) as process:
         wait_for_step(run_dir, 2, process, log)
         run = ElasticRun(process, run_dir, log)
         first, second = sorted(run.serving())
         os.kill(run.server_pid(second), signal.SIGSTOP)
         run.wait("the silent server has left", lambda: list(run.serving()) == [first], 300)
+        run.steps(3)
+        run.wait("a checkpoint to restart from", lambda: any(run_dir.glob(f"checkpoints/*/{STATE_FILE}")))
+        run.kill(run.pid("trainer"))
         run.steps(3)
         os.kill(run.server_pid(second), signal.SIGCONT)
         run.wait("it is back, as the same process", lambda: run.serving() == {first: 1, second: 1})

@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from environments.api.testing import running_server
 from tests.integration.browsing import FOREIGN_NAME, NEEDS_BROWSER, Browser, browser
 from tests.integration.serving import shared_server
+from tests.rollout_api import running_server
 from tests.routes import filled
 
 __all__ = ["browser"]  # a fixture

@@ -69,14 +69,14 @@ def test_twenty_steps_on_real_rows_with_strict_and_lenient_scores_logged(demo_mo
     first, last = (sum(row["reward/mean"] for row in rows) / 5 for rows in (steps[:5], steps[-5:]))
     assert last > first + 0.1, (first, last)
 
-    told = read_jsonl(run_dir / "logs" / "env-gsm8k.metrics.jsonl")
-    assert sum(row.get("gsm8k_0/groups_sent", 0) for row in told) >= 2 * STEPS
-    scored = [row for row in told if "gsm8k_0/strict" in row]
+    reported = read_jsonl(run_dir / "logs" / "env-gsm8k.metrics.jsonl")
+    assert sum(row.get("gsm8k_0/groups_sent", 0) for row in reported) >= 2 * STEPS
+    scored = [row for row in reported if "gsm8k_0/strict" in row]
     assert scored
     for row in scored:
         assert 0 <= row["gsm8k_0/strict"] <= row["gsm8k_0/lenient"] <= 1
         assert row["gsm8k_0/unjudged"] == 0
-    evaluations = [row for row in told if "gsm8k_0/eval/accuracy" in row]
+    evaluations = [row for row in reported if "gsm8k_0/eval/accuracy" in row]
     assert evaluations
     for row in evaluations:
         assert row["gsm8k_0/eval/accuracy_low"] <= row["gsm8k_0/eval/accuracy"] <= row["gsm8k_0/eval/accuracy_high"]

@@ -37,11 +37,11 @@ def test_a_killed_server_or_trainer_ends_the_run_and_leaves_nothing(
         members = family(process.pid)
         os.kill(server if victim == "server" else trainer, signal.SIGKILL)
         assert finished(process, log, 60) == 1
-    told = log.read_text()
-    assert re.search(rf"{victim}: .*SIGKILL", told, re.IGNORECASE)
+    said = log.read_text()
+    assert re.search(rf"{victim}: .*SIGKILL", said, re.IGNORECASE)
     if victim == "server":
-        assert str(run_dir / "logs" / "server.log") in told
-        assert re.search(r"step \d+.*/adapter_step_\d+.*--resume auto", told)
+        assert str(run_dir / "logs" / "server.log") in said
+        assert re.search(r"step \d+.*/adapter_step_\d+.*--resume auto", said)
     wait_for("all have ended", lambda: not alive([*members, *servers]), log, 20)
 
 
@@ -64,9 +64,9 @@ def test_a_server_that_does_not_start_ends_the_run_with_its_own_words(demo_model
     more = {"server.extra-args": "--kv-cache-memory-bytes,1"}
     with started(demo_model, run_dir, log, **of_mode("none", **more)) as process:
         assert finished(process, log, 200) == 1
-    told = log.read_text()
-    assert re.search(r"server: .*exit code 1", told, re.IGNORECASE) and str(run_dir / "logs" / "server.log") in told
-    assert "Error: " in told  # the server's own reason
+    said = log.read_text()
+    assert re.search(r"server: .*exit code 1", said, re.IGNORECASE) and str(run_dir / "logs" / "server.log") in said
+    assert "Error: " in said  # the server's own reason
 
 
 def test_train_alone_refuses_a_busy_port_before_it_starts_anything(demo_model: Path, tmp_path: Path) -> None:

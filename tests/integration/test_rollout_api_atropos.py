@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from environments.api import wire
-from environments.api.testing import running_server
 from tests.processes import ROOT
+from tests.rollout_api import running_server
 
 STEPS = 3
 GROUP_SIZE = 4

@@ -12,7 +12,7 @@ import httpx
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_random
 
 from environments.api import wire
-from environments.api.testing import ServerProcess
+from tests.rollout_api import ServerProcess
 
 KILLS = 20
 ENVIRONMENTS = 3

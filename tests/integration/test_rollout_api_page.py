@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from environments.api.testing import running_server
 from grpo_common.pages.document import document
 from tests.integration.browsing import NEEDS_BROWSER, PHONE_WIDTH, Browser, browser, wait_for
+from tests.rollout_api import running_server
 
 __all__ = ["browser"]  # a fixture
 

@@ -77,7 +77,7 @@ def test_a_killed_process_stops_the_run_with_its_name(demo_model: Path, tmp_path
 def test_a_full_disk_stops_the_run_with_the_place(demo_model: Path, tmp_path: Path, small_disk: Path) -> None:
     run_dir, log = small_disk / "run", tmp_path / "log"
     said = refused(*arguments(demo_model, run_dir, training_steps=500))
-    assert said.startswith("grpo: --run-dir: ") and str(run_dir) in said, "what can be known is told at once"
+    assert said.startswith("grpo: --run-dir: ") and str(run_dir) in said, "what can be known is reported at once"
     subprocess.run(["mount", "-o", "remount,size=64m", str(small_disk)], check=True)
     with started(demo_model, run_dir, log, training_steps=500) as process:
         wait_for_step(run_dir, 1, process, log)
@@ -87,7 +87,7 @@ def test_a_full_disk_stops_the_run_with_the_place(demo_model: Path, tmp_path: Pa
                 ballast.write(bytes(1 << 16))
         assert finished(process, log) == 1, tail(log)
     said = log.read_text()
-    # Whoever writes first: the trainer its checkpoint, or the API its queue.
+    # Either may write first: the trainer its checkpoint, or the API its queue.
     assert os.strerror(errno.ENOSPC) in said or re.search(r"\bdisk\b.*\bfull\b", said)
     assert str(small_disk) in said
     assert not alive(list(members))

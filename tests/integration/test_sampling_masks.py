@@ -47,7 +47,7 @@ def server() -> Serving:
 
 @pytest.fixture(scope="module")
 def published() -> tuple[torch.nn.Module, dict[str, list[Completion]]]:
-    """An adapter of its own, at the trainer, and completions of each way of sampling, which the engine batches."""
+    """An adapter at the trainer, and completions of each way of sampling, which the engine batches."""
     server = shared_server()
     model, loaded = server.publish()
 

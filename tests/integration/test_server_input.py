@@ -1,4 +1,4 @@
-"""No body and no adapter's folder makes the real server fail: each is refused in parts, and generation goes on."""
+"""No body and no adapter's folder makes the real server fail: each is refused with a fix, and generation continues."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def server() -> Serving:
 
 
 def refused(server: Serving, route: str, body: object) -> str:
-    """The field of a refusal that has all its parts; the server goes on as it was."""
+    """Return the field of a refusal that has all its parts; the server is unchanged."""
     answer = server.post(route, body)
     assert 400 <= answer.status_code < 500, (route, str(body)[:200], answer.text)
     error = answer.json()["error"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,35 +12,35 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_trainer.alignment.proof import FAILED
-from grpo_trainer.errors import BridgeError
+from grpo_trainer.errors import BridgeError, CommonBridgeError
 from grpo_trainer.policy import build_policy
-from tests.integration.paired import DIED, STEPS, settings
+from tests.integration.paired import EXCHANGED, STEPS, exchanged_shards
 from tests.integration.serving import Serving, serving
-from tests.integration.test_paired_servers import alone, assert_fresh
-from tests.integration.test_paired_servers import trained as trained_by_two
+from tests.integration.test_paired_servers import WIDE, alone, assert_fresh, assert_one_copy, trained
 from tests.processes import running, tail
 from tests.runs import arguments, finished, of_mode, rows
+from tests.shared_contract import MOMENTS, PROMISES, TOLERANCE, WRITES, SharedContract, settings
 
 pytestmark = pytest.mark.timeout(600)
 
-TOLERANCE = 1e-4
 SHARED = ("--shared-weights", "--tensor-parallel-size", "2", "--bridge-config-path")
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("shards")
-    with serving(folder, *SHARED, str(folder / "bridge.json"), key_value_heads=2) as running_server:
+    with serving(
+        folder, *SHARED, str(folder / "bridge.json"), key_value_heads=2, intermediate_size=WIDE
+    ) as running_server:
         yield running_server
 
 
-def trained(server: Serving, folder: Path, *options: str, statuses: tuple[int, int] = (0, 0)) -> list[dict[str, Any]]:
-    """What each rank saw; nothing of one that died."""
-    return trained_by_two([server], folder, "tensor_parallel_size=2", *options, statuses=statuses)
+def shards(server: Serving, folder: Path) -> SharedContract:
+    return SharedContract([server], folder, workers=2)
 
 
-def test_two_shards_train_as_one_process_and_torn_ones_are_healed(server: Serving, tmp_path: Path) -> None:
-    first, second = trained(server, tmp_path)
+def test_two_shards_train_as_one_process_on_one_copy(server: Serving, tmp_path: Path) -> None:
+    first, second = trained([server], tmp_path, "tensor_parallel_size=2")
     assert "error" not in first, first["error"]
     losses, weights = alone(server, tmp_path / "alone")
     assert first["losses"] == pytest.approx(losses, abs=1e-6)
@@ -50,53 +51,42 @@ def test_two_shards_train_as_one_process_and_torn_ones_are_healed(server: Servin
     assert first["boot"] == second["boot"]
     whole = sum(weight.nbytes for weight in weights.values())
     for seen in (first, second):
-        assert seen["size"] < 0.6 * whole and seen["mapped"] == seen["size"], "every parameter is in its worker's file"
+        assert seen["size"] < 0.6 * whole
         assert seen["states"] <= 2.1 * seen["size"], "8 bytes for each weight of the shard, which has 4"
-        assert seen["others"] < 0.3 * seen["size"], "a second copy"
-        assert seen["files"] == 1, "the other worker's shard is not mapped"
-    (left,) = trained(server, tmp_path / "torn", "fault=dies within the fence", statuses=(0, DIED))
-    assert left["error"][0] == "PeerGoneError"
-    assert server.get("/health").status_code == 503, "rank 0 has reported it"
-    refused, _ = trained(server, tmp_path / "refused")
-    assert refused["error"][0] == "CommonBridgeError" and "torn" in refused["error"][1]
-    healed, _ = trained(server, tmp_path, "resume=auto")
-    assert "error" not in healed, healed["error"]
-    assert healed["versions"][0] > STEPS and max(healed["gaps"]) < TOLERANCE
-    assert server.get("/health").status_code == 200
+        assert_one_copy(seen)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [("in_flight=abort", "optimizer=adamw_8bit"), ("in_flight=recompute", "train_layer_indices=1", "master_weights=1")],
-)
-def test_each_write_is_served_at_once(server: Serving, tmp_path: Path, options: tuple[str, ...]) -> None:
-    first, _ = trained(server, tmp_path, *options)
-    assert "error" not in first, first["error"]
-    assert max(first["gaps"]) < TOLERANCE and first["answered"] == first["versions"][1:]
+@pytest.mark.parametrize("promise", PROMISES)
+def test_two_shards_keep(server: Serving, tmp_path: Path, promise: str) -> None:
+    getattr(shards(server, tmp_path), promise)()
 
 
-@pytest.mark.parametrize(("moment", "version"), [("before", 0), ("after", 1)])
-def test_a_rank_that_dies_outside_the_fence_leaves_whole_weights(
-    server: Serving, tmp_path: Path, moment: str, version: int
-) -> None:
-    before = server.get("/bridge/info").json()["policy_version"]
-    (left,) = trained(server, tmp_path, f"fault=dies {moment} the fence", statuses=(0, DIED))
-    assert left["error"][0] == "PeerGoneError"
-    assert server.get("/health").status_code == 200
-    assert server.get("/bridge/info").json()["policy_version"] == before + version
+@pytest.mark.parametrize("options", WRITES, ids=str)
+def test_two_shards_write_while_requests_run(server: Serving, tmp_path: Path, options: dict[str, Any]) -> None:
+    shards(server, tmp_path).writes_while_requests_run(**options)
 
 
-@pytest.mark.parametrize("fault", ["exchanged shards", "another worker's matrix"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_rank_that_dies(server: Serving, tmp_path: Path, moment: str) -> None:
+    shards(server, tmp_path).survives_a_rank_that_dies(moment)
+
+
+def test_ranks_that_differ(server: Serving, tmp_path: Path) -> None:
+    shards(server, tmp_path).finds_ranks_that_differ()
+
+
+@pytest.mark.parametrize("fault", [EXCHANGED, "another worker's matrix"])
 def test_a_shard_in_the_wrong_place_is_seen_before_anything_is_trained(
     server: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    monkeypatch.setenv("BRIDGE_FILE", server.get("/bridge/info").json()["bridge_config_path"])
     before = server.get("/bridge/info").json()
-    first, second = trained(server, tmp_path, f"fault={fault}")
-    assert first["error"][0] == "CommonBridgeError" and FAILED in first["error"][1]
-    assert "losses" not in first and "error" not in second, "it waits until rank 0 ends it"
-    after = server.get("/bridge/info").json()
-    assert after["policy_version"] == before["policy_version"]
+    monkeypatch.setenv("BRIDGE_FILE", before["bridge_config_path"])
+    with exchanged_shards() if fault == EXCHANGED else nullcontext(), shards(server, tmp_path).attached(fault) as made:
+        made.bridge.connect(0)
+        with pytest.raises(CommonBridgeError) as refused:
+            made.bridge.prove()
+    assert FAILED in refused.value.field
+    assert server.get("/bridge/info").json()["policy_version"] == before["policy_version"]
 
 
 def test_a_trainer_that_does_not_know_of_the_shards_is_refused(server: Serving, tmp_path: Path) -> None:

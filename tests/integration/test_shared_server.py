@@ -23,12 +23,12 @@ from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
 from tests.integration.serving import Serving, save_tiny_model, serving
+from tests.integration.streaming import MANY, TWO_BLOCKS, Stream
 from tests.processes import ROOT, answers, free_port, running, tail, wait_for
 from vllm_server.bridge_file import FOLDER
 from vllm_server.protocol import (
     BridgeDebug,
     BridgeInfo,
-    GenerateChunk,
     GenerateRequest,
     GenerateResponse,
     InFlight,
@@ -41,8 +41,6 @@ from vllm_server.protocol.bridge_config import FILE_NAME, BridgeConfigFile, File
 
 pytestmark = pytest.mark.timeout(400)
 
-TWO_BLOCKS = [7 + index % 83 for index in range(270)]  # the CPU's KV blocks hold 128 tokens
-MANY = 230  # tokens, on which the server is busy for a while
 TOLERANCE = 1e-4  # of a logprob in float32, between vLLM and transformers
 
 
@@ -146,7 +144,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 
 @pytest.fixture
 def trainer(server: Serving) -> Iterator[Trainer]:
-    """Attached anew for each test, which it leaves with the weights that it found."""
+    """Attach for each test, and restore the weights after it."""
     info = msgspec.json.decode(server.get("/bridge/info").content, type=BridgeInfo)
     weights = open_weights(Path(info.bridge_config_path or ""))
     with httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client:
@@ -258,62 +256,6 @@ def test_weights_that_are_not_finite_give_errors_and_leave_nothing_behind(traine
 
 
 # requests in flight ----------------------------------------------------------------------------------------
-
-
-@dataclass
-class Stream:
-    """A long streamed request, read in a thread of its own, which does no more than that: it must not lag behind.
-
-    Eight completions, of which one is looked at: the server is not done before an update comes.
-    """
-
-    server: Serving
-    prompt: list[int]
-    _lines: list[str] = field(default_factory=list)
-    _running: threading.Event = field(default_factory=threading.Event)
-
-    def __enter__(self) -> Stream:
-        self._thread = threading.Thread(target=self._read)
-        self._thread.start()
-        assert self._running.wait(60)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._thread.join(120)
-        assert not self._thread.is_alive()
-
-    def _read(self) -> None:
-        sampling = {"n": 8, "max_tokens": MANY, "logprobs": 0, "seed": 3, "ignore_eos": True}
-        request = GenerateRequest(prompt=TokenPrompt(self.prompt), stream=True, sampling=sampling)
-        body = msgspec.json.encode(request.to_body())
-        url, headers = f"{self.server.url}/generate", {"content-type": "application/json"}
-        with httpx.stream("POST", url, content=body, headers=headers, timeout=120, trust_env=False) as lines:
-            for line in lines.iter_lines():
-                self._lines.append(line)
-                self._running.set()
-
-    @property
-    def errors(self) -> list[str]:
-        return [line for line in self._lines if '"error"' in line]
-
-    @property
-    def chunks(self) -> list[GenerateChunk]:
-        decoder = msgspec.json.Decoder(GenerateChunk)
-        chunks = [decoder.decode(line) for line in list(self._lines) if '"error"' not in line]
-        return [chunk for chunk in chunks if chunk.index == 0]
-
-    @property
-    def tokens(self) -> list[int]:
-        return [token for chunk in self.chunks for token in chunk.token_ids]
-
-    @property
-    def logprobs(self) -> list[float]:
-        return [next(iter(p[0].values())) for chunk in self.chunks for p in chunk.logprobs or []]
-
-    def before_the_update(self) -> int:
-        """How many tokens are in chunks that know no other version, and in the first that does."""
-        late = next(index for index, chunk in enumerate(self.chunks) if chunk.policy_version_end is not None)
-        return sum(len(chunk.token_ids) for chunk in self.chunks[: late + 1])
 
 
 @pytest.mark.parametrize("in_flight", ["keep", "recompute"])
@@ -461,7 +403,7 @@ def test_a_torn_update_refuses_generation_until_a_good_one(trainer: Trainer) -> 
         token = trainer.begin()
         trainer.change()
         trainer.end(token, torn=True)
-    assert stream.errors and "torn" in stream.errors[0], "what ran is told"
+    assert stream.errors and "torn" in stream.errors[0], "a running request gets the reason"
     assert refusals(server) == [503] * 5
     assert "torn" in server.get("/health").json()["error"]["got"]
     assert trainer.info.policy_version == first.policy_version
@@ -551,7 +493,7 @@ def test_a_server_told_by_the_environment_leaves_nothing_behind(tmp_path: Path) 
     """Without LoRA, and with the file where it goes by default."""
     model, log, temporary = save_tiny_model(tmp_path / "model"), tmp_path / "server.log", tmp_path / "tmp"
     temporary.mkdir()
-    told = {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "TMPDIR": str(temporary), "NUM_INFERENCE_NODES": "1"}
+    variables = {"VLLM_ENABLE_SHARED_WEIGHTS": "1", "TMPDIR": str(temporary), "NUM_INFERENCE_NODES": "1"}
     unset = dict.fromkeys(("LOGDIR", "VLLM_BRIDGE_CONFIG_PATH"), "")
     url = f"http://127.0.0.1:{(port := free_port())}"
     command = [
@@ -564,7 +506,7 @@ def test_a_server_told_by_the_environment_leaves_nothing_behind(tmp_path: Path) 
         "--kv-cache-memory-bytes",
         str(64 << 20),
     ]
-    with running(*command, log=log, env=told | unset) as process:
+    with running(*command, log=log, env=variables | unset) as process:
 
         def ready() -> bool:
             assert process.poll() is None, tail(log)

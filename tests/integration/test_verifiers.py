@@ -110,7 +110,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """verifiers in a virtual environment of its own, kept in the user's cache for the next time."""
+    """verifiers in a separate virtual environment, kept in the user's cache for the next time."""
     done = subprocess.run(
         [sys.executable, "-m", "environments.verifiers_server", "install"],
         capture_output=True,
@@ -251,8 +251,8 @@ def test_an_environment_of_verifiers_trains(
     assert all(row["batch/sequences"] == 8 and 0 < row["reward/mean"] <= 1.1 for row in rows)
     # The server's ids and logprobs, at its temperature. A step whose groups have no signal moves nothing.
     assert next(row[GAP] for row in rows if GAP in row) < 1e-3
-    told = read_jsonl(run_dir / "logs" / "env-verifiers.metrics.jsonl")
-    assert any({"verifiers_0/right", "verifiers_0/digits", "verifiers_0/length"} <= row.keys() for row in told)
+    reported = read_jsonl(run_dir / "logs" / "env-verifiers.metrics.jsonl")
+    assert any({"verifiers_0/right", "verifiers_0/digits", "verifiers_0/length"} <= row.keys() for row in reported)
 
 
 def test_an_evaluation_whose_rollouts_fail_ends_with_the_reason(

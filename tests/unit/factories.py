@@ -42,7 +42,7 @@ def sample(
 
 
 def taught(prompt: int, rows: Sequence[dict[int, float]]) -> Teacher:
-    """What a teacher gives after a prompt of so many tokens."""
+    """Return what a teacher gives after a prompt of this many tokens."""
     width = max(map(len, rows))
     ids_TK = np.zeros((prompt + len(rows), width), np.int64)
     logprobs_TK = np.full((prompt + len(rows), width), -np.inf, np.float32)

@@ -1,13 +1,15 @@
 """`python -m tests.unit.paired_trainers RANK SIZE PORT FOLDER [KEY=VALUE …]`: a trainer process on the weights of its
 own stand-in for a server, for a few steps. Writes what it came to into `FOLDER/rankRANKofSIZE.pt`.
 
-`fault=WHAT` plants a fault into rank 1: see `plant`. `served=bfloat16` sets the dtype of the weights.
+`fault=WHAT` plants a fault into rank 1: see `plant`. `served=bfloat16` sets the dtype of the weights. `bucket_bytes=N`
+sets the size of the buckets in which gradients are exchanged.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +24,8 @@ from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.errors import GrpoError, ServerError
 from grpo_trainer.follower import run_worker
 from grpo_trainer.metrics.types import reduce
-from grpo_trainer.parallel.world import Restore, World, join
+from grpo_trainer.parallel import sharded_update
+from grpo_trainer.parallel.world import BUCKET_BYTES, Restore, World, buckets, join
 from grpo_trainer.policy import SharedWeights
 from grpo_trainer.saving.checkpoint import Checkpoints
 from grpo_trainer.saving.manifest import Progress
@@ -37,11 +40,13 @@ STEPS = 5
 POISONED = [[sample([4], [5], 1.0, logprobs=[float("nan")]), sample([4], [6], 0.0)]]
 DIED = 9
 """Exit status of a rank that a fault ends."""
+UNREPORTED = "dies before the fence, unreported"
 
 
 def main(rank: int, size: int, port: int, folder: Path, options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    fault = options.pop("fault", "") if rank == 1 else options.pop("fault", "") and ""
+    fault = options.pop("fault", "")
+    limit = int(options.pop("bucket_bytes", BUCKET_BYTES))
     served = getattr(torch, options.pop("served", "float32"))
     values: dict[str, Any] = {"model": "x", "weight_bridge_mode": "shared_vllm", "device": "cpu", "seq_len": 64}
     values |= {"lr": 1e-3, "batch_size": 2, "adam_epsilon": 1e-3, "save_path": str(folder / "checkpoints")}
@@ -51,10 +56,12 @@ def main(rank: int, size: int, port: int, folder: Path, options: dict[str, Any])
     server = SharingServer()
     server.info = msgspec.structs.replace(server.info, boot_id=f"boot {0 if fault == 'one server' else rank}")
     server.model.to(served)
-    plant(fault, server)
+    if rank == 1:
+        plant(fault, server)
     result: dict[str, Any] = {}
     try:
-        work(config, world, server, fault, result)
+        with mock.patch.object(sharded_update, "buckets", partial(buckets, limit=limit)):
+            work(config, world, server, fault, result)
     except GrpoError as error:
         problem = error.problems[0]
         result |= {"error": type(error).__name__, "field": problem.field, "got": problem.got}
@@ -85,6 +92,8 @@ def work(config: TrainConfig, world: World, server: SharingServer, fault: str, r
     bridge = own if world.alone else PairedBridge(own, policy, world, urls)
     with mock.patch.object(server, "close", lambda: None, create=True), bridge:
         if world.leads:
+            if fault == UNREPORTED:
+                report_nothing(own, trainer)
             with world:
                 lead(config, world, trainer, checkpoints, bridge, result)
         else:
@@ -139,7 +148,7 @@ def plant_later(fault: str, server: SharingServer, trainer: Trainer) -> None:
 
     holding: Any = trainer.holding
     match fault:
-        case "dies before the fence":
+        case "dies before the fence" | "dies before the fence, unreported":
             holding.share_update = die
         case "dies within the fence":
             holding.finish_update = die
@@ -151,6 +160,18 @@ def plant_later(fault: str, server: SharingServer, trainer: Trainer) -> None:
             holding.finish_update = lambda: swap(holding)
         case _:
             pass
+
+
+def report_nothing(own: SharedBridge, trainer: Trainer) -> None:
+    """Behave as NCCL does after a rank's end: an exchange returns at once, and the device never finishes it."""
+    queued: list[str] = []
+    holding: Any = trainer.holding
+    holding.share_update = lambda: queued.append("an exchange")
+
+    def wait() -> None:
+        assert not queued, "this wait never ends"
+
+    own.finish_kernels = wait  # type: ignore[method-assign]
 
 
 def swap(holding: Any) -> None:

@@ -29,7 +29,7 @@ def spec(name: str, code: str, *arguments: str, **options: Any) -> ProcessSpec:
 
 
 def in_a_process(work: Callable[[Path], Any], folder: Path) -> Any:
-    """What a function returns in a process of its own: an agent changes its folder and its environment."""
+    """Return a function's result from a separate process: an agent changes its folder and its environment."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
         return pool.apply(work, (folder,))
 

@@ -60,7 +60,7 @@ def test_every_training_problem_comes_once_before_any_comes_again(tokenizer: Qwe
     async def first(seed: int) -> list[str]:
         env = environment(tokenizer, ["1"], low=1, high=5, seed=seed)
         await env.setup()
-        drawn = [(await env.get_next_item()).prompt for _ in range(2 * len(env.problems.train))]
+        drawn = [next(env.items).prompt for _ in range(2 * len(env.problems.train))]
         half = len(env.problems.train)
         assert sorted(drawn[:half]) == sorted(drawn[half:]) == sorted(p.prompt for p in env.problems.train)
         return drawn

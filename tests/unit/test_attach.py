@@ -268,7 +268,7 @@ def test_with_gate_and_up_swapped_logprobs_would_differ(qwen: StandIn) -> None:
 
 
 def test_a_missing_tied_head_is_refused(tmp_path: Path) -> None:
-    """The server holds a head of its own, which the trainer would leave as it is."""
+    """The server holds a separate head, which the trainer would not change."""
     server = stand_in("llama", tmp_path)
     handles = dict(server.config.ipc_handles)
     embedding = handles["model.embed_tokens.weight"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 
 from grpo_trainer.batch.batching import prepare
 from grpo_trainer.batch.microbatches import plan, split
-from grpo_trainer.config.loss import LossConfig, LossName
+from grpo_trainer.config.loss import LOSSES, LossConfig
 from grpo_trainer.metrics.types import reduce
 from tests.unit.factories import VOCAB, batch, sample
 
@@ -80,23 +79,23 @@ def test_where_there_is_more_to_learn_than_from_rewards_a_group_without_a_spread
 
 
 def test_what_is_to_be_imitated_has_advantage_1_and_is_no_part_of_the_groups_baseline() -> None:
-    told = sample([1], [9], 5.0, supervised=True, logprobs=[-0.5], version=3)
+    supervised_one = sample([1], [9], 5.0, supervised=True, logprobs=[-0.5], version=3)
     judged = [sample([1], [2], 0.0), sample([1], [3], 1.0)]
-    prepared = prepare(batch([told, *judged]), LossConfig(scale_rewards="none"), 10)
+    prepared = prepare(batch([supervised_one, *judged]), LossConfig(scale_rewards="none"), 10)
     assert [s.advantages.tolist() for s in prepared.sequences] == [[1.0], [-0.5], [0.5]]
     first = prepared.sequences[0]
     assert first.supervised and first.rollout_logprobs is None and first.version is None  # the policy did not sample it
     numbers = reduce(prepared.metrics)
     assert numbers["reward/mean"] == 0.5 and numbers["batch/supervised"] == 1
-    alone = prepare(batch([told]), LossConfig(), 10)
+    alone = prepare(batch([supervised_one]), LossConfig(), 10)
     assert len(alone.sequences) == 1 and reduce(alone.metrics)["batch/zero_variance_share"] == 0
 
 
 def test_left_out_wins_over_imitation_and_imitation_over_given_advantages() -> None:
     left_out = sample([1], [2], 0.0, supervised=True)
     left_out = replace(left_out, advantages_T=np.zeros(2, np.float32))
-    told = sample([1], [2], 0.0, supervised=True, advantages=[7.0])
-    (kept,) = prepare(batch([left_out, told]), LossConfig(), 10).sequences
+    supervised_one = sample([1], [2], 0.0, supervised=True, advantages=[7.0])
+    (kept,) = prepare(batch([left_out, supervised_one]), LossConfig(), 10).sequences
     assert kept.advantages.tolist() == [1.0]
 
 
@@ -148,12 +147,12 @@ groups = st.lists(
 @given(
     groups,
     st.integers(1, 9),
-    st.sampled_from(get_args(LossName)),
+    st.sampled_from([*LOSSES]),
     st.none() | st.integers(8, 30),
     st.booleans(),
 )
 def test_every_trained_token_is_in_exactly_one_microbatch(
-    rows: list[list[tuple[list[int], float]]], size: int, loss: LossName, max_tokens: int | None, packed: bool
+    rows: list[list[tuple[list[int], float]]], size: int, loss: str, max_tokens: int | None, packed: bool
 ) -> None:
     rollouts = batch(*[[sample([1, 2], tokens, reward) for tokens, reward in group] for group in rows])
     prepared = prepare(rollouts, LossConfig(loss=loss), 100)

@@ -1,4 +1,4 @@
-"""`--benchmark`: each second in one phase, and what went on beside them."""
+"""`--benchmark`: each second in one phase, and what threads did meanwhile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from grpo_trainer.logs.times import BESIDE, PHASES, print_time_split, time_beside, time_split
+from grpo_trainer.logs.times import MEANWHILE, PHASES, print_time_split, time_meanwhile, time_split
 
 ROWS = [
     {"step": 1, "train/seconds": 10.0, "train/data_fetch_time": 4.0, "train/forward_backward_time": 3.0,
@@ -23,7 +23,7 @@ ROWS = [
 def test_each_second_is_in_one_phase_and_overlap_stands_apart(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    split, beside = time_split(path), time_beside(path)
+    split, meanwhile = time_split(path), time_meanwhile(path)
     assert {PHASES.get(name): seconds for name, seconds in split.items()} == {
         "train/data_fetch_time": 5.0,
         "train/forward_backward_time": 6.0,
@@ -32,7 +32,7 @@ def test_each_second_is_in_one_phase_and_overlap_stands_apart(tmp_path: Path) ->
         "train/save_time": 0.25,
         None: pytest.approx(3.75),  # 18 - 14.25
     }
-    assert {BESIDE[name]: seconds for name, seconds in beside.items()} == {
+    assert {MEANWHILE[name]: seconds for name, seconds in meanwhile.items()} == {
         "rollout/fetch_time": 7.5,
         "rollout/prepare_time": pytest.approx(0.4),
         "checkpoint/write_time": 2.0,
@@ -40,5 +40,5 @@ def test_each_second_is_in_one_phase_and_overlap_stands_apart(tmp_path: Path) ->
     console = Console(file=io.StringIO(), width=100)
     print_time_split(path, console)
     said = console.file.getvalue()  # type: ignore[attr-defined]
-    assert all(name in said for name in (*split, *beside))
+    assert all(name in said for name in (*split, *meanwhile))
     assert "28%" in said and "7.5" in said  # 5 / 18

@@ -93,7 +93,7 @@ def test_another_boot_of_the_machine(tmp_path: Path, config: BridgeConfigFile) -
 
 
 def test_another_release(tmp_path: Path, config: BridgeConfigFile) -> None:
-    """Told by its number even where its fields are unknown."""
+    """Recognised by its number even where its fields are unknown."""
     path = write_config(tmp_path, config)
     path.write_text('{"schema_version": 2, "weights": []}')
     refused(path, "schema_version", "2", wanted="1", fix="install")
@@ -215,8 +215,8 @@ def test_a_file_that_contradicts_itself(
 
 
 def test_quantised_weights(tmp_path: Path, config: BridgeConfigFile) -> None:
-    mappings = {name: msgspec.structs.replace(told, dtype="int8") for name, told in config.param_mappings.items()}
-    handles = {name: msgspec.structs.replace(told, dtype="int8") for name, told in config.ipc_handles.items()}
+    mappings = {name: msgspec.structs.replace(entry, dtype="int8") for name, entry in config.param_mappings.items()}
+    handles = {name: msgspec.structs.replace(entry, dtype="int8") for name, entry in config.ipc_handles.items()}
     path = write_config(tmp_path, changed(config, param_mappings=mappings, ipc_handles=handles))
     refused(path, "embed.weight: dtype", "int8", wanted="float32, bfloat16, float16")
 

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from grpo_trainer.config.bridge import Broadcast
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.weights import broadcast
 from grpo_trainer.weights.broadcast import BroadcastBridge
+from grpo_trainer.weights.build import weights_folder
 from tests.unit.factories import bridge_info
 from vllm_server.protocol import DiskSource, WeightsOpenRequest, WeightsOpenResponse
 
@@ -85,3 +87,12 @@ def test_the_last_ones_error_is_raised(error: Exception, monkeypatch: pytest.Mon
     with pytest.raises(ServerError) as refused:  # by the server's side
         reach(Server(ServerError("refused", field="weights")), monkeypatch, Sender("gloo"))
     assert refused.value.field == "weights"
+
+
+def test_the_folder_for_disk_is_the_runs_own(tmp_path: Path) -> None:
+    """It is deleted at the end, so it is never the folder that the user names, nor another run's."""
+    root, one, other = tmp_path / "root", tmp_path / "one", tmp_path / "other"
+    asked = Broadcast(mode="broadcast", transport="disk", root=root)
+    first = weights_folder(asked, one)
+    assert first.parent == root and first == weights_folder(asked, one) != weights_folder(asked, other)
+    assert weights_folder(Broadcast(mode="broadcast", transport="disk"), one) == one / "weights"

@@ -41,16 +41,16 @@ class FakeServer:
         self.fault = fault
         self.model: PreTrainedModel | None = None
         self.info: BridgeInfo = INFO
-        self.told: list[str] = []
+        self.calls: list[str] = []
         self.prepared: list[int] = []
 
     def start(self, model: str, version: int) -> str:
         assert self.model is None, "two servers at a time"
         wanted = model
-        self.told.append(f"start {Path(model).name} v{version}")
+        self.calls.append(f"start {Path(model).name} v{version}")
         if version and self.fault == "not restarted":
             model, version = self.info.model_name, self.info.policy_version
-        boot = self.info.boot_id if version and self.fault == "same boot" else f"boot {len(self.told)}"
+        boot = self.info.boot_id if version and self.fault == "same boot" else f"boot {len(self.calls)}"
         said = version + 1 if version and self.fault == "wrong version" else version
         self.info = msgspec.structs.replace(INFO, boot_id=boot, policy_version=said, model_name=model)
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -68,7 +68,7 @@ class FakeServer:
 
     def stop(self) -> float:
         if self.model is not None:
-            self.told.append("stop")
+            self.calls.append("stop")
         self.model = None
         return 0.5
 
@@ -165,7 +165,7 @@ def test_the_server_is_restarted_every_few_versions_and_each_publish_says_which_
             assert numbers["publish/version"] == version and numbers["publish/served_version"] == served[-1]
             assert ("publish/start_time" in numbers) == (version in (2, 4))
     assert served == [0, 2, 2, 4, 4, 4]  # the last version is nobody's: training is over
-    assert made.server.told == [
+    assert made.server.calls == [
         "start base v0", "stop", f"start {name}_2 v2", "stop", f"start {name}_4 v4", "stop"
     ]  # fmt: skip
 
@@ -185,7 +185,7 @@ def test_the_next_server_is_prepared_if_there_is_to_be_one(
             bridge.publish(version)
     for server in made.servers:  # each preparation is followed by a start that uses it
         assert server.prepared == prepared
-        assert len([said for said in server.told if said.startswith("start")]) - 1 == len(prepared) or not standby
+        assert len([said for said in server.calls if said.startswith("start")]) - 1 == len(prepared) or not standby
 
 
 @MODES
@@ -212,7 +212,7 @@ def test_a_resumed_run_starts_the_server_on_its_weights_under_its_version(tmp_pa
         assert bridge.connect(7) == 7
         bridge.prove()
         assert bridge.publish(7).version == 7
-        assert made.server.told == [f"start {name}_7 v7"]
+        assert made.server.calls == [f"start {name}_7 v7"]
         assert [bridge.publish(version).version for version in range(8, 12)] == [7, 7, 10, 10]
 
 
@@ -328,7 +328,7 @@ def test_several_servers_are_started_on_the_same_weights_and_each_is_proved(tmp_
         made.change(1)
         published = bridge.publish(1)
     assert published.version == 1 and reduce(published.metrics)["publish/stop_time"] == 0.5
-    assert [server.told for server in made.servers] == [["start base v0", "stop", "start step_1 v1", "stop"]] * 3
+    assert [server.calls for server in made.servers] == [["start base v0", "stop", "start step_1 v1", "stop"]] * 3
 
 
 @pytest.mark.parametrize("fault", ["not restarted", "same boot", "wrong version", "other weights"])

@@ -50,7 +50,7 @@ def test_an_example_is_valid_and_fits_the_gpus_that_it_names(example: Any) -> No
     assert all(made.fits(config, example, size) == (size >= fits) for size in made.GPUS)
     shape = made.SHAPES[example.size]
     gpus = example.gpus
-    machine = Machine("3.12.0", "6", 1, gpus=(Gpu("H200", "u", 141 * 10**9, 141 * 10**9),) * gpus)
+    machine = Machine("3.12.0", 1, gpus=(Gpu("H200", "u", 141 * 10**9, 141 * 10**9),) * gpus)
     assert check(config, Hardware(on_gpu=True, gpus=gpus)) == []
     for finding in (
         check_length(config, shape),

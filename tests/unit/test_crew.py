@@ -34,7 +34,7 @@ if len(starts.read_text().splitlines()) < 2:
 if "stays" in sys.argv:
     time.sleep(60)
 """
-"""Ends in some way at its first start, and goes on at its second."""
+"""Ends in some way at its first start, and keeps running at its second."""
 KILLED = "import os; os.kill(os.getpid(), 9)"
 
 
@@ -116,7 +116,7 @@ def test_all_trainers_restart_together_from_their_checkpoint(tmp_path: Path) -> 
         ({"most": 0}, KILLED),
         ({}, "sys.exit(1)"),
     ],
-    ids=["before the first step", "no checkpoint", "no restarts", "an error of its own"],
+    ids=["before the first step", "no checkpoint", "no restarts", "an error that it reports itself"],
 )
 def test_a_trainer_does_not_restart(tmp_path: Path, options: dict[str, Any], end: str) -> None:
     trainer = spec("trainer", TWICE.format(end=end), str(tmp_path / "a"), ends_run=True, restarts=TRAINERS)
@@ -167,7 +167,7 @@ def test_restarts_are_counted_anew_after_a_long_run(tmp_path: Path, monkeypatch:
 def test_a_server_that_is_never_ready_does_not_restart_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Waiting until it is given up takes longer than the time after which restarts are counted anew."""
+    """Waiting until it is given up takes longer than the time after which the count of restarts is reset."""
     monkeypatch.setattr(crew_module, "FIRST_PAUSE_SECONDS", 0.0)
     server: Any = SimpleNamespace(
         spec=spec("server", SLEEPER, restarts="server", after_errors=True),

@@ -33,14 +33,14 @@ def header(data: bytes) -> str:
 
 
 def channel(kind: str = "cuda_ipc", **changed: Any) -> ChannelRequest:
-    told = {"gpu_uuid": "GPU-1", "nbytes": NBYTES, "header": header(adapter()), "adapter_config": CONFIG, **changed}
+    fields = {"gpu_uuid": "GPU-1", "nbytes": NBYTES, "header": header(adapter()), "adapter_config": CONFIG, **changed}
     if kind == "nccl":
-        return NcclChannel(unique_id="", world_size=2, **told)
-    return CudaIpcChannel(handle=[0], **told)
+        return NcclChannel(unique_id="", world_size=2, **fields)
+    return CudaIpcChannel(handle=[0], **fields)
 
 
 class StandInEngine:
-    """Remembers what it was asked; fails to open when told so."""
+    """Remembers what it was asked; fails to open if the test sets it to fail."""
 
     def __init__(self) -> None:
         self.open: list[str] = []

@@ -1,5 +1,5 @@
-"""Modules that a server lacks, found among rounding errors. The trainer here is a sum of effects, rounded anew for each
-of its states, as 16 bits do."""
+"""Modules that a server lacks, found among rounding errors. The trainer here is a sum of effects, which
+each of its states rounds differently, as 16 bits do."""
 
 from __future__ import annotations
 

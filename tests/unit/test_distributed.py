@@ -104,7 +104,7 @@ def test_a_world_of_one_gives_no_orders() -> None:
 
 
 class Recording(World):
-    """One of two processes, whose other is but said to be there: what it is told comes from `orders`."""
+    """One of two processes, whose other does not exist: its commands come from `orders`."""
 
     def __init__(self, rank: int, *orders: Command) -> None:
         super().__init__(rank, 2)
@@ -200,7 +200,7 @@ def start(size: int, folder: Path, *options: str) -> list[subprocess.Popen[str]]
 
 
 def run(size: int, folder: Path, *options: str) -> dict[str, Any]:
-    """What the trainer of so many processes has come to; one needs none of its own."""
+    """Return the weights of a trainer of `size` processes; a single one runs in this process."""
     if size == 1:
         threads = torch.get_num_threads()
         two_trainers.main(0, 1, 0, folder, dict(option.split("=", 1) for option in options))
@@ -280,7 +280,7 @@ def test_states_in_8_bits_are_cut_anew_for_another_number_of_processes(
 
 
 def check_resumed(folder: Path, options: Sequence[str], alone: dict[str, Any], together: dict[str, Any]) -> None:
-    """Any number of processes goes on from what any number wrote, as if there had been no end."""
+    """Any number of processes resumes from what any number wrote, as if the run had not ended."""
 
     def gone_on(size: int, writers: int) -> dict[str, torch.Tensor]:
         saved = folder / f"checkpoints{writers}" / "step_3"

@@ -50,7 +50,6 @@ GIB = 1 << 30
 VERSIONS = {"torch": "2.11.0+cu130", "vllm": "0.25.1", "transformers": "5.17.0", "peft": "0.21.2"}
 MACHINE = Machine(
     python="3.12.3",
-    kernel="6.8.0",
     memory=128 * GIB,
     gpus=(Gpu("H200", "GPU-a", 141 * GIB, 140 * GIB),),
     driver="580.65.06",
@@ -103,7 +102,7 @@ def look_at(config: RunConfig | ConfigError | None, machine: Machine = MACHINE, 
 
 
 def only_fault(examination: Examination, status: str = "fail") -> Finding:
-    """The one thing that was planted; and what people and machines are told of it."""
+    """The one finding that was planted, in the table and in the JSON."""
     faults = [finding for finding in examination.findings if finding.status in ("fail", "warn")]
     assert [finding.status for finding in faults] == [status], faults
     assert faults[0].wanted and faults[0].fix
@@ -189,24 +188,24 @@ def test_a_run_whose_first_checkpoints_do_not_fit_is_refused_and_one_whose_last_
     assert shape is not None
     each = checkpoint_bytes(trainer, shape)
     assert each == 14 * shape.parameters
-    beside = served_bytes(trainer, shape, on_gpu=True)
+    models = served_bytes(trainer, shape, on_gpu=True)
 
     def judged(free: int, folder: Path = tmp_path / "run") -> Finding:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=10**15, used=0, free=free))
         return refuse_without_room(trainer, folder, "--run-dir", on_gpu=True)
 
-    assert judged(3 * each + beside + LOGS).status == "ok"
-    assert judged(3 * each + beside + LOGS - 1).status == judged(2 * each + beside).status == "warn"
+    assert judged(3 * each + models + LOGS).status == "ok"
+    assert judged(3 * each + models + LOGS - 1).status == judged(2 * each + models).status == "warn"
     with pytest.raises(ConfigError) as error:
-        judged(2 * each + beside - 1)
+        judged(2 * each + models - 1)
     assert error.value.field == "--run-dir" and str(tmp_path / "run") in str(error.value)
-    assert f"{(2 * each + beside - 1) / GB:.1f} GB" in error.value.got
-    assert f"{(2 * each + beside) / GB:.1f} GB" in error.value.wanted and f"{each / GB:.2f} GB" in error.value.wanted
+    assert f"{(2 * each + models - 1) / GB:.1f} GB" in error.value.got
+    assert f"{(2 * each + models) / GB:.1f} GB" in error.value.wanted and f"{each / GB:.2f} GB" in error.value.wanted
     (tmp_path / "resumed").mkdir()
     with (tmp_path / "resumed" / "weights").open("wb") as file:
         file.truncate(2 * each)  # takes no room: only its length counts
-    assert judged(each + beside + LOGS, tmp_path / "resumed").status == "ok", (
-        "a run that goes on has its checkpoints already"
+    assert judged(each + models + LOGS, tmp_path / "resumed").status == "ok", (
+        "a resumed run has its checkpoints already"
     )
 
 
@@ -526,8 +525,8 @@ def test_each_problem_of_a_refused_configuration_is_a_finding(tmp_path: Path, pr
     assert examination.fails and [(each.wanted, each.fix) for each in found] == [
         (problem.wanted, problem.fix) for problem in problems
     ]
-    told = (tmp_path / "out").read_text().split("\n\n")[1:]
-    for text, problem in zip(told, problems, strict=False):
+    blocks = (tmp_path / "out").read_text().split("\n\n")[1:]
+    for text, problem in zip(blocks, problems, strict=False):
         parts = [problem.field, problem.got, problem.wanted, problem.fix, problem.summary]
         assert all(text.count(part) == 1 for part in parts if part), "once"
         assert (" wanted: " in text, " fix: " in text) == (bool(problem.wanted), bool(problem.fix)), "nothing empty"

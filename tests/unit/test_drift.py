@@ -1,4 +1,4 @@
-"""The drift alarm: planted faults are told apart, healthy runs are quiet, nothing floods."""
+"""The drift alarm: planted faults are distinguished, healthy runs are quiet, nothing floods."""
 
 from __future__ import annotations
 

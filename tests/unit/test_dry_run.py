@@ -25,9 +25,9 @@ GB = 10**9
 BASE = {"model_name": "demo", "weight_bridge_mode": "lora_only", "run_dir": "/runs/a"}
 PORTS = {"api": 8123, "server": 9123, "server-2": 9124}
 SHAPE = ModelShape(hidden=64, intermediate=128, layers=2, heads=4, kv_heads=4, head_dim=16, vocab=1000, tied=True)
-CPU = Machine(python="3.11", kernel="6", memory=64 * GB)
+CPU = Machine(python="3.11", memory=64 * GB)
 FOUR_GPUS = Machine(
-    python="3.11", kernel="6", memory=64 * GB, gpus=tuple(Gpu("H200", str(n), 140 * GB, 140 * GB) for n in range(4))
+    python="3.11", memory=64 * GB, gpus=tuple(Gpu("H200", str(n), 140 * GB, 140 * GB) for n in range(4))
 )
 
 
@@ -68,7 +68,7 @@ def test_memory_is_that_of_each_process() -> None:
     assert one["server"].memory == two["server"].memory == two["server-2"].memory
     assert one["server"].memory is not None and one["server"].memory > SHAPE.parameters * 4
     on_gpu = rows(a_run(server__gpu_memory_utilization="0.5"), FOUR_GPUS)["server"].memory
-    # Its share, half of 140 GB, holds weights and cache; the CUDA context of 0.6 GB is beside it.
+    # Its share, half of 140 GB, holds weights and cache; the CUDA context of 0.6 GB is extra.
     assert on_gpu == pytest.approx(0.5 * 140 * GB + 0.6 * GB, rel=1e-6)
     assert dry_run.memory_by_process(a_run(), None, CPU) == {}
 

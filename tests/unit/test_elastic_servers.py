@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from grpo_common.roster import MEMBERS_FILE, Member, Served, State, in_use, read_served
+from grpo_common.roster import MEMBERS_FILE, SERVED_FILE, Member, Served, State, in_use, read_served
+from grpo_trainer import server_client
 from grpo_trainer.config.server import VllmConfig
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import Sum, reduce
@@ -219,6 +223,26 @@ def test_a_trainer_that_starts_again_takes_the_servers_that_there_are(run: Run) 
     assert [each.url for each in config.each] == [B, C]
 
 
+@pytest.mark.parametrize("one_answers", [True, False])
+def test_a_trainer_that_starts_again_does_not_wait_for_a_silent_server(
+    run: Run, monkeypatch: pytest.MonkeyPatch, one_answers: bool
+) -> None:
+    """The silent one accepts connections and says nothing, as a stopped process does; C still starts."""
+    monkeypatch.setattr(server_client, "KNOCK_SECONDS", 0.5)
+    with ExitStack() as up:
+        silent = up.enter_context(socket.create_server(("127.0.0.1", 0)))
+        health = up.enter_context(HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler))  # answers 501 to each GET
+        if one_answers:
+            threading.Thread(target=health.serve_forever, daemon=True).start()
+            up.callback(health.shutdown)
+        urls = [f"http://127.0.0.1:{port}" for port in (silent.getsockname()[1], health.server_port)]
+        run.list((urls[0], "running", 1), (urls[1], "running", 1), (C, "starting", 2))
+        config = VllmConfig(roster=run.folder)
+        assert [each.url for each in present(config).each] == [*urls, C], "at the start of a run all are waited for"
+        (run.folder / SERVED_FILE).write_bytes(msgspec.json.encode({url: Served(1, 5) for url in urls}))
+        assert [each.url for each in present(config).each] == ([urls[1]] if one_answers else [*urls, C])
+
+
 def test_a_trainer_that_starts_again_goes_on_without_a_server_that_fails(run: Run) -> None:
     with run.servers() as servers:
         both(run, servers)
@@ -251,5 +275,5 @@ def test_at_the_start_of_a_run_every_server_must_work(run: Run) -> None:
 def test_an_entry_of_a_servers_former_process_does_not_count(run: Run) -> None:
     run.list((A, "running", 2), (B, "running", 1))
     served = {A: Served(1, 5), B: Served(1, 5)}
-    (run.folder / "served.json").write_bytes(msgspec.json.encode(served))
+    (run.folder / SERVED_FILE).write_bytes(msgspec.json.encode(served))
     assert in_use(run.folder) == {B: 1}

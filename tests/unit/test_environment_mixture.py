@@ -55,12 +55,6 @@ class Numbers(BaseEnv[int]):
         self.items = Shuffled(range(1000), seed=0)
         self.taken: list[int] = []
 
-    def state(self) -> dict[str, Any]:
-        return {"position": self.items.position}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.items.position = state["position"]
-
     async def get_next_item(self) -> int:
         self.taken.append(next(self.items))
         return self.taken[-1]

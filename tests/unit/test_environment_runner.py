@@ -73,14 +73,14 @@ class Sums(BaseEnv[int]):
     def __init__(self, settings: BaseEnvConfig, collect: Callable[[int], Awaitable[wire.ScoredData | None]]) -> None:
         super().__init__(settings, None, None)  # type: ignore[arg-type]
         self.collect = collect
-        self.items = 0
+        self.taken = 0
         self.limit: int | None = None
 
     async def get_next_item(self) -> int | None:
-        if self.items == self.limit:
+        if self.taken == self.limit:
             return None
-        self.items += 1
-        return self.items
+        self.taken += 1
+        return self.taken
 
     async def collect_trajectories(self, item: int) -> wire.ScoredData | None:
         return await self.collect(item)
@@ -161,7 +161,7 @@ def test_it_waits_for_the_trainer_within_the_bound() -> None:
         await asyncio.sleep(5 * runner.POLL_S)
         stop.set()
         await task
-        return service.status().queue_size, env.items
+        return service.status().queue_size, env.taken
 
     assert asyncio.run(scene()) == (4, 4)
 
@@ -203,7 +203,7 @@ def test_a_slow_group_does_not_keep_others_from_starting() -> None:
 
         env = Sums(config(max_batches_offpolicy=None), slow)
         task = asyncio.create_task(serving(env, service, stop))
-        await until(lambda: env.items >= 5)
+        await until(lambda: env.taken >= 5)
         goes_on.set()
         stop.set()
         await task
@@ -520,5 +520,5 @@ def test_evaluation_is_told_every_so_many_steps(asked_by: str, caplog: pytest.Lo
 
     with caplog.at_level(logging.INFO):
         asyncio.run(scene())
-    told = [record.args for record in caplog.records if isinstance(record.args, tuple)]
-    assert [args for args in told if args[-1:] == ("accuracy 0.5",)] == [(2, "accuracy 0.5")]
+    messages = [record.args for record in caplog.records if isinstance(record.args, tuple)]
+    assert [args for args in messages if args[-1:] == ("accuracy 0.5",)] == [(2, "accuracy 0.5")]

@@ -68,7 +68,7 @@ def test_an_adapter_is_loaded_by_peft_and_computes_the_same(adapter: tuple[PeftM
 def test_a_base_by_a_relative_path_is_found_from_another_folder(
     adapter: tuple[PeftModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As checkpoints of runs name it that were started beside it."""
+    """As checkpoints name it of runs that were started in its parent folder."""
     model, path = adapter
     settings = json.loads((path / "adapter_config.json").read_text())
     (path / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": "base"}))

@@ -1,4 +1,4 @@
-"""The fence around updates of shared weights, on an engine that notes what it is told."""
+"""The fence around updates of shared weights, on an engine that records its calls."""
 
 from __future__ import annotations
 

@@ -27,13 +27,13 @@ GOOD = encode_header(lay_out([("a", (2, 3)), ("b", (4,))], "F32"), {"format": "p
 
 @given(tensors, dtypes, metadata)
 def test_a_header_decodes_to_what_was_encoded(
-    found: list[tuple[str, tuple[int, ...]]], dtype: str, told: dict[str, str]
+    found: list[tuple[str, tuple[int, ...]]], dtype: str, labels: dict[str, str]
 ) -> None:
     spans = lay_out(found, dtype)
-    header = encode_header(spans, told)
+    header = encode_header(spans, labels)
     decoded = decode_header(header + b"data")
     assert decoded.spans == spans
-    assert decoded.metadata == told
+    assert decoded.metadata == labels
     assert decoded.size == len(header) == header_size(header[:8])
     assert decoded.size % 64 == 0  # the data is aligned for any dtype
     assert decoded.nbytes == sum(torch.Size(shape).numel() for _, shape in found) * ITEM_SIZES[dtype]
@@ -104,7 +104,7 @@ def test_no_json_is_anything_but_a_header_or_a_value_error(value: object) -> Non
         layout_of(struct.pack("<Q", len(text)) + text, "")
     except ValueError:
         return
-    assert all(isinstance(told, str) for told in header.metadata.values())
+    assert all(isinstance(labels, str) for labels in header.metadata.values())
 
 
 def entry(dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8)) -> dict[str, object]:

@@ -170,7 +170,7 @@ def test_questions_that_leave_no_room_are_skipped_or_refused(tokenizer: Qwen2Tok
     async def taken(limit: int) -> set[str]:
         env = environment(tokenizer, ["1"], dataset_path=data, system_prompt="", max_token_length=limit)
         await env.setup()
-        return {(await env.get_next_item()).text for _ in range(64)}
+        return {next(env.items).text for _ in range(64)}
 
     fitting = {question.text for question in every if len(tokenizer.encode(question.text)) <= lengths[15]}
     assert asyncio.run(taken(limit)) == fitting

@@ -58,7 +58,7 @@ def test_the_median_of_three_steps_counts() -> None:
     assert names([row(20.0), row(20.0)]) == [], "too few steps"
     assert names([row(99.0), row(99.0), row(1.0), row(2.0), row(99.0)]) == []  # 2 of 1, 2, 99: one spike
     assert names([row(1.0), row(11.0), row(28.0)]) == ["grad_norm"]  # 11 of 1, 11, 28
-    assert names([row(math.nan), row(math.inf), row(9.0)]) == [], "what is not finite has alarms of its own"
+    assert names([row(math.nan), row(math.inf), row(9.0)]) == [], "what is not finite has other alarms"
     assert names([{"train/grad_norm": None}] * 3) == []
 
 

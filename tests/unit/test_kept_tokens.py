@@ -46,7 +46,7 @@ def by_row(bits_NW: Any) -> list[list[int]]:
 
 
 def tensors(sampled: list[int], more: int = 0) -> LogprobsTensors:
-    """Logprobs of sampled tokens, and of so many others."""
+    """Logprobs of sampled tokens, and of a number of others."""
     ids = torch.tensor([[token, *range(more)] for token in sampled], dtype=torch.int32)
     return LogprobsTensors(ids, -ids.float() - 1, torch.ones(len(sampled), dtype=torch.int32))
 

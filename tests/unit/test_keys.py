@@ -59,7 +59,7 @@ def test_the_key_is_in_no_command_line_no_log_and_no_file_that_others_may_read(t
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     for process in made.processes:
         log = tmp_path / f"{process.name}.log"
-        child = Child(process, log, lambda line: None, lambda line: None)
+        child = Child(process, log)
         child.note_family()
         child.kill()
         child.close()

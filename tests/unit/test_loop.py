@@ -49,7 +49,7 @@ from grpo_trainer.weights.lora_swap import LoraSwap
 from tests.unit.tiny_lora import tiny_lora
 
 
-class Told:
+class Fakes:
     """Trainer, bridge, rollouts, checkpoints and metrics in one: each says what it is asked to do.
 
     Args:
@@ -147,22 +147,22 @@ class Told:
         return Path("checkpoint")
 
 
-def run(told: Any, steps: int) -> None:
+def run(fakes: Any, steps: int) -> None:
     config = TrainConfig(model=ModelConfig(name="m"), training_steps=steps)
-    run_steps(config, Progress(0, 5), told, told, told, told, told)
+    run_steps(config, Progress(0, 5), fakes, fakes, fakes, fakes, fakes)
 
 
 def test_a_version_is_a_step_that_landed_and_a_batch_is_settled_when_it_is_on_the_disk() -> None:
-    told: Any = Told(True, False, True)
-    run(told, 3)
-    assert told.events == [
+    fakes: Any = Fakes(True, False, True)
+    run(fakes, 3)
+    assert fakes.events == [
         *("prove", "publish 5", "begin at 0", "clock"),
         *("batch 5", "begin", "write", "end", "publish 6", "report 1", "save 1/6 b5", "settle "),
         *("batch 6", "publish 6", "report 2", "save 2/6 b5,b6", "settle b5"),
         *("last batch 6", "begin", "write", "end", "publish 7", "report 3", "save 3/7 b5,b6,b6", "settle b5,b6"),
         *("final 3/7", "settle b5,b6,b6"),
     ]
-    assert told.metrics == [1, 2, 3]
+    assert fakes.metrics == [1, 2, 3]
 
 
 def said_of(end: BaseException) -> set[str]:
@@ -171,22 +171,22 @@ def said_of(end: BaseException) -> set[str]:
 
 
 SAVED = {"checkpoint", "--resume"}
-"""Named by every end that left a checkpoint: its path, and how the run goes on."""
+"""Named by every end that left a checkpoint: its path, and how to continue."""
 
 
 def test_a_stop_while_publishing_keeps_the_step_and_its_batch_together() -> None:
-    told: Any = Told(True, True, faults={("publish", 3): StoppedError("stopped", 15)})
+    fakes: Any = Fakes(True, True, faults={("publish", 3): StoppedError("stopped", 15)})
     with pytest.raises(StoppedError) as ended:
-        run(told, 2)
+        run(fakes, 2)
     assert said_of(ended.value) >= SAVED | {"2"}
-    assert told.events[-3:] == ["end", "stop 2/7", "settle b5,b6"]
+    assert fakes.events[-3:] == ["end", "stop 2/7", "settle b5,b6"]
 
 
 def test_a_step_that_hangs_gives_its_batch_back_and_saves_what_was_before() -> None:
     dumped = threading.Event()
     watch = StepWatch(0.05, grace=600.0, dump=dumped.set)
 
-    class Hanging(Told):
+    class Hanging(Fakes):
         def step(self, batch: Any, step: int, writing: Any) -> StepResult:
             if step == 0:
                 return super().step(batch, step, writing)
@@ -195,12 +195,12 @@ def test_a_step_that_hangs_gives_its_batch_back_and_saves_what_was_before() -> N
                 watch.check()
                 time.sleep(0.001)
 
-    told: Any = Hanging(True, True)
+    fakes: Any = Hanging(True, True)
     config = TrainConfig(model=ModelConfig(name="m"), training_steps=2)
     with pytest.raises(HungError) as ended:
-        run_steps(config, Progress(0, 5), told, told, told, told, told, watch=watch)
+        run_steps(config, Progress(0, 5), fakes, fakes, fakes, fakes, fakes, watch=watch)
     assert said_of(ended.value) >= SAVED | {"1", "2"}  # the second step hung, the first is saved
-    assert told.events[-3:] == ["release b6", "stop 1/6", "settle b5"]
+    assert fakes.events[-3:] == ["release b6", "stop 1/6", "settle b5"]
 
 
 @pytest.mark.parametrize(
@@ -217,35 +217,35 @@ def test_whatever_ends_a_run_between_steps_saves_what_was_learnt(
     method: str, error: Exception, call: int, saved: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     words = said_of(error)
-    told: Any = Told(True, True, True, True, faults={(method, call): error})
+    fakes: Any = Fakes(True, True, True, True, faults={(method, call): error})
     with pytest.raises(type(error)) as ended:
-        run(told, 4)
+        run(fakes, 4)
     assert ended.value is error
     (event,) = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert said_of(error) >= words | SAVED | {saved[5]} and said_of(Exception(*event.args or ())) == said_of(error)
-    assert saved in told.events and told.events[-1].startswith("settle b5")
-    assert ("release b7" in told.events) == (method == "step")
+    assert saved in fakes.events and fakes.events[-1].startswith("settle b5")
+    assert ("release b7" in fakes.events) == (method == "step")
 
 
 def test_a_write_that_landed_counts_though_the_fence_failed_after_it() -> None:
-    class Unanswered(Told):
+    class Unanswered(Fakes):
         @contextmanager
         def updating(self) -> Iterator[None]:
             yield
             raise ServerError("no answer to the end of the update")
 
-    told: Any = Unanswered(True, True)
+    fakes: Any = Unanswered(True, True)
     with pytest.raises(ServerError) as ended:
-        run(told, 2)
+        run(fakes, 2)
     assert said_of(ended.value) >= SAVED | {"1"}
-    assert told.events[-2:] == ["stop 1/6", "settle b5"]
+    assert fakes.events[-2:] == ["stop 1/6", "settle b5"]
 
 
 @pytest.mark.parametrize("spoilt_by", ["bad weights", "a torn write", "a process that works", "a process that ended"])
 def test_weights_that_nobody_vouches_for_are_not_saved(spoilt_by: str) -> None:
     world = World()
 
-    class Spoiling(Told):
+    class Spoiling(Fakes):
         safe_path = Path("step_3")
 
         def step(self, batch: Any, step: int, writing: Any) -> StepResult:
@@ -260,33 +260,33 @@ def test_weights_that_nobody_vouches_for_are_not_saved(spoilt_by: str) -> None:
             world.size, _ = 2, world.begin()
             raise ServerError("gone")
 
-    told: Any = Spoiling(True, True)
+    fakes: Any = Spoiling(True, True)
     config = TrainConfig(model=ModelConfig(name="m"), training_steps=5)
     with pytest.raises(GrpoError) as ended:
-        run_steps(config, Progress(3, 5), told, told, told, told, told, world=world)
+        run_steps(config, Progress(3, 5), fakes, fakes, fakes, fakes, fakes, world=world)
     assert said_of(ended.value) >= {"step_3", "--resume"}
-    assert not [event for event in told.events if event.startswith(("stop", "settle"))]
+    assert not [event for event in fakes.events if event.startswith(("stop", "settle"))]
 
 
 def test_an_end_before_anything_was_learnt_leaves_no_checkpoint() -> None:
-    told: Any = Told(True, faults={("prove", 1): BridgeError("unproved")})
+    fakes: Any = Fakes(True, faults={("prove", 1): BridgeError("unproved")})
     with pytest.raises(BridgeError, match=r"^unproved$"):
-        run(told, 1)
-    assert not told.events
+        run(fakes, 1)
+    assert not fakes.events
 
 
 def test_an_end_that_can_not_be_saved_says_both() -> None:
     faults = {("next", 2): TrainingError("batchless"), ("save", 1): OSError("disk full")}
-    told: Any = Told(True, True, faults=faults)
+    fakes: Any = Fakes(True, True, faults=faults)
     with pytest.raises(TrainingError, match=r"^batchless\b.*\b1\b.*\bOSError: disk full\b"):
-        run(told, 2)
+        run(fakes, 2)
 
 
 def test_a_resumed_run_tells_the_feed_and_the_checkpoints_where_versions_jumped() -> None:
     begun: list[Progress] = []
     saved: list[Progress] = []
 
-    class Resumed(Told):
+    class Resumed(Fakes):
         def connect(self, version: int) -> int:
             return version + 11
 
@@ -297,9 +297,9 @@ def test_a_resumed_run_tells_the_feed_and_the_checkpoints_where_versions_jumped(
             saved.append(progress)
             return {}
 
-    told: Any = Resumed(True, True, True, True)
+    fakes: Any = Resumed(True, True, True, True)
     config = TrainConfig(model=ModelConfig(name="m"), training_steps=4)
-    run_steps(config, Progress(3, 90, ("a",)), told, told, told, told, told)
+    run_steps(config, Progress(3, 90, ("a",)), fakes, fakes, fakes, fakes, fakes)
     assert begun == [Progress(3, 101, ("a",), VersionOffsets((VersionOffset(101, 11),)))]
     assert saved == [Progress(4, 102, ("b101",), begun[0].numbering)]
 
@@ -358,8 +358,8 @@ def test_a_folder_that_holds_a_run_is_refused_before_the_others_are_met(tmp_path
         loop.train(config, lambda _: pytest.fail("it has met them"))
 
 
-@pytest.mark.parametrize(("interval", "told"), [("10m", 1), (20, 20), (0, 0)])
-def test_environments_are_told_an_interval_in_steps(interval: str | int, told: int) -> None:
+@pytest.mark.parametrize(("interval", "expected"), [("10m", 1), (20, 20), (0, 0)])
+def test_environments_get_an_interval_in_steps(interval: str | int, expected: int) -> None:
     """By time a checkpoint may be of any step, so they save their state at each."""
     config = build(TrainConfig, {"model": "x", "checkpoint_interval": interval})
-    assert loop.registration(config, Progress()).save_checkpoint_interval == told
+    assert loop.registration(config, Progress()).save_checkpoint_interval == expected

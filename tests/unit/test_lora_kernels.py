@@ -236,11 +236,11 @@ def test_a_worker_takes_up_what_the_server_was_told(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(punica_gpu.PunicaWrapperGPU, "update_metadata", punica_gpu.PunicaWrapperGPU.update_metadata)
     installed: list[str] = []
     monkeypatch.setattr(operators, "install", lambda: installed.append("kernels"))
-    for told, invariant, wanted in ((None, "0", []), ("vllm", "0", []), ("grpo", "1", []), ("grpo", "0", ["kernels"])):
+    for kind, invariant, wanted in ((None, "0", []), ("vllm", "0", []), ("grpo", "1", []), ("grpo", "0", ["kernels"])):
         monkeypatch.delenv(KERNELS_VARIABLE, raising=False)
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", invariant)
-        if told:
-            monkeypatch.setenv(KERNELS_VARIABLE, told)
+        if kind:
+            monkeypatch.setenv(KERNELS_VARIABLE, kind)
         prepare_worker()
         assert installed == wanted
         assert punica_gpu.PunicaWrapperGPU.update_metadata is update_metadata

@@ -93,7 +93,7 @@ class LargeCasts(TorchDispatchMode):
 
 
 def test_no_activation_is_cast() -> None:
-    """Beside what norms do, two in each of two layers and the last, and the rotary embedding."""
+    """In addition to those of norms (two in each of two layers, and the last) and of the rotary embedding."""
     counts = []
     for few in (False, True):
         model = made(torch.bfloat16)

@@ -151,15 +151,15 @@ def test_an_environment_that_does_not_say_how_it_samples_is_named_once(caplog: p
     without = replace(silent, samples=tuple(replace(s, rollout_logprobs_T=None) for s in silent.samples))
     groups = GroupFilter(VOCAB, lambda number: f"sums_{number}")
 
-    def told(*found: Group) -> int:
+    def warnings_of(*found: Group) -> int:
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             groups.sift(RolloutBatch("b", found))
         return len(caplog.records)
 
-    assert told(replace(silent, says_sampling=True), without) == 0
-    assert told(silent, silent, replace(silent, environment=7)) == 2
-    assert told(silent) == 0
+    assert warnings_of(replace(silent, says_sampling=True), without) == 0
+    assert warnings_of(silent, silent, replace(silent, environment=7)) == 2
+    assert warnings_of(silent) == 0
 
 
 # ---------------------------------------------------------------- logprobs

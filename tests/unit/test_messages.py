@@ -172,7 +172,7 @@ def test_a_refused_configuration_as_a_finding_of_the_doctor() -> None:
 )
 def test_a_process_that_has_ended(tmp_path: Path, code: str, text: str) -> None:
     log = tmp_path / "server.log"
-    child = Child(spec("server", code), log, lambda line: None, lambda line: None, last_lines=2)
+    child = Child(spec("server", code), log, last_lines=2)
     child.process.wait()
     assert str(child.ended()) == text.replace("LOG", str(log))
     child.close()
@@ -208,7 +208,7 @@ def test_a_damaged_checkpoint(tmp_path: Path, harm: Callable[[Path], object], go
     got = got.replace("SHORTER", str(size - 1))
     assert str(error.value) == (
         f"--resume {file}: the checkpoint is damaged; got {got}, wanted {size} bytes; "
-        "use --resume auto to go on from the newest whole one"
+        "use --resume auto to continue from the newest whole one"
     )
 
 
@@ -230,16 +230,16 @@ def stopped() -> StoppedError:
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        (stopped, "stopped by SIGTERM at step 12; saved runs/sums/adapter_step_12, go on with --resume auto"),
+        (stopped, "stopped by SIGTERM at step 12; saved runs/sums/adapter_step_12, continue with --resume auto"),
         (
             lambda: HungError("a step takes longer than 60 s", field="--step-timeout", fix="raise it"),
             "--step-timeout: a step takes longer than 60 s; raise it; stopped at step 12; "
-            "saved runs/sums/adapter_step_12, go on with --resume auto",
+            "saved runs/sums/adapter_step_12, continue with --resume auto",
         ),
         (
             lambda: Spoilt("the processes' weights differ"),
             "the processes' weights differ; stopped at step 12; the weights are not saved, since they can't be relied "
-            "on; go on from runs/sums/adapter_step_10 with --resume auto",
+            "on; continue from runs/sums/adapter_step_10 with --resume auto",
         ),
     ],
 )

@@ -37,8 +37,8 @@ def own(architecture: str) -> tuple[dict[str, Shape], dict[str, str]]:
 
 def bound(architecture: str) -> tuple[Binding, ...]:
     shapes, ties = own(architecture)
-    told = golden(architecture)
-    return bind_names(shapes, told.vllm, Facts(ties, told.ties))
+    record = golden(architecture)
+    return bind_names(shapes, record.vllm, Facts(ties, record.ties))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -54,9 +54,9 @@ def test_every_parameter_is_bound_where_its_content_was_found(architecture: str)
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_all_of_vllms_memory_is_bound_but_for_the_vocabularys_padding(architecture: str) -> None:
-    told = golden(architecture)
-    sizes = {name: torch.Size(shape).numel() for name, shape in told.vllm.items() if name not in told.ties}
-    places = {told.ties.get(binding.vllm_name, binding.vllm_name) for binding in bound(architecture)}
+    record = golden(architecture)
+    sizes = {name: torch.Size(shape).numel() for name, shape in record.vllm.items() if name not in record.ties}
+    places = {record.ties.get(binding.vllm_name, binding.vllm_name) for binding in bound(architecture)}
     covered = sum(torch.Size(binding.shape).numel() for binding in bound(architecture))
     heads = [name for name in sizes if "embed_tokens" in name or "lm_head" in name]
     assert places == set(sizes)
@@ -92,21 +92,21 @@ def test_qwen2_in_full() -> None:
 def test_order_does_not_matter(data: st.DataObject) -> None:
     architecture = data.draw(architectures)
     shapes, ties = own(architecture)
-    told = golden(architecture)
+    record = golden(architecture)
     shuffled = dict(data.draw(st.permutations(list(shapes.items()))))
-    theirs = dict(data.draw(st.permutations(list(told.vllm.items()))))
-    assert bind_names(shuffled, theirs, Facts(ties, told.ties)) == bound(architecture)
+    theirs = dict(data.draw(st.permutations(list(record.vllm.items()))))
+    assert bind_names(shuffled, theirs, Facts(ties, record.ties)) == bound(architecture)
 
 
 @given(st.data())
 def test_whatever_is_missing_in_vllm_is_refused(data: st.DataObject) -> None:
     architecture = data.draw(architectures)
     shapes, ties = own(architecture)
-    told = golden(architecture)
-    dropped = data.draw(st.sampled_from(sorted(told.vllm.keys() - told.ties.keys())))
-    gone = {dropped, *(name for name, first in told.ties.items() if first == dropped)}
-    rest = {name: shape for name, shape in told.vllm.items() if name not in gone}
-    kept = {name: first for name, first in told.ties.items() if name not in gone}
+    record = golden(architecture)
+    dropped = data.draw(st.sampled_from(sorted(record.vllm.keys() - record.ties.keys())))
+    gone = {dropped, *(name for name, first in record.ties.items() if first == dropped)}
+    rest = {name: shape for name, shape in record.vllm.items() if name not in gone}
+    kept = {name: first for name, first in record.ties.items() if name not in gone}
     with pytest.raises(NamesError) as caught:
         bind_names(shapes, rest, Facts(ties, kept))
     lost = [binding.hf_name for binding in bound(architecture) if binding.vllm_name in gone]
@@ -117,37 +117,37 @@ def test_whatever_is_missing_in_vllm_is_refused(data: st.DataObject) -> None:
 def test_whatever_is_missing_in_the_trainer_is_refused(data: st.DataObject) -> None:
     architecture = data.draw(architectures)
     shapes, ties = own(architecture)
-    told = golden(architecture)
+    record = golden(architecture)
     dropped = data.draw(st.sampled_from(bound(architecture)))
     rest = {name: shape for name, shape in shapes.items() if name != dropped.hf_name and name not in ties}
     with pytest.raises(NamesError) as caught:
-        bind_names(rest, told.vllm, Facts({}, told.ties))
-    first = told.ties.get(dropped.vllm_name, dropped.vllm_name)
+        bind_names(rest, record.vllm, Facts({}, record.ties))
+    first = record.ties.get(dropped.vllm_name, dropped.vllm_name)
     assert any(first in str(problem) or dropped.vllm_name in str(problem) for problem in caught.value.problems)
 
 
 @given(st.data(), st.booleans())
 def test_whatever_is_there_twice_is_refused(data: st.DataObject, in_vllm: bool) -> None:
-    """Under a name of its own on either side, or as another layer's."""
+    """Under another name on either side, or as another layer's."""
     architecture = data.draw(architectures)
     shapes, ties = own(architecture)
-    told = golden(architecture)
-    names = told.vllm if in_vllm else shapes
-    name = data.draw(st.sampled_from(sorted(names.keys() - ties.keys() - told.ties.keys())))
+    record = golden(architecture)
+    names = record.vllm if in_vllm else shapes
+    name = data.draw(st.sampled_from(sorted(names.keys() - ties.keys() - record.ties.keys())))
     twin = data.draw(st.sampled_from([f"twin.{name}", name.replace("layers.1.", "layers.2."), f"{name}_2"]))
     if twin == name:
         twin = f"{name}_3"
-    theirs = {**told.vllm, twin: names[name]} if in_vllm else told.vllm
+    theirs = {**record.vllm, twin: names[name]} if in_vllm else record.vllm
     ours = shapes if in_vllm else {**shapes, twin: names[name]}
     with pytest.raises(NamesError, match=r"twin\.|layers\.2\.|_[23]"):
-        bind_names(ours, theirs, Facts(ties, told.ties))
+        bind_names(ours, theirs, Facts(ties, record.ties))
 
 
 @given(st.data())
 def test_a_shape_that_does_not_fit_is_refused(data: st.DataObject) -> None:
     architecture = data.draw(architectures)
     shapes, ties = own(architecture)
-    told = golden(architecture)
+    record = golden(architecture)
     name = data.draw(st.sampled_from(sorted(shapes.keys() - ties.keys())))
     dimension = data.draw(st.integers(0, len(shapes[name]) - 1))
     by = data.draw(st.sampled_from([-1, 1]))
@@ -157,13 +157,13 @@ def test_a_shape_that_does_not_fit_is_refused(data: st.DataObject) -> None:
     if dimension == 0 and ("embed_tokens" in name or "lm_head" in name):
         wrong = {**shapes, name: (129, *changed[1:])}
     with pytest.raises(NamesError) as caught:
-        bind_names(wrong, told.vllm, Facts(ties, told.ties))
+        bind_names(wrong, record.vllm, Facts(ties, record.ties))
     assert any(problem.field.startswith(name) for problem in caught.value.problems)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_gate_and_up_have_the_same_shape_and_one_order(architecture: str) -> None:
-    """Fused matrices are told apart by the table alone: nothing about their shapes, names or order on disk can swap
+    """Fused matrices are distinguished by the table alone: nothing about their shapes, names or order on disk can swap
     them."""
     parts = {binding.hf_name: binding for binding in bound(architecture)}
     gates = [name for name in parts if name.endswith(".gate_proj.weight")]
@@ -185,23 +185,23 @@ def refused(ours: Mapping[str, Shape], theirs: Mapping[str, Shape], facts: Facts
 
 def test_a_tied_head_that_vllm_holds_apart_is_refused() -> None:
     shapes, ties = own("llama")
-    told = golden("llama")
-    assert ties == told.ties | {"lm_head.weight": "model.embed_tokens.weight"}
-    problem = refused(shapes, told.vllm, Facts(ties, {}))
+    record = golden("llama")
+    assert ties == record.ties | {"lm_head.weight": "model.embed_tokens.weight"}
+    problem = refused(shapes, record.vllm, Facts(ties, {}))
     assert problem.field == "lm_head.weight" and "model.embed_tokens.weight" in problem.wanted
 
 
 def test_a_head_of_its_own_that_vllm_ties_is_refused() -> None:
     shapes, _ = own("llama")
-    told = golden("llama")
-    problem = refused(shapes, told.vllm, Facts({}, told.ties))
+    record = golden("llama")
+    problem = refused(shapes, record.vllm, Facts({}, record.ties))
     assert set(problem.field.split()) >= {"model.embed_tokens.weight", "lm_head.weight"} and "0 to 98" in problem.got
 
 
 def test_a_missing_head_is_refused_unless_it_is_tied() -> None:
     shapes, ties = own("llama")
-    told = golden("llama")
-    headless = {name: shape for name, shape in told.vllm.items() if name != "lm_head.weight"}
+    record = golden("llama")
+    headless = {name: shape for name, shape in record.vllm.items() if name != "lm_head.weight"}
     assert bind_names(shapes, headless, Facts(ties, {})) == bound("llama")
     problem = refused(shapes, headless, Facts({}, {}))
     assert (problem.field, problem.got) == ("lm_head.weight [98, 128]", "none")
@@ -230,10 +230,10 @@ def test_matrices_whose_rows_vllm_may_order_otherwise_are_refused(module: str) -
 def test_experts_that_are_laid_out_otherwise_are_refused_though_their_shapes_fit() -> None:
     """64 intermediate and 128 hidden: `[expert, 128, 128]` both ways."""
     shapes, ties = own("qwen3_moe")
-    told = golden("qwen3_moe")
+    record = golden("qwen3_moe")
     path = "model.layers.0.mlp.experts"
     assert shapes[f"{path}.gate_up_proj"] == (4, 128, 128)
-    problem = refused(shapes, told.vllm, Facts(ties, told.ties, {path: "transposed"}))
+    problem = refused(shapes, record.vllm, Facts(ties, record.ties, {path: "transposed"}))
     assert problem.field.startswith(f"{path}.down_proj ") and problem.got == "transposed"
 
 

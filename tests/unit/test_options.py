@@ -376,7 +376,7 @@ def test_a_runs_help_offers_nothing_that_it_refuses(command: str) -> None:
     said = CliRunner().invoke(app, [command, "--help-all"], env={"COLUMNS": "200"}).output
     flags = set(re.findall(r"--[a-z.0-9-]+", said))
     refused = {f"--{key.replace('_', '-')}" for key in SET_BY_THE_RUN}
-    # Where help has to speak of them, it is as of what they say; none has a row of its own.
+    # Where help has to speak of them, it is as of what they say; none has a separate row.
     assert not {flag for flag in refused if re.search(rf"(?m)^\W*{flag}\b", said)}
     assert {"--server.tensor-parallel-size", "--server.port", "--lora-r", "--lora-rank"} <= flags
     assert "gsm8k" in said and "verifiers" in said

@@ -1,4 +1,4 @@
-"""Flags beside a file: what each of them says stands, and another mode than the file's takes its options along."""
+"""Flags together with a file: flags win, and another mode than the file's drops the options of the file's mode."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ if not line:
 sys.argv[1:] = json.loads(line)
 exec({SERVER!r})
 """
-"""Imports nothing, by a process of its own, until it is told what to serve."""
+"""A process that imports nothing until it gets its arguments."""
 
 
 def standby(script: str = WAITS) -> Callable[[ProcessSpec], ProcessSpec]:
@@ -115,10 +115,12 @@ def test_it_serves_what_it_was_started_on_and_then_what_it_was_started_on_anew(t
             owned.wait_ready()
             assert owned.pid is not None
             pids.append(owned.pid)
-            said = (tmp_path / "logs" / "server.log").read_text()
-            assert f"serving model-v{version}" in said
+            line = f"serving model-v{version}"
+            wait_for(
+                line, lambda line=line: line in owned.log_path.read_text(), owned.log_path, 30
+            )  # a thread writes the log
         assert not alive(pids[:1]) and alive(pids[1:])
-        assert "serving model-v0" in said, "the log of the launch before is gone"
+        assert "serving model-v0" in owned.log_path.read_text(), "the log of the launch before is gone"
     assert not alive(pids)
 
 
@@ -198,7 +200,7 @@ def test_it_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
         from grpo_trainer.launch.owned_server import OwnedServer
         from grpo_trainer.launch.plan import ProcessSpec, server_process, waiting_server
         spec = ProcessSpec("server", (sys.executable, "-c", {SERVER!r}, "m", "{port}"), ready_url="http://127.0.0.1:{port}/")
-        waits = lambda spec: ProcessSpec("server", (sys.executable, "-c", {WAITS!r}), told=True)
+        waits = lambda spec: ProcessSpec("server", (sys.executable, "-c", {WAITS!r}), standby=True)
         owned = OwnedServer(lambda model, version: spec, Path({str(tmp_path)!r}) / "log", Path("none"), standby=waits)
         owned.start("m", 0)
         owned.wait_ready()
@@ -279,7 +281,7 @@ def test_without_a_standby_nothing_is_prepared(tmp_path: Path) -> None:
 
 
 def test_the_end_of_its_input_ends_one_that_waits(tmp_path: Path) -> None:
-    spec = ProcessSpec("server", (sys.executable, "-c", WAITS), told=True)
+    spec = ProcessSpec("server", (sys.executable, "-c", WAITS), standby=True)
     child = Child(spec, tmp_path / "log", print, print)
     assert child.process.stdin is not None
     child.process.stdin.close()

@@ -1,4 +1,4 @@
-"""What a start takes, phase by phase: counted once, told to users, kept for the next start."""
+"""What a start takes, phase by phase: counted once, shown to users, kept for the next start."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def test_a_run_that_begins_anew_finds_no_queue_of_one_before_it(tmp_path: Path) 
         return queue.exists()
 
     assert not left()
-    assert not left(resume="auto"), "there is no checkpoint to go on from"
+    assert not left(resume="auto"), "there is no checkpoint to resume from"
     assert left(**{"api.store": str(queue)}), "a file that the user names is the user's"
     (tmp_path / "checkpoints" / "step_3").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step_3" / "state.json").touch()

@@ -40,7 +40,7 @@ def test_two_runs_make_a_picture(plot_runs: ModuleType, tmp_path: Path) -> None:
     plot_runs.main([f"one={one}", f"two={tmp_path / 'two'}", "--out", str(out), "--title", "t", "--smooth", "2"])
     picture = out.read_bytes()
     assert picture.startswith(b"\x89PNG")
-    # Width and height stand in bytes 16 to 24: two panels beside each other, 10 by 3.7 inches at 130 points.
+    # Width and height stand in bytes 16 to 24: two panels side by side, 10 by 3.7 inches at 130 points.
     assert [int.from_bytes(picture[at : at + 4], "big") for at in (16, 20)] == [1300, 481]
 
 
@@ -81,7 +81,7 @@ def test_an_evaluation_is_drawn_at_its_steps_with_its_interval(
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     plot_runs.main([f"a={file}", "--out", str(tmp_path / "x.png"), "--x", "step", "--y", "accuracy"])
     (axis,) = drawn[0].axes
-    (line,) = axis.get_lines()  # no smoothed one beside it
+    (line,) = axis.get_lines()  # no smoothed one with it
     assert np.asarray(line.get_xydata()).tolist() == [[2.0, 0.5], [4.0, 0.5]]
     (band,) = axis.collections
     assert band.get_paths()[0].get_extents().get_points().tolist() == [[2.0, 0.4], [4.0, 0.7]]
@@ -108,6 +108,6 @@ def test_what_cannot_be_drawn_is_refused_by_name(
     with pytest.raises(SystemExit) as ended:
         plot_runs.main([f"run={file}", *options, "--out", str(out)])
     assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert all(word in told for word in words)
+    printed = capsys.readouterr().err
+    assert all(word in printed for word in words)
     assert not out.exists()

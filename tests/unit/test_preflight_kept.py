@@ -32,7 +32,7 @@ class Vllm:
         return msgspec.structs.replace(served_by_vllm(model, "cpu"), by_tables=self.by_tables)
 
     def was_asked(self) -> bool:
-        """Since this was last looked at."""
+        """Return the questions since the last call."""
         asked, self.asked = self.asked, []
         return bool(asked)
 

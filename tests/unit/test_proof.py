@@ -33,7 +33,7 @@ BLOCK = 16
 
 
 class FakeServer:
-    """Serves adapters by name from a model of its own; `fault` says what it does wrong.
+    """Serves adapters by name from a separate model; `fault` says what it does wrong.
 
     Args:
         noise: standard deviation of what it adds to each logprob: a server that rounds differently.
@@ -85,7 +85,7 @@ class FakeServer:
 
     @torch.no_grad()
     def _row(self, tokens: list[int], blocks: int) -> torch.Tensor:
-        """Logprobs of the next token; a stale cache holds keys and values of whoever had the same prompt first."""
+        """Logprobs of the next token; a stale cache holds keys and values of the first adapter that had this prompt."""
         prefix = None
         if self.fault == "stale prefix cache" and blocks:
             key = tuple(tokens[:blocks])

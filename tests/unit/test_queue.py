@@ -402,7 +402,7 @@ def test_an_environment_that_comes_back_keeps_its_id_and_name():
     assert other is not None and (other.id, other.name) == (2, "env_2")  # nobody has left
     queue.disconnect(1)
     with_a_reservation = queue.register_environment(env(4, share=0.5), 3.0)
-    assert with_a_reservation is not None and with_a_reservation.id == 3  # 1 has no lanes of its own
+    assert with_a_reservation is not None and with_a_reservation.id == 3  # 1 has no separate lanes
 
 
 def test_unknown_environments_are_refused():

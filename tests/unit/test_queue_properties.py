@@ -125,7 +125,7 @@ class Life(RuleBasedStateMachine):
     """A run with everything that may happen in it, against a plain account of where each group is.
 
     The trainer, by name or without one, may be out of reach for longer than its leases last, and come back; the server
-    may be killed, and go on from what was written down.
+    may be killed, and continues from what was written down.
     """
 
     leases = Bundle("leases")
@@ -216,7 +216,7 @@ class Life(RuleBasedStateMachine):
             assert ran_out is None or not set(ran_out) <= set(self.waiting), "nobody else has it"
             assert error.status == 404 or error.reason is not None
             return
-        if lease not in self.held:  # it had run out, and nobody has its groups: it begins anew, without a name
+        if lease not in self.held:  # it had run out, and nobody has its groups: it begins again, without a name
             assert ran_out is not None
             self.held[lease] = self.ran_out.pop(lease)
             self.given_back = [each for each in self.given_back if not set(each) & set(ran_out)]
@@ -226,7 +226,7 @@ class Life(RuleBasedStateMachine):
 
     @rule()
     def the_server_is_killed_and_goes_on(self) -> None:
-        self.now += 1000.0  # on a clock of its own; leases have all their time again
+        self.now += 1000.0  # on another clock; leases have all their time again
         self.queue = RolloutQueue.restore(self.notebook.snapshot(), self.now, self.notebook, env_timeout=60.0)
         self.deadlines = dict.fromkeys(self.held, self.now + LEASE_S)
         self.given_back = []

@@ -59,8 +59,8 @@ def occupied(cluster: RayCluster, gpus: tuple[int, ...] = ()) -> tuple[Place, Pl
 
 
 def supervisor(cluster: RayCluster, folder: Path, said: list[str] | None = None) -> Supervisor:
-    told = [] if said is None else said
-    return Supervisor(folder, told.append, told.append, execute=partial(cluster.start, NO_FILES))
+    lines = [] if said is None else said
+    return Supervisor(folder, lines.append, lines.append, execute=partial(cluster.start, NO_FILES))
 
 
 def at(place: Place, name: str, code: str, *arguments: str, **options: Any) -> ProcessSpec:

@@ -26,7 +26,7 @@ begin test
 
 
 def bash(script: str, folder: Path, *, seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """Run a recipe of a few lines in a run folder of its own."""
+    """Run a recipe of a few lines in a separate run folder."""
     env = {**os.environ, "RUN_DIR": str(folder), "MODEL": "m"}
     command = ["bash", "-c", PRELUDE + script]
     return subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=env, check=False)

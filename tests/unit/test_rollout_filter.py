@@ -1,4 +1,4 @@
-"""Groups that this model can't be trained on: left out, counted, told of once; and none of them ends a run."""
+"""Groups that this model can't be trained on: left out, counted, logged once; none of them ends a run."""
 
 from __future__ import annotations
 

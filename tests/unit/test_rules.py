@@ -335,7 +335,7 @@ def test_a_rule_names_the_option_what_came_and_what_helps(row: Row, monkeypatch:
 
 
 def test_every_refusal_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for those of `adapter`, which reads a file and has a test of its own below."""
+    """All rules except `adapter`, which reads a file and has another test below."""
     tree = ast.parse(Path(rules.__file__).read_text())
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     judged = [functions[rule.__name__] for rule in rules.RULES if rule is not rules.adapter]

@@ -22,7 +22,7 @@ from grpo_trainer.loop import run_steps
 from grpo_trainer.metrics.rows import keep_steps, read_rows
 from grpo_trainer.rollouts.types import Group, Sample
 from grpo_trainer.saving.checkpoint import Progress
-from tests.unit.test_loop import Told
+from tests.unit.test_loop import Fakes
 
 LETTERS = "abcdefgh"
 
@@ -136,12 +136,12 @@ def test_the_models_logprobs_are_of_the_token_at_the_place() -> None:
 
 
 def test_the_loop_logs_them_before_the_step_is_taken() -> None:
-    class ToldOfSamples(Told):
+    class FakesWithSamples(Fakes):
         def take(self, step: int, groups: Any) -> None:
             self.events.append(f"samples {step}")
 
-    told: Any = ToldOfSamples(True, True)
+    fakes: Any = FakesWithSamples(True, True)
     config = TrainConfig(model=ModelConfig(name="m"), training_steps=2)
-    run_steps(config, Progress(0, 0), told, told, told, told, told, told)
-    seen = [event for event in told.events if event.startswith("samples") or event == "write"]
+    run_steps(config, Progress(0, 0), fakes, fakes, fakes, fakes, fakes, fakes)
+    seen = [event for event in fakes.events if event.startswith("samples") or event == "write"]
     assert seen == ["samples 1", "write", "samples 2", "write"]

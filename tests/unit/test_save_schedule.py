@@ -37,7 +37,7 @@ class Clock:
 
 
 @pytest.mark.parametrize(
-    ("written", "steps", "seconds", "told"),
+    ("written", "steps", "seconds", "expected"),
     [
         ("20", 20, 0.0, 20),
         (20, 20, 0.0, 20),
@@ -48,9 +48,9 @@ class Clock:
         ("0m", 0, 0.0, 0),
     ],
 )
-def test_an_interval_is_a_number_of_steps_or_a_time(written: Any, steps: int, seconds: float, told: int) -> None:
+def test_an_interval_is_a_number_of_steps_or_a_time(written: Any, steps: int, seconds: float, expected: int) -> None:
     config = CheckpointConfig(checkpoint_interval=written)
-    assert (config.interval_steps, config.interval_seconds, config.environment_interval) == (steps, seconds, told)
+    assert (config.interval_steps, config.interval_seconds, config.environment_interval) == (steps, seconds, expected)
     assert CheckpointConfig.model_validate(config.model_dump(mode="json")) == config
 
 
@@ -169,7 +169,7 @@ def is_due(interval: str | int, step: int, last_step: int, now: float, last_at: 
     st.lists(st.tuples(st.integers(0, 700), st.booleans()), min_size=1, max_size=12),
 )
 def test_one_write_at_a_time_and_none_is_lost(interval: str | int, steps: list[tuple[int, bool]]) -> None:
-    """Each step takes so many seconds, and a write that is under way ends in it or does not."""
+    """Each step takes a given number of seconds; a write that has begun ends during the step or later."""
     with tempfile.TemporaryDirectory() as name:
         folder, clock, policy = Path(name), Clock(), OneWeight()
         config = CheckpointConfig(save_path=folder, checkpoint_interval=interval, keep_checkpoints=0)

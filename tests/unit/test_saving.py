@@ -181,11 +181,11 @@ def test_auto_takes_the_newest_whole_one_and_puts_damaged_ones_aside(
         assert saver(other, tmp_path).resume() == Progress(2, 2)
     assert all(torch.equal(a, b) for a, b in zip(weights(other), kept[1], strict=True))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged_step_3", "damaged_step_4", "step_1", "step_2"]
-    told = [record.getMessage() for record in caplog.records]
-    damaged = [line for line in told if line.startswith("CHECKPOINT DAMAGED: ")]
+    lines = [record.getMessage() for record in caplog.records]
+    damaged = [line for line in lines if line.startswith("CHECKPOINT DAMAGED: ")]
     assert len(damaged) == 2 and "step_4: trainer_state.pt: " in damaged[0] and "damaged_step_4" in damaged[0]
     assert "step_3: model.safetensors: " in damaged[1] and "damaged_step_3" in damaged[1]
-    assert f"{tmp_path / 'step_2'}: step 2, " in told[-1]
+    assert f"{tmp_path / 'step_2'}: step 2, " in lines[-1]
 
 
 def test_a_damaged_checkpoint_that_was_named_is_refused(tmp_path: Path) -> None:

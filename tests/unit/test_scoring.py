@@ -167,7 +167,7 @@ def test_long_scoring_is_reported_once_and_goes_on(
     assert asyncio.run(scene()) == [1.0, 1.0]
     (record,) = caplog.records
     assert record.levelno == logging.WARNING and re.search(r"\bin slow\n", record.getMessage())
-    assert record.getMessage().splitlines()[0].endswith(":")  # whoever shows one line says where the others are
+    assert record.getMessage().splitlines()[0].endswith(":")  # a display of one line says where the others are
 
 
 def test_what_scoring_raises_is_raised_and_a_time_out_of_its_own_is_no_other() -> None:

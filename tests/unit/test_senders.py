@@ -17,7 +17,7 @@ APART = bridge_info(worker(uuid=OTHER, visible=[OTHER]))
 
 
 @pytest.mark.parametrize(
-    ("trainer", "told", "possible"),
+    ("trainer", "described", "possible"),
     [
         (TrainerPlace(OURS, "here"), bridge_info(), {"cuda_ipc"}),
         (TrainerPlace(OURS, "here"), bridge_info(SEES_OURS), {"cuda_ipc", "nccl"}),
@@ -30,6 +30,6 @@ APART = bridge_info(worker(uuid=OTHER, visible=[OTHER]))
         (TrainerPlace("", "here"), bridge_info(worker(uuid="")), set()),
     ],
 )
-def test_what_works_where(trainer: TrainerPlace, told: BridgeInfo, possible: set[str]) -> None:
-    found = {name for name in SENDERS if obstacle(name, trainer, told) is None}
+def test_what_works_where(trainer: TrainerPlace, described: BridgeInfo, possible: set[str]) -> None:
+    found = {name for name in SENDERS if obstacle(name, trainer, described) is None}
     assert found == possible | {"gloo", "disk"}

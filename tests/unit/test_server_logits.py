@@ -65,7 +65,7 @@ def test_a_model_in_32_bits_is_vllms_own_affair() -> None:
     apply = logits.exact_in_place_of(lambda _, layer, x, bias: asked.append(x) or x)
     head = SimpleNamespace(weight=hidden(torch.float32, V))
     apply(None, head, hidden(torch.float32, 5))
-    apply(None, head, hidden(torch.bfloat16, 5))  # weights of another dtype: quantized, or a mistake to be told by vLLM
+    apply(None, head, hidden(torch.bfloat16, 5))  # weights of another dtype: quantized, or a mistake that vLLM reports
     assert [x.dtype for x in asked] == [torch.float32, torch.bfloat16]
 
 

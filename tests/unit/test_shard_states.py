@@ -58,9 +58,9 @@ def test_rows_are_cut_as_torch_cuts_them(rows: int, processes: int) -> None:
 def test_states_that_can_not_be_written_are_an_error_that_names_the_place(tmp_path: Path) -> None:
     model, optimizer = trained("adamw")
     (tmp_path / STATES_FOLDER).write_text("a file, where a folder is to be")
-    with pytest.raises(FileExistsError, match=r"\b0: ") as told:
+    with pytest.raises(FileExistsError, match=r"\b0: ") as raised:
         write_states(tmp_path, whole_parts(model), optimizer, Place(), group=None)
-    assert told.value.filename == str(tmp_path / STATES_FOLDER)
+    assert raised.value.filename == str(tmp_path / STATES_FOLDER)
 
 
 def test_a_full_disk_is_said_as_of_any_other_file(tmp_path: Path) -> None:
@@ -68,12 +68,12 @@ def test_a_full_disk_is_said_as_of_any_other_file(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))  # torch's own word on it: unexpected pos
     try:
-        with pytest.raises(OSError, match=rf"\b0: {os.strerror(errno.EFBIG)}") as told:
+        with pytest.raises(OSError, match=rf"\b0: {os.strerror(errno.EFBIG)}") as raised:
             write_states(tmp_path, whole_parts(model), optimizer, Place(), group=None)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert told.value.errno == errno.EFBIG
-    said = from_os_error(told.value, "write")
+    assert raised.value.errno == errno.EFBIG
+    said = from_os_error(raised.value, "write")
     assert isinstance(said, DiskFullError)
     assert said.field == str(tmp_path / STATES_FOLDER) and os.strerror(errno.EFBIG) in said.got
 

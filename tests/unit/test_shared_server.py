@@ -69,7 +69,7 @@ def test_what_is_written_is_whole_and_for_its_owner_only(tmp_path: Path) -> None
     file.write(config())
     assert file.path.stat().st_mode & 0o777 == 0o600
     assert msgspec.json.decode(file.path.read_bytes(), type=BridgeConfigFile) == config()
-    assert list(tmp_path.iterdir()) == [file.path], "no half-written file beside it"
+    assert list(tmp_path.iterdir()) == [file.path], "no half-written file next to it"
 
 
 def test_a_write_that_fails_leaves_the_old_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

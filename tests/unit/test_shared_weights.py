@@ -359,7 +359,7 @@ def test_weights_of_a_checkpoint_that_are_not_finite_are_never_written(tmp_path:
 
 
 def test_a_step_that_leaves_weights_that_are_not_finite_is_torn() -> None:
-    """In 32 bits they are seen once they are written: the server must not go on with them."""
+    """In 32 bits they are found after the write: the server must not generate with them."""
     made = Made()
     made.bridge.connect(0)
     made.trainer.config = made.trainer.config.model_copy(update={"optimizer": OptimizerConfig(lr=1e39)})

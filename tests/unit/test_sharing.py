@@ -111,11 +111,11 @@ def test_attention_is_that_of_each_sequence_alone(heads: int, groups: int) -> No
     made = [*FAMILY, sequence([7], [1, 1, 1]), sequence([1, 2, 3], [9, 9, 9, 9])]
     (one,) = split(made, 10, packed=True, shared=True)
     assert one.packed is not None
-    told = arguments(one.packed)
+    options = arguments(one.packed)
     tokens = one.tokens_BT.shape[1]
     assert tokens == 3 + (2 + 1 + 4) + 1 + (2 + 3) + 4
     inputs = [torch.randn(tokens, count, 8, requires_grad=True) for count in (heads, groups, groups)]
-    args = (*inputs, told["cu_seq_lens_q"], told["max_length_q"], 0.3, *told["shared_prompts"])
+    args = (*inputs, options["cu_seq_lens_q"], options["max_length_q"], 0.3, *options["shared_prompts"])
     torch.library.opcheck(packed_attention, args)
     out, _ = packed_attention(*args)  # type: ignore[misc]
 
@@ -141,10 +141,10 @@ def test_attention_is_that_of_each_sequence_alone(heads: int, groups: int) -> No
 def test_large_scores_on_one_side_do_not_overflow() -> None:
     (one,) = split(FAMILY, 10, packed=True, shared=True)
     assert one.packed is not None
-    told = arguments(one.packed)
+    options = arguments(one.packed)
     inputs = [100 * torch.randn(13, 1, 8) for _ in range(3)]
     out, normalisers = packed_attention(
-        *inputs, told["cu_seq_lens_q"], told["max_length_q"], 1.0, *told["shared_prompts"]
+        *inputs, options["cu_seq_lens_q"], options["max_length_q"], 1.0, *options["shared_prompts"]
     )  # type: ignore[misc]
     assert out.isfinite().all() and normalisers.isfinite().all()
 
@@ -217,12 +217,12 @@ def test_what_can_not_be_had_is_refused() -> None:
 
 
 def test_a_model_that_does_not_see_the_prompt_has_it_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one would whose attention ignores what it is told."""
+    """As an attention would that ignores its arguments."""
     from grpo_trainer.engine import attention
 
-    told = attention.arguments
+    options = attention.arguments
     deaf = {"shared_prompts": attention.NONE_SHARED}
-    monkeypatch.setattr(attention, "arguments", lambda packed: {**told(packed), **deaf})
+    monkeypatch.setattr(attention, "arguments", lambda packed: {**options(packed), **deaf})
     assert not build_forward(tiny("qwen2"), settings(packing="on")).shared
     with pytest.raises(ConfigError, match="Qwen2ForCausalLM"):
         build_forward(tiny("qwen2"), settings(packing="on", share_prompts="on"))

@@ -1,4 +1,4 @@
-"""Exploding gradients are told by the norms before them."""
+"""Exploding gradients are recognised by the norms before them."""
 
 from __future__ import annotations
 

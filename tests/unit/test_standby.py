@@ -1,4 +1,4 @@
-"""A server that is told later what to serve: its protocol, with nothing imported and nothing served."""
+"""A server that gets its arguments later: its protocol, with nothing imported and nothing served."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def tell(monkeypatch: pytest.MonkeyPatch, text: str) -> int:
 
 
 def test_it_imports_first_and_then_serves_what_it_is_told(done: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    told = '["--model", "a b", "--port", "1"]\n'
-    assert tell(monkeypatch, told + "more") == 7
+    given = '["--model", "a b", "--port", "1"]\n'
+    assert tell(monkeypatch, given + "more") == 7
     argv = ["--model", "a b", "--port", "1"]
     assert done == ["installed", "forkserver", "imports", argv]
     assert sys.argv == ["standby.py", *argv]

@@ -108,7 +108,7 @@ def test_a_lease_has_all_its_time_again_after_a_restart_whatever_the_clocks_say(
         return left
 
     assert asyncio.run(life(5000.0, 1e9, first=True)) == [1]
-    assert asyncio.run(life(3.0, 5e9, first=False)) == [1, 0]  # the machine was started anew, and its clock was set
+    assert asyncio.run(life(3.0, 5e9, first=False)) == [1, 0]  # the machine was restarted, and its clock was set
 
 
 @pytest.mark.parametrize("how", ["released", "taken over", "expired"])

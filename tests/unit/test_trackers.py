@@ -82,17 +82,17 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_tracker_gets_every_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: dict[str, list[str]] = {}
+    written: dict[str, list[str]] = {}
 
     class Recorder:
         def __init__(self, name: str) -> None:
             self.name = name
 
         def write(self, step: int, numbers: dict[str, float]) -> None:
-            told[self.name] = sorted(numbers)
+            written[self.name] = sorted(numbers)
 
         def close(self) -> None:
-            told[f"{self.name} closed"] = []
+            written[f"{self.name} closed"] = []
 
     for name in trackers.SINKS:
         monkeypatch.setitem(trackers.SINKS, name, lambda config, steps_done, name=name: Recorder(name))
@@ -103,4 +103,4 @@ def test_every_tracker_gets_every_key(tmp_path: Path, monkeypatch: pytest.Monkey
     log.close()
     (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     for name in ("wandb", "tensorboard", "trackio"):
-        assert told[name] == sorted(set(row) - {"step", "time"}) and f"{name} closed" in told
+        assert written[name] == sorted(set(row) - {"step", "time"}) and f"{name} closed" in written

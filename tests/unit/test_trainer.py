@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from grpo_trainer.config.loss import LossName
+from grpo_trainer.config.loss import LOSSES as BUILT_IN
 from grpo_trainer.config.train import ModelConfig, OptimizerConfig, TrainConfig
 from grpo_trainer.errors import StoppedError, TrainingError
 from grpo_trainer.metrics.types import reduce
@@ -56,10 +55,10 @@ def full_rollouts(seed: int = 0) -> RolloutBatch:
             {int(token): -float(random.random()) for token in random.integers(0, VOCAB, i % 3)} for i in range(length)
         ]
 
-    told = [sample([1], [3, 4, 5], 1.0, supervised=True), sample([1], [6], 0.0, teacher=[{7: -0.1, 8: -3.0}])]
+    noted = [sample([1], [3, 4, 5], 1.0, supervised=True), sample([1], [6], 0.0, teacher=[{7: -0.1, 8: -3.0}])]
     dull = [sample([1, 2], [3, 4, 5, 6], 1.0, teacher=teacher(4), temperature=0.7) for _ in range(2)]
     plain = rollouts(seed).groups
-    return RolloutBatch("b", (*plain, *batch([*told, sample([1], [2], 1.0)], dull).groups))
+    return RolloutBatch("b", (*plain, *batch([*noted, sample([1], [2], 1.0)], dull).groups))
 
 
 def gradients(trainer: Trainer) -> list[torch.Tensor]:
@@ -68,7 +67,7 @@ def gradients(trainer: Trainer) -> list[torch.Tensor]:
 
 EVERYTHING = {"kl_beta": 0.1, "entropy_coef": 0.02, "distill_coef": 0.5, "distill_temperature": 2.0}
 LOSSES: list[dict[str, object]] = [
-    *({"loss": name} for name in get_args(LossName)),
+    *({"loss": name} for name in BUILT_IN),
     {"loss": "gspo", "ratio_against": "trainer", "is_level": "sequence", **EVERYTHING},
     {"loss": "dapo", "ratio_against": "trainer", "is_correction": "mask", "is_cap": 1.5, **EVERYTHING},
     {"loss": "dr_grpo", "advantage_estimator": "rloo", "dual_clip": 3.0, **EVERYTHING},
@@ -146,7 +145,7 @@ def test_a_nan_leaves_weights_and_optimizer_untouched_and_too_many_stop_the_run(
     assert not trainer.step(poisoned, 0).updated
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     assert not trainer.optimizer.state_dict()["state"]
-    assert trainer.step(rollouts(), 1).updated  # a good step in between starts the count anew
+    assert trainer.step(rollouts(), 1).updated  # a good step in between resets the count
     assert not trainer.step(poisoned, 2).updated
     with pytest.raises(TrainingError, match=r"--max-bad-steps\b.*\b2\b.*\bnan\b") as sound:
         trainer.step(poisoned, 3)
@@ -335,7 +334,7 @@ def test_imitation_and_distillation_teach_without_a_spread_of_rewards(kind: str)
 
 
 @contextmanager
-def told(events: list[str], watched: Callable[[], object]) -> Iterator[None]:
+def noted(events: list[str], watched: Callable[[], object]) -> Iterator[None]:
     """A fence that says when it is entered and left, and whether what is watched changed within."""
     before = copy.deepcopy(watched())
     events.append("begin")
@@ -351,7 +350,7 @@ def test_the_fence_is_held_for_the_write_alone(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(trainer.optimizer, "prepare", lambda: (events.append("prepared"), prepare()))
     model.register_forward_hook(lambda *_: events.append("forward"))
     weights = lambda: [parameter.tolist() for parameter in trainer.parameters]  # noqa: E731
-    result = trainer.step(rollouts(), 0, lambda: told(events, weights))
+    result = trainer.step(rollouts(), 0, lambda: noted(events, weights))
     assert events == [*["forward"] * 3, "prepared", "begin", "end"]
     assert reduce(result.metrics)["train/changed_fraction"] > 0
 
@@ -362,7 +361,7 @@ def test_a_step_that_is_skipped_takes_no_fence() -> None:
     even = batch([sample([1], [2], 1.0), sample([1], [3], 1.0)])
     events: list[str] = []
     for data in (poisoned, even):
-        assert not trainer.step(data, 0, lambda: told(events, list)).updated
+        assert not trainer.step(data, 0, lambda: noted(events, list)).updated
     assert not events
 
 

@@ -87,7 +87,7 @@ def test_a_folder_of_adapters_that_was_deleted_is_made_again_with_one_warning(
 
 
 @pytest.mark.parametrize(
-    ("trainer", "told", "works"),
+    ("trainer", "described", "works"),
     [
         # one machine, one GPU: its memory can be mapped, NCCL takes one rank a GPU
         (OURS, info(worker()), {"cuda_ipc"}),
@@ -108,9 +108,9 @@ def test_a_folder_of_adapters_that_was_deleted_is_made_again_with_one_warning(
         (OURS, info(worker(), worker(1, "", [])), set()),
     ],
 )
-def test_what_works_where(trainer: str, told: BridgeInfo, works: set[Transport]) -> None:
+def test_what_works_where(trainer: str, described: BridgeInfo, works: set[Transport]) -> None:
     place = TrainerPlace(trainer, "here")
-    assert {name for name in OPENERS if obstacle(name, place, told) is None} == works | {"memory", "disk"}
+    assert {name for name in OPENERS if obstacle(name, place, described) is None} == works | {"memory", "disk"}
 
 
 @pytest.mark.parametrize("name", ["cuda_ipc", "nccl"])
@@ -121,8 +121,8 @@ def test_every_obstacle_is_named(name: Transport) -> None:
         (OURS, ""), (OURS, OTHER, ""), ("here", "there"), (True, False)
     ):
         visible = [gpu for gpu in (uuid, OURS if sees else "") if gpu]
-        told = info(worker(uuid=uuid, visible=visible), machine=machine)
-        found[trainer, uuid, machine, sees] = obstacle(name, TrainerPlace(trainer, "here"), told)
+        described = info(worker(uuid=uuid, visible=visible), machine=machine)
+        found[trainer, uuid, machine, sees] = obstacle(name, TrainerPlace(trainer, "here"), described)
     for (trainer, uuid, machine, sees), problem in found.items():
         got = (problem.field, problem.got) if problem is not None else None
         if not trainer:
@@ -171,10 +171,10 @@ def openers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception]:
 
 
 def opened(wanted: Transport | None) -> str:
-    told = info(worker(uuid=OTHER, visible=[OTHER, OURS]))
+    described = info(worker(uuid=OTHER, visible=[OTHER, OURS]))
     nothing: Any = None
     packed = PackedAdapter(tiny_lora(), torch.float32)
-    return open_transport(wanted, packed, nothing, told, Path(), 2).name
+    return open_transport(wanted, packed, nothing, described, Path(), 2).name
 
 
 def test_auto_takes_the_fastest_that_opens(openers: dict[str, Exception], caplog: pytest.LogCaptureFixture) -> None:

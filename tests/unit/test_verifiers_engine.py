@@ -93,7 +93,7 @@ def test_a_turn_is_answered_as_vllm_would_with_the_servers_ids_and_logprobs() ->
     assert models.json()["data"][0]["max_model_len"] == 9
     rollout = engine.rollout("t")
     assert (rollout.policy_version, rollout.temperatures) == (1, [0.7])
-    assert engine.rollout("t").policy_version is None  # told once
+    assert engine.rollout("t").policy_version is None  # each rollout is reported once
 
 
 def test_a_rollouts_version_is_the_oldest_of_its_turns() -> None:
@@ -102,7 +102,7 @@ def test_a_rollouts_version_is_the_oldest_of_its_turns() -> None:
 
 
 def turn(prompt: list[int], tokens: list[int], kept: int) -> Completion:
-    """A completion whose first token has a mask of so many ids from 0 on."""
+    """A completion whose first token has a mask of the first ids, from 0 on."""
     masks = encode({at: np.arange(kept if at == 0 else 0) for at in range(len(tokens))}, len(tokens))
     return Completion(prompt, tokens, [-0.5] * len(tokens), "", "stop", 1, cuts={"top_k": 9}, sampling_masks=masks)
 

@@ -63,7 +63,7 @@ def lead(config: TrainConfig, world: World, written: Path) -> None:
     rows = train(trainer, progress.step)
     checkpoints.save(Progress(progress.step + STEPS))
     weights = weights_of(trainer)
-    with torch.no_grad():  # what rank 0 computes beside steps: the bridge's proof, logged samples
+    with torch.no_grad():  # what rank 0 computes between steps: the bridge's proof, logged samples
         microbatch, *_ = trainer.ready(batch(*ONE)).microbatches
         scores = trainer.forward.scores(microbatch).logprobs_N
     if written.with_name("fail").exists():  # in the middle of what the others take part in

@@ -1,6 +1,6 @@
 """A group of a trainer and a server's workers over the network, for both sides; its tensors are in main memory.
 
-torch's default group holds the processes of one program, and vLLM has one already. This group is made beside it, from
+torch's default group holds the processes of one program, and vLLM has one already. This is another group, made from
 its own store. An operation whose partner has died, or does not come in time, is a `RuntimeError`.
 """
 

@@ -92,7 +92,7 @@ class WeightsOpenResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightsStageRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`POST /bridge/weights/stage`: receive `version` while generation goes on; it fails after `timeout_s`."""
+    """`POST /bridge/weights/stage`: receive `version` while generation continues; it fails after `timeout_s`."""
 
     channel: str
     version: int

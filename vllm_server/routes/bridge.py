@@ -94,7 +94,7 @@ async def open_weights(request: Request) -> Response:
 
 
 async def stage_weights(request: Request) -> Response:
-    """Receive a version while generation goes on, as the `WeightsStageRequest` says."""
+    """Receive a version while generation continues, as the `WeightsStageRequest` says."""
     asked = await read_body(request, WeightsStageRequest)
     return json_response(await PolicyServer.of(request).weights.stage(asked))
 

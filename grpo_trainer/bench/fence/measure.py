@@ -43,7 +43,7 @@ def measure(options: FenceOptions, server_args: tuple[str, ...]) -> dict[str, An
     """Start a server, attach to its weights, write them repeatedly under load, judge the answers; return the figures.
 
     Raises:
-        BridgeError: the patterns can't be told apart.
+        BridgeError: the patterns can't be distinguished.
         GrpoError: the server did not start, or ended; a request was refused; …
     """
     with (
@@ -115,7 +115,7 @@ class Stress:
         within a fence, so these answers are correct references.
 
         Raises:
-            BridgeError: the patterns can't be told apart.
+            BridgeError: the patterns can't be distinguished.
         """
         first, second = (self._answers_of(pattern) for pattern in self._patterns)
         references = References.of(first, second)
@@ -128,7 +128,7 @@ class Stress:
         )
         if not references.distinct:
             raise BridgeError(
-                "the answers of the two patterns can't be told apart",
+                "the answers of the two patterns can't be distinguished",
                 field="--shape",
                 got=f"{references.spread:.3g} nats from pattern to pattern",
                 wanted=f"more than the {references.noise:.3g} nats between answers of one",

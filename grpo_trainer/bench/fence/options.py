@@ -17,21 +17,26 @@ class FenceOptions(Section):
     """What is measured."""
 
     bridge: Literal["shared_vllm", "broadcast"] = option(
-        "shared_vllm", help="How weights are written: in the server's memory, or by sending them."
+        "shared_vllm",
+        help="How weights are written: in the server's memory (shared_vllm), or by sending them (broadcast).",
     )
-    writes: int = option(10_000, help="Writes of all weights, one pattern after the other.", ge=2)
+    writes: int = option(10_000, help="Writes of all weights; two patterns of weights alternate.", ge=2)
     max_seconds: float | None = option(
-        None, help="Stop writing after so many seconds, however many writes that were (default: never).", gt=0
+        None, help="Stop writing after this many seconds, even before --writes is reached (default: no limit).", gt=0
     )
     concurrency: int = option(
-        256, help="Sequences in flight beside the answers that are judged, a multiple of 8.", ge=8
+        256, help="Sequences in flight, in addition to the answers that are judged; a multiple of 8.", ge=8
     )
-    judges: int = option(16, help="Answers asked for at any time that are held against both patterns.", ge=1)
-    completion_len: int = option(256, help="Tokens of a completion of those in flight.", ge=1)
-    quiet_seconds: float = option(5.0, help="Seconds of the same load without writes, before and after.", gt=0)
-    reference_seconds: float = option(4.0, help="Seconds of each pattern alone under load, to know its answers.", gt=0)
-    in_flight: Literal["keep", "recompute"] = option("keep", help="What becomes of requests that run.")
-    fenced: bool = option(True, help="--no-fenced writes without a fence: the fault that is looked for must be found.")
+    judges: int = option(16, help="Requests in flight whose answers are compared with both patterns.", ge=1)
+    completion_len: int = option(256, help="Tokens of a completion of the requests that make the load.", ge=1)
+    quiet_seconds: float = option(5.0, help="Seconds of load without writes, before and after the writes.", gt=0)
+    reference_seconds: float = option(
+        4.0, help="Seconds for which each pattern is served alone, to collect its answers.", gt=0
+    )
+    in_flight: Literal["keep", "recompute"] = option(
+        "keep", help="Requests in flight during a write, as the trainer's --in-flight."
+    )
+    fenced: bool = option(True, help="--no-fenced: write without a fence, a fault that this benchmark must find.")
     log_dir: Path | None = option(None, help="Folder of the server's log (default: a temporary one).")
     model: ModelChoice = ModelChoice()
     server: ServerChoice = ServerChoice()

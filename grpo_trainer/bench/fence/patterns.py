@@ -15,7 +15,7 @@ from torch import Tensor
 from grpo_trainer.bench.fence.asking import Answer
 
 NOISE_MARGIN = 2.0
-"""Times the largest distance among answers of one pattern, of which far fewer are looked at than are judged."""
+"""Factor for the largest distance among answers of one pattern, of which only a sample is compared."""
 
 FINENESS = 20.0
 """An answer this part of the way from one pattern to the other, or less, is the pattern's."""

@@ -21,7 +21,17 @@ SPLIT = {
     "save_s": "train/save_time",
 }
 """Consecutive parts of a training step -> the metric of their seconds."""
-CPU_ROLES = {"environment": "environment", "api": "api", "server": "server_front_end"}
+BENCH = "bench"
+"""Role of this process, which samples the others."""
+CPU_ROLES = {
+    "environment": "environment",
+    "api": "api",
+    "server": "server_front_end",
+    "engine": "server_engine",
+    "trainer": "trainer",
+    "run": "supervisor",
+    BENCH: "bench",
+}
 """Role of a process -> the name under which its CPU time is reported."""
 
 

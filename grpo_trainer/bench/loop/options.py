@@ -29,6 +29,7 @@ OF_SHAPE: Mapping[str, Mapping[str, float]] = MappingProxyType(
             "max_tokens_per_microbatch": 1024,
         },
         "7b": {"max_tokens_per_microbatch": 12_288},
+        "32b": {"max_tokens_per_microbatch": 8192},
     }
 )
 """Defaults of `Work` that a shape changes."""
@@ -70,7 +71,9 @@ class Work(Section):
         ge=1,
     )
     completion_len: int = option(1024, help="Tokens of the longest completion (tiny: 48).", ge=1)
-    max_tokens_per_microbatch: int = option(16_384, help="Most tokens of a forward pass (7b: 12288; tiny: 1024).", gt=1)
+    max_tokens_per_microbatch: int = option(
+        16_384, help="Most tokens of a pass (7b: 12288; 32b: 8192; tiny: 1024).", gt=1
+    )
 
     @property
     def seq_len(self) -> int:
@@ -83,6 +86,11 @@ class LoopOptions(Section):
 
     steps: int = option(20, help="Optimisation steps of the run; with fewer, layers are not compiled.", ge=2)
     warmup_steps: int = option(3, help="Steps at the run's start that the figures leave out.", ge=1)
+    dummy_weights: bool = option(
+        False,
+        help="Write a model without weights; the server makes them up (--load-format dummy), the trainer shares them. "
+        "For models that take minutes to write; needs --bridge shared_vllm, or lora_only with --share-base.",
+    )
     run_dir: Path | None = option(
         None, help="Keep the run's folder there: logs, metrics, checkpoints (default: a temporary one)."
     )
@@ -98,6 +106,14 @@ class LoopOptions(Section):
     @model_validator(mode="after")
     def _can_be_measured(self) -> LoopOptions:
         work, vocabulary = self.work, SHAPES[self.model.shape].vocab
+        if self.dummy_weights and not (self.choice.bridge == "shared_vllm" or self.choice.share_base):
+            raise ConfigError(
+                "the trainer has no weights to load",
+                field="--dummy-weights",
+                got=f"--bridge {self.choice.bridge}",
+                wanted="a trainer that shares the server's weights",
+                fix="use --bridge shared_vllm, or lora_only with --share-base",
+            )
         if self.warmup_steps >= self.steps:
             raise ConfigError(
                 "no step is left to measure",

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from grpo_trainer.bench.loop.options import GROUP, LoopOptions
+from grpo_trainer.bench.shapes import CACHE_BYTES_TINY
 from grpo_trainer.launch.plan import ProcessSpec
 
 ENVIRONMENT = "environments.synthetic_server"
-CACHE_BYTES_TINY = 64 << 20
-"""Size of vLLM's KV cache on a CPU, which would take gigabytes by default."""
 STOP_SECONDS = 30.0
 """Time before an interrupted run is killed; its last checkpoint is not needed."""
 
@@ -19,7 +18,7 @@ STOP_SECONDS = 30.0
 def model_process(options: LoopOptions, folder: Path) -> ProcessSpec:
     """Return the process that writes the model unless the model exists."""
     argv = (sys.executable, "-m", "grpo_trainer.bench.random_model", options.model.shape, str(folder))
-    return ProcessSpec("model", argv, ends_run=True)
+    return ProcessSpec("model", (*argv, *["no-weights"] * options.dummy_weights), ends_run=True)
 
 
 def run_process(options: LoopOptions, model: Path, run_dir: Path, more: Sequence[str]) -> ProcessSpec:
@@ -31,6 +30,8 @@ def run_process(options: LoopOptions, model: Path, run_dir: Path, more: Sequence
     flags = [word for name, value in _options(options, model, run_dir) for word in (f"--{name}", value)]
     if options.choice.share_base:
         flags.append("--share-base")
+    if options.dummy_weights:  # so small that a synthetic change moves no logprob
+        flags.append("--no-proof")
     argv = (sys.executable, "-m", "grpo_trainer", "run", *flags, *more)
     return ProcessSpec("run", argv, {"PYTHONUNBUFFERED": "1"}, ends_run=True, stop_seconds=STOP_SECONDS)
 
@@ -55,8 +56,10 @@ def _options(options: LoopOptions, model: Path, run_dir: Path) -> Iterator[tuple
     yield "server.kv-cache-dtype", choice.kv_cache_dtype
     if choice.transport != "auto":
         yield "lora-transport", choice.transport
-    if options.model.shape == "tiny":
-        yield "server.extra-args", f"--kv-cache-memory-bytes,{CACHE_BYTES_TINY}"
+    extra = ["--kv-cache-memory-bytes", str(CACHE_BYTES_TINY)] if options.model.shape == "tiny" else []
+    extra += ["--load-format", "dummy"] if options.dummy_weights else []
+    if extra:
+        yield "server.extra-args", ",".join(extra)
 
 
 ROLES = (

@@ -18,7 +18,7 @@ import psutil
 
 from grpo_trainer.bench.devices import gpus_used_mb
 from grpo_trainer.bench.figures import RUNNING, cache_tokens, counter_total
-from grpo_trainer.bench.loop.figures import Load, Look
+from grpo_trainer.bench.loop.figures import BENCH, Load, Look
 from grpo_trainer.bench.loop.processes import role_of
 from grpo_trainer.config.server import KEY_VARIABLE
 from vllm_server.protocol import BRIDGE_INFO_ROUTE, BridgeInfo
@@ -106,7 +106,7 @@ class Watch:
         rss["all"] = sum(rss.values())
         for role, held in rss.items():
             self.rss[role] = max(self.rss[role], held)
-        cpu_s: dict[str, float] = defaultdict(float)
+        cpu_s: dict[str, float] = defaultdict(float, {BENCH: time.process_time()})
         for role, seconds in self._cpu.values():
             cpu_s[role] += seconds
         self.looks.append(Look(now, cpu_s))

@@ -18,7 +18,7 @@ class ModelChoice(Section):
         None, help="Recompute activations (default: auto, in as few layers as the GPU's free memory allows)."
     )
     logits_dtype: Literal["auto", "float32", "model"] = option("auto", help="As the trainer's --logits-dtype.")
-    attention: Literal["sdpa", "eager"] = option("sdpa", help="Attention where sequences are padded.")
+    attention: Literal["sdpa", "eager"] = option("sdpa", help="Attention implementation for padded sequences.")
 
 
 class BatchChoice(Section):
@@ -28,9 +28,9 @@ class BatchChoice(Section):
     prompt_len: int = option(512, help="Tokens of a prompt.", ge=1)
     completion_len: int = option(1024, help="Tokens of a completion; with --lognormal the longest.", ge=1)
     lognormal: bool = option(
-        False, help="Lengths of completions are log-normal: median 0.3 of the longest, sigma 0.7, cut there."
+        False, help="Draw lengths of completions from a log-normal distribution: median 0.3 of the longest, sigma 0.7."
     )
-    batch_size: int = option(8, help="Sequences of a microbatch, without --max-tokens-per-microbatch.", ge=1)
+    batch_size: int = option(8, help="Sequences of a microbatch, if --max-tokens-per-microbatch is not set.", ge=1)
 
 
 class StepOptions(Section):
@@ -39,15 +39,15 @@ class StepOptions(Section):
     optimizer: Literal["auto", "adamw", "adamw_8bit", "adafactor"] = option(
         "auto", help="auto: adamw_8bit for all weights, adamw for an adapter."
     )
-    warmup: int = option(2, help="Steps before those that are measured.", ge=1)
-    steps: int = option(5, help="Steps that are measured.", ge=1)
+    warmup: int = option(2, help="Unmeasured steps before the measured ones.", ge=1)
+    steps: int = option(5, help="Measured steps.", ge=1)
     peak_tflops: float = option(
-        989.0, help="What mfu is a share of, in TFLOP/s: dense bfloat16 of an H100 or H200 by its data sheet.", gt=0
+        989.0, help="Peak of the GPU for mfu, in TFLOP/s: dense bfloat16 of an H100 or H200 by its data sheet.", gt=0
     )
     sharding: Literal["auto", "none", "full"] = option(
-        "auto", help="Under torchrun, all weights: cut over the GPUs (full, auto), or all of them on each (none)."
+        "auto", help="Under torchrun, if all weights are trained: shard them over the GPUs (full, auto), or not (none)."
     )
-    seed: int = option(0, help="Of weights, tokens, lengths and rewards.")
+    seed: int = option(0, help="Seed of weights, tokens, lengths and rewards.")
     model: ModelChoice = ModelChoice()
     batch: BatchChoice = BatchChoice()
     compute: ComputeConfig = ComputeConfig()

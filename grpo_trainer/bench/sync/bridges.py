@@ -183,9 +183,9 @@ class SharedSubject(AllWeightsSubject[SharedBridge]):
     def facts(self, publishes: Sequence[Publish]) -> dict[str, Any]:
         names = {"write_ms": "write_time", "pause_ms": "pause_time", "after_write_ms": "end_time"}
         own = {ours: median_ms([each.metrics[f"publish/{its}"] for each in publishes]) for ours, its in names.items()}
-        beside = [each.stall_seconds - each.pack_seconds for each in publishes]
+        rest = [each.stall_seconds - each.pack_seconds for each in publishes]
         write = "every weight times one, in place"
-        return {**super().facts(publishes), "write": write, **own, "stall_beside_write_ms": median_ms(beside)}
+        return {**super().facts(publishes), "write": write, **own, "stall_beside_write_ms": median_ms(rest)}
 
 
 class BroadcastSubject(AllWeightsSubject[BroadcastBridge]):
@@ -249,6 +249,7 @@ def opened(options: SyncOptions, place: Place, **values: Any) -> Iterator[Subjec
             }
         elif choice.bridge == "broadcast":
             values |= {"broadcast_transport": choice.transport, "broadcast_staging": choice.staging}
+            values |= {} if choice.lora_root is None else {"broadcast_root": choice.lora_root}
         elif choice.bridge == "none":
             values |= {"vllm_restart_interval": 1, "vllm_standby": False}
         config = configured(options, place, **values)

@@ -42,7 +42,7 @@ def generating(demand: Demand, log_path: Path, meter: Meter) -> Iterator[None]:
     if demand.sequences % GROUP:
         raise ConfigError(field="--concurrency", got=demand.sequences, wanted=f"a multiple of {GROUP}")
     argv = (sys.executable, "-m", "grpo_trainer.bench.sync.generator", msgspec.json.encode(demand).decode())
-    child = Child(ProcessSpec("load", argv), log_path, _silent, _silent)
+    child = Child(ProcessSpec("load", argv), log_path)
     try:
         deadline = time.monotonic() + DRAIN_SECONDS
         while not meter.running:
@@ -126,7 +126,3 @@ def _window(
 
 def _wait(until: float) -> None:
     time.sleep(max(0.0, until - time.perf_counter()))
-
-
-def _silent(line: str) -> None:
-    """Do nothing: the line is in the log."""

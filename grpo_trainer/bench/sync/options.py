@@ -19,9 +19,11 @@ class BridgeChoice(Section):
     """Bridge."""
 
     bridge: Literal["lora_only", "shared_vllm", "broadcast", "none"] = option(
-        "lora_only", help="The weight bridge; none restarts the server at each publish, so --repeat 3 will do."
+        "lora_only", help="The weight bridge; none restarts the server at each publish, and --repeat 3 is enough."
     )
-    share_base: bool = option(False, help="lora_only: the trainer's base model is the server's, as --share-base.")
+    share_base: bool = option(
+        False, help="lora_only: use the server's base weights, as the trainer's --share-base does."
+    )
     transport: Literal["auto", Transport, WeightTransport] = option(
         "auto", help="How weights go to the server, as --lora-transport or --broadcast-transport."
     )
@@ -31,7 +33,7 @@ class BridgeChoice(Section):
         None, help="Folder of --transport disk and of the baseline, e.g. /dev/shm (default: a temporary one)."
     )
     keep_versions: int = option(4, help="Versions that stay loaded in the server.", ge=2)
-    proof: bool = option(True, help="Prove the bridge first.")
+    proof: bool = option(True, help="Run the bridge's proof before the measurement.")
 
     @model_validator(mode="after")
     def _base_is_shared_by_adapters(self) -> BridgeChoice:
@@ -47,9 +49,9 @@ class ServerChoice(Section):
 
     max_model_len: int = option(2048, help="Longest sequence served.", gt=1)
     gpu_memory_utilization: float = option(0.5, help="Share of the GPU's memory for vLLM.", gt=0, le=1)
-    tensor_parallel_size: int = option(1, help="GPUs that the server's model is cut over.", ge=1)
+    tensor_parallel_size: int = option(1, help="Tensor parallel size of the server.", ge=1)
     server_gpus: str | None = option(None, help="CUDA_VISIBLE_DEVICES of the server (default: as the trainer's).")
-    enforce_eager: bool = option(False, help="No CUDA graphs: several times slower.")
+    enforce_eager: bool = option(False, help="Disable CUDA graphs; generation is several times slower.")
     quantization: Quantization = option("none", help="The server's weights, as --server.quantization; needs a GPU.")
     kv_cache_dtype: KvCacheDtype = option("auto", help="The server's KV cache, as --server.kv-cache-dtype.")
 
@@ -63,8 +65,10 @@ class LoadChoice(Section):
     )
     prompt_len: int = option(64, help="Tokens of a prompt.", ge=1)
     completion_len: int = option(256, help="Tokens of a completion.", ge=1)
-    load_seconds: float = option(20.0, help="Seconds for each: base model, adapter, adapter with publishes.", gt=0)
-    publish_interval: float = option(1.0, help="Seconds from publish to publish under load.", gt=0)
+    load_seconds: float = option(
+        20.0, help="Seconds of each measurement: base model, adapter, adapter with publishes.", gt=0
+    )
+    publish_interval: float = option(1.0, help="Seconds between publishes under load.", gt=0)
 
 
 class StepChoice(Section):
@@ -72,23 +76,23 @@ class StepChoice(Section):
 
     step_seqs: int = option(
         0,
-        help="After the publishes, also a training step of that many synthetic sequences, all layers recomputed: what "
-        "trainer and server hold then; 0: none.",
+        help="After the publishes, train a step on this many synthetic sequences, with all layers recomputed, and "
+        "report the memory of trainer and server; 0: no step.",
         ge=0,
         multiple_of=8,
     )
-    step_prompt_len: int = option(512, help="Tokens of a prompt of it.", ge=1)
-    step_completion_len: int = option(1024, help="Tokens of a completion of it.", ge=1)
-    step_optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = option("adamw", help="Its optimizer.")
-    step_microbatch_tokens: int = option(4608, help="Tokens of a microbatch of it.", ge=1)
+    step_prompt_len: int = option(512, help="Tokens of a prompt in that step.", ge=1)
+    step_completion_len: int = option(1024, help="Tokens of a completion in that step.", ge=1)
+    step_optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = option("adamw", help="Optimizer of that step.")
+    step_microbatch_tokens: int = option(4608, help="Tokens of a microbatch in that step.", ge=1)
 
 
 class SyncOptions(Section):
     """What is measured."""
 
-    repeat: int = option(20, help="Publishes that are measured; 1000 with --skip-load looks for leaks.", ge=1)
+    repeat: int = option(20, help="Measured publishes; use 1000 with --skip-load to look for leaks.", ge=1)
     baseline_repeat: int = option(
-        10, help="Loads by vLLM's own route that are measured, at most as many as slots less one; 0: none.", ge=0
+        10, help="Measured loads by vLLM's own route, at most one less than adapter slots; 0: none.", ge=0
     )
     log_dir: Path | None = option(None, help="Folder of the server's log (default: a temporary one).")
     choice: BridgeChoice = BridgeChoice()

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from grpo_trainer.bench.devices import gpus_used_mb
 from grpo_trainer.bench.random_model import ensure_model
-from grpo_trainer.bench.shapes import SHAPES, ModelChoice
+from grpo_trainer.bench.shapes import CACHE_BYTES_TINY, SHAPES, ModelChoice
 from grpo_trainer.bench.sync.options import SyncOptions
 from grpo_trainer.config.options import build
 from grpo_trainer.config.rules import checked
@@ -39,7 +39,6 @@ from vllm_server.protocol.bridge_config import FILE_NAME
 PROMPT = [2, 3, 5, 7]
 MANY = 1_000_000_000
 """Steps of a training that does not end before the measurement: after the last one no server is started again."""
-CPU_CACHE_BYTES_TINY = 64 << 20
 
 B = TypeVar("B", bound=WeightBridge)
 
@@ -69,7 +68,7 @@ def placed(choice: ModelChoice, logs: Path | None, server_args: tuple[str, ...])
     """Yield the place of a measurement, with its model: a temporary folder, except for files that the user keeps."""
     on_gpu = torch.cuda.is_available()
     dtype = "bfloat16" if on_gpu else "float32"
-    cache = (CACHE_FLAG, str(CPU_CACHE_BYTES_TINY)) if choice.shape == "tiny" and not on_gpu else ()
+    cache = (CACHE_FLAG, str(CACHE_BYTES_TINY)) if choice.shape == "tiny" and not on_gpu else ()
     with tempfile.TemporaryDirectory(prefix="grpo-bench-") as name:
         model = (choice.model_dir or Path(name) / "model").absolute()
         ensure_model(SHAPES[choice.shape], model, getattr(torch, dtype))

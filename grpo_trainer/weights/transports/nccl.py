@@ -16,6 +16,9 @@ from grpo_trainer.weights.transports.transport import Sent
 from vllm_server.protocol import LoraLoadRequest, NcclChannel, Transport
 from vllm_server.protocol.nccl import Communicator, NcclError, unique_id
 
+RECEIVED_SECONDS = 1.0
+"""Time for a broadcast to finish after the server's answer, if its workers took part."""
+
 
 class Nccl:
     """Rank 0 of a communicator with the server's workers.
@@ -74,9 +77,18 @@ class Nccl:
         except NcclError as error:
             raise BridgeError(f"publishing {name}: {error}", field="--lora-transport", got="nccl") from error
         except BaseException:
-            self._communicator.abort()  # no worker receives, so the broadcast would never finish
+            self._abort_unless_received()
             raise
         return Sent(answer, packed)
+
+    def _abort_unless_received(self) -> None:
+        """Keep the communicator after a refusal if the workers have received; else the broadcast would never finish."""
+        deadline = time.monotonic() + RECEIVED_SECONDS
+        while not self._stream.query():
+            if time.monotonic() > deadline:
+                self._communicator.abort()
+                return
+            time.sleep(0.001)
 
     def close(self) -> None:
         try:

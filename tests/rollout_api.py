@@ -1,4 +1,4 @@
-"""A rollout API of one's own for tests and benchmarks: a process on a free port that is ended afterwards."""
+"""A rollout API for tests: a process on a free port, which ends with the test."""
 
 import contextlib
 import socket

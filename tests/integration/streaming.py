@@ -1,0 +1,71 @@
+"""Long requests, to see what an update does to those in flight."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import httpx
+import msgspec
+
+from tests.integration.serving import Serving
+from vllm_server.protocol import GenerateChunk, GenerateRequest, TokenPrompt
+
+TWO_BLOCKS = [7 + index % 83 for index in range(270)]  # the CPU's KV blocks hold 128 tokens
+MANY = 230  # tokens, on which the server is busy for a while
+
+
+@dataclass
+class Stream:
+    """A long streamed request, read in a thread of its own, which does no more than that: it must not lag behind.
+
+    Eight completions, of which one is looked at: the server is not done before an update comes.
+    """
+
+    server: Serving
+    prompt: list[int]
+    _lines: list[str] = field(default_factory=list)
+    _running: threading.Event = field(default_factory=threading.Event)
+
+    def __enter__(self) -> Stream:
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+        assert self._running.wait(60)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join(120)
+        assert not self._thread.is_alive()
+
+    def _read(self) -> None:
+        sampling = {"n": 8, "max_tokens": MANY, "logprobs": 0, "seed": 3, "ignore_eos": True}
+        request = GenerateRequest(prompt=TokenPrompt(self.prompt), stream=True, sampling=sampling)
+        body = msgspec.json.encode(request.to_body())
+        url, headers = f"{self.server.url}/generate", {"content-type": "application/json"}
+        with httpx.stream("POST", url, content=body, headers=headers, timeout=120, trust_env=False) as lines:
+            for line in lines.iter_lines():
+                self._lines.append(line)
+                self._running.set()
+
+    @property
+    def errors(self) -> list[str]:
+        return [line for line in self._lines if '"error"' in line]
+
+    @property
+    def chunks(self) -> list[GenerateChunk]:
+        decoder = msgspec.json.Decoder(GenerateChunk)
+        chunks = [decoder.decode(line) for line in list(self._lines) if '"error"' not in line]
+        return [chunk for chunk in chunks if chunk.index == 0]
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for chunk in self.chunks for token in chunk.token_ids]
+
+    @property
+    def logprobs(self) -> list[float]:
+        return [next(iter(p[0].values())) for chunk in self.chunks for p in chunk.logprobs or []]
+
+    def before_the_update(self) -> int:
+        """How many tokens are in chunks that know no other version, and in the first that does."""
+        late = next(index for index, chunk in enumerate(self.chunks) if chunk.policy_version_end is not None)
+        return sum(len(chunk.token_ids) for chunk in self.chunks[: late + 1])
