@@ -115,8 +115,8 @@ class Outcome:
 
     @property
     def limit(self) -> str:
-        """Return the stage that limits the run: the busiest one."""
-        stage = max(self.busy, key=lambda name: self.busy[name])
+        """Return the stage that limits the run: the busiest one, or the cores if all are in use."""
+        stage = "cores" if self.busy.get("cores", 0.0) >= FULL else max(self.busy, key=lambda name: self.busy[name])
         return stage if self.busy[stage] >= FULL else LIMIT
 
 
@@ -151,13 +151,11 @@ class _Stage:
         self._free = [0.0] * workers
         self._seconds = seconds
         self._inside = 0
-        self.worked = 0.0
 
     def serve(self, then: Callable[[], None]) -> None:
         """Take a group that arrives now; what is given happens when it is done."""
         done = max(self._clock.now, heapq.heappop(self._free)) + self._seconds
         heapq.heappush(self._free, done)
-        self.worked += self._seconds
         self._inside += 1
 
         def leave() -> None:
@@ -167,13 +165,9 @@ class _Stage:
         self._clock.after(done - self._clock.now, leave)
 
     @property
-    def workers(self) -> int:
-        return len(self._free)
-
-    @property
     def busy(self) -> int:
-        """Workers that work now."""
-        return min(self._inside, self.workers)
+        """Return how many workers work now."""
+        return min(self._inside, len(self._free))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,33 +204,23 @@ class Simulation:
         self._registration = Registration(0, "", setup.batch_groups * setup.group_size, -1, -1)
         self._environments = _Stage(self._host, setup.environments, costs.environment)
         self._api = _Stage(self._host, 1, costs.api)
-        self._generated = self._trained = self._published = self._used = 0.0
-        self._is_training = False
+        self._worked = dict.fromkeys(("servers", "environments", "rollout API", "training", "publishing"), 0.0)
+        if setup.cores is not None:
+            self._worked["cores"] = 0.0
+        self._trainer = ""
         self._steps = 0
 
     def run(self) -> Outcome:
         """Return what the run does once it has settled."""
         self._fill()
         self._until(SETTLED)
-        began, before = self._now, self._worked()
+        began, before = self._now, self._worked.copy()
         self._until(SETTLED + MEASURED)
         seconds = self._now - began
-        shares = {name: (after - before[name]) / seconds for name, after in self._worked().items()}
+        shares = {name: (after - before[name]) / seconds for name, after in self._worked.items()}
         setup = self._setup
         tokens = MEASURED * setup.batch_groups * setup.group_size * setup.mean_tokens / seconds
         return Outcome(tokens, seconds / MEASURED, shares)
-
-    def _worked(self) -> dict[str, float]:
-        """Return seconds of work of each stage until now, divided by its workers."""
-        cores = self._setup.cores
-        return {
-            **({} if cores is None else {"cores": self._used / cores}),
-            "servers": self._generated / self._slots,
-            "environments": self._environments.worked / self._environments.workers,
-            "rollout API": self._api.worked,
-            "training": self._trained,
-            "publishing": self._published,
-        }
 
     def _until(self, steps: int) -> None:
         while self._steps < steps:
@@ -251,8 +235,7 @@ class Simulation:
         of_host, of_decoding = self._host.wait * slower, self._decoding.wait * decode * slower
         seconds = min(of_host, of_decoding)
         self._now += seconds
-        self._used += seconds * used
-        self._generated += seconds * self._generating
+        self._note(seconds, used)
         if of_host <= of_decoding:
             self._decoding.now += seconds / (decode * slower)
             self._host.pop()()
@@ -260,10 +243,21 @@ class Simulation:
             self._host.now += seconds / slower
             self._decoding.pop()()
 
+    def _note(self, seconds: float, used: float) -> None:
+        """Count what works for some seconds, in shares of each stage."""
+        worked, setup = self._worked, self._setup
+        worked["servers"] += seconds * self._generating / self._slots
+        worked["environments"] += seconds * self._environments.busy / setup.environments
+        worked["rollout API"] += seconds * self._api.busy
+        if self._trainer:
+            worked[self._trainer] += seconds
+        if setup.cores is not None:
+            worked["cores"] += seconds * used / setup.cores
+
     def _processes(self) -> int:
         """Return how many processes work now."""
         servers = min(self._setup.servers, self._generating)
-        return servers + self._environments.busy + self._api.busy + self._is_training
+        return servers + self._environments.busy + self._api.busy + bool(self._trainer)
 
     def _decode_seconds(self) -> float:
         """Return the time of a decode step. Environments spread requests, so that servers are equally full."""
@@ -273,7 +267,7 @@ class Simulation:
 
     def _fill(self) -> None:
         """Start the groups that the environments' rule allows; those without a free place wait at a server."""
-        batch = self._setup.batch_groups if self._is_training else 0
+        batch = self._setup.batch_groups if self._trainer else 0
         status = StatusEnv(
             current_step=self._steps,
             queue_size=self._queued,
@@ -337,19 +331,20 @@ class Simulation:
     def _train(self) -> None:
         """Begin a step if the trainer is free and a batch is there."""
         setup, costs = self._setup, self._costs
-        if self._is_training or self._queued < setup.batch_groups:
+        if self._trainer or self._queued < setup.batch_groups:
             return
-        self._is_training = True
         self._queued -= setup.batch_groups
         tokens = setup.batch_groups * setup.group_size * (setup.mean_tokens + setup.prompt_tokens)
-        training = tokens / (costs.trainer_tokens * setup.trainer_gpus)
-        publishing = costs.publish + costs.publish_each * (setup.servers - 1)
-        self._trained += training
-        self._published += publishing
-        self._host.after(training + publishing, self._step_done)
+        self._trainer = "training"
+        self._host.after(tokens / (costs.trainer_tokens * setup.trainer_gpus), self._publish)
+
+    def _publish(self) -> None:
+        costs = self._costs
+        self._trainer = "publishing"
+        self._host.after(costs.publish + costs.publish_each * (self._setup.servers - 1), self._step_done)
 
     def _step_done(self) -> None:
-        self._is_training = False
+        self._trainer = ""
         self._steps += 1
         self._train()
         self._fill()

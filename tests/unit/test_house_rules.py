@@ -165,7 +165,7 @@ def test_every_test_is_in_a_lane() -> None:
         assert marker in (None, "complete", "gpu")
 
 
-HEAVY = ("torch", "transformers", "vllm", "peft", "numpy")
+HEAVY = ("torch", "transformers", "vllm", "peft", "numpy", "ray")
 
 
 @pytest.mark.parametrize(
@@ -187,3 +187,9 @@ atexit.register(lambda: print("HEAVY", [m for m in {HEAVY} if m in sys.modules],
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     assert "HEAVY []" in done.stderr
+
+
+def test_a_run_without_a_cluster_imports_no_ray() -> None:
+    code = "import sys\nfrom grpo_trainer.run import joined\nwith joined(None, 1): assert 'ray' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr

@@ -119,10 +119,7 @@ def test_no_stage_works_more_than_all_the_time(servers: int, batch: int, environ
     costs = replace(FREE, trainer_tokens=5000.0, publish=0.01, publish_each=0.01, api=0.002, environment=0.01)
     setup = replace(SMALL, servers=servers, batch_groups=batch, environments=environments, sigma=sigma)
     found = scale.simulate(setup, costs)
-    # Environments, API and trainer count work when it begins: what is under way at either end may count too much.
-    slack = 4 * batch * (costs.environment + costs.api) / (found.step_seconds * scale.MEASURED)
-    slack += 1 / scale.MEASURED
-    assert all(0 <= share <= 1 + slack for share in found.busy.values())
+    assert all(0 <= share <= 1 + 1e-9 for share in found.busy.values())
     assert found.tokens <= setup.trainer_gpus * costs.trainer_tokens / 2 * (1 + 1e-9), "half of the tokens are prompts"
 
 
