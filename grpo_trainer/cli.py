@@ -14,6 +14,7 @@ import typer
 from grpo_common.errors import collected
 from grpo_trainer import __version__
 from grpo_trainer.config.command_help import showing
+from grpo_trainer.config.environments import BUILT_IN, environment_module
 from grpo_trainer.config.options import build, override, unique_leaves, with_options
 from grpo_trainer.config.rules import SET_BY_THE_RUN, checked
 from grpo_trainer.config.run import ApiProcess, RunConfig, RunOptions, build_run, read_toml
@@ -53,7 +54,7 @@ Environment = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Environment: arithmetic (default), gsm8k, verifiers, word_problems, or your own module; --env.KEY and "
+        help=f"Environment: {', '.join(BUILT_IN)} (default: arithmetic), or your own module; --env.KEY and "
         "--openai.KEY set its options (listed by: grpo env NAME serve --help).",
     ),
 ]
@@ -201,10 +202,8 @@ def api(ctx: typer.Context) -> None:
 @app.command(context_settings=PASS_THROUGH)
 def env(ctx: typer.Context) -> None:
     """Run an environment: `grpo env arithmetic serve …`, or your own by its module."""
-    from grpo_trainer.config.environments import BUILT_IN_ENVIRONMENTS, environment_module
-
     if not ctx.args or ctx.args[0] in ("-h", "--help"):
-        known = ", ".join(BUILT_IN_ENVIRONMENTS)
+        known = ", ".join(BUILT_IN)
         typer.echo(
             f"Usage: grpo env NAME serve|process|evaluate [OPTIONS]\n\nNAME: {known}, or a module of yours.\n"
             "Each command lists its options: grpo env NAME serve --help.\n"

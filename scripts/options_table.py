@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from grpo_trainer.config.environments import BUILT_IN
 from grpo_trainer.config.options import Leaf, Section, shown, unique_leaves
 from grpo_trainer.config.run import ApiProcess, RunOptions
 from grpo_trainer.config.server import ServerProcess
@@ -23,7 +24,7 @@ def tables() -> str:
         parts += _tables(section, prefix)
     parts.append(
         "\n| option | default | |\n|---|---|---|\n"
-        "| `--env` | `arithmetic` | The environment: `arithmetic`, `gsm8k`, `verifiers`, `word_problems`, "
+        f"| `--env` | `arithmetic` | The environment: {', '.join(f'`{name}`' for name in BUILT_IN)}, "
         "or a module of yours. |\n"
         "| `--env.KEY`, `--openai.KEY` | | Options of the environment: `grpo env arithmetic serve --help`. |\n"
         "| `--dry-run`, `--json` | | Print the processes that the run would start, as a table or as JSON, and start "

@@ -1,4 +1,4 @@
-"""Check the settings of a built-in environment before anything is started. Loads no model and no data set.
+"""The built-in environments, and a check of their settings before anything is started. Loads no model and no data set.
 
 The environment itself would report errors seconds or minutes later. This check needs only the settings classes.
 """
@@ -6,23 +6,42 @@ The environment itself would report errors seconds or minutes later. This check 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
 from typing import Final, cast
 
 from environments.config import BaseEnvConfig, ConfigError, ServerConfig, check_table
 
-__all__ = ["ConfigError", "check", "check_server", "group_size"]
+__all__ = ["BUILT_IN", "ConfigError", "check", "check_server", "group_size"]
 
-_SETTINGS: Final = MappingProxyType(
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A built-in environment.
+
+    Attributes:
+        module: runs it.
+        settings: name of its settings class.
+        settings_module: has that class, and imports nothing heavy; empty: it is `module`.
+    """
+
+    module: str
+    settings: str
+    settings_module: str = ""
+
+
+BUILT_IN: Final = MappingProxyType(
     {
-        "arithmetic": ("environments.arithmetic_server", "ArithmeticConfig"),
-        "gsm8k": ("environments.gsm8k_server", "Gsm8kConfig"),
-        "verifiers": ("environments.from_verifiers.config", "VerifiersConfig"),
-        "word_problems": ("environments.word_problems_server", "WordProblemsConfig"),
+        "arithmetic": BuiltIn("environments.arithmetic_server", "ArithmeticConfig"),
+        "gsm8k": BuiltIn("environments.gsm8k_server", "Gsm8kConfig"),
+        "verifiers": BuiltIn(
+            "environments.verifiers_server", "VerifiersConfig", settings_module="environments.from_verifiers.config"
+        ),
+        "word_problems": BuiltIn("environments.word_problems_server", "WordProblemsConfig"),
     }
 )
-"""Maps an environment's short name to module and name of its settings class. These modules import nothing heavy."""
+"""By short name."""
 
 
 def check(name: str, values: Mapping[str, object]) -> None:
@@ -34,7 +53,7 @@ def check(name: str, values: Mapping[str, object]) -> None:
     Raises:
         ConfigError: A key is unknown (the nearest is suggested), or a value is not legal.
     """
-    if name in _SETTINGS:
+    if name in BUILT_IN:
         check_table("env", _class(name), values)
 
 
@@ -52,9 +71,9 @@ def group_size(name: str, values: Mapping[str, object]) -> int | None:
     if "group_size" in values:
         given = str(values["group_size"])
         return int(given) if given.isdecimal() and int(given) else None  # a user's own environment judges the rest
-    return cast("int", _class(name).model_fields["group_size"].default) if name in _SETTINGS else None
+    return cast("int", _class(name).model_fields["group_size"].default) if name in BUILT_IN else None
 
 
 def _class(name: str) -> type[BaseEnvConfig]:
-    module, settings = _SETTINGS[name]
-    return cast("type[BaseEnvConfig]", getattr(import_module(module), settings))
+    found = BUILT_IN[name]
+    return cast("type[BaseEnvConfig]", getattr(import_module(found.settings_module or found.module), found.settings))

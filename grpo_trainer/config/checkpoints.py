@@ -25,7 +25,7 @@ class CheckpointConfig(Section):
     keep_checkpoints: int = option(2, help="Keep the newest N checkpoints and the final one; 0: keep all.", ge=0)
     resume: str = option(
         "never",
-        help="never; auto: from the newest checkpoint in --run-dir or --save-path; or a path: from that checkpoint.",
+        help="Checkpoint to continue from: never, auto (the newest in --run-dir or --save-path), or a path.",
     )
     background_writes: bool = option(
         True, help="Copy a checkpoint into main memory, if it fits, and write it to disk during training."

@@ -9,24 +9,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from pydantic import Field
 
 from environments.running import settings_check
+from environments.running.settings_check import BUILT_IN
 from grpo_common.errors import Problem, collected
 from grpo_trainer.config.options import Section, option
 from grpo_trainer.errors import ConfigError
-
-BUILT_IN_ENVIRONMENTS = MappingProxyType(
-    {
-        "arithmetic": "environments.arithmetic_server",
-        "gsm8k": "environments.gsm8k_server",
-        "verifiers": "environments.verifiers_server",
-        "word_problems": "environments.word_problems_server",
-    }
-)
 
 
 class EnvironmentProcess(Section):
@@ -34,7 +25,7 @@ class EnvironmentProcess(Section):
 
     name: str = option(
         "arithmetic",
-        help=f"{', '.join(BUILT_IN_ENVIRONMENTS)}, or the module of your own environment.",
+        help=f"{', '.join(BUILT_IN)}, or the module of your own environment.",
         flags=("--env",),
     )
     env: dict[str, Any] = Field(default_factory=dict)
@@ -47,11 +38,11 @@ def environment_module(name: str, said: str = "--env") -> str:
     Args:
         said: the flag or command that named it, for the message.
     """
-    if name in BUILT_IN_ENVIRONMENTS:
-        return BUILT_IN_ENVIRONMENTS[name]
+    if name in BUILT_IN:
+        return BUILT_IN[name].module
     if "." in name or PathFinder.find_spec(name, [str(Path.cwd()), *sys.path]):
         return name
-    known = ", ".join(BUILT_IN_ENVIRONMENTS)
+    known = ", ".join(BUILT_IN)
     near = _nearest_file(name)
     raise ConfigError(
         f"no module of this name in {Path.cwd()}, nor in PYTHONPATH ({os.environ.get('PYTHONPATH') or 'not set'})",
