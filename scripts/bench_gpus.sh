@@ -134,6 +134,9 @@ for part in "${parts[@]}"; do
             layout "layouts-$shape-broadcast-fsdp" "$shape" broadcast -- --trainer-gpus 2 --server.replicas 2 --server.gpus "0;1"
         done
         ;;
+    cluster) # two Ray nodes of one GPU each: adapters by NCCL, a server joins, another leaves
+        measure cluster bash scripts/two_ray_nodes.sh "$out/cluster"
+        ;;
     losses) # the same losses as on one GPU
         step=(-m grpo_trainer.bench step --shape 7b --seqs 64 --prompt-len 512 --completion-len 1024 --lognormal
             --max-tokens-per-microbatch 16384 --compile off --warmup 2 --steps 6 --json)
@@ -145,7 +148,7 @@ for part in "${parts[@]}"; do
             --gpu-memory-utilization 0.3 --load-seconds 10 --baseline-repeat 0 --json
         ;;
     *)
-        echo "no part is called $part; there are: loop disk fp8 shared link broadcast copies layouts losses tensor_parallel" >&2
+        echo "no part is called $part; there are: loop disk fp8 shared link broadcast copies shards layouts cluster losses tensor_parallel" >&2
         exit 2
         ;;
     esac
