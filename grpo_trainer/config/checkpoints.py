@@ -27,6 +27,11 @@ class CheckpointConfig(Section):
         "never",
         help="Checkpoint to continue from: never, auto (the newest in --run-dir or --save-path), or a path.",
     )
+    checkpoint_url: str | None = option(
+        None,
+        help="Copy each checkpoint there: a folder of another disk, or a URL that fsspec knows (s3://BUCKET/RUN). "
+        "--resume auto fetches the newest copy if --save-path has none as new.",
+    )
     background_writes: bool = option(
         True, help="Copy a checkpoint into main memory, if it fits, and write it to disk during training."
     )
@@ -40,6 +45,25 @@ class CheckpointConfig(Section):
         if (found := TIME.fullmatch(text)) is None:
             raise ConfigError(wanted="a time such as 10m, 90s or 2h, or a number of steps; 0: only at the end")
         return text if float(found[1]) else 0
+
+    @field_validator("checkpoint_url")
+    @classmethod
+    def _has_a_driver(cls, value: str | None) -> str | None:
+        if value is None or "://" not in value:
+            return value
+        from fsspec import get_filesystem_class
+
+        protocol = value.partition("://")[0]
+        try:
+            get_filesystem_class(protocol)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(
+                str(error),
+                got=value,
+                wanted="a folder, or a URL whose fsspec driver is installed",
+                fix="install the driver, such as s3fs for s3://",
+            ) from None
+        return value
 
     @property
     def interval_steps(self) -> int:
