@@ -204,9 +204,8 @@ class Simulation:
         self._registration = Registration(0, "", setup.batch_groups * setup.group_size, -1, -1)
         self._environments = _Stage(self._host, setup.environments, costs.environment)
         self._api = _Stage(self._host, 1, costs.api)
-        self._worked = dict.fromkeys(("servers", "environments", "rollout API", "training", "publishing"), 0.0)
-        if setup.cores is not None:
-            self._worked["cores"] = 0.0
+        stages = ["servers", "environments", "rollout API", "training", "publishing"]
+        self._worked = dict.fromkeys(stages if setup.cores is None else ["cores", *stages], 0.0)
         self._trainer = ""
         self._steps = 0
 
