@@ -188,7 +188,7 @@ class TrainConfig(Section):
     """Training."""
 
     training_steps: int = option(10, help="Optimisation steps in all.", ge=1)
-    batch_size: int = option(2, help="Sequences in a microbatch (one forward and backward pass).", ge=1)
+    batch_size: int = option(2, help="Sequences in a microbatch.", ge=1)
     gradient_accumulation_steps: int = option(
         32,
         help="Microbatches in a step: --batch-size times this must be a multiple of --env.group_size.",

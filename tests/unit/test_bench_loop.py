@@ -217,7 +217,7 @@ def test_publishing_that_lies_within_the_step_is_counted_once() -> None:
 def test_cpu_time_between_looks_is_used_evenly() -> None:
     window = Window.after(ROWS, warmup_steps=1)
     looks = [
-        Look(96.0, {"api": 1.0, "trainer": 50.0}),
+        Look(96.0, {"api": 1.0, "model": 50.0}),
         Look(104.0, {"api": 2.0, "environment": 0.2}),  # at 100: 1.5 and 0.1
         Look(108.0, {"api": 4.0, "environment": 0.4, "server": 0.08}),
         Look(112.0, {"api": 4.0, "environment": 0.6, "server": 0.16}),  # at 110: 4.0, 0.5 and 0.12
