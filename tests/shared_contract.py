@@ -129,6 +129,7 @@ class SharedContract:
         workers: of a server, each of which has a shard of the weights.
         tolerance: see `Attached`.
         repeats: by how many nats the logprobs of one server with the same weights may differ.
+        version, probes: of the checkpoint that a test has saved.
     """
 
     servers: Sequence[Serving]
@@ -136,6 +137,8 @@ class SharedContract:
     workers: int = 1
     tolerance: float = TOLERANCE
     repeats: float = 0.0
+    version: int = -1
+    probes: Sequence[Probe] = ()
 
     @property
     def processes(self) -> int:
@@ -226,43 +229,43 @@ class SharedContract:
     def heals_after_a_trainer_that_died_writing(self) -> None:
         """The servers detect by their time limit that a trainer has died within the fence."""
         with self.attached() as made:
-            version, probes = self._saved(made)
+            self._save(made)
             for client in made.clients:
                 boot = client.wait_until_there().boot_id
                 client.begin_update(UpdateBeginRequest(boot_id=boot, timeout_s=3.0))  # and nothing more is heard of it
-        self._refuses_then_heals(version, probes)
+        self._refuses_then_heals()
 
     def heals_after_a_write_that_failed(self) -> None:
         """A trainer whose write fails reports it: no server generates any more."""
         with self.attached() as made, pytest.raises(ZeroDivisionError):
-            version, probes = self._saved(made)
+            self._save(made)
             made.trainer.step(BATCH, 0, lambda: failing(made))
-        self._refuses_then_heals(version, probes)
+        self._refuses_then_heals()
 
     # ---------------------------------------------------------------------------------------------- with several
 
     def survives_a_rank_that_dies(self, moment: str) -> None:
         """Before or after the fence, a rank that dies leaves whole weights; within it, torn ones, which are healed."""
         with self.attached(fault=f"dies {moment} the fence") as made, pytest.raises(PeerGoneError):
-            version, probes = self._saved(made)
+            self._save(made)
             made.step()
         if moment == "within":
-            self._refuses_then_heals(version, probes)
+            self._refuses_then_heals()
             return
         assert self.health() == [200] * len(self.servers)
         with self.attached() as made:
-            assert made.bridge.connect(0) == version + (moment == "after")
+            assert made.bridge.connect(0) == self.version + (moment == "after")
             assert made.step()
-            made.assert_serves(version + 1 + (moment == "after"))
+            made.assert_serves(self.version + 1 + (moment == "after"))
 
     def finds_ranks_that_differ(self) -> None:
         """A rank that writes other weights ends the run, is refused afterwards, and a checkpoint heals its weights."""
         with self.attached(fault="writes other weights") as made, pytest.raises(CommonWeightsError):
-            version, probes = self._saved(made)
+            self._save(made)
             made.step()
         with self.attached() as made, pytest.raises(CommonWeightsError):
             made.bridge.connect(0)
-        self._heals(version, probes)
+        self._heals()
 
     # ---------------------------------------------------------------------------------------------- with options
 
@@ -294,13 +297,13 @@ class SharedContract:
 
     # ---------------------------------------------------------------------------------------------- parts
 
-    def _saved(self, made: Attached) -> tuple[int, list[Probe]]:
-        """Connect and save a checkpoint; return the version and what every server samples by it."""
-        version = made.bridge.connect(0)
-        made.checkpoints.save(Progress(1, version))
-        return version, made.assert_serves(version)
+    def _save(self, made: Attached) -> None:
+        """Connect and save a checkpoint; note the version and what every server samples by it."""
+        self.version = made.bridge.connect(0)
+        made.checkpoints.save(Progress(1, self.version))
+        self.probes = made.assert_serves(self.version)
 
-    def _refuses_then_heals(self, version: int, probes: Sequence[Probe]) -> None:
+    def _refuses_then_heals(self) -> None:
         for server in self.servers:
             wait_for("the server refuses", lambda at=server: at.get("/health").status_code == 503, server.log, 30)
         with self.attached() as made, pytest.raises(BridgeError) as refused:
@@ -308,14 +311,14 @@ class SharedContract:
         for problem in refused.value.problems:
             assert "torn" in problem.got and "--resume auto" in problem.fix
         assert len(refused.value.problems) == len(self.servers)
-        self._heals(version, probes)
+        self._heals()
 
-    def _heals(self, version: int, probes: Sequence[Probe]) -> None:
+    def _heals(self) -> None:
         with self.attached(resume="auto") as made:
-            assert (made.progress.step, made.progress.policy_version) == (1, version)
-            healed = made.bridge.connect(version)
-            assert healed > version
-            self.assert_same(made.assert_serves(healed), probes)
+            assert (made.progress.step, made.progress.policy_version) == (1, self.version)
+            healed = made.bridge.connect(self.version)
+            assert healed > self.version
+            self.assert_same(made.assert_serves(healed), self.probes)
         assert self.health() == [200] * len(self.servers)
 
 
