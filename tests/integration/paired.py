@@ -134,7 +134,7 @@ def plant(fault: str, trainer: Trainer, policy: SharedWeights) -> None:
         case "dies within the fence":
             holding.finish_update = lambda: os._exit(DIED)
         case "dies after the fence":
-            holding.check = lambda _: os._exit(DIED)
+            holding.check = lambda _: os._exit(DIED)  # type: ignore[method-assign]
         case "writes other weights":
             before(holding, "finish_update", lambda: write_another_norm(policy))
         case "another worker's matrix":
