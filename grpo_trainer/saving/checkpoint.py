@@ -291,13 +291,14 @@ class Checkpoints:
         """
         self._make_folder()
         if self._config.resume == "never":
-            self._check_no_copies()
+            if self._copies is not None:
+                self._copies.check_empty()
             return Progress()
         for kind in (Adapter, AllWeights):
             remove_remains(self._config.save_path, rf"{kind.step_prefix}\d+|version_\d+|{kind.final_name}")
         self._remove_exports()
-        if self._config.resume == "auto":
-            self._fetch_copy(say)
+        if self._config.resume == "auto" and self._copies is not None:
+            self._copies.fetch(self._config.save_path, say)
         found = (
             newest_whole(self._config.save_path, say)
             if self._config.resume == "auto"
@@ -313,38 +314,6 @@ class Checkpoints:
         self._weights = (self.safe.policy_version, found.path)
         say(said_of(found))
         return self.safe
-
-    def _check_no_copies(self) -> None:
-        with self._reading_copies() as copies:
-            names = [] if copies is None else [name for _, name in copies.steps()]
-        if names:
-            raise ConfigError(
-                "holds checkpoints of another run",
-                field="--checkpoint-url",
-                got=", ".join(names[-3:]),
-                wanted="a place without checkpoints",
-                fix="choose another, or continue that run with --resume auto",
-            )
-
-    @contextmanager
-    def _reading_copies(self) -> Iterator[CheckpointCopies | None]:
-        try:
-            yield self._copies
-        except OSError as error:
-            raise ConfigError(
-                f"the copies of checkpoints can't be read: {error}",
-                field="--checkpoint-url",
-                got=self._config.checkpoint_url,
-                wanted="a place that can be read",
-                fix="mend the connection, or leave --checkpoint-url out to continue from --save-path",
-            ) from None
-
-    def _fetch_copy(self, say: Callable[[str], None]) -> None:
-        """Fetch the newest copy of a checkpoint if there is none as new here."""
-        with self._reading_copies() as copies:
-            fetched = None if copies is None else copies.fetch(self._config.save_path)
-        if fetched is not None:
-            say(f"fetched {fetched.name} from {self._config.checkpoint_url}")
 
     def _make_folder(self) -> None:
         folder = self._config.save_path

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fsspec.core import url_to_fs
 
+from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import whole_folder
 from grpo_trainer.saving.finding import saved_checkpoints
 from grpo_trainer.saving.manifest import STATE_FILE
@@ -52,12 +55,8 @@ class CheckpointCopies:
         except OSError as error:
             log.warning("--checkpoint-url %s: %s was not copied: %s", self._url, checkpoint.name, error)
 
-    def steps(self) -> list[tuple[int, str]]:
-        """Return step and name of each complete copy, oldest first.
-
-        Raises:
-            OSError: the copies can't be read.
-        """
+    def _steps(self) -> list[tuple[int, str]]:
+        """Return step and name of each complete copy, oldest first."""
         self._files.invalidate_cache()
         found = []
         for there in self._files.ls(self._root, detail=False) if self._files.exists(self._root) else ():
@@ -67,25 +66,56 @@ class CheckpointCopies:
         return sorted(found)
 
     def _prune(self, newest: str) -> None:
-        names = [name for _, name in self.steps() if name not in (self._final_name, newest)]
+        names = [name for _, name in self._steps() if name not in (self._final_name, newest)]
         others = self._keep - (newest != self._final_name)
         for name in names[: max(0, len(names) - others)] if self._keep else ():
             self._files.rm(f"{self._root}/{name}", recursive=True)
 
-    def fetch(self, folder: Path) -> Path | None:
-        """Copy the newest checkpoint into a folder unless it has one of as many steps; return the new one.
+    def check_empty(self) -> None:
+        """Check that a new run does not mix with another one.
 
         Raises:
-            OSError: the copies can't be read.
+            ConfigError: there are copies, or they can't be read.
         """
-        copies = self.steps()
-        here = [found.state.progress.step for found in saved_checkpoints(folder)]
-        if not copies or copies[-1][0] <= max(here, default=-1):
-            return None
-        there = f"{self._root}/{copies[-1][1]}"
-        with whole_folder(folder / copies[-1][1]) as writing:
-            for source in self._files.find(there):
-                target = writing / str(source).removeprefix(f"{there}/")
-                target.parent.mkdir(parents=True, exist_ok=True)
-                self._files.get_file(source, str(target))
-        return folder / copies[-1][1]
+        with self._readable():
+            names = [name for _, name in self._steps()]
+        if names:
+            raise ConfigError(
+                "holds checkpoints of another run",
+                field="--checkpoint-url",
+                got=", ".join(names[-3:]),
+                wanted="a place without checkpoints",
+                fix="choose another, or continue that run with --resume auto",
+            )
+
+    def fetch(self, folder: Path, say: Callable[[str], None]) -> None:
+        """Copy the newest checkpoint into a folder unless it has one of as many steps; report it by `say`.
+
+        Raises:
+            ConfigError: the copies can't be read.
+        """
+        with self._readable():
+            copies = self._steps()
+            here = [found.state.progress.step for found in saved_checkpoints(folder)]
+            if not copies or copies[-1][0] <= max(here, default=-1):
+                return
+            there = f"{self._root}/{copies[-1][1]}"
+            with whole_folder(folder / copies[-1][1]) as writing:
+                for source in self._files.find(there):
+                    target = writing / str(source).removeprefix(f"{there}/")
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    self._files.get_file(source, str(target))
+        say(f"fetched {copies[-1][1]} from {self._url}")
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(
+                f"the copies of checkpoints can't be read: {error}",
+                field="--checkpoint-url",
+                got=self._url,
+                wanted="a place that can be read",
+                fix="mend the connection, or leave --checkpoint-url out to continue from --save-path",
+            ) from None

@@ -17,9 +17,9 @@ MANY = 230  # tokens, on which the server is busy for a while
 
 @dataclass
 class Stream:
-    """A long streamed request, read in a thread of its own, which does no more than that: it must not lag behind.
+    """A long streamed request, read in a thread that does nothing else, so that it does not lag behind.
 
-    Eight completions, of which one is looked at: the server is not done before an update comes.
+    Eight completions, of which the test reads one: the server is not done before an update comes.
     """
 
     server: Serving
