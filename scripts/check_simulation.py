@@ -128,7 +128,7 @@ def costs_from(first: Run, second: Run, workload: Workload) -> Costs:
     """Return the costs of a workload, each on the straight line through those of two other runs.
 
     A decode step of n sequences takes the server a + b n seconds, so that a token takes a / n + b. A training step
-    takes a time of its own, which is `publish`, and one for each token. Environment and rollout API take a time for
+    takes a fixed time, which is `publish`, and one for each token. Environment and rollout API take a time for
     each group and one for each of its tokens.
     """
     both = (first, second)

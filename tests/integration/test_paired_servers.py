@@ -127,7 +127,7 @@ def test_two_ranks_in_the_memory_of_one_server_are_refused(servers: list[Serving
 
 
 def test_servers_with_weights_of_different_versions_are_refused(servers: list[Serving], tmp_path: Path) -> None:
-    """The second server gets a step more, by a trainer of its own: the pairs then hold different versions."""
+    """The second server gets a step more, by another trainer: the pairs then hold different versions."""
     with SharedContract(servers[1:], tmp_path).attached() as made:
         made.bridge.connect(0)
         assert made.step()
