@@ -19,7 +19,7 @@ MANY = 230  # tokens, on which the server is busy for a while
 class Stream:
     """A long streamed request, read in a thread that does nothing else, so that it does not lag behind.
 
-    Eight completions, of which the test reads one: the server is not done before an update comes.
+    32 completions, of which the test reads one: a busy machine's update comes before the server is done.
     """
 
     server: Serving
@@ -38,7 +38,7 @@ class Stream:
         assert not self._thread.is_alive()
 
     def _read(self) -> None:
-        sampling = {"n": 8, "max_tokens": MANY, "logprobs": 0, "seed": 3, "ignore_eos": True}
+        sampling = {"n": 32, "max_tokens": MANY, "logprobs": 0, "seed": 3, "ignore_eos": True}
         request = GenerateRequest(prompt=TokenPrompt(self.prompt), stream=True, sampling=sampling)
         body = msgspec.json.encode(request.to_body())
         url, headers = f"{self.server.url}/generate", {"content-type": "application/json"}
