@@ -1,13 +1,15 @@
 #!/usr/bin/env python
 """Does `simulate_scale.py` predict what runs do? Costs from runs of one server, then predictions against other runs.
 
-python scripts/check_simulation.py OUT              a CPU with two cores that do nothing else; about ten minutes
-python scripts/check_simulation.py OUT --steps 30   longer runs
+python scripts/check_simulation.py OUT              a CPU with two cores that do nothing else; about 15 minutes
+python scripts/check_simulation.py OUT --rounds 5   more runs of each
 
 All runs are `grpo bench loop --shape tiny` with `lora_only` and one thread a process (OMP_NUM_THREADS=1). Two runs of
 one server, which differ in batch and lengths, give the CPU time that each process takes. From these alone the goodput
-of a third workload is predicted, with one server and with two, which share the cores. Then that workload runs. OUT
-keeps each run's line as NAME.json; a line that is there is not measured again. Prints a Markdown table.
+of a third workload is predicted, with one server and with two, which share the cores. Then that workload runs. The
+speed of a core can change from minute to minute, so each round measures all four one after the other, and the table
+has the medians of the rounds. OUT keeps each run's line as NAME.json; a line that is there is not measured again.
+Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -182,20 +184,30 @@ def main(words: Sequence[str] | None = None) -> None:
     """Measure, predict, measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder of the lines")
-    parser.add_argument("--steps", type=int, default=25, help="steps of each run (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=40, help="steps of each run (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each workload (default: %(default)s)")
     given = parser.parse_args(words)
     given.out.mkdir(parents=True, exist_ok=True)
     cores = os.cpu_count() or 1
-    runs = [
-        Run(measured(given.out, f"calibration-{number}", workload, 1, given.steps))
-        for number, workload in enumerate(CALIBRATION, 1)
-    ]
-    print(costs_from(runs[0], runs[1], HELD), file=sys.stderr)
-    print("| servers | predicted completion tokens/s | measured | error |\n|---|---|---|---|")
-    for servers in SERVERS:
-        expected = predicted(runs[0], runs[1], HELD, servers, cores)
-        found = measured(given.out, f"held-{servers}", HELD, servers, given.steps)["completion_tokens_per_s"]
-        print(f"| {servers} | {expected:,.0f} | {found:,.0f} | {expected / found - 1:+.1%} |")
+    rounds: list[list[tuple[float, float]]] = []
+    for number in range(1, given.rounds + 1):
+        first, second = (
+            Run(measured(given.out, f"{number}-calibration-{which}", workload, 1, given.steps))
+            for which, workload in enumerate(CALIBRATION, 1)
+        )
+        print(f"round {number}: {costs_from(first, second, HELD)}", file=sys.stderr)
+        held = [measured(given.out, f"{number}-held-{servers}", HELD, servers, given.steps) for servers in SERVERS]
+        rounds.append(
+            [
+                (predicted(first, second, HELD, servers, cores), line["completion_tokens_per_s"])
+                for servers, line in zip(SERVERS, held, strict=True)
+            ]
+        )
+    print("| servers | predicted completion tokens/s | measured | error | error by round |\n|---|---|---|---|---|")
+    for servers, pairs in zip(SERVERS, zip(*rounds, strict=True), strict=True):
+        expected, found = (median(figures) for figures in zip(*pairs, strict=True))
+        by_round = ", ".join(f"{one / other - 1:+.1%}" for one, other in pairs)
+        print(f"| {servers} | {expected:,.0f} | {found:,.0f} | {expected / found - 1:+.1%} | {by_round} |")
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from tests.runs import finished, rows
 
 MODULES = {"api": "environments.api", "env": "paced_environment serve", "trainer": "grpo_trainer train"}
 """What the command line of a process has."""
-KILLS = int(os.environ.get("GRPO_KILLS", "6"))
-"""In each test of random kills."""
+KILLS = int(os.environ.get("GRPO_KILLS", "4"))
+"""In a test of random kills."""
 
 
 class ElasticRun:
@@ -85,16 +85,18 @@ class ElasticRun:
     def ends_after_kills(self, kills: int, draw: random.Random) -> None:
         """Kill random processes, and let the run end by itself."""
         for _ in range(kills):
-            self._kill_at_random(draw)
+            self.kill_one(draw.choice(["server", "env", "api"]), draw)
         self.hurry()
         assert finished(self.process, self.log, 1200) == 0, tail(self.log)
 
-    def _kill_at_random(self, draw: random.Random) -> None:
+    def kill_one(self, victim: str, draw: random.Random) -> None:
         """Kill a server, an environment or the API, and wait until the run has recovered.
 
         Of two servers, the next one may be killed while the first is still restarting.
+
+        Args:
+            victim: "server", "env" or "api".
         """
-        victim = draw.choice(["server", "env", "api"])
         if victim == "server":
             url = draw.choice(sorted(self.serving()))
             boot = self.serving()[url]

@@ -12,13 +12,11 @@ from environments.api import wire
 from environments.arithmetic import Problem
 from environments.arithmetic_server import ArithmeticConfig, ArithmeticEnv
 
-LONG = 100_000
-
 
 class OddConfig(ArithmeticConfig):
     """What goes wrong after the first step."""
 
-    wrong: Literal["nan", "empty", "long answers", "ends", "crashes", "blocks"]
+    wrong: Literal["nan", "empty", "crashes", "blocks"]
 
 
 class OddEnv(ArithmeticEnv):
@@ -31,7 +29,7 @@ class OddEnv(ArithmeticEnv):
     async def get_next_item(self) -> Problem | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         if self._is("crashes"):
             os._exit(3)
-        return None if self._is("ends") else await super().get_next_item()
+        return await super().get_next_item()
 
     def score(self, item: Problem, answer: str) -> float:
         if self._is("blocks"):
@@ -43,13 +41,6 @@ class OddEnv(ArithmeticEnv):
         assert group is not None
         if self._is("empty"):
             return msgspec.structs.replace(group, masks=[[wire.IGNORED] * len(row) for row in group.masks])
-        if self._is("long answers"):
-            return msgspec.structs.replace(
-                group,
-                tokens=[row + row[-1:] * LONG for row in group.tokens],
-                masks=[row + row[-1:] * LONG for row in group.masks],
-                inference_logprobs=[row + [-0.5] * LONG for row in group.inference_logprobs or ()],
-            )
         return group
 
     def _is(self, wrong: str) -> bool:
