@@ -27,7 +27,7 @@ from grpo_trainer.suggestions import flags_of, unknown_word
 
 app = typer.Typer(
     name="grpo",
-    help="Train with GRPO on your own GPU machine, and keep a vLLM server on the newest weights.",
+    help="Train a language model with GRPO. A vLLM server generates the answers and gets the new weights of each step.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -54,13 +54,13 @@ Environment = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help=f"Environment: {', '.join(BUILT_IN)} (default: arithmetic), or your own module; --env.KEY and "
-        "--openai.KEY set its options (listed by: grpo env NAME serve --help).",
+        help=f"Built-in environment ({', '.join(BUILT_IN)}; default: arithmetic) or the name of your Python module. "
+        "--env.KEY and --openai.KEY set its options (listed by: grpo env NAME serve --help).",
     ),
 ]
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", metavar="PATH", help="TOML file with the same options; flags win."),
+    typer.Option("--config", metavar="PATH", help="TOML file with these options, which flags override."),
 ]
 
 
@@ -123,9 +123,10 @@ def run(
 @app.command(cls=showing(*FIRST, "--atropos-url", "--vllm-port", "--save-path"), context_settings=ANY_FLAG)
 @with_options(TrainConfig)
 def train(ctx: typer.Context, options: dict[str, Any], config: ConfigFile = None) -> None:
-    """Train on rollouts from a rollout API and keep a vLLM server on the newest weights.
+    """Start only the trainer: it takes rollouts from a rollout API and publishes its weights to a vLLM server.
 
-    Start API and environments yourself (and the server, except in the modes none and lora_restart), or use `grpo run`.
+    Start the rollout API and the environments yourself. Start the server yourself, too, unless the mode is none or
+    lora_restart. `grpo run` starts all of them.
     """
     known = ["--config", *(name for leaf in unique_leaves(TrainConfig) for name in leaf.flags)]
     problems = [unknown_word(word, known) for word, _ in flags_of(ctx.args)]
@@ -165,7 +166,7 @@ def doctor(
     env: Environment = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Check whether `grpo run` would work with these options, or check only the machine. Exit with 1 if not."""
+    """Check whether `grpo run` would work with these options. Without options check the machine. Exit code 1: no."""
     from grpo_trainer.doctor.command import as_json as to_json
     from grpo_trainer.doctor.command import print_examination
     from grpo_trainer.doctor.examine import examine
@@ -189,19 +190,19 @@ def doctor(
 
 @app.command(context_settings=PASS_THROUGH)
 def serve(ctx: typer.Context) -> None:
-    """Run the vLLM server with the routes that weight bridges and environments need. --help lists its options."""
+    """Run the vLLM server with the routes that weight bridges and environments need; see `grpo serve --help`."""
     _become("vllm_server", ctx.args)
 
 
 @app.command(context_settings=PASS_THROUGH)
 def api(ctx: typer.Context) -> None:
-    """Run the rollout API that environments post to and the trainer pulls from. --help lists its options."""
+    """Run the rollout API that environments post to and the trainer pulls from; see `grpo api --help`."""
     _become("environments.api", ctx.args)
 
 
 @app.command(context_settings=PASS_THROUGH)
 def env(ctx: typer.Context) -> None:
-    """Run an environment: `grpo env arithmetic serve …`, or your own by its module."""
+    """Run a built-in environment or your own module: `grpo env NAME serve …`."""
     if not ctx.args or ctx.args[0] in ("-h", "--help"):
         known = ", ".join(BUILT_IN)
         typer.echo(
@@ -233,7 +234,7 @@ def export_checkpoint(
         typer.Option(help="The adapter's base model, if it is not the one that the adapter's configuration names."),
     ] = None,
 ) -> None:
-    """Write a checkpoint as a folder that plain transformers or PEFT load."""
+    """Write a checkpoint as a folder that transformers or PEFT can load."""
     if dtype not in (None, "float32", "bfloat16", "float16"):
         raise ConfigError(field="--dtype", got=dtype, wanted="float32, bfloat16 or float16")
     how = "with the adapter merged into its base model" if merge else "without the trainer's state"
@@ -246,21 +247,26 @@ def export_checkpoint(
 
 @app.command(context_settings={**PASS_THROUGH, "allow_interspersed_args": False})  # leaves -- in the arguments
 def bench(ctx: typer.Context) -> None:
-    """Measure `loop` (a whole run), `step` (an optimisation step), `sync` (a weight bridge), `fence` (shared weights
-    under load) or `api` (a rollout API)."""
+    """Benchmarks: `loop` measures a whole run, `step` optimisation steps, `sync` a weight bridge, `fence` shared
+    weights under load, `api` a rollout API."""
     _become("grpo_trainer.bench", ctx.args)
 
 
 @app.command()
 def report(
-    run_dirs: Annotated[list[Path], typer.Argument(help="Folders of runs; several are compared.", metavar="RUN_DIR…")],
+    run_dirs: Annotated[
+        list[Path], typer.Argument(help="Run folders. With several, the page compares them.", metavar="RUN_DIR…")
+    ],
     output: Annotated[
         Path | None,
-        typer.Option(help="File to write (default: report.html, or comparison-RUNS.html, in the first folder)."),
+        typer.Option(
+            help="File to write (default: report.html in the run's folder; for several runs comparison-NAMES.html in "
+            "the first)."
+        ),
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Rewrite it every 5 s until the run is done.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Rewrite the page every 5 s until the run ends.")] = False,
 ) -> None:
-    """Write a run's plots, samples, configuration and events onto one HTML page, or compare several runs."""
+    """Write an HTML page with a run's plots, samples, configuration and events; with several runs compare them."""
     from grpo_trainer.report import command
 
     path = command.report_path(run_dirs, output)
@@ -291,7 +297,7 @@ def list_runs(
 
 @app.command("demo-model", context_settings=PASS_THROUGH)
 def demo_model(ctx: typer.Context) -> None:
-    """Make a model to try GRPO on: the quickstart's, which gets a third of all sums right, or --released."""
+    """Make a small model to try: the quickstart's, or with --released SmolLM2-135M-Instruct."""
     _become("environments.demo_model", ctx.args)
 
 

@@ -52,20 +52,24 @@ def own_help() -> str:
     parser = argparse.ArgumentParser(
         PROGRAM,
         usage=USAGE,
-        description="vLLM's OpenAI server, plus the routes that a GRPO trainer needs.",
+        description="vLLM's OpenAI-compatible server with more routes, which a GRPO trainer needs.",
         epilog=f"{HELP_ALL} lists every flag of vLLM's server as well.",
         add_help=False,
     )
-    _add_policy_options(parser.add_argument_group("for a trainer"))
+    _add_policy_options(parser.add_argument_group("options for GRPO training"))
     plain = parser.add_argument_group("most used vLLM options")
-    plain.add_argument("--model", metavar="MODEL", help="folder or hub name")
+    plain.add_argument("--model", metavar="MODEL", help="model folder or hub name")
     plain.add_argument("--host", help=f"address to listen on (default: {DEFAULT_HOST})")
-    plain.add_argument("--port", metavar="N", help=f"default: {DEFAULT_PORT}")
-    plain.add_argument("--api-key", metavar="KEY", help="required from every client (default: VLLM_API_KEY)")
+    plain.add_argument("--port", metavar="N", help=f"port to listen on (default: {DEFAULT_PORT})")
+    plain.add_argument("--api-key", metavar="KEY", help="key that every client must send (default: $VLLM_API_KEY)")
     plain.add_argument("--max-lora-rank", metavar="N", help="serve adapters up to this rank (the trainer's --lora-r)")
-    plain.add_argument("--max-model-len", metavar="N", help="longest sequence (the trainer's --seq-len)")
-    plain.add_argument("--dtype", help="of weights and activations (the trainer's --dtype)")
-    plain.add_argument("--gpu-memory-utilization", metavar="SHARE", help="of the GPU's memory, for this server")
+    plain.add_argument(
+        "--max-model-len",
+        metavar="N",
+        help="maximum tokens of prompt plus completion; at least the trainer's --seq-len",
+    )
+    plain.add_argument("--dtype", help="dtype of weights and activations (the trainer's --dtype)")
+    plain.add_argument("--gpu-memory-utilization", metavar="SHARE", help="fraction of the GPU's memory for this server")
     return parser.format_help()
 
 
@@ -79,7 +83,9 @@ def set_environment() -> None:
 
 def parse(argv: list[str]) -> Namespace:
     """Return the parsed command line. Exit with argparse's message if it is wrong."""
-    parser = compat.server_parser(PROGRAM, "vLLM's OpenAI server, plus the routes that a GRPO trainer needs.")
+    parser = compat.server_parser(
+        PROGRAM, "vLLM's OpenAI-compatible server with more routes, which a GRPO trainer needs."
+    )
     parser.usage = USAGE  # vLLM's has 300 lines, which argparse prints before the message about a wrong flag
     _add_policy_options(parser.add_argument_group("policy"))
     unset = {"model": None, "max_lora_rank": None, "max_loras": None, "max_cpu_loras": None}
@@ -126,52 +132,55 @@ def _add_policy_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--lora-name",
         default=DEFAULT_LORA_NAME,
-        help="name prefix of versions: <lora-name>-v<N>",
+        help="prefix of the names under which adapter versions are served: NAME-vN (default: %(default)s)",
     )
     group.add_argument(
         "--lora-root",
         action="append",
         default=argparse.SUPPRESS,
         metavar="DIR",
-        help="folder that adapters may be loaded from, with its subfolders (repeatable; default: the current folder)",
+        help="adapters are loaded only from this folder and its subfolders (repeatable; default: the current folder)",
     )
     group.add_argument(
         "--lora-keep-versions",
         type=_positive,
         default=DEFAULT_KEEP_VERSIONS,
         metavar="N",
-        help="number of newest versions that stay loaded",
+        help="number of newest versions that stay loaded (default: %(default)s)",
     )
     group.add_argument(
         "--lora-kernels",
         choices=("grpo", "vllm"),
         default="grpo",
-        help="LoRA kernels on an NVIDIA GPU: grpo (faster when a batch has tokens of several versions) or vllm",
+        help="LoRA kernels on an NVIDIA GPU: grpo (faster when a batch has tokens of several versions) or vllm "
+        "(default: grpo)",
     )
     group.add_argument(
         "--logits-dtype",
         choices=("auto", "float32", "model"),
         default="auto",
-        help="float32: logits are not rounded to the model's 16 bits, so logprobs are as exact as the trainer's; "
-        "model: logits have the model's dtype, as in vLLM; auto: float32 on a GPU, model on a CPU",
+        help="dtype of the logits. float32: not rounded to 16 bits, so logprobs are as exact as the trainer's; model: "
+        "the model's dtype, as in vLLM; auto (the default): float32 on a GPU, model on a CPU",
     )
     group.add_argument(
         "--return-routed-experts",
         action="store_true",
-        help="return the experts that a mixture-of-experts model chose for each token, for --routing-replay server",
+        help="return the experts that a mixture-of-experts model chose for each token; the trainer's "
+        "option --routing-replay server needs them",
     )
     group.add_argument(
         "--policy-version",
         type=_version,
         default=0,
         metavar="N",
-        help="policy version number of the model in --model",
+        help="version number of the starting weights (default: %(default)s)",
     )
     group.add_argument(
         "--shared-weights",
         action="store_true",
         default=os.environ.get("VLLM_ENABLE_SHARED_WEIGHTS", "").lower() in ("1", "true", "yes"),
-        help="share the weights in memory with a trainer on this machine (or set VLLM_ENABLE_SHARED_WEIGHTS=1)",
+        help="share the weights in memory with a trainer on this machine, for --weight-bridge-mode shared_vllm and "
+        "--share-base (or set VLLM_ENABLE_SHARED_WEIGHTS=1)",
     )
     group.add_argument(
         "--receive-weights",
@@ -181,8 +190,8 @@ def _add_policy_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--bridge-config-path",
         metavar="FILE",
-        help="file that describes shared weights to trainers (default: VLLM_BRIDGE_CONFIG_PATH, $LOGDIR, or the folder "
-        "atropos_bridge in the system's temporary folder)",
+        help="file in which the server tells trainers where the shared weights are (default: $VLLM_BRIDGE_CONFIG_PATH, "
+        "else a file in $LOGDIR, else one in the folder atropos_bridge of the system's temporary folder)",
     )
 
 

@@ -17,12 +17,18 @@ from grpo_trainer.bench.step.options import StepOptions
 from grpo_trainer.bench.sync.options import SyncOptions
 from grpo_trainer.config.options import build, with_options
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    help="Benchmarks. Each prints its figures.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
 
 RunOptions = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[-- RUN_OPTIONS]", help="Options of `grpo run` that are added to the run: -- --checkpoint-interval 0"
+        metavar="[-- RUN_OPTIONS]",
+        help="More options for `grpo run`, after --; for example: -- --checkpoint-interval 0",
     ),
 ]
 ServerArgs = Annotated[
@@ -30,12 +36,12 @@ ServerArgs = Annotated[
 ]
 
 
-@app.command(short_help="A whole run: speed and memory.")
+@app.command(short_help="Measure a whole run: speed and memory.")
 @with_options(LoopOptions)
 def loop(options: dict[str, Any], run_options: RunOptions = None) -> None:
-    """Measure a whole `grpo run`: prompts and rewards are synthetic, server, rollout API, environment and trainer real.
+    """Measure a whole `grpo run` with synthetic prompts and rewards. All its processes are real.
 
-    Prints one JSON line. Figures are those of the steps after --warmup-steps.
+    Prints one JSON line. The figures cover the steps after the first --warmup-steps.
     """
     asked = build(LoopOptions, options)
     from grpo_trainer.bench.loop.measure import measure
@@ -43,7 +49,7 @@ def loop(options: dict[str, Any], run_options: RunOptions = None) -> None:
     print(json.dumps(measure(asked, tuple(run_options or ()))))
 
 
-@app.command(short_help="Optimisation steps: speed and memory.")
+@app.command(short_help="Measure optimisation steps: speed and memory.")
 @with_options(StepOptions)
 def step(options: dict[str, Any], json_line: JsonLine = False) -> None:
     """Measure optimisation steps: the trainer's own, on synthetic rollouts and a model with random weights.
@@ -58,7 +64,7 @@ def step(options: dict[str, Any], json_line: JsonLine = False) -> None:
         print_figures(figures, as_json=json_line)
 
 
-@app.command(short_help="A weight bridge: publishes and leaks.")
+@app.command(short_help="Measure a weight bridge: duration of publishes, memory leaks.")
 @with_options(SyncOptions)
 def sync(options: dict[str, Any], server_arg: ServerArgs = None, json_line: JsonLine = False) -> None:
     """Measure a weight bridge: a model with random weights, a server, and a trainer that does nothing but publish."""
@@ -69,7 +75,7 @@ def sync(options: dict[str, Any], server_arg: ServerArgs = None, json_line: Json
     print_figures(measure(asked, tuple(server_arg or ())), as_json=json_line)
 
 
-@app.command(short_help="Shared weights, written under load.")
+@app.command(short_help="Write shared weights under load, and look for answers with half-written weights.")
 @with_options(FenceOptions)
 def fence(options: dict[str, Any], server_arg: ServerArgs = None, json_line: JsonLine = False) -> None:
     """Write shared weights repeatedly under load, and check whether any answer used half-written weights.
@@ -85,7 +91,7 @@ def fence(options: dict[str, Any], server_arg: ServerArgs = None, json_line: Jso
     raise typer.Exit(int(figures["torn"] + figures["misnamed"] > 0))
 
 
-@app.command(short_help="A rollout API under load.")
+@app.command(short_help="Measure a rollout API under load.")
 @with_options(rollout_api.Load)
 def api(options: dict[str, Any], json_line: JsonLine = False) -> None:
     """Load a rollout API and print its figures."""

@@ -21,7 +21,7 @@ class ModelChoice(Section):
 
     shape: ShapeName = option("0.5b", help=SHAPE_HELP)
     model_dir: Path | None = option(
-        None, help="Write the model there, or use it if it is there (default: a temporary folder)."
+        None, help="Folder of the model, which is written if it does not exist (default: a temporary folder)."
     )
 
 

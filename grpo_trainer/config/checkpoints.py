@@ -25,7 +25,7 @@ class CheckpointConfig(Section):
     keep_checkpoints: int = option(2, help="Keep the newest N checkpoints and the final one; 0: keep all.", ge=0)
     resume: str = option(
         "never",
-        help="Checkpoint to continue from: never, auto (the newest), or a path.",
+        help="never: start new; auto: continue from the newest checkpoint; or the path of a checkpoint.",
     )
     checkpoint_url: str | None = option(
         None,

@@ -54,7 +54,9 @@ class ModelConfig(Section):
         help="QLoRA: hold the frozen base model in 4 bits (bitsandbytes nf4); the server's copy has 16 or 32 bits.",
     )
     attention: Literal["sdpa", "eager", "flash_attention_2"] = option("sdpa", help="Attention implementation.")
-    seq_len: int = option(2048, help="Longest sequence trained on, in tokens; longer ones: see --overlong.", gt=1)
+    seq_len: int = option(
+        2048, help="Maximum tokens of prompt plus completion; for longer sequences see --overlong.", gt=1
+    )
     gradient_checkpointing: bool | None = option(
         None,
         help="Recompute activations in the backward pass to save memory (default: auto, in as few layers as the GPU's "
@@ -168,7 +170,7 @@ class LogConfig(Section):
 
     log_dir: Path | None = option(None, help="Folder of metrics.jsonl (default: --save-path).")
     log_to: Annotated[tuple[Literal["wandb", "tensorboard", "trackio"], ...], COMMA_SEPARATED] = option(
-        (), help="Trackers in addition to metrics.jsonl, comma-separated: wandb, tensorboard, trackio."
+        (), help="Also log to these trackers, comma-separated: wandb, tensorboard, trackio."
     )
     use_wandb: bool = option(False, help="The same as --log-to wandb.")
     wandb_project: str | None = option(None, help="Project in W&B or trackio.")
@@ -187,11 +189,11 @@ class LogConfig(Section):
 class TrainConfig(Section):
     """Training."""
 
-    training_steps: int = option(10, help="Optimisation steps in all.", ge=1)
-    batch_size: int = option(2, help="Sequences in a microbatch.", ge=1)
+    training_steps: int = option(10, help="Total optimisation steps, with those before a resume.", ge=1)
+    batch_size: int = option(2, help="Sequences in a microbatch (one forward and backward pass).", ge=1)
     gradient_accumulation_steps: int = option(
         32,
-        help="Microbatches in a step: --batch-size times this must be a multiple of --env.group_size.",
+        help="Microbatches in a step. The product with --batch-size must be a multiple of --env.group_size.",
         ge=1,
     )
     step_timeout: float = option(

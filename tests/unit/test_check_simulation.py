@@ -56,13 +56,19 @@ def test_what_measures_takes_cores_from_the_run() -> None:
     assert more == pytest.approx(144 / 0.436)
 
 
-def test_the_table_compares_with_lines_that_are_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = {"calibration-1": FIRST, "calibration-2": SECOND, "held-1": FIRST, "held-2": SECOND}
-    for name, each in lines.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(each))
-    check.main([str(tmp_path)])
-    rows = [row.split("|")[1:-1] for row in capsys.readouterr().out.splitlines()[2:]]
-    assert [row[0].strip() for row in rows] == ["1", "2"]
-    for _, expected, found, error in rows:
-        ratio = float(expected.replace(",", "")) / float(found.replace(",", ""))
-        assert float(error.strip().rstrip("%")) / 100 == pytest.approx(ratio - 1, abs=0.002)
+def test_the_table_has_the_medians_of_the_rounds_that_are_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, speed in enumerate((1000.0, 3000.0, 1200.0), 1):
+        held = {**FIRST, "completion_tokens_per_s": speed}
+        lines = {"calibration-1": FIRST, "calibration-2": SECOND, "held-1": held, "held-2": held}
+        for name, each in lines.items():
+            (tmp_path / f"{number}-{name}.json").write_text(json.dumps(each))
+    check.main([str(tmp_path), "--rounds", "3"])
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["1", "2"]
+    for _, expected, found, error, by_round in rows:
+        assert found == "1,200"
+        tokens = float(expected.replace(",", ""))
+        errors = [float(each.rstrip("%")) / 100 for each in (error, *by_round.split(", "))]
+        assert errors == pytest.approx([tokens / speed - 1 for speed in (1200, 1000, 3000, 1200)], abs=0.002)

@@ -39,15 +39,15 @@ class BridgeChoice(Section):
     """Weight bridge."""
 
     bridge: Literal["shared_vllm", "lora_only", "broadcast", "lora_restart", "none"] = option(
-        "shared_vllm", help="The weight bridge, as --weight-bridge-mode of a run."
+        "shared_vllm", help="Weight bridge, the same as --weight-bridge-mode of `grpo run`."
     )
-    share_base: bool = option(False, help="lora_only: the trainer's base model is the server's, as --share-base.")
+    share_base: bool = option(False, help="With lora_only: the trainer uses the server's base model.")
     transport: Literal["auto", Transport] = option(
-        "auto", help="lora_only: how adapters go to the server, as --lora-transport."
+        "auto", help="With lora_only: transport of adapters, the same as --lora-transport of `grpo run`."
     )
 
-    quantization: Quantization = option("none", help="The server's weights, as --server.quantization; needs a GPU.")
-    kv_cache_dtype: KvCacheDtype = option("auto", help="The server's KV cache, as --server.kv-cache-dtype.")
+    quantization: Quantization = option("none", help="Quantisation of the server's weights; needs a GPU.")
+    kv_cache_dtype: KvCacheDtype = option("auto", help="Dtype of the server's KV cache.")
 
     @model_validator(mode="after")
     def _adapters_have_both(self) -> BridgeChoice:
@@ -60,19 +60,26 @@ class BridgeChoice(Section):
 
 
 class Work(Section):
-    """Work."""
+    """Sizes."""
 
-    sequences: int = option(256, help="Completions of a step, a multiple of 8 (tiny: 32).", ge=GROUP, multiple_of=GROUP)
-    prompt_len: int = option(256, help="Tokens of a prompt (tiny: 16).", ge=1)
+    sequences: int = option(
+        256,
+        help="Completions in a step, a multiple of 8 (default: 256; with --shape tiny 32).",
+        ge=GROUP,
+        multiple_of=GROUP,
+    )
+    prompt_len: int = option(256, help="Tokens of a prompt (default: 256; with --shape tiny 16).", ge=1)
     completion_mean: float = option(
         350.0,
-        help="Mean length of completions in tokens, before --completion-len truncates them: each token ends its "
-        "completion with the probability 1 / this (tiny: 12).",
+        help="Mean completion length in tokens, before truncation to --completion-len. Each token is the last with "
+        "probability 1 / VALUE (default: 350; with --shape tiny 12).",
         ge=1,
     )
-    completion_len: int = option(1024, help="Tokens of the longest completion (tiny: 48).", ge=1)
+    completion_len: int = option(
+        1024, help="Maximum tokens of a completion (default: 1024; with --shape tiny 48).", ge=1
+    )
     max_tokens_per_microbatch: int = option(
-        16_384, help="Most tokens of a pass (7b: 12288; 32b: 8192; tiny: 1024).", gt=1
+        16_384, help="Maximum tokens of a microbatch (default: 16384; 7b: 12288; 32b: 8192; tiny: 1024).", gt=1
     )
 
     @property
@@ -82,17 +89,20 @@ class Work(Section):
 
 
 class LoopOptions(Section):
-    """What is measured."""
+    """Run."""
 
-    steps: int = option(20, help="Optimisation steps of the run; with fewer, layers are not compiled.", ge=2)
-    warmup_steps: int = option(3, help="Steps at the run's start that the figures leave out.", ge=1)
+    steps: int = option(
+        20, help="Optimisation steps; a run with fewer than the default does not compile its layers.", ge=2
+    )
+    warmup_steps: int = option(3, help="First steps that are not measured.", ge=1)
     dummy_weights: bool = option(
         False,
-        help="Write a model without weights; the server makes them up (--load-format dummy), the trainer shares them. "
-        "For models that take minutes to write; needs --bridge shared_vllm, or lora_only with --share-base.",
+        help="Write only the model's configuration. The server fills in dummy weights (--load-format dummy), and the "
+        "trainer shares them. For models that take minutes to write; needs --bridge shared_vllm, or lora_only with "
+        "--share-base.",
     )
     run_dir: Path | None = option(
-        None, help="Keep the run's folder there: logs, metrics, checkpoints (default: a temporary one)."
+        None, help="Folder in which the run is kept: logs, metrics, checkpoints (default: a temporary folder)."
     )
     choice: BridgeChoice = BridgeChoice()
     model: ModelChoice = ModelChoice()

@@ -52,8 +52,8 @@ class ServerChoice(Section):
     tensor_parallel_size: int = option(1, help="Tensor parallel size of the server.", ge=1)
     server_gpus: str | None = option(None, help="CUDA_VISIBLE_DEVICES of the server (default: as the trainer's).")
     enforce_eager: bool = option(False, help="Disable CUDA graphs; generation is several times slower.")
-    quantization: Quantization = option("none", help="The server's weights, as --server.quantization; needs a GPU.")
-    kv_cache_dtype: KvCacheDtype = option("auto", help="The server's KV cache, as --server.kv-cache-dtype.")
+    quantization: Quantization = option("none", help="Quantisation of the server's weights; needs a GPU.")
+    kv_cache_dtype: KvCacheDtype = option("auto", help="Dtype of the server's KV cache.")
 
 
 class LoadChoice(Section):
