@@ -60,7 +60,7 @@ Environment = Annotated[
 ]
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", metavar="PATH", help="TOML file with these options, which flags override."),
+    typer.Option("--config", metavar="PATH", help="TOML file with these options (flags win)."),
 ]
 
 
@@ -166,7 +166,7 @@ def doctor(
     env: Environment = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
-    """Check whether `grpo run` would work with these options. Without options check the machine. Exit code 1: no."""
+    """Check whether `grpo run` would work (without options: only the machine). Exit with 1 if not."""
     from grpo_trainer.doctor.command import as_json as to_json
     from grpo_trainer.doctor.command import print_examination
     from grpo_trainer.doctor.examine import examine

@@ -123,14 +123,14 @@ class SharedServer(Section):
 class CheckpointRestart(AllWeightsOptions, RestartOptions):
     """Weight bridge."""
 
-    means: ClassVar[str] = "all weights; vLLM restarts on a checkpoint"
+    means: ClassVar[str] = "all weights, in files; vLLM restarts"
     mode: Literal["none"] = option("none", help=MODE_HELP, flags=MODE_FLAGS)
 
 
 class SharedVllm(AllWeightsOptions, SharedServer, InFlightOptions, ProofOptions):
     """Shared weights."""
 
-    means: ClassVar[str] = "all weights; trainer and vLLM share one copy"
+    means: ClassVar[str] = "all weights; one copy for both"
     mode: Literal["shared_vllm"] = option("shared_vllm", help=MODE_HELP, flags=MODE_FLAGS)
     single_copy: bool = option(False, help="The same as --weight-bridge-mode shared_vllm.")
     master_weights: bool = option(
@@ -141,7 +141,7 @@ class SharedVllm(AllWeightsOptions, SharedServer, InFlightOptions, ProofOptions)
 class Broadcast(AllWeightsOptions, InFlightOptions, ProofOptions):
     """Weight bridge."""
 
-    means: ClassVar[str] = "all weights, sent to the running vLLM"
+    means: ClassVar[str] = "all weights, sent to the server"
     mode: Literal["broadcast"] = option("broadcast", help=MODE_HELP, flags=MODE_FLAGS)
     transport: Literal["auto", WeightTransport] = option(
         "auto",
@@ -166,7 +166,7 @@ class Broadcast(AllWeightsOptions, InFlightOptions, ProofOptions):
 class LoraOnly(LoraOptions, SharedServer, ProofOptions):
     """LoRA."""
 
-    means: ClassVar[str] = "a LoRA adapter, loaded into the running vLLM"
+    means: ClassVar[str] = "adapter, loaded while vLLM runs"
     mode: Literal["lora_only"] = option("lora_only", help=MODE_HELP, flags=MODE_FLAGS)
     share_base: bool = option(
         False,
@@ -194,7 +194,7 @@ class LoraOnly(LoraOptions, SharedServer, ProofOptions):
 class LoraRestart(LoraOptions, RestartOptions):
     """LoRA."""
 
-    means: ClassVar[str] = "a LoRA adapter, merged into the model when vLLM restarts"
+    means: ClassVar[str] = "adapter, merged at restarts"
     mode: Literal["lora_restart"] = option("lora_restart", help=MODE_HELP, flags=MODE_FLAGS)
 
 
