@@ -124,9 +124,9 @@ class ServerConfig(BaseModel):
     num_max_requests_at_once: int = Field(default=512, ge=1, description="limit of in-flight requests at a server")
 
     @property
-    def each(self) -> tuple["ServerConfig", ...]:
-        """Return one configuration for each server."""
-        return tuple(self.model_copy(update={"base_url": url}) for url in self.base_url.split(","))
+    def urls(self) -> list[str]:
+        """Return the URL of each server in `base_url`."""
+        return self.base_url.split(",")
 
 
 EnvConfig = TypeVar("EnvConfig", bound=BaseEnvConfig)

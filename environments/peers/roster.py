@@ -1,4 +1,4 @@
-"""The inference servers of a run as environments see them: servers leave and join while requests are in flight."""
+"""Several inference servers with the same policy: servers may leave and join while requests are in flight."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TypeVar
 
 from environments.config import ServerConfig
 from environments.peers.http import PeerGone
-from environments.peers.inference import Completion, Inference, InferenceClient, Sampling, inference
+from environments.peers.inference import Completion, Inference, InferenceClient, Sampling
 from grpo_common.roster import in_use
 
 log = logging.getLogger(__name__)
@@ -26,9 +25,9 @@ SAY_AFTER_S = 10.0
 
 def servers(config: ServerConfig, *, patience: float) -> Inference:
     """Return the client of the servers in a run's list, or else of those in `--openai.base_url`."""
-    if config.roster is None:
-        return inference(config, patience=patience)
-    return ListedServers(config, config.roster, patience=patience)
+    if config.roster is None and "," not in config.base_url:
+        return InferenceClient(config, patience=patience)
+    return ListedServers(config, patience=patience)
 
 
 class _ServerLeftError(Exception):
@@ -69,13 +68,14 @@ class _Server:
 
 
 class ListedServers:
-    """The servers of a run, each request at the one with the fewest completions in flight.
+    """Each request goes to the server with the fewest completions in flight.
 
-    A request to a server that leaves is asked again at another one. While the list is empty, requests wait.
+    Requests to a server that is away stay in flight, so it gets few new ones. A request to a server that leaves the
+    list is asked again at another one. While the list is empty, requests wait.
 
     Args:
-        config: settings of every server; its `base_url` is not used.
-        folder: the run's folder of servers (`grpo_common.roster`).
+        config: settings of every server. Its `roster` is the run's folder of servers (`grpo_common.roster`); without
+            it, the servers are those of its `base_url`, and none leaves or joins.
         patience: seconds that the list may be empty.
         connect: makes the client of one server.
     """
@@ -83,13 +83,11 @@ class ListedServers:
     def __init__(
         self,
         config: ServerConfig,
-        folder: Path,
         *,
         patience: float,
         connect: Callable[[ServerConfig], Inference] | None = None,
     ) -> None:
         self._config = config
-        self._folder = folder
         self._patience = patience
         self._connect = connect or (lambda config: InferenceClient(config, patience=patience))
         self._servers: dict[str, _Server] = {}
@@ -134,12 +132,11 @@ class ListedServers:
         while not self._servers:
             waited = time.monotonic() - since
             if waited > self._patience:
-                raise PeerGone(
-                    f"none within {self._patience:.0f} s", field=f"inference servers in {self._folder}", got="no server"
-                )
+                field = f"inference servers in {self._config.roster}"
+                raise PeerGone(f"none within {self._patience:.0f} s", field=field, got="no server")
             if waited > SAY_AFTER_S and not said:
                 said = True
-                log.info("waiting for an inference server in %s (%.0f s so far)", self._folder, waited)
+                log.info("waiting for an inference server in %s (%.0f s so far)", self._config.roster, waited)
             await asyncio.sleep(POLL_S)
         return min(self._servers.values(), key=lambda server: server.under_way)
 
@@ -150,7 +147,7 @@ class ListedServers:
 
     def _look(self) -> None:
         """Compare the servers with the list: end the requests of those that left, and open those that came."""
-        listed = in_use(self._folder)
+        listed = in_use(self._config.roster) if self._config.roster else dict.fromkeys(self._config.urls, 0)
         for url, server in list(self._servers.items()):
             if listed.get(url) != server.boot:
                 del self._servers[url]
@@ -159,8 +156,8 @@ class ListedServers:
                 closing = asyncio.create_task(server.client.close())
                 self._closing.add(closing)
                 closing.add_done_callback(self._closing.discard)
-        for url in listed.keys() - self._servers.keys():
-            log.info("inference server %s serves", url)
-            self._servers[url] = _Server(
-                listed[url], self._connect(self._config.model_copy(update={"base_url": f"{url}/v1"}))
-            )
+        for url, boot in listed.items():
+            if url not in self._servers:
+                log.info("inference server %s serves", url)
+                client = self._connect(self._config.model_copy(update={"base_url": url}))
+                self._servers[url] = _Server(boot, client)

@@ -9,7 +9,8 @@ from pydantic import ValidationError
 
 from environments.config import ServerConfig
 from environments.peers.http import PeerError, PeerRefused
-from environments.peers.inference import Completion, InferenceClient, InferenceServers, Sampling, inference
+from environments.peers.inference import Completion, InferenceClient, Sampling
+from environments.peers.roster import ListedServers, servers
 from tests.stand_ins import Asked, Reply, answering
 
 ANSWER: dict[str, Any] = {
@@ -118,15 +119,24 @@ class Server:
         self.closed = True
 
 
+def named(servers: Sequence[Server]) -> ListedServers:
+    """The client of servers that are named with commas."""
+    urls = [f"http://127.0.0.1:{9001 + place}/v1" for place in range(len(servers))]
+    by_url = dict(zip(urls, servers, strict=True))
+    return ListedServers(
+        ServerConfig(base_url=",".join(urls)), patience=1.0, connect=lambda config: by_url[config.base_url]
+    )
+
+
 def test_requests_go_to_the_server_with_the_fewest_completions_under_way() -> None:
     async def scenario() -> None:
-        first, second, third = servers = [Server(), Server(), Server()]
-        several = InferenceServers(servers)
+        first, second, third = every = [Server(), Server(), Server()]
+        several = named(every)
         waiting = []
 
         async def ask(n: int) -> None:
             waiting.append(asyncio.create_task(several.generate([1], n, Sampling(max_tokens=1))))
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
 
         for n in (8, 2, 4, 1, 3):  # under way afterwards: 8, 2 + 1 + 3, 4
             await ask(n)
@@ -137,12 +147,12 @@ def test_requests_go_to_the_server_with_the_fewest_completions_under_way() -> No
         await waiting[0]
         await ask(2)  # the first has nothing under way now
         assert first.asked == [8, 2]
-        for server in servers:
+        for server in every:
             server.let.set()
         await asyncio.gather(*waiting)
         assert await several.prompt_logprobs([1, 2], 3) == [None, {2: 3.0}]
         await several.close()
-        assert all(server.closed for server in servers)
+        assert all(server.closed for server in every)
 
     asyncio.run(scenario())
 
@@ -155,7 +165,7 @@ def test_one_that_fails_is_not_counted_as_busy() -> None:
     async def scenario() -> None:
         refusing, good = Refusing(), Server()
         good.let.set()
-        several = InferenceServers([refusing, good])
+        several = named([refusing, good])
         for _ in range(2):
             with pytest.raises(PeerRefused):
                 await several.generate([1], 8, Sampling(max_tokens=1))
@@ -166,8 +176,8 @@ def test_one_that_fails_is_not_counted_as_busy() -> None:
 
 def test_several_servers_are_named_with_commas() -> None:
     config = ServerConfig(base_url="http://a:9001/v1/, http://b:9002/v1", model_name="m")
-    assert [each.base_url for each in config.each] == ["http://a:9001/v1", "http://b:9002/v1"]
-    assert isinstance(inference(config, patience=1.0), InferenceServers)
-    assert isinstance(inference(ServerConfig(base_url="http://a:9001/v1"), patience=1.0), InferenceClient)
+    assert config.urls == ["http://a:9001/v1", "http://b:9002/v1"]
+    assert isinstance(servers(config, patience=1.0), ListedServers)
+    assert isinstance(servers(ServerConfig(base_url="http://a:9001/v1"), patience=1.0), InferenceClient)
     with pytest.raises(ValidationError, match="base_url"):
         ServerConfig(base_url="http://a:9001/v1,b:9002")

@@ -50,7 +50,7 @@ class Scene:
         self.folder = folder
         self.made: dict[str, list[Server]] = {}
         config = ServerConfig(roster=folder, server_type="vllm", model_name="m")
-        self.servers = ListedServers(config, folder, patience=patience, connect=self._connect)
+        self.servers = ListedServers(config, patience=patience, connect=self._connect)
 
     def _connect(self, config: ServerConfig) -> Server:
         url = config.base_url.removesuffix("/v1")
