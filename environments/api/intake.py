@@ -25,9 +25,8 @@ from environments.api.checks import (
     check_teacher_row,
     encode_checked,
 )
-from environments.api.http import ApiError
 from environments.api.packing import pack_floats, pack_ints
-from environments.api.records import UnknownEnvironment
+from environments.api.records import ApiError, UnknownEnvironment
 from environments.api.service import Service
 from grpo_common.errors import Problem
 
@@ -243,15 +242,6 @@ def _read(body: Buffer, msgpack: bool) -> wire.PackedGroup:
         return _checked(packed, {name: getattr(packed, name) for name in packed.__struct_fields__}, read)
     except msgspec.ValidationError as error:
         raise _invalid(error) from None
-
-
-def pack_checked(group: wire.ScoredData) -> wire.PackedGroup:
-    """`wire.pack` for a group that may be wrong.
-
-    Raises:
-        InvalidGroup: naming the field, what came and what was wanted.
-    """
-    return _pack(group, json_decode)
 
 
 def _pack(group: wire.ScoredData, read: Any) -> wire.PackedGroup:
