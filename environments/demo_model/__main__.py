@@ -3,7 +3,6 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from environments.demo_model.folder import DemoModelError, Recipe, claim, finished_before, write_whole
 from environments.released_model import NAME, ReleasedModelError, write_released
@@ -15,14 +14,7 @@ def build_released(out: Path) -> str:
     Raises:
         ReleasedModelError: It cannot be downloaded.
     """
-    found: list[str] = []
-
-    def write(folder: Path) -> dict[str, Any]:
-        found.append(f"{NAME}, from {write_released(folder)}")
-        return {"released": NAME, "summary": found[0]}
-
-    write_whole(out, write)
-    return found[0]
+    return write_whole(out, lambda folder: {"released": NAME, "summary": f"{NAME}, from {write_released(folder)}"})
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

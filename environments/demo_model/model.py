@@ -217,10 +217,7 @@ def build(out: Path, recipe: Recipe) -> str:
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, recipe.seed)
     parameters = sum(p.numel() for p in model.parameters())
-    print(
-        f"Qwen2 with {parameters / 1e6:.2f} M parameters, {len(problems.train)} problems to warm up on",
-        flush=True,
-    )
+    print(f"Qwen2 with {parameters / 1e6:.2f} M parameters, {len(problems.train)} problems to warm up on", flush=True)
     train, held_out = (Examples.of(part, tokenizer) for part in (problems.train, problems.held_out))
     digits_D = torch.tensor(tokenizer.convert_tokens_to_ids(list("0123456789")))
     result = warm_up(model, train, held_out, digits_D, recipe)
@@ -242,9 +239,7 @@ def build(out: Path, recipe: Recipe) -> str:
     def write(folder: Path) -> dict[str, Any]:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        recipe_used = asdict(recipe)
-        return {"recipe": recipe_used, "sampled_accuracy": accuracy, "steps": result.steps, "summary": summary}
+        return {"recipe": asdict(recipe), "sampled_accuracy": accuracy, "steps": result.steps, "summary": summary}
 
     transformers_logging.disable_progress_bar()
-    write_whole(out, write)
-    return summary
+    return write_whole(out, write)
