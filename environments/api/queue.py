@@ -392,11 +392,7 @@ class RolloutQueue:
         return taken
 
     def _reserves(self, env_id: int | None) -> bool:
-        return (
-            env_id is not None
-            and env_id < len(self.environments)
-            and self.environments[env_id].request.min_batch_allocation is not None
-        )
+        return env_id is not None and self.environments[env_id].request.min_batch_allocation is not None
 
     def _enqueue(self, group: Group) -> None:
         self.line.add(group, self._reserves(group.env_id))
