@@ -8,15 +8,6 @@ from environments.demo_model.folder import DemoModelError, Recipe, claim, finish
 from environments.released_model import NAME, ReleasedModelError, write_released
 
 
-def build_released(out: Path) -> str:
-    """Write the released model; return the summary line.
-
-    Raises:
-        ReleasedModelError: It cannot be downloaded.
-    """
-    return write_whole(out, lambda folder: {"released": NAME, "summary": f"{NAME}, from {write_released(folder)}"})
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Return the parsed command line."""
     defaults = Recipe()
@@ -48,7 +39,9 @@ def main(arguments: list[str] | None = None) -> int:
         claim(out, options.force)
         summary = None if options.force else finished_before(out, recipe)
         if summary is None and recipe is None:
-            summary = build_released(out)
+            summary = write_whole(
+                out, lambda folder: {"released": NAME, "summary": f"{NAME}, from {write_released(folder)}"}
+            )
         elif summary is None and recipe is not None:
             from environments.demo_model.model import build
 
