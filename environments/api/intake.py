@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Raw
 from msgspec.json import decode as json_decode
 from msgspec.msgpack import decode as msgpack_decode
 
@@ -19,6 +19,7 @@ from environments.api.checks import (
     PER_TOKEN,
     WHOLE,
     InvalidGroup,
+    Posted,
     check,
     check_count,
     check_lengths,
@@ -41,13 +42,6 @@ _INTS = list[Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]]
 _UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
 Buffer = bytes | memoryview
-
-
-class Posted(Struct, frozen=True):
-    """A group that was read, and the bytes that are kept of it."""
-
-    group: wire.PackedGroup
-    payload: bytes
 
 
 class _Lists(wire.ScoredData, frozen=True, kw_only=True):
@@ -132,7 +126,7 @@ def take_one(service: Service, posted: Posted, key: bytes | None) -> wire.Scored
         ApiError: its env_id was never given out.
     """
     try:
-        return service.take(posted.group, key, posted.payload)
+        return service.take(posted, key)
     except UnknownEnvironment as error:
         raise ApiError(422, error.problems[0], "env_id") from None
 

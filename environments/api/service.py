@@ -12,7 +12,7 @@ from statistics import fmean
 from msgspec import Struct
 
 from environments.api import wire
-from environments.api.checks import encode_checked
+from environments.api.checks import Posted
 from environments.api.explain import Explainer
 from environments.api.history import History, Overview
 from environments.api.leases import REMEMBERED_LEASES
@@ -201,23 +201,18 @@ class Service:
         self.batch_waiters.end()
         self.news_waiters.end()
 
-    def take(
-        self, group: wire.PackedGroup, key: bytes | None = None, payload: bytes | None = None
-    ) -> wire.ScoredDataResponse:
-        """Take a checked group in; answer the client only after `written`.
+    def take(self, posted: Posted, key: bytes | None = None) -> wire.ScoredDataResponse:
+        """Take a group in; answer the client only after `written`.
 
         Args:
             key: names this post: a second one with the same key is answered alike and not kept.
-            payload: the group's bytes (`checks.encode_checked`), where they are at hand.
 
         Raises:
             UnknownEnvironment: its env_id was never given out.
-            InvalidGroup: a free field holds what cannot be kept.
         """
+        group, payload = posted.group, posted.payload
         if group.env_id is not None:
             self.queue.environment(group.env_id)
-        if payload is None:
-            payload = encode_checked(group)
         now = self.clock()
         if key is not None:
             if key in self._posts:
