@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from environments.config import ServerConfig
@@ -30,41 +30,19 @@ def servers(config: ServerConfig, *, patience: float) -> Inference:
     return ListedServers(config, patience=patience)
 
 
-class _ServerLeftError(Exception):
-    """The server left while it was asked."""
-
-
+@dataclass(slots=True)
 class _Server:
     """A server of the list.
 
     Attributes:
         under_way: completions in flight.
-        left: done once the server has left the list.
+        requests: requests in flight; each ends if its limit is set to now.
     """
 
-    def __init__(self, boot: int, client: Inference) -> None:
-        self.boot = boot
-        self.client = client
-        self.under_way = 0
-        self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    async def ask(self, request: Coroutine[Any, Any, T]) -> T:
-        """Return the answer of a request.
-
-        Raises:
-            _ServerLeftError: the server left before it answered; the request is cancelled.
-        """
-        asked = asyncio.ensure_future(request)
-        try:
-            await asyncio.wait({asked, self.left}, return_when=asyncio.FIRST_COMPLETED)
-            if not asked.done():
-                raise _ServerLeftError
-            return asked.result()
-        finally:
-            if not asked.done():
-                asked.cancel()
-                with suppress(asyncio.CancelledError, Exception):  # nobody needs this answer any more
-                    await asked
+    boot: int
+    client: Inference
+    under_way: int = 0
+    requests: set[asyncio.Timeout] = field(default_factory=set)
 
 
 class ListedServers:
@@ -112,12 +90,17 @@ class ListedServers:
         while True:
             server = await self._chosen()
             server.under_way += n
+            limit = asyncio.timeout(None)
             try:
-                return await server.ask(ask(server.client))
-            except _ServerLeftError:
-                continue
+                async with limit:
+                    server.requests.add(limit)
+                    return await ask(server.client)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
             finally:
                 server.under_way -= n
+                server.requests.discard(limit)
 
     async def _chosen(self) -> _Server:
         """Return the server with the fewest completions in flight; wait for one if there is none.
@@ -152,7 +135,8 @@ class ListedServers:
             if listed.get(url) != server.boot:
                 del self._servers[url]
                 log.info("inference server %s left; its %d completions are asked for elsewhere", url, server.under_way)
-                server.left.set_result(None)
+                for limit in server.requests:
+                    limit.reschedule(asyncio.get_running_loop().time())
                 closing = asyncio.create_task(server.client.close())
                 self._closing.add(closing)
                 closing.add_done_callback(self._closing.discard)
