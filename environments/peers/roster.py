@@ -130,7 +130,8 @@ class ListedServers:
 
     def _look(self) -> None:
         """Compare the servers with the list: end the requests of those that left, and open those that came."""
-        listed = in_use(self._config.roster) if self._config.roster else dict.fromkeys(self._config.urls, 0)
+        named = self._config.base_url.split(",")
+        listed = in_use(self._config.roster) if self._config.roster else dict.fromkeys(named, 0)
         for url, server in list(self._servers.items()):
             if listed.get(url) != server.boot:
                 del self._servers[url]
