@@ -287,8 +287,6 @@ class RolloutQueue:
             UnknownEnvironment: `env_id` was never registered.
         """
         environment = None if env_id is None else self.hear(env_id, now)
-        if environment is not None:
-            self.last_posted[environment.id] = now
         span = list(versions)
         group = Group(
             self.next_group,
@@ -300,15 +298,15 @@ class RolloutQueue:
             max(span, default=None),
         )
         self.next_group += 1
-        if environment is not None and {size, *self.line.sizes(environment.id)} != {environment.request.group_size}:
-            self.news += 1  # in groups of its usual size, the queue may not have grown by one
+        if environment is not None:
+            self.last_posted[environment.id] = now
+            self.received[environment.id] += 1
+            if {size, *self.line.sizes(environment.id)} != {environment.request.group_size}:
+                self.news += 1  # in groups of its usual size, the queue may not have grown by one
         if environment is None or size >= environment.request.group_size or env_id not in self.alive:
             self._enqueue(group)
             self.journal.put_group(group, "queue")
-            if environment is not None:
-                self.received[environment.id] += 1
             return group, None
-        self.received[environment.id] += 1
         buffer = self.buffers.setdefault(environment.id, [])
         buffer.append(group)
         self._buffered_bytes += group.nbytes
