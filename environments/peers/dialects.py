@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -96,14 +96,6 @@ class Completion:
     cuts: Mapping[str, float] = field(default_factory=dict)
     sampling_masks: bytes | None = None
     routed_experts: bytes | None = None
-
-
-class Dialect(Protocol):
-    """The requests for one kind of server."""
-
-    async def generate(self, peer: Peer, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
-        """Return `n` completions of one prompt; raise as `Peer.request`, and PeerError for an unsound answer."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +273,10 @@ def _of_sglang(peer: Peer, answer: _SglangAnswer, prompt_token_ids: list[int], s
         temperature=sampling.temperature,
         cuts=sampling.cuts,
     )
+
+
+Dialect = GrpoServer | CompletionsServer | SglangServer
+"""The requests for one kind of server; `generate` raises as `Peer.request`, and PeerError for an unsound answer."""
 
 
 @dataclass(frozen=True, slots=True)
