@@ -98,7 +98,11 @@ class Conversation:
 
     def hear(self, messages: Sequence[Message]) -> None:
         """Add the messages of a user or a tool after the policy's turn; the policy answers next."""
-        self._put(self._tokens_after_the_turn(messages))
+        tokens = self._tokens_after_the_turn(messages)
+        self.tokens = self.tokens + tokens
+        self.trained += [False] * len(tokens)
+        self.rollout_logprobs += [wire.MASKED_LOGPROB] * len(tokens)
+        self._masks.append(skip(len(tokens)))
         self.messages += messages
 
     def reward(self, value: float) -> None:
@@ -120,12 +124,6 @@ class Conversation:
             sampling_masks=b"".join(self._masks) if self._cuts and not self._without_masks else None,
             routed_experts=joined(self._experts),
         )
-
-    def _put(self, tokens: list[int]) -> None:
-        self.tokens = self.tokens + tokens
-        self.trained += [False] * len(tokens)
-        self.rollout_logprobs += [wire.MASKED_LOGPROB] * len(tokens)
-        self._masks.append(skip(len(tokens)))
 
     def _tokens_after_the_turn(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens that the template adds after the policy's turn, less the end token if the policy wrote it.
