@@ -123,11 +123,6 @@ class ServerConfig(BaseModel):
     timeout: float = Field(default=1200.0, gt=0.0, description="time limit of one request, in seconds")
     num_max_requests_at_once: int = Field(default=512, ge=1, description="limit of in-flight requests at a server")
 
-    @property
-    def each(self) -> tuple["ServerConfig", ...]:
-        """Return one configuration for each server."""
-        return tuple(self.model_copy(update={"base_url": url}) for url in self.base_url.split(","))
-
 
 EnvConfig = TypeVar("EnvConfig", bound=BaseEnvConfig)
 

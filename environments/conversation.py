@@ -62,7 +62,7 @@ class Conversation:
         self.messages = list(messages)
         self._tokenizer = tokenizer
         self._tools: list[Any] | None = list(tools) or None
-        self.tokens = self._render_tokens(self.messages)
+        self.tokens: list[int] = self._render(self.messages, tokenize=True)
         self.trained = [False] * len(self.tokens)
         self.rollout_logprobs = [wire.MASKED_LOGPROB] * len(self.tokens)
         self.turns = 0
@@ -98,7 +98,11 @@ class Conversation:
 
     def hear(self, messages: Sequence[Message]) -> None:
         """Add the messages of a user or a tool after the policy's turn; the policy answers next."""
-        self._put(self._tokens_after_the_turn(messages))
+        tokens = self._tokens_after_the_turn(messages)
+        self.tokens = self.tokens + tokens
+        self.trained += [False] * len(tokens)
+        self.rollout_logprobs += [wire.MASKED_LOGPROB] * len(tokens)
+        self._masks.append(skip(len(tokens)))
         self.messages += messages
 
     def reward(self, value: float) -> None:
@@ -121,12 +125,6 @@ class Conversation:
             routed_experts=joined(self._experts),
         )
 
-    def _put(self, tokens: list[int]) -> None:
-        self.tokens = self.tokens + tokens
-        self.trained += [False] * len(tokens)
-        self.rollout_logprobs += [wire.MASKED_LOGPROB] * len(tokens)
-        self._masks.append(skip(len(tokens)))
-
     def _tokens_after_the_turn(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens that the template adds after the policy's turn, less the end token if the policy wrote it.
 
@@ -135,7 +133,7 @@ class Conversation:
         """
         marker = uuid.uuid4().hex
         said = [*self.messages[:-1], {**self.messages[-1], "content": marker}, *messages]
-        _, found, after = self._render(said).rpartition(marker)
+        _, found, after = self._render(said, tokenize=False).rpartition(marker)
         if not found:
             raise ConfigError(
                 field="--env.tokenizer_name",
@@ -145,14 +143,8 @@ class Conversation:
         tokens = cast("list[int]", self._tokenizer.encode(after, add_special_tokens=False))
         return tokens[1:] if tokens and self.tokens[-1] == tokens[0] and self.trained[-1] else tokens
 
-    def _render(self, messages: Sequence[Message]) -> str:
-        rendered = self._tokenizer.apply_chat_template(
-            list(messages), tools=self._tools, add_generation_prompt=True, tokenize=False
+    def _render(self, messages: list[Message], *, tokenize: bool) -> Any:
+        """Return the prompt, as token ids or as text."""
+        return self._tokenizer.apply_chat_template(
+            messages, tools=self._tools, add_generation_prompt=True, tokenize=tokenize, return_dict=False
         )
-        return cast("str", rendered)
-
-    def _render_tokens(self, messages: Sequence[Message]) -> list[int]:
-        token_ids = self._tokenizer.apply_chat_template(
-            list(messages), tools=self._tools, add_generation_prompt=True, return_dict=False
-        )
-        return cast("list[int]", token_ids)

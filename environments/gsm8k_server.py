@@ -22,7 +22,7 @@ from pydantic import Field
 
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError
-from environments.intervals import wilson
+from environments.intervals import with_interval
 from environments.items import Shuffled
 from environments.maths.answer_form import AnswerForm, in_the_asked_form
 from environments.maths.gsm8k import (
@@ -100,11 +100,13 @@ class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
         path = self.config.dataset_path
         every = download_questions(self.config.dataset_name, split) if path is None else read_questions(path, split)
         fitting = [question for question in every if self._fits(question)]
-        log.info("%d questions of the %s split%s", len(fitting), split, self._skipped(len(every) - len(fitting)))
+        longest, skipped = self.config.max_token_length, len(every) - len(fitting)
+        note = f", {skipped} skipped: longer than --env.max_token_length {longest}" if skipped else ""
+        log.info("%d questions of the %s split%s", len(fitting), split, note)
         if not fitting:
             raise ConfigError(
                 field="--env.max_token_length",
-                got=self.config.max_token_length,
+                got=longest,
                 wanted=f"room for an answer to one of the {len(every)} {split} questions at least",
                 fix="raise it",
             )
@@ -112,9 +114,6 @@ class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
 
     def _fits(self, question: Question) -> bool:
         return len(self.tokenize(self.prompt(question))) + LEAST_ROOM <= self.config.max_token_length
-
-    def _skipped(self, count: int) -> str:
-        return f", {count} skipped: longer than --env.max_token_length {self.config.max_token_length}" if count else ""
 
     def prompt(self, item: Question) -> str | list[Message]:
         """Return a chat if the model has a chat template, else plain text."""
@@ -168,16 +167,9 @@ class Gsm8kEnv(BaseEnv[Question, Gsm8kConfig]):
         questions = self._test[: self.config.eval_questions]
         asked = await asyncio.gather(*(self._examine(question) for question in questions))
         judged = [one for answers in asked for one in answers]
-        strict = fmean(one.verdict.strict for one in judged)
-        lenient = fmean(one.verdict.lenient for one in judged)
-        sure, sure_lenient = wilson(strict, len(questions)), wilson(lenient, len(questions))
         return {
-            "accuracy": strict,
-            "accuracy_low": sure.low,
-            "accuracy_high": sure.high,
-            "lenient": lenient,
-            "lenient_low": sure_lenient.low,
-            "lenient_high": sure_lenient.high,
+            **with_interval("accuracy", fmean(one.verdict.strict for one in judged), len(questions)),
+            **with_interval("lenient", fmean(one.verdict.lenient for one in judged), len(questions)),
             "ended": fmean(one.ended for one in judged),
             "length_mean": fmean(len(one.completion.token_ids) for one in judged),
             "questions": len(questions),

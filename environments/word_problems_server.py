@@ -16,7 +16,7 @@ from pydantic import Field
 
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError
-from environments.intervals import wilson
+from environments.intervals import with_interval
 from environments.peers.inference import Completion, Sampling
 from environments.trajectory import Message
 from environments.word_problems import LEVELS, Ladder, WordProblem, held_out_problems, is_right, levels_of, make_problem
@@ -100,17 +100,13 @@ class WordProblemsEnv(BaseEnv[WordProblem, WordProblemsConfig]):
         """Return the share of right answers to held-out problems of every level, with its 95 % confidence interval."""
         problems = held_out_problems(self.levels, self.config.eval_questions)
         scores = await asyncio.gather(*(self._examine(problem) for problem in problems))
-        share = fmean(scores)
-        sure = wilson(share, len(problems))
         by_level = {
             f"accuracy_level_{level}": fmean(found)
             for level in self.levels
             if (found := [score for problem, score in zip(problems, scores, strict=True) if problem.level == level])
         }
         return {
-            "accuracy": share,
-            "accuracy_low": sure.low,
-            "accuracy_high": sure.high,
+            **with_interval("accuracy", fmean(scores), len(problems)),
             **by_level,
             "questions": len(problems),
         }

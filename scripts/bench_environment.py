@@ -25,8 +25,8 @@ from environments.config import ServerConfig
 from environments.conversation import Conversation
 from environments.demo_model.model import build_tokenizer
 from environments.multi_turn import MultiTurnConfig, MultiTurnEnv
-from environments.peers.inference import inference
 from environments.peers.rollout_api import RolloutApi
+from environments.peers.roster import servers
 from environments.running import cli
 from environments.running.runner import serve
 from environments.tokenizers import load_tokenizer
@@ -160,7 +160,7 @@ def main() -> None:
         own = f"http://127.0.0.1:{port}"
 
         def server(url: str) -> Any:
-            return inference(ServerConfig(server_type="vllm", base_url=url), patience=30.0)
+            return servers(ServerConfig(server_type="vllm", base_url=url), patience=30.0)
 
         def config(kind: type[Any], name: str, **more: Any) -> Any:
             file = Path(folder) / f"{name}.jsonl" if name else None

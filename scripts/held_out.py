@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM
 from environments.base import BaseEnv
 from environments.config import ServerConfig, parse_settings, settings_class
 from environments.gsm8k_server import Gsm8kEnv
-from environments.peers.inference import Completion, Inference, Sampling, inference
+from environments.peers.inference import Completion, Inference, Sampling
+from environments.peers.roster import servers
 from environments.tokenizers import load_tokenizer
 from environments.word_problems_server import WordProblemsEnv
 from grpo_trainer.config.adapter_file import CONFIG_FILE
@@ -134,7 +135,7 @@ def main() -> None:
     plain = Recorded(PlainTransformers(given.folder))
     found: dict[str, Any] = {"transformers": asyncio.run(evaluate(given.name, tokenizer, plain, flags))}
     if given.server:
-        served = Recorded(inference(ServerConfig(base_url=given.server), patience=60.0))
+        served = Recorded(servers(ServerConfig(base_url=given.server), patience=60.0))
         found["server"] = asyncio.run(evaluate(given.name, tokenizer, served, flags))
         found["different_answers"] = differences(plain, served)
     print(json.dumps(found))

@@ -31,7 +31,7 @@ from rich.table import Table
 from trl_loop import Curve, Job, Questions, ours, trl
 
 from environments.config import ServerConfig
-from environments.peers.inference import inference
+from environments.peers.roster import servers
 from environments.tokenizers import load_tokenizer
 from environments.word_problems import is_right
 from environments.word_problems_server import WordProblemsConfig, WordProblemsEnv
@@ -85,7 +85,7 @@ def word_problems(job: Job, level: str) -> Questions:
     """Return the problems that `grpo env word_problems` asks, in its order, for TRL."""
     tokenizer = load_tokenizer(str(job.model))
     config = WordProblemsConfig(tokenizer_name=str(job.model), level=level, max_token_length=SEQ_LEN)
-    env = WordProblemsEnv(config, inference(ServerConfig(), patience=1.0), tokenizer)
+    env = WordProblemsEnv(config, servers(ServerConfig(), patience=1.0), tokenizer)
 
     async def problems() -> list[Any]:
         await env.setup()

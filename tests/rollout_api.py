@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.processes import free_port
+
 _START_S = 60.0
 
 
@@ -17,7 +19,7 @@ class ServerProcess:
     """`python -m environments.api` with these arguments. `kill` is `kill -9`; `start` again takes the same port."""
 
     arguments: tuple[str, ...] = ()
-    port: int = field(default_factory=lambda: free_port())
+    port: int = field(default_factory=free_port)
     log: Path | None = None
     process: subprocess.Popen[bytes] | None = None
 
@@ -64,13 +66,6 @@ def running_server(*arguments: str, log: Path | None = None) -> Iterator[ServerP
         yield server
     finally:
         server.stop()
-
-
-def free_port() -> int:
-    """A port of the loopback that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _listens(port: int) -> bool:

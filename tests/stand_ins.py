@@ -15,11 +15,15 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from environments.api import wire
 from environments.api.app import build_app
 from environments.api.server import Server
 from environments.api.service import Service
 from environments.api.waiting import Waiters
+from environments.base import BaseEnv
 from environments.peers.inference import Completion, Sampling
+from environments.peers.rollout_api import RolloutApi
+from environments.running.runner import serve
 from tests.processes import free_port
 
 
@@ -119,6 +123,13 @@ class Scripted:
         return Completion(prompt, ids, [-0.25] * len(ids), text, reason, 4)
 
 
+def registration(batch_size: int, **fields: Any) -> wire.Register:
+    """What a trainer registers with; `fields` replaces some of it."""
+    given: dict[str, Any] = {"wandb_group": "group", "wandb_project": "project", "max_token_len": 16, "num_steps": 3}
+    given |= {"checkpoint_dir": "checkpoints", "save_checkpoint_interval": 3, "starting_step": 0}
+    return wire.Register(batch_size=batch_size, **(given | fields))
+
+
 class LocalApi:
     """The rollout API in this event loop, on a port that can be without it for a while, or get another."""
 
@@ -160,3 +171,31 @@ async def local_api(service: Service, app: ASGIApp | None = None) -> AsyncIterat
         yield api
     finally:
         await api.stop()
+
+
+async def serving(env: BaseEnv[Any, Any], served: Service | LocalApi, stop: asyncio.Event | None = None) -> None:
+    """Run an environment for an API in this event loop."""
+    if isinstance(served, Service):
+        async with local_api(served) as local:
+            return await serving(env, local, stop)
+    api = RolloutApi(env.config.model_copy(update={"rollout_server_url": served.url}))
+    try:
+        return await serve(env, api, stop or asyncio.Event())
+    finally:
+        await api.close()
+
+
+async def trained(
+    service: Service, steps: int, environment: asyncio.Task[None] | None = None
+) -> list[list[wire.ScoredData]]:
+    """Take and acknowledge batches as a trainer does; return their groups. Raise what ends the environment."""
+    taken = []
+    for _ in range(steps):
+        while (served := await service.next_batch(lease=60.0)) is None:
+            await asyncio.sleep(0.01)
+            if environment is not None and environment.done():
+                environment.result()
+        taken.append([wire.decode_group(payload) for payload in served.payloads])
+        assert served.lease is not None
+        await service.acknowledge(served.lease.batch_id, None)
+    return taken

@@ -22,13 +22,13 @@ from environments.api import intake, wire
 from environments.api.answers import json_batch, json_group, packed_batch
 from environments.api.endpoints import Endpoint, by_path, endpoint, openapi
 from environments.api.history import Overview
-from environments.api.http import ApiError, BodyReader, respond, respond_bytes, stream
+from environments.api.http import BodyReader, respond, respond_bytes, stream
 from environments.api.limit import RETRY_AFTER_S, QueueFull
 from environments.api.metrics import Metrics
 from environments.api.page import DOCS_HTML, PAGE_HEADERS, STATUS_HTML
 from environments.api.polling import StatusEnvShortcut
 from environments.api.queue import RolloutQueue
-from environments.api.records import LeaseError, NotRegistered, Run, UnknownEnvironment
+from environments.api.records import ApiError, NotRegistered, Run, UnknownEnvironment
 from environments.api.service import Served, Service
 from environments.api.store import StoreError
 from environments.api.waiting import while_there
@@ -341,7 +341,7 @@ def _parts(served: Served) -> tuple[list[bytes], dict[str, object]]:
         return served.payloads, {}
     return served.payloads, {
         "batch_id": served.lease.batch_id,
-        "expires_in_s": served.expires_in_s,
+        "expires_in_s": served.lease.seconds,
         "current_step": served.current_step,
     }
 
@@ -365,21 +365,13 @@ async def _refused(service: Service, request: Request, error: Exception) -> Resp
             answer.headers.update(error.headers or {})
         case ApiError():
             answer = respond(request, error.response(), error.status)
-        case LeaseError():
-            key = "batch_id" if "batch_id" in request.path_params else "uuid"
-            answer = respond(
-                request, wire.ErrorResponse(detail=str(error), field=key, reason=error.reason), error.status
-            )
-        case UnknownEnvironment():
-            answer = respond(request, wire.ErrorResponse(detail=str(error), field="env_id"), 404)
-        case QueueFull():
-            answer = respond(request, wire.ErrorResponse(detail=str(error)), 429)
-            answer.headers["Retry-After"] = str(RETRY_AFTER_S)
+            if isinstance(error, QueueFull):
+                answer.headers["Retry-After"] = str(RETRY_AFTER_S)
+            else:
+                service.refuse(f"{request.method} {request.url.path}", error.status, str(error))
         case _:  # the store: the server is about to end, and says why
             answer = respond(request, wire.ErrorResponse(detail=str(error)), 503)
-    if isinstance(error, (ApiError, LeaseError, UnknownEnvironment)):
-        service.refuse(f"{request.method} {request.url.path}", answer.status_code, str(error))
     return answer
 
 
-_REFUSALS = (ClientDisconnect, HTTPException, ApiError, LeaseError, UnknownEnvironment, QueueFull, StoreError)
+_REFUSALS = (ClientDisconnect, HTTPException, ApiError, StoreError)

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from msgspec import Struct
+
 from environments.api import wire
 from environments.api.packing import numbers_of
 from grpo_common.errors import UserError
@@ -20,6 +22,13 @@ WHOLE = ("tokens", "masks")
 PER_TOKEN = ("advantages", "ref_logprobs", "inference_logprobs")
 LIST_PER_TOKEN = "one list per token"
 _SWITCHES = ("sft", "set_advantage_to_zero")
+
+
+class Posted(Struct, frozen=True):
+    """A group that was read and checked, and the bytes that are kept of it."""
+
+    group: wire.PackedGroup
+    payload: bytes
 
 
 class InvalidGroup(UserError, ValueError):

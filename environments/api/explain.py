@@ -95,7 +95,7 @@ class Explainer:
                 )
                 for batch_id, lease in queue.leases.held.items()
             ],
-            staleness=self._staleness(),
+            staleness=self.staleness(),
             durable=durable,
         )
 
@@ -194,7 +194,8 @@ class Explainer:
             for each in queue.environments
         ]
 
-    def _staleness(self) -> wire.Staleness | None:
+    def staleness(self) -> wire.Staleness | None:
+        """Policy versions of the queued groups; None where no group says its version."""
         versions = self.queue.line.groups_by_versions
         if not versions:
             return None

@@ -4,14 +4,14 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
-from dataclasses import asdict
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from environments.api import gzipping, wire
-from grpo_common.errors import Problem, UserError
+from environments.api.records import ApiError
+from grpo_common.errors import Problem
 
 GZIP_MINIMUM = 1000
 """Answers of this many bytes or more are gzipped for clients that accept it."""
@@ -22,26 +22,6 @@ TURN_S = 0.005
 """How long one request may work before others have their turn."""
 _PIECE = 256 << 10
 _ENCODING = "Content-Encoding"
-
-
-class ApiError(UserError):
-    """A request that is refused, with its HTTP status (4xx).
-
-    `key` is that of the request at fault, where it can be named: what the wire calls `field`. `reason` is the end of
-    the lease that the request was about.
-    """
-
-    def __init__(
-        self, status: int, problem: Problem, key: str | None = None, reason: wire.LeaseEnd | None = None
-    ) -> None:
-        super().__init__(**asdict(problem))
-        self.status = status
-        self.key = key
-        self.reason: wire.LeaseEnd | None = reason
-
-    def response(self) -> wire.ErrorResponse:
-        """The body that the client gets."""
-        return wire.ErrorResponse(detail=str(self), field=self.key, reason=self.reason)
 
 
 class BodyReader:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Raw
 from msgspec.json import decode as json_decode
 from msgspec.msgpack import decode as msgpack_decode
 
@@ -19,15 +19,15 @@ from environments.api.checks import (
     PER_TOKEN,
     WHOLE,
     InvalidGroup,
+    Posted,
     check,
     check_count,
     check_lengths,
     check_teacher_row,
     encode_checked,
 )
-from environments.api.http import ApiError
 from environments.api.packing import pack_floats, pack_ints
-from environments.api.records import UnknownEnvironment
+from environments.api.records import ApiError, UnknownEnvironment
 from environments.api.service import Service
 from grpo_common.errors import Problem
 
@@ -42,13 +42,6 @@ _INTS = list[Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]]
 _UNREADABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
 Buffer = bytes | memoryview
-
-
-class Posted(Struct, frozen=True):
-    """A group that was read, and the bytes that are kept of it."""
-
-    group: wire.PackedGroup
-    payload: bytes
 
 
 class _Lists(wire.ScoredData, frozen=True, kw_only=True):
@@ -133,7 +126,7 @@ def take_one(service: Service, posted: Posted, key: bytes | None) -> wire.Scored
         ApiError: its env_id was never given out.
     """
     try:
-        return service.take(posted.group, key, posted.payload)
+        return service.take(posted, key)
     except UnknownEnvironment as error:
         raise ApiError(422, error.problems[0], "env_id") from None
 
@@ -243,15 +236,6 @@ def _read(body: Buffer, msgpack: bool) -> wire.PackedGroup:
         return _checked(packed, {name: getattr(packed, name) for name in packed.__struct_fields__}, read)
     except msgspec.ValidationError as error:
         raise _invalid(error) from None
-
-
-def pack_checked(group: wire.ScoredData) -> wire.PackedGroup:
-    """`wire.pack` for a group that may be wrong.
-
-    Raises:
-        InvalidGroup: naming the field, what came and what was wanted.
-    """
-    return _pack(group, json_decode)
 
 
 def _pack(group: wire.ScoredData, read: Any) -> wire.PackedGroup:

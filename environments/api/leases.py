@@ -78,10 +78,11 @@ class LeaseBook:
             LeaseError: there was none (404).
         """
         if batch_id not in self._over:
-            raise LeaseError(404, Problem("batch_id", got=batch_id, wanted="an id that GET /batch?lease=SECONDS gave"))
+            wanted = "an id that GET /batch?lease=SECONDS gave"
+            raise LeaseError(404, Problem("batch_id", got=batch_id, wanted=wanted), "batch_id")
         return self._over[batch_id]
 
 
 def refusal(batch_id: str, closed: Closed) -> LeaseError:
     """What a client hears that comes too late (409)."""
-    return LeaseError(409, Problem(f"batch {batch_id}", summary=_ENDED[closed.how]), closed.how)
+    return LeaseError(409, Problem(f"batch {batch_id}", summary=_ENDED[closed.how]), "batch_id", closed.how)

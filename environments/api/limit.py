@@ -6,7 +6,8 @@ from msgspec.structs import replace
 
 from environments.api import wire
 from environments.api.queue import RolloutQueue
-from grpo_common.errors import UserError
+from environments.api.records import ApiError
+from grpo_common.errors import Problem
 
 log = logging.getLogger("rollout-api")
 
@@ -14,7 +15,7 @@ RETRY_AFTER_S = 5
 """When a client that was refused may ask again: a trainer that is alive has taken a batch by then, as a rule."""
 
 
-class QueueFull(UserError):
+class QueueFull(ApiError):
     """As many groups wait as may; a post is refused with 429."""
 
 
@@ -35,13 +36,14 @@ class QueueLimit:
     def check(self) -> None:
         """Raise QueueFull if no more may come in."""
         if self.queue.waiting_bytes >= self.limit:
-            raise QueueFull(
-                "the queue is full",
-                field="--max-queued-mb",
+            problem = Problem(
+                "--max-queued-mb",
                 got=f"{self.queue.waiting_bytes >> 20} MiB of groups that wait",
                 wanted=f"less than {self.limit >> 20} MiB",
                 fix="post again when the trainer has taken a batch, and pace yourself by GET /status-env",
+                summary="the queue is full",
             )
+            raise QueueFull(429, problem)
 
     def shown_in(self, status: wire.Status) -> wire.Status:
         """Return the status with the limit, and a warning from half of it on."""

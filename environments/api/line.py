@@ -46,7 +46,7 @@ class Line:
         removed = [self.groups.pop(each) for each in ids]
         for group in removed:
             key = (group.env_id, group.size)
-            key = key if key in self.lanes and self._at(key, group.id) is not None else (None, group.size)
+            key = key if self._at(key, group.id) is not None else (None, group.size)
             index = self._at(key, group.id)
             assert index is not None, f"group {group.id} is queued and in no lane"
             del self.lanes[key][index]

@@ -77,7 +77,7 @@ class _Queue(Collector):
     def collect(self) -> Iterator[Metric]:
         queue, line, payloads = self.service.queue, self.service.queue.line, self.service.payloads
         run = queue.run
-        versions = [low for low, _ in line.groups_by_versions]
+        staleness = self.service.explain.staleness()
         for name, text, value in (
             ("step", "Step that the trainer has acknowledged.", self.service.step),
             ("batch_size", "Sequences per batch; 0 before a trainer registered.", run.trainer.batch_size if run else 0),
@@ -90,11 +90,7 @@ class _Queue(Collector):
             ("environments_alive", "Environments heard of lately.", len(queue.alive)),
             ("memory_bytes", "Bytes of groups in memory.", payloads.in_memory),
             ("spilled_groups", "Groups whose bytes are on disk only.", payloads.on_disk),
-            ("staleness_steps", "Step less the oldest queued policy version.", _behind(self.service.step, versions)),
+            ("staleness_steps", "Step less the oldest queued policy version.", staleness.behind if staleness else 0),
             ("resident_bytes", "Resident memory of the process.", psutil.Process().memory_info().rss),
         ):
             yield GaugeMetricFamily(f"rollout_api_{name}", text, value=value)
-
-
-def _behind(step: int, versions: list[int]) -> int:
-    return max(0, step - min(versions, default=step))

@@ -45,7 +45,7 @@ class Payloads:
         """The bytes of these groups, in this order."""
         found = {each: self._bodies[each] for each in ids if each in self._bodies}
         if from_disk := [each for each in ids if each not in found]:
-            disk = self._disk
+            disk = self.store or self._spilled()
             await disk.commit()
             found |= await asyncio.to_thread(disk.read_payloads, from_disk)
         return [found[each] for each in ids]
@@ -88,10 +88,6 @@ class Payloads:
         if self._spill is not None and self._directory is not None:
             self._spill.close()
             self._directory.cleanup()
-
-    @property
-    def _disk(self) -> Store:
-        return self.store if self.store is not None else self._spilled()
 
     def _spilled(self) -> Store:
         if self._spill is None:

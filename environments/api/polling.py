@@ -9,7 +9,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from environments.api import wire
 from environments.api.metrics import Metrics
-from environments.api.records import UnknownEnvironment
 from environments.api.service import Service
 
 _PATH = "/status-env"
@@ -33,7 +32,7 @@ class StatusEnvShortcut:
             if message.get("more_body"):
                 raise LookupError
             answer = self.service.status_env(self.decode(message["body"]).env_id)
-        except (LookupError, UnknownEnvironment, msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        except (LookupError, msgspec.DecodeError, RecursionError, UnicodeDecodeError):
             return await self.app(scope, _again(message, receive), send)  # which says what is wrong
         body = self.encode(answer)
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]

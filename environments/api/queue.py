@@ -13,7 +13,7 @@ while, and must not be given the same groups a second time. It ends when a train
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -28,7 +28,6 @@ from environments.api.records import (
     Journal,
     Lease,
     LeaseError,
-    NoJournal,
     NotRegistered,
     Run,
     Snapshot,
@@ -48,18 +47,10 @@ class Grant(Struct, frozen=True):
 class RolloutQueue:
     """Groups waiting to be trained, the environments that send them and the trainer that takes them."""
 
-    def __init__(
-        self,
-        journal: Journal | None = None,
-        env_timeout: float = 60.0,
-        new_id: Callable[[], str] = lambda: secrets.token_hex(8),
-        new_uuid: Callable[[], int] = lambda: secrets.randbits(53),
-    ) -> None:
+    def __init__(self, journal: Journal | None = None, env_timeout: float = 60.0) -> None:
         """`env_timeout`: seconds after which an environment that was not heard of loses its reservation."""
-        self.journal = journal or NoJournal()
+        self.journal = journal or Journal()
         self.env_timeout = env_timeout
-        self._new_id = new_id
-        self._new_uuid = new_uuid
         self.next_group = 0
         self.changes = 0
         self.news = 0
@@ -114,11 +105,12 @@ class RolloutQueue:
     def register(self, trainer: wire.Register) -> Run:
         """Start the run, or take it over: the former trainer's leases return, queued groups are kept."""
         started = self.run.started if self.run else False
-        uuid = trainer.uuid if trainer.uuid is not None else self._new_uuid()
+        uuid = trainer.uuid if trainer.uuid is not None else secrets.randbits(53)
         for batch_id in list(self.leases.held):
             self._return(batch_id, Closed("taken over"))
-        self._put_run(Run(trainer, uuid, trainer.starting_step, started))
-        return Run(trainer, uuid, trainer.starting_step, started)
+        run = Run(trainer, uuid, trainer.starting_step, started)
+        self._put_run(run)
+        return run
 
     def next_batch(self, now: float, lease: float, request: str | None = None, uuid: int | None = None) -> Grant | None:
         """The oldest groups that make a batch, held for `lease` seconds; None where none can be made.
@@ -133,16 +125,9 @@ class RolloutQueue:
         if self.run is None:
             raise NotRegistered("Trainer not registered. Call /register first.")
         if uuid is not None and uuid != self.run.uuid:
-            raise LeaseError(
-                409,
-                Problem(
-                    "uuid",
-                    got=str(uuid),
-                    wanted=f"{self.run.uuid}, the trainer that has taken over",
-                    fix="POST /register to take over",
-                ),
-                "taken over",
-            )
+            wanted = f"{self.run.uuid}, the trainer that has taken over"
+            problem = Problem("uuid", got=str(uuid), wanted=wanted, fix="POST /register to take over")
+            raise LeaseError(409, problem, "uuid", "taken over")
         if not self.run.started:
             self._put_run(replace(self.run, started=True))
         if (held := self.leases.of_request(request)) is not None:
@@ -154,7 +139,7 @@ class RolloutQueue:
         groups = self._take(ids)
         self.changes += 1
         self.last_granted = now
-        granted = Lease(self._new_id(), tuple(ids), lease, request, uuid)
+        granted = Lease(secrets.token_hex(8), tuple(ids), lease, request, uuid)
         self._hold(granted, groups, now)
         return Grant(granted, groups)
 
@@ -279,9 +264,9 @@ class RolloutQueue:
             UnknownEnvironment: never registered.
         """
         if not 0 <= env_id < len(self.environments):
-            raise UnknownEnvironment(
-                "never registered", field="env_id", got=env_id, fix="take the id that POST /register-env answers with"
-            )
+            fix = "take the id that POST /register-env answers with"
+            problem = Problem("env_id", got=str(env_id), fix=fix, summary="never registered")
+            raise UnknownEnvironment(404, problem, "env_id")
         return self.environments[env_id]
 
     def offer(
@@ -302,8 +287,6 @@ class RolloutQueue:
             UnknownEnvironment: `env_id` was never registered.
         """
         environment = None if env_id is None else self.hear(env_id, now)
-        if environment is not None:
-            self.last_posted[environment.id] = now
         span = list(versions)
         group = Group(
             self.next_group,
@@ -315,15 +298,15 @@ class RolloutQueue:
             max(span, default=None),
         )
         self.next_group += 1
-        if environment is not None and {size, *self.line.sizes(environment.id)} != {environment.request.group_size}:
-            self.news += 1  # in groups of its usual size, the queue may not have grown by one
+        if environment is not None:
+            self.last_posted[environment.id] = now
+            self.received[environment.id] += 1
+            if {size, *self.line.sizes(environment.id)} != {environment.request.group_size}:
+                self.news += 1  # in groups of its usual size, the queue may not have grown by one
         if environment is None or size >= environment.request.group_size or env_id not in self.alive:
             self._enqueue(group)
             self.journal.put_group(group, "queue")
-            if environment is not None:
-                self.received[environment.id] += 1
             return group, None
-        self.received[environment.id] += 1
         buffer = self.buffers.setdefault(environment.id, [])
         buffer.append(group)
         self._buffered_bytes += group.nbytes
@@ -407,11 +390,7 @@ class RolloutQueue:
         return taken
 
     def _reserves(self, env_id: int | None) -> bool:
-        return (
-            env_id is not None
-            and env_id < len(self.environments)
-            and self.environments[env_id].request.min_batch_allocation is not None
-        )
+        return env_id is not None and self.environments[env_id].request.min_batch_allocation is not None
 
     def _enqueue(self, group: Group) -> None:
         self.line.add(group, self._reserves(group.env_id))

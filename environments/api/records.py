@@ -1,8 +1,8 @@
-"""What the rollout queue remembers, and the journal it is written down in."""
+"""What the rollout queue remembers and refuses, and the journal it is written down in."""
 
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Literal, Protocol
+from typing import Literal
 
 from msgspec import Struct
 
@@ -12,24 +12,36 @@ from grpo_common.errors import Problem, UserError
 Place = Literal["buffer", "queue", "leased"]
 
 
-class UnknownEnvironment(UserError, LookupError):
-    """An env_id that this API has not given out."""
-
-
 class NotRegistered(UserError):
     """A batch was asked for before any trainer registered."""
 
 
-class LeaseError(UserError):
-    """A lease that cannot be had, acknowledged, extended or released.
+class ApiError(UserError):
+    """A request that is refused, with its HTTP status (4xx).
 
-    `status` is the HTTP status for it; `reason` says how the lease ended, where it once was.
+    `key` is that of the request at fault, where it can be named: what the wire calls `field`. `reason` is the end of
+    the lease that the request was about.
     """
 
-    def __init__(self, status: Literal[404, 409], problem: Problem, reason: wire.LeaseEnd | None = None) -> None:
+    def __init__(
+        self, status: int, problem: Problem, key: str | None = None, reason: wire.LeaseEnd | None = None
+    ) -> None:
         super().__init__(**asdict(problem))
         self.status = status
+        self.key = key
         self.reason: wire.LeaseEnd | None = reason
+
+    def response(self) -> wire.ErrorResponse:
+        """The body that the client gets."""
+        return wire.ErrorResponse(detail=str(self), field=self.key, reason=self.reason)
+
+
+class UnknownEnvironment(ApiError, LookupError):
+    """An env_id that this API has not given out."""
+
+
+class LeaseError(ApiError):
+    """A lease that cannot be had, acknowledged, extended or released: unknown (404), or ended (409)."""
 
 
 class Group(Struct, frozen=True):
@@ -107,8 +119,11 @@ class Snapshot(Struct, frozen=True):
     next_group: int
 
 
-class Journal(Protocol):
-    """Where changes are written down. All changes of one call of the queue belong in one transaction."""
+class Journal:
+    """Where changes are written down: nowhere here, for a queue in memory only.
+
+    All changes of one call of the queue belong in one transaction.
+    """
 
     def put_run(self, run: Run) -> None:
         """The run is now this."""
@@ -133,7 +148,3 @@ class Journal(Protocol):
 
     def reset(self) -> None:
         """Everything is gone."""
-
-
-class NoJournal(Journal):
-    """A journal that writes nothing: for a queue in memory only."""

@@ -12,7 +12,7 @@ from statistics import fmean
 from msgspec import Struct
 
 from environments.api import wire
-from environments.api.checks import encode_checked
+from environments.api.checks import Posted
 from environments.api.explain import Explainer
 from environments.api.history import History, Overview
 from environments.api.leases import REMEMBERED_LEASES
@@ -43,7 +43,6 @@ class Served(Struct, frozen=True):
 
     payloads: list[bytes]
     lease: Lease | None
-    expires_in_s: float
     current_step: int
 
 
@@ -105,7 +104,7 @@ class Service:
         """Start or take over the run."""
         run = self.queue.register(trainer)
         log.info("trainer %d registered: batch_size %d, step %d", run.uuid, trainer.batch_size, run.current_step)
-        await self._commit()
+        await self.written()
         return wire.RegisterResponse(uuid=run.uuid)
 
     async def next_batch(
@@ -120,7 +119,7 @@ class Service:
         grant = self.queue.next_batch(self.timer(), lease or PLAIN_LEASE_S, request, uuid)
         if grant is None:
             if not started:
-                await self._commit()
+                await self.written()
             return None
         self.timeline.leased(grant.lease.batch_id, grant.groups, self.timer())
         try:
@@ -133,26 +132,26 @@ class Service:
             self._acknowledge(grant.lease.batch_id, None)
         else:
             self.payloads.leave(grant.lease.groups)
-        await self._commit()
-        return Served(payloads, None if lease is None else grant.lease, grant.lease.seconds, self.step)
+        await self.written()
+        return Served(payloads, None if lease is None else grant.lease, self.step)
 
     async def acknowledge(self, batch_id: str, step: int | None) -> wire.LeaseResponse:
         """The batch is trained (see `RolloutQueue.acknowledge` for what is raised)."""
         self._acknowledge(batch_id, step)
-        await self._commit()
+        await self.written()
         return wire.LeaseResponse(status="acknowledged", current_step=self.step)
 
     async def extend(self, batch_id: str, lease: float, step: int | None = None) -> wire.LeaseResponse:
         """Hold a batch for longer, perhaps one that is trained (see `RolloutQueue.extend`, also for what is raised)."""
         self.queue.extend(batch_id, self.timer(), lease, step)
-        await self._commit()
+        await self.written()
         return wire.LeaseResponse(status="extended", current_step=self.step)
 
     async def release(self, batch_id: str) -> wire.LeaseResponse:
         """Put a batch back at once (raises as `RolloutQueue.release`)."""
         self.queue.release(batch_id)
         self.timeline.ended(batch_id)
-        await self._commit()
+        await self.written()
         return wire.LeaseResponse(status="released", current_step=self.step)
 
     # The environments
@@ -163,7 +162,7 @@ class Service:
         if environment is None or self.queue.run is None:
             return wire.RegisterEnvResponse(status="wait for trainer to start")
         log.info("environment %d registered: %s, groups of %d", environment.id, environment.name, request.group_size)
-        await self._commit()
+        await self.written()
         trainer = self.queue.run.trainer
         return wire.RegisterEnvResponse(
             status="success",
@@ -181,7 +180,7 @@ class Service:
         """The environment is gone (raises UnknownEnvironment)."""
         self.queue.disconnect(env_id)
         log.info("environment %d disconnected", env_id)
-        await self._commit()
+        await self.written()
 
     def status_env(self, env_id: int, *, waits: bool = False) -> wire.StatusEnv:
         """What the environment paces itself by; also its sign of life (raises UnknownEnvironment).
@@ -202,23 +201,18 @@ class Service:
         self.batch_waiters.end()
         self.news_waiters.end()
 
-    def take(
-        self, group: wire.PackedGroup, key: bytes | None = None, payload: bytes | None = None
-    ) -> wire.ScoredDataResponse:
-        """Take a checked group in; answer the client only after `written`.
+    def take(self, posted: Posted, key: bytes | None = None) -> wire.ScoredDataResponse:
+        """Take a group in; answer the client only after `written`.
 
         Args:
             key: names this post: a second one with the same key is answered alike and not kept.
-            payload: the group's bytes (`checks.encode_checked`), where they are at hand.
 
         Raises:
             UnknownEnvironment: its env_id was never given out.
-            InvalidGroup: a free field holds what cannot be kept.
         """
+        group, payload = posted.group, posted.payload
         if group.env_id is not None:
             self.queue.environment(group.env_id)
-        if payload is None:
-            payload = encode_checked(group)
         now = self.clock()
         if key is not None:
             if key in self._posts:
@@ -260,10 +254,6 @@ class Service:
     def evaluations_after(self, number: int) -> wire.Evaluations:
         """Those that the trainer has not seen."""
         return wire.Evaluations(evaluations=[each for each in self.evaluations if each.number > number])
-
-    async def written(self) -> None:
-        """Return when everything taken so far is as safe as this service makes it."""
-        await self._commit()
 
     # The whole
 
@@ -311,7 +301,7 @@ class Service:
         self.evaluations.clear()
         self._posts.clear()
         self._unanswered.clear()
-        await self._commit()
+        await self.written()
 
     async def keep_time(self, every: float = 0.5) -> None:
         """Let leases and silent environments run out, and say in the log what can never be served."""
@@ -333,7 +323,7 @@ class Service:
                 tidied = now
                 self.store.forget_posts(date - REMEMBERED_POSTS_S, date)
                 self.store.forget_leases(REMEMBERED_LEASES)
-            await self._commit()
+            await self.written()
 
     def close(self) -> None:
         """Write what is left and let the files go."""
@@ -356,7 +346,8 @@ class Service:
                 self._unanswered.add(key)
                 store.put_unanswered(key, now + RETRY_WINDOW_S)  # also for a process that starts after another crash
 
-    async def _commit(self) -> None:
+    async def written(self) -> None:
+        """Return when everything taken so far is as safe as this service makes it; then those who wait look again."""
         try:
             if self.store is not None:
                 await self.store.commit()

@@ -14,20 +14,7 @@ class SettingsError(UserError, ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    """How `python -m environments.api` serves.
-
-    Attributes:
-        host, port: where it listens; port 0 takes a free one.
-        store: SQLite file that outlives the process; None keeps everything in memory.
-        run_dir: folder of the run, whose name and report the status page shows.
-        fsync: also survive a power cut (a disk flush per commit).
-        env_timeout: seconds of silence after which an environment loses its reservation.
-        api_key: required as `Authorization: Bearer ...`; needed to listen beyond loopback.
-        max_body_mb: largest request body (MiB), before and after decompression.
-        memory_mb: groups beyond this (MiB) are left on disk.
-        max_queued_mb: refuse posts while this many MiB of groups are queued, in memory and on disk together.
-        cors_origins: web origins whose pages may call the API.
-    """
+    """How `python -m environments.api` serves; its `--help` says what each setting means."""
 
     host: str = "127.0.0.1"
     port: int = 8000

@@ -18,7 +18,7 @@ class Waiters:
 
     def __init__(self) -> None:
         self._change = 0
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._changed = asyncio.Event()
         self.ended = False
 
     def tell(self, change: int) -> None:
@@ -37,17 +37,11 @@ class Waiters:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not self.ended and not ready():
-                    change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                    self._waiting.add(change)
-                    try:
-                        await change
-                    finally:
-                        self._waiting.discard(change)
+                    await self._changed.wait()
 
     def _wake(self) -> None:
-        for change in self._waiting:
-            if not change.done():
-                change.set_result(None)
+        self._changed.set()
+        self._changed = asyncio.Event()  # for who waits after this change
 
 
 async def while_there(request: Request, waiting: Coroutine[Any, Any, None]) -> None:

@@ -10,8 +10,8 @@ A *group* (`ScoredData`) is several answers to one prompt. JSON carries it as li
     advantages, *_logprobs     float32 where that loses nothing, else float64 (their length says which)
     lengths                    tokens in each sequence
 
-`encode_group` / `decode_group` and `encode_batch` / `decode_batch` are the pairs for clients; the bytes of a
-`PackedGroup` may also be read without a copy (`torch.frombuffer`, `numpy.frombuffer`).
+`encode_group`, `decode_group` and `decode_batch` are for clients; the bytes of a `PackedGroup` may also be read
+without a copy (`torch.frombuffer`, `numpy.frombuffer`).
 """
 
 from itertools import accumulate, pairwise
@@ -409,7 +409,7 @@ UNPACKED_FIELDS = _Carried.__struct_fields__
 
 
 def pack(group: ScoredData) -> PackedGroup:
-    """Pack a group; its rows must be as long as its tokens (`environments.api.intake.pack_checked` checks it)."""
+    """Pack a group; its rows must be as long as its tokens (`environments.api.intake` checks it)."""
     return PackedGroup(
         lengths=[len(row) for row in group.tokens],
         tokens=pack_ints(group.tokens),
@@ -453,15 +453,6 @@ def decode_group(body: bytes, content_type: str = MSGPACK) -> ScoredData:
     if is_msgpack(content_type):
         return unpack(decode(body, PackedGroup, content_type))
     return decode(body, ScoredData, content_type)
-
-
-def encode_batch(batch: Batch, content_type: str = MSGPACK) -> bytes:
-    """The answer to GET /batch, for fakes (the server joins the groups that it keeps packed)."""
-    if not is_msgpack(content_type):
-        return encode(batch, content_type)
-    fields = msgspec.structs.asdict(batch)
-    fields["batch"] = None if batch.batch is None else [pack(group) for group in batch.batch]
-    return encode(PackedBatch(**fields), content_type)
 
 
 def decode_batch(body: bytes, content_type: str = MSGPACK) -> Batch:

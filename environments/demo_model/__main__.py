@@ -3,26 +3,9 @@
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from environments.demo_model.folder import DemoModelError, Recipe, claim, finished_before, write_whole
 from environments.released_model import NAME, ReleasedModelError, write_released
-
-
-def build_released(out: Path) -> str:
-    """Write the released model; return the summary line.
-
-    Raises:
-        ReleasedModelError: It cannot be downloaded.
-    """
-    found: list[str] = []
-
-    def write(folder: Path) -> dict[str, Any]:
-        found.append(f"{NAME}, from {write_released(folder)}")
-        return {"released": NAME, "summary": found[0]}
-
-    write_whole(out, write)
-    return found[0]
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -56,7 +39,9 @@ def main(arguments: list[str] | None = None) -> int:
         claim(out, options.force)
         summary = None if options.force else finished_before(out, recipe)
         if summary is None and recipe is None:
-            summary = build_released(out)
+            summary = write_whole(
+                out, lambda folder: {"released": NAME, "summary": f"{NAME}, from {write_released(folder)}"}
+            )
         elif summary is None and recipe is not None:
             from environments.demo_model.model import build
 

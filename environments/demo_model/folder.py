@@ -76,8 +76,8 @@ def replace_folder(new: Path, out: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def write_whole(out: Path, write: Callable[[Path], dict[str, Any]]) -> None:
-    """Have `write` fill a folder and return the content of its marker; then replace `out` by that folder."""
+def write_whole(out: Path, write: Callable[[Path], dict[str, Any]]) -> str:
+    """Have `write` fill a folder and return its marker's content; replace `out` by it. Return the marker's summary."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     try:
@@ -85,5 +85,6 @@ def write_whole(out: Path, write: Callable[[Path], dict[str, Any]]) -> None:
         marker = write(partial)
         (partial / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
         replace_folder(partial, out)
+        return marker["summary"]
     finally:
         shutil.rmtree(partial, ignore_errors=True)

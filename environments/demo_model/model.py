@@ -30,14 +30,6 @@ OUTPUT_GAIN = 5.0
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
-@dataclass(frozen=True, slots=True)
-class WarmUp:
-    """The result of a warm-up: its steps, and the expected accuracy of one sample per held-out problem."""
-
-    steps: int
-    expected_accuracy: float
-
-
 def build_tokenizer() -> Qwen2Tokenizer:
     """Return a fast tokenizer with one token per byte, so one per ASCII character, and a plain chat template.
 
@@ -170,8 +162,8 @@ def sampled_accuracy(
 
 def warm_up(
     model: Qwen2ForCausalLM, train: Examples, held_out: Examples, digits_D: torch.Tensor, recipe: Recipe
-) -> WarmUp:
-    """Train on the answers until the expected accuracy on held-out problems reaches the target.
+) -> int:
+    """Train on the answers until the expected accuracy on held-out problems reaches the target; return the steps.
 
     Raises:
         DemoModelError: The target was not reached within `max_steps`.
@@ -195,7 +187,7 @@ def warm_up(
             seconds = time.monotonic() - started
             print(f"step {step}: loss {loss.item():.3f}, accuracy {accuracy:.1%}, {seconds:.1f} s", flush=True)
         if accuracy >= recipe.target_accuracy:
-            return WarmUp(step, accuracy)
+            return step
     raise DemoModelError(
         field="warm-up",
         got=f"{accuracy:.1%} accuracy after {recipe.max_steps} steps",
@@ -217,13 +209,10 @@ def build(out: Path, recipe: Recipe) -> str:
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, recipe.seed)
     parameters = sum(p.numel() for p in model.parameters())
-    print(
-        f"Qwen2 with {parameters / 1e6:.2f} M parameters, {len(problems.train)} problems to warm up on",
-        flush=True,
-    )
+    print(f"Qwen2 with {parameters / 1e6:.2f} M parameters, {len(problems.train)} problems to warm up on", flush=True)
     train, held_out = (Examples.of(part, tokenizer) for part in (problems.train, problems.held_out))
     digits_D = torch.tensor(tokenizer.convert_tokens_to_ids(list("0123456789")))
-    result = warm_up(model, train, held_out, digits_D, recipe)
+    steps = warm_up(model, train, held_out, digits_D, recipe)
 
     samples = -(-1600 // len(problems.held_out))  # at least 1600 in all: a standard error of about 1 %
     accuracy = sampled_accuracy(model, tokenizer, problems.held_out, samples, recipe.seed)
@@ -231,20 +220,16 @@ def build(out: Path, recipe: Recipe) -> str:
     if not low <= accuracy <= high:
         raise DemoModelError(
             field="sampled accuracy",
-            got=f"{accuracy:.1%} after {result.steps} steps",
+            got=f"{accuracy:.1%} after {steps} steps",
             wanted=f"{low:.0%} to {high:.0%}",
             fix="choose another --seed",
         )
-    summary = (
-        f"sampled accuracy {accuracy:.1%} on {len(problems.held_out)} held-out problems after {result.steps} steps"
-    )
+    summary = f"sampled accuracy {accuracy:.1%} on {len(problems.held_out)} held-out problems after {steps} steps"
 
     def write(folder: Path) -> dict[str, Any]:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        recipe_used = asdict(recipe)
-        return {"recipe": recipe_used, "sampled_accuracy": accuracy, "steps": result.steps, "summary": summary}
+        return {"recipe": asdict(recipe), "sampled_accuracy": accuracy, "steps": steps, "summary": summary}
 
     transformers_logging.disable_progress_bar()
-    write_whole(out, write)
-    return summary
+    return write_whole(out, write)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import uvicorn
@@ -68,12 +69,12 @@ class Rollout:
     def routed_experts(self, tokens: Sequence[int]) -> bytes | None:
         """Return the experts of one branch of the trace; None if a turn has none."""
         turns = sorted(self.routed, key=lambda turn: len(turn.prompt_token_ids))
-        own = [turn for turn in turns if _begins([*tokens], turn.prompt_token_ids + turn.token_ids)]
-        return joined([turn.routed_experts for turn in own])
-
-
-def _begins(tokens: list[int], prefix: list[int]) -> bool:
-    return tokens[: len(prefix)] == prefix
+        own: list[bytes | None] = []
+        for turn in turns:
+            ids = turn.prompt_token_ids + turn.token_ids
+            if [*tokens[: len(ids)]] == ids:
+                own.append(turn.routed_experts)
+        return joined(own)
 
 
 class _SamplingParams(msgspec.Struct):
@@ -105,7 +106,7 @@ class Engine:
         ]
         config = uvicorn.Config(Starlette(routes=routes), host="127.0.0.1", port=0, log_level="warning", lifespan="off")
         self._uvicorn = uvicorn.Server(config)
-        self._uvicorn.capture_signals = _no_signals  # the environment handles signals
+        self._uvicorn.capture_signals = cast("Any", nullcontext)  # the environment handles signals
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
@@ -173,12 +174,6 @@ class Engine:
     async def _models(self, _: Request) -> JSONResponse:
         card = {"id": MODEL, "object": "model", "owned_by": "grpo", "max_model_len": self._max_length - 1}
         return JSONResponse({"object": "list", "data": [card]})
-
-
-def _no_signals() -> Any:
-    from contextlib import nullcontext
-
-    return nullcontext()
 
 
 def _refusal(status: int, message: str) -> JSONResponse:

@@ -218,11 +218,8 @@ def _branch(trace: Any) -> Any | None:
 
 def _is_sound(trace: Any) -> bool:
     """Return whether the trace has tokens of the policy and a score. A trace that ran out of room counts, too."""
-    return _branch(trace) is not None and (trace.ok or trace.is_truncated or _ran_out_of_room(trace))
-
-
-def _ran_out_of_room(trace: Any) -> bool:
-    return bool(trace.errors) and "maximum context length" in trace.errors[-1].message
+    ran_out_of_room = bool(trace.errors) and "maximum context length" in trace.errors[-1].message
+    return _branch(trace) is not None and (trace.ok or trace.is_truncated or ran_out_of_room)
 
 
 def _as_message(message: Any) -> Message:

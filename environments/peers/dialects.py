@@ -14,10 +14,9 @@ https://docs.sglang.ai/basic_usage/native_api.html.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -25,9 +24,11 @@ from environments.peers.http import Peer, PeerError, PeerRefused
 from grpo_common.sampling import bends, cuts
 from vllm_server.protocol import GENERATE_ROUTE, GenerateRequest, GenerateResponse, TokenPrompt
 
-log = logging.getLogger(__name__)
-
 COMPLETIONS_ROUTE = "/v1/completions"
+
+_OURS = "the answer of grpo's server"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +98,6 @@ class Completion:
     routed_experts: bytes | None = None
 
 
-class Dialect(Protocol):
-    """The requests for one kind of server."""
-
-    async def generate(self, peer: Peer, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
-        """Return `n` completions of one prompt; raise as `Peer.request`, and PeerError for an unsound answer."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class GrpoServer:
     """`grpo serve`, which returns policy versions. `model` None: the newest version."""
@@ -118,16 +111,8 @@ class GrpoServer:
         request = GenerateRequest(
             prompt=TokenPrompt(prompt_token_ids), model=self.model, sampling=wanted, sampling_masks=masks
         )
-        response = await peer.request("POST", GENERATE_ROUTE, json=request.to_body())
-        try:
-            answer = msgspec.json.decode(response.content, type=GenerateResponse)
-        except msgspec.DecodeError as error:
-            raise PeerError(
-                field=_route(peer, GENERATE_ROUTE),
-                got=error,
-                wanted="the answer of grpo's server",
-                fix="start the server with `grpo serve`, or detect its kind with --openai.server_type auto",
-            ) from None
+        fix = "start the server with `grpo serve`, or detect its kind with --openai.server_type auto"
+        answer, _ = await _post(peer, GENERATE_ROUTE, request.to_body(), GenerateResponse, _OURS, fix)
         if answer.logprobs is None or not len(answer.token_ids) == len(answer.logprobs) == n:
             got = "no logprobs" if answer.logprobs is None else f"{len(answer.token_ids)} completions"
             raise PeerError(field=_route(peer, GENERATE_ROUTE), got=got, wanted=f"logprobs of {n} completions")
@@ -157,12 +142,8 @@ class GrpoServer:
         """Return the likeliest tokens at each position of a sequence."""
         sampling = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top_k}
         request = GenerateRequest(prompt=TokenPrompt(token_ids), model=self.model, sampling=sampling)
-        response = await peer.request("POST", GENERATE_ROUTE, json=request.to_body())
-        try:
-            return msgspec.json.decode(response.content, type=GenerateResponse).prompt_logprobs or []
-        except msgspec.DecodeError as error:
-            field = _route(peer, GENERATE_ROUTE)
-            raise PeerError(field=field, got=error, wanted="the answer of grpo's server") from None
+        answer, _ = await _post(peer, GENERATE_ROUTE, request.to_body(), GenerateResponse, _OURS)
+        return answer.prompt_logprobs or []
 
 
 def _sampled_logprobs(peer: Peer, token_ids: list[int], positions: list[list[dict[int, float]]]) -> list[float]:
@@ -202,14 +183,8 @@ class CompletionsServer:
     async def generate(self, peer: Peer, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
         """Use `POST /v1/completions`, with the prompt as ids."""
         body = {"model": self.model, "prompt": prompt_token_ids, "n": n, "logprobs": 0, "return_token_ids": True}
-        response = await peer.request("POST", COMPLETIONS_ROUTE, json=body | sampling.to_body())
-        try:
-            choices = msgspec.json.decode(response.content, type=_Completions).choices
-        except msgspec.DecodeError as error:
-            raise PeerError(field=_route(peer, COMPLETIONS_ROUTE), got=error, wanted="OpenAI's completions") from None
-        if len(choices) != n:
-            raise _wrong_number(peer, COMPLETIONS_ROUTE, len(choices), n)
-        version = response.headers.get("x-policy-version")
+        choices, headers = await self._choices(peer, body | sampling.to_body(), n)
+        version = headers.get("x-policy-version")
         return [
             Completion(
                 prompt_token_ids=choice.prompt_token_ids or prompt_token_ids,
@@ -227,15 +202,17 @@ class CompletionsServer:
     async def prompt_logprobs(self, peer: Peer, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
         """Return the likeliest tokens at each position of a sequence, by vLLM's `prompt_logprobs`."""
         body = {"model": self.model, "prompt": token_ids, "max_tokens": 1, "prompt_logprobs": top_k}
-        response = await peer.request("POST", COMPLETIONS_ROUTE, json=body)
-        try:
-            (choice,) = msgspec.json.decode(response.content, type=_Completions).choices
-        except (msgspec.DecodeError, ValueError) as error:
-            raise PeerError(field=_route(peer, COMPLETIONS_ROUTE), got=error, wanted="OpenAI's completions") from None
+        (choice,), _ = await self._choices(peer, body, 1)
         return [
             None if position is None else {token: entry.logprob for token, entry in position.items()}
             for position in choice.prompt_logprobs or []
         ]
+
+    async def _choices(self, peer: Peer, body: dict[str, Any], n: int) -> tuple[list[_Choice], Mapping[str, str]]:
+        answer, headers = await _post(peer, COMPLETIONS_ROUTE, body, _Completions, "OpenAI's completions")
+        if len(answer.choices) != n:
+            raise _wrong_number(peer, COMPLETIONS_ROUTE, len(answer.choices), n)
+        return answer.choices, headers
 
 
 def _choice_logprobs(peer: Peer, choice: _Choice) -> list[float]:
@@ -272,11 +249,8 @@ class SglangServer:
         params = sampling.to_body() | {"n": n, "skip_special_tokens": False}
         params["max_new_tokens"] = params.pop("max_tokens")
         body = {"input_ids": prompt_token_ids, "sampling_params": params, "return_logprob": True}
-        response = await peer.request("POST", GENERATE_ROUTE, json=body)
-        try:
-            decoded = msgspec.json.decode(response.content, type=_SglangAnswer | list[_SglangAnswer])
-        except msgspec.DecodeError as error:
-            raise PeerError(field=_route(peer, GENERATE_ROUTE), got=error, wanted="SGLang's answer") from None
+        answer_type: Any = _SglangAnswer | list[_SglangAnswer]
+        decoded, _ = await _post(peer, GENERATE_ROUTE, body, answer_type, "SGLang's answer")
         answers = decoded if isinstance(decoded, list) else [decoded]
         if len(answers) != n:
             raise _wrong_number(peer, GENERATE_ROUTE, len(answers), n)
@@ -299,6 +273,10 @@ def _of_sglang(peer: Peer, answer: _SglangAnswer, prompt_token_ids: list[int], s
         temperature=sampling.temperature,
         cuts=sampling.cuts,
     )
+
+
+Dialect = GrpoServer | CompletionsServer | SglangServer
+"""The requests for one kind of server; `generate` raises as `Peer.request`, and PeerError for an unsound answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,6 +320,17 @@ async def find_dialect(peer: Peer, model: str | None) -> Found:
         wanted="one at /bridge/info (grpo's server), /model_info (SGLang) or /v1/models (vLLM, OpenAI-compatible)",
         fix="check the port",
     )
+
+
+async def _post(
+    peer: Peer, path: str, body: dict[str, Any], answer_type: type[T], wanted: str, fix: str = ""
+) -> tuple[T, Mapping[str, str]]:
+    """Return the answer to a request, and its headers; `wanted` and `fix` are those of the error for another answer."""
+    response = await peer.request("POST", path, json=body)
+    try:
+        return msgspec.json.decode(response.content, type=answer_type), response.headers
+    except msgspec.DecodeError as error:
+        raise PeerError(field=_route(peer, path), got=error, wanted=wanted, fix=fix) from None
 
 
 def _route(peer: Peer, path: str) -> str:

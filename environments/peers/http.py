@@ -110,7 +110,19 @@ class Peer:
         """
         if json is not None:
             content, headers = msgspec.json.encode(json), {**_JSON, **(headers or {})}
-        answer = await self._patient(method, path, content, headers, self.patience if patience is None else patience)
+        patience = self.patience if patience is None else patience
+        retrying = AsyncRetrying(
+            retry=retry_if_exception_type(_Trouble),
+            stop=stop_after_delay(patience),
+            wait=wait_exponential(multiplier=_FIRST_PAUSE_S, max=_LONGEST_PAUSE_S) + wait_random(0.0, _SPREAD_S),
+            before_sleep=partial(self._say_waiting, patience),
+            reraise=True,
+        )
+        try:
+            answer = await retrying(self._attempt, method, path, content, headers)
+        except _Trouble as trouble:
+            field = f"{self.name} at {self.url}"
+            raise PeerGone(f"not done within {patience:.0f} s", field=field, got=trouble) from None
         if self._away_since is not None:
             log.info("%s is back after %.0f s", self.name, time.monotonic() - self._away_since)
             self._away_since = None
@@ -130,22 +142,6 @@ class Peer:
         http, self._http = self._http, None
         if http is not None:
             await http.close()
-
-    async def _patient(
-        self, method: str, path: str, content: bytes | None, headers: Mapping[str, str] | None, patience: float
-    ) -> Answer:
-        retrying = AsyncRetrying(
-            retry=retry_if_exception_type(_Trouble),
-            stop=stop_after_delay(patience),
-            wait=wait_exponential(multiplier=_FIRST_PAUSE_S, max=_LONGEST_PAUSE_S) + wait_random(0.0, _SPREAD_S),
-            before_sleep=partial(self._say_waiting, patience),
-            reraise=True,
-        )
-        try:
-            return await retrying(self._attempt, method, path, content, headers)
-        except _Trouble as trouble:
-            field = f"{self.name} at {self.url}"
-            raise PeerGone(f"not done within {patience:.0f} s", field=field, got=trouble) from None
 
     async def _attempt(
         self, method: str, path: str, content: bytes | None, headers: Mapping[str, str] | None

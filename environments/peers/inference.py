@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from typing import Protocol
 
 from environments.config import ConfigError, ServerConfig
@@ -21,7 +20,7 @@ from environments.peers.dialects import (
 from environments.peers.http import Peer
 from grpo_common.trace import stage
 
-__all__ = ["Completion", "Inference", "InferenceClient", "Sampling", "inference"]
+__all__ = ["Completion", "Inference", "InferenceClient", "Sampling"]
 
 log = logging.getLogger(__name__)
 
@@ -44,47 +43,10 @@ class Inference(Protocol):
         ...
 
 
-def inference(config: ServerConfig, *, patience: float) -> Inference:
-    """Return the client of the servers in `--openai.base_url`."""
-    clients = [InferenceClient(each, patience=patience) for each in config.each]
-    return clients[0] if len(clients) == 1 else InferenceServers(clients)
-
-
-class InferenceServers:
-    """Several servers with the same policy: each request goes to the one with the fewest completions in flight.
-
-    Requests to a server that is away stay in flight, so it gets few new ones.
-    """
-
-    def __init__(self, clients: Sequence[Inference]) -> None:
-        self._clients = tuple(clients)
-        self._under_way = [0] * len(clients)
-
-    async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
-        chosen = self._under_way.index(min(self._under_way))
-        self._under_way[chosen] += n
-        try:
-            return await self._clients[chosen].generate(prompt_token_ids, n, sampling)
-        finally:
-            self._under_way[chosen] -= n
-
-    async def prompt_logprobs(self, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
-        return await self._clients[0].prompt_logprobs(token_ids, top_k)
-
-    async def close(self) -> None:
-        await asyncio.gather(*(client.close() for client in self._clients))
-
-
 class InferenceClient:
     """Client of an inference server of any kind (`environments.peers.dialects`)."""
 
-    def __init__(
-        self,
-        config: ServerConfig,
-        *,
-        patience: float,
-        name: str = "the inference server",
-    ) -> None:
+    def __init__(self, config: ServerConfig, *, patience: float, name: str = "the inference server") -> None:
         """`patience`: seconds that the server may be away. `base_url` may end in ``/v1``, as for OpenAI's clients.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The inference servers of a run as environments see them: servers leave and join while requests are in flight."""
+"""Several inference servers with the same policy: servers may leave and join while requests are in flight."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from environments.config import ServerConfig
 from environments.peers.http import PeerGone
-from environments.peers.inference import Completion, Inference, InferenceClient, Sampling, inference
+from environments.peers.inference import Completion, Inference, InferenceClient, Sampling
 from grpo_common.roster import in_use
 
 log = logging.getLogger(__name__)
@@ -26,56 +25,35 @@ SAY_AFTER_S = 10.0
 
 def servers(config: ServerConfig, *, patience: float) -> Inference:
     """Return the client of the servers in a run's list, or else of those in `--openai.base_url`."""
-    if config.roster is None:
-        return inference(config, patience=patience)
-    return ListedServers(config, config.roster, patience=patience)
+    if config.roster is None and "," not in config.base_url:
+        return InferenceClient(config, patience=patience)
+    return ListedServers(config, patience=patience)
 
 
-class _ServerLeftError(Exception):
-    """The server left while it was asked."""
-
-
+@dataclass(slots=True)
 class _Server:
     """A server of the list.
 
     Attributes:
         under_way: completions in flight.
-        left: done once the server has left the list.
+        requests: requests in flight; each ends if its limit is set to now.
     """
 
-    def __init__(self, boot: int, client: Inference) -> None:
-        self.boot = boot
-        self.client = client
-        self.under_way = 0
-        self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    async def ask(self, request: Coroutine[Any, Any, T]) -> T:
-        """Return the answer of a request.
-
-        Raises:
-            _ServerLeftError: the server left before it answered; the request is cancelled.
-        """
-        asked = asyncio.ensure_future(request)
-        try:
-            await asyncio.wait({asked, self.left}, return_when=asyncio.FIRST_COMPLETED)
-            if not asked.done():
-                raise _ServerLeftError
-            return asked.result()
-        finally:
-            if not asked.done():
-                asked.cancel()
-                with suppress(asyncio.CancelledError, Exception):  # nobody needs this answer any more
-                    await asked
+    boot: int
+    client: Inference
+    under_way: int = 0
+    requests: set[asyncio.Timeout] = field(default_factory=set)
 
 
 class ListedServers:
-    """The servers of a run, each request at the one with the fewest completions in flight.
+    """Each request goes to the server with the fewest completions in flight.
 
-    A request to a server that leaves is asked again at another one. While the list is empty, requests wait.
+    Requests to a server that is away stay in flight, so it gets few new ones. A request to a server that leaves the
+    list is asked again at another one. While the list is empty, requests wait.
 
     Args:
-        config: settings of every server; its `base_url` is not used.
-        folder: the run's folder of servers (`grpo_common.roster`).
+        config: settings of every server. Its `roster` is the run's folder of servers (`grpo_common.roster`); without
+            it, the servers are those of its `base_url`, and none leaves or joins.
         patience: seconds that the list may be empty.
         connect: makes the client of one server.
     """
@@ -83,13 +61,11 @@ class ListedServers:
     def __init__(
         self,
         config: ServerConfig,
-        folder: Path,
         *,
         patience: float,
         connect: Callable[[ServerConfig], Inference] | None = None,
     ) -> None:
         self._config = config
-        self._folder = folder
         self._patience = patience
         self._connect = connect or (lambda config: InferenceClient(config, patience=patience))
         self._servers: dict[str, _Server] = {}
@@ -114,12 +90,17 @@ class ListedServers:
         while True:
             server = await self._chosen()
             server.under_way += n
+            limit = asyncio.timeout(None)
             try:
-                return await server.ask(ask(server.client))
-            except _ServerLeftError:
-                continue
+                async with limit:
+                    server.requests.add(limit)
+                    return await ask(server.client)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
             finally:
                 server.under_way -= n
+                server.requests.discard(limit)
 
     async def _chosen(self) -> _Server:
         """Return the server with the fewest completions in flight; wait for one if there is none.
@@ -134,12 +115,11 @@ class ListedServers:
         while not self._servers:
             waited = time.monotonic() - since
             if waited > self._patience:
-                raise PeerGone(
-                    f"none within {self._patience:.0f} s", field=f"inference servers in {self._folder}", got="no server"
-                )
+                field = f"inference servers in {self._config.roster}"
+                raise PeerGone(f"none within {self._patience:.0f} s", field=field, got="no server")
             if waited > SAY_AFTER_S and not said:
                 said = True
-                log.info("waiting for an inference server in %s (%.0f s so far)", self._folder, waited)
+                log.info("waiting for an inference server in %s (%.0f s so far)", self._config.roster, waited)
             await asyncio.sleep(POLL_S)
         return min(self._servers.values(), key=lambda server: server.under_way)
 
@@ -150,17 +130,19 @@ class ListedServers:
 
     def _look(self) -> None:
         """Compare the servers with the list: end the requests of those that left, and open those that came."""
-        listed = in_use(self._folder)
+        named = self._config.base_url.split(",")
+        listed = in_use(self._config.roster) if self._config.roster else dict.fromkeys(named, 0)
         for url, server in list(self._servers.items()):
             if listed.get(url) != server.boot:
                 del self._servers[url]
                 log.info("inference server %s left; its %d completions are asked for elsewhere", url, server.under_way)
-                server.left.set_result(None)
+                for limit in server.requests:
+                    limit.reschedule(asyncio.get_running_loop().time())
                 closing = asyncio.create_task(server.client.close())
                 self._closing.add(closing)
                 closing.add_done_callback(self._closing.discard)
-        for url in listed.keys() - self._servers.keys():
-            log.info("inference server %s serves", url)
-            self._servers[url] = _Server(
-                listed[url], self._connect(self._config.model_copy(update={"base_url": f"{url}/v1"}))
-            )
+        for url, boot in listed.items():
+            if url not in self._servers:
+                log.info("inference server %s serves", url)
+                client = self._connect(self._config.model_copy(update={"base_url": url}))
+                self._servers[url] = _Server(boot, client)

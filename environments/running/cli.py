@@ -12,7 +12,6 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from environments.peers.rollout_api import RolloutApi
 from environments.peers.roster import servers
 from environments.running.files import JsonlFile
 from environments.running.groups_page import groups_page
-from environments.running.runner import LOSSES, LOST_IN_A_ROW, EnvironmentFailed, serve, unfit
+from environments.running.runner import LOSSES, LOST_IN_A_ROW, EnvironmentFailed, serve, unfit, until
 from environments.scoring import ScoreTimeout, allow_interrupts
 from environments.tokenizers import load_tokenizer
 
@@ -109,10 +108,10 @@ async def _command(command: str, env_cls: type[BaseEnv[Any, Any]], settings: Set
                 await serve(env, api, stop)
             finally:
                 await api.close()
-        elif isinstance(settings, ProcessSettings):
-            await _until(stop, process(env, settings.groups))
         else:
-            await _until(stop, evaluate(env))
+            work = process(env, settings.groups) if isinstance(settings, ProcessSettings) else evaluate(env)
+            if not await until(stop, work):
+                raise PeerError("stopped before it was done")
     finally:
         await env.close()
         await server.close()
@@ -138,20 +137,6 @@ def _stop_on_signals(stop: asyncio.Event, status: int) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
-
-
-async def _until(stop: asyncio.Event, work: Any) -> None:
-    """Do the work, unless `stop` is set before it is done."""
-    task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
-    await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-    if task.done():
-        task.result()
-        return
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
-    raise PeerError("stopped before it was done")
 
 
 async def process(env: BaseEnv[Any, Any], groups: int) -> None:

@@ -73,19 +73,24 @@ async def serve(env: BaseEnv[Any, Any], api: RolloutApi, stop: asyncio.Event) ->
         ConfigError: The settings do not fit the trainer's.
         PeerError: The API or the server is gone or refuses, or the environment fails for every item.
     """
-    work = asyncio.create_task(Runner(env, api).run())
-    stopped = asyncio.create_task(stop.wait())
+    await until(stop, Runner(env, api).run())
+
+
+async def until(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Do the work, unless `stop` is set before it is done; return whether it was done."""
+    task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
-        await asyncio.wait({work, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
     finally:  # also after an interrupt: the environment disconnects before its connections close
         stopped.cancel()
-        if not work.done():
+        if not task.done():
             log.info("stop requested")
-            if not work.cancelling():
-                work.cancel()
-            await asyncio.wait({work})
-    if not work.cancelled():
-        work.result()
+            if not task.cancelling():
+                task.cancel()
+            await asyncio.wait({task})
+    if not task.cancelled():
+        task.result()
+    return not task.cancelled()
 
 
 class Runner:
@@ -118,21 +123,25 @@ class Runner:
         try:
             await self.env.setup()
             self._registration = await self._register()
-            self._restore(self._registration)
+            self._restore()
             self.reporter = Reporter(self._registration.name, await self._sinks(self._registration.name))
             await self._work()
         finally:
             await self._leave()
 
+    @property
+    def registration(self) -> Registration:
+        """The latest registration; the work begins after the first."""
+        assert self._registration is not None, "not registered yet"
+        return self._registration
+
     async def _register(self) -> Registration:
-        answer = await self.api.register(self.env.name)
         said_at = float("-inf")
-        while answer.status != "success":
+        while (answer := await self.api.register(self.env.name)).status != "success":
             if time.monotonic() - said_at >= SAY_WAITING_EVERY_S:
                 said_at = time.monotonic()
                 log.info("%s: the rollout API answers, waiting for the trainer", self.env.name)
             await asyncio.sleep(REGISTER_AGAIN_S)
-            answer = await self.api.register(self.env.name)
         info = await self.api.info()
         if answer.env_id is None or info.batch_size < 1:
             raise PeerError(
@@ -178,21 +187,21 @@ class Runner:
             sinks.append(await asyncio.to_thread(open_wandb, self.config, name, await self.api.wandb_info()))
         return sinks
 
-    def _state_files(self, registration: Registration) -> StateFiles | None:
+    def _state_files(self) -> StateFiles | None:
         """Return the state files, in the folder of the settings or else in the trainer's checkpoints, if visible."""
-        folder = self.config.state_dir
-        if folder is None and registration.checkpoint_dir and Path(registration.checkpoint_dir).is_dir():
-            folder = Path(registration.checkpoint_dir) / FOLDER
+        folder, checkpoints = self.config.state_dir, self.registration.checkpoint_dir
+        if folder is None and checkpoints and Path(checkpoints).is_dir():
+            folder = Path(checkpoints) / FOLDER
         return StateFiles(folder, self.config.wandb_name or self.env.name) if folder else None
 
-    def _restore(self, registration: Registration) -> None:
+    def _restore(self) -> None:
         """Restore the state of a resumed run."""
-        files = self._state_files(registration)
-        if files and registration.first_step and (state := files.newest(registration.first_step)) is not None:
+        files, step = self._state_files(), self.registration.first_step
+        if files and step and (state := files.newest(step)) is not None:
             self.env.restore(state)
 
     def _save_state(self, step: int) -> None:
-        files = self._state_files(self._registration) if self._registration else None
+        files = self._state_files()
         if files and (state := self.env.state()):
             files.save(step, state)
 
@@ -206,9 +215,8 @@ class Runner:
         """Start the groups that there is room for; return whether there is nothing left to do."""
         self._woken.clear()
         in_flight = self._in_flight()
-        status = await self._status()
-        registration = self._registration
-        if status is None or registration is None:
+        status, registration = await self._status(), self.registration
+        if status is None:
             self._woken.set()
             return False
         self._notice(status)
@@ -230,13 +238,13 @@ class Runner:
 
     async def _until_news(self) -> None:
         """Wait until the API reports a change, or a group here has been posted, dropped or lost."""
-        if self._woken.is_set() or self._seen is None or self._registration is None:
+        if self._woken.is_set() or self._seen is None:
             return
         if self._seen.seen is None:  # an API that answers at once
             await asyncio.sleep(POLL_S)
             return
         if self._news is None:
-            asked = self.api.status(self._registration.env_id, wait=WAIT_S, seen=self._seen.seen)
+            asked = self.api.status(self.registration.env_id, wait=WAIT_S, seen=self._seen.seen)
             self._news = asyncio.create_task(asked)
         woken = asyncio.create_task(self._woken.wait())
         await asyncio.wait({self._news, woken}, return_when=asyncio.FIRST_COMPLETED)
@@ -252,9 +260,8 @@ class Runner:
 
     async def _status(self) -> wire.StatusEnv | None:
         """Return the API's status, or None if the environment had to register again first."""
-        assert self._registration is not None, "the work begins after the registration"
         try:
-            return await self.api.status(self._registration.env_id)
+            return await self.api.status(self.registration.env_id)
         except NotRegistered:
             log.warning("the rollout API was restarted: registering again")
             self._registration = await self._register()
@@ -282,10 +289,10 @@ class Runner:
             return
         self.env.curr_step = status.current_step
         self.reporter.end_step(status.current_step, self.env.measures.take())
-        interval = self._registration.checkpoint_interval if self._registration else 0
+        interval = self.registration.checkpoint_interval
         if interval and status.current_step // interval > before.current_step // interval:
             self._save_state(status.current_step)
-        every = self.config.steps_per_eval or (self._registration.eval_every if self._registration else 0)
+        every = self.config.steps_per_eval or self.registration.eval_every
         due = every and status.current_step // every > before.current_step // every
         if due and (self._evaluation is None or self._evaluation.done()):
             self._evaluation = asyncio.create_task(self._evaluate(status.current_step))
@@ -296,8 +303,7 @@ class Runner:
             metrics = await self.env.evaluate()
             log.info("evaluation at step %d: %s", step, ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
             self.reporter.record(step, {f"eval/{key}": value for key, value in metrics.items()})
-            if self._registration is not None:
-                await self.api.post_evaluation(self._registration.env_id, step, metrics)
+            await self.api.post_evaluation(self.registration.env_id, step, metrics)
         except Exception:
             log.exception("the evaluation at step %d failed; training and later evaluations continue", step)
 
@@ -318,12 +324,11 @@ class Runner:
             log.exception("%s failed for %.200r", self.env.name, item)
             self._lose("failed", repr(error), said=True)
             return
-        assert self._registration is not None, "groups are collected after the registration"
         if group is None:
             self._drop("came to nothing")
             return
         self._running.add([trained_tokens(mask) for mask in group.masks])
-        if (reason := unfit(group, self.config, self._registration.max_token_len)) == ALL_EQUAL:
+        if (reason := unfit(group, self.config, self.registration.max_token_len)) == ALL_EQUAL:
             self._drop(reason)  # the task may be too easy or too hard, but the environment works
         elif reason is not None:
             self._lose(reason, f"a group of {self.env.name} is not sent: {reason}")
@@ -334,8 +339,7 @@ class Runner:
 
     async def _post(self, group: wire.ScoredData) -> None:
         while True:
-            registration = self._registration
-            assert registration is not None, "groups are posted after the registration"
+            registration = self.registration
             try:
                 with stage("post", versions=group.policy_versions):
                     await self.api.post(msgspec.structs.replace(group, env_id=registration.env_id))
@@ -396,7 +400,7 @@ class Runner:
         if unsent:
             log.warning("%d scored groups could not be posted", len(unsent))
         if self._registration is not None:
-            await self._take_leave(self._registration)
+            await self._take_leave()
         if self.reporter.tally.groups or self.reporter.tally.dropped:
             self.reporter.tally.measures = self.env.measures.take()
             log.info("since the last step: %s", self.reporter.tally.line())
@@ -404,18 +408,18 @@ class Runner:
         if self._file:
             self._file.close()
 
-    async def _take_leave(self, registration: Registration) -> None:
+    async def _take_leave(self) -> None:
         """Save the state at the trainer's current step, which may be newer than the last status, and disconnect."""
         status = self._seen
         try:
             async with asyncio.timeout(GOODBYE_S / 2):
-                status = await self.api.status(registration.env_id)
+                status = await self.api.status(self.registration.env_id)
         except (PeerError, TimeoutError):
             log.info("disconnecting; the trainer's last known step is %s", status.current_step if status else "none")
         if status is not None:
             self._save_state(status.current_step)
         try:
             async with asyncio.timeout(GOODBYE_S):
-                await self.api.disconnect(registration.env_id, patience=GOODBYE_S / 2)
+                await self.api.disconnect(self.registration.env_id, patience=GOODBYE_S / 2)
         except (PeerError, TimeoutError) as error:
             log.info("could not disconnect from the rollout API: %s", error or "no answer")

@@ -16,7 +16,8 @@ import httpx
 import pytest
 
 from environments.api import wire
-from tests.rollout_api import ServerProcess, free_port, running_server
+from tests.processes import free_port
+from tests.rollout_api import ServerProcess, running_server
 
 TRAINER: dict[str, Any] = {
     "wandb_group": "g",

@@ -20,8 +20,8 @@ from environments.config import BaseEnvConfig
 from environments.peers.http import PeerGone
 from environments.peers.rollout_api import RolloutApi
 from tests.contract.test_rollout_api import ENV, TRAINER, start_run
-from tests.processes import answers, running, wait_for
-from tests.rollout_api import free_port, running_server
+from tests.processes import answers, free_port, running, wait_for
+from tests.rollout_api import running_server
 
 TOKENS = 8192
 GROUP = wire.ScoredData(tokens=[[7] * TOKENS] * 2, masks=[[7] * TOKENS] * 2, scores=[0.0, 1.0])

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.rollout_api import free_port
+from tests.processes import free_port
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 NEEDS_BROWSER = pytest.mark.skipif(

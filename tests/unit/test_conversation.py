@@ -13,7 +13,7 @@ import pytest
 from transformers import Qwen2Tokenizer
 
 from environments.api import wire
-from environments.api.intake import pack_checked
+from environments.api.intake import read_one
 from environments.config import ConfigError
 from environments.conversation import Conversation
 from environments.demo_model.model import build_tokenizer
@@ -283,4 +283,4 @@ def test_groups_of_conversations_are_sound_on_the_wire(tokenizer: Qwen2Tokenizer
     made = talk(tokenizer, "one" + END, "two" + END)
     made.reward(0.5)
     group = scored_group([made.trajectory(1.0), talk(tokenizer, "a" + END).trajectory(0.0)])
-    assert wire.unpack(pack_checked(group)).masks == group.masks
+    assert wire.unpack(read_one(wire.encode(group), wire.JSON).group).masks == group.masks

@@ -19,28 +19,18 @@ from environments.api.settings import Settings
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig
 from environments.items import Shuffled
-from environments.peers.rollout_api import RolloutApi
 from environments.running import cli
 from environments.running.groups_page import groups_page
 from environments.running.pace import InFlight, Registration, groups_to_start
-from environments.running.runner import EnvironmentFailed, serve
+from environments.running.runner import EnvironmentFailed
 from environments.running.state import StateFiles
-from tests.stand_ins import LocalApi, local_api
+from tests.stand_ins import local_api, registration, serving, trained
 
 STEPS = 8
 
 
 def trainer(folder: Path, starting_step: int = 0) -> wire.Register:
-    return wire.Register(
-        wandb_group="group",
-        wandb_project="project",
-        batch_size=16,
-        max_token_len=16,
-        checkpoint_dir=str(folder),
-        save_checkpoint_interval=3,
-        starting_step=starting_step,
-        num_steps=STEPS,
-    )
+    return registration(16, checkpoint_dir=str(folder), starting_step=starting_step, num_steps=STEPS)
 
 
 class Numbers(BaseEnv[int]):
@@ -77,28 +67,9 @@ class Stuck(Numbers):
         return await super().get_next_item()
 
 
-async def serving(env: Numbers, served: Service | LocalApi, stop: asyncio.Event | None = None) -> None:
-    if isinstance(served, Service):
-        async with local_api(served) as local:
-            return await serving(env, local, stop)
-    api = RolloutApi(env.config.model_copy(update={"rollout_server_url": served.url}))
-    try:
-        return await serve(env, api, stop or asyncio.Event())
-    finally:
-        await api.close()
-
-
 async def train(service: Service, steps: int) -> list[Counter[int]]:
     """How many groups of each mark each batch had."""
-    mixtures = []
-    for _ in range(steps):
-        while (served := await service.next_batch(lease=60.0)) is None:
-            await asyncio.sleep(0.01)
-        groups = [wire.unpack(wire.decode(payload, wire.PackedGroup, wire.MSGPACK)) for payload in served.payloads]
-        mixtures.append(Counter(group.tokens[0][1] for group in groups))
-        assert served.lease is not None
-        await service.acknowledge(served.lease.batch_id, None)
-    return mixtures
+    return [Counter(group.tokens[0][1] for group in groups) for groups in await trained(service, steps)]
 
 
 def test_batches_are_mixed_by_weight_however_fast_each_environment_is(tmp_path: Path) -> None:

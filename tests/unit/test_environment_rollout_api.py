@@ -18,20 +18,11 @@ from environments.api.settings import Settings
 from environments.config import BaseEnvConfig
 from environments.peers.http import PeerError, PeerRefused
 from environments.peers.rollout_api import NotRegistered, RolloutApi
-from tests.stand_ins import Asked, Reply, answering, local_api
+from tests.stand_ins import Asked, Reply, answering, local_api, registration
 
 WAIT = "wait for trainer to start"  # as the original protocol has it
 CONFIG = BaseEnvConfig(tokenizer_name="model", group_size=2, retry_timeout=5.0)
-TRAINER = wire.Register(
-    wandb_group="group",
-    wandb_project="project",
-    batch_size=4,
-    max_token_len=64,
-    checkpoint_dir="checkpoints",
-    save_checkpoint_interval=3,
-    starting_step=0,
-    num_steps=10,
-)
+TRAINER = registration(4, max_token_len=64, num_steps=10)
 GROUP = wire.ScoredData(
     tokens=[[1, 2, 3], [1, 2]],
     masks=[[-100, 2, 3], [-100, 2]],

@@ -14,22 +14,12 @@ from environments.api.service import Service
 from environments.api.settings import Settings
 from environments.base import BaseEnv
 from environments.config import BaseEnvConfig, ConfigError, PromptTooLong
-from environments.peers.rollout_api import RolloutApi
 from environments.running import runner
-from environments.running.runner import EnvironmentFailed, serve, unfit
+from environments.running.runner import EnvironmentFailed, unfit
 from environments.scoring import ScoreTimeout
-from tests.stand_ins import LocalApi, local_api
+from tests.stand_ins import local_api, registration, serving, trained
 
-TRAINER = wire.Register(
-    wandb_group="group",
-    wandb_project="project",
-    batch_size=8,
-    max_token_len=16,
-    checkpoint_dir="checkpoints",
-    save_checkpoint_interval=3,
-    starting_step=0,
-    num_steps=3,
-)
+TRAINER = registration(8)
 
 
 def config(**changes: Any) -> BaseEnvConfig:
@@ -101,17 +91,6 @@ async def started(trainer: wire.Register = TRAINER) -> Service:
     return service
 
 
-async def serving(env: Sums, served: Service | LocalApi, stop: asyncio.Event) -> None:
-    if isinstance(served, Service):
-        async with local_api(served) as local:
-            return await serving(env, local, stop)
-    api = RolloutApi(env.config.model_copy(update={"rollout_server_url": served.url}))
-    try:
-        return await serve(env, api, stop)
-    finally:
-        await api.close()
-
-
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not condition():
@@ -119,18 +98,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def train(service: Service, steps: int, environment: asyncio.Task[None] | None = None) -> list[list[int]]:
-    """A trainer: takes and acknowledges batches; returns their policy versions. Raises what ends the environment."""
-    taken = []
-    for _ in range(steps):
-        while (served := await service.next_batch(lease=60.0)) is None:
-            await asyncio.sleep(0.01)
-            if environment is not None and environment.done():
-                environment.result()
-        groups = [wire.unpack(wire.decode(payload, wire.PackedGroup, wire.MSGPACK)) for payload in served.payloads]
-        taken.append([versions[0] for one in groups if (versions := one.policy_versions)])
-        assert served.lease is not None
-        await service.acknowledge(served.lease.batch_id, None)
-    return taken
+    """Policy versions of the batches that were trained on."""
+    batches = await trained(service, steps, environment)
+    return [[versions[0] for one in groups if (versions := one.policy_versions)] for groups in batches]
 
 
 def test_it_delivers_until_the_trainer_has_done_its_steps(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from environments.config import ServerConfig
-from environments.peers.http import PeerError, PeerRefused
-from environments.peers.inference import Completion, InferenceClient, InferenceServers, Sampling, inference
+from environments.peers.http import PeerError
+from environments.peers.inference import Completion, InferenceClient, Sampling
 from tests.stand_ins import Asked, Reply, answering
 
 ANSWER: dict[str, Any] = {
@@ -96,78 +95,3 @@ def test_an_answer_that_is_not_sound_is_refused(change: dict[str, Any], parts: d
         generate([ANSWER | change], Sampling(max_tokens=1))
     assert caught.value.field.endswith("/generate")
     assert all(part in getattr(caught.value, name) for name, part in parts.items())
-
-
-class Server:
-    """Answers when it is let."""
-
-    def __init__(self) -> None:
-        self.asked: list[int] = []
-        self.let = asyncio.Event()
-        self.closed = False
-
-    async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
-        self.asked.append(n)
-        await self.let.wait()
-        return []
-
-    async def prompt_logprobs(self, token_ids: list[int], top_k: int) -> list[dict[int, float] | None]:
-        return [None, {len(token_ids): float(top_k)}]
-
-    async def close(self) -> None:
-        self.closed = True
-
-
-def test_requests_go_to_the_server_with_the_fewest_completions_under_way() -> None:
-    async def scenario() -> None:
-        first, second, third = servers = [Server(), Server(), Server()]
-        several = InferenceServers(servers)
-        waiting = []
-
-        async def ask(n: int) -> None:
-            waiting.append(asyncio.create_task(several.generate([1], n, Sampling(max_tokens=1))))
-            await asyncio.sleep(0)
-
-        for n in (8, 2, 4, 1, 3):  # under way afterwards: 8, 2 + 1 + 3, 4
-            await ask(n)
-        assert (first.asked, second.asked, third.asked) == ([8], [2, 1, 3], [4])
-        await ask(1)
-        assert third.asked == [4, 1]
-        first.let.set()
-        await waiting[0]
-        await ask(2)  # the first has nothing under way now
-        assert first.asked == [8, 2]
-        for server in servers:
-            server.let.set()
-        await asyncio.gather(*waiting)
-        assert await several.prompt_logprobs([1, 2], 3) == [None, {2: 3.0}]
-        await several.close()
-        assert all(server.closed for server in servers)
-
-    asyncio.run(scenario())
-
-
-def test_one_that_fails_is_not_counted_as_busy() -> None:
-    class Refusing(Server):
-        async def generate(self, prompt_token_ids: list[int], n: int, sampling: Sampling) -> list[Completion]:
-            raise PeerRefused("no", 400)
-
-    async def scenario() -> None:
-        refusing, good = Refusing(), Server()
-        good.let.set()
-        several = InferenceServers([refusing, good])
-        for _ in range(2):
-            with pytest.raises(PeerRefused):
-                await several.generate([1], 8, Sampling(max_tokens=1))
-        assert good.asked == []
-
-    asyncio.run(scenario())
-
-
-def test_several_servers_are_named_with_commas() -> None:
-    config = ServerConfig(base_url="http://a:9001/v1/, http://b:9002/v1", model_name="m")
-    assert [each.base_url for each in config.each] == ["http://a:9001/v1", "http://b:9002/v1"]
-    assert isinstance(inference(config, patience=1.0), InferenceServers)
-    assert isinstance(inference(ServerConfig(base_url="http://a:9001/v1"), patience=1.0), InferenceClient)
-    with pytest.raises(ValidationError, match="base_url"):
-        ServerConfig(base_url="http://a:9001/v1,b:9002")

@@ -14,7 +14,7 @@ import pytest
 from environments.api import intake, wire
 from environments.api.answers import json_group
 from environments.api.app import build_app
-from environments.api.http import ApiError
+from environments.api.records import ApiError
 from environments.api.service import Service
 from environments.api.settings import Settings
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from environments.api import intake, wire
-from environments.api.http import ApiError
+from environments.api.records import ApiError
 from environments.config import ConfigError
 from environments.peers.http import PeerGone, PeerRefused
 from environments.running.runner import EnvironmentFailed

@@ -11,6 +11,8 @@ import msgspec
 import pytest
 
 from environments.api import wire
+from environments.api.checks import Posted
+from environments.api.intake import read_one
 from environments.api.payloads import Payloads
 from environments.api.queue import RolloutQueue
 from environments.api.records import Lease
@@ -20,9 +22,10 @@ from environments.api.store import Store, StoreError
 from tests.unit.test_queue import env, trainer
 
 
-def group(number: int, env_id: int | None = None, size: int = 4) -> wire.PackedGroup:
+def posted(number: int, env_id: int | None = None, size: int = 4) -> Posted:
     rows = [[number, each] for each in range(size)]
-    return wire.pack(wire.ScoredData(tokens=rows, masks=rows, scores=[0.5] * size, env_id=env_id))
+    group = wire.ScoredData(tokens=rows, masks=rows, scores=[0.5] * size, env_id=env_id)
+    return read_one(wire.encode_group(group), wire.MSGPACK)
 
 
 def numbers(payloads: list[bytes]) -> list[int]:
@@ -39,8 +42,8 @@ def test_everything_is_there_again(tmp_path: Path):
         await service.next_batch()
         await service.register_environment(env(4, share=0.5))
         for each in range(6):
-            service.take(group(each, env_id=0))
-        service.take(group(6, env_id=0, size=3))
+            service.take(posted(each, env_id=0))
+        service.take(posted(6, env_id=0, size=3))
         await service.written()
         leased = await service.next_batch(lease=1000.0)
         acknowledged = await service.next_batch(lease=1000.0)
@@ -95,7 +98,7 @@ def test_a_lease_has_all_its_time_again_after_a_restart_whatever_the_clocks_say(
         service = Service(Settings(store=tmp_path / "s"), clock=lambda: date, timer=lambda: timer)
         if first:
             await service.register(trainer(4))
-            service.take(group(0))
+            service.take(posted(0))
             assert await service.next_batch(lease=100.0) is not None
         left = []
         for seconds in (99.0, 100.0):
@@ -117,7 +120,7 @@ def test_groups_of_a_lease_that_has_ended_are_queued_again_after_a_restart(tmp_p
         service = Service(Settings(store=tmp_path / "s"), timer=lambda: 0.0)
         await service.register(trainer(8))
         for each in range(2):
-            service.take(group(each))
+            service.take(posted(each))
         grant = await service.next_batch(lease=100.0)
         assert grant is not None and grant.lease is not None
         match how:
@@ -151,7 +154,7 @@ def test_ids_are_never_given_twice(tmp_path: Path):
         service = Service(Settings(store=tmp_path / "s"))
         await service.register(trainer(4))
         for each in range(posts):
-            service.take(group(each))
+            service.take(posted(each))
             await service.written()
             await service.next_batch()
         last = service.queue.next_group
@@ -165,7 +168,7 @@ def test_ids_are_never_given_twice(tmp_path: Path):
 def test_a_post_that_was_never_answered_may_be_repeated(tmp_path: Path):
     async def life(number: int) -> int:
         service = Service(Settings(store=tmp_path / "s"))
-        service.take(group(number))
+        service.take(posted(number))
         await service.written()
         size = service.status().queue_size
         service.close()
@@ -180,7 +183,7 @@ def test_a_post_that_was_never_answered_may_be_repeated(tmp_path: Path):
 def test_an_unanswered_post_is_known_after_a_second_crash(tmp_path: Path, repeated: float, queued: int):
     async def life(date: float, number: int) -> int:
         service = Service(Settings(store=tmp_path / "s"), clock=lambda: date)
-        service.take(group(number))
+        service.take(posted(number))
         await service.written()
         size = service.status().queue_size
         service.close()
@@ -196,7 +199,7 @@ def test_a_key_makes_a_post_count_once():
         service = Service(Settings())
         sizes = []
         for number, key in ((1, b"a"), (1, b"a"), (1, b"b"), (1, None), (1, None)):
-            service.take(group(number), key)
+            service.take(posted(number), key)
             sizes.append(service.status().queue_size)
         return sizes
 
