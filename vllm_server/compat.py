@@ -27,7 +27,7 @@ from vllm_server.deliveries import Delivery
 from vllm_server.errors import EngineEndedError, IncompatibleError, ServeError, not_finite
 from vllm_server.protocol import ChannelRequest, WorkerInfo
 from vllm_server.publisher import Installed
-from vllm_server.seams import moved, seam
+from vllm_server.seams import found, moved, seam
 from vllm_server.worker import lifeline
 
 _LAUNCHERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
@@ -123,8 +123,7 @@ def validate_args(args: Namespace) -> None:
 
 def assert_seams() -> None:
     """Raise a FatalError that names the first seam this vLLM does not have."""
-    if not hasattr(seam(("vllm.renderers.base",), "BaseRenderer").BaseRenderer, "render_cmpl_async"):
-        raise moved("BaseRenderer.render_cmpl_async")
+    found("vllm.renderers.base", "BaseRenderer", "render_cmpl_async")
     _launcher()
     _engine_process()
     for module in _STARTERS:
@@ -135,12 +134,13 @@ def assert_seams() -> None:
         )
     sampling_params_class()
     lora_request_class()
+    output_kind(stream=False)
     assert_callable("vllm.v1.engine.async_llm", "AsyncLLM", _ENGINE_SEAMS)
 
 
 def assert_callable(module: str, owner: str, methods: dict[str, tuple[str, ...]]) -> None:
     """Raise a FatalError if the class lacks one of these methods, or a method lacks one of its parameters."""
-    engine = getattr(seam((module,), owner), owner)
+    engine = found(module, owner)
     for method, parameters in methods.items():
         function = getattr(engine, method, None)
         known = inspect.signature(function).parameters if function else {}
@@ -159,8 +159,8 @@ def _launcher() -> ModuleType:
 
 
 def _engine_process() -> type:
-    engine_core = seam(("vllm.v1.engine.core",), "EngineCoreProc").EngineCoreProc
-    manager = seam(("vllm.v1.engine.utils",), "CoreEngineProcManager").CoreEngineProcManager
+    engine_core = found("vllm.v1.engine.core", "EngineCoreProc")
+    manager = found("vllm.v1.engine.utils", "CoreEngineProcManager")
     if "target=EngineCoreProc.run_engine_core" not in inspect.getsource(manager):
         raise moved("CoreEngineProcManager that starts run_engine_core")
     return engine_core
@@ -186,7 +186,7 @@ def run(
     if not getattr(args, "numa_bind", False):  # NUMA binding works on a new program, not on a fork
         _fork_engines()
     step_logprobs.unpack()
-    seam(("vllm.entrypoints.serve.utils.api_utils",), "cli_env_setup").cli_env_setup()
+    found("vllm.entrypoints.serve.utils.api_utils", "cli_env_setup")()
     # vLLM stops the engine first and then waits for in-flight requests, by default without a limit. A stopped engine
     # never answers them.
     connections = Connections(raise_descriptor_limit(), logging.getLogger("vllm.grpo.connections"))
@@ -293,18 +293,18 @@ async def rendered(engine: Engine, prompt: str | list[int]) -> Any:
 
 def sampling_params_class() -> Any:
     """Return `SamplingParams`, whose fields are the sampling keys that a request may use."""
-    return seam(("vllm.sampling_params",), "SamplingParams", "RequestOutputKind").SamplingParams
+    return found("vllm.sampling_params", "SamplingParams")
 
 
 def output_kind(*, stream: bool) -> Any:
     """Return vLLM's output kind: new tokens each time for a stream, else all tokens once at the end."""
-    kinds = seam(("vllm.sampling_params",), "RequestOutputKind").RequestOutputKind
+    kinds = found("vllm.sampling_params", "RequestOutputKind")
     return kinds.DELTA if stream else kinds.FINAL_ONLY
 
 
 def lora_request_class() -> Any:
     """Return `LoRARequest`. Build it by keyword only: vLLM versions order its fields differently."""
-    return seam(("vllm.lora.request",), "LoRARequest").LoRARequest
+    return found("vllm.lora.request", "LoRARequest")
 
 
 def request_errors() -> tuple[type[Exception], ...]:
@@ -315,12 +315,12 @@ def request_errors() -> tuple[type[Exception], ...]:
 
 def engine_dead_error() -> type[Exception]:
     """Return the error that the engine raises when its process is gone."""
-    return seam(("vllm.v1.engine.exceptions",), "EngineDeadError").EngineDeadError
+    return found("vllm.v1.engine.exceptions", "EngineDeadError")
 
 
 def engine_generate_error() -> type[Exception]:
     """Return the error that the engine raises for any other failure of one request; the failure is its cause."""
-    return seam(("vllm.v1.engine.exceptions",), "EngineGenerateError").EngineGenerateError
+    return found("vllm.v1.engine.exceptions", "EngineGenerateError")
 
 
 @dataclass(frozen=True)
