@@ -46,24 +46,9 @@ _STARTERS = ("vllm.v1.engine.utils", "vllm.v1.engine.coordinator")
 
 _LAST_WORDS_S = 2  # time limit for in-flight requests after the server was asked to stop
 
-# Engine methods that we call, and the parameters that we pass by name.
-_ENGINE_SEAMS: dict[str, tuple[str, ...]] = {
-    "generate": ("prompt", "sampling_params", "request_id", "lora_request", "prompt_text"),
-    "collective_rpc": ("method", "args", "kwargs"),
-    "remove_lora": ("lora_id",),
-    "pause_generation": ("mode", "clear_cache"),
-    "resume_generation": (),
-    "is_paused": (),
-    "check_health": (),
-    "sleep": ("level",),
-    "wake_up": (),
-    "is_sleeping": (),
-    "get_tokenizer": (),
-}
-
 
 class Engine(Protocol):
-    """The part of vLLM's AsyncLLM that this server uses."""
+    """The part of vLLM's AsyncLLM that this server uses; `assert_seams` looks for these methods and parameters."""
 
     vllm_config: Any
     renderer: Any
@@ -135,7 +120,9 @@ def assert_seams() -> None:
     sampling_params_class()
     lora_request_class()
     output_kind(stream=False)
-    assert_callable("vllm.v1.engine.async_llm", "AsyncLLM", _ENGINE_SEAMS)
+    ours = {name: function for name, function in vars(Engine).items() if not name.startswith("_")}
+    parameters = {name: tuple(inspect.signature(function).parameters)[1:] for name, function in ours.items()}
+    assert_callable("vllm.v1.engine.async_llm", "AsyncLLM", parameters)
 
 
 def assert_callable(module: str, owner: str, methods: dict[str, tuple[str, ...]]) -> None:

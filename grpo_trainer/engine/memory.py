@@ -61,14 +61,8 @@ def fit(
         states_over: number of processes over which the optimizer states of `trained` are sharded.
     """
     use_few_kernels(forward.model)
-    layers = decoder_list(forward)
-    if layers is not None:
+    if (layers := known_layers(forward.decoder)) is not None:
         Fitting(forward, layers, config, trained, before_measuring, states_over).fit()
-
-
-def decoder_list(forward: Forward) -> nn.ModuleList | None:
-    """Return the decoder's layers if transformers can checkpoint them, else None."""
-    return known_layers(forward.decoder)
 
 
 class Fitting:
@@ -171,7 +165,7 @@ class Fitting:
     def _set_recomputed(self) -> None:
         config, count = self.config, len(self.layers)
         wanted, offload = config.model.gradient_checkpointing, config.compute.activation_offload
-        if wanted is not None or offload or not on_gpu(self.head.weight.device):
+        if wanted is not None or offload or not self.head.weight.is_cuda:  # only a GPU's memory is counted
             self._keep(Recomputation(count if wanted or offload else 0))
             return
         memory = self._measured(in_graphs=self._recomputing_layers() is not None)
@@ -292,11 +286,6 @@ def describe(plan: Recomputation, layers: int) -> str:
     again = [(_COMPUTED_AGAIN[kept], count) for kept, count in counts.items() if count and kept is not Kept.ALL]
     parts = [f"{what} of {count}" for what, count in again]
     return f"recomputing {' and '.join(parts) or 'nothing'} of {layers} layers"
-
-
-def on_gpu(device: torch.device) -> bool:
-    """Return whether the device is a GPU; only there is memory counted."""
-    return device.type == "cuda"
 
 
 def held_later(trained: Sequence[Parameter], config: TrainConfig, states_over: int = 1) -> float:
