@@ -374,14 +374,11 @@ class Adapters:
         """Call a method of every worker's extension. Raise if a worker refuses."""
         answers = await self.engine.collective_rpc(method, args=args, kwargs=kwargs)
         for answer in answers:
+            if "field" in answer:
+                raise not_finite(answer["field"], answer["refused"])
             if "refused" in answer:
-                raise self._refusal(**answer)
+                raise RuntimeError(answer["refused"])
         return answers
-
-    @staticmethod
-    def _refusal(refused: str, field: str | None = None) -> Exception:
-        """Return a worker's refusal as an error. A refusal with a field is about values that are not finite."""
-        return RuntimeError(refused) if field is None else not_finite(field, refused)
 
     async def remove(self, name: str, adapter_id: int) -> None:
         """Free the adapter's slot and its place in the engine's cache. No in-flight request may use it."""

@@ -114,9 +114,10 @@ async def _last(outputs: AsyncIterator[Any]) -> Any:
 
 def _response(server: PolicyServer, final: Any, params: Any, lease: Lease, *, masks: bool) -> GenerateResponse:
     prompt_ids = list(final.prompt_token_ids)
+    prompt = server.engine.get_tokenizer().decode(prompt_ids) if final.prompt is None else final.prompt
     return GenerateResponse(
         text=[output.text for output in final.outputs],
-        prompt=final.prompt if final.prompt is not None else server.decode(prompt_ids),
+        prompt=prompt,
         finish_reasons=[output.finish_reason for output in final.outputs],
         policy_version=lease.began_with,
         policy_version_end=lease.ended_with,
