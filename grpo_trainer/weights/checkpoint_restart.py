@@ -278,7 +278,6 @@ def build_restart(
     options: RestartOptions,
     models: ServedModels,
     policy: Policy,
-    clients: Sequence[ServerClient],
     last_version: int,
     stop: StopSignal,
 ) -> CheckpointRestart:
@@ -291,7 +290,8 @@ def build_restart(
     servers = owned_servers(config, on_gpu=on_gpu, check_stop=stop.check)
     dtype = config.trainer_dtype(on_gpu=on_gpu)
     launched = []
-    for server, client in zip(servers, clients, strict=True):
+    for server, vllm in zip(servers, config.vllm.each, strict=True):
+        client = ServerClient(vllm, stop.check)
         stop.watch(server.check)
         launched.append(Launched(server, client, ModelProof(policy.model, client, dtype) if options.proof else None))
     return CheckpointRestart(options, models, launched, config.model.seq_len, last_version)
