@@ -93,7 +93,7 @@ class TensorShards(CommonPasses):
                 state = dict(optimizer.state.get(parameter, {}))
                 whole = _changed(state, parameter.shape, lambda own, name=name: self._shard.gathered(name, own))
                 if self._world.leads and whole:
-                    found[number] = {key: _in_main_memory(value) for key, value in whole.items()}
+                    found[number] = {key: v.cpu() if isinstance(v, Tensor) else v for key, v in whole.items()}
         return {**optimizer.state_dict(), "state": found}
 
     def own_states(self, whole: States) -> States:
@@ -129,7 +129,3 @@ def _changed(state: dict[str, Any], shape: Sequence[int], change: Callable[[Tens
         elif not key.endswith(SCALE):
             found[key] = change(value) if isinstance(value, Tensor) and value.ndim else value
     return found
-
-
-def _in_main_memory(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value
