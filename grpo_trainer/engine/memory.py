@@ -165,7 +165,7 @@ class Fitting:
     def _set_recomputed(self) -> None:
         config, count = self.config, len(self.layers)
         wanted, offload = config.model.gradient_checkpointing, config.compute.activation_offload
-        if wanted is not None or offload or not self.head.weight.is_cuda:  # only a GPU's memory is counted
+        if wanted is not None or offload or not on_gpu(self.head.weight.device):
             self._keep(Recomputation(count if wanted or offload else 0))
             return
         memory = self._measured(in_graphs=self._recomputing_layers() is not None)
@@ -286,6 +286,11 @@ def describe(plan: Recomputation, layers: int) -> str:
     again = [(_COMPUTED_AGAIN[kept], count) for kept, count in counts.items() if count and kept is not Kept.ALL]
     parts = [f"{what} of {count}" for what, count in again]
     return f"recomputing {' and '.join(parts) or 'nothing'} of {layers} layers"
+
+
+def on_gpu(device: torch.device) -> bool:
+    """Return whether the device is a GPU; only there is memory counted."""
+    return device.type == "cuda"
 
 
 def held_later(trained: Sequence[Parameter], config: TrainConfig, states_over: int = 1) -> float:
