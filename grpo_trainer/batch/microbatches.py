@@ -154,9 +154,10 @@ M = TypeVar("M", MicroBatch, Packed)
 
 def _moved(whole: M, move: Move) -> M:
     """Return a copy with `move` applied to all tensors, also to those of its parts."""
-    parts = vars(whole).items()
-    tensors = {name: move(value) for name, value in parts if isinstance(value, Tensor)}
-    return replace(whole, **tensors, **{name: _moved(value, move) for name, value in parts if is_dataclass(value)})
+    fields = vars(whole).items()
+    tensors = {name: move(value) for name, value in fields if isinstance(value, Tensor)}
+    parts = {name: _moved(value, move) for name, value in fields if is_dataclass(value)}  # pyright: ignore
+    return replace(whole, **tensors, **parts)
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:
