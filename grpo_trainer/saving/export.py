@@ -6,7 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_common.errors import Problem
 from grpo_common.models import from_anywhere
 from grpo_trainer.config.adapter_file import CONFIG_FILE, WEIGHTS_FILE
 from grpo_trainer.errors import ConfigError
@@ -114,12 +113,8 @@ def _merge(path: Path, base: str | None, dtype: torch.dtype | None, folder: Path
     """Write the base model with each adapted matrix as W + scaling * B A, computed in fp32 and then rounded."""
     settings = json.loads((path / CONFIG_FILE).read_text())
     if refused := refusals(settings, max_rank=1 << 20):
-        raise ConfigError.of(
-            [
-                Problem(f"--merge {path}: {each.field}", each.got, each.wanted, each.fix, "no plain LoRA adapter")
-                for each in refused
-            ]
-        )
+        why = "no plain LoRA adapter"
+        raise ConfigError.of([replace(each, field=f"--merge {path}: {each.field}", summary=why) for each in refused])
     name = _base_name(path, settings, base)
     found = _base_config(name)
     if (quantised := getattr(found, "quantization_config", None)) is not None:
