@@ -20,6 +20,7 @@ from grpo_common.models import from_anywhere
 from grpo_trainer.config.adapter_file import CONFIG_FILE, WEIGHTS_FILE
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import whole_folder, write_bytes
+from grpo_trainer.model.check import quantised_by
 from grpo_trainer.model.export import export_model, stored_tensors
 from grpo_trainer.model.tokenizer import NoTokenizerError, read_tokenizer
 from grpo_trainer.parallel.shard_states import STATES_FOLDER
@@ -116,9 +117,7 @@ def _merge(path: Path, base: str | None, dtype: torch.dtype | None, folder: Path
         why = "no plain LoRA adapter"
         raise ConfigError.of([replace(each, field=f"--merge {path}: {each.field}", summary=why) for each in refused])
     name = _base_name(path, settings, base)
-    found = _base_config(name)
-    if (quantised := getattr(found, "quantization_config", None)) is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else type(quantised).__name__
+    if (method := quantised_by(_base_config(name))) is not None:
         raise ConfigError(
             f"an adapter can't be merged into the weights of {name}",
             field="--merge",
