@@ -27,7 +27,7 @@ from vllm_server.deliveries import Delivery
 from vllm_server.errors import EngineEndedError, IncompatibleError, ServeError, not_finite
 from vllm_server.protocol import ChannelRequest, WorkerInfo
 from vllm_server.publisher import Installed
-from vllm_server.seams import moved, seam
+from vllm_server.seams import found, moved, seam
 from vllm_server.worker import lifeline
 
 _LAUNCHERS = ("vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server")
@@ -46,24 +46,9 @@ _STARTERS = ("vllm.v1.engine.utils", "vllm.v1.engine.coordinator")
 
 _LAST_WORDS_S = 2  # time limit for in-flight requests after the server was asked to stop
 
-# Engine methods that we call, and the parameters that we pass by name.
-_ENGINE_SEAMS: dict[str, tuple[str, ...]] = {
-    "generate": ("prompt", "sampling_params", "request_id", "lora_request", "prompt_text"),
-    "collective_rpc": ("method", "args", "kwargs"),
-    "remove_lora": ("lora_id",),
-    "pause_generation": ("mode", "clear_cache"),
-    "resume_generation": (),
-    "is_paused": (),
-    "check_health": (),
-    "sleep": ("level",),
-    "wake_up": (),
-    "is_sleeping": (),
-    "get_tokenizer": (),
-}
-
 
 class Engine(Protocol):
-    """The part of vLLM's AsyncLLM that this server uses."""
+    """The part of vLLM's AsyncLLM that this server uses; `assert_seams` looks for these methods and parameters."""
 
     vllm_config: Any
     renderer: Any
@@ -123,8 +108,7 @@ def validate_args(args: Namespace) -> None:
 
 def assert_seams() -> None:
     """Raise a FatalError that names the first seam this vLLM does not have."""
-    if not hasattr(seam(("vllm.renderers.base",), "BaseRenderer").BaseRenderer, "render_cmpl_async"):
-        raise moved("BaseRenderer.render_cmpl_async")
+    found("vllm.renderers.base", "BaseRenderer", "render_cmpl_async")
     _launcher()
     _engine_process()
     for module in _STARTERS:
@@ -135,12 +119,15 @@ def assert_seams() -> None:
         )
     sampling_params_class()
     lora_request_class()
-    assert_callable("vllm.v1.engine.async_llm", "AsyncLLM", _ENGINE_SEAMS)
+    output_kind(stream=False)
+    ours = {name: function for name, function in vars(Engine).items() if not name.startswith("_")}
+    parameters = {name: tuple(inspect.signature(function).parameters)[1:] for name, function in ours.items()}
+    assert_callable("vllm.v1.engine.async_llm", "AsyncLLM", parameters)
 
 
 def assert_callable(module: str, owner: str, methods: dict[str, tuple[str, ...]]) -> None:
     """Raise a FatalError if the class lacks one of these methods, or a method lacks one of its parameters."""
-    engine = getattr(seam((module,), owner), owner)
+    engine = found(module, owner)
     for method, parameters in methods.items():
         function = getattr(engine, method, None)
         known = inspect.signature(function).parameters if function else {}
@@ -159,8 +146,8 @@ def _launcher() -> ModuleType:
 
 
 def _engine_process() -> type:
-    engine_core = seam(("vllm.v1.engine.core",), "EngineCoreProc").EngineCoreProc
-    manager = seam(("vllm.v1.engine.utils",), "CoreEngineProcManager").CoreEngineProcManager
+    engine_core = found("vllm.v1.engine.core", "EngineCoreProc")
+    manager = found("vllm.v1.engine.utils", "CoreEngineProcManager")
     if "target=EngineCoreProc.run_engine_core" not in inspect.getsource(manager):
         raise moved("CoreEngineProcManager that starts run_engine_core")
     return engine_core
@@ -186,7 +173,7 @@ def run(
     if not getattr(args, "numa_bind", False):  # NUMA binding works on a new program, not on a fork
         _fork_engines()
     step_logprobs.unpack()
-    seam(("vllm.entrypoints.serve.utils.api_utils",), "cli_env_setup").cli_env_setup()
+    found("vllm.entrypoints.serve.utils.api_utils", "cli_env_setup")()
     # vLLM stops the engine first and then waits for in-flight requests, by default without a limit. A stopped engine
     # never answers them.
     connections = Connections(raise_descriptor_limit(), logging.getLogger("vllm.grpo.connections"))
@@ -293,18 +280,18 @@ async def rendered(engine: Engine, prompt: str | list[int]) -> Any:
 
 def sampling_params_class() -> Any:
     """Return `SamplingParams`, whose fields are the sampling keys that a request may use."""
-    return seam(("vllm.sampling_params",), "SamplingParams", "RequestOutputKind").SamplingParams
+    return found("vllm.sampling_params", "SamplingParams")
 
 
 def output_kind(*, stream: bool) -> Any:
     """Return vLLM's output kind: new tokens each time for a stream, else all tokens once at the end."""
-    kinds = seam(("vllm.sampling_params",), "RequestOutputKind").RequestOutputKind
+    kinds = found("vllm.sampling_params", "RequestOutputKind")
     return kinds.DELTA if stream else kinds.FINAL_ONLY
 
 
 def lora_request_class() -> Any:
     """Return `LoRARequest`. Build it by keyword only: vLLM versions order its fields differently."""
-    return seam(("vllm.lora.request",), "LoRARequest").LoRARequest
+    return found("vllm.lora.request", "LoRARequest")
 
 
 def request_errors() -> tuple[type[Exception], ...]:
@@ -315,12 +302,12 @@ def request_errors() -> tuple[type[Exception], ...]:
 
 def engine_dead_error() -> type[Exception]:
     """Return the error that the engine raises when its process is gone."""
-    return seam(("vllm.v1.engine.exceptions",), "EngineDeadError").EngineDeadError
+    return found("vllm.v1.engine.exceptions", "EngineDeadError")
 
 
 def engine_generate_error() -> type[Exception]:
     """Return the error that the engine raises for any other failure of one request; the failure is its cause."""
-    return seam(("vllm.v1.engine.exceptions",), "EngineGenerateError").EngineGenerateError
+    return found("vllm.v1.engine.exceptions", "EngineGenerateError")
 
 
 @dataclass(frozen=True)
@@ -387,14 +374,11 @@ class Adapters:
         """Call a method of every worker's extension. Raise if a worker refuses."""
         answers = await self.engine.collective_rpc(method, args=args, kwargs=kwargs)
         for answer in answers:
+            if "field" in answer:
+                raise not_finite(answer["field"], answer["refused"])
             if "refused" in answer:
-                raise self._refusal(**answer)
+                raise RuntimeError(answer["refused"])
         return answers
-
-    @staticmethod
-    def _refusal(refused: str, field: str | None = None) -> Exception:
-        """Return a worker's refusal as an error. A refusal with a field is about values that are not finite."""
-        return RuntimeError(refused) if field is None else not_finite(field, refused)
 
     async def remove(self, name: str, adapter_id: int) -> None:
         """Free the adapter's slot and its place in the engine's cache. No in-flight request may use it."""

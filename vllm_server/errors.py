@@ -1,7 +1,8 @@
 """Refusals: each names the field, the value received, the value wanted, and the fix."""
 
+import msgspec
+
 from grpo_common.errors import UserError
-from vllm_server.protocol import ErrorDetail, ErrorResponse
 
 _TYPES = {
     400: "BadRequestError",
@@ -13,6 +14,24 @@ _TYPES = {
     422: "UnprocessableEntityError",
     503: "ServiceUnavailableError",
 }
+
+
+class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """The field at fault, the value received, the value wanted, and the fix; `message` contains all four."""
+
+    message: str
+    type: str
+    code: int
+    param: str
+    got: str
+    wanted: str
+    fix: str
+
+
+class ErrorResponse(msgspec.Struct, frozen=True):
+    """The body of every refusal of our routes: OpenAI's error shape with three further fields."""
+
+    error: ErrorDetail
 
 
 class ServeError(UserError, ValueError):

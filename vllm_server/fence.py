@@ -139,21 +139,18 @@ class Fence:
                 fix="the server was restarted: connect to it again",
             )  # fmt: skip
 
-    def check_held(self, token: str) -> None:
-        """Raise a ServeError, 409, if the token is not that of an update within which the weights may be written."""
-        self._held(token)
-
     def note_applied(self, token: str) -> None:
         """Note that weights that were sent are written."""
-        self._held(token).applied = True
+        self.held(token).applied = True
 
     async def tear(self, token: str, why: str) -> None:
         """Poison the weights: a write of weights that were sent has failed."""
-        update = self._held(token)
+        update = self.held(token)
         self._stop_clock(update)
         await self._tear(update, why)
 
-    def _held(self, token: str) -> Update:
+    def held(self, token: str) -> Update:
+        """Return the update within which the weights may be written; raise a ServeError, 409, for another's token."""
         update = self._update
         if update is None or not update.held or update.ending or token != update.token:
             raise ServeError(
@@ -191,7 +188,7 @@ class Fence:
         Raises:
             ServeError: 409, the token is not that of an update in progress.
         """
-        update = self._held(asked.token)
+        update = self.held(asked.token)
         if asked.version != PROOF_VERSION:
             check_version(asked.version)
         if self.sent and not update.applied and not asked.torn:

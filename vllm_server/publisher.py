@@ -70,7 +70,7 @@ class Publisher:
     _publishing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _answered: tuple[str | None, LoraLoadResponse | None] = (None, None)  # the last publish with a request id
     _request_ended: asyncio.Event = field(default_factory=asyncio.Event)
-    _sweeps: set[asyncio.Task[list[str]]] = field(default_factory=set)
+    _sweeps: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._channels = Channels(self.engine)
@@ -265,8 +265,8 @@ class Publisher:
         self._sweeps.add(sweep)
         sweep.add_done_callback(self._sweeps.discard)
 
-    async def _sweep(self) -> list[str]:
-        """Remove removable versions from the engine; return their names. A failure is only logged."""
+    async def _sweep(self) -> None:
+        """Remove removable versions from the engine. A failure is only logged."""
         gone = self.registry.removable()
         for version in gone:
             self.registry.remove(version)  # before the first await, so that no concurrent sweep removes it again
@@ -275,4 +275,3 @@ class Publisher:
                 await self.engine.remove(version.name, version.adapter_id)
             except Exception:
                 logger.exception("Could not unload %s (id %d)", version.name, version.adapter_id)
-        return [version.name for version in gone]

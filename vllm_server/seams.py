@@ -2,6 +2,7 @@
 
 import importlib
 from types import ModuleType
+from typing import Any
 
 from vllm_server.errors import IncompatibleError
 
@@ -24,6 +25,19 @@ def seam(modules: tuple[str, ...], *names: str) -> ModuleType:
             raise moved(f"{module_name}.{missing[0]}")
         return module
     raise moved(" or ".join(modules))
+
+
+def found(module: str, name: str, *members: str) -> Any:
+    """Return a class or function of one of vLLM's modules; a class must have all `members`.
+
+    Raises:
+        FatalError: it does not exist, or lacks a member; the message names that.
+    """
+    value = getattr(seam((module,), name), name)
+    for member in members:
+        if not hasattr(value, member):
+            raise moved(f"{name}.{member}")
+    return value
 
 
 def moved(symbol: str) -> IncompatibleError:

@@ -148,10 +148,6 @@ class PolicyServer:
                     raise _ended(by_weights=any(part.stop_reason == NOT_FINITE for part in output.outputs))
                 yield output
 
-    def decode(self, token_ids: list[int]) -> str:
-        """Return the text of a prompt given as tokens."""
-        return self.engine.get_tokenizer().decode(token_ids)
-
     @property
     def routed_shape(self) -> RoutedShape | None:
         """What the workers record of a mixture of experts; None: nothing, or not by request."""

@@ -28,11 +28,11 @@ def assert_seams() -> None:
         FatalError: names what this vLLM does not have.
     """
     compat.assert_callable("vllm.v1.engine.core_client", "AsyncMPClient", _CORE_SEAMS)
-    request = seams.seam(("vllm.v1.engine",), "EngineCoreRequest").EngineCoreRequest
+    request = seams.found("vllm.v1.engine", "EngineCoreRequest")
     if "cache_salt" not in request.__struct_fields__ or request.__struct_config__.frozen:
         raise seams.moved("EngineCoreRequest.cache_salt that can be set")
-    hashing = seams.seam(("vllm.v1.core.kv_cache_utils",), "generate_block_hash_extra_keys")
-    if "cache_salt" not in inspect.getsource(hashing.generate_block_hash_extra_keys):
+    hashing = seams.found("vllm.v1.core.kv_cache_utils", "generate_block_hash_extra_keys")
+    if "cache_salt" not in inspect.getsource(hashing):
         raise seams.moved("generate_block_hash_extra_keys that reads cache_salt")
 
 

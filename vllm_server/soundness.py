@@ -4,7 +4,6 @@ vLLM's workers count such logits (`worker/finite.py` marks them), and each token
 vLLM starts to process outputs, before tokens become text. No route therefore returns any part of such an output.
 """
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,13 +19,12 @@ def assert_seams() -> None:
     Raises:
         FatalError: names what this vLLM does not have.
     """
-    output = seams.seam(("vllm.v1.engine",), "EngineCoreOutput", "FinishReason").EngineCoreOutput
+    output = seams.found("vllm.v1.engine", "EngineCoreOutput")
+    seams.found("vllm.v1.engine", "FinishReason")
     if "num_nans_in_logits" not in output.__struct_fields__ or output.__struct_config__.frozen:
         raise seams.moved("EngineCoreOutput.num_nans_in_logits")
     compat.assert_callable("vllm.v1.engine.output_processor", "OutputProcessor", {"process_outputs": ()})
-    config = seams.seam(("vllm.v1.kv_cache_interface",), "KVCacheConfig").KVCacheConfig
-    if not hasattr(config, "needs_kv_cache_zeroing"):
-        raise seams.moved("KVCacheConfig.needs_kv_cache_zeroing")
+    seams.found("vllm.v1.kv_cache_interface", "KVCacheConfig", "needs_kv_cache_zeroing")
 
 
 @dataclass
@@ -67,7 +65,7 @@ class OutputWatch:
             self.condemn(state.lora_name)
         runs = output.finish_reason is None
         output.stop_reason = NOT_FINITE  # distinguishes this end from an error caused by the request
-        output.finish_reason = importlib.import_module("vllm.v1.engine").FinishReason.ERROR
+        output.finish_reason = seams.found("vllm.v1.engine", "FinishReason").ERROR
         output.new_token_ids, output.new_logprobs, output.new_prompt_logprobs_tensors = [], None, None
         return runs
 

@@ -14,9 +14,7 @@ def unpack() -> None:
     Raises:
         FatalError: this vLLM gets its outputs elsewhere.
     """
-    client = seams.seam(("vllm.v1.engine.core_client",), "AsyncMPClient").AsyncMPClient
-    if not hasattr(client, "get_output_async"):
-        raise seams.moved("AsyncMPClient.get_output_async")
+    client = seams.found("vllm.v1.engine.core_client", "AsyncMPClient", "get_output_async")
     vllms: Callable[[Any], Awaitable[Any]] = client.get_output_async
 
     async def get_output_async(self: Any) -> Any:
@@ -47,8 +45,6 @@ def pass_through(take: Callable[[Any, Any], Any]) -> None:
     Raises:
         FatalError: this vLLM processes logprobs elsewhere.
     """
-    processor = seams.seam(("vllm.v1.engine.logprobs",), "LogprobsProcessor").LogprobsProcessor
-    if not hasattr(processor, "_update_sample_logprobs"):
-        raise seams.moved("LogprobsProcessor._update_sample_logprobs")
+    processor = seams.found("vllm.v1.engine.logprobs", "LogprobsProcessor", "_update_sample_logprobs")
     update = processor._update_sample_logprobs
     processor._update_sample_logprobs = lambda self, lists: update(self, take(self, lists))

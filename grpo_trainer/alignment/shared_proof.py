@@ -44,61 +44,60 @@ Tell = Callable[[float | None], None]
 """Has the other processes make a synthetic change of a size in their shards, or undo it (None)."""
 
 
-class SharedProof:
-    """Proves one server.
+def prove_shared(
+    model: PreTrainedModel,
+    proof: ModelProof,
+    info: BridgeInfo,
+    version: int,
+    fence: Fence,
+    tell: Tell = lambda size: None,
+) -> Proved:
+    """Prove the present weights of a server, a synthetic change, and the present weights again, which are `version`.
 
     Args:
         model: the trainer's model, whose parameters are views of the server's memory, or are sent to the server.
         proof: asks the server, and compares.
         tell: see `SyntheticChange`.
+
+    Raises:
+        BridgeError: the server's logprobs do not agree with the shared weights; the message names the fault.
     """
-
-    def __init__(self, model: PreTrainedModel, proof: ModelProof, tell: Tell = lambda size: None) -> None:
-        self._model = model
-        self._proof = proof
-        self._change = SyntheticChange(model, tell)
-
-    def prove(self, info: BridgeInfo, version: int, fence: Fence) -> Proved:
-        """Prove the present weights, a synthetic change, and the present weights again, which are `version`.
-
-        Raises:
-            BridgeError: the server's logprobs do not agree with the shared weights; the message names the fault.
-        """
-        noise, _ = self._proof.compare(info, version)
-        before = self._proof.ask(info, version)
-        allowed = self._proof.allowed(info)
-        larger = 2 * allowed  # in 16 bits, rounding errors grow with the change
-        prompts = probe_prompts(self._model.config.vocab_size, info.max_model_len)
-        try:
-            with fence(PROOF_VERSION):
-                self._change.enlarge(prompts, MIN_MOVE / 2 * larger)
-            synthetic = self._proof.ask(info, PROOF_VERSION)
-            own = gap(self._model, synthetic)
-        finally:  # even if the server has ended: a run may go on with others
-            with fence(version):
-                self._change.restore()
-        moved = gap(self._model, synthetic)
-        if not own <= larger:
-            what, other = UNSEEN if moved <= larger else MISPLACED, f"|server - unchanged weights| {moved:.3g}"
-            raise disagreement(what, "synthetic change", own, larger, other, RESTORED)
-        if moved < 2 * larger:
-            raise inconclusive("a synthetic change", moved, larger, "--no-proof trains all the same")
-        after = self._proof.ask(info, version)
-        back = _difference(before, after, gap(self._model, after))
-        if not back <= allowed:
-            raise BridgeError(
-                "the server's logprobs are not those of before, a stale cache?",
-                field=f"{FAILED} (change undone)",
-                got=f"{back:.3g} nats a token",
-                wanted=f"at most {allowed:.2g}",
-                fix="nothing was trained; --no-proof trains all the same",
-            )
-        log.info(
-            "bridge proved: the server is within %.2g nats a token of the trainer; a synthetic change of the weights "
-            "moved it by %.3g and it stayed within %.2g; undone, it is within %.2g of before",
-            *(noise, moved, own, back),
+    change = SyntheticChange(model, tell)
+    noise, _ = proof.compare(info, version)
+    before = proof.ask(info, version)
+    allowed = proof.allowed(info)
+    larger = 2 * allowed  # in 16 bits, rounding errors grow with the change
+    prompts = probe_prompts(model.config.vocab_size, info.max_model_len)
+    try:
+        with fence(PROOF_VERSION):
+            change.enlarge(prompts, MIN_MOVE / 2 * larger)
+        synthetic = proof.ask(info, PROOF_VERSION)
+        own = gap(model, synthetic)
+    finally:  # even if the server has ended: a run may go on with others
+        with fence(version):
+            change.restore()
+    moved = gap(model, synthetic)
+    if not own <= larger:
+        what, other = UNSEEN if moved <= larger else MISPLACED, f"|server - unchanged weights| {moved:.3g}"
+        raise disagreement(what, "synthetic change", own, larger, other, RESTORED)
+    if moved < 2 * larger:
+        raise inconclusive("a synthetic change", moved, larger, "--no-proof trains all the same")
+    after = proof.ask(info, version)
+    back = _difference(before, after, gap(model, after))
+    if not back <= allowed:
+        raise BridgeError(
+            "the server's logprobs are not those of before, a stale cache?",
+            field=f"{FAILED} (change undone)",
+            got=f"{back:.3g} nats a token",
+            wanted=f"at most {allowed:.2g}",
+            fix="nothing was trained; --no-proof trains all the same",
         )
-        return Proved(noise, moved, own, back)
+    log.info(
+        "bridge proved: the server is within %.2g nats a token of the trainer; a synthetic change of the weights "
+        "moved it by %.3g and it stayed within %.2g; undone, it is within %.2g of before",
+        *(noise, moved, own, back),
+    )
+    return Proved(noise, moved, own, back)
 
 
 UNSEEN: Final = "does not see what the trainer writes: it answers as before the change"

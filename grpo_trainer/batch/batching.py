@@ -130,7 +130,8 @@ def prepare(batch: RolloutBatch, config: LossConfig, seq_len: int, *, drop_overl
         for sample, where, advantage, teacher in zip(cut, positions, advantages, teachers, strict=True)
         if len(where)
     )
-    kept = tuple(sequence for sequence in sequences if _teaches(sequence, config))
+    all_teach = config.trains_without_advantage
+    kept = tuple(one for one in sequences if all_teach or one.advantages.any() or one.teacher is not None)
     metrics = _batch_metrics(batch, cut, positions, counts, kept)
     metrics |= {
         "batch/truncated": Sum(0 if drop_overlong else sum(overlong)),
@@ -187,10 +188,6 @@ def _training_sequence(
         masks=None if sample.masks is None or sample.supervised else sample.masks.at(positions),
         experts=sample.experts if config.routing_replay == "server" and not sample.supervised else None,
     )
-
-
-def _teaches(sequence: TrainingSequence, config: LossConfig) -> bool:
-    return bool(sequence.advantages.any()) or config.trains_without_advantage or sequence.teacher is not None
 
 
 def _cut(sample: Sample, seq_len: int, dropped: bool) -> Sample:

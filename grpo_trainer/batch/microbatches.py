@@ -10,7 +10,7 @@ the loss are flat, one entry per trained token (suffix `_N`), and the same in al
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -70,10 +70,6 @@ class SharedPrompts:
     first: int
     last: int
 
-    def moved(self, move: Move) -> SharedPrompts:
-        """The same with its tensors elsewhere."""
-        return _moved(self, move)
-
 
 @dataclass(frozen=True)
 class Packed:
@@ -94,12 +90,7 @@ class Packed:
 
     def to(self, device: torch.device) -> Packed:
         """The same on a device."""
-        return self.moved(partial(_to, device=device))
-
-    def moved(self, move: Move) -> Packed:
-        """The same with its tensors elsewhere."""
-        shared = None if self.shared is None else self.shared.moved(move)
-        return replace(_moved(self, move), shared=shared)
+        return _moved(self, partial(_to, device=device))
 
 
 @dataclass(frozen=True)
@@ -146,9 +137,7 @@ class MicroBatch:
 
     def moved(self, move: Move) -> MicroBatch:
         """Return a copy with `move` applied to all tensors, including those of `packed` and `masks`."""
-        packed = None if self.packed is None else self.packed.moved(move)
-        masks = None if self.masks is None else self.masks.moved(move)
-        return replace(_moved(self, move), packed=packed, masks=masks)
+        return _moved(self, move)
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on a device."""
@@ -160,11 +149,15 @@ class MicroBatch:
         return Segments(self.rows_N, len(self.versions_B))
 
 
-M = TypeVar("M", MicroBatch, Packed, SharedPrompts)
+M = TypeVar("M", MicroBatch, Packed)
 
 
 def _moved(whole: M, move: Move) -> M:
-    return replace(whole, **{name: move(value) for name, value in vars(whole).items() if isinstance(value, Tensor)})
+    """Return a copy with `move` applied to all tensors, also to those of its parts."""
+    fields = vars(whole).items()
+    tensors = {name: move(value) for name, value in fields if isinstance(value, Tensor)}
+    parts = {name: _moved(value, move) for name, value in fields if is_dataclass(value)}  # pyright: ignore
+    return replace(whole, **tensors, **parts)
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:

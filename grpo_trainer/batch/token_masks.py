@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -52,10 +52,6 @@ class TokenMasks:
             ends_C=np.concatenate([[0], np.cumsum(counts_N > 0)]),
             ends_M=np.concatenate([[0], np.cumsum(counts_N)]),
         )
-
-    def moved(self, move: Callable[[Tensor], Tensor]) -> TokenMasks:
-        """The same with its tensors elsewhere."""
-        return replace(self, masked_C=move(self.masked_C), rows_M=move(self.rows_M), ids_M=move(self.ids_M))
 
     def within(self, own: range) -> TokenMasks:
         """Return the masks for the logits of the tokens `own` alone."""

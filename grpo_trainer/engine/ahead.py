@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo_trainer.config.bridge import AllWeightsOptions, LoraOptions
 from grpo_trainer.config.train import TrainConfig
+from grpo_trainer.engine.activations import known_layers
 from grpo_trainer.engine.forward import build_forward
-from grpo_trainer.engine.memory import Fitting, decoder_list, is_compiled
+from grpo_trainer.engine.memory import Fitting, is_compiled
 from grpo_trainer.model.load import freeze
 from grpo_trainer.model.lora import add_adapter
 from grpo_trainer.model.lora_linear import use_few_kernels
@@ -44,8 +45,7 @@ def compile_ahead(config: TrainConfig, skeleton: PreTrainedModel) -> None:
             sample = _two_layers(config, skeleton, device)
             forward = build_forward(sample, config)
             use_few_kernels(sample)
-            layers = decoder_list(forward)
-            if layers is not None:
+            if (layers := known_layers(forward.decoder)) is not None:
                 trained = [parameter for parameter in sample.parameters() if parameter.requires_grad]
                 Fitting(forward, layers, config, trained).compile(head=False)
     except Exception as error:  # from models, kernels or compilers; the real layers are tried again later

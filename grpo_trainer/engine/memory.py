@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from grpo_trainer.batch.microbatches import layout, sharing_layout
 from grpo_trainer.config.compute import SPARE
-from grpo_trainer.config.train import OptimizerConfig, TrainConfig
+from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.engine import attention
 from grpo_trainer.engine.activations import (
     MEASURED,
@@ -61,14 +61,8 @@ def fit(
         states_over: number of processes over which the optimizer states of `trained` are sharded.
     """
     use_few_kernels(forward.model)
-    layers = decoder_list(forward)
-    if layers is not None:
+    if (layers := known_layers(forward.decoder)) is not None:
         Fitting(forward, layers, config, trained, before_measuring, states_over).fit()
-
-
-def decoder_list(forward: Forward) -> nn.ModuleList | None:
-    """Return the decoder's layers if transformers can checkpoint them, else None."""
-    return known_layers(forward.decoder)
 
 
 class Fitting:
@@ -308,17 +302,13 @@ def held_later(trained: Sequence[Parameter], config: TrainConfig, states_over: i
     For sharded weights, these are the bytes of this process's shard.
     """
     grad = 4 if config.compute.grad_dtype == "float32" else 0
+    state_bytes = {"adamw": 8.0, "adamw_8bit": 2.0 + 2 * 4 / 256, "adafactor": 0.0}[config.optimizer.optimizer]
     own = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in trained]
     return sum(
-        part.numel() * ((grad or part.itemsize) + _state_bytes(config.optimizer) / states_over)
+        part.numel() * ((grad or part.itemsize) + state_bytes / states_over)
         + (4 * part.numel() / states_over if config.master_weights and part.dtype != torch.float32 else 0)
         for part in own
     )
-
-
-def _state_bytes(config: OptimizerConfig) -> float:
-    """Return the bytes of optimizer states for each trained weight."""
-    return {"adamw": 8.0, "adamw_8bit": 2.0 + 2 * 4 / 256, "adafactor": 0.0}[config.optimizer]
 
 
 def gathered_bytes(layers: nn.ModuleList, dtype: torch.dtype) -> float:

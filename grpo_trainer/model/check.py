@@ -51,5 +51,12 @@ def not_trainable(config: Any) -> str | None:
     return None
 
 
+def quantised_by(config: Any) -> str | None:
+    """Return the method by which a model's files are quantised, or None."""
+    if (found := getattr(config, "quantization_config", None)) is None:
+        return None
+    return str(found.get("quant_method")) if isinstance(found, dict) else type(found).__name__
+
+
 def _called(architectures: list[str], kind: str) -> str:
     return architectures[0] if architectures else kind

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 
 from grpo_trainer.config.train import ModelConfig
 from grpo_trainer.errors import ConfigError, ModelError
-from grpo_trainer.model.check import check_model
+from grpo_trainer.model.check import check_model, quantised_by
 
 log = logging.getLogger(__name__)
 
@@ -144,8 +144,7 @@ def _in_4_bits(name: str, found: Any, dtype: torch.dtype) -> BitsAndBytesConfig:
     Raises:
         ModelError: the weights are quantised already.
     """
-    if (already := getattr(found, "quantization_config", None)) is not None:
-        method = already.get("quant_method") if isinstance(already, dict) else type(already).__name__
+    if (method := quantised_by(found)) is not None:
         raise ModelError(
             "is quantised already", field=f"--model-name {name}", got=method, wanted="16 or 32 bits to quantise"
         )

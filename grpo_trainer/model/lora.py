@@ -149,20 +149,14 @@ def adapter_state(model: PeftModel) -> dict[str, torch.Tensor]:
     return get_peft_model_state_dict(model, save_embedding_layers=False)
 
 
-def save_adapter(
-    model: PeftModel,
-    folder: Path,
-    tensors: Mapping[str, torch.Tensor] | None = None,
-    dtype: torch.dtype | None = None,
-) -> None:
+def save_adapter(model: PeftModel, folder: Path, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
     """Write `adapter_model.safetensors` and `adapter_config.json` into an existing folder.
 
     Args:
         tensors: the adapter's weights; by default the model's present ones.
-        dtype: dtype of the written weights; by default as they are trained (fp32).
     """
     state = {
-        name: tensor.detach().to("cpu", dtype or tensor.dtype).contiguous()
+        name: tensor.detach().cpu().contiguous()
         for name, tensor in (adapter_state(model) if tensors is None else tensors).items()
     }
     write_bytes(folder / WEIGHTS_FILE, save(state, metadata={"format": "pt"}))

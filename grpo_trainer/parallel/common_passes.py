@@ -6,7 +6,7 @@ checkpoint's weights), rank 0 sends separate orders, unless all processes are wi
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from grpo_trainer.batch.microbatches import MicroBatch
-from grpo_trainer.engine.forward import Forward
+from grpo_trainer.engine.forward import Forward, evaluating
 from grpo_trainer.engine.logprobs import TokenScores
 from grpo_trainer.model.export import stored_tensors
+from grpo_trainer.parallel.strategy import ParallelStrategy
 from grpo_trainer.parallel.world import Collect, Command, ModelPass, Score, World
 
 
-class CommonPasses(ABC):
+class CommonPasses(ParallelStrategy):
     """A model whose passes all processes make together.
 
     Args:
@@ -37,7 +38,7 @@ class CommonPasses(ABC):
         self._world = world
         self._model = forward.model
         self._announced = False
-        self.forward: Forward = _Together(forward, self)
+        self.forward = _Together(forward, self)
         if world.leads:
             self._model.register_forward_pre_hook(self._announce_pass, prepend=True, with_kwargs=True)
             self._model.register_forward_hook(self._end_pass)
@@ -49,10 +50,6 @@ class CommonPasses(ABC):
     @abstractmethod
     def _gathered(self, name: str, tensor: Tensor) -> Tensor:
         """Return a whole tensor of the model; all processes call this."""
-
-    @contextmanager
-    def in_step(self) -> Iterator[None]:
-        yield
 
     def mean(self, value: float, weight: float) -> float:
         said = self._world.gather((value, weight))
@@ -100,15 +97,11 @@ class CommonPasses(ABC):
     def follow(self, order: ModelPass | Score) -> None:
         """Take part in a pass that rank 0 has announced."""
         device = next(self._model.parameters()).device
-        training = self._model.training
         with torch.no_grad():
             match order:
                 case ModelPass(tokens_BT):
-                    self._model.eval()
-                    try:
+                    with evaluating(self._model):
                         self._model(input_ids=tokens_BT.to(device), use_cache=False)
-                    finally:
-                        self._model.train(training)
                 case Score(microbatch):
                     self._scores(microbatch.to(device))
 

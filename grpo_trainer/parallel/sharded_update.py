@@ -28,10 +28,11 @@ from grpo_trainer.engine.forward import Forward
 from grpo_trainer.model.export import stored_tensors
 from grpo_trainer.optim.joining import hand_out, joined
 from grpo_trainer.parallel.shard_states import Part, Place, save_states
+from grpo_trainer.parallel.strategy import ParallelStrategy, names_in
 from grpo_trainer.parallel.world import World, buckets
 
 
-class ShardedUpdate:
+class ShardedUpdate(ParallelStrategy):
     """A replica whose optimizer updates only its own rows.
 
     Args:
@@ -44,21 +45,17 @@ class ShardedUpdate:
         written: the whole trained parameters.
     """
 
-    loss_factor = 1.0
-    whole = True
     in_two_parts = True
-    same_batch = False
 
     def __init__(self, world: World, forward: Forward, trained: Sequence[Parameter]) -> None:
         self._world = world
         self.forward = forward
         self.written = list(trained)
         self.place = Place(world.rank, world.size)
-        known = {id(parameter): name for name, parameter in forward.model.named_parameters()}
         mesh = init_device_mesh(self.written[0].device.type, (world.size,))
         self.parts: list[Part] = []
         self._whole_of: list[Parameter] = []
-        for number, whole in enumerate(self.written):
+        for number, (name, whole) in enumerate(zip(names_in(forward.model, trained), trained, strict=True)):
             own = Parameter(self._rows(whole.detach(), world.rank))
             own.grad_dtype = whole.grad_dtype
             shape = torch.empty(whole.shape, device="meta")
@@ -66,7 +63,7 @@ class ShardedUpdate:
                 own.detach(), mesh, [Shard(0)], run_check=False, shape=shape.shape, stride=shape.stride()
             )
             if own.numel():
-                self.parts.append(Part(known[id(whole)], number, own, sharded))
+                self.parts.append(Part(name, number, own, sharded))
                 self._whole_of.append(whole)
         self.parameters = [part.own for part in self.parts]
         self.names = [part.name for part in self.parts]
@@ -86,9 +83,6 @@ class ShardedUpdate:
     def _forget_gradients(self) -> None:
         for parameter in self.written:
             parameter.grad = None
-
-    def passes(self, own: int) -> int:
-        return own
 
     @torch.no_grad()
     def finish_gradients(self) -> None:
@@ -143,9 +137,6 @@ class ShardedUpdate:
     def check(self, samples: Sequence[Tensor]) -> None:
         self._world.check_agreement(samples)
 
-    def mean(self, value: float, weight: float) -> float:
-        return value
-
     # ------------------------------------------------------------------------------------------ checkpoints
 
     def tensors(self) -> dict[str, Tensor]:
@@ -154,9 +145,5 @@ class ShardedUpdate:
         return {name: tensor.detach() for name, (_, tensor) in stored_tensors(model).items()}  # type: ignore[arg-type]
 
     def save_states(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
-        """Write the optimizer's states, each process its part; all are on the disk when this returns.
-
-        Raises:
-            OSError: a process could not write; all processes raise it.
-        """
+        """Write the optimizer's states, each process its part: see `shard_states.save_states`."""
         save_states(self._world, folder, self.parts, optimizer, self.place)

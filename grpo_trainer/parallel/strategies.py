@@ -15,10 +15,8 @@ server, and computes with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +37,7 @@ from grpo_trainer.parallel.common_passes import CommonPasses
 from grpo_trainer.parallel.shard_states import Part, Place, save_states
 from grpo_trainer.parallel.sharded_update import ShardedUpdate
 from grpo_trainer.parallel.shards import with_rest
+from grpo_trainer.parallel.strategy import ParallelStrategy, names_in
 from grpo_trainer.parallel.tensor_parallel import TensorShards
 from grpo_trainer.parallel.world import World
 
@@ -46,83 +45,14 @@ METHOD = "grpo_scores"
 """A sharded model's method for `Forward.scores`, registered with FSDP2 so that weights are gathered for it too."""
 
 
-class ParallelStrategy(Protocol):
-    """The weights that a process holds.
-
-    Attributes:
-        parameters: the parameters that its optimizer updates.
-        names: their names in the model.
-        loss_factor: factor of the loss before the backward pass.
-        forward: computes scores of tokens.
-        whole: whether this process can compute without the others.
-        written: the parameters that a step changes in this process.
-        in_two_parts: whether the optimizer must prepare an update before it writes it.
-        same_batch: whether all processes train on the whole batch, and not each on its share.
-    """
-
-    parameters: list[Parameter]
-    names: list[str]
-    loss_factor: float
-    forward: Forward
-    whole: bool
-    written: list[Parameter]
-    in_two_parts: bool
-    same_batch: bool
-
-    def in_step(self) -> AbstractContextManager[None]:
-        """Return the context within which all processes are in the same step."""
-        ...
-
-    def passes(self, own: int) -> int:
-        """Return the number of passes that each process must make; `own` is this process's. All processes call it."""
-        ...
-
-    def finish_gradients(self) -> None:
-        """Turn the parameters' gradients into those of the whole batch."""
-        ...
-
-    def clip(self, limit: float) -> float:
-        """Clip the norm of all gradients to `limit`, and return the norm before."""
-        ...
-
-    def share_update(self) -> None:
-        """Exchange what the optimizer has prepared. All processes call it."""
-        ...
-
-    def finish_update(self) -> None:
-        """Write what the optimizer of this process does not write."""
-        ...
-
-    def check(self, samples: Sequence[Tensor]) -> None:
-        """Raise a TrainingError if replicas differ."""
-        ...
-
-    def mean(self, value: float, weight: float) -> float:
-        """Return the weighted mean over the processes. All processes call it."""
-        ...
-
-
-class Replicas:
+class Replicas(ParallelStrategy):
     """All weights in each process."""
-
-    loss_factor = 1.0
-    whole = True
-    in_two_parts = False
-    same_batch = False
 
     def __init__(self, world: World, forward: Forward, parameters: Sequence[Parameter]) -> None:
         self.parameters = self.written = list(parameters)
-        known = {id(parameter): name for name, parameter in forward.model.named_parameters()}
-        self.names = [known[id(parameter)] for parameter in self.parameters]
+        self.names = names_in(forward.model, self.parameters)
         self.forward = forward
         self._world = world
-
-    @contextmanager
-    def in_step(self) -> Iterator[None]:
-        yield
-
-    def passes(self, own: int) -> int:
-        return own
 
     def finish_gradients(self) -> None:
         self._world.sum_gradients(self.parameters)
@@ -130,17 +60,8 @@ class Replicas:
     def clip(self, limit: float) -> float:
         return float(nn.utils.clip_grad_norm_(self.parameters, limit))
 
-    def share_update(self) -> None:
-        """Do nothing: each process has prepared the whole update."""
-
-    def finish_update(self) -> None:
-        """Do nothing: the optimizer writes all weights."""
-
     def check(self, samples: Sequence[Tensor]) -> None:
         self._world.check_agreement(samples)
-
-    def mean(self, value: float, weight: float) -> float:
-        return value
 
 
 class Shards(CommonPasses):
@@ -153,9 +74,6 @@ class Shards(CommonPasses):
         place: this process's rank, and the number of processes.
         parts: this process's parts of the trained parameters, without empty ones, in the optimizer's order.
     """
-
-    in_two_parts = False
-    same_batch = False
 
     def __init__(self, world: World, forward: Forward) -> None:
         self.loss_factor = float(world.size)  # FSDP2 averages gradients, and gloo can't scale while it reduces
@@ -184,15 +102,6 @@ class Shards(CommonPasses):
     def clip(self, limit: float) -> float:
         return self._world.clip(self.parameters, limit)
 
-    def share_update(self) -> None:
-        """Do nothing: each process writes its own shard."""
-
-    def finish_update(self) -> None:
-        """Do nothing: the optimizer writes the whole shard."""
-
-    def check(self, samples: Sequence[Tensor]) -> None:
-        """Do nothing: each process holds a different part."""
-
     def _scores(self, microbatch: MicroBatch, *, entropy_gradient: bool = False) -> TokenScores:
         return getattr(self._model, METHOD)(microbatch, entropy_gradient=entropy_gradient)
 
@@ -200,11 +109,7 @@ class Shards(CommonPasses):
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def save_states(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
-        """Write the optimizer's states, each process its part; all are on the disk when this returns.
-
-        Raises:
-            OSError: a process could not write; all processes raise it.
-        """
+        """Write the optimizer's states, each process its part: see `shard_states.save_states`."""
         save_states(self._world, folder, self.parts, optimizer, self.place)
 
 

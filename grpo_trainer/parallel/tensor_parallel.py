@@ -26,6 +26,7 @@ from grpo_trainer.optim.eight_bits import SCALE, decoded, encoded, levels_of
 from grpo_trainer.optim.landed import sampled
 from grpo_trainer.parallel.common_passes import CommonPasses
 from grpo_trainer.parallel.shard_states import Part, States
+from grpo_trainer.parallel.strategy import names_in
 from grpo_trainer.parallel.world import CollectStates, World, in_buckets
 
 
@@ -38,7 +39,6 @@ class TensorShards(CommonPasses):
         shard: what this process has.
     """
 
-    loss_factor = 1.0
     in_two_parts = True
     same_batch = True
 
@@ -48,8 +48,7 @@ class TensorShards(CommonPasses):
         self._own_scores = scores
         self._shard = shard
         self.parameters = self.written = list(trained)
-        known = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        self.names = [known[id(parameter)] for parameter in self.parameters]
+        self.names = names_in(self._model, self.parameters)
         pairs = list(zip(self.names, self.parameters, strict=True))
         self._everywhere = [parameter for name, parameter in pairs if name not in shard.cuts]
         self._partial = [parameter for name, parameter in pairs if name in shard.partial]
@@ -63,9 +62,6 @@ class TensorShards(CommonPasses):
 
     # ------------------------------------------------------------------------------------------ steps
 
-    def passes(self, own: int) -> int:
-        return own
-
     def finish_gradients(self) -> None:
         """Sum the gradients of norms of heads, of which each process computes a part for its heads."""
         self._world.sum_gradients(self._partial)
@@ -78,9 +74,6 @@ class TensorShards(CommonPasses):
     def share_update(self) -> None:
         """Send rank 0's new values of parameters that all processes have."""
         in_buckets([p.grad for p in self._everywhere if p.grad is not None], lambda flat: dist.broadcast(flat, 0))
-
-    def finish_update(self) -> None:
-        """Do nothing: the optimizer writes everything that this process has."""
 
     def check(self, samples: Sequence[Tensor]) -> None:
         """Check the parameters that all processes have."""
@@ -100,7 +93,7 @@ class TensorShards(CommonPasses):
                 state = dict(optimizer.state.get(parameter, {}))
                 whole = _changed(state, parameter.shape, lambda own, name=name: self._shard.gathered(name, own))
                 if self._world.leads and whole:
-                    found[number] = {key: _in_main_memory(value) for key, value in whole.items()}
+                    found[number] = {key: v.cpu() if isinstance(v, Tensor) else v for key, v in whole.items()}
         return {**optimizer.state_dict(), "state": found}
 
     def own_states(self, whole: States) -> States:
@@ -136,7 +129,3 @@ def _changed(state: dict[str, Any], shape: Sequence[int], change: Callable[[Tens
         elif not key.endswith(SCALE):
             found[key] = change(value) if isinstance(value, Tensor) and value.ndim else value
     return found
-
-
-def _in_main_memory(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value

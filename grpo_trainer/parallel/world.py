@@ -364,9 +364,8 @@ def join(config: DistributedConfig, *, on_gpu: bool) -> World:
         control = dist.new_group(backend="gloo", timeout=PATIENCE)
         assert isinstance(control, dist.ProcessGroup)
     except (RuntimeError, ValueError) as error:
-        raise TrainingError(
-            f"the trainer's processes did not meet at {method}", field=f"rank {rank} of {size}", got=_first_line(error)
-        ) from None
+        why, first_line = f"the trainer's processes did not meet at {method}", str(error).strip().partition("\n")[0]
+        raise TrainingError(why, field=f"rank {rank} of {size}", got=first_line) from None
     log.info("rank %d of %d trainer processes", rank, size)
     return World(rank, size, control)
 
@@ -375,7 +374,3 @@ def _checksum(sample: Tensor) -> Tensor:
     """Return a sum in which each entry counts by its place, so that exchanged rows change it."""
     places = torch.linspace(1.0, 2.0, len(sample), dtype=torch.float64, device=sample.device)
     return (sample.double() * places).sum()
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -141,7 +141,8 @@ class RolloutClient:
 
     def report(self, step: int) -> None:
         """Report to the API that the newest trained batch has led to `step`."""
-        self._reach(step)
+        with self._registering:
+            self._registration = msgspec.structs.replace(self._registration, starting_step=step)
         batch_id = self._leases.unsettled[-1]
         path = f"/batch/{batch_id}/extend?lease={self._config.lease_seconds:g}&step={step}"
 
@@ -214,10 +215,6 @@ class RolloutClient:
         if self._keeper is not None:
             self._keeper.join()
         self._http.close()
-
-    def _reach(self, step: int) -> None:
-        with self._registering:
-            self._registration = msgspec.structs.replace(self._registration, starting_step=step)
 
     def _acknowledge(self, batch_id: str, *, resumed: bool = False) -> None:
         body = msgspec.json.encode(wire.Ack(step=self._registration.starting_step))

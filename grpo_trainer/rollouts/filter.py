@@ -46,9 +46,7 @@ class GroupFilter:
         self._name_of = name_of
         self._longest = longest
         self._routed = routed
-        self._told: set[int | None] = set()
-        self._told_cut: set[int | None] = set()
-        self._told_silent: set[int | None] = set()
+        self._told: set[tuple[str, int | None]] = set()
 
     def sift(self, batch: RolloutBatch) -> RolloutBatch:
         """Return the batch without groups that can't be trained on; `refused` counts those."""
@@ -62,8 +60,7 @@ class GroupFilter:
             self._note_silent(group)
             return True
         self.last = replace(reason, field=f"{self._name_of(group.environment)}: {reason.field}")
-        if group.environment not in self._told:
-            self._told.add(group.environment)
+        if self._is_first("misfit", group):
             log.warning(
                 "a group can't be trained on and is left out, as others like it will be (rollout/refused_groups counts "
                 "them): %s",
@@ -71,12 +68,17 @@ class GroupFilter:
             )
         return False
 
+    def _is_first(self, what: str, group: Group) -> bool:
+        """Return whether this happens to a group of its environment for the first time."""
+        known = len(self._told)
+        self._told.add((what, group.environment))
+        return len(self._told) > known
+
     def _note_cut(self, group: Group) -> None:
         """Log once for each environment that its sequences are too long; `batch/truncated` counts them."""
         length = max(len(sample.tokens_T) for sample in group.samples)
-        if self._longest is None or length <= self._longest or group.environment in self._told_cut:
+        if self._longest is None or length <= self._longest or not self._is_first("cut", group):
             return
-        self._told_cut.add(group.environment)
         log.warning(
             "%s: sequences are longer than --seq-len (batch/truncated counts them): got %d tokens, wanted %d at most",
             self._name_of(group.environment),
@@ -86,11 +88,9 @@ class GroupFilter:
 
     def _note_silent(self, group: Group) -> None:
         """Log once for each environment that it sends logprobs and does not say how it samples."""
-        if group.says_sampling or group.environment in self._told_silent:
+        sends_none = all(sample.rollout_logprobs_T is None for sample in group.samples)
+        if group.says_sampling or sends_none or not self._is_first("silent", group):
             return
-        if all(sample.rollout_logprobs_T is None for sample in group.samples):
-            return
-        self._told_silent.add(group.environment)
         log.warning(
             "%s: groups do not say how they were sampled: got inference_logprobs without generation_params, wanted "
             '{"temperature": …} and, where they are used, top_p, top_k and min_p; they count as sampled at temperature '

@@ -49,12 +49,14 @@ def judge(
             dropped += 1
         else:
             lowered += 1
-            kept.append(_weighted(group, 1.0 / (1.0 + excess)))
+            weight = 1.0 / (1.0 + excess)
+            kept.append(replace(group, samples=tuple(replace(sample, weight=weight) for sample in group.samples)))
     metrics: dict[str, Metric] = {"rollout/dropped_stale_groups": Sum(dropped)}
     if on_stale == "downweight":
         metrics["rollout/downweighted_groups"] = Sum(lowered)
-    of_kept = [age for group in kept for age in _ages(group, version, numbering)]
-    return Judged(tuple(kept), _age_metrics(of_kept) | metrics)
+    if ages := [age for group in kept for age in _ages(group, version, numbering)]:
+        metrics |= {"rollout/staleness_mean": Mean(sum(ages), len(ages)), "rollout/staleness_max": Max(max(ages))}
+    return Judged(tuple(kept), metrics)
 
 
 def same_judgement(one: Sequence[Group], other: Sequence[Group]) -> bool:
@@ -68,13 +70,3 @@ def _ages(group: Group, version: int, numbering: VersionOffsets) -> list[int]:
     """Return the ages of a group's samples whose version is known."""
     known = [sample.policy_version for sample in group.samples if sample.policy_version is not None]
     return [max(0, numbering.updates(version) - numbering.updates(own)) for own in known]
-
-
-def _weighted(group: Group, weight: float) -> Group:
-    return replace(group, samples=tuple(replace(sample, weight=weight) for sample in group.samples))
-
-
-def _age_metrics(ages: Sequence[int]) -> dict[str, Metric]:
-    if not ages:
-        return {}
-    return {"rollout/staleness_mean": Mean(sum(ages), len(ages)), "rollout/staleness_max": Max(max(ages))}

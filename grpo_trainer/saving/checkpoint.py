@@ -113,7 +113,7 @@ class Checkpoints:
 
     def _start(self, progress: Progress) -> Metrics:
         started = time.perf_counter()
-        path = self._path(progress)
+        path = self._path(progress.step)
         tree = self._tree()
         in_background = self._config.background_writes and self._shards is None
         if in_background and self._snapshot.wants_room(tree):
@@ -142,7 +142,7 @@ class Checkpoints:
         """
         self._writer.wait()
         self._forget_deleted()
-        path = self._config.save_path / self._policy.final_name if final else self._path(progress)
+        path = self._config.save_path / self._policy.final_name if final else self._path(progress.step)
         if self.safe_path is not None and self._is_safe(progress) and (not final or self.safe_path == path):
             return self.safe_path  # a complete checkpoint is never written again
         self._write(path, progress, self._tree())
@@ -230,11 +230,8 @@ class Checkpoints:
                 self._policy.write(folder, weights)
                 yield folder
 
-    def _path(self, progress: Progress) -> Path:
-        return self._config.save_path / self._name(progress.step)
-
-    def _name(self, step: int) -> str:
-        return f"{self._policy.step_prefix}{step}"
+    def _path(self, step: int) -> Path:
+        return self._config.save_path / f"{self._policy.step_prefix}{step}"
 
     # For a server that starts on the trained weights
 
@@ -245,7 +242,7 @@ class Checkpoints:
         """
         self._writer.wait()
         if self._weights is None or self._weights[0] != version or not self._weights[1].is_dir():
-            path = self._config.save_path / self._name(version)
+            path = self._path(version)
             if (path / STATE_FILE).exists():
                 path = path.with_name(f"version_{version}")
             with whole_folder(path) as folder:

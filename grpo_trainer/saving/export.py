@@ -6,7 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_common.errors import Problem
 from grpo_common.models import from_anywhere
 from grpo_trainer.config.adapter_file import CONFIG_FILE, WEIGHTS_FILE
 from grpo_trainer.errors import ConfigError
 from grpo_trainer.files import whole_folder, write_bytes
+from grpo_trainer.model.check import quantised_by
 from grpo_trainer.model.export import export_model, stored_tensors
 from grpo_trainer.model.tokenizer import NoTokenizerError, read_tokenizer
 from grpo_trainer.parallel.shard_states import STATES_FOLDER
@@ -114,16 +114,10 @@ def _merge(path: Path, base: str | None, dtype: torch.dtype | None, folder: Path
     """Write the base model with each adapted matrix as W + scaling * B A, computed in fp32 and then rounded."""
     settings = json.loads((path / CONFIG_FILE).read_text())
     if refused := refusals(settings, max_rank=1 << 20):
-        raise ConfigError.of(
-            [
-                Problem(f"--merge {path}: {each.field}", each.got, each.wanted, each.fix, "no plain LoRA adapter")
-                for each in refused
-            ]
-        )
+        why = "no plain LoRA adapter"
+        raise ConfigError.of([replace(each, field=f"--merge {path}: {each.field}", summary=why) for each in refused])
     name = _base_name(path, settings, base)
-    found = _base_config(name)
-    if (quantised := getattr(found, "quantization_config", None)) is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else type(quantised).__name__
+    if (method := quantised_by(_base_config(name))) is not None:
         raise ConfigError(
             f"an adapter can't be merged into the weights of {name}",
             field="--merge",

@@ -94,7 +94,8 @@ def attach_model(
     facts = facts_of(model, config)
     if config.tp_degree > 1:
         facts = replace(facts, padded=cut_model(model, rank, config.tp_degree).padded)
-    bindings = bind_names(_shapes(model), _vllm_shapes(config), facts)
+    theirs = {name: tuple(mapping.shape) for name, mapping in config.param_mappings.items()}
+    bindings = bind_names({name: tuple(tensor.shape) for name, tensor in _state(model)}, theirs, facts)
     bind(model, bindings, open_handles(config, device))
     take_generation_config(model, model_config.name)
     log.info("Attached %d tensors to vLLM's shared memory", len(bindings))
@@ -341,14 +342,6 @@ def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     held = set(model.state_dict())
     yield from model.named_parameters(remove_duplicate=False)
     yield from ((name, buffer) for name, buffer in model.named_buffers(remove_duplicate=False) if name in held)
-
-
-def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in _state(model)}
-
-
-def _vllm_shapes(config: BridgeConfigFile) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(mapping.shape) for name, mapping in config.param_mappings.items()}
 
 
 def _put(model: nn.Module, name: str, tensor: Tensor) -> None:

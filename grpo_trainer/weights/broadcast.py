@@ -29,7 +29,7 @@ from grpo_trainer import background
 from grpo_trainer.alignment.model_proof import ModelProof
 from grpo_trainer.alignment.proof import Proved
 from grpo_trainer.alignment.requirements import problems_of
-from grpo_trainer.alignment.shared_proof import SharedProof, Tell
+from grpo_trainer.alignment.shared_proof import Tell, prove_shared
 from grpo_trainer.config.bridge import Broadcast
 from grpo_trainer.errors import BridgeError, ServerError
 from grpo_trainer.metrics.types import Metric, Sum
@@ -241,7 +241,7 @@ class BroadcastBridge(WeightBridge):
         assert self._info is not None, "connect comes first"
         model = self._policy.model
         proof = ModelProof(model, self._server, self._dtype)
-        self.proved = SharedProof(model, proof, self._tell).prove(self._info, self._version, self._changing)
+        self.proved = prove_shared(model, proof, self._info, self._version, self._changing, self._tell)
         return self.proved.noise
 
     @contextmanager

@@ -83,12 +83,10 @@ def build_bridge(
 
             return _to_servers(config.vllm, sender)
         case LoraRestart() as options:
-            clients = [ServerClient(vllm, stop.check) for vllm in config.vllm.each]
-            return build_restart(config, options, MergedModels.of(config, policy), policy, clients, last_version, stop)
+            return build_restart(config, options, MergedModels.of(config, policy), policy, last_version, stop)
         case CheckpointRestart() as options:
-            clients = [ServerClient(vllm, stop.check) for vllm in config.vllm.each]
             models = CheckpointModels(config.model.name, checkpoints)
-            return build_restart(config, options, models, policy, clients, last_version, stop)
+            return build_restart(config, options, models, policy, last_version, stop)
 
 
 def weights_folder(options: Broadcast, log_dir: Path) -> Path:
@@ -100,12 +98,10 @@ def weights_folder(options: Broadcast, log_dir: Path) -> Path:
 
 def build_followers_bridge(config: TrainConfig, policy: Policy, world: World) -> CommonBridge | None:
     """Return the bridge of a process other than rank 0 to its own server; None: only rank 0 updates servers."""
-    match config.bridge:
-        case SharedVllm() as options:
-            assert isinstance(policy, SharedWeights)
-            return _common(config, options, policy, world)
-        case _:
-            return None
+    if not isinstance(config.bridge, SharedVllm):
+        return None
+    assert isinstance(policy, SharedWeights)
+    return _common(config, config.bridge, policy, world)
 
 
 def _common(

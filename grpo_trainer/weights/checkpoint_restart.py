@@ -245,7 +245,8 @@ class CheckpointRestart(WeightBridge):
             self._check(info, version, path, before.infos[number] if before else None)
         self._served = _Served(version, model, infos)
         self._models.serving(model)
-        if self._standby and self._restart_after(version) < self._last_version:
+        next_restart = (version // self._interval + 1) * self._interval
+        if self._standby and next_restart < self._last_version:
             for one in self._launched:
                 one.server.prepare()
         log.info(
@@ -253,10 +254,6 @@ class CheckpointRestart(WeightBridge):
             *(version, model, saved, stopped, ready),
         )
         return {"publish/save_time": Sum(saved), "publish/stop_time": Sum(stopped), "publish/start_time": Sum(ready)}
-
-    def _restart_after(self, version: int) -> int:
-        """Return the version of the next restart."""
-        return (version // self._interval + 1) * self._interval
 
     def _check(self, info: BridgeInfo, version: int, path: str, before: BridgeInfo | None) -> None:
         """Raise a `BridgeError` unless the answering server is the one that was started."""
@@ -278,7 +275,6 @@ def build_restart(
     options: RestartOptions,
     models: ServedModels,
     policy: Policy,
-    clients: Sequence[ServerClient],
     last_version: int,
     stop: StopSignal,
 ) -> CheckpointRestart:
@@ -291,7 +287,8 @@ def build_restart(
     servers = owned_servers(config, on_gpu=on_gpu, check_stop=stop.check)
     dtype = config.trainer_dtype(on_gpu=on_gpu)
     launched = []
-    for server, client in zip(servers, clients, strict=True):
+    for server, vllm in zip(servers, config.vllm.each, strict=True):
+        client = ServerClient(vllm, stop.check)
         stop.watch(server.check)
         launched.append(Launched(server, client, ModelProof(policy.model, client, dtype) if options.proof else None))
     return CheckpointRestart(options, models, launched, config.model.seq_len, last_version)

@@ -10,12 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -26,7 +25,7 @@ from grpo_trainer.files import replace_file
 from grpo_trainer.metrics.types import Metrics, Sum
 from grpo_trainer.server_client import at_url
 from grpo_trainer.weights.bridge import Published, WeightBridge
-from grpo_trainer.weights.multi_server import as_one, at_once, named
+from grpo_trainer.weights.multi_server import SeveralServers, as_one, at_once, named
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +75,7 @@ class _Waiting:
     version: int = 0
 
 
-class ElasticServers(WeightBridge):
+class ElasticServers(SeveralServers):
     """The bridges of the servers in a run's list.
 
     A version counts as published when all servers that are left generate with it. With no server left, training waits
@@ -89,33 +88,18 @@ class ElasticServers(WeightBridge):
     """
 
     def __init__(self, folder: Path, config: VllmConfig, open_bridge: OpenBridge) -> None:
+        super().__init__({}, MOST_AT_ONCE)
         self._folder = folder
         self._config = config
         self._open = open_bridge
-        self._bridges: dict[str, WeightBridge] = {}
         self._boots: dict[str, int] = {}
         self._waiting: dict[str, _Waiting] = {}
         self._published: Published | None = None
-        self._senders = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix="publish")
         listed = {member.url: member for member in read_members(folder)}
         for each in config.each:
             member = listed.get(each.url) or Member("server", each.url, "", "running")
             self._bridges[each.url] = open_bridge(member.name, each)
             self._boots[each.url] = member.boot
-
-    def __enter__(self) -> Self:
-        with ExitStack() as entering:
-            entering.callback(self._senders.shutdown)
-            for bridge in self._bridges.values():
-                entering.enter_context(bridge)
-            entering.pop_all()
-        return self
-
-    def close(self) -> None:
-        with ExitStack() as leaving:
-            leaving.callback(self._senders.shutdown)
-            for bridge in self._bridges.values():
-                leaving.push(bridge)
 
     def connect(self, policy_version: int) -> int:
         """Connect to all servers at the same time; return the highest version that any of them has to begin with."""
@@ -152,15 +136,6 @@ class ElasticServers(WeightBridge):
         for url, error in failed.items():
             self._part(url, str(error))
         return answers
-
-    @contextmanager
-    def updating(self) -> Iterator[None]:
-        """Return the contexts of all bridges as one."""
-        with ExitStack() as held:
-            for bridge in self._bridges.values():
-                context: AbstractContextManager[None] = bridge.updating()
-                held.enter_context(context)
-            yield
 
     def publish(self, version: int) -> Published:
         """Publish to all servers at the same time; those that fail leave, those that have come join.

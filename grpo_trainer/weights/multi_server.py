@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -23,23 +23,26 @@ class SeveralServers(WeightBridge):
 
     Args:
         bridges: address of each server -> its bridge. `shared_vllm` supports a single server only.
+        threads: number of servers that are asked at the same time; None: all.
     """
 
-    def __init__(self, bridges: Mapping[str, WeightBridge]) -> None:
+    def __init__(self, bridges: Mapping[str, WeightBridge], threads: int | None = None) -> None:
         self._bridges = dict(bridges)
-        self._senders = ThreadPoolExecutor(len(self._bridges), thread_name_prefix="publish")
-        self._entered = ExitStack()
+        self._senders = ThreadPoolExecutor(threads or len(bridges), thread_name_prefix="publish")
 
     def __enter__(self) -> Self:
         with ExitStack() as entering:
             entering.callback(self._senders.shutdown)
             for bridge in self._bridges.values():
                 entering.enter_context(bridge)
-            self._entered = entering.pop_all()
+            entering.pop_all()
         return self
 
     def close(self) -> None:
-        self._entered.close()
+        with ExitStack() as leaving:
+            leaving.callback(self._senders.shutdown)
+            for bridge in self._bridges.values():
+                leaving.push(bridge)
 
     def connect(self, policy_version: int) -> int:
         """Connect to all servers at the same time; return the highest version that any of them requires to begin with.
@@ -51,7 +54,7 @@ class SeveralServers(WeightBridge):
 
     def prove(self) -> float | None:
         """Prove one server after the other, because a proof changes the trainer's adapter for a moment."""
-        gaps = self._of_each(lambda bridge: bridge.prove())
+        gaps = [named(url, bridge.prove) for url, bridge in self._bridges.items()]
         return None if None in gaps else max(gap for gap in gaps if gap is not None)
 
     @contextmanager
@@ -89,9 +92,6 @@ class SeveralServers(WeightBridge):
         if failed:
             raise BridgeError.of([problem for error in failed for problem in error.problems])
         return answers
-
-    def _of_each(self, ask: Callable[[WeightBridge], T]) -> Sequence[T]:
-        return [named(url, lambda bridge=bridge: ask(bridge)) for url, bridge in self._bridges.items()]
 
 
 def at_once(

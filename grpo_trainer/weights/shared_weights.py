@@ -17,7 +17,7 @@ import torch
 from grpo_trainer.alignment.model_proof import ModelProof
 from grpo_trainer.alignment.proof import Proved
 from grpo_trainer.alignment.requirements import problems_of
-from grpo_trainer.alignment.shared_proof import SharedProof
+from grpo_trainer.alignment.shared_proof import prove_shared
 from grpo_trainer.config.bridge import SharedVllm
 from grpo_trainer.errors import BridgeError
 from grpo_trainer.metrics.types import Metric, Sum
@@ -141,7 +141,7 @@ class SharedBridge(WeightBridge):
         assert self._info is not None, "connect comes first"
         model = self._policy.model
         proof = ModelProof(model, self._server, str(model.dtype).removeprefix("torch."))
-        self.proved = SharedProof(model, proof).prove(self._info, self._version, self._fence)
+        self.proved = prove_shared(model, proof, self._info, self._version, self._fence)
         return self.proved.noise
 
     def updating(self) -> AbstractContextManager[None]:

@@ -13,7 +13,7 @@ from torch import nn
 
 from grpo_trainer.config.train import ModelConfig, TrainConfig
 from grpo_trainer.engine import memory
-from grpo_trainer.engine.activations import Kept, LayerMemory, Recomputation, measure
+from grpo_trainer.engine.activations import Kept, LayerMemory, Recomputation, known_layers, measure
 from grpo_trainer.engine.forward import Forward, build_forward
 from tests.unit.factories import TinyModel
 from tests.unit.test_packing import one_step, settings, tiny
@@ -93,7 +93,7 @@ class Keeper(nn.Module):
 
 def fitting_of(forward: Forward) -> memory.Fitting:
     """Of a model on the CPU, whose memory is not counted."""
-    layers = memory.decoder_list(forward)
+    layers = known_layers(forward.decoder)
     assert layers is not None
     return memory.Fitting(forward, layers, settings(packing="on"), [])
 
@@ -144,7 +144,7 @@ def fitted(config: TrainConfig, model: nn.Module | None = None) -> Forward:
 
 
 def flags(forward: Forward) -> list[bool]:
-    layers = memory.decoder_list(forward)
+    layers = known_layers(forward.decoder)
     assert layers is not None
     return [bool(layer.gradient_checkpointing) for layer in layers]
 

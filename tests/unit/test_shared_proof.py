@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from grpo_trainer.alignment.proof import Probe
-from grpo_trainer.alignment.shared_proof import SharedProof
+from grpo_trainer.alignment.shared_proof import prove_shared
 from grpo_trainer.errors import ServerError
 from tests.golden.models import random_model
 from tests.unit.factories import bridge_info
@@ -51,6 +51,6 @@ def test_a_server_that_ends_during_the_proof_leaves_the_trainers_weights(ends: s
 
     proof: Any = Asked(ends=ends == "while it is asked")
     with pytest.raises(ServerError):
-        SharedProof(model, proof).prove(bridge_info(), 3, sending)
+        prove_shared(model, proof, bridge_info(), 3, sending)
     assert changed == [True, False]
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())

@@ -18,9 +18,9 @@ from vllm_server.bridge_file import FOLDER, BridgeFile
 from vllm_server.errors import FatalError, ServeError
 from vllm_server.policy import Lease, PolicyRegistry
 from vllm_server.protocol import machine_id
-from vllm_server.protocol.bridge_config import FILE_NAME, BridgeConfigFile, FileHandle, ParamMapping
+from vllm_server.protocol.bridge_config import FILE_NAME, BridgeConfigFile, FileHandle, Handle, ParamMapping
 from vllm_server.sharing_checks import check_shareable
-from vllm_server.worker.shared_weights import Shared, plain_parameters, share
+from vllm_server.worker.shared_weights import plain_parameters, share
 
 # the file --------------------------------------------------------------------------------------------------
 
@@ -276,7 +276,7 @@ class Tiny(torch.nn.Module):
     names = ("embed.weight", "proj.weight", "proj.bias", "head.weight", "first", "second")
 
 
-def shared_tiny() -> tuple[Tiny, Shared]:
+def shared_tiny() -> tuple[Tiny, dict[str, Handle]]:
     torch.manual_seed(0)
     model = Tiny()
     with torch.no_grad():
@@ -301,14 +301,14 @@ def test_sharing_changes_no_bit_and_tied_parameters_keep_one_place() -> None:
     before = {name: parameter.detach().clone() for name, parameter in plain_parameters(Tiny()).items()}
     model, shared = shared_tiny()
     after = plain_parameters(model)
-    assert set(shared.handles) == set(Tiny.names)
+    assert set(shared) == set(Tiny.names)
     for name, parameter in after.items():
         assert torch.equal(parameter, before[name])
         assert parameter.stride() == before[name].stride()
-        assert shared.handles[name].dtype == str(parameter.dtype).removeprefix("torch.")
-    assert shared.handles["head.weight"] == shared.handles["embed.weight"]
+        assert shared[name].dtype == str(parameter.dtype).removeprefix("torch.")
+    assert shared["head.weight"] == shared["embed.weight"]
     assert after["head.weight"].data_ptr() == after["embed.weight"].data_ptr()
-    places = {handle.offset for handle in shared.handles.values() if isinstance(handle, FileHandle)}
+    places = {handle.offset for handle in shared.values() if isinstance(handle, FileHandle)}
     assert len(places) == len(Tiny.names) - 1
 
 
@@ -328,7 +328,7 @@ for name, handle in handles.items():
 def test_another_process_writes_into_the_parameters_through_their_handles() -> None:
     model, shared = shared_tiny()
     before = {name: parameter.detach().clone() for name, parameter in plain_parameters(model).items()}
-    handles = msgspec.json.encode({name: h for name, h in shared.handles.items() if name != "head.weight"})
+    handles = msgspec.json.encode({name: h for name, h in shared.items() if name != "head.weight"})
     subprocess.run(
         [sys.executable, "-c", WRITER], input=handles, check=True, timeout=120, cwd=Path(__file__).parents[2]
     )
@@ -340,7 +340,7 @@ def test_the_memory_has_no_name_in_any_folder_and_goes_with_its_processes() -> N
     code = (
         "import torch; from vllm_server.worker.shared_weights import share, plain_parameters;"
         "model = torch.nn.Linear(2, 2);"
-        "shared = share(plain_parameters(model), torch.device('cpu')); print(shared.handles['weight'].path)"
+        "shared = share(plain_parameters(model), torch.device('cpu')); print(shared['weight'].path)"
     )
     done = subprocess.run(
         [sys.executable, "-c", f"import torch; torch.set_grad_enabled(False); {code}"],

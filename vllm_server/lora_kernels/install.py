@@ -17,8 +17,7 @@ logger = logging.getLogger("vllm.grpo.lora_kernels")
 
 def prepare_worker() -> None:
     """Group tokens on the host. With `--lora-kernels grpo`, also replace vLLM's kernels by ours."""
-    module = seams.seam(("vllm.lora.punica_wrapper.punica_gpu",), "PunicaWrapperGPU")
-    module.PunicaWrapperGPU.update_metadata = update_metadata
+    seams.found("vllm.lora.punica_wrapper.punica_gpu", "PunicaWrapperGPU").update_metadata = update_metadata
     if os.environ.get(KERNELS_VARIABLE) != "grpo":
         return
     if is_batch_invariant():

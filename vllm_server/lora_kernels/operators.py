@@ -170,12 +170,12 @@ def install() -> None:
     """
     global _library
     module = "vllm.lora.ops.triton_ops"
-    shrink_op = seams.seam((f"{module}.lora_shrink_op",), "_lora_shrink")
-    expand_op = seams.seam((f"{module}.lora_expand_op",), "_lora_expand")
+    shrink = seams.found(f"{module}.lora_shrink_op", "_lora_shrink")
+    expand = seams.found(f"{module}.lora_expand_op", "_lora_expand")
     _library = torch.library.Library("vllm", "IMPL")
     key = compat.dispatch_key()
-    _library.impl("lora_shrink", _shrink_in_place_of(shrink_op._lora_shrink), key, allow_override=True)
-    _library.impl("lora_expand", _expand_in_place_of(expand_op._lora_expand), key, allow_override=True)
+    _library.impl("lora_shrink", _shrink_in_place_of(shrink), key, allow_override=True)
+    _library.impl("lora_expand", _expand_in_place_of(expand), key, allow_override=True)
 
 
 def _shrink_in_place_of(vllms: Callable[..., None]) -> Callable[..., None]:

@@ -51,10 +51,6 @@ from vllm_server.protocol.lora import (
 from vllm_server.protocol.preflight import (
     PreflightReport,
 )
-from vllm_server.protocol.refusals import (
-    ErrorDetail,
-    ErrorResponse,
-)
 from vllm_server.protocol.routes import (
     BRIDGE_CHECKSUMS_ROUTE,
     BRIDGE_DEBUG_ROUTE,

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-import msgspec
+from grpo_common.errors import Problem
 
 SERVABLE: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
     "peft_type": (("LORA",), "train a LoRA adapter, or merge this one into the model"),
@@ -39,19 +39,7 @@ SERVABLE: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
 """Maps a field of `adapter_config.json` to (its servable values, the fix for any other value)."""
 
 
-class Refusal(msgspec.Struct, frozen=True):
-    """A field that makes an adapter unservable; `got` and `wanted` are texts for users."""
-
-    field: str
-    got: str
-    wanted: str
-    fix: str
-
-    def __str__(self) -> str:
-        return f"{self.field}: got {self.got}, wanted {self.wanted}; {self.fix}"
-
-
-def refusals(adapter_config: Mapping[str, Any], max_rank: int) -> list[Refusal]:
+def refusals(adapter_config: Mapping[str, Any], max_rank: int) -> list[Problem]:
     """Return everything in an adapter's configuration that cannot be served, the worst first; empty if it is servable.
 
     Args:
@@ -59,7 +47,7 @@ def refusals(adapter_config: Mapping[str, Any], max_rank: int) -> list[Refusal]:
         max_rank: the server's `--max-lora-rank`.
     """
     found = [
-        Refusal(
+        Problem(
             field,
             got=json.dumps(adapter_config[field]),
             wanted=" or ".join(json.dumps(value) for value in servable),
@@ -71,7 +59,7 @@ def refusals(adapter_config: Mapping[str, Any], max_rank: int) -> list[Refusal]:
     rank = adapter_config.get("r")
     if not isinstance(rank, int) or not 1 <= rank <= max_rank:
         found.append(
-            Refusal(
+            Problem(
                 "r",
                 got=str(rank),
                 wanted=f"1 to {max_rank}, this server's --max-lora-rank",

@@ -45,10 +45,6 @@ class _Config(ctypes.Structure):
     ]
 
 
-def _non_blocking() -> _Config:
-    return _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21400, 0)
-
-
 @functools.cache
 def library() -> ctypes.CDLL:
     """Return this process's NCCL library.
@@ -111,7 +107,7 @@ class Communicator:
     def __init__(self, name: bytes, rank: int, size: int, abandoned: Callable[[], None] = lambda: None) -> None:
         self._handle = ctypes.c_void_p()
         self._using = threading.Lock()  # another thread may abort; the handle is not used afterwards
-        config = _non_blocking()
+        config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21400, blocking=0)
         status = library().ncclCommInitRankConfig(
             ctypes.byref(self._handle), size, _UniqueId.from_buffer_copy(name), rank, ctypes.byref(config)
         )

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from grpo_common.disconnects import unless_disconnected
 from vllm_server.compat import engine_dead_error, engine_generate_error, request_errors
 from vllm_server.errors import ServeError, engine_is_dead
-from vllm_server.http import NDJSON, json_response, parse_body
+from vllm_server.http import NDJSON, json_response, read_body
 from vllm_server.policy import Lease, Version
 from vllm_server.protocol import GenerateChunk, GenerateRequest, GenerateResponse, TokenLogprobs, TokenPrompt
 from vllm_server.routed_experts import experts_of
@@ -39,7 +39,7 @@ async def generate(request: Request) -> Response:
         ServeError: 404 no such version, 422 an illegal key or value, 503 the server cannot generate.
     """
     server = PolicyServer.of(request)
-    body = parse_body(await request.body(), dict[str, Any])
+    body = await read_body(request, dict[str, Any])
     check_integers(body)
     try:
         asked = GenerateRequest.from_body(body)
@@ -114,9 +114,10 @@ async def _last(outputs: AsyncIterator[Any]) -> Any:
 
 def _response(server: PolicyServer, final: Any, params: Any, lease: Lease, *, masks: bool) -> GenerateResponse:
     prompt_ids = list(final.prompt_token_ids)
+    prompt = server.engine.get_tokenizer().decode(prompt_ids) if final.prompt is None else final.prompt
     return GenerateResponse(
         text=[output.text for output in final.outputs],
-        prompt=final.prompt if final.prompt is not None else server.decode(prompt_ids),
+        prompt=prompt,
         finish_reasons=[output.finish_reason for output in final.outputs],
         policy_version=lease.began_with,
         policy_version_end=lease.ended_with,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -21,7 +21,6 @@ from vllm_server.protocol import ChannelRequest, CudaIpcChannel, NcclChannel
 from vllm_server.protocol.nccl import NcclError
 from vllm_server.worker import finite, logits, routed_experts, sampling_masks
 from vllm_server.worker.finite import NotFiniteError
-from vllm_server.worker.packed import PackedAdapter
 from vllm_server.worker.shared_weights import dtype_name, plain_parameters
 from vllm_server.worker.slots import AdapterSlots
 from vllm_server.worker.transports.cuda_ipc import CudaIpcReceiver, gpu_uuid
@@ -37,33 +36,18 @@ sampling_masks.prepare_worker()
 routed_experts.prepare_worker()
 
 
-class Receiver(Protocol):
-    """An open channel."""
-
-    def receive(self) -> PackedAdapter: ...
-    def close(self) -> None: ...
-
-
 @dataclass
 class PolicyState:
     """A worker's adapters and open channels."""
 
     slots: AdapterSlots
     files: FileReader
-    channels: dict[str, Receiver] = field(default_factory=dict)
+    channels: dict[str, CudaIpcReceiver | NcclReceiver] = field(default_factory=dict)
 
 
 def settings_of(config: dict[str, Any]) -> str:
     """Return the settings that change how an adapter's tensors are used, as text."""
     return f"r{config['r']} alpha{config['lora_alpha']} rslora{bool(config.get('use_rslora'))}"
-
-
-def _receiver(request: ChannelRequest, settings: str, device: torch.device, rank: int) -> Receiver:
-    match request:
-        case CudaIpcChannel():
-            return CudaIpcReceiver(request, settings, device)
-        case NcclChannel():
-            return NcclReceiver(request, settings, device, rank)
 
 
 class PolicyWorker:
@@ -97,7 +81,11 @@ class PolicyWorker:
         settings = settings_of(asked.adapter_config)
         try:
             with state.slots.writing():
-                state.channels[name] = _receiver(asked, settings, self.device, self.rank)
+                match asked:
+                    case CudaIpcChannel():
+                        state.channels[name] = CudaIpcReceiver(asked, settings, self.device)
+                    case NcclChannel():
+                        state.channels[name] = NcclReceiver(asked, settings, self.device, self.rank)
         except (ValueError, TypeError, RuntimeError) as error:  # a bad handle, missing memory, no NCCL, …
             return {"refused": str(error)}
         return {}
@@ -111,7 +99,10 @@ class PolicyWorker:
             receiver.close()
 
     def grpo_install_adapter(self, adapter_id: int, config: str, *, file: str, channel: str) -> dict[str, Any]:
-        """Write the adapter of a safetensors file or a channel into a slot; return `Installed` as a dict."""
+        """Write the adapter of a safetensors file or a channel into a slot.
+
+        Return `Installed` as a dict, with the seconds that this took.
+        """
         started = time.perf_counter()
         state = self._grpo()
         settings = msgspec.json.decode(config)

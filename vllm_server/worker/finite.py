@@ -66,8 +66,7 @@ def mark_logits() -> None:
     Raises:
         FatalError: this vLLM computes logits elsewhere.
     """
-    name = "LogitsProcessor"
-    processor = getattr(seams.seam(("vllm.model_executor.layers.logits_processor",), name), name)
+    processor = seams.found("vllm.model_executor.layers.logits_processor", "LogitsProcessor")
     vllms: Callable[..., Tensor | None] = processor.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -107,7 +106,7 @@ def zero_new_blocks() -> None:
     Raises:
         FatalError: this vLLM has no such switch.
     """
-    config = seams.seam(("vllm.v1.kv_cache_interface",), "KVCacheConfig").KVCacheConfig
+    config = seams.found("vllm.v1.kv_cache_interface", "KVCacheConfig")
     if not isinstance(getattr(config, "needs_kv_cache_zeroing", None), property):
         raise seams.moved("KVCacheConfig.needs_kv_cache_zeroing")
     config.needs_kv_cache_zeroing = property(lambda _: True)

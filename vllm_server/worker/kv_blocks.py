@@ -17,10 +17,8 @@ def skip_needless_allocations() -> None:
     Raises:
         FatalError: this vLLM allocates elsewhere.
     """
-    manager = seams.seam(("vllm.v1.core.kv_cache_manager",), "KVCacheManager").KVCacheManager
-    if not hasattr(manager, "allocate_slots"):
-        raise seams.moved("KVCacheManager.allocate_slots")
-    plain = seams.seam(("vllm.v1.core.single_type_kv_cache_manager",), "FullAttentionManager").FullAttentionManager
+    manager = seams.found("vllm.v1.core.kv_cache_manager", "KVCacheManager", "allocate_slots")
+    plain = seams.found("vllm.v1.core.single_type_kv_cache_manager", "FullAttentionManager")
     vllms: Callable[..., Any] = manager.allocate_slots
 
     def allocate_slots(self: Any, request: Any, num_new_tokens: int, *args: Any, **more: Any) -> Any:

@@ -29,8 +29,7 @@ def prepare_worker() -> None:
     if is_batch_invariant():
         logger.warning("VLLM_BATCH_INVARIANT: logits have the model's dtype, the only one of its product")
         return
-    name = "UnquantizedEmbeddingMethod"
-    method = getattr(seams.seam(("vllm.model_executor.layers.vocab_parallel_embedding",), name), name)
+    method = seams.found("vllm.model_executor.layers.vocab_parallel_embedding", "UnquantizedEmbeddingMethod")
     method.apply = exact_in_place_of(method.apply)
 
 

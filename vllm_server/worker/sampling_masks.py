@@ -107,10 +107,10 @@ def prepare_worker() -> None:
     Raises:
         FatalError: this vLLM samples elsewhere.
     """
-    older = seams.seam(("vllm.v1.sample.sampler",), "Sampler").Sampler
+    older = seams.found("vllm.v1.sample.sampler", "Sampler")
     _watch(older, "forward", _cut_by_metadata)
     try:
-        newer = seams.seam(("vllm.v1.worker.gpu.sample.sampler",), "Sampler").Sampler
+        newer = seams.found("vllm.v1.worker.gpu.sample.sampler", "Sampler")
     except ImportError:  # its kernels are Triton's, which a CPU has not
         return
     watch_newer(newer)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from base64 import b64encode
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -22,14 +21,6 @@ from vllm_server.protocol.bridge_config import CudaIpcHandle, FileHandle, Handle
 _ALIGNMENT = 4096  # bytes: a page, more than any kernel requires
 
 _LORA_WRAPPER = ".base_layer."  # vLLM's LoRA layers wrap the original layer under this name
-
-
-@dataclass(frozen=True)
-class Shared:
-    """Handles by vLLM's names; `descriptor` is that of the memory file, if there is one."""
-
-    handles: dict[str, Handle]
-    descriptor: int | None = None
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,8 +66,10 @@ def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def share(parameters: dict[str, Tensor], device: torch.device) -> Shared:
-    """Return handles of all parameters. On a CPU this moves their `data`, so old references to it become invalid.
+def share(parameters: dict[str, Tensor], device: torch.device) -> dict[str, Handle]:
+    """Return handles of all parameters by vLLM's names.
+
+    On a CPU this moves their `data`, so old references to it become invalid.
 
     Raises:
         ValueError: see `check_shareable`.
@@ -86,7 +79,7 @@ def share(parameters: dict[str, Tensor], device: torch.device) -> Shared:
     return _share_cuda(parameters) if device.type == "cuda" else _share_file(parameters)
 
 
-def _share_cuda(parameters: dict[str, Tensor]) -> Shared:
+def _share_cuda(parameters: dict[str, Tensor]) -> dict[str, Handle]:
     opened: dict[int, tuple[Any, ...]] = {}
     handles: dict[str, Handle] = {}
     for name, parameter in parameters.items():
@@ -108,10 +101,10 @@ def _share_cuda(parameters: dict[str, Tensor]) -> Shared:
             stride=list(parameter.stride()),
             tensor_offset=int(parameter.storage_offset()),
         )
-    return Shared(handles)
+    return handles
 
 
-def _share_file(parameters: dict[str, Tensor]) -> Shared:
+def _share_file(parameters: dict[str, Tensor]) -> dict[str, Handle]:
     places, size = _layout(parameters.values())
     descriptor = os.memfd_create("grpo_shared_weights")
     os.truncate(descriptor, size)
@@ -123,7 +116,7 @@ def _share_file(parameters: dict[str, Tensor]) -> Shared:
         there = torch.as_strided(bytes_B.view(parameter.dtype), parameter.shape, parameter.stride(), start)
         there.copy_(parameter.data)
         parameter.data = there
-    handles: dict[str, Handle] = {
+    return {
         name: FileHandle(
             path=path,
             offset=int(parameter.storage_offset()) * parameter.element_size(),
@@ -133,7 +126,6 @@ def _share_file(parameters: dict[str, Tensor]) -> Shared:
         )
         for name, parameter in parameters.items()
     }
-    return Shared(handles, descriptor)
 
 
 def _layout(parameters: Iterable[Tensor]) -> tuple[dict[int, int], int]:

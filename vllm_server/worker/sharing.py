@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import wraps
 from typing import Any
 
 import msgspec
@@ -14,10 +15,11 @@ import torch
 from vllm.platforms import current_platform
 
 from vllm_server.protocol import WeightsOpenRequest
+from vllm_server.protocol.bridge_config import Handle
 from vllm_server.protocol.checksums import checksum
 from vllm_server.worker.extension import PolicyWorker
 from vllm_server.worker.plain_weights import keep_weights_plain
-from vllm_server.worker.shared_weights import Exported, Shared, plain_parameters, share
+from vllm_server.worker.shared_weights import Exported, plain_parameters, share
 from vllm_server.worker.weights import WeightChannel
 
 if current_platform.is_cpu():
@@ -28,12 +30,17 @@ REFUSALS = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSErr
 """What becomes of a damaged layout, a missing partner, a file that can't be read, a tensor that vLLM refuses."""
 
 
-def _refusing(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the result, or why the trainer's request can't be carried out."""
-    try:
-        return work()
-    except REFUSALS as error:
-        return {"refused": f"{type(error).__name__}: {error}"}
+def _refusing(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Have a method return why the trainer's request can't be carried out, instead of raising it."""
+
+    @wraps(method)
+    def call(*args: Any) -> dict[str, Any]:
+        try:
+            return method(*args)
+        except REFUSALS as error:
+            return {"refused": f"{type(error).__name__}: {error}"}
+
+    return call
 
 
 class SharingWorker(PolicyWorker):
@@ -41,15 +48,15 @@ class SharingWorker(PolicyWorker):
 
     def grpo_export_weights(self) -> dict[str, Any]:
         """Share all parameters, once. Return `Exported` as JSON, or the refusal."""
-        shared: Shared | None = self.__dict__.get("_grpo_shared")
+        handles: dict[str, Handle] | None = self.__dict__.get("_grpo_shared")
         try:
             with torch.no_grad():
-                shared = shared or share(plain_parameters(self.get_model()), self.device)  # type: ignore[attr-defined]
+                handles = handles or share(plain_parameters(self.get_model()), self.device)  # type: ignore[attr-defined]
         except (ValueError, RuntimeError) as error:
             return {"refused": str(error)}
-        self.__dict__["_grpo_shared"] = shared
+        self.__dict__["_grpo_shared"] = handles
         device, version = str(self.device), str(torch.__version__)
-        exported = Exported(rank=self.rank, handles=shared.handles, device=device, torch_version=version)
+        exported = Exported(rank=self.rank, handles=handles, device=device, torch_version=version)
         return {"exported": msgspec.json.encode(exported)}
 
     def grpo_synchronize(self) -> None:
@@ -62,35 +69,31 @@ class SharingWorker(PolicyWorker):
         found = plain_parameters(self.get_model())  # type: ignore[attr-defined]
         return {name: checksum(parameter) for name, parameter in found.items()}
 
+    @_refusing
     def grpo_weights_open(self, name: str, request: str) -> dict[str, Any]:
         """Open the channel for weights (a `WeightsOpenRequest` as JSON); return the bytes set aside for staging."""
         asked = msgspec.json.decode(request, type=WeightsOpenRequest)
+        model = self.get_model()  # type: ignore[attr-defined]  # the worker's own
+        shards = self.parallel_config.tensor_parallel_size  # type: ignore[attr-defined]  # likewise
+        channel = WeightChannel(asked, model, self.device, self.rank, shards)
+        self.__dict__["_grpo_weights"] = name, channel
+        return {"staging_bytes": channel.staging_bytes}
 
-        def work() -> dict[str, Any]:
-            model = self.get_model()  # type: ignore[attr-defined]  # the worker's own
-            shards = self.parallel_config.tensor_parallel_size  # type: ignore[attr-defined]  # likewise
-            channel = WeightChannel(asked, model, self.device, self.rank, shards)
-            self.__dict__["_grpo_weights"] = name, channel
-            return {"staging_bytes": channel.staging_bytes}
-
-        return _refusing(work)
-
+    @_refusing
     def grpo_weights_stage(self, name: str, version: int) -> dict[str, Any]:
         """Begin to receive a version in a thread."""
+        self._grpo_channel(name).begin_staging(version)
+        return {}
 
-        def work() -> dict[str, Any]:
-            self._grpo_channel(name).begin_staging(version)
-            return {}
-
-        return _refusing(work)
-
+    @_refusing
     def grpo_weights_staged(self, name: str) -> dict[str, Any]:
         """Return whether the version has arrived."""
-        return _refusing(lambda: {"staged": self._grpo_channel(name).has_staged()})
+        return {"staged": self._grpo_channel(name).has_staged()}
 
+    @_refusing
     def grpo_weights_apply(self, name: str, version: int) -> dict[str, Any]:
         """Write a version into the parameters; return `Written` as a dict."""
-        return _refusing(lambda: asdict(self._grpo_channel(name).apply(version)))
+        return asdict(self._grpo_channel(name).apply(version))
 
     def grpo_weights_close(self, name: str) -> None:
         """Free the channel's memory. A channel that is not open needs no closing."""

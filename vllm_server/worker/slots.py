@@ -9,7 +9,6 @@ later adapter of the same shapes repeats all recorded copies in one call.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -30,16 +29,10 @@ logger = logging.getLogger("vllm.grpo.slots")
 
 @dataclass(frozen=True)
 class Installed:
-    """The result of an installation.
-
-    Attributes:
-        seconds: how long it took; the engine did nothing else meanwhile.
-        unserved: modules of the adapter for which this worker has no place.
-    """
+    """The result of an installation. `unserved`: modules of the adapter for which this worker has no place."""
 
     slot: int
     replayed: bool
-    seconds: float
     unserved: tuple[str, ...] = ()
 
 
@@ -97,7 +90,6 @@ class AdapterSlots:
             ValueError: vLLM refuses the adapter, it is of another model, or it is not finite (`NotFiniteError`: nothing
                 was written).
         """
-        started = time.perf_counter()
         adapter = cast(adapter, self.dtype)
         check_finite(adapter, scaling_of(config))
         key = adapter.layout.key
@@ -112,7 +104,7 @@ class AdapterSlots:
             self._register(adapter_id, slot, config)
         else:
             slot, unserved = self._install_by_vllm(adapter_id, adapter, config)
-        return Installed(slot, bool(known), time.perf_counter() - started, unserved)
+        return Installed(slot, bool(known), unserved)
 
     def _register(self, adapter_id: int, slot: int, config: Mapping[str, Any]) -> None:
         resident = SlotResident(adapter_id, config["r"], {})

@@ -24,10 +24,8 @@ def pack() -> None:
     Raises:
         FatalError: this vLLM makes its outputs elsewhere.
     """
-    scheduler = seams.seam(("vllm.v1.core.sched.scheduler",), "Scheduler").Scheduler
-    lists = seams.seam(("vllm.v1.outputs",), "LogprobsLists").LogprobsLists
-    if not hasattr(scheduler, "update_from_output"):
-        raise seams.moved("Scheduler.update_from_output")
+    scheduler = seams.found("vllm.v1.core.sched.scheduler", "Scheduler", "update_from_output")
+    lists = seams.found("vllm.v1.outputs", "LogprobsLists")
     vllms: Callable[..., dict[int, Any]] = scheduler.update_from_output
 
     def update_from_output(self: Any, scheduled: Any, ran: Any) -> dict[int, Any]:

@@ -20,9 +20,7 @@ def look_up_in_sets() -> None:
     Raises:
         FatalError: this vLLM takes requests elsewhere.
     """
-    core = seams.seam(("vllm.v1.engine.core",), "EngineCore").EngineCore
-    if not hasattr(core, "preprocess_add_request"):
-        raise seams.moved("EngineCore.preprocess_add_request")
+    core = seams.found("vllm.v1.engine.core", "EngineCore", "preprocess_add_request")
     vllms: Callable[..., tuple[Any, int]] = core.preprocess_add_request
 
     def preprocess_add_request(self: Any, request: Any) -> tuple[Any, int]:

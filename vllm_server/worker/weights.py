@@ -12,7 +12,7 @@ from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,16 +35,8 @@ SPARE_BYTES = 1 << 30
 """GPU memory that staging leaves free."""
 
 
-class Receiver(Protocol):
-    """A way for buckets to arrive."""
-
-    def fill(self, version: int, number: int, buffer_E: Tensor) -> None:
-        """Receive a bucket of a version into a buffer on any device; it has arrived when this returns."""
-        ...
-
-    def close(self) -> None:
-        """Leave the sender. A bucket that is being received may end in an error."""
-        ...
+Receiver = ParameterMap | NcclReceiver | GlooReceiver | FolderReader
+"""A way for buckets to arrive: `fill` receives a bucket of a version into a buffer on any device."""
 
 
 @dataclass(frozen=True)

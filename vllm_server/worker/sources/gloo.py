@@ -7,7 +7,6 @@ from torch import Tensor
 
 from vllm_server.protocol import GlooSource
 from vllm_server.protocol.gloo import GlooGroup
-from vllm_server.worker.sources.main_memory import in_main_memory
 
 
 class GlooReceiver:
@@ -21,13 +20,15 @@ class GlooReceiver:
         self._group = GlooGroup(source.host, source.port, 1 + worker_rank, source.world_size)
 
     def fill(self, version: int, number: int, buffer_E: Tensor) -> None:
-        """Receive a bucket into a buffer on any device. Buckets come in order.
+        """Receive a bucket into a buffer on any device, by way of main memory. Buckets come in order.
 
         Raises:
             RuntimeError: it did not arrive in time; the group is unusable then.
         """
-        with in_main_memory(buffer_E) as here_E:
-            self._group.broadcast(here_E.view(torch.uint8))
+        here_E = buffer_E if buffer_E.device.type == "cpu" else torch.empty_like(buffer_E, device="cpu")
+        self._group.broadcast(here_E.view(torch.uint8))
+        if here_E is not buffer_E:
+            buffer_E.copy_(here_E)
 
     def close(self) -> None:
         """Do nothing: the group ends with its last reference."""
