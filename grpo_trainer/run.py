@@ -83,7 +83,7 @@ def _run(config: RunConfig, console: Console, cluster: RayCluster | None) -> Non
         places = place_run(config, cluster.nodes, on_gpu=on_gpu)
         cluster.occupy(places)
         ports, config = cluster.claim(wanted_ports(config), places), with_key(config, places)
-    again = partial(planned_again, on_gpu=on_gpu, machine=gpus)
+    again = partial(planned, on_gpu=on_gpu, machine=gpus)
     plan = again(config, ports, places)
     if cluster:
         execute = partial(cluster.start, contents(plan))
@@ -110,17 +110,17 @@ def wanted_ports(config: RunConfig) -> dict[str, int]:
 def planned(
     config: RunConfig,
     ports: Mapping[str, int],
+    places: Places = NO_PLACES,
     *,
     on_gpu: bool,
     machine: Machine | None = None,
-    places: Places = NO_PLACES,
 ) -> RunPlan:
     """Return the plan for this machine, or for those of a cluster.
 
     Args:
+        places: those on a cluster. There a server measures the free memory for its cache.
         on_gpu: whether server and trainer run on GPUs.
         machine: this one; None: not known, or of no use.
-        places: those on a cluster. There a server measures the free memory for its cache.
 
     Raises:
         ConfigError: the options do not suit this hardware.
@@ -138,13 +138,6 @@ def planned(
         env={**compile_caches(os.environ), COMMAND_VARIABLE: str(process_start())},
         places=places,
     )
-
-
-def planned_again(
-    config: RunConfig, ports: Mapping[str, int], places: Places, *, on_gpu: bool, machine: Machine | None
-) -> RunPlan:
-    """Return `planned` with other ports and places."""
-    return planned(config, ports, on_gpu=on_gpu, machine=machine, places=places)
 
 
 def _model_config(config: RunConfig) -> bytes | None:

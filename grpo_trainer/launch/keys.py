@@ -12,15 +12,8 @@ from collections.abc import Callable
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.launch.places import HERE, Places
 
-KEY_BYTES = 32
 
-
-def new_key() -> str:
-    """Return a random key."""
-    return secrets.token_urlsafe(KEY_BYTES)
-
-
-def with_key(config: RunConfig, places: Places, make: Callable[[], str] = new_key) -> RunConfig:
+def with_key(config: RunConfig, places: Places, make: Callable[[], str] = secrets.token_urlsafe) -> RunConfig:
     """Return the run with a new key for its servers, if one of them listens beyond loopback, or may do so later.
 
     A key that the user has given stays. The rollout API listens on loopback: all its clients are on its machine.

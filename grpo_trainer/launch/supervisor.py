@@ -145,8 +145,7 @@ class Supervisor:
     def _check(self) -> None:
         """Raise an error if anything ends the run early."""
         if self._signals:
-            number = self._signals[0]
-            raise StoppedError(f"stopped by {signal.Signals(number).name}", number)
+            raise StoppedError(self._signals[0])
         self._check_run()
         for child in self.children:
             if child.log_error is not None:
