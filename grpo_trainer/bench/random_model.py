@@ -24,7 +24,6 @@ from grpo_trainer.shared.attach import build_without_weights
 log = logging.getLogger(__name__)
 
 PAD, EOS = "<pad>", "<eos>"
-POSITIONS = 32_768
 
 
 def ensure_model(shape: ModelShape, folder: Path, dtype: torch.dtype, *, weights: bool = True) -> None:
@@ -101,7 +100,7 @@ def model_config(shape: ModelShape, dtype: torch.dtype) -> Qwen2Config:
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=POSITIONS,
+        max_position_embeddings=shape.positions,
         tie_word_embeddings=shape.tied,
         initializer_range=0.1 if shape.hidden < 256 else 0.02,  # a small one says the same to everything otherwise
         dtype=dtype,

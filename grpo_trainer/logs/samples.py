@@ -73,7 +73,7 @@ class SampleLog:
     """Writes some of a batch's sequences before the step on it.
 
     Args:
-        count: how many each step; 0: none, and nothing else is touched.
+        count: how many each step.
         steps_done: rows of later steps, which a resumed run takes again, are dropped.
         longest: tokens after this many are not trained on, and have no ratio.
     """
@@ -92,14 +92,11 @@ class SampleLog:
         self._count, self._config, self._decode, self._logprobs = count, config, decode, logprobs
         self._longest = longest
         self._path = path
-        if count:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            keep_steps(path, steps_done)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        keep_steps(path, steps_done)
 
     def take(self, step: int, groups: Sequence[Group]) -> None:
         """Log of the groups that are about to become `step` (from 1)."""
-        if not self._count:
-            return
         chosen = choose(groups, self._count, self._config)
         lines = [json.dumps(asdict(self._record(step, each)), ensure_ascii=False) for each in chosen]
         with self._path.open("a") as file:
@@ -200,16 +197,15 @@ def policy_logprobs(forward: Forward, device: torch.device) -> Logprobs:
     return logprobs
 
 
-def build_sample_log(config: TrainConfig, forward: Forward, device: torch.device, steps_done: int) -> SampleLog:
+def build_sample_log(config: TrainConfig, forward: Forward, device: torch.device, steps_done: int) -> SampleLog | None:
     """What `--log-samples` asks for, with the model's own tokenizer.
 
     Raises:
         ConfigError: the model has no tokenizer.
     """
-    count = config.logging.log_samples
-    decode = _tokenizer(config.model.name) if count else str
-    path = config.log_dir / SAMPLES_FILE
-    own = policy_logprobs(forward, device)
+    if not (count := config.logging.log_samples):
+        return None
+    path, decode, own = config.log_dir / SAMPLES_FILE, _tokenizer(config.model.name), policy_logprobs(forward, device)
     return SampleLog(path, count, config.loss, decode, own, steps_done, longest=config.model.seq_len)
 
 
