@@ -22,7 +22,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from grpo_trainer.errors import ConfigError, PortBusyError, ProcessFailedError
@@ -52,7 +51,6 @@ ROOM_SECONDS = 120.0
 Room = tuple[Node, str]
 """What the run holds of a node: a node, and the name of the room there (`Place.room`)."""
 Files = Mapping[Path, bytes]
-NO_FILES: Files = MappingProxyType({})
 
 
 @dataclass(frozen=True)
