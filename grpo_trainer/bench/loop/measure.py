@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -56,16 +57,13 @@ def measure(options: LoopOptions, more: Sequence[str]) -> dict[str, Any]:
 
 def _finish(process: ProcessSpec, run_dir: Path) -> tuple[float, Watch]:
     """Run a process to its end, and return its start in Unix seconds and the samples of it."""
-    with Supervisor(run_dir / "logs", say=_tell, echo=_tell) as supervisor:
+    tell = partial(print, file=sys.stderr, flush=True)
+    with Supervisor(run_dir / "logs", say=tell, echo=tell) as supervisor:
         began = time.time()
         watch = Watch(supervisor.start(process).pid, run_dir)
         with watch.watching():
             supervisor.run(())  # it is started: until it is done
     return began, watch
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def as_dict(
