@@ -301,7 +301,6 @@ def _read_run(ctx: typer.Context, options: dict[str, Any], config: Path | None, 
 
 
 def _show_plan(config: RunConfig, *, as_json: bool) -> None:
-    """Print what `grpo run` would start."""
     from rich.console import Console
 
     from grpo_trainer import dry_run

@@ -122,7 +122,6 @@ class BatchFeed:
         (self._client.settle if patient else self._client.settle_at_once)(own)
 
     def release(self, batch: ReadyBatch) -> None:
-        """Release a batch untrained."""
         self._client.release(batch.rollouts)
 
     def next(self, version: int, *, last: bool = False) -> ReadyBatch:

@@ -15,7 +15,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Protocol
 
@@ -337,11 +337,8 @@ def attach_to_server(
         skeleton = build_skeleton(config.model)
         if not sharded:
             compile_ahead(config, skeleton)
-    client = ServerClient(vllm, check_stop)
-    try:
+    with closing(ServerClient(vllm, check_stop)) as client:
         info = client.wait_until_there()
-    finally:
-        client.close()
     if info.bridge_config_path is None:
         raise BridgeError(
             "does not share its weights",

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -257,7 +258,6 @@ class ServerClient:
         return True
 
     def close(self) -> None:
-        """Close the connection."""
         self._http.close()
 
 
@@ -303,11 +303,8 @@ def wait_for_servers(config: VllmConfig, check_stop: Callable[[], None]) -> None
         ServerError: a server did not answer within `--vllm-timeout`.
     """
     for each in config.each:
-        client = ServerClient(each, check_stop)
-        try:
+        with closing(ServerClient(each, check_stop)) as client:
             client.wait_until_there()
-        finally:
-            client.close()
 
 
 class _Pieces:

@@ -226,7 +226,6 @@ def said(example: Example) -> str:
 
 
 def main() -> None:
-    """Write them all."""
     for example in EXAMPLES:
         example.path.write_text(text(example, ""))
         example.path.write_text(text(example, said(example)))

@@ -55,7 +55,6 @@ class Machine:
 
 
 def look() -> Machine:
-    """Gather them."""
     gpus, driver, problem = _gpus(os.environ)
     return Machine(
         python=platform.python_version(),

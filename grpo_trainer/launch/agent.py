@@ -134,7 +134,6 @@ class NodeAgent:
         self._children[name].note_family()
 
     def terminate(self, name: str) -> None:
-        """Send a process SIGTERM."""
         self._children[name].terminate()
 
     def kill(self, name: str) -> None:

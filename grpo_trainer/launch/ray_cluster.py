@@ -18,7 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -373,8 +373,5 @@ def joined(address: str | None, wanted: int) -> Iterator[RayCluster | None]:
     if address is None:
         yield None
         return
-    cluster = RayCluster(address, wanted)
-    try:
+    with closing(RayCluster(address, wanted)) as cluster:
         yield cluster
-    finally:
-        cluster.close()

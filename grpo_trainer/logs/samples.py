@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,23 +40,6 @@ HALF_CHARACTER = "\ufffd"
 Decode = Callable[[list[int]], str]
 Logprobs = Callable[[Sample, NDArray[np.int64]], NDArray[np.float32]]
 """The trained policy's logprobs of a sample's tokens at some positions."""
-
-
-@dataclass(frozen=True)
-class SampleRecord:
-    """A line of samples.jsonl; see the top of this file."""
-
-    step: int
-    version: int | None
-    environment: int | None
-    group: int
-    reward: float
-    advantage: float
-    prompt: str
-    pieces: tuple[str, ...]
-    ratios: tuple[float | None, ...]
-    trained: tuple[bool, ...]
-    cut: int
 
 
 @dataclass(frozen=True)
@@ -98,11 +81,12 @@ class SampleLog:
     def take(self, step: int, groups: Sequence[Group]) -> None:
         """Log of the groups that are about to become `step` (from 1)."""
         chosen = choose(groups, self._count, self._config)
-        lines = [json.dumps(asdict(self._record(step, each)), ensure_ascii=False) for each in chosen]
+        lines = [json.dumps(self._record(step, each), ensure_ascii=False) for each in chosen]
         with self._path.open("a") as file:
             file.write("".join(f"{line}\n" for line in lines))
 
-    def _record(self, step: int, chosen: Chosen) -> SampleRecord:
+    def _record(self, step: int, chosen: Chosen) -> dict[str, Any]:
+        """Return a line of samples.jsonl; see the top of this file."""
         sample = chosen.sample
         trained = np.flatnonzero(sample.trained_T)
         start = int(trained[0]) if len(trained) else len(sample.tokens_T)
@@ -110,19 +94,19 @@ class SampleLog:
         ratios = self._ratios(sample, trained[(trained > 0) & (trained < min(end, self._longest))])
         spans = list(whole_characters(sample.tokens_T[start:end].tolist(), self._decode))
         places = [start + stop - 1 for _, stop in spans]  # a piece stands for its last token
-        return SampleRecord(
-            step=step,
-            version=sample.policy_version,
-            environment=chosen.environment,
-            group=chosen.group,
-            reward=sample.reward,
-            advantage=chosen.advantage,
-            prompt=self._decode(sample.tokens_T[max(0, start - LONGEST_PROMPT) : start].tolist()),
-            pieces=tuple(text for text, _ in spans),
-            ratios=tuple(ratios.get(place) for place in places),
-            trained=tuple(bool(sample.trained_T[place]) for place in places),
-            cut=len(sample.tokens_T) - end,
-        )
+        return {
+            "step": step,
+            "version": sample.policy_version,
+            "environment": chosen.environment,
+            "group": chosen.group,
+            "reward": sample.reward,
+            "advantage": chosen.advantage,
+            "prompt": self._decode(sample.tokens_T[max(0, start - LONGEST_PROMPT) : start].tolist()),
+            "pieces": [text for text, _ in spans],
+            "ratios": [ratios.get(place) for place in places],
+            "trained": [bool(sample.trained_T[place]) for place in places],
+            "cut": len(sample.tokens_T) - end,
+        }
 
     def _ratios(self, sample: Sample, positions: NDArray[np.int64]) -> dict[int, float]:
         if sample.rollout_logprobs_T is None or sample.supervised or not len(positions):

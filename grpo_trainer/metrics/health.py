@@ -223,7 +223,6 @@ class Outcome:
         return "it learnt" if is_clear else "no clear change"
 
     def __str__(self) -> str:
-        """Return one line."""
         harm = f", {self.harm.short}" if self.verdict == "not healthy" and self.harm else ""
         return (
             f"{self.verdict}{harm}: reward "
