@@ -268,7 +268,6 @@ def build_policy(
         ModelError, ConfigError: see `load_model`.
         BridgeError: the server does not share its weights, or they can't be attached.
     """
-    is_part = world is not None and is_sharded(world, config)
     match config.bridge:
         case LoraOnly(share_base=True) as options:
             base, _ = attach_to_server(config, options, check_stop, world)
@@ -282,7 +281,7 @@ def build_policy(
             choose_trained(model, options)
             return SharedWeights(model, load_tokenizer(config.model), source)
         case CheckpointRestart() | Broadcast() as options:
-            if world is not None and is_part:
+            if world is not None and is_sharded(world, config):
                 model = _load_part(config, options, world)
             else:
                 # A server on this GPU may map the weights to copy them.
