@@ -279,7 +279,7 @@ class RayCluster:
             process.begin(self._ray.get(self._agents[room].start.remote(called, needed), timeout=ORDER_SECONDS))
         except (self._ray.exceptions.RayError, OSError) as error:
             process.close()
-            self._agents[room].kill.remote(called.name)  # if only the answer is late, it still starts
+            self._agents[room].order.remote(called.name, "kill")  # if only the answer is late, it still starts
             raise ProcessFailedError(
                 f"{node.name} can't start it",
                 field=spec.name,
@@ -293,7 +293,7 @@ class RayCluster:
         if room in self._lost:
             return
         with suppress(self._ray.exceptions.RayError, TimeoutError):
-            self._ray.get(getattr(self._agents[room], method).remote(name), timeout=ORDER_SECONDS)
+            self._ray.get(self._agents[room].order.remote(name, method), timeout=ORDER_SECONDS)
 
     def _follow(self, room: Room) -> None:
         """Pass on what a node's processes write and how they end, until the run is over or the node is lost."""
