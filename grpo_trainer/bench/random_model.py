@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
 
-from grpo_trainer.bench.shapes import SHAPES
+from grpo_trainer.bench.shapes import POSITIONS, SHAPES
 from grpo_trainer.doctor.model import ModelShape
 from grpo_trainer.errors import ConfigError, GrpoError
 from grpo_trainer.files import whole_folder
@@ -100,7 +100,7 @@ def model_config(shape: ModelShape, dtype: torch.dtype) -> Qwen2Config:
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=shape.positions,
+        max_position_embeddings=POSITIONS,
         tie_word_embeddings=shape.tied,
         initializer_range=0.1 if shape.hidden < 256 else 0.02,  # a small one says the same to everything otherwise
         dtype=dtype,

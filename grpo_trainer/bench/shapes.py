@@ -11,6 +11,7 @@ from grpo_trainer.config.options import Section, option
 from grpo_trainer.doctor.model import ModelShape
 
 ShapeName = Literal["tiny", "0.5b", "1.5b", "7b", "32b"]
+POSITIONS = 32_768
 SHAPE_HELP = "Shape of the model; its weights are random."
 CACHE_BYTES_TINY = 64 << 20
 """Size of vLLM's KV cache for the shape `tiny` on a CPU; the default would be gigabytes."""
@@ -35,7 +36,7 @@ def qwen2(
         vocab=vocab,
         tied=tied,
         biases=True,
-        positions=32_768,
+        positions=POSITIONS,
     )
 
 
