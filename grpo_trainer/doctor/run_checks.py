@@ -13,14 +13,7 @@ from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor.disk import existing
 from grpo_trainer.doctor.findings import Finding, fail, ok, skip, warn
 from grpo_trainer.doctor.machine import Machine
-from grpo_trainer.doctor.memory import (
-    GB,
-    NEARLY_FULL,
-    Devices,
-    MemoryPlan,
-    Server,
-    device_name,
-)
+from grpo_trainer.doctor.memory import GB, NEARLY_FULL, Devices, MemoryPlan, Server, device_name
 from grpo_trainer.doctor.memory_advice import Planned, advice, largest_rows
 from grpo_trainer.doctor.model import ModelFiles, ModelShape
 from grpo_trainer.errors import GrpoError

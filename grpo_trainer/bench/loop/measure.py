@@ -14,14 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_trainer.bench.devices import cpu_name, gpu_names
-from grpo_trainer.bench.loop.figures import (
-    Window,
-    can_hold,
-    cpu_per_group,
-    server_figures,
-    start_figures,
-    step_figures,
-)
+from grpo_trainer.bench.loop.figures import Window, can_hold, cpu_per_group, server_figures, start_figures, step_figures
 from grpo_trainer.bench.loop.options import GROUP, LoopOptions
 from grpo_trainer.bench.loop.processes import model_process, run_process
 from grpo_trainer.bench.loop.sampling import Watch
