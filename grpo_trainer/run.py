@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,8 +29,7 @@ from grpo_trainer.errors import FolderGoneError, ProcessFailedError, StoppedErro
 from grpo_trainer.files import METRICS_FILE, HeldFolder, held_folder, refuse_to_mix_runs, replace_file
 from grpo_trainer.launch.child import Child
 from grpo_trainer.launch.crew import Crew
-from grpo_trainer.launch.keys import with_key
-from grpo_trainer.launch.places import LOOPBACK, NO_PLACES, Places, place_run
+from grpo_trainer.launch.places import HERE, LOOPBACK, NO_PLACES, Places, place_run
 from grpo_trainer.launch.plan import RunPlan, plan_run
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.launch.preflight import ask, preflight
@@ -105,6 +105,22 @@ def wanted_ports(config: RunConfig) -> dict[str, int]:
     """Return the port that each process asks for; 0: any free one."""
     together = {"trainers": 0} if config.options.trainer_gpus > 1 else {}
     return {"api": config.api.port, **config.server.wanted_ports, **together}
+
+
+def with_key(config: RunConfig, places: Places, make: Callable[[], str] = secrets.token_urlsafe) -> RunConfig:
+    """Return the run with a new key for its servers, if one of them listens beyond loopback, or may do so later.
+
+    The key goes to the server by its environment, and to trainer and environments by configuration files that only
+    their owner may read. No command line and no log has it. A key that the user has given stays. The rollout API
+    listens on loopback: all its clients are on its machine.
+    """
+    trainer = config.trainer
+    reachable = [name for name in config.server.names if not places.get(name, HERE).is_here]
+    may_come = bool(places) and trainer.servers_may_change
+    if not (reachable or may_come) or trainer.vllm.api_key:
+        return config
+    vllm = trainer.vllm.model_copy(update={"api_key": make()})
+    return config.model_copy(update={"trainer": trainer.model_copy(update={"vllm": vllm})})
 
 
 def planned(

@@ -14,10 +14,9 @@ from grpo_trainer.config.options import build
 from grpo_trainer.config.run import RunConfig, build_run
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.launch.child import Child
-from grpo_trainer.launch.keys import with_key
 from grpo_trainer.launch.places import NO_PLACES, Node, place_run
 from grpo_trainer.launch.plan import RunPlan, plan_run
-from grpo_trainer.run import contents, write_configs
+from grpo_trainer.run import contents, with_key, write_configs
 from vllm_server.errors import FatalError
 from vllm_server.start_checks import check_key, keys_of
 
