@@ -335,7 +335,7 @@ def _look_before_the_start(config: TrainConfig, *, by_hand: bool) -> None:
     """Refuse to begin where there is no model, or the first checkpoints don't fit; say so where later ones won't."""
     from grpo_trainer.doctor.disk import refuse_without_room
     from grpo_trainer.doctor.hub import refuse_missing
-    from grpo_trainer.doctor.lr import warn_of_lr
+    from grpo_trainer.doctor.run_checks import warn_of_lr
 
     if by_hand:
         refuse_missing(config.model.name)

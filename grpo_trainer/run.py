@@ -22,9 +22,9 @@ from grpo_trainer.config.rules import Hardware, checked
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.doctor.disk import refuse_without_room
 from grpo_trainer.doctor.hub import refuse_missing
-from grpo_trainer.doctor.lr import warn_of_lr
 from grpo_trainer.doctor.machine import Machine, look
 from grpo_trainer.doctor.planned_cache import planned_cache
+from grpo_trainer.doctor.run_checks import warn_of_lr
 from grpo_trainer.errors import FolderGoneError, ProcessFailedError, StoppedError, from_os_error
 from grpo_trainer.files import METRICS_FILE, HeldFolder, held_folder, refuse_to_mix_runs, replace_file
 from grpo_trainer.launch.child import Child
