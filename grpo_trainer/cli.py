@@ -38,7 +38,7 @@ FAST_4_BITS = "bitsandbytes.backends.cpu.ops"
 """Where bitsandbytes, once imported, warns of a faster kernel for 4 bits: of use only to who loads in them."""
 ANY_FLAG = {"allow_extra_args": True, "ignore_unknown_options": True}
 """Unknown flags are ours to judge: some are an environment's, and for the others we know what was meant."""
-PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+PASS_THROUGH = {**ANY_FLAG, "help_option_names": []}
 FIRST = (
     *("--config", "--model-name", "--weight-bridge-mode", "--training-steps", "--batch-size"),
     *("--gradient-accumulation-steps", "--lr", "--seq-len", "--lora-r", "--loss", "--resume", "--log-to"),
@@ -141,12 +141,13 @@ def train(ctx: typer.Context, options: dict[str, Any], config: ConfigFile = None
     checked(train_config)
     if train_config.model.load_in_4bit:
         logging.getLogger(FAST_4_BITS).setLevel(logging.NOTSET)
-    _look_before_the_start(train_config)
     from grpo_trainer.phases import COMMAND_VARIABLE, begin_start
 
-    if COMMAND_VARIABLE not in os.environ:  # `grpo run` starts the others itself
-        _say_what_to_start(train_config)
-
+    if os.environ.get("RANK", "0") == "0":  # who leads looks for all
+        by_hand = COMMAND_VARIABLE not in os.environ  # else `grpo run` has looked, and starts the others itself
+        _look_before_the_start(train_config, by_hand=by_hand)
+        if by_hand:
+            _say_what_to_start(train_config)
     begin_start()
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # idle threads sleep: a server may share the cores
     from grpo_trainer.loop import train as train_loop
@@ -306,7 +307,6 @@ def _read_run(ctx: typer.Context, options: dict[str, Any], config: Path | None, 
 
 
 def _show_plan(config: RunConfig, *, as_json: bool) -> None:
-    """Print what `grpo run` would start."""
     from rich.console import Console
 
     from grpo_trainer import dry_run
@@ -337,16 +337,13 @@ def _become(module: str, arguments: list[str], called: str | None = None) -> Non
     os.execve(sys.executable, [sys.executable, "-m", module, *arguments], environment)
 
 
-def _look_before_the_start(config: TrainConfig) -> None:
+def _look_before_the_start(config: TrainConfig, *, by_hand: bool) -> None:
     """Refuse to begin where there is no model, or the first checkpoints don't fit; say so where later ones won't."""
-    if os.environ.get("RANK", "0") != "0":
-        return  # who leads has looked
     from grpo_trainer.doctor.disk import refuse_without_room
     from grpo_trainer.doctor.hub import refuse_missing
-    from grpo_trainer.doctor.lr import warn_of_lr
-    from grpo_trainer.phases import COMMAND_VARIABLE
+    from grpo_trainer.doctor.run_checks import warn_of_lr
 
-    if COMMAND_VARIABLE not in os.environ:  # `grpo run` has looked
+    if by_hand:
         refuse_missing(config.model.name)
         warn_of_lr(config)
     found = refuse_without_room(
@@ -360,8 +357,6 @@ def _look_before_the_start(config: TrainConfig) -> None:
 
 def _say_what_to_start(config: TrainConfig) -> None:
     """Name the commands of what is not there yet; the trainer waits for it."""
-    if os.environ.get("RANK", "0") != "0":
-        return
     from grpo_trainer.doctor.machine import look
     from grpo_trainer.launch.by_hand import commands_to_start
 

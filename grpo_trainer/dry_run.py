@@ -74,7 +74,7 @@ def look_ahead(config: RunConfig) -> list[PlannedProcess]:
     places = place_run(config, nodes, on_gpu=on_gpu) if nodes else NO_PLACES
     # A cluster's ports are free or not on its nodes, which are not asked.
     ports = wanted_ports(config) if nodes else claim_ports(wanted_ports(config))
-    plan = planned(config, ports, on_gpu=on_gpu, machine=machine, places=places)
+    plan = planned(config, ports, places, on_gpu=on_gpu, machine=machine)
     memory = memory_by_process(config, shape, machine) if on_gpu == machine.on_gpu else {}
     return [*rows_of(config, plan, memory, on_gpu=on_gpu)]
 
@@ -91,7 +91,7 @@ def write_job(config: RunConfig, path: Path, gpus_per_node: int, words: Sequence
     """
     on_gpu, nodes, command = gpus_per_node > 0, nodes_of_job(config, gpus_per_node), command_of(words)
     places = place_run(config, nodes, on_gpu=on_gpu)
-    plan = planned(config, wanted_ports(config), on_gpu=on_gpu, places=places)
+    plan = planned(config, wanted_ports(config), places, on_gpu=on_gpu)
     job = Job(plan, len(nodes), gpus_per_node, command, Path.cwd(), Path(sys.executable).parent)
     replace_file(path, job_script(job).encode(), mode=0o755)
     return job

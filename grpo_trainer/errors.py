@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,12 +115,11 @@ class FolderGoneError(GrpoError, OSError):
 
 
 class StoppedError(GrpoError):
-    """SIGINT or SIGTERM asked the command to end."""
+    """A signal such as SIGINT or SIGTERM asked the command to end."""
 
-    def __init__(self, summary: str, signal_number: int) -> None:
-        super().__init__(summary)
-        self.signal_number = signal_number
-        self.exit_code = 128 + signal_number
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.exit_code = 128 + number
 
 
 def from_os_error(error: OSError, doing: str) -> GrpoError | None:

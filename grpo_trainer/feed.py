@@ -17,7 +17,6 @@ from torch import Tensor
 
 from grpo_common.trace import stage
 from grpo_trainer.batch.batching import ReadyBatch
-from grpo_trainer.batch.microbatches import MicroBatch
 from grpo_trainer.config.train import RolloutConfig
 from grpo_trainer.errors import TrainingError
 from grpo_trainer.metrics.types import Mean, Metric, Sum
@@ -123,7 +122,6 @@ class BatchFeed:
         (self._client.settle if patient else self._client.settle_at_once)(own)
 
     def release(self, batch: ReadyBatch) -> None:
-        """Release a batch untrained."""
         self._client.release(batch.rollouts)
 
     def next(self, version: int, *, last: bool = False) -> ReadyBatch:
@@ -214,9 +212,4 @@ class BatchFeed:
         ready = self._make_ready(replace(rollouts, groups=judged.groups))
         if self._device is None:
             return ready
-        return replace(ready, microbatches=tuple(_pinned(microbatch) for microbatch in ready.microbatches))
-
-
-def _pinned(microbatch: MicroBatch) -> MicroBatch:
-    """Return the microbatch with its tensors in page-locked memory."""
-    return microbatch.moved(Tensor.pin_memory)
+        return replace(ready, microbatches=tuple(each.moved(Tensor.pin_memory) for each in ready.microbatches))

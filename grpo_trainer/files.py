@@ -50,15 +50,11 @@ def write_tensors(path: Path, value: Any) -> None:
     """
     import torch
 
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        with honest_file(temporary) as file:
+        with _replacing(path) as temporary, honest_file(temporary) as file:
             torch.save(value, file)
-        temporary.replace(path)
-    except BaseException as error:
-        temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            error.filename = str(path)
+    except OSError as error:
+        error.filename = str(path)
         raise
 
 
@@ -88,14 +84,26 @@ class _FirstError(io.FileIO):
 
 def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:
     """Write a file completely or not at all; an existing file is replaced."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
+    with _replacing(path) as temporary:
         write_bytes(temporary, data)
         temporary.chmod(mode)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path that replaces `path` if the block succeeds, and is deleted if it fails."""
+    temporary = _temporary(path)
+    try:
+        yield temporary
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _temporary(path: Path) -> Path:
+    """Return a name beside `path`, which `remove_remains` knows."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
 
 
 def refuse_to_mix_runs(folder: Path, resume: str, flag: str) -> None:
@@ -182,7 +190,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
     An existing folder at `path` is replaced in one operation, so readers find either the old or the new one.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    temporary = _temporary(path)
     temporary.mkdir()
     try:
         yield temporary

@@ -127,5 +127,3 @@ def _carry_out(
                 change.restore()
             else:
                 change.make(size)
-        case End():
-            pass

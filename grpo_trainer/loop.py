@@ -88,7 +88,12 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
         samples = build_sample_log(config, trainer.forward, trainer.device, progress.step)
         rollouts = RolloutClient(config.rollouts, registration(config, progress), stop.check)
         groups = GroupFilter(trainer.vocabulary, rollouts.environment_name, config.model.seq_len, trainer.routed)
-        welcome = partial(_welcome, trainer, bridge)
+
+        def welcome() -> None:
+            """Let servers join, after the copy of weights for a checkpoint: the proof of a server changes weights."""
+            trainer.optimizer.wait_for_copy()
+            bridge.welcome()
+
         feed = BatchFeed(rollouts, config.rollouts, groups, trainer.ready, stop.check, trainer.device, welcome)
         watch = StepWatch(config.step_timeout, checkpoints.close)
         stop.watch(watch.check)
@@ -100,21 +105,10 @@ def train(config: TrainConfig, meet: Callable[[TrainConfig], World] = join_other
             rollouts.close()
             metrics.close()
             checkpoints.close()
-    _sum_up(config)
-
-
-def _sum_up(config: TrainConfig) -> None:
-    """Log whether the run learnt, and print where its time went if `--benchmark` asks for it."""
     path = config.log_dir / METRICS_FILE
     log.info("%s", last_line(rows_so_far(path)))
     if config.logging.benchmark:
         print_time_split(path, Console(file=sys.stdout))
-
-
-def _welcome(trainer: Trainer, bridge: WeightBridge) -> None:
-    """Let servers join, after the copy of weights for a checkpoint: the proof of a server changes weights."""
-    trainer.optimizer.wait_for_copy()
-    bridge.welcome()
 
 
 def run_steps(

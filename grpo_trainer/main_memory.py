@@ -23,17 +23,10 @@ class MainMemory:
     available: int
 
 
-@dataclass(frozen=True)
-class _Files:
-    """Names of a group's files."""
-
-    limit: str
-    used: str
-    reclaimable: str  # entry of memory.stat: file pages that the kernel reclaims first
-
-
-_V2 = _Files("memory.max", "memory.current", "inactive_file")
-_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_Files = tuple[str, str, str]
+"""Files of a group: with its limit, with its use; and the entry of memory.stat for pages that are reclaimed first."""
+_V2: _Files = ("memory.max", "memory.current", "inactive_file")
+_V1: _Files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def main_memory(root: Path = ROOT) -> MainMemory:
@@ -68,12 +61,13 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Files]]:
 
 def _of_group(folder: Path, files: _Files) -> MainMemory | None:
     """Return a group's memory; None: it has no limit."""
-    limit, used = _number(folder / files.limit), _number(folder / files.used)
+    *numbers, reclaimable = files
+    limit, used = (_number(folder / name) for name in numbers)
     if limit is None:
         return None
     stat = folder / "memory.stat"
     entries = dict(line.split() for line in stat.read_text().splitlines()) if stat.is_file() else {}
-    held = max(0, (used or 0) - int(entries.get(files.reclaimable, 0)))
+    held = max(0, (used or 0) - int(entries.get(reclaimable, 0)))
     return MainMemory(limit, max(0, limit - held))
 
 

@@ -159,7 +159,8 @@ def report_start(folder: Path, say: Callable[[str], None]) -> None:
     if seconds is None:
         return
     say(f"the first step was trained {sum(seconds.values()):.1f} s after the command: {in_words(seconds)}")
-    report = {"seconds": round(sum(seconds.values()), 3), "phases": _rounded(seconds)}
+    phases = {name: round(taken, 3) for name, taken in seconds.items()}
+    report = {"seconds": round(sum(seconds.values()), 3), "phases": phases}
     try:
         replace_file(folder / REPORT_FILE, json.dumps(report, indent=1).encode())
     except OSError as error:  # the run does not depend on the report
@@ -169,7 +170,3 @@ def report_start(folder: Path, say: Callable[[str], None]) -> None:
 def in_words(seconds: Mapping[str, float]) -> str:
     """Return phases and their seconds on one line, without those that took no time."""
     return ", ".join(f"{name} {taken:.1f}" for name, taken in seconds.items() if taken >= 0.05)
-
-
-def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
-    return {name: round(taken, 3) for name, taken in seconds.items()}

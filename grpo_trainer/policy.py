@@ -15,7 +15,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Protocol
 
@@ -268,7 +268,6 @@ def build_policy(
         ModelError, ConfigError: see `load_model`.
         BridgeError: the server does not share its weights, or they can't be attached.
     """
-    is_part = world is not None and is_sharded(world, config)
     match config.bridge:
         case LoraOnly(share_base=True) as options:
             base, _ = attach_to_server(config, options, check_stop, world)
@@ -282,7 +281,7 @@ def build_policy(
             choose_trained(model, options)
             return SharedWeights(model, load_tokenizer(config.model), source)
         case CheckpointRestart() | Broadcast() as options:
-            if world is not None and is_part:
+            if world is not None and is_sharded(world, config):
                 model = _load_part(config, options, world)
             else:
                 # A server on this GPU may map the weights to copy them.
@@ -337,11 +336,8 @@ def attach_to_server(
         skeleton = build_skeleton(config.model)
         if not sharded:
             compile_ahead(config, skeleton)
-    client = ServerClient(vllm, check_stop)
-    try:
+    with closing(ServerClient(vllm, check_stop)) as client:
         info = client.wait_until_there()
-    finally:
-        client.close()
     if info.bridge_config_path is None:
         raise BridgeError(
             "does not share its weights",

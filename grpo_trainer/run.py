@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,15 +22,14 @@ from grpo_trainer.config.rules import Hardware, checked
 from grpo_trainer.config.run import RunConfig
 from grpo_trainer.doctor.disk import refuse_without_room
 from grpo_trainer.doctor.hub import refuse_missing
-from grpo_trainer.doctor.lr import warn_of_lr
 from grpo_trainer.doctor.machine import Machine, look
 from grpo_trainer.doctor.planned_cache import planned_cache
+from grpo_trainer.doctor.run_checks import warn_of_lr
 from grpo_trainer.errors import FolderGoneError, ProcessFailedError, StoppedError, from_os_error
 from grpo_trainer.files import METRICS_FILE, HeldFolder, held_folder, refuse_to_mix_runs, replace_file
 from grpo_trainer.launch.child import Child
 from grpo_trainer.launch.crew import Crew
-from grpo_trainer.launch.keys import with_key
-from grpo_trainer.launch.places import LOOPBACK, NO_PLACES, Places, place_run
+from grpo_trainer.launch.places import HERE, LOOPBACK, NO_PLACES, Places, place_run
 from grpo_trainer.launch.plan import RunPlan, plan_run
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.launch.preflight import ask, preflight
@@ -83,7 +83,7 @@ def _run(config: RunConfig, console: Console, cluster: RayCluster | None) -> Non
         places = place_run(config, cluster.nodes, on_gpu=on_gpu)
         cluster.occupy(places)
         ports, config = cluster.claim(wanted_ports(config), places), with_key(config, places)
-    again = partial(planned_again, on_gpu=on_gpu, machine=gpus)
+    again = partial(planned, on_gpu=on_gpu, machine=gpus)
     plan = again(config, ports, places)
     if cluster:
         execute = partial(cluster.start, contents(plan))
@@ -107,20 +107,36 @@ def wanted_ports(config: RunConfig) -> dict[str, int]:
     return {"api": config.api.port, **config.server.wanted_ports, **together}
 
 
+def with_key(config: RunConfig, places: Places, make: Callable[[], str] = secrets.token_urlsafe) -> RunConfig:
+    """Return the run with a new key for its servers, if one of them listens beyond loopback, or may do so later.
+
+    The key goes to the server by its environment, and to trainer and environments by configuration files that only
+    their owner may read. No command line and no log has it. A key that the user has given stays. The rollout API
+    listens on loopback: all its clients are on its machine.
+    """
+    trainer = config.trainer
+    reachable = [name for name in config.server.names if not places.get(name, HERE).is_here]
+    may_come = bool(places) and trainer.servers_may_change
+    if not (reachable or may_come) or trainer.vllm.api_key:
+        return config
+    vllm = trainer.vllm.model_copy(update={"api_key": make()})
+    return config.model_copy(update={"trainer": trainer.model_copy(update={"vllm": vllm})})
+
+
 def planned(
     config: RunConfig,
     ports: Mapping[str, int],
+    places: Places = NO_PLACES,
     *,
     on_gpu: bool,
     machine: Machine | None = None,
-    places: Places = NO_PLACES,
 ) -> RunPlan:
     """Return the plan for this machine, or for those of a cluster.
 
     Args:
+        places: those on a cluster. There a server measures the free memory for its cache.
         on_gpu: whether server and trainer run on GPUs.
         machine: this one; None: not known, or of no use.
-        places: those on a cluster. There a server measures the free memory for its cache.
 
     Raises:
         ConfigError: the options do not suit this hardware.
@@ -138,13 +154,6 @@ def planned(
         env={**compile_caches(os.environ), COMMAND_VARIABLE: str(process_start())},
         places=places,
     )
-
-
-def planned_again(
-    config: RunConfig, ports: Mapping[str, int], places: Places, *, on_gpu: bool, machine: Machine | None
-) -> RunPlan:
-    """Return `planned` with other ports and places."""
-    return planned(config, ports, on_gpu=on_gpu, machine=machine, places=places)
 
 
 def _model_config(config: RunConfig) -> bytes | None:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -15,7 +16,7 @@ import msgspec
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from grpo_common.http import CLIENT_IDLE_S, CONNECT_S, complaint
-from grpo_common.roster import Member, read_members, read_served
+from grpo_common.roster import read_members, read_served
 from grpo_trainer import background
 from grpo_trainer.config.train import VllmConfig
 from grpo_trainer.errors import ServerError
@@ -257,7 +258,6 @@ class ServerClient:
         return True
 
     def close(self) -> None:
-        """Close the connection."""
         self._http.close()
 
 
@@ -276,27 +276,24 @@ def present(config: VllmConfig) -> VllmConfig:
     if config.roster is None:
         return config
     members = [member for member in read_members(config.roster) if member.state in ("starting", "running")]
-    if read_served(config.roster):
-        running = [member for member in members if member.state == "running"]
-        members = [member for member, answers in zip(running, _answering(running), strict=True) if answers] or members
+    if read_served(config.roster) and (running := [member for member in members if member.state == "running"]):
+        with ThreadPoolExecutor(len(running), "knock") as asking:  # all at the same time
+            urls = [f"{member.url}{protocol.HEALTH_ROUTE}" for member in running]
+            answered = asking.map(partial(answers, seconds=KNOCK_SECONDS), urls)
+            members = [member for member, is_there in zip(running, answered, strict=True) if is_there] or members
     if not members:
         return config
     there = [member.url.removeprefix("http://") for member in members]
     return at_url(config, there[0]).model_copy(update={"also": tuple(there[1:])})
 
 
-def _answering(members: Sequence[Member]) -> list[bool]:
-    """Return which servers answer; all are asked at the same time, and need no key for that."""
-
-    def answers(member: Member) -> bool:
-        try:
-            httpx.get(f"{member.url}{protocol.HEALTH_ROUTE}", timeout=KNOCK_SECONDS, trust_env=False)
-        except httpx.TransportError:
-            return False
-        return True
-
-    with ThreadPoolExecutor(max(1, len(members)), "knock") as asking:
-        return list(asking.map(answers, members))
+def answers(url: str, seconds: float = 2.0) -> bool:
+    """Return whether anything answers at an address within a time; that needs no key."""
+    try:
+        httpx.get(url, timeout=seconds, trust_env=False)
+    except httpx.TransportError:
+        return False
+    return True
 
 
 def wait_for_servers(config: VllmConfig, check_stop: Callable[[], None]) -> None:
@@ -306,11 +303,8 @@ def wait_for_servers(config: VllmConfig, check_stop: Callable[[], None]) -> None
         ServerError: a server did not answer within `--vllm-timeout`.
     """
     for each in config.each:
-        client = ServerClient(each, check_stop)
-        try:
+        with closing(ServerClient(each, check_stop)) as client:
             client.wait_until_there()
-        finally:
-            client.close()
 
 
 class _Pieces:

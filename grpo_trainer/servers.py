@@ -96,12 +96,10 @@ def change(run_dir: Path, wanted: Request) -> str:
 
 
 def to_json(found: Sequence[Row]) -> str:
-    """Return the servers as a JSON list."""
     return msgspec.json.encode([asdict(row) for row in found]).decode()
 
 
 def print_rows(found: Sequence[Row], console: Console) -> None:
-    """Print the servers as a table."""
     from rich.table import Table
 
     table = Table("server", "URL", "where", "state", "version", "starts", box=None)

@@ -29,7 +29,7 @@ def stopped_at_once() -> Iterator[None]:
     except KeyboardInterrupt:
         if not arrived:
             raise
-        raise _stopped(arrived[0]) from None
+        raise StoppedError(arrived[0]) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -68,10 +68,6 @@ class StopSignal:
             StoppedError: a signal arrived; the error has its exit code.
         """
         if self.number is not None:
-            raise _stopped(self.number)
+            raise StoppedError(self.number)
         for check in self._watched:
             check()
-
-
-def _stopped(number: int) -> StoppedError:
-    return StoppedError(f"stopped by {signal.Signals(number).name}", number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,16 +51,13 @@ def nodes_of_job(config: RunConfig, gpus_per_node: int) -> list[Node]:
     least = config.options.cluster_nodes
     if gpus_per_node == 0:
         return _nodes(least, 0)
-    refusal: ConfigError | None = None
-    for number in range(least, least + gpus_of_run(config) + 1):
-        try:
+    most = least + gpus_of_run(config)
+    for number in range(least, most):
+        with suppress(ConfigError):
             place_run(config, nodes := _nodes(number, gpus_per_node), on_gpu=True)
-        except ConfigError as error:
-            refusal = error
-        else:
             return nodes
-    assert refusal is not None, "each number was refused"
-    raise refusal
+    place_run(config, nodes := _nodes(most, gpus_per_node), on_gpu=True)
+    return nodes
 
 
 def _nodes(number: int, gpus: int) -> list[Node]:

@@ -80,7 +80,6 @@ def compressed(pieces: Iterable[bytes]) -> Generator[bytes, None, None]:
 
 
 def main() -> None:
-    """A row for each shape and way."""
     print(f"{'':<44}{'longest turn':>14}{'in all':>12}")
     for sequences, tokens in SHAPES:
         packed = group(sequences, tokens)
@@ -101,7 +100,6 @@ def main() -> None:
 
 
 def say(what: str, size: int, took: tuple[float, float]) -> None:
-    """One row."""
     print(f"{f'{what} ({size / 1e6:.1f} MB)':<44}{took[0]:>11.1f} ms{took[1]:>9.0f} ms")
 
 

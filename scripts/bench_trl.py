@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -47,16 +47,8 @@ class TrlSettings:
     liger: bool
 
 
-@dataclass
-class Clock:
-    """When steps begin and end, the device having come there."""
-
-    began: float = 0.0
-    seconds: list[float] = field(default_factory=list)
-
-
-def callback(clock: Clock) -> Any:
-    """What TRL calls around each optimizer step."""
+def timer(seconds: list[float]) -> Any:
+    """What TRL calls around each optimizer step: it adds the step's seconds, the device having come there."""
     import torch
     from transformers import TrainerCallback
 
@@ -67,15 +59,15 @@ def callback(clock: Clock) -> Any:
 
     class Timer(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            clock.began = now()
+            self.began = now()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            clock.seconds.append(now() - clock.began)
+            seconds.append(now() - self.began)
 
     return Timer()
 
 
-def make_trainer(options: StepOptions, trl: TrlSettings, folder: str, clock: Clock) -> Any:
+def make_trainer(options: StepOptions, trl: TrlSettings, folder: str, seconds: list[float]) -> Any:
     """TRL's trainer, fed with synthetic rollouts."""
     import torch
     from datasets import Dataset
@@ -137,7 +129,7 @@ def make_trainer(options: StepOptions, trl: TrlSettings, folder: str, clock: Clo
     rows = Dataset.from_dict({"prompt": [f"<{number}>" for number in range(steps * batch.seqs // GROUP)]})
     trainer: Any = GRPOTrainer(
         build_model(options, device), reward, args, rows, processing_class=numbered_tokenizer(shape.vocab),
-        peft_config=adapter, rollout_func=rollouts, callbacks=[callback(clock)],
+        peft_config=adapter, rollout_func=rollouts, callbacks=[timer(seconds)],
     )  # fmt: skip
     if trl.scoring:  # what it does with vLLM: samples come from another engine, so their ratio is corrected
         trainer.use_vllm, trainer._last_loaded_step = True, -1
@@ -152,15 +144,15 @@ def measure(options: StepOptions, trl: TrlSettings) -> dict[str, Any]:
     from grpo_trainer.bench.shapes import SHAPES
     from grpo_trainer.bench.step.work import lengths_of, step_flops, synthetic_batch
 
-    clock = Clock()
+    seconds: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(options, trl, folder, clock)
+        trainer = make_trainer(options, trl, folder, seconds)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         trainer.train()
     shape = SHAPES[options.model.shape]
-    seconds = clock.seconds[options.warmup :]
+    seconds = seconds[options.warmup :]
     numbers = range(options.warmup, options.warmup + options.steps)
     batches = [lengths_of(synthetic_batch(options.batch, shape.vocab, options.seed + number)) for number in numbers]
     median = statistics.median(seconds)

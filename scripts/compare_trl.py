@@ -225,7 +225,6 @@ def theirs(trainer: Any, data: Data, case: Case) -> tuple[float, list[Tensor]]:
 
 
 def main() -> None:
-    """Print a line a case."""
     try:
         import trl
     except ImportError:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from grpo_trainer.bench import shapes
 from grpo_trainer.config.run import RunConfig, build_run, read_toml
 from grpo_trainer.doctor.memory import Devices, Setup
 from grpo_trainer.doctor.model import ModelShape
@@ -20,27 +21,9 @@ FOLDER = Path(__file__).parents[1] / "configs"
 GPUS = (80, 141)
 """GB of an H100 and an H200."""
 
-
-def _qwen(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, *, tied: bool = True) -> ModelShape:
-    return ModelShape(
-        hidden=hidden,
-        intermediate=inner,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=hidden // heads,
-        vocab=151_936 if tied else 152_064,
-        tied=tied,
-        biases=True,
-        positions=32_768,
-    )
-
-
 SHAPES = {
-    "0.5B": _qwen(896, 4864, 24, 14, 2),
-    "1.5B": _qwen(1536, 8960, 28, 12, 2),
-    "3B": _qwen(2048, 11_008, 36, 16, 2),
-    "7B": _qwen(3584, 18_944, 28, 28, 4, tied=False),
+    **{size: shapes.SHAPES[size.lower()] for size in ("0.5B", "1.5B", "7B")},
+    "3B": shapes.qwen2(2048, 11_008, 36, 16, 2, 151_936, tied=True),
     "135M": ModelShape(576, 1536, layers=30, heads=9, kv_heads=3, head_dim=64, vocab=49_152, tied=True, positions=8192),
 }
 """Of Qwen2.5, and of SmolLM2 (135M), from their configurations."""
@@ -243,7 +226,6 @@ def said(example: Example) -> str:
 
 
 def main() -> None:
-    """Write them all."""
     for example in EXAMPLES:
         example.path.write_text(text(example, ""))
         example.path.write_text(text(example, said(example)))

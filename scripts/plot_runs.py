@@ -164,7 +164,6 @@ def _positive(argument: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=_labelled, metavar="LABEL=FILE", help="metrics.jsonl, or its folder")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the picture: .png, .svg, .pdf")

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-import httpx
 import torch
 import typer
 from torch import nn
@@ -35,13 +32,15 @@ from grpo_trainer.config.loss import LossConfig
 from grpo_trainer.config.train import ModelConfig, TrainConfig
 from grpo_trainer.engine.forward import build_forward
 from grpo_trainer.engine.routing import ROUTERS
+from grpo_trainer.errors import ProcessFailedError
+from grpo_trainer.launch.owned_server import OwnedServer
+from grpo_trainer.launch.plan import ProcessSpec
 from grpo_trainer.launch.ports import claim_ports
 from grpo_trainer.rollouts.decode import to_group
 from grpo_trainer.rollouts.types import RolloutBatch
 
 GROUP = 8
 CAP = LossConfig().is_cap
-START_LIMIT_S = 600.0
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -76,10 +75,6 @@ class Measured:
     ess: float
     clipped: float
     tokens: int
-
-
-class NotServedError(Exception):
-    """The server does not start with these settings on this machine."""
 
 
 EXPERTS = ("--return-routed-experts",)
@@ -123,7 +118,7 @@ def main(
             try:
                 with server(model, dtype, row, out) as url:
                     sampled[key] = asyncio.run(sample(url, str(model), chosen, sampling))
-            except NotServedError as error:
+            except ProcessFailedError as error:
                 print(f"{row.name}: left out, {error}", file=sys.stderr)
                 continue
         measured.append(measure(row, trainer, dtype, sampled[key]))
@@ -133,7 +128,11 @@ def main(
 
 @contextmanager
 def server(model: Path, dtype: str, row: Row, out: Path) -> Iterator[str]:
-    """Yield the address of a server of the model, which ends with the block."""
+    """Yield the address of a server of the model, which ends with the block.
+
+    Raises:
+        ProcessFailedError: the server does not start with these settings on this machine.
+    """
     port = claim_ports({"server": 0})["server"]
     command = [sys.executable, "-m", "vllm_server", "--model", str(model), "--port", str(port), "--dtype", dtype]
     command += ["--max-model-len", "512", "--logits-dtype", "float32", *row.flags]
@@ -141,31 +140,13 @@ def server(model: Path, dtype: str, row: Row, out: Path) -> Iterator[str]:
         command += ["--gpu-memory-utilization", "0.4"]
     else:
         command += ["--kv-cache-memory-bytes", str(128 << 20)]
-    log, url = out / f"{row.name.replace(' ', '_')}.log", f"http://127.0.0.1:{port}"
-    with log.open("w") as written:
-        process = subprocess.Popen(command, stdout=written, stderr=subprocess.STDOUT)
-        try:
-            deadline = time.monotonic() + START_LIMIT_S
-            while not is_ready(url):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise NotServedError(f"the server did not start; see {log}")
-                time.sleep(0.5)
-            yield url
-        finally:
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-def is_ready(url: str) -> bool:
-    """Return whether a server answers."""
-    try:
-        return httpx.get(f"{url}/health", timeout=2, trust_env=False).status_code == 200
-    except httpx.TransportError:
-        return False
+    url = f"http://127.0.0.1:{port}"
+    spec = ProcessSpec("server", tuple(command), ready_url=f"{url}/health", stop_seconds=60.0)
+    log = out / f"{row.name.replace(' ', '_')}.log"
+    with OwnedServer(lambda model, version: spec, log, out / "served_model") as owned:
+        owned.start(str(model), 0)
+        owned.wait_ready()
+        yield url
 
 
 async def sample(url: str, model: str, prompts: list[list[int]], sampling: Sampling) -> list[list[Completion]]:

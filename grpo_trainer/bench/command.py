@@ -38,7 +38,7 @@ def _text(value: Any) -> str:
 def _stop(number: int, _: FrameType | None) -> None:
     for each in SIGNALS:
         signal.signal(each, signal.SIG_IGN)  # the server is ending already
-    raise StoppedError(f"stopped by {signal.Signals(number).name}", number)
+    raise StoppedError(number)
 
 
 def run_command(app: typer.Typer, name: str) -> None:

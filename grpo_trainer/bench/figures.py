@@ -79,7 +79,6 @@ class Meter:
 
     @property
     def running(self) -> float:
-        """The number of running sequences."""
         return self._metric(RUNNING)
 
     def drain(self) -> None:

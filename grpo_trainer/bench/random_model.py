@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
 
-from grpo_trainer.bench.shapes import SHAPES
+from grpo_trainer.bench.shapes import POSITIONS, SHAPES
 from grpo_trainer.doctor.model import ModelShape
 from grpo_trainer.errors import ConfigError, GrpoError
 from grpo_trainer.files import whole_folder
@@ -24,7 +24,6 @@ from grpo_trainer.shared.attach import build_without_weights
 log = logging.getLogger(__name__)
 
 PAD, EOS = "<pad>", "<eos>"
-POSITIONS = 32_768
 
 
 def ensure_model(shape: ModelShape, folder: Path, dtype: torch.dtype, *, weights: bool = True) -> None:

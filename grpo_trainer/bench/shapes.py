@@ -11,6 +11,7 @@ from grpo_trainer.config.options import Section, option
 from grpo_trainer.doctor.model import ModelShape
 
 ShapeName = Literal["tiny", "0.5b", "1.5b", "7b", "32b"]
+POSITIONS = 32_768
 SHAPE_HELP = "Shape of the model; its weights are random."
 CACHE_BYTES_TINY = 64 << 20
 """Size of vLLM's KV cache for the shape `tiny` on a CPU; the default would be gigabytes."""
@@ -25,20 +26,26 @@ class ModelChoice(Section):
     )
 
 
-def _qwen2(
+def qwen2(
     hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int, *, tied: bool
 ) -> ModelShape:
+    """Return the shape of a model as Qwen2 has it."""
     return ModelShape(
-        *(hidden, intermediate, layers, heads, kv_heads), head_dim=hidden // heads, vocab=vocab, tied=tied, biases=True
+        *(hidden, intermediate, layers, heads, kv_heads),
+        head_dim=hidden // heads,
+        vocab=vocab,
+        tied=tied,
+        biases=True,
+        positions=POSITIONS,
     )
 
 
 SHAPES: Mapping[str, ModelShape] = MappingProxyType(
     {
-        "tiny": _qwen2(64, 128, 2, 2, 1, 98, tied=False),  # heads of 32: vLLM on a CPU has no smaller ones
-        "0.5b": _qwen2(896, 4864, 24, 14, 2, 151_936, tied=True),
-        "1.5b": _qwen2(1536, 8960, 28, 12, 2, 151_936, tied=True),
-        "7b": _qwen2(3584, 18_944, 28, 28, 4, 152_064, tied=False),
-        "32b": _qwen2(5120, 27_648, 64, 40, 8, 152_064, tied=False),
+        "tiny": qwen2(64, 128, 2, 2, 1, 98, tied=False),  # heads of 32: vLLM on a CPU has no smaller ones
+        "0.5b": qwen2(896, 4864, 24, 14, 2, 151_936, tied=True),
+        "1.5b": qwen2(1536, 8960, 28, 12, 2, 151_936, tied=True),
+        "7b": qwen2(3584, 18_944, 28, 28, 4, 152_064, tied=False),
+        "32b": qwen2(5120, 27_648, 64, 40, 8, 152_064, tied=False),
     }
 )

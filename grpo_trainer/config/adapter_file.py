@@ -17,8 +17,6 @@ from vllm_server.protocol.flat import decode_header, read_header
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 
-_PREFIX = "base_model.model."
-
 
 @dataclass(frozen=True)
 class AdapterFile:
@@ -141,4 +139,4 @@ def _damaged(file: Path, got: str) -> ConfigError:
 
 def _module(tensor: str) -> str:
     """`base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight` as `model.layers.0.self_attn.q_proj`."""
-    return re.sub(r"\.lora_[AB]\.weight$", "", tensor.removeprefix(_PREFIX))
+    return re.sub(r"\.lora_[AB]\.weight$", "", tensor.removeprefix("base_model.model."))

@@ -87,7 +87,6 @@ class Leaf:
 
     @property
     def name(self) -> str:
-        """The name of its field."""
         return self.path[-1]
 
     @property

@@ -13,14 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import field_validator, model_validator
 
 from grpo_trainer.config.adapter_file import AdapterFile, read_adapter
-from grpo_trainer.config.bridge import (
-    BridgeConfig,
-    Broadcast,
-    CheckpointRestart,
-    LoraOnly,
-    RestartOptions,
-    SharedVllm,
-)
+from grpo_trainer.config.bridge import BridgeConfig, Broadcast, CheckpointRestart, LoraOnly, RestartOptions, SharedVllm
 from grpo_trainer.config.checkpoints import CheckpointConfig
 from grpo_trainer.config.compute import ComputeConfig
 from grpo_trainer.config.distributed import DistributedConfig

@@ -13,10 +13,8 @@ from grpo_trainer.config.run import RunConfig
 from grpo_trainer.doctor import machine_checks as of_machine
 from grpo_trainer.doctor import run_checks as of_run
 from grpo_trainer.doctor.disk import check_disk
-from grpo_trainer.doctor.distribution import check_distribution
 from grpo_trainer.doctor.findings import Finding, fail, ok, skip
 from grpo_trainer.doctor.hub import check_name
-from grpo_trainer.doctor.lr import check_lr
 from grpo_trainer.doctor.machine import Machine
 from grpo_trainer.doctor.memory import MemoryPlan
 from grpo_trainer.doctor.model import ModelFiles, ModelShape, read_model
@@ -85,7 +83,7 @@ def examine(machine: Machine, config: RunConfig | ConfigError | None, probes: Pr
     files, found = _model_files(run.trainer.model.name, probes)
     shape, shape_found = _shape(files)
     findings += [found, *shape_found, check_disk(run.trainer, run.run_dir, shape, on_gpu=machine.on_gpu)]
-    findings += [check_lr(run.trainer, shape), check_distribution(run, shape)]
+    findings += [of_run.check_lr(run.trainer, shape), of_run.check_distribution(run, shape)]
     plan = None
     if files is not None:
         findings += [of_run.check_tokenizer(files), of_run.check_shareable(run.trainer, files)]

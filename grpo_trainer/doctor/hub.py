@@ -45,12 +45,7 @@ def check_name(name: str) -> Finding:
 def ask_hub(name: str) -> Finding:
     """Return what the hub says of a name; that it can't be reached is a warning."""
     from huggingface_hub import model_info
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, OfflineModeIsEnabled, RepositoryNotFoundError
 
     below = models_below(Path())
     here = f"; models in this folder: {', '.join(map(str, below))}" if below else ""

@@ -55,7 +55,6 @@ class Machine:
 
 
 def look() -> Machine:
-    """Gather them."""
     gpus, driver, problem = _gpus(os.environ)
     return Machine(
         python=platform.python_version(),
@@ -117,13 +116,12 @@ def read_gpus(listed: str, visible: str | None) -> tuple[tuple[Gpu, ...], str | 
         return tuple(gpus), driver, ""
     chosen: list[Gpu] = []
     for word in filter(None, (word.strip() for word in visible.split(","))):
-        named = [gpu for number, gpu in enumerate(gpus) if word == str(number) or _is_uuid_of(word, gpu)]
+        is_uuid = not word.isdigit()
+        named = [
+            gpu for number, gpu in enumerate(gpus) if word == str(number) or (is_uuid and gpu.uuid.startswith(word))
+        ]
         if not named:
             break  # as CUDA does: what follows an unknown one is hidden, too
         chosen += named
     hidden = f"CUDA_VISIBLE_DEVICES={visible} hides all {len(gpus)} GPUs" if gpus and not chosen else ""
     return tuple(chosen), driver, hidden
-
-
-def _is_uuid_of(word: str, gpu: Gpu) -> bool:
-    return not word.isdigit() and gpu.uuid.startswith(word)

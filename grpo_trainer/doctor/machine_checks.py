@@ -10,8 +10,7 @@ from packaging.version import InvalidVersion, Version
 
 from grpo_trainer.doctor.findings import Finding, fail, ok, skip, warn
 from grpo_trainer.doctor.machine import Machine
-
-GB = 1e9
+from grpo_trainer.doctor.memory import GB
 
 SUPPORTED = {
     "python": ">=3.11,<3.13",

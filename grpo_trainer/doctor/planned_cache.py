@@ -13,7 +13,7 @@ from grpo_trainer.config.run import RunConfig
 from grpo_trainer.config.server import arguments
 from grpo_trainer.doctor.machine import Machine
 from grpo_trainer.doctor.memory import CACHE, Setup
-from grpo_trainer.doctor.model import ModelFiles, ModelShape, read_model
+from grpo_trainer.doctor.model import ModelShape, read_model
 from grpo_trainer.doctor.run_checks import devices_of, server_spread
 from grpo_trainer.errors import ModelError
 from grpo_trainer.launch.plan import says_cache_size
@@ -54,11 +54,6 @@ def _known_shape(model: str) -> ModelShape | None:
         shape = ModelShape.from_config(files.config)
     except (ModelError, ValueError):
         return None
-    return shape if _is_as_planned(files, shape) else None
-
-
-def _is_as_planned(files: ModelFiles, shape: ModelShape) -> bool:
-    if files.config.get("quantization_config") or files.config.get("compression_config"):
-        return False
+    is_coarse = files.config.get("quantization_config") or files.config.get("compression_config")
     stored = sum(math.prod(tensor) for tensor in files.shapes.values())
-    return abs(stored - shape.parameters) <= PLANNED_WITHIN * stored
+    return None if is_coarse or abs(stored - shape.parameters) > PLANNED_WITHIN * stored else shape

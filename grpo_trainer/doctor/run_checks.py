@@ -1,33 +1,31 @@
-"""Checks of a run: what it reads, where it writes, whom it listens to, and whether its parts go together."""
+"""Checks of a run: what it reads, where it writes, whom it listens to, and whether its parts and settings fit."""
 
 from __future__ import annotations
 
+import logging
 import netrc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from grpo_common.ports import port_holder
 from grpo_trainer.config.bridge import LoraOptions
+from grpo_trainer.config.learning_rate import too_high
 from grpo_trainer.config.run import RunConfig
+from grpo_trainer.config.server import arguments
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.doctor.disk import existing
 from grpo_trainer.doctor.findings import Finding, fail, ok, skip, warn
 from grpo_trainer.doctor.machine import Machine
-from grpo_trainer.doctor.memory import (
-    GB,
-    NEARLY_FULL,
-    Devices,
-    MemoryPlan,
-    Server,
-    device_name,
-)
+from grpo_trainer.doctor.memory import GB, NEARLY_FULL, Devices, MemoryPlan, Server, device_name
 from grpo_trainer.doctor.memory_advice import Planned, advice, largest_rows
-from grpo_trainer.doctor.model import ModelFiles, ModelShape
+from grpo_trainer.doctor.model import ModelFiles, ModelShape, shape_of
 from grpo_trainer.errors import GrpoError
 from grpo_trainer.files import refuse_to_mix_runs
 from grpo_trainer.launch.ports import is_free
 from grpo_trainer.shared.names import ALIKE, EXPERTS
 from vllm_server.protocol import PreflightReport
+
+log = logging.getLogger(__name__)
 
 # where it writes, whom it listens to ------------------------------------------------------------------------
 
@@ -139,6 +137,58 @@ def check_length(config: RunConfig, shape: ModelShape) -> Finding:
         got = f"{longest} tokens"
         return fail("sequence length", got, f"at most the model's {shape.positions}", f"--seq-len {shape.positions}")
     return ok("sequence length", f"{trained} trained, {served} served")
+
+
+# what it learns --------------------------------------------------------------------------------------------
+
+
+def warn_of_lr(config: TrainConfig) -> None:
+    """Warn before the start of a learning rate at which policies collapse."""
+    found = check_lr(config, shape_of(config.model.name))
+    if found.status == "warn":
+        log.warning("--lr: got %s, wanted %s; %s", found.got, found.wanted, found.fix)
+
+
+def check_lr(config: TrainConfig, shape: ModelShape | None) -> Finding:
+    """Is it one that only an adapter bears, though all weights are trained?"""
+    problem = too_high(config, shape.parameters if shape else None)
+    if problem is None:
+        return ok("learning rate", f"{config.optimizer.lr:g}")
+    return warn("learning rate", problem.got, problem.wanted, problem.fix)
+
+
+BENDING = {
+    "--logprobs-mode": "processed_logprobs",
+    "--generation-config": "vllm",
+    "--override-generation-config": "",
+}
+"""Arguments of a server that change what it samples from, or the logprobs of it; and their value that does not."""
+
+
+def check_distribution(config: RunConfig, shape: ModelShape | None) -> Finding:
+    """Warn of settings with which the server samples from another distribution than the trainer computes."""
+    bent = list(_bent(config, shape))
+    if not bent:
+        return ok("distribution", "samples and trainer have the same")
+    got, fixes = zip(*bent, strict=True)
+    wanted = "the same distribution on both sides (docs/sampling.md)"
+    return warn("distribution", "; ".join(got), wanted, "; ".join(fixes))
+
+
+def _bent(config: RunConfig, shape: ModelShape | None) -> Iterator[tuple[str, str]]:
+    """Yield what bends it, and the fix."""
+    loss, vllm = config.trainer.loss, config.trainer.vllm
+    if shape is not None and shape.experts and loss.routing_replay == "off":
+        yield "experts that each side chooses for itself", "add --routing-replay server"
+    coarse = "--load-in-4bit" if config.trainer.model.load_in_4bit else "a server in 8 bits" if vllm.in_8_bits else ""
+    # For a server in 8 bits the trainer's own default is the correction.
+    said = "ratio_against" in loss.model_fields_set or not vllm.in_8_bits
+    if coarse and said and loss.correction == "none":
+        yield f"{coarse} without a correction", "use --ratio-against trainer"
+    for flag, value in arguments(vllm.extra_args):
+        name = flag.replace("_", "-")
+        if name in BENDING and value != BENDING[name]:
+            yield f"{flag} {value}".rstrip(), f"leave {flag} out"
 
 
 # what the run needs of this machine -------------------------------------------------------------------------

@@ -129,14 +129,6 @@ class NodeAgent:
             self._lines.clear()
         return News(lines, ended)
 
-    def note_family(self, name: str) -> None:
-        """See `Watched.note_family`."""
-        self._children[name].note_family()
-
-    def terminate(self, name: str) -> None:
-        """Send a process SIGTERM."""
-        self._children[name].terminate()
-
-    def kill(self, name: str) -> None:
-        """Kill a process and the family that was noted."""
-        self._children[name].kill()
+    def order(self, name: str, method: str) -> None:
+        """Have a process do what a method of `Watched` without arguments does, by the method's name."""
+        getattr(self._children[name], method)()

@@ -6,23 +6,11 @@ import shlex
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-import httpx
-
 from grpo_trainer.config.bridge import LoraOnly, SharedVllm
 from grpo_trainer.config.server import KEY_VARIABLE
 from grpo_trainer.config.train import API_KEY_VARIABLE, TrainConfig
 from grpo_trainer.launch.plan import server_process, weight_flags
-
-ANSWER_SECONDS = 2.0
-
-
-def answers(url: str) -> bool:
-    """Return whether anything answers at an address."""
-    try:
-        httpx.get(url, timeout=ANSWER_SECONDS, trust_env=False)
-    except httpx.TransportError:
-        return False
-    return True
+from grpo_trainer.server_client import answers
 
 
 def commands_to_start(

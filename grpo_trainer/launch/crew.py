@@ -36,19 +36,11 @@ LEAVE_SECONDS = 30.0
 
 
 class Planner(Protocol):
-    """Plans processes of a running run (`replan.Replanner`)."""
+    """Plans processes of a running run: `replan.Replanner` says how."""
 
-    def placed(self, specs: Sequence[ProcessSpec]) -> Sequence[ProcessSpec] | None:
-        """Return processes with the machines and ports on which they start; None: no machine has room yet."""
-        ...
-
-    def another_server(self, gpus: str | None) -> ProcessSpec:
-        """Return one more server on the given GPUs."""
-        ...
-
-    def vacate(self, name: str) -> None:
-        """Note that a server has left for good."""
-        ...
+    def placed(self, specs: Sequence[ProcessSpec]) -> Sequence[ProcessSpec] | None: ...
+    def another_server(self, gpus: str | None) -> ProcessSpec: ...
+    def vacate(self, name: str) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 import httpx
 
@@ -69,9 +68,7 @@ class OwnedServer:
     def __enter__(self) -> OwnedServer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -86,7 +83,6 @@ class OwnedServer:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the running server."""
         return self._child.pid if self._child else None
 
     @property

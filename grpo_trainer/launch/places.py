@@ -97,7 +97,6 @@ def place_run(config: RunConfig, nodes: Sequence[Node], *, on_gpu: bool) -> Plac
 
 
 def gpus_of_server(config: RunConfig) -> int:
-    """Return the number of GPUs of one server."""
     vllm = config.trainer.vllm
     return vllm.tensor_parallel_size * vllm.pipeline_parallel_size * vllm.data_parallel_size
 

@@ -24,7 +24,6 @@ from vllm_server.protocol.bridge_config import FILE_NAME
 
 CACHE_FLAG = "--kv-cache-memory-bytes"
 """vLLM's flag for the size of its KV cache; without it, vLLM measures the free memory."""
-NO_ENV: Mapping[str, str] = MappingProxyType({})
 TRAINERS = "trainers"
 """The trainer processes, which restart together."""
 STOP_SECONDS_ALL_WEIGHTS = 120.0
@@ -95,7 +94,7 @@ def plan_run(
     python: str,
     on_gpu: bool,
     cache_bytes: int | None = None,
-    env: Mapping[str, str] = NO_ENV,
+    env: Mapping[str, str] = MappingProxyType({}),
     places: Places = NO_PLACES,
 ) -> RunPlan:
     """Plan the processes of `grpo run`.
@@ -114,19 +113,18 @@ def plan_run(
     files: dict[Path, Mapping[str, Any]] = {folder / "trainer.toml": trainer}
     environments = []
     for name, environment in _named(config.environments):
-        files[folder / f"{name}.toml"] = _environment_tables(config, name, environment, ports, places)
-        environments.append(_environment_process(name, environment, folder / f"{name}.toml", python))
+        file = folder / f"{name}.toml"
+        files[file] = _environment_tables(config, name, environment, ports, places)
+        argv = (python, "-m", environment_module(environment.name), "serve", "--config", str(file))
+        environments.append(ProcessSpec(name, argv, may_end=True, restarts=name, after_errors=True))
     servers = [_api_process(config, ports, python)]
     if not config.trainer.owns_server:
         servers += _server_processes(config, ports, python, on_gpu, cache_bytes, places)
     trainers = _trainer_processes(config, folder / "trainer.toml", ports, python, places)
     overlaps = not on_gpu or _may_overlap(config, cache_bytes)
     stages = ((*servers, *trainers, *environments),) if overlaps else ((*servers, *environments), trainers)
-    shared = {} if on_gpu else SHARED_CORES
-    planned = tuple(
-        tuple(_completed(process, {**shared, **env, **_traced(config, process, places)}, places) for process in stage)
-        for stage in stages
-    )
+    env = {**({} if on_gpu else SHARED_CORES), **env}
+    planned = tuple(tuple(_completed(config, process, env, places) for process in stage) for stage in stages)
     return RunPlan(stages=planned, config_files=files, ports=dict(ports))
 
 
@@ -147,34 +145,23 @@ SHARED_CORES = MappingProxyType({"OMP_WAIT_POLICY": "passive"})
 """Environment on a CPU: idle OpenMP threads sleep instead of spinning on cores that another process needs."""
 
 
-def _traced(config: RunConfig, process: ProcessSpec, places: Places) -> dict[str, str]:
-    file = config.trace_file if places.get(process.name, HERE).is_here else None  # the file is on the head
-    return {} if file is None else {FILE_VARIABLE: str(file), NAME_VARIABLE: process.name}
-
-
-def _completed(process: ProcessSpec, env: Mapping[str, str], places: Places) -> ProcessSpec:
-    env = {**env, **process.env, "PYTHONUNBUFFERED": "1"}
-    return replace(process, env=env, place=places.get(process.name, HERE))
+def _completed(config: RunConfig, process: ProcessSpec, env: Mapping[str, str], places: Places) -> ProcessSpec:
+    """Return a process with its place, and with the environment that all have."""
+    place = places.get(process.name, HERE)
+    file = config.trace_file if place.is_here else None  # the file is on the head
+    traced = {} if file is None else {FILE_VARIABLE: str(file), NAME_VARIABLE: process.name}
+    return replace(process, env={**env, **traced, **process.env, "PYTHONUNBUFFERED": "1"}, place=place)
 
 
 def _api_process(config: RunConfig, ports: Mapping[str, int], python: str) -> ProcessSpec:
-    store = ("--store", str(config.store)) if config.store else ()
     port, key = ports["api"], config.trainer.rollouts.api_key
+    argv = [python, "-m", "environments.api", "--host", LOOPBACK, "--port", str(port)]
+    argv += ["--run-dir", str(config.run_dir)]
+    if config.store:
+        argv += ["--store", str(config.store)]
     return ProcessSpec(
         name="api",
-        argv=(
-            python,
-            "-m",
-            "environments.api",
-            "--host",
-            LOOPBACK,
-            "--port",
-            str(port),
-            "--run-dir",
-            str(config.run_dir),
-            *store,
-            *config.api.extra_args,
-        ),
+        argv=(*argv, *config.api.extra_args),
         env={API_KEY_VARIABLE: key} if key else {},
         ready_url=f"http://{LOOPBACK}:{port}/",
         ready_timeout=60.0,
@@ -323,12 +310,14 @@ def _trainer_processes(
     if size == 1:
         return (ProcessSpec("trainer", argv, ends_run=True, stop_seconds=seconds, restarts=TRAINERS, again=again),)
     names = trainer_names(size)
+    # The number of its GPU among those that it sees: on a cluster a process sees only its own.
+    ranks_here = ["0" if places.get(name, HERE).gpus else str(rank) for rank, name in enumerate(names)]
     meeting = {"MASTER_ADDR": meeting_address(places), "MASTER_PORT": str(ports["trainers"])}
     return tuple(
         ProcessSpec(
             name,
             argv,
-            {**meeting, "WORLD_SIZE": str(size), "RANK": str(rank), "LOCAL_RANK": _local_rank(name, rank, places)},
+            {**meeting, "WORLD_SIZE": str(size), "RANK": str(rank), "LOCAL_RANK": ranks_here[rank]},
             ends_run=rank == 0,
             may_end=rank > 0,
             stop_seconds=seconds,
@@ -337,11 +326,6 @@ def _trainer_processes(
         )
         for rank, name in enumerate(names)
     )
-
-
-def _local_rank(name: str, rank: int, places: Places) -> str:
-    """Return the number of a process's GPU among those that it sees: on a cluster it sees only its own."""
-    return "0" if places.get(name, HERE).gpus else str(rank)
 
 
 def _named(environments: tuple[EnvironmentProcess, ...]) -> list[tuple[str, EnvironmentProcess]]:
@@ -372,6 +356,7 @@ def _environment_tables(
     config: RunConfig, name: str, environment: EnvironmentProcess, ports: Mapping[str, int], places: Places
 ) -> dict[str, Any]:
     trainer, model = config.trainer, config.trainer.model.name
+    away = trainer.vllm.startup_timeout + 60.0  # the longest that a server may be while it restarts
     env = {
         "tokenizer_name": model,
         "max_token_length": min(trainer.model.seq_len, trainer.served_len),
@@ -381,7 +366,7 @@ def _environment_tables(
         "rollout_server_url": f"http://{LOOPBACK}:{ports['api']}",
         **({"rollout_api_key": trainer.rollouts.api_key} if trainer.rollouts.api_key else {}),
         "use_wandb": False,
-        **({"retry_timeout": restart_patience(trainer)} if trainer.owns_server or trainer.servers_may_change else {}),
+        **({"retry_timeout": away} if trainer.owns_server or trainer.servers_may_change else {}),
         **environment.env,
     }
     openai = {
@@ -393,14 +378,3 @@ def _environment_tables(
         **environment.openai,
     }
     return {"env": env, "openai": openai}
-
-
-def restart_patience(trainer: TrainConfig) -> float:
-    """Return the most seconds for which the server may be away while it restarts."""
-    return trainer.vllm.startup_timeout + 60.0
-
-
-def _environment_process(name: str, environment: EnvironmentProcess, config_file: Path, python: str) -> ProcessSpec:
-    module = environment_module(environment.name)
-    argv = (python, "-m", module, "serve", "--config", str(config_file))
-    return ProcessSpec(name=name, argv=argv, may_end=True, restarts=name, after_errors=True)

@@ -18,11 +18,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from grpo_trainer.errors import ConfigError, PortBusyError, ProcessFailedError
@@ -52,7 +51,6 @@ ROOM_SECONDS = 120.0
 Room = tuple[Node, str]
 """What the run holds of a node: a node, and the name of the room there (`Place.room`)."""
 Files = Mapping[Path, bytes]
-NO_FILES: Files = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -281,7 +279,7 @@ class RayCluster:
             process.begin(self._ray.get(self._agents[room].start.remote(called, needed), timeout=ORDER_SECONDS))
         except (self._ray.exceptions.RayError, OSError) as error:
             process.close()
-            self._agents[room].kill.remote(called.name)  # if only the answer is late, it still starts
+            self._agents[room].order.remote(called.name, "kill")  # if only the answer is late, it still starts
             raise ProcessFailedError(
                 f"{node.name} can't start it",
                 field=spec.name,
@@ -295,7 +293,7 @@ class RayCluster:
         if room in self._lost:
             return
         with suppress(self._ray.exceptions.RayError, TimeoutError):
-            self._ray.get(getattr(self._agents[room], method).remote(name), timeout=ORDER_SECONDS)
+            self._ray.get(self._agents[room].order.remote(name, method), timeout=ORDER_SECONDS)
 
     def _follow(self, room: Room) -> None:
         """Pass on what a node's processes write and how they end, until the run is over or the node is lost."""
@@ -375,8 +373,5 @@ def joined(address: str | None, wanted: int) -> Iterator[RayCluster | None]:
     if address is None:
         yield None
         return
-    cluster = RayCluster(address, wanted)
-    try:
+    with closing(RayCluster(address, wanted)) as cluster:
         yield cluster
-    finally:
-        cluster.close()

@@ -20,27 +20,12 @@ PlanAgain = Callable[[RunConfig, Mapping[str, int], Places], RunPlan]
 
 
 class Machines(Protocol):
-    """The machines of a cluster (`ray_cluster.RayCluster`)."""
+    """The machines of a cluster: `ray_cluster.RayCluster` says what each method does."""
 
-    def is_lost(self, place: Place) -> bool:
-        """Return whether a place's machine, or what the run held of it, is gone."""
-        ...
-
-    def room_for(self, name: str, gpus: int, taken: Iterable[Place]) -> Place | None:
-        """Ask for room for a process, and return it; None: there is none yet, so call again."""
-        ...
-
-    def forget(self, name: str) -> None:
-        """No longer ask for room for a process."""
-        ...
-
-    def claim(self, wanted: Mapping[str, int], places: Places) -> dict[str, int]:
-        """Return free ports of processes on their machines.
-
-        Raises:
-            ProcessFailedError: a machine does not answer.
-        """
-        ...
+    def is_lost(self, place: Place) -> bool: ...
+    def room_for(self, name: str, gpus: int, taken: Iterable[Place]) -> Place | None: ...
+    def forget(self, name: str) -> None: ...
+    def claim(self, wanted: Mapping[str, int], places: Places) -> dict[str, int]: ...
 
 
 class Replanner:

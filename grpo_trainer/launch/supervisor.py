@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 import httpx
 
@@ -82,7 +82,7 @@ class Supervisor:
         self._log_folder.mkdir(parents=True, exist_ok=True)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop_all()
         self._show_progress()
         for number, handler in self._handlers.items():
@@ -145,8 +145,7 @@ class Supervisor:
     def _check(self) -> None:
         """Raise an error if anything ends the run early."""
         if self._signals:
-            number = self._signals[0]
-            raise StoppedError(f"stopped by {signal.Signals(number).name}", number)
+            raise StoppedError(self._signals[0])
         self._check_run()
         for child in self.children:
             if child.log_error is not None:

@@ -14,7 +14,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from grpo_trainer import phases
 from grpo_trainer.errors import ProcessFailedError
@@ -180,7 +179,5 @@ class Watched(ABC):
             self._log.close()
 
 
-class Executor(Protocol):
-    """Starts a process of a plan, here (`Child`) or on the node that the plan names (`RayCluster.start`)."""
-
-    def __call__(self, spec: ProcessSpec, log_path: Path, on_stdout: Listener, on_stderr: Listener, /) -> Watched: ...
+Executor = Callable[[ProcessSpec, Path, Listener, Listener], Watched]
+"""Starts a process of a plan, here (`Child`) or on the node that the plan names (`RayCluster.start`)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -19,15 +19,10 @@ def machine_metrics() -> dict[str, float]:
     """
     found = {
         "host/memory_used_gib": psutil.virtual_memory().used / GIB,
-        "host/memory_trainer_gib": _this_process().memory_info().rss / GIB,
+        "host/memory_trainer_gib": psutil.Process().memory_info().rss / GIB,
         "host/cpu": psutil.cpu_percent() / 100,
     }
     return found | _gpu_metrics()
-
-
-@cache
-def _this_process() -> psutil.Process:
-    return psutil.Process()
 
 
 def _gpu_metrics() -> dict[str, float]:
@@ -40,16 +35,8 @@ def _gpu_metrics() -> dict[str, float]:
         "gpu/memory_used_gib": (total - free) / GIB,
         "gpu/memory_trainer_gib": torch.cuda.memory_reserved() / GIB,
     }
-    return found | _gpu_utilisation()
-
-
-def _gpu_utilisation() -> dict[str, float]:
-    """Of the current GPU, if NVIDIA's library says it: of a slice of a GPU (MIG) it does not."""
-    import torch
-
-    if find_spec("pynvml") is None:
-        return {}
-    try:
-        return {"gpu/utilisation": torch.cuda.utilization() / 100}
-    except (import_module("pynvml").NVMLError, RuntimeError):  # a figure is no reason to end a run
-        return {}
+    if find_spec("pynvml") is not None:
+        # Of a slice of a GPU (MIG), NVIDIA's library does not say it; and a figure is no reason to end a run.
+        with suppress(import_module("pynvml").NVMLError, RuntimeError):
+            found["gpu/utilisation"] = torch.cuda.utilization() / 100
+    return found

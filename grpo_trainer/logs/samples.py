@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,23 +43,6 @@ Logprobs = Callable[[Sample, NDArray[np.int64]], NDArray[np.float32]]
 
 
 @dataclass(frozen=True)
-class SampleRecord:
-    """A line of samples.jsonl; see the top of this file."""
-
-    step: int
-    version: int | None
-    environment: int | None
-    group: int
-    reward: float
-    advantage: float
-    prompt: str
-    pieces: tuple[str, ...]
-    ratios: tuple[float | None, ...]
-    trained: tuple[bool, ...]
-    cut: int
-
-
-@dataclass(frozen=True)
 class Chosen:
     """A sequence that is to be logged."""
 
@@ -73,7 +56,7 @@ class SampleLog:
     """Writes some of a batch's sequences before the step on it.
 
     Args:
-        count: how many each step; 0: none, and nothing else is touched.
+        count: how many each step.
         steps_done: rows of later steps, which a resumed run takes again, are dropped.
         longest: tokens after this many are not trained on, and have no ratio.
     """
@@ -92,20 +75,18 @@ class SampleLog:
         self._count, self._config, self._decode, self._logprobs = count, config, decode, logprobs
         self._longest = longest
         self._path = path
-        if count:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            keep_steps(path, steps_done)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        keep_steps(path, steps_done)
 
     def take(self, step: int, groups: Sequence[Group]) -> None:
         """Log of the groups that are about to become `step` (from 1)."""
-        if not self._count:
-            return
         chosen = choose(groups, self._count, self._config)
-        lines = [json.dumps(asdict(self._record(step, each)), ensure_ascii=False) for each in chosen]
+        lines = [json.dumps(self._record(step, each), ensure_ascii=False) for each in chosen]
         with self._path.open("a") as file:
             file.write("".join(f"{line}\n" for line in lines))
 
-    def _record(self, step: int, chosen: Chosen) -> SampleRecord:
+    def _record(self, step: int, chosen: Chosen) -> dict[str, Any]:
+        """Return a line of samples.jsonl; see the top of this file."""
         sample = chosen.sample
         trained = np.flatnonzero(sample.trained_T)
         start = int(trained[0]) if len(trained) else len(sample.tokens_T)
@@ -113,19 +94,19 @@ class SampleLog:
         ratios = self._ratios(sample, trained[(trained > 0) & (trained < min(end, self._longest))])
         spans = list(whole_characters(sample.tokens_T[start:end].tolist(), self._decode))
         places = [start + stop - 1 for _, stop in spans]  # a piece stands for its last token
-        return SampleRecord(
-            step=step,
-            version=sample.policy_version,
-            environment=chosen.environment,
-            group=chosen.group,
-            reward=sample.reward,
-            advantage=chosen.advantage,
-            prompt=self._decode(sample.tokens_T[max(0, start - LONGEST_PROMPT) : start].tolist()),
-            pieces=tuple(text for text, _ in spans),
-            ratios=tuple(ratios.get(place) for place in places),
-            trained=tuple(bool(sample.trained_T[place]) for place in places),
-            cut=len(sample.tokens_T) - end,
-        )
+        return {
+            "step": step,
+            "version": sample.policy_version,
+            "environment": chosen.environment,
+            "group": chosen.group,
+            "reward": sample.reward,
+            "advantage": chosen.advantage,
+            "prompt": self._decode(sample.tokens_T[max(0, start - LONGEST_PROMPT) : start].tolist()),
+            "pieces": [text for text, _ in spans],
+            "ratios": [ratios.get(place) for place in places],
+            "trained": [bool(sample.trained_T[place]) for place in places],
+            "cut": len(sample.tokens_T) - end,
+        }
 
     def _ratios(self, sample: Sample, positions: NDArray[np.int64]) -> dict[int, float]:
         if sample.rollout_logprobs_T is None or sample.supervised or not len(positions):
@@ -200,16 +181,15 @@ def policy_logprobs(forward: Forward, device: torch.device) -> Logprobs:
     return logprobs
 
 
-def build_sample_log(config: TrainConfig, forward: Forward, device: torch.device, steps_done: int) -> SampleLog:
+def build_sample_log(config: TrainConfig, forward: Forward, device: torch.device, steps_done: int) -> SampleLog | None:
     """What `--log-samples` asks for, with the model's own tokenizer.
 
     Raises:
         ConfigError: the model has no tokenizer.
     """
-    count = config.logging.log_samples
-    decode = _tokenizer(config.model.name) if count else str
-    path = config.log_dir / SAMPLES_FILE
-    own = policy_logprobs(forward, device)
+    if not (count := config.logging.log_samples):
+        return None
+    path, decode, own = config.log_dir / SAMPLES_FILE, _tokenizer(config.model.name), policy_logprobs(forward, device)
     return SampleLog(path, count, config.loss, decode, own, steps_done, longest=config.model.seq_len)
 
 

@@ -27,23 +27,21 @@ MEANWHILE = {
 the rest overlapped with a step."""
 
 
-def time_split(path: Path) -> dict[str, float]:
-    """Seconds by phase over all steps of a metrics.jsonl; what is in no phase is "other"."""
+def time_split(path: Path) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds over all steps of a metrics.jsonl: by phase, with "other" for the rest, and of threads meanwhile."""
     rows = read_rows(path)
-    split = {name: sum(row.get(key) or 0.0 for row in rows) for name, key in PHASES.items()}
-    total = sum(row.get("train/seconds") or 0.0 for row in rows)
-    return {**split, "other": max(0.0, total - sum(split.values()))}
 
+    def seconds(key: str) -> float:
+        return sum(row.get(key) or 0.0 for row in rows)
 
-def time_meanwhile(path: Path) -> dict[str, float]:
-    """Return the seconds for which threads were busy during training."""
-    rows = read_rows(path)
-    return {name: sum(row.get(key) or 0.0 for row in rows) for name, key in MEANWHILE.items()}
+    split = {name: seconds(key) for name, key in PHASES.items()}
+    meanwhile = {name: seconds(key) for name, key in MEANWHILE.items()}
+    return {**split, "other": max(0.0, seconds("train/seconds") - sum(split.values()))}, meanwhile
 
 
 def print_time_split(path: Path, console: Console) -> None:
     """A table of seconds and shares, and below it what went on meanwhile."""
-    split, meanwhile = time_split(path), time_meanwhile(path)
+    split, meanwhile = time_split(path)
     total = sum(split.values()) or 1.0
     table = Table(title="where the time went")
     table.add_column("phase")

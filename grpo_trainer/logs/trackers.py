@@ -21,11 +21,6 @@ def public(config: TrainConfig) -> dict[str, Any]:
     return config.model_dump(mode="json", exclude={"rollouts": {"api_key"}, "vllm": {"api_key"}})
 
 
-def finite(numbers: dict[str, float]) -> dict[str, float]:
-    """What a database of numbers takes: JSON has no NaN."""
-    return {key: value for key, value in numbers.items() if math.isfinite(value)}
-
-
 def run_id(config: TrainConfig, steps_done: int) -> str:
     """Return a tracker's id of this run. It is kept in the log folder, so a resumed run has the same.
 
@@ -92,7 +87,8 @@ class TrackioSink:
         )
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
-        self._run.log(finite(numbers), step=step)
+        finite = {key: value for key, value in numbers.items() if math.isfinite(value)}  # JSON has no NaN
+        self._run.log(finite, step=step)
 
     def close(self) -> None:
         self._run.finish()

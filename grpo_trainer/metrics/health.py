@@ -23,7 +23,7 @@ LEAST = 5
 """Steps of the beginning, and of the end, at least."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Check:
     """The usual range of one figure.
 
@@ -39,78 +39,73 @@ class Check:
     name: str
     title: str
     key: str
-    low: float
-    high: float
+    low: float = -math.inf
+    high: float = math.inf
     says: str
     fix: str
     harms: bool = True
 
 
+LOWER_LR = "a lower --lr; then fewer stale samples (--max-staleness)"
 CHECKS = (
     Check(
-        "kl",
-        "KL",
-        "alignment/kl_rollout",
-        -math.inf,
-        1.0,
-        "the policy moves far from the one that sampled",
-        "a lower --lr; then fewer stale samples (--max-staleness)",
+        name="kl",
+        title="KL",
+        key="alignment/kl_rollout",
+        high=1.0,
+        says="the policy moves far from the one that sampled",
+        fix=LOWER_LR,
     ),
     Check(
-        "kl_reference",
-        "KL to the reference",
-        "alignment/kl_reference",
-        -math.inf,
-        5.0,
-        "the policy is far from the model it started as",
-        "a lower --lr; then a larger --kl-beta",
+        name="kl_reference",
+        title="KL to the reference",
+        key="alignment/kl_reference",
+        high=5.0,
+        says="the policy is far from the model it started as",
+        fix="a lower --lr; then a larger --kl-beta",
     ),
     Check(
-        "entropy_low",
-        "entropy",
-        "grpo/entropy",
-        0.02,
-        math.inf,
-        "the policy hardly explores: the answers of a group are alike",
-        "--clip-eps-high 0.28, or a lower --lr",
+        name="entropy_low",
+        title="entropy",
+        key="grpo/entropy",
+        low=0.02,
+        says="the policy hardly explores: the answers of a group are alike",
+        fix="--clip-eps-high 0.28, or a lower --lr",
         harms=False,
     ),
     Check(
-        "entropy_high",
-        "entropy",
-        "grpo/entropy",
-        -math.inf,
-        1.0,
-        "the policy becomes random",
-        "a lower --lr; then fewer stale samples (--max-staleness)",
+        name="entropy_high",
+        title="entropy",
+        key="grpo/entropy",
+        high=1.0,
+        says="the policy becomes random",
+        fix=LOWER_LR,
     ),
     Check(
-        "grad_norm",
-        "gradient norm",
-        "train/grad_norm",
-        -math.inf,
-        10.0,
-        "the updates' directions are erratic",
-        "a lower --lr; then more sequences in a step (--gradient-accumulation-steps)",
+        name="grad_norm",
+        title="gradient norm",
+        key="train/grad_norm",
+        high=10.0,
+        says="the updates' directions are erratic",
+        fix="a lower --lr; then more sequences in a step (--gradient-accumulation-steps)",
     ),
     Check(
-        "zero_variance",
-        "zero-variance groups",
-        "batch/zero_variance_share",
-        -math.inf,
-        0.8,
-        "most groups have equal rewards and teach nothing",
-        "tasks that the model solves sometimes; then larger groups (--env.group_size)",
+        name="zero_variance",
+        title="zero-variance groups",
+        key="batch/zero_variance_share",
+        high=0.8,
+        says="most groups have equal rewards and teach nothing",
+        fix="tasks that the model solves sometimes; then larger groups (--env.group_size)",
         harms=False,
     ),
     Check(
-        "ratio",
-        "ratio",
-        "grpo/mean_ratio",
-        0.8,
-        1.25,
-        "the samples are not of the policy that trains on them",
-        "a lower --lr; then fewer stale samples (--max-staleness)",
+        name="ratio",
+        title="ratio",
+        key="grpo/mean_ratio",
+        low=0.8,
+        high=1.25,
+        says="the samples are not of the policy that trains on them",
+        fix=LOWER_LR,
     ),
 )
 
@@ -228,7 +223,6 @@ class Outcome:
         return "it learnt" if is_clear else "no clear change"
 
     def __str__(self) -> str:
-        """Return one line."""
         harm = f", {self.harm.short}" if self.verdict == "not healthy" and self.harm else ""
         return (
             f"{self.verdict}{harm}: reward "

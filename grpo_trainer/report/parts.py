@@ -87,9 +87,10 @@ def banner(run: Run, number: int | None = None) -> str:
     tone = {"it learnt": "good", "it got worse": "bad", "not healthy": "bad"}.get(found.verdict, "") if found else ""
     edge = "warn" if run.unhealthy and tone != "bad" else tone
     name = "" if number is None else f'<i class="c{number % 8}"></i>{text(run.name)}: '
+    line = learnt(run.rows)
     lines = "".join(f"<li>{_unhealthy(run, own)}</li>" for own in run.unhealthy.values())
     return (
-        f'<section class="banner {edge}"><p>{name}<b class="{tone}">{text(_sentence(learnt(run.rows)))}</b></p>'
+        f'<section class="banner {edge}"><p>{name}<b class="{tone}">{text(f"{line[0].upper()}{line[1:]}.")}</b></p>'
         f"{f'<ul>{lines}</ul>' if lines else ''}</section>"
     )
 
@@ -97,10 +98,6 @@ def banner(run: Run, number: int | None = None) -> str:
 def _unhealthy(run: Run, own: Sequence[Episode]) -> str:
     steps = sum(each.last + 1 - each.first for each in own)
     return f"<b>Step {run.rows[own[0].first]['step']}</b>, {steps} of {len(run.rows)} steps: {text(own[0].sign)}."
-
-
-def _sentence(line: str) -> str:
-    return f"{line[0].upper()}{line[1:]}."
 
 
 # several runs, configuration, events -----------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 from grpo_common.trace import read_events as read_trace
 from grpo_trainer.config.run import SET_BY_THE_RUN, TRACE_FILE
 from grpo_trainer.errors import ConfigError
-from grpo_trainer.files import METRICS_FILE
+from grpo_trainer.files import METRICS_FILE, folders_named
 from grpo_trainer.launch.plan import SET_FOR_ENVIRONMENTS
 from grpo_trainer.logs.samples import SAMPLES_FILE
 from grpo_trainer.metrics.health import Episode, episodes
@@ -134,7 +134,7 @@ def read_run(folder: Path, *, may_be_empty: bool = False) -> Run:
         configs=configs,
         events=read_events(rows, folder / "logs"),
         total_steps=int(steps) if steps is not None else None,
-        checkpoints=_checkpoints(folder / "checkpoints"),
+        checkpoints=[path.name for path in folders_named(folder / "checkpoints", r"[^.].*", containing=STATE_FILE)],
         final_step=final_step(folder / "checkpoints"),
         timeline=_timeline(folder / TRACE_FILE),
     )
@@ -145,13 +145,6 @@ def _timeline(path: Path) -> list[Interval]:
         return intervals(read_trace(path)) if path.exists() else []
     except ValueError as error:
         raise ConfigError(field=str(path), got=str(error), wanted="a timeline that --trace wrote") from None
-
-
-def _checkpoints(folder: Path) -> list[str]:
-    if not folder.is_dir():
-        return []
-    found = [path for path in folder.iterdir() if (path / STATE_FILE).exists() and not path.name.startswith(".")]
-    return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime)]
 
 
 def final_step(folder: Path) -> int | None:

@@ -208,7 +208,7 @@ def test_the_wait_for_a_batch_ends_with_the_apis_own_explanation(api: Api) -> No
 
 def test_a_stop_ends_the_wait(api: Api) -> None:
     def stop() -> None:
-        raise StoppedError("stopped by SIGINT", signal.SIGINT)
+        raise StoppedError(signal.SIGINT)
 
     rollouts = feed(api, check_stop=stop)
     with pytest.raises(StoppedError):

@@ -88,9 +88,9 @@ def ended_family(folder: Path) -> list[int]:
     lines: list[Line] = []
     while not lines:
         lines += agent.news().lines
-    agent.note_family("trainer")
-    agent.terminate("trainer")
-    agent.kill("trainer")
+    agent.order("trainer", "note_family")
+    agent.order("trainer", "terminate")
+    agent.order("trainer", "kill")
     return [pid, int(lines[0].text.split()[1])]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from grpo_trainer.logs.times import MEANWHILE, PHASES, print_time_split, time_meanwhile, time_split
+from grpo_trainer.logs.times import MEANWHILE, PHASES, print_time_split, time_split
 
 ROWS = [
     {"step": 1, "train/seconds": 10.0, "train/data_fetch_time": 4.0, "train/forward_backward_time": 3.0,
@@ -23,7 +23,7 @@ ROWS = [
 def test_each_second_is_in_one_phase_and_overlap_stands_apart(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    split, meanwhile = time_split(path), time_meanwhile(path)
+    split, meanwhile = time_split(path)
     assert {PHASES.get(name): seconds for name, seconds in split.items()} == {
         "train/data_fetch_time": 5.0,
         "train/forward_backward_time": 6.0,

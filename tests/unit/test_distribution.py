@@ -9,7 +9,7 @@ import pytest
 
 from grpo_trainer.bench.shapes import SHAPES
 from grpo_trainer.config.run import build_run
-from grpo_trainer.doctor.distribution import check_distribution
+from grpo_trainer.doctor.run_checks import check_distribution
 
 DENSE = SHAPES["tiny"]
 MIXTURE = replace(DENSE, experts=8, active_experts=2)

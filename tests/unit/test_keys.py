@@ -14,10 +14,9 @@ from grpo_trainer.config.options import build
 from grpo_trainer.config.run import RunConfig, build_run
 from grpo_trainer.config.train import TrainConfig
 from grpo_trainer.launch.child import Child
-from grpo_trainer.launch.keys import new_key, with_key
 from grpo_trainer.launch.places import NO_PLACES, Node, place_run
 from grpo_trainer.launch.plan import RunPlan, plan_run
-from grpo_trainer.run import contents, write_configs
+from grpo_trainer.run import contents, with_key, write_configs
 from vllm_server.errors import FatalError
 from vllm_server.start_checks import check_key, keys_of
 
@@ -83,8 +82,11 @@ def test_a_key_of_the_users_stays(tmp_path: Path) -> None:
     assert {process.env.get("VLLM_API_KEY") for process in made.processes} == {None, "door-2"}
 
 
-def test_keys_differ() -> None:
-    assert len({new_key() for _ in range(10)}) == 10 and len(new_key()) >= 32
+def test_each_run_has_its_own_long_key(tmp_path: Path) -> None:
+    config = a_run(tmp_path, server__replicas="2")
+    places = place_run(config, NODES, on_gpu=True)
+    keys = {str(with_key(config, places).trainer.vllm.api_key) for _ in range(10)}
+    assert len(keys) == 10 and min(map(len, keys)) >= 32
 
 
 def test_the_server_reads_the_key_of_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:

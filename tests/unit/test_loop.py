@@ -175,7 +175,7 @@ SAVED = {"checkpoint", "--resume"}
 
 
 def test_a_stop_while_publishing_keeps_the_step_and_its_batch_together() -> None:
-    fakes: Any = Fakes(True, True, faults={("publish", 3): StoppedError("stopped", 15)})
+    fakes: Any = Fakes(True, True, faults={("publish", 3): StoppedError(15)})
     with pytest.raises(StoppedError) as ended:
         run(fakes, 2)
     assert said_of(ended.value) >= SAVED | {"2"}

@@ -185,7 +185,7 @@ def test_stopping_ends_the_whole_family_even_of_one_that_is_deaf(tmp_path: Path,
 
 def test_a_signal_to_the_trainer_ends_the_wait(tmp_path: Path) -> None:
     def stopped() -> None:
-        raise StoppedError("stopped by SIGINT", signal.SIGINT)
+        raise StoppedError(signal.SIGINT)
 
     with server(tmp_path, SLEEPS, check_stop=stopped) as owned, pytest.raises(StoppedError):
         owned.start("model", 0)

@@ -25,7 +25,7 @@ from grpo_trainer.errors import ConfigError, PortBusyError, ProcessFailedError, 
 from grpo_trainer.launch import ray_cluster
 from grpo_trainer.launch.places import Node, Place, Places, place_run
 from grpo_trainer.launch.plan import ProcessSpec
-from grpo_trainer.launch.ray_cluster import NO_FILES, RayCluster
+from grpo_trainer.launch.ray_cluster import RayCluster
 from grpo_trainer.launch.supervisor import SHUTDOWN_SECONDS, Supervisor
 from tests.processes import free_port, wait_for
 from tests.unit.test_supervisor import LAST, SERVER, SLEEPER, STUBBORN, assert_gone, runs, spec
@@ -60,7 +60,7 @@ def occupied(cluster: RayCluster, gpus: tuple[int, ...] = ()) -> tuple[Place, Pl
 
 def supervisor(cluster: RayCluster, folder: Path, said: list[str] | None = None) -> Supervisor:
     lines = [] if said is None else said
-    return Supervisor(folder, lines.append, lines.append, execute=partial(cluster.start, NO_FILES))
+    return Supervisor(folder, lines.append, lines.append, execute=partial(cluster.start, {}))
 
 
 def at(place: Place, name: str, code: str, *arguments: str, **options: Any) -> ProcessSpec:
@@ -244,7 +244,7 @@ def test_room_for_a_process_that_comes_later_stays_asked_for_until_it_is_given_u
     del holder  # Ray ends it
     there = given()
     assert (there.node, there.gpus) == (other, (0,))
-    assert runs(cluster.start(NO_FILES, at(there, "server-3", SLEEPER), tmp_path / "log", print, print).pid)
+    assert runs(cluster.start({}, at(there, "server-3", SLEEPER), tmp_path / "log", print, print).pid)
 
     holder = held(other, 1)
     with monkeypatch.context() as patched:

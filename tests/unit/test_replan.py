@@ -15,7 +15,7 @@ from grpo_trainer.errors import ConfigError, ProcessFailedError
 from grpo_trainer.launch.places import NO_PLACES, Node, Place, Places, free_nodes, place_run
 from grpo_trainer.launch.plan import ProcessSpec, plan_run
 from grpo_trainer.launch.replan import Replanner
-from grpo_trainer.run import planned_again
+from grpo_trainer.run import planned
 
 HEAD, B, C, D = (Node(name, f"10.0.0.{number}", 1, id=name, is_head=number == 1) for number, name in enumerate("abcd"))
 PORTS = {"api": 8000, "server": 9001, "server-2": 9002, "trainers": 7000}
@@ -57,7 +57,7 @@ class Machines:
 
 def replanner(config: RunConfig, machines: Machines, **options: Any) -> tuple[Replanner, dict[str, ProcessSpec]]:
     places = place_run(config, machines.nodes[:3], on_gpu=False)
-    plan = partial(planned_again, on_gpu=False, machine=None)
+    plan = partial(planned, on_gpu=False)
     specs = {process.name: process for process in plan(config, PORTS, places).processes}
     return Replanner(config, PORTS, places, plan, machines=machines, **options), specs
 
@@ -66,7 +66,7 @@ def test_processes_of_this_machine_start_again_as_they_were(tmp_path: Path) -> N
     config = a_run(tmp_path)
     plan = plan_run(config, PORTS, python=sys.executable, on_gpu=False)
     specs = {process.name: process for process in plan.processes}
-    again = Replanner(config, PORTS, NO_PLACES, partial(planned_again, on_gpu=False, machine=None))
+    again = Replanner(config, PORTS, NO_PLACES, partial(planned, on_gpu=False))
     placed = again.placed([specs["server-2"], specs["trainer"]])
     assert placed is not None
     assert placed[0].argv == specs["server-2"].argv
@@ -153,7 +153,7 @@ def test_a_trainer_takes_one_gpu_of_a_server_that_has_left(tmp_path: Path) -> No
     config = a_run(tmp_path, trainer_gpus=3, **{"server.replicas": 1, "server.tensor-parallel-size": 2})
     places = {"trainer": Place(big[0], (0,)), "trainer-1": Place(big[0], (1,)), "trainer-2": Place(big[1], (0,))}
     places["server"] = Place(big[2], (0, 1))
-    plan = partial(planned_again, on_gpu=True, machine=None)
+    plan = partial(planned, on_gpu=True)
     specs = {process.name: process for process in plan(config, PORTS, places).processes}
     again = Replanner(config, PORTS, places, plan, machines=machines, on_gpu=True)
     again.vacate("server")
@@ -184,7 +184,7 @@ def test_the_only_server_of_a_run_keeps_its_gpu_when_another_comes(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
     config = a_run(tmp_path, **{"server.replicas": 1})
-    plan = partial(planned_again, on_gpu=True, machine=None)
+    plan = partial(planned, on_gpu=True)
     again = Replanner(config, {**PORTS, "trainers": 7000}, NO_PLACES, plan, on_gpu=True)
     with pytest.raises(ConfigError) as error:
         again.another_server(None)

@@ -14,10 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from grpo_trainer.config.checkpoints import CheckpointConfig
 from grpo_trainer.config.train import LossConfig, ModelConfig, TrainConfig
 from grpo_trainer.engine.forward import Forward
 from grpo_trainer.engine.head import HeadPlan
-from grpo_trainer.logs.samples import SampleLog, choose, policy_logprobs, whole_characters
+from grpo_trainer.logs.samples import SampleLog, build_sample_log, choose, policy_logprobs, whole_characters
 from grpo_trainer.loop import run_steps
 from grpo_trainer.metrics.rows import keep_steps, read_rows
 from grpo_trainer.rollouts.types import Group, Sample
@@ -97,11 +98,10 @@ def test_characters_of_several_tokens_stay_whole() -> None:
 
 
 def test_nothing_is_written_or_computed_unless_asked(tmp_path: Path) -> None:
-    def never(*_: Any) -> Any:
-        raise AssertionError("was not asked for")
-
-    SampleLog(tmp_path / "s", 0, LossConfig(), never, never, longest=99).take(1, [Group((sample(1.0),))])
-    assert not (tmp_path / "s").exists()
+    config = TrainConfig(model=ModelConfig(name="none"), checkpoints=CheckpointConfig(save_path=tmp_path / "run"))
+    never: Any = None
+    assert build_sample_log(config, never, never, 0) is None
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_resumed_run_takes_its_steps_again(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ def test_a_stop_between_microbatches_leaves_the_weights_untouched() -> None:
     def stop_at_second() -> None:
         calls.append(1)
         if len(calls) == 2:
-            raise StoppedError("stopped by SIGTERM", 15)
+            raise StoppedError(15)
 
     trainer = Trainer(model, config(batch_size=2), stop_at_second)
     before = copy.deepcopy(model.state_dict())
@@ -287,7 +287,7 @@ def test_a_stop_after_the_first_update_waits_for_the_last() -> None:
 
     def stop_once_changed() -> None:
         if not torch.equal(weights_of(model), before):
-            raise StoppedError("stopped by SIGTERM", 15)
+            raise StoppedError(15)
 
     trainer = Trainer(model, config(loss={"updates_per_batch": 3}), stop_once_changed)
     assert trainer.step(rollouts(), 0).updated

@@ -55,7 +55,6 @@ def nearest(answer_T: Floats, known_KT: Floats) -> float:
 
 
 def quantiles(distances: Sequence[float]) -> dict[str, float]:
-    """Return quantiles by name."""
     values = np.quantile(distances, (0.5, 0.95, 0.99, 1.0)).tolist()
     return dict(zip(("p50", "p95", "p99", "max"), values, strict=True))
 
@@ -168,7 +167,6 @@ class Verdicts:
         self.misnamed += bool(patterns) and int(second < first) not in patterns
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures to report."""
         counts = {"answers": len(self.distances), **{n: getattr(self, n) for n in ("torn", "misnamed", "spanning")}}
         spread = quantiles(self.distances) if self.distances else {}
         return counts | {f"distance_{name}": value for name, value in spread.items()}

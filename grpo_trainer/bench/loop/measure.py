@@ -8,19 +8,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from grpo_trainer.bench.devices import cpu_name, gpu_names
-from grpo_trainer.bench.loop.figures import (
-    Window,
-    can_hold,
-    cpu_per_group,
-    server_figures,
-    start_figures,
-    step_figures,
-)
+from grpo_trainer.bench.loop.figures import Window, can_hold, cpu_per_group, server_figures, start_figures, step_figures
 from grpo_trainer.bench.loop.options import GROUP, LoopOptions
 from grpo_trainer.bench.loop.processes import model_process, run_process
 from grpo_trainer.bench.loop.sampling import Watch
@@ -56,16 +50,13 @@ def measure(options: LoopOptions, more: Sequence[str]) -> dict[str, Any]:
 
 def _finish(process: ProcessSpec, run_dir: Path) -> tuple[float, Watch]:
     """Run a process to its end, and return its start in Unix seconds and the samples of it."""
-    with Supervisor(run_dir / "logs", say=_tell, echo=_tell) as supervisor:
+    tell = partial(print, file=sys.stderr, flush=True)
+    with Supervisor(run_dir / "logs", say=tell, echo=tell) as supervisor:
         began = time.time()
         watch = Watch(supervisor.start(process).pid, run_dir)
         with watch.watching():
             supervisor.run(())  # it is started: until it is done
     return began, watch
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def as_dict(

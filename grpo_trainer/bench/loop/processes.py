@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from grpo_trainer.bench.loop.options import GROUP, LoopOptions
@@ -27,39 +27,36 @@ def run_process(options: LoopOptions, model: Path, run_dir: Path, more: Sequence
     Args:
         more: additional options of `grpo run`, which take precedence.
     """
-    flags = [word for name, value in _options(options, model, run_dir) for word in (f"--{name}", value)]
-    if options.choice.share_base:
+    work, choice = options.work, options.choice
+    extra = ["--kv-cache-memory-bytes", str(CACHE_BYTES_TINY)] if options.model.shape == "tiny" else []
+    extra += ["--load-format", "dummy"] if options.dummy_weights else []
+    asked = {
+        "model-name": model,
+        "run-dir": run_dir,
+        "weight-bridge-mode": choice.bridge,
+        "training-steps": options.steps,
+        "batch-size": GROUP,
+        "gradient-accumulation-steps": work.sequences // GROUP,
+        "seq-len": work.seq_len,
+        "max-tokens-per-microbatch": work.max_tokens_per_microbatch,
+        "server.port": 0,
+        "api.port": 0,
+        "env": ENVIRONMENT,
+        "env.group_size": GROUP,
+        "env.prompt_tokens": work.prompt_len,
+        "env.completion_mean": work.completion_mean,
+        "server.quantization": choice.quantization,
+        "server.kv-cache-dtype": choice.kv_cache_dtype,
+        **({"lora-transport": choice.transport} if choice.transport != "auto" else {}),
+        **({"server.extra-args": ",".join(extra)} if extra else {}),
+    }
+    flags = [word for name, value in asked.items() for word in (f"--{name}", str(value))]
+    if choice.share_base:
         flags.append("--share-base")
     if options.dummy_weights:  # so small that a synthetic change moves no logprob
         flags.append("--no-proof")
     argv = (sys.executable, "-m", "grpo_trainer", "run", *flags, *more)
     return ProcessSpec("run", argv, {"PYTHONUNBUFFERED": "1"}, ends_run=True, stop_seconds=STOP_SECONDS)
-
-
-def _options(options: LoopOptions, model: Path, run_dir: Path) -> Iterator[tuple[str, str]]:
-    work, choice = options.work, options.choice
-    yield "model-name", str(model)
-    yield "run-dir", str(run_dir)
-    yield "weight-bridge-mode", choice.bridge
-    yield "training-steps", str(options.steps)
-    yield "batch-size", str(GROUP)
-    yield "gradient-accumulation-steps", str(work.sequences // GROUP)
-    yield "seq-len", str(work.seq_len)
-    yield "max-tokens-per-microbatch", str(work.max_tokens_per_microbatch)
-    yield "server.port", "0"
-    yield "api.port", "0"
-    yield "env", ENVIRONMENT
-    yield "env.group_size", str(GROUP)
-    yield "env.prompt_tokens", str(work.prompt_len)
-    yield "env.completion_mean", str(work.completion_mean)
-    yield "server.quantization", choice.quantization
-    yield "server.kv-cache-dtype", choice.kv_cache_dtype
-    if choice.transport != "auto":
-        yield "lora-transport", choice.transport
-    extra = ["--kv-cache-memory-bytes", str(CACHE_BYTES_TINY)] if options.model.shape == "tiny" else []
-    extra += ["--load-format", "dummy"] if options.dummy_weights else []
-    if extra:
-        yield "server.extra-args", ",".join(extra)
 
 
 ROLES = (

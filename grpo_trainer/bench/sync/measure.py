@@ -98,7 +98,6 @@ class Snapshot:
 
     @classmethod
     def of(cls, subject: Subject[Any], publishes: int, gpu_mb: float | None) -> Snapshot:
-        """Return the present sizes."""
         server = listener(subject.config.vllm.port)
         assert server is not None
         rss = open_files = 0
