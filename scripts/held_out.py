@@ -124,13 +124,13 @@ def differences(one: Recorded, other: Recorded) -> int:
     return sum(answer != other.answers[prompt] for prompt, answer in one.answers.items())
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     """Print the evaluation, and with `--server` the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=ENVIRONMENTS)
     parser.add_argument("folder", metavar="FOLDER", help="model, checkpoint or export, with a tokenizer")
     parser.add_argument("--server", metavar="URL", help="server to compare with, such as http://127.0.0.1:9001")
-    given, flags = parser.parse_known_args()
+    given, flags = parser.parse_known_args(words)
     tokenizer = tokenizer_folder(given.folder)
     plain = Recorded(PlainTransformers(given.folder))
     found: dict[str, Any] = {"transformers": asyncio.run(evaluate(given.name, tokenizer, plain, flags))}

@@ -21,7 +21,7 @@ from tests.runs import finished, rows
 
 MODULES = {"api": "environments.api", "env": "paced_environment serve", "trainer": "grpo_trainer train"}
 """What the command line of a process has."""
-KILLS = int(os.environ.get("GRPO_KILLS", "4"))
+KILLS = int(os.environ.get("GRPO_KILLS", "3"))
 """In a test of random kills."""
 
 
@@ -42,7 +42,7 @@ class ElasticRun:
 
     def wait(self, what: str, done: Callable[[], bool], seconds: float = 600) -> None:
         """Wait until a condition holds, while the run continues."""
-        wait_for(what, lambda: done() or self.process.poll() is not None, self.log, seconds)
+        wait_for(what, lambda: done() or self.process.poll() is not None, self.log, seconds, every=0.5)
         assert self.process.poll() is None, f"the run is over before: {what}\n{tail(self.log)}"
 
     def steps(self, more: int) -> None:

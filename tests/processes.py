@@ -52,12 +52,16 @@ def end(process: subprocess.Popen[bytes], seconds: float = 15.0) -> None:
         process.wait()
 
 
-def wait_for(what: str, done: Callable[[], bool], log: Path, seconds: float = 180.0) -> None:
-    """Poll until it is so; the failure shows the end of a log."""
+def wait_for(what: str, done: Callable[[], bool], log: Path, seconds: float = 180.0, every: float = 0.1) -> None:
+    """Poll until it is so; the failure shows the end of a log.
+
+    Args:
+        every: seconds from one look to the next.
+    """
     deadline = time.monotonic() + seconds
     while not done():
         assert time.monotonic() < deadline, f"not after {seconds:.0f} s: {what}\n{tail(log)}"
-        time.sleep(0.1)
+        time.sleep(every)
 
 
 def answers(url: str) -> bool:

@@ -48,7 +48,7 @@ RUNS = (
     # The server's half of vLLM and the engine's; and what else `grpo run` starts.
     *("vllm_server.app", "vllm_server.compat", "vllm_server.preflight", "vllm_server.sharing"),
     *("vllm_server.worker.preload", *TRAINERS, "grpo_trainer.run", "environments.multi_turn"),
-    *("environments.api.server", "uvicorn", "uvloop"),
+    *("environments.api.server", "uvicorn", "uvloop", "tests.calm_workers"),
 )
 """What a whole run imports, servers with it."""
 

@@ -58,7 +58,7 @@ def test_a_list_of_prompts_is_answered_whole(server: Serving) -> None:
 
 
 def test_a_small_request_does_not_wait_for_a_large_one(server: Serving) -> None:
-    completions, length = 2000, 40
+    completions, length = 1000, 40
     answers: list[GenerateResponse] = []
 
     def ask() -> None:

@@ -60,7 +60,6 @@ def test_compiled_steps_are_the_same(checkpointing: bool, graphs: Any) -> None:
 LEVELS = [
     Recomputation(1, Kept.PRODUCTS),
     Recomputation(2, Kept.INPUT, Kept.NARROW),
-    Recomputation(1, Kept.NARROW, Kept.PRODUCTS),
 ]
 
 
