@@ -43,6 +43,8 @@ def parse(arguments: list[str] | None = None) -> Settings:
         default=[],
         help="web origin whose pages may call the API",
     )
+    add("--ssl-certfile", type=Path, help="serve over TLS (https://) with this certificate (PEM)")
+    add("--ssl-keyfile", type=Path, help="private key of --ssl-certfile (default: it is in that file)")
     try:
         return Settings(**vars(parser.parse_args(arguments)))
     except SettingsError as error:

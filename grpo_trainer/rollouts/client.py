@@ -7,6 +7,7 @@ batches again, in the same order, from the step of its checkpoint on.
 from __future__ import annotations
 
 import logging
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -61,7 +62,9 @@ class RolloutClient:
         if config.api_key:
             headers["Authorization"] = f"Bearer {config.api_key}"
         timeout = httpx.Timeout(30.0, connect=CONNECT_S)
-        self._http = httpx.Client(base_url=config.url, timeout=timeout, headers=headers, trust_env=False)
+        # Python's own context takes the certificates that SSL_CERT_FILE names, as environments do.
+        verify = ssl.create_default_context() if config.url.startswith("https:") else True
+        self._http = httpx.Client(base_url=config.url, timeout=timeout, headers=headers, verify=verify, trust_env=False)
         self._config = config
         self._registration = registration
         self._registering = threading.Lock()
