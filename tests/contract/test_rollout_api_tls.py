@@ -37,9 +37,9 @@ asyncio.run(told(sys.argv[1]))
 RolloutClient(RolloutConfig(url=sys.argv[1]), registration(batch_size=7), do_nothing).register()
 print(asyncio.run(told(sys.argv[1])))
 """
-"""An environment and a trainer register; prints what the environment is told of the trainer.
+"""An environment and a trainer register. Then the program prints the trainer's batch size, as the environment reads it.
 
-In processes of their own: certificates are read when a process starts."""
+The test starts this program anew for each case, because a process reads certificates when it starts."""
 
 
 @pytest.fixture

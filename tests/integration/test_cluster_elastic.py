@@ -44,32 +44,21 @@ def cluster() -> Iterator[Any]:
     nodes.shutdown()
 
 
-def lines_of(node: Any) -> list[str]:
-    """The command lines of the processes of a node."""
+def processes_of(node: Any) -> dict[int, str]:
+    """The processes of a node, with their command lines."""
     (raylet,) = node.all_processes["raylet"]
-    found = []
-    for process in psutil.Process(raylet.process.pid).children(recursive=True):
-        try:
-            found.append(" ".join(process.cmdline()))
-        except (psutil.ZombieProcess, psutil.NoSuchProcess):  # it has just ended
-            continue
-    return found
+    return family(raylet.process.pid)
 
 
 def hosts(cluster: Any, words: str) -> list[Any]:
     """The nodes, except the head, with a process whose command line has these words."""
-    return [node for node in cluster.worker_nodes if any(words in line for line in lines_of(node))]
+    return [node for node in cluster.worker_nodes if any(words in line for line in processes_of(node).values())]
 
 
 def servers(cluster: Any) -> dict[int, dict[str, str]]:
     """The environment variables of the servers on the cluster's nodes, by their process ids."""
-    found: dict[int, dict[str, str]] = {}
-    for node in cluster.list_all_nodes():
-        (raylet,) = node.all_processes["raylet"]
-        for pid, line in family(raylet.process.pid).items():
-            if "-m vllm_server" in line:
-                found[pid] = psutil.Process(pid).environ()
-    return found
+    processes = [item for node in cluster.list_all_nodes() for item in processes_of(node).items()]
+    return {pid: psutil.Process(pid).environ() for pid, line in processes if "-m vllm_server" in line}
 
 
 def rewards(run_dir: Path) -> list[float]:

@@ -15,7 +15,7 @@ from environments.released_model import ReleasedModelError, write_released
 from environments.tokenizers import load_tokenizer
 from tests.processes import ROOT, answers, free_port, running, tail, wait_for
 from tests.runs import finished, rows, started
-from tests.unit.test_simulate_scale import load
+from tests.scripts import load_script
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -79,9 +79,11 @@ def output(*words: object) -> dict[str, Any]:
 def test_a_served_checkpoint_and_its_export_in_plain_transformers_answer_alike(
     released_model: Path, run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    held_out = load_script("held_out")
+
     def compared(folder: Path, questions: str) -> dict[str, Any]:
         """What `scripts/held_out.py` prints for a folder."""
-        load(ROOT / "scripts" / "held_out.py").main(["word_problems", str(folder), "--server", url, *ASKED, questions])
+        held_out.main(["word_problems", str(folder), "--server", url, *ASKED, questions])
         return json.loads(capsys.readouterr().out.splitlines()[-1])
 
     export, log, port = tmp_path / "export", tmp_path / "log", free_port()

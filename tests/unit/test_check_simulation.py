@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.unit.test_simulate_scale import load, scale
+from tests.scripts import load_script
+from tests.unit.test_simulate_scale import scale
 
-PATH = Path(__file__).parents[2] / "scripts" / "check_simulation.py"
-check = load(PATH)
+check = load_script("check_simulation")
 
 
 def line(sequences: int, mean: float, running: float, cpu_ms: dict[str, float]) -> dict[str, Any]:

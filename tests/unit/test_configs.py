@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,20 +14,12 @@ from grpo_trainer.config.run import build_run, read_toml
 from grpo_trainer.doctor.machine import Gpu, Machine
 from grpo_trainer.doctor.run_checks import check_length, check_spread, server_spread
 from grpo_trainer.launch.plan import plan_run
+from tests.scripts import load_script
 
 ROOT = Path(__file__).parents[2]
 
 
-def load_examples() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_configs", ROOT / "scripts" / "make_configs.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["make_configs"] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
-
-
-EXAMPLES = load_examples()
+EXAMPLES = load_script("make_configs")
 PORTS = {"api": 1, "server": 2, "trainers": 3}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 import tomllib
@@ -14,6 +13,7 @@ from typer.testing import CliRunner
 from grpo_trainer.cli import app
 from grpo_trainer.config.learning_rate import too_high
 from grpo_trainer.config.run import RunConfig, build_run, read_toml
+from tests.scripts import load_script
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -21,12 +21,8 @@ DEMO_PARAMETERS = 760_000
 
 
 def test_the_page_of_options_is_that_of_the_code() -> None:
-    spec = importlib.util.spec_from_file_location("options_table", ROOT / "scripts" / "options_table.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     page = (ROOT / "docs" / "options.md").read_text()
-    assert module.insert(page) == page, "run: python scripts/options_table.py --write"
+    assert load_script("options_table").insert(page) == page, "run: python scripts/options_table.py --write"
     assert "`--lora-target-modules`" in page
     rows = [line for line in page.splitlines() if line.startswith("|")]
     assert not [row for row in rows if len(re.findall(r"(?<!\\)\|", row)) != 4], "a bar in a text ends its cell"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -12,17 +10,12 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "plot_runs.py"
+from tests.scripts import load_script
 
 
 @pytest.fixture(scope="module")
 def plot_runs() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("plot_runs", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["plot_runs"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_script("plot_runs")
 
 
 def metrics(path: Path, rewards: Sequence[float | None]) -> Path:

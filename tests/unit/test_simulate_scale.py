@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-PATH = Path(__file__).parents[2] / "scripts" / "simulate_scale.py"
+from tests.scripts import load_script
 
-
-def load(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-scale = load(PATH)
+scale = load_script("simulate_scale")
 FREE = scale.Costs(
     server_tokens=1000.0, server_groups=4, trainer_tokens=1e9, publish=0.0, publish_each=0.0, api=0.0, environment=0.0
 )
