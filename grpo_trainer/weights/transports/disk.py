@@ -47,17 +47,14 @@ class Disk:
         request = LoraLoadRequest(
             adapter_path=str(path.absolute()), adapter_name=name, version=version, activate=activate
         )
-        if self._folders and not self._root.is_dir():
-            self._say_deleted()
-            self._folders.clear()
-        self._folders.append(path)
         try:
             sent = self._deliver(path, request)
         except (FileNotFoundError, ServerError):
             if path.is_dir():
                 raise
-            self._say_deleted()  # someone deleted it during the write or the load
+            self._drop_deleted()  # someone deleted the folder during the write or the load
             sent = self._deliver(path, request)
+        self._drop_deleted()
         self._forget_old_folders()
         return sent
 
@@ -66,19 +63,26 @@ class Disk:
         with whole_folder(path) as folder:
             write_bytes(folder / WEIGHTS_FILE, self._host.take())
             write_bytes(folder / CONFIG_FILE, self._settings)
+        if path in self._folders:  # a resumed trainer sends its version again
+            self._folders.remove(path)
+        self._folders.append(path)
         packed = time.perf_counter() - started
         return Sent(self._server.load_adapter(request), packed)
 
-    def _say_deleted(self) -> None:
-        log.warning("%s was deleted; creating it again. The server keeps the versions it has loaded", self._root)
+    def _drop_deleted(self) -> None:
+        deleted = [folder for folder in self._folders if not folder.is_dir()]
+        if deleted:
+            log.warning(
+                "%s: deleted by another program. The server keeps the versions it has loaded",
+                ", ".join(str(folder) for folder in deleted),
+            )
+        self._folders = deque(folder for folder in self._folders if folder not in deleted)
 
     def _forget_old_folders(self) -> None:
         while len(self._folders) > self._keep:
             folder = self._folders.popleft()
             try:
                 shutil.rmtree(folder)
-            except FileNotFoundError:
-                continue  # already deleted by someone else
             except OSError as error:  # best effort: a leftover folder only costs disk space
                 log.warning("could not delete %s: %s", folder, error)
 
