@@ -1,12 +1,17 @@
-"""Workers of a tensor-parallel server sleep as soon as they have nothing to read.
+"""Workers of a tensor-parallel server start forked, and sleep as soon as they have nothing to read.
 
-vLLM lets them spin for a second after each message, on cores that other tests need. `tests.warm` imports this module
-into the process from which servers of tests are forked.
+vLLM spawns them on a CPU, and each imports anew what its engine has imported. It lets them spin for a second after each
+message, on cores that other tests need. `tests.warm` imports this module into the process from which servers of tests
+are forked.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+
 from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+from vllm.v1.executor import multiproc_executor
 
 SPIN_SECONDS = 0.005
 SpinCondition.__init__.__defaults__ = (SPIN_SECONDS,)  # of `busy_loop_s`, the only parameter with a default
+multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
