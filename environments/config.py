@@ -64,7 +64,8 @@ class BaseEnvConfig(BaseModel):
     max_batches_offpolicy: int | None = Field(
         default=None,
         ge=1,
-        description="limit of batches that are queued or being generated; unset: enough to keep the server busy",
+        description="limit of batches, queued or being generated, ahead of the trainer; unset: enough to keep the "
+        "server busy",
     )
     max_threads: int = Field(
         default=16, ge=1, description="limit of threads for `score` and tools that are not coroutines"
@@ -72,7 +73,9 @@ class BaseEnvConfig(BaseModel):
     score_timeout: float = Field(
         default=120.0, gt=0.0, description="seconds for scoring a group; a group that takes longer is dropped"
     )
-    inference_weight: float = Field(default=1.0, ge=0.0, description="weight of this environment if there are several")
+    inference_weight: float = Field(
+        default=1.0, ge=0.0, description="share of the generation, relative to other environments"
+    )
     min_batch_allocation: float | None = Field(
         default=None, ge=0.0, le=1.0, description="share of each batch reserved for this environment"
     )

@@ -51,11 +51,18 @@ class Gsm8kConfig(BaseEnvConfig):
     dataset_name: str = Field(default="openai/gsm8k", description="data set on the hub")
     answer_form: AnswerForm = Field(default="boxed", description="\\boxed{18}, or #### 18 on a separate line")
     system_prompt: str | None = Field(default=None, description="replaces the default; empty: none")
-    reward: Literal["strict", "lenient"] = Field(default="strict", description="judgement that earns 1")
+    reward: Literal["strict", "lenient"] = Field(
+        default="strict",
+        description="which right answers have reward 1: strict, in the asked form; lenient, in any form",
+    )
     format_reward: float = Field(default=0.0, ge=0.0, description="reward of the asked form, right or wrong")
     length_penalty: float = Field(default=0.0, ge=0.0, description="penalty of the longest answer, right or wrong")
-    length_free: float = Field(default=0.5, ge=0.0, lt=1.0, description="share of the room without a penalty")
-    max_tokens: int | None = Field(default=None, ge=1, description="longest answer in tokens; unset: all the room")
+    length_free: float = Field(
+        default=0.5, ge=0.0, lt=1.0, description="share of the longest answer that costs no penalty"
+    )
+    max_tokens: int | None = Field(
+        default=None, ge=1, description="longest answer in tokens; unset: what --env.max_token_length leaves"
+    )
     temperature: float = Field(default=1.0, gt=0.0, description="sampling temperature of training groups")
     eval_questions: int | None = Field(default=None, ge=1, description="number of test questions; unset: all 1,319")
     eval_samples: int = Field(default=1, ge=1, description="samples per test question")

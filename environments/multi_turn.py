@@ -55,7 +55,9 @@ class MultiTurnConfig(BaseEnvConfig):
     """Settings of environments with several turns."""
 
     max_turns: int = Field(default=8, ge=1, description="limit of the policy's turns")
-    max_tokens_per_turn: int | None = Field(default=None, ge=1, description="longest turn in tokens; unset: all room")
+    max_tokens_per_turn: int | None = Field(
+        default=None, ge=1, description="longest turn in tokens; unset: what --env.max_token_length leaves"
+    )
     tool_timeout: float = Field(default=60.0, gt=0.0, description="time limit of one tool call, in seconds")
 
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="servers",
-    help="List the inference servers of a running grpo run, add one, or drop one (lora_only and broadcast).",
+    help="List the inference servers of a run in progress, add one, or drop one (broadcast, and lora_only without "
+    "--share-base).",
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

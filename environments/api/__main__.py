@@ -21,15 +21,30 @@ def parse(arguments: list[str] | None = None) -> Settings:
     add("--store", type=Path, help="SQLite file that outlives the process (default: memory only)")
     add("--run-dir", type=Path, help="folder of the run, whose name and report the status page shows")
     add("--fsync", action="store_true", help="also survive a power cut: flush the disk at every commit")
-    add("--env-timeout", type=float, default=default.env_timeout, help="seconds of silence that end a reservation")
+    add(
+        "--env-timeout",
+        type=float,
+        default=default.env_timeout,
+        help="an environment that is silent for so many seconds loses its share of the batches",
+    )
     add(
         "--api-key",
         default=os.environ.get(KEY_VARIABLE) or None,
-        help=f"required of every client as `Authorization: Bearer KEY` (default: {KEY_VARIABLE}, which no process "
-        "list shows)",
+        help=f"required of every client as `Authorization: Bearer KEY` (default: {KEY_VARIABLE}; a process list shows "
+        "flags)",
     )
-    add("--max-body-mb", type=int, default=default.max_body_mb, help="largest body, also when decompressed (MiB)")
-    add("--memory-mb", type=int, default=default.memory_mb, help="MiB of groups in memory; more are left on disk")
+    add(
+        "--max-body-mb",
+        type=int,
+        default=default.max_body_mb,
+        help="largest body of a request, in MiB, before and after decompression",
+    )
+    add(
+        "--memory-mb",
+        type=int,
+        default=default.memory_mb,
+        help="MiB of queued groups kept in memory; further groups stay on disk",
+    )
     add(
         "--max-queued-mb",
         type=int,

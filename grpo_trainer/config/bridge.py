@@ -81,7 +81,7 @@ class RestartOptions(ProofOptions):
     )
 
 
-MODE_HELP = "What is trained, and how vLLM gets it (default: the mode none)."
+MODE_HELP = "Weight bridge: what is trained, and how new weights reach vLLM (default: none)."
 MODE_FLAGS = ("--weight-bridge-mode",)
 
 
@@ -105,8 +105,8 @@ class InFlightOptions(Section):
 
     in_flight: InFlight = option(
         "keep",
-        help="Requests in flight during an update: keep continues them with their KV cache, recompute rebuilds "
-        "it with the new weights first, abort ends them early.",
+        help="Requests in flight during an update. keep: they continue with their KV cache. recompute: their KV "
+        "cache is first computed again with the new weights. abort: they end early.",
     )
 
 
@@ -170,7 +170,7 @@ class LoraOnly(LoraOptions, SharedServer, ProofOptions):
     mode: Literal["lora_only"] = option("lora_only", help=MODE_HELP, flags=MODE_FLAGS)
     share_base: bool = option(
         False,
-        help="Use the server's base weights instead of a second copy; the server runs on this GPU with "
+        help="Use the server's base weights instead of a second copy. It needs a server on the same GPU, started with "
         "--shared-weights.",
     )
     keep_versions: int | None = option(

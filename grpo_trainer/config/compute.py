@@ -48,6 +48,6 @@ class ComputeConfig(Section):
     )
     grad_dtype: Literal["weights", "float32"] = option(
         "weights",
-        help="Dtype in which gradients accumulate over microbatches. In bfloat16, 64 microbatches leave a "
-        "random error of 1 % of the sum.",
+        help="Dtype in which gradients accumulate over microbatches. weights: that of the weights, whose sum over 64 "
+        "microbatches has a random error of 1 % in bfloat16.",
     )

@@ -26,9 +26,9 @@ class DistributedConfig(Section):
     )
     sharding: Literal["auto", "none", "full"] = option(
         "auto",
-        help="What each process holds of weights, gradients and optimizer states. none: all; full: a shard (FSDP2); "
-        "auto: full in the modes none and broadcast, except with adafactor or a reference model; in shared_vllm the "
-        "optimizer states alone are sharded.",
+        help="none: each process holds all weights, gradients and optimizer states. full: each holds a shard (FSDP2). "
+        "auto: full in the modes none and broadcast, except with adafactor or a reference model. In shared_vllm only "
+        "the optimizer states are sharded.",
     )
     init_method: str | None = option(
         None, help="Rendezvous address, e.g. tcp://127.0.0.1:29500 (default: MASTER_ADDR and MASTER_PORT)."

@@ -79,7 +79,9 @@ class LossConfig(Section):
         help="Divide a group's advantages by its standard deviation, or not; auto: divide, except with dr_grpo"
         " or rloo.",
     )
-    max_completion_len: int | None = option(None, help="Normaliser of dr_grpo, in tokens (default: --seq-len).", gt=0)
+    max_completion_len: int | None = option(
+        None, help="Number of tokens by which dr_grpo divides each sample's loss (default: --seq-len).", gt=0
+    )
     ratio_against: Literal["rollout", "trainer"] = option(
         "rollout",
         help="Old logprobs in the ratio: the server's at sampling, or the trainer's before the update. Groups "
@@ -89,7 +91,7 @@ class LossConfig(Section):
         "auto",
         help="Importance weight w = exp(trainer's old logprob - server's) in the loss. none: no weight; truncate: "
         "min(w, --is-cap); mask: 0 outside 1/cap to cap; auto: truncate with --ratio-against trainer, none with "
-        "rollout, whose ratio contains w.",
+        "rollout, where the ratio corrects this already.",
     )
     is_level: Literal["token", "sequence"] = option(
         "token", help="Compute the weight of --is-correction for each token, or for each whole sequence."
@@ -100,7 +102,8 @@ class LossConfig(Section):
     routing_replay: Literal["off", "server", "own"] = option(
         "off",
         help="Experts that a mixture-of-experts model uses in both passes. server: those that the server chose for "
-        "each token. own: those of an extra pass of the trainer, a test. off: the model chooses in each pass.",
+        "each token. own: those of an extra forward pass of the trainer, to check the replay. off: the model chooses "
+        "in each pass.",
     )
     updates_per_batch: int = option(1, help="Optimizer steps on each batch; each one uses the whole batch.", ge=1)
     kl_beta: float = option(0.0, help="Weight of the KL divergence from the reference model; 0: none.", ge=0)

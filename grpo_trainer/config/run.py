@@ -82,7 +82,7 @@ class RunOptions(Section):
     trainer_gpus: int = option(
         1,
         help="GPUs for the trainer: one process on each, which trains its share of every batch. With shared weights "
-        "each GPU also has a server.",
+        "each GPU also has a server, or a shard of a tensor-parallel server.",
         ge=1,
     )
     cluster: str | None = option(
@@ -93,8 +93,9 @@ class RunOptions(Section):
     cluster_nodes: int = option(1, help="Wait until the cluster has this many machines.", ge=1)
     max_restarts: int = option(
         3,
-        help="Restarts in a row of a process that ends unexpectedly after the first trained step; 0: the run ends. A "
-        "trainer continues from its last checkpoint. Servers restart with lora_only and broadcast only.",
+        help="How often in a row a process restarts that ends unexpectedly after the first trained step; 0: the run "
+        "ends. A trainer continues from its last checkpoint. Servers restart with broadcast, and with lora_only "
+        "without --share-base.",
         ge=0,
     )
 

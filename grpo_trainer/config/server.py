@@ -78,7 +78,7 @@ class VllmConfig(ServedOptions):
     )
     roster: Path | None = option(
         None,
-        help="Folder with the list of a run's servers, which grpo run writes; servers may change during the run.",
+        help="Folder in which grpo run keeps the list of a run's servers. The trainer follows its changes.",
         flags=("--vllm-roster",),
     )
     gpus: str | None = option(
@@ -89,7 +89,7 @@ class VllmConfig(ServedOptions):
     )
     api_key: Annotated[str | None, from_variable(KEY_VARIABLE)] = option(
         None,
-        help="Bearer token of the inference server (default: VLLM_API_KEY, which no process list shows).",
+        help="Bearer token of the inference server (default: the variable VLLM_API_KEY; a process list shows flags).",
         flags=("--vllm-api-key",),
     )
     startup_timeout: float = option(
@@ -103,7 +103,7 @@ class VllmConfig(ServedOptions):
     )
     dtype: ServedDtype = option(
         "auto",
-        help="Weights and activations of vLLM, if this command starts it; auto: --dtype.",
+        help="Dtype of vLLM's weights and activations, if this command starts it; auto: --dtype.",
         flags=("--vllm-dtype",),
     )
     enforce_eager: bool = option(
@@ -113,7 +113,7 @@ class VllmConfig(ServedOptions):
     )
     tensor_parallel_size: int = option(
         1,
-        help="Tensor parallel size of vLLM, if this command starts it. With shared_vllm: that of the running server.",
+        help="Tensor parallel size of vLLM, if this command starts it. With shared_vllm, that of the running server.",
         ge=1,
     )
     pipeline_parallel_size: int = option(1, help="Pipeline parallel size of vLLM, if this command starts it.", ge=1)
@@ -190,7 +190,7 @@ class ServerProcess(ServedOptions):
         help="CUDA_VISIBLE_DEVICES of each server, separated by ;, such as 0;1 (required for several servers on "
         "GPUs; refused with --cluster).",
     )
-    dtype: ServedDtype = option("auto", help="Weights and activations; auto: as the trainer's --dtype.")
+    dtype: ServedDtype = option("auto", help="Dtype of weights and activations; auto: the trainer's --dtype.")
     max_model_len: int | None = option(None, help="Longest sequence served (default: the trainer's --seq-len).", gt=0)
     gpu_memory_utilization: float = option(
         DEFAULT_GPU_SHARE, help="Share of the GPU's memory for vLLM; the trainer may need the rest.", gt=0, le=1

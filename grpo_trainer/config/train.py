@@ -34,7 +34,7 @@ class ModelConfig(Section):
 
     name: str = option(help="Model folder or hub name.", flags=("--model-name", "--model"))
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", help="Weights and activations; auto: bfloat16 on a GPU, float32 on a CPU."
+        "auto", help="Dtype of weights and activations; auto: bfloat16 on a GPU, float32 on a CPU."
     )
     logits_dtype: Literal["auto", "float32", "model"] = option(
         "auto",
@@ -55,7 +55,7 @@ class ModelConfig(Section):
         help="Recompute activations in the backward pass to save memory (default: auto, in as few layers as the GPU's "
         "free memory allows; off on a CPU).",
     )
-    seed: int = option(0, help="Seeds all random generators: adapter initialisation and dropout.")
+    seed: int = option(0, help="Seed of the adapter's initial weights and of dropout.")
 
 
 class RolloutConfig(Section):
@@ -66,12 +66,12 @@ class RolloutConfig(Section):
     )
     api_key: Annotated[str | None, from_variable(API_KEY_VARIABLE)] = option(
         None,
-        help="Bearer token of the rollout API (default: ROLLOUT_API_KEY, which no process list shows).",
+        help="Bearer token of the rollout API (default: the variable ROLLOUT_API_KEY; a process list shows flags).",
         flags=("--rollout-api-key",),
     )
     lease_seconds: float = option(
         600.0,
-        help="Seconds for which the rollout API holds a batch for this trainer, which renews this lease.",
+        help="Seconds after which the rollout API hands a batch out again, unless this trainer renews its lease.",
         gt=0,
     )
     rollout_timeout: float = option(1800.0, help="Exit when no batch has come for this many seconds; 0: never.", ge=0)
@@ -82,11 +82,12 @@ class RolloutConfig(Section):
     )
     on_stale: Literal["drop", "downweight"] = option(
         "drop",
-        help="Groups that are N versions beyond --max-staleness: drop them, or multiply their loss by 1 / (1 + N).",
+        help="Groups that are older than --max-staleness by N versions: drop them, or multiply their loss by "
+        "1 / (1 + N).",
     )
     eval_every: int = option(
         0,
-        help="Evaluate on held-out prompts every N steps; --env.steps_per_eval overrides this.",
+        help="Evaluate on held-out prompts every N steps; 0: never. --env.steps_per_eval overrides this.",
         ge=0,
     )
     prefetch: bool = option(
@@ -105,7 +106,7 @@ class OptimizerConfig(Section):
     """Optimizer."""
 
     optimizer: Literal["adamw", "adamw_8bit", "adafactor"] = option(
-        "adamw", help="adamw: states in fp32; adamw_8bit: in 8 bits; adafactor: factored, the smallest."
+        "adamw", help="adamw: states in fp32; adamw_8bit: in 8 bits; adafactor: factored states, the smallest."
     )
     lr: float = option(
         ADAPTER_LR,
@@ -149,8 +150,8 @@ class DriftConfig(Section):
 
     drift_limit: float | None = option(
         None,
-        help="Limit of the mean |trainer's - server's logprob| of fresh samples, in nats a token; 0: off (default: from"
-        " the noise that the proof measures).",
+        help="Largest mean difference between the trainer's and the server's logprobs for samples of the current "
+        "version, in nats a token; 0: no limit (default: derived from the difference that the proof measures).",
         ge=0,
     )
     on_drift: Literal["warn", "stop"] = option(
@@ -182,7 +183,7 @@ class LogConfig(Section):
 class TrainConfig(Section):
     """Training."""
 
-    training_steps: int = option(10, help="Total optimisation steps, with those before a resume.", ge=1)
+    training_steps: int = option(10, help="Optimisation steps of the whole run, those before a resume included.", ge=1)
     batch_size: int = option(2, help="Sequences in a microbatch (one forward and backward pass).", ge=1)
     gradient_accumulation_steps: int = option(
         32,

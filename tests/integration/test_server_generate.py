@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import msgspec
@@ -12,7 +13,7 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from tests.integration.serving import KEEP_VERSIONS, RANK, Serving, make_adapter, shared_server
+from tests.integration.serving import KEEP_VERSIONS, RANK, Serving, make_adapter, serving, shared_server
 from tests.processes import wait_for
 from vllm_server.protocol import BridgeInfo, GenerateChunk, GenerateResponse, LoraStatus
 
@@ -55,6 +56,13 @@ def assert_made_by(model: torch.nn.Module, answer: GenerateResponse, temperature
     for out, tokens in enumerate(answer.token_ids):
         wanted = forward_logprobs(model, answer.prompt_token_ids, tokens, temperature)
         torch.testing.assert_close(sampled_logprobs(answer, out), wanted, atol=TOLERANCE, rtol=0)
+
+
+def test_a_seed_gives_the_same_tokens_whatever_the_chunks_of_the_prompt(server: Serving, tmp_path: Path) -> None:
+    """vLLM samples and discards a token for each chunk but the last."""
+    sampling = {"max_tokens": 8, "temperature": 1.0, "ignore_eos": True, "seed": 3}
+    with serving(tmp_path, "--max-num-seqs", "8", "--max-num-batched-tokens", "128") as chunked:
+        assert chunked.generate(LONG, **sampling).token_ids == server.generate(LONG, **sampling).token_ids
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

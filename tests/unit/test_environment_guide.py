@@ -1,4 +1,4 @@
-"""The environment that docs/environments.md shows is run as it stands there."""
+"""The environments that README.md and docs/environments.md show are run as they stand there."""
 
 import asyncio
 import json
@@ -22,7 +22,8 @@ from environments.peers.inference import Completion
 from environments.running import cli
 from tests.stand_ins import Scripted
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+ROOT = Path(__file__).parents[2]
+GUIDE = "\n".join((ROOT / name).read_text() for name in ("README.md", "docs/environments.md"))
 
 
 def shown(name: str) -> type[BaseEnv[Any]]:

@@ -20,7 +20,9 @@ class FenceOptions(Section):
         "shared_vllm",
         help="How weights are written: in the server's memory (shared_vllm), or by sending them (broadcast).",
     )
-    writes: int = option(10_000, help="Writes of all weights; two patterns of weights alternate.", ge=2)
+    writes: int = option(
+        10_000, help="Writes of all weights. Two sets of weights (patterns) are written in turn.", ge=2
+    )
     max_seconds: float | None = option(
         None, help="Stop writing after this many seconds, even before --writes is reached (default: no limit).", gt=0
     )
@@ -36,7 +38,9 @@ class FenceOptions(Section):
     in_flight: Literal["keep", "recompute"] = option(
         "keep", help="Requests in flight during a write, as the trainer's --in-flight."
     )
-    fenced: bool = option(True, help="--no-fenced: write without a fence, a fault that this benchmark must find.")
+    fenced: bool = option(
+        True, help="--no-fenced: write without pausing generation. The benchmark must then find half-written weights."
+    )
     log_dir: Path | None = option(None, help="Folder of the server's log (default: a temporary one).")
     model: ModelChoice = ModelChoice()
     server: ServerChoice = ServerChoice()

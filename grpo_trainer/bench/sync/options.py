@@ -33,7 +33,7 @@ class BridgeChoice(Section):
         None, help="Folder of --transport disk and of the baseline, e.g. /dev/shm (default: a temporary one)."
     )
     keep_versions: int = option(4, help="Versions that stay loaded in the server.", ge=2)
-    proof: bool = option(True, help="Run the bridge's proof before the measurement.")
+    proof: bool = option(True, help="Prove the server's weights before the measurement.")
 
     @model_validator(mode="after")
     def _base_is_shared_by_adapters(self) -> BridgeChoice:
@@ -92,7 +92,7 @@ class SyncOptions(Section):
 
     repeat: int = option(20, help="Measured publishes; use 1000 with --skip-load to look for leaks.", ge=1)
     baseline_repeat: int = option(
-        10, help="Measured loads by vLLM's own route, at most one less than adapter slots; 0: none.", ge=0
+        10, help="Measured loads by vLLM's /v1/load_lora_adapter; fewer than the server's adapter slots; 0: none.", ge=0
     )
     log_dir: Path | None = option(None, help="Folder of the server's log (default: a temporary one).")
     choice: BridgeChoice = BridgeChoice()
