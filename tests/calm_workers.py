@@ -14,4 +14,4 @@ from vllm.v1.executor import multiproc_executor
 
 SPIN_SECONDS = 0.005
 SpinCondition.__init__.__defaults__ = (SPIN_SECONDS,)  # of `busy_loop_s`, the only parameter with a default
-multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")  # pyright: ignore[reportPrivateImportUsage]
