@@ -20,7 +20,7 @@ from tests.integration.paired import STEPS
 from tests.integration.serving import START_LIMIT_S, Serving, serving
 from tests.processes import ROOT, answers, free_port, running, tail, wait_for
 from tests.runs import arguments, finished, of_mode, rows
-from tests.shared_contract import BATCH, MOMENTS, PROMISES, TOLERANCE, WRITES, SharedContract, settings
+from tests.shared_contract import BATCH, MOMENTS, PROMISES, TOLERANCE, SharedContract, settings
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -105,9 +105,8 @@ def test_two_pairs_keep(servers: list[Serving], tmp_path: Path, promise: str) ->
     getattr(SharedContract(servers, tmp_path), promise)()
 
 
-@pytest.mark.parametrize("options", WRITES, ids=str)
-def test_two_pairs_write_while_requests_run(servers: list[Serving], tmp_path: Path, options: dict[str, Any]) -> None:
-    SharedContract(servers, tmp_path).writes_while_requests_run(**options)
+def test_two_pairs_write_while_requests_run(servers: list[Serving], tmp_path: Path) -> None:
+    SharedContract(servers, tmp_path).writes_while_requests_run("keep", optimizer="adamw_8bit")
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

@@ -1,5 +1,4 @@
-"""scripts/train_*.sh train on a CPU, and can be run again. `train_lora.sh`'s commands are those of
-test_train_by_hand.py."""
+"""A recipe of scripts/ trains on a CPU. `tests/unit/test_recipes.py` has the commands of all of them."""
 
 from __future__ import annotations
 
@@ -16,14 +15,13 @@ from tests.processes import ROOT, free_port
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.mark.parametrize("name", ["single_copy", "legacy"])
-def test_a_recipe_trains(name: str, demo_model: Path, tmp_path: Path) -> None:
+def test_a_recipe_trains(demo_model: Path, tmp_path: Path) -> None:
     settings = {
         **{"GRPO_PYTHON": sys.executable, "MODEL": str(demo_model), "RUN_DIR": str(tmp_path / "run")},
         **{"STEPS": "2", "BATCH_SIZE": "16", "ACCUMULATION": "1"},
         **{"API_PORT": str(free_port()), "VLLM_PORT": str(free_port())},
     }
-    command = ["bash", str(ROOT / "scripts" / f"train_{name}.sh"), "--log-samples", "2"]
+    command = ["bash", str(ROOT / "scripts" / "train_single_copy.sh"), "--log-samples", "2"]
     done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

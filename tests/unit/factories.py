@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 
 import numpy as np
@@ -88,3 +89,15 @@ def bridge_info(*workers: WorkerInfo, machine: str = "here") -> BridgeInfo:
         logprobs_mode="processed_logprobs", vllm_version="0", lora_dtype="bfloat16", machine=machine,
         workers=list(workers) or [worker()],
     )  # fmt: skip
+
+
+def values_of(flags: str) -> dict[str, object]:
+    """The values of flags by key; a flag without a value is a switch."""
+    values: dict[str, object] = {}
+    key = ""
+    for word in shlex.split(flags):
+        if word.startswith("--"):
+            key, values[word.removeprefix("--")] = word.removeprefix("--"), True
+        else:
+            values[key] = word
+    return values

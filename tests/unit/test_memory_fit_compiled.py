@@ -104,26 +104,14 @@ def test_what_compiled_layers_keep_is_what_they_are_told_to(graphs: Any) -> None
 
 def test_memory_decides_what_compiled_layers_keep(graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plans = []
-    for free in (1e9, 33e6, 30e6, 27e6, 1e5):
+    for free in (1e9, 30e6, 1e5):
         Gpu(monkeypatch, free)
         forward = fitted(settings(checkpointing=None, packing="on", compile="on"))
         assert forward.compiled is not None and forward.compiled.plan == forward.recomputation
         assert flags(forward) == [False] * 4
         plans.append(forward.recomputation)
     work = [sum(plan.of(layer) for layer in range(4)) for plan in plans]
-    assert work[0] == 0 and work[-1] == 4 * Kept.INPUT and work == sorted(work) and len(set(work)) >= 3
-
-
-def test_compiled_adapters_every_loss_term(graphs: Any) -> None:
-    results = []
-    for choice in ("off", "on"):
-        model = add_adapter(tiny_qwen(), LoraOnly(mode="lora_only", r=8), seed=0)
-        fill_b(model)
-        config = settings(packing="on", loss={"loss": "grpo", **EVERYTHING}, compile=choice, checkpointing=False)
-        results.append(one_step(model, config))
-    assert_same(*results)
-    # layers: the first, whose input has no gradient, the others, and both without gradient and adapter; head: two
-    assert graphs["unique_graphs"] <= 6
+    assert work[0] == 0 and work[-1] == 4 * Kept.INPUT and work[0] < work[1] < work[2]
 
 
 def test_what_torch_cant_compile_is_trained_without(
@@ -167,11 +155,13 @@ def test_what_is_cast_in_a_graph_is_not_kept_by_layers_that_compute_it_again(gra
 
 
 def test_an_adapters_compiled_layers_compute_all_again(graphs: Any) -> None:
+    """With every term of the loss."""
     results = []
     for choice, checkpointing in (("off", False), ("on", True)):
         model = add_adapter(tiny_qwen(), LoraOnly(mode="lora_only", r=8), seed=0)
         fill_b(model)
-        config = settings(packing="on", compile=choice, checkpointing=checkpointing)
+        loss = {"loss": "grpo", **EVERYTHING}
+        config = settings(packing="on", loss=loss, compile=choice, checkpointing=checkpointing)
         trainer = Trainer(model, config)
         results.append((reduce(trainer.step(full_rollouts(), 0).metrics), gradients(trainer)))
     assert_same(*results)

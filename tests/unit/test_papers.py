@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 
 import pytest
 
 from grpo_trainer.config.options import build, unique_leaves
 from grpo_trainer.config.train import TrainConfig
+from tests.unit.factories import values_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "papers.md").read_text()
 ROWS = re.findall(r"^\| (.+?) \| `(--[^`]+)` \|", PAGE, re.MULTILINE)
 
 
-def given(flags: str) -> dict[str, object]:
-    """Values by key; a flag without a value is a switch."""
-    values: dict[str, object] = {}
-    key = ""
-    for word in shlex.split(flags):
-        if word.startswith("--"):
-            key, values[word.removeprefix("--")] = word.removeprefix("--"), True
-        else:
-            values[key] = word
-    return values
-
-
 @pytest.mark.parametrize(("paper", "flags"), ROWS, ids=[re.sub(r"\W+", " ", paper) for paper, _ in ROWS])
 def test_every_papers_flags_build_a_configuration(paper: str, flags: str) -> None:
-    build(TrainConfig, {"model_name": "m", **given(flags)})
+    build(TrainConfig, {"model_name": "m", **values_of(flags)})
 
 
 def test_the_papers_are_all_there() -> None:
-    found = {build(TrainConfig, {"model_name": "m", **given(flags)}).loss.loss for _, flags in ROWS}
+    found = {build(TrainConfig, {"model_name": "m", **values_of(flags)}).loss.loss for _, flags in ROWS}
     assert found == {"grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo"}
 
 

@@ -1,4 +1,4 @@
-"""The recipes' own processes: waited for, watched, and ended, and nobody else's."""
+"""The recipes: their commands; and their own processes, which are waited for, watched, and ended, and nobody else's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from grpo_trainer.config.bridge import CheckpointRestart, LoraOnly, SharedVllm
+from grpo_trainer.config.options import build
+from grpo_trainer.config.train import TrainConfig
 from tests.processes import ROOT, free_port
+from tests.unit.factories import values_of
 
 SCRIPTS = sorted((ROOT / "scripts").glob("*.sh"))
 PRELUDE = f"""
@@ -109,6 +113,30 @@ def test_an_environment_may_be_done_before_the_trainer_but_not_fail(
     done = bash(script, tmp_path)
     assert done.returncode == code, done.stderr
     assert said in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "bridge", "processes"),
+    [
+        ("lora", LoraOnly, ["api", "serve", "env", "train"]),
+        ("single_copy", SharedVllm, ["api", "serve", "env", "train"]),
+        ("legacy", CheckpointRestart, ["api", "env", "train"]),
+    ],
+)
+def test_the_commands_of_a_recipe(name: str, bridge: type, processes: list[str], tmp_path: Path) -> None:
+    """What it would start, and the trainer's configuration."""
+    fake, written = tmp_path / "python", tmp_path / "commands"
+    recorded = f'[ "$2" != grpo_trainer ] || echo "${{@:3}}" >> {written}'
+    fake.write_text(f"#!/bin/bash\n{recorded}\ncase $3 in api | serve | env) exec sleep 300 ;; esac\n")
+    fake.chmod(0o755)
+    env = {**os.environ, "GRPO_PYTHON": str(fake), "MODEL": "m", "RUN_DIR": str(tmp_path / "run"), "LR": "3e-4"}
+    command = ["bash", str(ROOT / "scripts" / f"train_{name}.sh"), "--warmup-steps", "3"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    commands = {line.split()[0]: line for line in written.read_text().splitlines()}
+    assert sorted(commands) == sorted([*processes, "report"]), done.stderr
+    config = build(TrainConfig, values_of(commands["train"].removeprefix("train ")))
+    assert isinstance(config.bridge, bridge)
+    assert (config.optimizer.lr, config.optimizer.warmup_steps) == (3e-4, 3)
 
 
 SHELLCHECK = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
