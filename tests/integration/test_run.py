@@ -129,10 +129,7 @@ CONFIGS = {
 @pytest.mark.parametrize("command", ["run", "train"])
 def test_models_of_another_kind_are_refused_by_name(tmp_path: Path, kind: str, command: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[kind]))
-    words = (
-        arguments(tmp_path, tmp_path / "run")
-        if command == "run"
-        else ["-m", "grpo_trainer", "train", "--model", str(tmp_path), "--weight-bridge-mode", "lora_only"]
-    )
-    said = refused(*words)
+    train = ["-m", "grpo_trainer", "train", "--model", str(tmp_path), "--weight-bridge-mode", "lora_only"]
+    train += ["--save-path", str(tmp_path / "run")]
+    said = refused(*(arguments(tmp_path, tmp_path / "run") if command == "run" else train))
     assert CONFIGS[kind]["architectures"][0] in said and str(tmp_path) in said

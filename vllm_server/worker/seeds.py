@@ -19,8 +19,8 @@ from vllm_server import seams
 
 
 def prepare_worker() -> None:
-    """Let CPU generators be rewound. Call before a model is loaded."""
-    runner = seams.found("vllm.v1.worker.cpu_model_runner", "CPUModelRunner", "_sample", "_bookkeeping_sync")
+    """Let CPU generators be rewound. Call before a model is loaded, on a CPU, whose runner derives from the GPU's."""
+    runner = seams.found("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "_sample", "_bookkeeping_sync")
     runner._sample = _noting_states(runner._sample)
     runner._bookkeeping_sync = _rewinding_states(runner._bookkeeping_sync)
 
