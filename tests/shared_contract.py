@@ -39,7 +39,7 @@ from grpo_trainer.trainer import Trainer
 from grpo_trainer.weights.build import build_bridge
 from tests.bridge_contract import PROMPT
 from tests.integration.serving import Serving
-from tests.integration.streaming import MANY, TWO_BLOCKS, Stream
+from tests.integration.streaming import MANY, TWO_BLOCKS, held
 from tests.processes import free_port, running, tail, wait_for
 from tests.unit.factories import batch, sample
 from vllm_server.protocol import InFlight, UpdateBeginRequest
@@ -274,13 +274,8 @@ class SharedContract:
         large = {"lr": 0.05}  # a step that shows in the logprobs of old caches, even in 16 bits
         with self.attached(in_flight=in_flight, **large, **options) as made:
             version = made.bridge.connect(0)
-            with ExitStack() as stack:
-                streams = [stack.enter_context(Stream(server, TWO_BLOCKS)) for server in self.servers]
-                for server in self.servers:  # so that they still run when the update comes
-                    assert server.post("/bridge/pause", b"").status_code == 200
+            with held(self.servers) as streams:
                 assert made.step()
-                for server in self.servers:
-                    assert server.post("/bridge/resume", b"").status_code == 200
             made.assert_serves(version + 1)
             for stream in streams:
                 last = stream.chunks[-1]

@@ -43,7 +43,8 @@ class ComputeConfig(Section):
     )
     trainer_memory_gb: float | None = option(
         None,
-        help="GPU memory in GB that --gradient-checkpointing auto may plan with (default: the free memory).",
+        help="GPU memory in GB for the plan of what to recompute, if --gradient-checkpointing is not set (default: the "
+        "free memory).",
         gt=0,
     )
     grad_dtype: Literal["weights", "float32"] = option(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import httpx
@@ -19,7 +21,7 @@ MANY = 230  # tokens, on which the server is busy for a while
 class Stream:
     """A long streamed request, read in a thread that does nothing else, so that it does not lag behind.
 
-    32 completions, of which the test reads one: a busy machine's update comes before the server is done.
+    32 completions, of which the test reads one: the server is busy for a while.
     """
 
     server: Serving
@@ -69,3 +71,26 @@ class Stream:
         """How many tokens are in chunks that know no other version, and in the first that does."""
         late = next(index for index, chunk in enumerate(self.chunks) if chunk.policy_version_end is not None)
         return sum(len(chunk.token_ids) for chunk in self.chunks[: late + 1])
+
+
+@contextmanager
+def held(servers: Sequence[Serving]) -> Iterator[list[Stream]]:
+    """Requests that are under way, one on each server, none of which generates meanwhile; then they run to their end.
+
+    On a busy machine most of an answer may be there before the pause. Then other requests are begun.
+    """
+
+    def resume() -> None:
+        for server in servers:
+            assert server.post("/bridge/resume", b"").status_code == 200
+
+    for _ in range(10):
+        with ExitStack() as stack:
+            streams = [stack.enter_context(Stream(server, TWO_BLOCKS)) for server in servers]
+            stack.callback(resume)
+            for server in servers:
+                assert server.post("/bridge/pause", b"").status_code == 200
+            if max(len(stream.tokens) for stream in streams) < MANY // 2:
+                yield streams
+                return
+    raise AssertionError("each request was nearly over before the pause came")

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
 from tests.integration.serving import Serving, save_tiny_model, serving
-from tests.integration.streaming import MANY, TWO_BLOCKS, Stream
+from tests.integration.streaming import MANY, TWO_BLOCKS, Stream, held
 from tests.processes import ROOT, answers, free_port, running, tail, wait_for
 from vllm_server.bridge_file import FOLDER
 from vllm_server.protocol import (
@@ -261,9 +261,10 @@ def test_weights_that_are_not_finite_give_errors_and_leave_nothing_behind(traine
 @pytest.mark.parametrize("in_flight", ["keep", "recompute"])
 def test_a_running_request_goes_on_with_its_cache_or_with_one_made_anew(trainer: Trainer, in_flight: InFlight) -> None:
     server, began_with = trainer.server, trainer.version
-    with Stream(server, TWO_BLOCKS) as stream:
+    with held([server]) as (stream,):
         with trainer.fence(in_flight):
             trainer.change()
+        assert server.post("/bridge/resume", b"").status_code == 200
         fresh = ask(server)  # shares its prompt with the one that runs, whose cache is of the old weights
         reference = trainer.reference()
     assert (fresh.policy_version, fresh.policy_version_end) == (trainer.version, None)

@@ -22,7 +22,8 @@ TRAINER = (
     "--atropos-url --use-wandb "
     "--wandb-project --wandb-group --weight-bridge-mode --vllm-config-path --lora-r --lora-alpha --lora-dropout "
     "--lora-target-modules --trainer-rank --world-size --init-method --num-inference-nodes --debug-loading --benchmark "
-    "--log-dir"
+    "--log-dir --warmup-steps --train-layer-indices --lora-layer-indices --vllm-gpu --adafactor-scale-parameter "
+    "--adafactor-relative-step"
 )
 
 
