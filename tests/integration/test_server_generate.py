@@ -60,9 +60,9 @@ def assert_made_by(model: torch.nn.Module, answer: GenerateResponse, temperature
 
 def test_a_seed_gives_the_same_tokens_whatever_the_chunks_of_the_prompt(server: Serving, tmp_path: Path) -> None:
     """vLLM samples and discards a token for each chunk but the last."""
-    sampling = {"max_tokens": 8, "temperature": 1.0, "ignore_eos": True, "seed": 3}
+    asked = {"policy_version": 0, "max_tokens": 8, "temperature": 1.0, "ignore_eos": True, "seed": 3}
     with serving(tmp_path, "--max-num-seqs", "8", "--max-num-batched-tokens", "128") as chunked:
-        assert chunked.generate(LONG, **sampling).token_ids == server.generate(LONG, **sampling).token_ids
+        assert chunked.generate(LONG, **asked).token_ids == server.generate(LONG, **asked).token_ids
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
