@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 
+from grpo_trainer.alignment import shared_proof
 from grpo_trainer.alignment.proof import Probe
-from grpo_trainer.alignment.shared_proof import prove_shared
+from grpo_trainer.alignment.shared_proof import SyntheticChange, prove_shared
 from grpo_trainer.errors import ServerError
 from tests.golden.models import random_model
 from tests.unit.factories import bridge_info
@@ -54,3 +55,14 @@ def test_a_server_that_ends_during_the_proof_leaves_the_trainers_weights(ends: s
         prove_shared(model, proof, bridge_info(), 3, sending)
     assert changed == [True, False]
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+
+
+def test_a_change_that_shows_too_little_in_certain_answers_is_made_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves: list[float] = []
+    monkeypatch.setattr(SyntheticChange, "enlarge", lambda self, prompts, move: moves.append(move))
+    gaps = iter([0.0, 0.1, 0.0, 0.9, 0.0])  # the server's own and that of unchanged weights, twice; at last
+    monkeypatch.setattr(shared_proof, "gap", lambda *_: next(gaps))
+    proof: Any = Asked(ends=False)
+    proved = prove_shared(random_model("qwen2").float(), proof, bridge_info(), 3, lambda _: nullcontext())
+    # allowed are 0.1, with the change 0.2: texts are moved by five times that, samples must be by twice that, 0.4
+    assert moves == pytest.approx([1.0, 4.0]) and proved.synthetic_moved == 0.9
