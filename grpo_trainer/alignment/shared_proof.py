@@ -72,6 +72,7 @@ def prove_shared(
     allowed = proof.allowed(info)
     larger = 2 * allowed  # in 16 bits, rounding errors grow with the change
     prompts = probe_prompts(model.config.vocab_size, info.max_model_len)
+    moved = 0.0
     for factor in FACTORS:
         try:
             with fence(PROOF_VERSION):
