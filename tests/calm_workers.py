@@ -1,8 +1,8 @@
 """Workers of a tensor-parallel server start forked, and sleep as soon as they have nothing to read.
 
-vLLM spawns them on a CPU, and each imports anew what its engine has imported. It lets them spin for a second after each
-message, on cores that other tests need. `tests.warm` imports this module into the process from which servers of tests
-are forked.
+On a CPU vLLM spawns these workers, so each worker repeats the imports of its engine. After each message a worker spins
+for a second, on cores that other tests need. `tests.warm` imports this module into the process from which servers of
+tests are forked.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ def parse(arguments: list[str] | None = None) -> Settings:
         "--env-timeout",
         type=float,
         default=default.env_timeout,
-        help="an environment that is silent for so many seconds loses its share of the batches",
+        help="seconds without a request after which an environment loses its share of the batches",
     )
     add(
         "--api-key",

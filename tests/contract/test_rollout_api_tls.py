@@ -39,7 +39,7 @@ print(asyncio.run(told(sys.argv[1])))
 """
 """An environment and a trainer register. Then the program prints the trainer's batch size, as the environment reads it.
 
-The test starts this program anew for each case, because a process reads certificates when it starts."""
+Each case starts its own process, because a process reads certificates when it starts."""
 
 
 @pytest.fixture

@@ -124,10 +124,14 @@ def test_an_environment_may_be_done_before_the_trainer_but_not_fail(
     ],
 )
 def test_the_commands_of_a_recipe(name: str, bridge: type, processes: list[str], tmp_path: Path) -> None:
-    """What it would start, and the trainer's configuration."""
+    """What it would start, and the trainer's configuration. The trainer ends when every process is noted."""
     fake, written = tmp_path / "python", tmp_path / "commands"
     recorded = f'[ "$2" != grpo_trainer ] || echo "${{@:3}}" >> {written}'
-    fake.write_text(f"#!/bin/bash\n{recorded}\ncase $3 in api | serve | env) exec sleep 300 ;; esac\n")
+    all_recorded = (
+        f'until [ "$(wc -l <{written})" -ge {len(processes)} ]; do sleep 0.05; done'  # they start at the same time
+    )
+    kinds = f"case $3 in api | serve | env) exec sleep 300 ;; train) {all_recorded} ;; esac"
+    fake.write_text(f"#!/bin/bash\n{recorded}\n{kinds}\n")
     fake.chmod(0o755)
     env = {**os.environ, "GRPO_PYTHON": str(fake), "MODEL": "m", "RUN_DIR": str(tmp_path / "run"), "LR": "3e-4"}
     command = ["bash", str(ROOT / "scripts" / f"train_{name}.sh"), "--warmup-steps", "3"]
